@@ -1,0 +1,48 @@
+// The C functions that module.cpp looks up in each loaded library. They cannot be pybind11
+// functions: the libraries do not depend on the Python version.
+#include "exports.h"
+
+#include "kernels/common/registry.h"
+
+#ifdef BRAZE_CUDA
+#include <cuda_runtime.h>
+#endif
+
+extern "C" {
+
+BRAZE_EXPORT int braze_kernel_count() { return static_cast<int>(braze::kernel_registry().size()); }
+
+BRAZE_EXPORT const braze::KernelInfo* braze_kernel_info(int i) {
+  return &braze::kernel_registry()[i];
+}
+
+#ifdef BRAZE_CUDA
+BRAZE_EXPORT int braze_cuda_runtime_version() { return CUDART_VERSION; }
+
+BRAZE_EXPORT int braze_device_attributes(int device, BrazeDeviceAttributes* out) {
+  const auto get = [&](cudaDeviceAttr attribute, int64_t* value) {
+    int v = 0;
+    const cudaError_t error = cudaDeviceGetAttribute(&v, attribute, device);
+    *value = v;
+    return error;
+  };
+  const struct {
+    cudaDeviceAttr attribute;
+    int64_t* value;
+  } queries[] = {
+      {cudaDevAttrMultiProcessorCount, &out->sm_count},
+      {cudaDevAttrClockRate, &out->sm_clock_khz},
+      {cudaDevAttrMemoryClockRate, &out->memory_clock_khz},
+      {cudaDevAttrGlobalMemoryBusWidth, &out->memory_bus_bits},
+      {cudaDevAttrL2CacheSize, &out->l2_bytes},
+      {cudaDevAttrMaxSharedMemoryPerBlockOptin, &out->shared_bytes_per_block},
+  };
+  for (const auto& query : queries) {
+    const cudaError_t error = get(query.attribute, query.value);
+    if (error != cudaSuccess) return static_cast<int>(error);
+  }
+  return 0;
+}
+#endif
+
+}  // extern "C"

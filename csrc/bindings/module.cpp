@@ -1,0 +1,83 @@
+// braze._C: the only part that depends on the Python version. Loads the op libraries and asks them
+// for their kernels and the CUDA device's properties.
+#include <dlfcn.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <stdexcept>
+#include <string>
+
+#include "exports.h"
+#include "kernels/common/registry.h"
+
+namespace py = pybind11;
+
+namespace {
+
+class Library {
+ public:
+  // RTLD_LOCAL: nothing links against the library; its static initialisers register the ops.
+  explicit Library(const std::string& path) : handle_(dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL)) {
+    if (!handle_) throw py::import_error(dlerror());
+  }
+
+  py::list kernels() const {
+    const auto count = symbol<int()>("braze_kernel_count");
+    const auto info = symbol<const braze::KernelInfo*(int)>("braze_kernel_info");
+    py::list result;
+    for (int i = 0; i < count(); ++i) {
+      const braze::KernelInfo& k = *info(i);
+      py::dict d;
+      d["op"] = k.op;
+      d["name"] = k.name;
+      d["dtypes"] = k.dtypes;
+      d["arch"] = k.arch;
+      d["shipped"] = k.shipped;
+      d["note"] = k.note;
+      result.append(d);
+    }
+    return result;
+  }
+
+  // Only in libbraze_cuda.
+  int cuda_runtime_version() const { return symbol<int()>("braze_cuda_runtime_version")(); }
+
+  py::dict device_attributes(int device) const {
+    BrazeDeviceAttributes a{};
+    const int error =
+        symbol<int(int, BrazeDeviceAttributes*)>("braze_device_attributes")(device, &a);
+    if (error) {
+      throw std::runtime_error("CUDA error " + std::to_string(error) + " while reading device " +
+                               std::to_string(device));
+    }
+    py::dict d;
+    d["sm_count"] = a.sm_count;
+    d["sm_clock_khz"] = a.sm_clock_khz;
+    d["memory_clock_khz"] = a.memory_clock_khz;
+    d["memory_bus_bits"] = a.memory_bus_bits;
+    d["l2_bytes"] = a.l2_bytes;
+    d["shared_bytes_per_block"] = a.shared_bytes_per_block;
+    return d;
+  }
+
+ private:
+  template <typename Signature>
+  Signature* symbol(const char* name) const {
+    void* address = dlsym(handle_, name);
+    if (!address) throw std::runtime_error(std::string("symbol not found: ") + name);
+    return reinterpret_cast<Signature*>(address);
+  }
+
+  void* handle_;  // never closed: ops stay registered for the life of the process
+};
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  py::class_<Library>(m, "Library")
+      .def(py::init<const std::string&>())
+      .def("kernels", &Library::kernels)
+      .def("cuda_runtime_version", &Library::cuda_runtime_version)
+      .def("device_attributes", &Library::device_attributes);
+}

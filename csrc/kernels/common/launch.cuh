@@ -1,0 +1,48 @@
+// Host-side helpers for launching: dtype dispatch, launch check, grid size.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <string>
+
+#include "types.h"
+
+namespace braze::cuda {
+
+template <typename F>
+void dispatch(DType dtype, F&& f) {
+  switch (dtype) {
+    case DType::kFloat64: return f(TypeTag<double>{});
+    case DType::kFloat32: return f(TypeTag<float>{});
+    case DType::kBFloat16: return f(TypeTag<__nv_bfloat16>{});
+    case DType::kFloat16: return f(TypeTag<__half>{});
+  }
+}
+
+// Call after every launch. Reports configuration errors; execution errors surface at the next sync.
+inline void check_launch(const char* kernel) {
+  const cudaError_t error = cudaGetLastError();
+  if (error != cudaSuccess) {
+    throw std::runtime_error(std::string(kernel) + ": launch failed: " + cudaGetErrorString(error));
+  }
+}
+
+inline cudaStream_t as_cuda(Stream stream) { return static_cast<cudaStream_t>(stream); }
+
+inline int sm_count() {
+  int device = 0, count = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+  return count;
+}
+
+// Blocks for a grid-stride loop over `work` items: enough to fill the device eight times over, no
+// more, so that the loop amortises the block's start.
+inline int grid_stride_blocks(int64_t work, int threads) {
+  return static_cast<int>(std::min<int64_t>(ceil_div(work, threads), int64_t{sm_count()} * 8));
+}
+
+}  // namespace braze::cuda

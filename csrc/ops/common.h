@@ -1,0 +1,196 @@
+// What every op needs between torch and a launcher: argument checks, device guard and stream,
+// allocation. Files in csrc/ops are compiled twice, with BRAZE_DEVICE=cpu and =cuda, against the
+// launchers of that device.
+#pragma once
+
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "kernels/common/types.h"
+
+extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index,
+                                                             void** ret_stream);
+
+// BRAZE_IMPL(m) { m.impl("relu", TORCH_BOX(&relu)); } registers for the device being compiled.
+#ifdef BRAZE_CUDA
+#define BRAZE_IMPL(m) STABLE_TORCH_LIBRARY_IMPL(braze, CUDA, m)
+#else
+#define BRAZE_IMPL(m) STABLE_TORCH_LIBRARY_IMPL(braze, CPU, m)
+#endif
+
+// Throws RuntimeError in Python, the message being the concatenation of all further arguments.
+#define BRAZE_CHECK(condition, ...)                                  \
+  do {                                                               \
+    if (!(condition)) throw std::runtime_error(concat(__VA_ARGS__)); \
+  } while (false)
+
+namespace braze {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+template <typename... Parts>
+std::string concat(const Parts&... parts) {
+  std::ostringstream out;
+  (out << ... << parts);
+  return out.str();
+}
+
+// The launchers of the device being compiled.
+namespace dev = BRAZE_DEVICE;
+
+// Makes the tensor's device current for the scope and yields torch's current stream on it.
+class DeviceContext {
+ public:
+#ifdef BRAZE_CUDA
+  explicit DeviceContext(const Tensor& t) : guard_(t.get_device_index()) {
+    STABLE_TORCH_ERROR_CODE_CHECK(
+        aoti_torch_get_current_cuda_stream(t.get_device_index(), &stream_));
+  }
+  Stream stream() const { return stream_; }
+
+ private:
+  torch::stable::accelerator::DeviceGuard guard_;
+  void* stream_ = nullptr;
+#else
+  explicit DeviceContext(const Tensor&) {}
+  Stream stream() const { return nullptr; }
+#endif
+};
+
+inline const char* scalar_type_name(ScalarType t) {
+  switch (t) {
+    case ScalarType::Double: return "float64";
+    case ScalarType::Float: return "float32";
+    case ScalarType::BFloat16: return "bfloat16";
+    case ScalarType::Half: return "float16";
+    case ScalarType::Byte: return "uint8";
+    case ScalarType::Char: return "int8";
+    case ScalarType::Short: return "int16";
+    case ScalarType::Int: return "int32";
+    case ScalarType::Long: return "int64";
+    case ScalarType::Bool: return "bool";
+    case ScalarType::ComplexFloat: return "complex64";
+    case ScalarType::ComplexDouble: return "complex128";
+    default: return "an unsupported dtype";
+  }
+}
+
+// The tensor's dtype, one of the four floating-point types that every op takes.
+inline DType dtype_of(const char* op, const char* arg, const Tensor& t) {
+  switch (t.scalar_type()) {
+    case ScalarType::Double: return DType::kFloat64;
+    case ScalarType::Float: return DType::kFloat32;
+    case ScalarType::BFloat16: return DType::kBFloat16;
+    case ScalarType::Half: return DType::kFloat16;
+    default:
+      BRAZE_CHECK(false, op, ": expected ", arg,
+                  " of dtype float64, float32, bfloat16 or float16, but got ",
+                  scalar_type_name(t.scalar_type()));
+  }
+  return DType::kFloat32;  // not reached
+}
+
+inline std::string shape_string(const Tensor& t) {
+  std::string s = "[";
+  for (int64_t i = 0; i < t.dim(); ++i) s += (i ? ", " : "") + std::to_string(t.size(i));
+  return s + "]";
+}
+
+inline std::string device_string(const Tensor& t) {
+  return t.is_cuda()  ? "cuda:" + std::to_string(t.get_device_index())
+         : t.is_cpu() ? "cpu"
+                      : "other";
+}
+
+inline void check_same_device(const char* op, const char* arg, const Tensor& t, const char* ref_arg,
+                              const Tensor& ref) {
+  BRAZE_CHECK(t.is_cuda() == ref.is_cuda() && t.get_device_index() == ref.get_device_index(), op,
+              ": expected all tensors to be on the same device, but ", arg, " is on ",
+              device_string(t), " and ", ref_arg, " is on ", device_string(ref));
+}
+
+inline void check_same_dtype(const char* op, const char* arg, const Tensor& t, const char* ref_arg,
+                             const Tensor& ref) {
+  BRAZE_CHECK(t.scalar_type() == ref.scalar_type(), op, ": expected ", arg,
+              " to have the same dtype as ", ref_arg, ", but got ",
+              scalar_type_name(t.scalar_type()), " and ", scalar_type_name(ref.scalar_type()));
+}
+
+inline bool same_sizes(const Tensor& a, const Tensor& b) {
+  if (a.dim() != b.dim()) return false;
+  for (int64_t i = 0; i < a.dim(); ++i) {
+    if (a.size(i) != b.size(i)) return false;
+  }
+  return true;
+}
+
+inline void check_same_shape(const char* op, const char* arg, const Tensor& t, const char* ref_arg,
+                             const Tensor& ref) {
+  BRAZE_CHECK(same_sizes(t, ref), op, ": expected ", arg, " to have the same shape as ", ref_arg,
+              ", but got ", shape_string(t), " and ", shape_string(ref));
+}
+
+// An uninitialised tensor on the device of `like`, in its dtype unless given.
+inline Tensor empty(const std::vector<int64_t>& sizes, const Tensor& like,
+                    std::optional<ScalarType> dtype = std::nullopt) {
+  return torch::stable::new_empty(like, sizes, dtype);
+}
+
+inline Tensor zeros(const std::vector<int64_t>& sizes, const Tensor& like,
+                    std::optional<ScalarType> dtype = std::nullopt) {
+  return torch::stable::new_zeros(like, sizes, dtype);
+}
+
+// Same sizes and the same strides wherever they matter (a dimension of size 1 may have any).
+inline bool same_layout(const Tensor& a, const Tensor& b) {
+  if (!same_sizes(a, b)) return false;
+  for (int64_t i = 0; i < a.dim(); ++i) {
+    if (a.size(i) > 1 && a.stride(i) != b.stride(i)) return false;
+  }
+  return true;
+}
+
+// `t` laid out as the dense tensor `like` (same shape): itself if it already is, else a copy.
+inline Tensor with_layout_of(const Tensor& t, const Tensor& like) {
+  if (same_layout(t, like)) return t;
+  Tensor copy = torch::stable::empty_like(like);
+  torch::stable::copy_(copy, t);
+  return copy;
+}
+
+// Batch, channel, height and width of a 4-D tensor in NHWC order in memory. A tensor that is both
+// contiguous and channels_last (one channel, or one pixel) counts as contiguous, as in torch.
+inline bool is_channels_last(const Tensor& t) {
+  if (t.dim() != 4 || t.is_contiguous()) return false;
+  int64_t expected = 1;
+  for (const int64_t d : {1, 3, 2, 0}) {
+    if (t.size(d) != 1 && t.stride(d) != expected) return false;
+    expected *= t.size(d);
+  }
+  return true;
+}
+
+inline Tensor contiguous(const Tensor& t) {
+  return t.is_contiguous() ? t : torch::stable::contiguous(t);
+}
+
+// A dense 4-D tensor of the given sizes, channels_last or contiguous.
+inline Tensor empty_4d(const std::vector<int64_t>& nchw, const Tensor& like, bool channels_last,
+                       std::optional<ScalarType> dtype = std::nullopt) {
+  using torch::headeronly::MemoryFormat;
+  return torch::stable::empty(
+      nchw, dtype.value_or(like.scalar_type()), std::nullopt, like.device(), std::nullopt,
+      channels_last ? MemoryFormat::ChannelsLast : MemoryFormat::Contiguous);
+}
+
+}  // namespace braze

@@ -1,0 +1,18 @@
+"""braze: CUDA and CPU kernels for convolutional networks, as torch ops and drop-in layers."""
+
+import sys
+
+from braze import _lib
+
+__version__ = "0.1.0"
+__all__ = ["backend", "info", "kernels", "nn"]
+
+try:
+    _lib.load()
+except ImportError:
+    # `python -m braze info` is the bug-report page: it has to run when nothing else does.
+    if sys.orig_argv[-1] != "info" and "info" not in sys.orig_argv[2:4]:
+        raise
+else:
+    from braze import nn
+    from braze._config import backend, kernels

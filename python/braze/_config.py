@@ -1,0 +1,92 @@
+"""Settings that pick a kernel: backend, precision, determinism.
+
+They are read once, in an op's forward, and passed on as op arguments (backward runs on another
+thread, often after a `with` block has ended).
+"""
+
+import torch
+
+from braze import _lib
+
+_AUTO = "auto"
+#: op -> chosen backend or kernel name
+_backends = {"matmul": _AUTO, "conv2d": _AUTO}
+
+
+def kernels(op=None):
+    """Every kernel that is loaded, as a list of dicts.
+
+    Args:
+        op: only this op's kernels, for example ``"matmul"``.
+
+    Returns:
+        Dicts with ``op``, ``name`` (what :func:`backend` takes), ``dtypes`` (space-separated),
+        ``arch`` (``"cpu"``, ``"sm_80+"``, ``"sm_90a"``), ``shipped`` (False for ladder rungs, which
+        only :func:`backend` chooses) and ``note``.
+    """
+    libraries = [lib for lib in (_lib.ops_library, _lib.cuda_library) if lib is not None]
+    return [k for lib in libraries for k in lib.kernels() if op is None or k["op"] == op]
+
+
+class backend:
+    """Chooses the kernels of matmul (and linear) and of conv2d; setter and context manager in one.
+
+    ``braze.backend(matmul="cublas")`` sets it from here on; ``with braze.backend(conv2d="braze"):``
+    restores the previous choice at the end. The choice is global to the process, as torch's own
+    precision settings are.
+
+    Args:
+        matmul: ``"auto"``, ``"braze"``, ``"cublas"`` or the name of one matmul kernel.
+        conv2d: ``"auto"``, ``"braze"``, ``"cudnn"`` or the name of one conv2d kernel.
+
+    Raises:
+        ValueError: no such op, or no such backend or kernel for it; the message lists what exists.
+    """
+
+    _VENDORS = {"matmul": ("cublas",), "conv2d": ("cudnn",)}  # noqa: RUF012
+
+    def __init__(self, **choices):
+        for op, choice in choices.items():
+            if op not in _backends:
+                raise ValueError(f"backend: expected one of {', '.join(_backends)}, but got {op!r}")
+            rungs = sorted({k["name"] for k in kernels(op)})
+            valid = [_AUTO, "braze", *self._VENDORS[op], *rungs]
+            if choice not in valid:
+                raise ValueError(
+                    f"backend: expected {op} to be one of {', '.join(valid)}, but got {choice!r}"
+                )
+        self._previous = dict(_backends)
+        _backends.update(choices)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        _backends.update(self._previous)
+
+    def __repr__(self):
+        return f"braze.backend({', '.join(f'{k}={v!r}' for k, v in _backends.items())})"
+
+
+def chosen_backend(op):
+    """The backend string that `op` passes to its kernels."""
+    return _backends[op]
+
+
+def allow_tf32(op, tensor):
+    """Whether torch's settings let fp32 `tensor` use TF32 in `op` ("matmul" or "conv2d")."""
+    if tensor.dtype != torch.float32 or not tensor.is_cuda:
+        return False
+    if torch.compiler.is_compiling():
+        # Dynamo cannot trace the fp32_precision properties.
+        if op == "matmul":
+            return torch.backends.cuda.matmul.allow_tf32
+        return torch.backends.cudnn.allow_tf32
+    if op == "matmul":
+        return torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return torch.backends.cudnn.conv.fp32_precision == "tf32"
+
+
+def deterministic():
+    """Whether `torch.use_deterministic_algorithms(True)` is in force."""
+    return torch.are_deterministic_algorithms_enabled()

@@ -1,0 +1,1 @@
+"""The ops' Python side, a module per op. Importing them registers autograd and fake kernels."""

@@ -1,0 +1,75 @@
+"""What every op's Python side shares: registration, autograd guard, autocast, argument checks."""
+
+import torch
+
+from braze import _lib
+
+_library = torch.library.Library("braze", "IMPL")
+_lib.define_missing_cuda_ops(_library)
+
+#: `with below_autograd():` inside a Function, so that the op's own Autograd kernel is not entered
+below_autograd = torch._C._AutoDispatchBelowAutograd
+
+FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def register(name, *, fake, autograd=None, autocast=None):
+    """Registers the Python kernels of ``torch.ops.braze.<name>``.
+
+    Args:
+        name: the op's name; its schema is in csrc/bindings/library.cpp.
+        fake: shape function: same signature as the op, returns empty tensors with the sizes,
+            strides and dtypes that the kernel returns.
+        autograd: same signature as the op; calls the op's autograd Function. Without it the op
+            refuses inputs that require grad.
+        autocast: same signature as the op, for ops in torch's autocast lists; returns the
+            arguments cast. Runs for both device types.
+    """
+    torch.library.register_fake(f"braze::{name}", fake, lib=_library)
+    _library.impl(name, autograd or _not_differentiable(name), "Autograd")
+    if autocast is not None:
+        op = getattr(torch.ops.braze, name).default
+        for key in ("AutocastCPU", "AutocastCUDA"):
+            _library.impl(name, _autocast_kernel(op, autocast, key), key)
+
+
+def _not_differentiable(name):
+    op = getattr(torch.ops.braze, name).default
+
+    def kernel(*args):
+        if torch.is_grad_enabled() and any(
+            isinstance(a, torch.Tensor) and a.requires_grad for a in args
+        ):
+            raise RuntimeError(f"braze::{name} is not differentiable")
+        with below_autograd():
+            return op(*args)
+
+    return kernel
+
+
+def _autocast_kernel(op, cast, key):
+    keyset = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+
+    def kernel(*args):
+        with torch._C._ExcludeDispatchKeyGuard(keyset):
+            return op(*cast(*args))
+
+    return kernel
+
+
+def autocast_dtype(tensor):
+    """The dtype that autocast asks for on the tensor's device, or None where it is off."""
+    device = tensor.device.type
+    if not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
+
+
+def cast_to(dtype, *tensors):
+    """Each tensor in `dtype` where autocast may cast it (floating, not float64), else as it is."""
+    return tuple(
+        t.to(dtype)
+        if t is not None and t.is_floating_point() and t.dtype not in (dtype, torch.float64)
+        else t
+        for t in tensors
+    )

@@ -1,0 +1,80 @@
+"""ReLU: public function, autograd Functions, fake kernels. Kernels: csrc/kernels/relu/."""
+
+import torch
+
+from braze._ops._common import below_autograd, register
+
+_ops = torch.ops.braze
+
+
+class ReLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, input):
+        with below_autograd():
+            result = _ops.relu.default(input)
+        ctx.save_for_backward(result)
+        return result
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return ReLUBackward.apply(grad_output, *ctx.saved_tensors)
+
+
+class ReLUInplace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, input):
+        ctx.mark_dirty(input)
+        with below_autograd():
+            _ops.relu_.default(input)
+        ctx.save_for_backward(input)
+        return input
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return ReLUBackward.apply(grad_output, *ctx.saved_tensors)
+
+
+class ReLUBackward(torch.autograd.Function):
+    """Linear in grad_output; the result enters through its sign only, so its gradient is zero."""
+
+    @staticmethod
+    def forward(ctx, grad_output, result):
+        ctx.save_for_backward(result)
+        with below_autograd():
+            return _ops.relu_backward.default(grad_output, result)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ReLUBackward.apply(grad, *ctx.saved_tensors), None
+
+
+def _relu_(input):
+    ReLUInplace.apply(input)
+
+
+register("relu", fake=torch.empty_like, autograd=ReLU.apply)
+register("relu_", fake=lambda input: None, autograd=_relu_)
+register(
+    "relu_backward",
+    fake=lambda grad_output, result: torch.empty_like(result),
+    autograd=ReLUBackward.apply,
+)
+
+
+def relu(input, inplace=False):
+    """max(input, 0) element by element; NaN stays NaN. As ``torch.nn.functional.relu``.
+
+    Args:
+        input: any shape and strides; float64, float32, bfloat16 or float16.
+        inplace: overwrite `input` and return it.
+
+    Returns:
+        Same shape, dtype and memory format as `input`. Bitwise repeatable. Twice differentiable.
+
+    Raises:
+        RuntimeError: other dtypes.
+    """
+    if torch.compiler.is_compiling():
+        # The compiler turns the copy into an overwrite where it can.
+        return input.copy_(_ops.relu(input)) if inplace else _ops.relu(input)
+    return ReLUInplace.apply(input) if inplace else ReLU.apply(input)

@@ -1,0 +1,7 @@
+"""Drop-in layers: subclasses of torch's own, so that state dicts, ``isinstance``, initialisation,
+hooks, ``deepcopy`` and pickling work unchanged; only ``forward`` differs."""
+
+from braze.nn import functional
+from braze.nn.modules import ReLU
+
+__all__ = ["ReLU", "functional"]

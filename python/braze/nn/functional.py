@@ -1,0 +1,5 @@
+"""Drop-in functions: the names, argument order and defaults of ``torch.nn.functional``."""
+
+from braze._ops.relu import relu
+
+__all__ = ["relu"]

@@ -1,0 +1,316 @@
+"""Builds braze's native libraries with ninja: incremental, parallel, one rule per source file.
+
+What is built (into python/braze/lib/ for an editable install, else into the wheel):
+
+  libbraze_ops_<isa>.so    schemas, op front ends and CPU kernels; one per instruction set, the best
+                           one that the machine runs is loaded
+  libbraze_cuda<major>.so  the op front ends again, for CUDA, and all CUDA kernels
+  braze/_C.<abi>.so        the pybind11 module; all that depends on the Python version
+
+Environment:
+
+  BRAZE_CUDA            auto (default): build the CUDA library where nvcc is found; 1: fail without
+                        it; 0: leave it out
+  TORCH_CUDA_ARCH_LIST  for example "8.0 9.0a 9.0+PTX"; default: the visible GPUs, else
+                        "8.0 8.6 8.9 9.0a 9.0+PTX"
+  BRAZE_CPU_ISA         "generic avx2 avx512" (default on x86-64); a subset builds faster
+  CUDA_HOME             where nvcc is; default: that of the nvcc on PATH, or /usr/local/cuda
+  MAX_JOBS              parallel compile jobs
+"""
+
+import json
+import os
+import platform
+import re
+import shutil
+import site
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pybind11
+import torch
+from setuptools import Distribution, Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).parent.resolve()
+CSRC = ROOT / "csrc"
+# The oldest torch whose stable ABI is used: 2.10.
+TARGET_VERSION = "-DTORCH_TARGET_VERSION=0x020a000000000000"
+WHEEL_ARCHS = "8.0 8.6 8.9 9.0a 9.0+PTX"
+# x86-64 levels that the CPU kernels are compiled for, each with the flags of its baseline chip.
+ISA_FLAGS = {
+    "generic": "",
+    "avx2": "-mavx2 -mfma -mf16c -mbmi2",
+    "avx512": "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx2 -mfma -mf16c -mbmi2 "
+    "-mprefer-vector-width=512",
+}
+
+
+def cpu_isas():
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return ["generic"]
+    isas = os.environ.get("BRAZE_CPU_ISA", "generic avx2 avx512").split()
+    for isa in isas:
+        if isa not in ISA_FLAGS:
+            sys.exit(f"BRAZE_CPU_ISA: expected a subset of {' '.join(ISA_FLAGS)}, but got {isa}")
+    return isas
+
+
+def find_cuda_home():
+    if os.environ.get("CUDA_HOME"):
+        return Path(os.environ["CUDA_HOME"])
+    nvcc = shutil.which("nvcc")
+    if nvcc:
+        # nvcc on PATH may be a wrapper script: ask it where its toolkit is.
+        out = subprocess.run(
+            [nvcc, "--dryrun", "-x", "cu", os.devnull], capture_output=True, text=True
+        )
+        top = re.search(r"^#\$ TOP=(.*)$", out.stderr, re.MULTILINE)
+        if top:
+            return Path(top.group(1)).resolve()
+    default = Path("/usr/local/cuda")
+    return default if (default / "bin" / "nvcc").exists() else None
+
+
+def nvcc_version(cuda_home):
+    out = subprocess.run(
+        [cuda_home / "bin" / "nvcc", "--version"], capture_output=True, text=True, check=True
+    )
+    return re.search(r"release (\d+\.\d+)", out.stdout).group(1)
+
+
+def decide_cuda():
+    """Returns (CUDA_HOME or None, the reason in words)."""
+    mode = os.environ.get("BRAZE_CUDA", "auto")
+    if mode not in ("auto", "0", "1"):
+        sys.exit(f"BRAZE_CUDA: expected auto, 1 or 0, but got {mode!r}")
+    if mode == "0":
+        return None, "BRAZE_CUDA=0"
+    home = find_cuda_home()
+    if home is None:
+        why = "no nvcc was found on PATH, in CUDA_HOME or in /usr/local/cuda"
+    else:
+        major = nvcc_version(home).split(".")[0]
+        if torch.version.cuda and torch.version.cuda.split(".")[0] != major:
+            why = (
+                f"nvcc in {home} is CUDA {nvcc_version(home)}, but torch {torch.__version__} was "
+                f"built for CUDA {torch.version.cuda}: their major versions must be equal"
+            )
+        else:
+            return home, f"nvcc {nvcc_version(home)} found"
+    if mode == "1":
+        sys.exit(f"BRAZE_CUDA=1, but {why}")
+    return None, why
+
+
+def arch_list():
+    archs = os.environ.get("TORCH_CUDA_ARCH_LIST")
+    if not archs:
+        smi = shutil.which("nvidia-smi")
+        out = smi and subprocess.run(
+            [smi, "--query-gpu=compute_cap", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+        )
+        if out and out.returncode == 0 and out.stdout.strip():
+            # wgmma and TMA need the architecture-specific target of compute capability 9.0
+            found = {"9.0a" if cap == "9.0" else cap for cap in out.stdout.split()}
+            archs = " ".join(sorted(found))
+        else:
+            archs = WHEEL_ARCHS
+    return archs.replace(";", " ").replace(",", " ").split()
+
+
+def gencode(archs):
+    flags = []
+    for arch in archs:
+        number = arch.removesuffix("+PTX").replace(".", "")
+        if not re.fullmatch(r"\d{2,3}[af]?", number):
+            sys.exit(f"TORCH_CUDA_ARCH_LIST: expected entries like 8.0, 9.0a, 9.0+PTX; got {arch}")
+        code = "compute" if arch.endswith("+PTX") else "sm"
+        flags.append(f"-gencode=arch=compute_{number},code={code}_{number}")
+    return flags
+
+
+def vendor_include_dirs(cuda_home):
+    """Folders with cublasLt.h, cudnn.h and cudnn_frontend.h: the toolkit, then pip packages."""
+    dirs = [cuda_home / "include"]
+    for base in [*site.getsitepackages(), site.getusersitepackages(), *sys.path]:
+        base = Path(base)
+        dirs += sorted(base.glob("nvidia/*/include")) + [base / "include"]
+    return dirs
+
+
+def first_with(dirs, header):
+    return next((d for d in dirs if (d / header).exists()), None)
+
+
+class Ninja:
+    """Collects rules and edges and writes build.ninja."""
+
+    def __init__(self, build_dir):
+        self.dir = build_dir
+        self.lines = []
+        self.targets = []
+
+    def rule(self, name, command, deps=True):
+        self.lines.append(f"rule {name}\n  command = {command}\n  description = {name} $out")
+        if deps:
+            self.lines.append("  depfile = $out.d\n  deps = gcc")
+
+    def edge(self, out, rule, inputs, flags=""):
+        escaped = [str(p).replace(" ", "$ ") for p in [out, *inputs]]
+        self.lines.append(f"build {escaped[0]}: {rule} {' '.join(escaped[1:])}")
+        if flags:
+            self.lines.append(f"  flags = {flags}")
+        return out
+
+    def run(self, verbose):
+        self.dir.mkdir(parents=True, exist_ok=True)
+        text = "ninja_required_version = 1.5\n" + "\n".join(self.lines) + "\n"
+        (self.dir / "build.ninja").write_text(text)
+        ninja = shutil.which("ninja")
+        if ninja is None:
+            import ninja as package
+
+            ninja = str(Path(package.BIN_DIR) / "ninja")
+        jobs = os.environ.get("MAX_JOBS")
+        subprocess.run(
+            [ninja, *(["-v"] if verbose else []), *(["-j", jobs] if jobs else [])],
+            cwd=self.dir,
+            check=True,
+        )
+
+
+class BuildLibraries(build_ext):
+    def run(self):
+        package = (ROOT / "python" if self.inplace else Path(self.build_lib).resolve()) / "braze"
+        lib = package / "lib"
+        lib.mkdir(parents=True, exist_ok=True)
+        tag = f"cp{sys.version_info[0]}{sys.version_info[1]}-torch{torch.__version__}"
+        ninja = Ninja(ROOT / "build" / tag)
+
+        torch_root = Path(torch.__file__).parent
+        includes = f"-I{CSRC} -isystem {torch_root / 'include'}"
+        common = (
+            f"-std=c++17 -O3 -fPIC -fvisibility=hidden {includes} {TARGET_VERSION} "
+            "-Wall -Wno-unknown-pragmas"
+        )
+        link = f"-shared -Wl,--no-as-needed -L{torch_root / 'lib'} -ltorch -Wl,--as-needed"
+        cxx = os.environ.get("CXX", "g++")
+        ninja.rule("cxx", f"{cxx} {common} $flags -MMD -MF $out.d -c $in -o $out")
+        ninja.rule("link", f"{cxx} $in -o $out $flags", deps=False)
+
+        def compile_cxx(source, suffix, flags):
+            out = f"{source.parent.name}_{source.stem}.{suffix}.o"
+            return ninja.edge(out, "cxx", [source], flags)
+
+        # libbraze_ops_<isa>.so: op front ends compiled once, CPU kernels once per instruction set.
+        cpu = "-DBRAZE_DEVICE=cpu"
+        fronts = [
+            compile_cxx(source, "cpu", cpu)
+            for source in [
+                CSRC / "bindings" / "library.cpp",
+                CSRC / "bindings" / "exports.cpp",
+                *sorted((CSRC / "ops").glob("*.cpp")),
+            ]
+        ]
+        isas = cpu_isas()
+        for isa in isas:
+            flags = f"{cpu} -fopenmp-simd -fno-math-errno -fno-trapping-math {ISA_FLAGS[isa]}"
+            kernels = [
+                compile_cxx(source, isa, flags) for source in sorted((CSRC / "cpu").glob("*.cpp"))
+            ]
+            ninja.edge(lib / f"libbraze_ops_{isa}.so", "link", [*fronts, *kernels], link)
+
+        cuda_home, why = decide_cuda()
+        info = {
+            "torch": torch.__version__,
+            "cxx": subprocess.run([cxx, "--version"], capture_output=True, text=True).stdout.split(
+                "\n"
+            )[0],
+            "cpu_isas": isas,
+            "cuda": None,
+            "cuda_reason": why,
+        }
+        if cuda_home:
+            info |= self.add_cuda_library(ninja, lib, cuda_home, link, compile_cxx)
+            print(f"braze: CUDA library: {why}, architectures {' '.join(info['cuda_archs'])}")
+        else:
+            print(f"braze: CUDA library left out: {why}")
+
+        extension = package / ("_C" + sysconfig.get_config_var("EXT_SUFFIX"))
+        python_include = (
+            f"-isystem {sysconfig.get_path('include')} -isystem {pybind11.get_include()}"
+        )
+        module = compile_cxx(CSRC / "bindings" / "module.cpp", "py", f"{cpu} {python_include}")
+        ninja.edge(extension, "link", [module], "-shared -ldl")
+
+        ninja.run(self.verbose > 1)
+        (lib / "build.json").write_text(json.dumps(info, indent=2) + "\n")
+
+    def add_cuda_library(self, ninja, lib, cuda_home, link, compile_cxx):
+        """Adds the edges of libbraze_cuda<major>.so; returns its part of build.json."""
+        version = nvcc_version(cuda_home)
+        archs = arch_list()
+        cuda = "-DBRAZE_DEVICE=cuda -DBRAZE_CUDA"
+        dirs = vendor_include_dirs(cuda_home)
+        vendor = {
+            "cublas": first_with(dirs, "cublasLt.h"),
+            "cudnn": first_with(dirs, "cudnn.h"),
+            "cudnn_frontend": first_with(dirs, "cudnn_frontend.h"),
+        }
+        nvcc_flags = (
+            f"-std=c++17 -O3 -Xcompiler=-fPIC,-fvisibility=hidden -I{CSRC} {cuda} "
+            f"--expt-relaxed-constexpr --expt-extended-lambda -lineinfo "
+            f"{' '.join(gencode(archs))}"
+        )
+        ninja.rule(
+            "nvcc",
+            f"{cuda_home / 'bin' / 'nvcc'} {nvcc_flags} -MD -MF $out.d -c $in -o $out",
+        )
+        host = f"{cuda} -isystem {cuda_home / 'include'}"
+        objects = [
+            compile_cxx(source, "cuda", host)
+            for source in [
+                CSRC / "bindings" / "exports.cpp",
+                *sorted((CSRC / "ops").glob("*.cpp")),
+            ]
+        ]
+        for name, found in vendor.items():
+            if found:
+                host += f" -DBRAZE_WITH_{name.upper()} -isystem {found}"
+        objects += [
+            compile_cxx(source, "cuda", host) for source in sorted((CSRC / "vendor").glob("*.cpp"))
+        ]
+        for source in sorted((CSRC / "kernels").rglob("*.cu")):
+            objects.append(ninja.edge(f"{source.parent.name}_{source.stem}.cu.o", "nvcc", [source]))
+        # The static runtime: the library needs the driver alone, whichever CUDA minor torch brings.
+        runtime = f"-L{cuda_home / 'lib64'} -lcudart_static -lrt -ldl -lpthread"
+        major = version.split(".")[0]
+        ninja.edge(lib / f"libbraze_cuda{major}.so", "link", objects, f"{link} {runtime}")
+        return {
+            "cuda": version,
+            "cuda_archs": archs,
+            "vendor_headers": {k: bool(v) for k, v in vendor.items()},
+        }
+
+    def get_outputs(self):
+        package = Path(self.build_lib).resolve() / "braze"
+        return [str(p) for p in [*package.glob("_C*"), *package.glob("lib/*")]]
+
+
+class BinaryDistribution(Distribution):
+    def has_ext_modules(self):
+        return True
+
+
+setup(
+    distclass=BinaryDistribution,
+    package_dir={"": "python"},
+    # One placeholder: BuildLibraries decides what is built.
+    ext_modules=[Extension("braze._C", sources=[])],
+    cmdclass={"build_ext": BuildLibraries},
+)
