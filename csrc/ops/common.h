@@ -180,7 +180,7 @@ inline bool is_channels_last(const Tensor& t) {
   return true;
 }
 
-inline Tensor contiguous(const Tensor& t) {
+inline Tensor as_contiguous(const Tensor& t) {
   return t.is_contiguous() ? t : torch::stable::contiguous(t);
 }
 
