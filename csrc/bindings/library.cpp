@@ -12,6 +12,23 @@ STABLE_TORCH_LIBRARY(braze, m) {
   // matmul, linear
 
   // pool
+  m.def(
+      "max_pool2d(Tensor input, int[] kernel_size, int[] stride, int[] padding, int[] dilation, "
+      "bool ceil_mode) -> (Tensor output, Tensor taps)");
+  m.def(
+      "max_pool2d_backward(Tensor grad_output, Tensor taps, SymInt[] input_size, "
+      "int[] kernel_size, int[] stride, int[] padding, int[] dilation, bool ceil_mode, "
+      "bool channels_last) -> Tensor");
+  m.def(
+      "max_pool2d_indices(Tensor taps, SymInt[] input_size, int[] kernel_size, int[] stride, "
+      "int[] padding, int[] dilation, bool ceil_mode) -> Tensor");
+  m.def(
+      "avg_pool2d(Tensor input, int[] kernel_size, int[] stride, int[] padding, bool ceil_mode, "
+      "bool count_include_pad, int? divisor_override) -> Tensor");
+  m.def(
+      "avg_pool2d_backward(Tensor grad_output, SymInt[] input_size, int[] kernel_size, "
+      "int[] stride, int[] padding, bool ceil_mode, bool count_include_pad, "
+      "int? divisor_override, bool channels_last) -> Tensor");
 
   // relu
   m.def("relu(Tensor input) -> Tensor");

@@ -1,5 +1,7 @@
 """What every op's Python side shares: registration, autograd guard, autocast, argument checks."""
 
+import operator
+
 import torch
 
 from braze import _lib
@@ -73,3 +75,27 @@ def cast_to(dtype, *tensors):
         else t
         for t in tensors
     )
+
+
+def is_channels_last(tensor):
+    """Whether the kernels treat a tensor as channels_last: C++'s is_channels_last()."""
+    return (
+        tensor.dim() == 4
+        and not tensor.is_contiguous()
+        and tensor.is_contiguous(memory_format=torch.channels_last)
+    )
+
+
+def int_pair(function, argument, position, value):
+    """`value` as a list of ints, as the ops take settings that torch allows as int or tuple."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return [value]
+    try:
+        return [operator.index(v) for v in value]
+    except TypeError:
+        if hasattr(value, "__index__") and not isinstance(value, bool):
+            return [operator.index(value)]
+        raise TypeError(
+            f"{function}(): argument '{argument}' (position {position}) must be tuple of ints, "
+            f"not {type(value).__name__}"
+        ) from None

@@ -1,0 +1,225 @@
+#include "kernels/pool/pool.h"
+
+#include "ops/common.h"
+
+namespace braze {
+namespace {
+
+using Ints = std::vector<int64_t>;
+
+struct Pair {
+  int64_t h, w;
+};
+
+// torch's rules for a setting given per axis: one integer for both, or two.
+Pair pair_of(const char* op, const char* arg, const Ints& v) {
+  BRAZE_CHECK(v.size() == 1 || v.size() == 2, op, ": ", arg,
+              " must either be a single int, or a tuple of two ints");
+  return {v[0], v.back()};
+}
+
+int64_t output_extent(int64_t in, int64_t kernel, int64_t stride, int64_t pad, int64_t dilation,
+                      bool ceil_mode) {
+  BRAZE_CHECK(stride != 0, "stride should not be zero");
+  BRAZE_CHECK(pad >= 0, "pad must be non-negative, but got pad: ", pad);
+  BRAZE_CHECK(pad <= ((kernel - 1) * dilation + 1) / 2,
+              "pad should be at most half of effective kernel size, but got pad=", pad,
+              ", kernel_size=", kernel, " and dilation=", dilation);
+  const int64_t room = in + 2 * pad - dilation * (kernel - 1) - 1 + (ceil_mode ? stride - 1 : 0);
+  int64_t out = (room >= 0 ? room / stride : -ceil_div(-room, stride)) + 1;
+  // A window may start in the plane or the left padding, not in the right padding.
+  if (ceil_mode && (out - 1) * stride >= in + pad) --out;
+  return out;
+}
+
+// Checks as torch does and fills everything but dtype and channels_last. `in` is [n,] c, h, w.
+Pool2dShape make_shape(const char* op, const Ints& in, const Ints& kernel_size, const Ints& stride,
+                       const Ints& padding, const Ints& dilation, bool ceil_mode) {
+  const auto [r, s] = pair_of(op, "kernel_size", kernel_size);
+  BRAZE_CHECK(stride.size() <= 2, op,
+              ": stride must either be omitted, a single int, or a tuple of two ints");
+  const auto [stride_h, stride_w] = pair_of(op, "stride", stride.empty() ? kernel_size : stride);
+  const auto [pad_h, pad_w] = pair_of(op, "padding", padding);
+  const auto [dilation_h, dilation_w] = pair_of(op, "dilation", dilation);
+  BRAZE_CHECK(in.size() == 3 || in.size() == 4, op,
+              ": non-empty 3D or 4D (batch mode) tensor expected for input, but got ", in.size(),
+              " dimensions");
+  const bool batched = in.size() == 4;
+  const int64_t c = in[batched], h = in[batched + 1], w = in[batched + 2];
+  const int64_t p = output_extent(h, r, stride_h, pad_h, dilation_h, ceil_mode);
+  const int64_t q = output_extent(w, s, stride_w, pad_w, dilation_w, ceil_mode);
+  BRAZE_CHECK(r > 0 && s > 0, "kernel size should be greater than zero, but got kH: ", r,
+              " kW: ", s);
+  BRAZE_CHECK(stride_h > 0 && stride_w > 0,
+              "stride should be greater than zero, but got dH: ", stride_h, " dW: ", stride_w);
+  BRAZE_CHECK(dilation_h > 0 && dilation_w > 0,
+              "dilation should be greater than zero, but got dilationH: ", dilation_h,
+              " dilationW: ", dilation_w);
+  BRAZE_CHECK(c != 0 && h != 0 && w != 0,
+              "Expected 3D or 4D (batch mode) tensor with optional 0 dim batch size for input, but "
+              "got a channel count of ",
+              c, ", height of ", h, " and width of ", w);
+  BRAZE_CHECK(s / 2 >= pad_w && r / 2 >= pad_h,
+              "pad should be smaller than or equal to half of kernel size, but got padW = ", pad_w,
+              ", padH = ", pad_h, ", kW = ", s, ", kH = ", r);
+  BRAZE_CHECK(p >= 1 && q >= 1, "Given input size: (", c, "x", h, "x", w,
+              "). Calculated output size: (", c, "x", p, "x", q, "). Output size is too small");
+  return {DType::kFloat32,
+          batched ? in[0] : 1,
+          c,
+          h,
+          w,
+          p,
+          q,
+          r,
+          s,
+          stride_h,
+          stride_w,
+          pad_h,
+          pad_w,
+          dilation_h,
+          dilation_w,
+          false};
+}
+
+Ints sizes_of(const Tensor& t) {
+  Ints sizes(t.dim());
+  for (int64_t i = 0; i < t.dim(); ++i) sizes[i] = t.size(i);
+  return sizes;
+}
+
+// A tensor of `planes` (the leading dimensions of `like`) with h x w elements each.
+Tensor empty_planes(const Pool2dShape& shape, const Tensor& like, int64_t h, int64_t w,
+                    std::optional<ScalarType> dtype = std::nullopt) {
+  if (like.dim() == 3) return empty({shape.c, h, w}, like, dtype);
+  return empty_4d({shape.n, shape.c, h, w}, like, shape.channels_last, dtype);
+}
+
+// `t` in the layout the shape says: itself if dense so, else a copy.
+Tensor in_layout(const Pool2dShape& shape, const Tensor& t) {
+  if (shape.channels_last ? is_channels_last(t) : t.is_contiguous()) return t;
+  return with_layout_of(t, empty_planes(shape, t, t.size(-2), t.size(-1)));
+}
+
+void check_output_sizes(const char* op, const char* arg, const Pool2dShape& shape, const Tensor& t,
+                        const Ints& input_size) {
+  Ints expected = input_size;
+  expected[expected.size() - 2] = shape.p;
+  expected[expected.size() - 1] = shape.q;
+  std::string text;
+  for (const int64_t extent : expected) text += (text.empty() ? "" : ", ") + std::to_string(extent);
+  BRAZE_CHECK(sizes_of(t) == expected, op, ": expected ", arg, " of shape [", text, "], but got ",
+              shape_string(t));
+}
+
+void check_taps(const char* op, const Pool2dShape& shape, const Tensor& taps) {
+  const ScalarType expected = has_byte_taps(shape) ? ScalarType::Byte : ScalarType::Int;
+  BRAZE_CHECK(taps.scalar_type() == expected, op, ": expected taps of dtype ",
+              scalar_type_name(expected), ", but got ", scalar_type_name(taps.scalar_type()));
+}
+
+std::tuple<Tensor, Tensor> max_pool2d(const Tensor& input, const Ints& kernel_size,
+                                      const Ints& stride, const Ints& padding, const Ints& dilation,
+                                      bool ceil_mode) {
+  const DType dtype = dtype_of("max_pool2d", "input", input);
+  Pool2dShape shape =
+      make_shape("max_pool2d", sizes_of(input), kernel_size, stride, padding, dilation, ceil_mode);
+  shape.dtype = dtype;
+  shape.channels_last = is_channels_last(input);
+  const DeviceContext context(input);
+  Tensor out = empty_planes(shape, input, shape.p, shape.q);
+  Tensor taps = empty_planes(shape, input, shape.p, shape.q,
+                             has_byte_taps(shape) ? ScalarType::Byte : ScalarType::Int);
+  const Tensor x = in_layout(shape, input);
+  dev::max_pool2d(context.stream(), shape, x.const_data_ptr(), out.mutable_data_ptr(),
+                  taps.mutable_data_ptr());
+  return {out, taps};
+}
+
+Tensor max_pool2d_backward(const Tensor& grad_output, const Tensor& taps, const Ints& input_size,
+                           const Ints& kernel_size, const Ints& stride, const Ints& padding,
+                           const Ints& dilation, bool ceil_mode, bool channels_last) {
+  const char* op = "max_pool2d_backward";
+  const DType dtype = dtype_of(op, "grad_output", grad_output);
+  check_same_device(op, "taps", taps, "grad_output", grad_output);
+  Pool2dShape shape = make_shape(op, input_size, kernel_size, stride, padding, dilation, ceil_mode);
+  check_output_sizes(op, "grad_output", shape, grad_output, input_size);
+  check_output_sizes(op, "taps", shape, taps, input_size);
+  check_taps(op, shape, taps);
+  shape.dtype = dtype;
+  shape.channels_last = channels_last && input_size.size() == 4;
+  const DeviceContext context(grad_output);
+  Tensor grad_input = empty_planes(shape, grad_output, shape.h, shape.w);
+  const Tensor dy = in_layout(shape, grad_output), chosen = in_layout(shape, taps);
+  dev::max_pool2d_backward(context.stream(), shape, dy.const_data_ptr(), chosen.const_data_ptr(),
+                           grad_input.mutable_data_ptr());
+  return grad_input;
+}
+
+Tensor max_pool2d_indices(const Tensor& taps, const Ints& input_size, const Ints& kernel_size,
+                          const Ints& stride, const Ints& padding, const Ints& dilation,
+                          bool ceil_mode) {
+  const char* op = "max_pool2d_indices";
+  Pool2dShape shape = make_shape(op, input_size, kernel_size, stride, padding, dilation, ceil_mode);
+  check_output_sizes(op, "taps", shape, taps, input_size);
+  check_taps(op, shape, taps);
+  shape.channels_last = is_channels_last(taps);
+  const DeviceContext context(taps);
+  Tensor indices = empty_planes(shape, taps, shape.p, shape.q, ScalarType::Long);
+  const Tensor chosen = in_layout(shape, taps);
+  dev::max_pool2d_indices(context.stream(), shape, chosen.const_data_ptr(),
+                          static_cast<int64_t*>(indices.mutable_data_ptr()));
+  return indices;
+}
+
+AvgPoolDivisor make_divisor(bool count_include_pad, std::optional<int64_t> divisor_override) {
+  BRAZE_CHECK(divisor_override != 0, "divisor must be not zero");
+  return {count_include_pad, divisor_override.value_or(0)};
+}
+
+Tensor avg_pool2d(const Tensor& input, const Ints& kernel_size, const Ints& stride,
+                  const Ints& padding, bool ceil_mode, bool count_include_pad,
+                  std::optional<int64_t> divisor_override) {
+  const DType dtype = dtype_of("avg_pool2d", "input", input);
+  const AvgPoolDivisor divisor = make_divisor(count_include_pad, divisor_override);
+  Pool2dShape shape =
+      make_shape("avg_pool2d", sizes_of(input), kernel_size, stride, padding, {1}, ceil_mode);
+  shape.dtype = dtype;
+  shape.channels_last = is_channels_last(input);
+  const DeviceContext context(input);
+  Tensor out = empty_planes(shape, input, shape.p, shape.q);
+  const Tensor x = in_layout(shape, input);
+  dev::avg_pool2d(context.stream(), shape, divisor, x.const_data_ptr(), out.mutable_data_ptr());
+  return out;
+}
+
+Tensor avg_pool2d_backward(const Tensor& grad_output, const Ints& input_size,
+                           const Ints& kernel_size, const Ints& stride, const Ints& padding,
+                           bool ceil_mode, bool count_include_pad,
+                           std::optional<int64_t> divisor_override, bool channels_last) {
+  const char* op = "avg_pool2d_backward";
+  const DType dtype = dtype_of(op, "grad_output", grad_output);
+  const AvgPoolDivisor divisor = make_divisor(count_include_pad, divisor_override);
+  Pool2dShape shape = make_shape(op, input_size, kernel_size, stride, padding, {1}, ceil_mode);
+  check_output_sizes(op, "grad_output", shape, grad_output, input_size);
+  shape.dtype = dtype;
+  shape.channels_last = channels_last && input_size.size() == 4;
+  const DeviceContext context(grad_output);
+  Tensor grad_input = empty_planes(shape, grad_output, shape.h, shape.w);
+  const Tensor dy = in_layout(shape, grad_output);
+  dev::avg_pool2d_backward(context.stream(), shape, divisor, dy.const_data_ptr(),
+                           grad_input.mutable_data_ptr());
+  return grad_input;
+}
+
+}  // namespace
+
+BRAZE_IMPL(m) {
+  m.impl("max_pool2d", TORCH_BOX(&max_pool2d));
+  m.impl("max_pool2d_backward", TORCH_BOX(&max_pool2d_backward));
+  m.impl("max_pool2d_indices", TORCH_BOX(&max_pool2d_indices));
+  m.impl("avg_pool2d", TORCH_BOX(&avg_pool2d));
+  m.impl("avg_pool2d_backward", TORCH_BOX(&avg_pool2d_backward));
+}
+
+}  // namespace braze

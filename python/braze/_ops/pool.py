@@ -1,0 +1,224 @@
+"""Max and average pooling: public functions, autograd Functions, fake kernels. Kernels:
+csrc/kernels/pool/."""
+
+import torch
+
+from braze._ops._common import below_autograd, int_pair, is_channels_last, register
+
+_ops = torch.ops.braze
+#: windows of up to this many elements store the winner's place in a byte, larger ones in an int32
+_BYTE_TAPS = 256
+
+
+class MaxPool2d(torch.autograd.Function):
+    """Returns the result and `taps`: which element of its window won, the backward's only need."""
+
+    @staticmethod
+    def forward(ctx, input, kernel_size, stride, padding, dilation, ceil_mode):
+        settings = kernel_size, stride, padding, dilation, ceil_mode
+        with below_autograd():
+            output, taps = _ops.max_pool2d.default(input, *settings)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(taps)
+        ctx.save_for_backward(taps)
+        ctx.args = input.shape, *settings, is_channels_last(input)
+        return output, taps
+
+    @staticmethod
+    def backward(ctx, grad_output, _):
+        if grad_output is None:
+            return (None,) * 6
+        (taps,) = ctx.saved_tensors
+        return MaxPool2dBackward.apply(grad_output, taps, *ctx.args), *(None,) * 5
+
+
+class MaxPool2dBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, grad_output, taps, *args):
+        with below_autograd():
+            return _ops.max_pool2d_backward.default(grad_output, taps, *args)
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise RuntimeError("braze::max_pool2d is not twice differentiable")
+
+
+class AvgPool2d(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, input, *settings):
+        ctx.args = input.shape, *settings, is_channels_last(input)
+        with below_autograd():
+            return _ops.avg_pool2d.default(input, *settings)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return AvgPool2dBackward.apply(grad_output, *ctx.args), *(None,) * (len(ctx.args) - 2)
+
+
+class AvgPool2dBackward(torch.autograd.Function):
+    """Linear in grad_output: its own gradient is the forward."""
+
+    @staticmethod
+    def forward(ctx, grad_output, input_size, *args):
+        ctx.settings = args[:-1]
+        with below_autograd():
+            return _ops.avg_pool2d_backward.default(grad_output, input_size, *args)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return AvgPool2d.apply(grad, *ctx.settings), *(None,) * (len(ctx.settings) + 2)
+
+
+def _output_extent(size, kernel, stride, padding, dilation, ceil_mode):
+    room = size + 2 * padding - dilation * (kernel - 1) - 1 + (stride - 1 if ceil_mode else 0)
+    out = room // stride + 1
+    if ceil_mode and (out - 1) * stride >= size + padding:
+        out -= 1
+    return out
+
+
+def _empty_planes(like, size, channels_last, dtype=None):
+    memory_format = torch.channels_last if channels_last else torch.contiguous_format
+    return torch.empty(
+        size, dtype=dtype or like.dtype, device=like.device, memory_format=memory_format
+    )
+
+
+def _pooled(input, kernel_size, stride, padding, dilation, ceil_mode, dtype=None):
+    """An empty tensor like the result. C++ checks the settings; the fake trusts them."""
+    stride = stride or kernel_size
+    height, width = (
+        _output_extent(
+            input.shape[axis], kernel_size[axis if len(kernel_size) > 1 else 0],
+            stride[axis if len(stride) > 1 else 0], padding[axis if len(padding) > 1 else 0],
+            dilation[axis if len(dilation) > 1 else 0], ceil_mode,
+        )
+        for axis in (-2, -1)
+    )  # fmt: skip
+    size = (*input.shape[:-2], height, width)
+    return _empty_planes(input, size, is_channels_last(input), dtype)
+
+
+def _max_pool2d_fake(input, kernel_size, stride, padding, dilation, ceil_mode):
+    args = input, kernel_size, stride, padding, dilation, ceil_mode
+    window = kernel_size[0] * kernel_size[-1]
+    taps = torch.uint8 if window <= _BYTE_TAPS else torch.int32
+    return _pooled(*args), _pooled(*args, dtype=taps)
+
+
+def _max_pool2d_indices(taps, *args):
+    with below_autograd():
+        return _ops.max_pool2d_indices.default(taps, *args)
+
+
+register("max_pool2d", fake=_max_pool2d_fake, autograd=MaxPool2d.apply)
+register(
+    "max_pool2d_backward",
+    fake=lambda grad_output, taps, input_size, *args: _empty_planes(
+        grad_output, input_size, args[-1]
+    ),
+    autograd=MaxPool2dBackward.apply,
+)
+register(
+    "max_pool2d_indices",
+    fake=lambda taps, *args: _empty_planes(taps, taps.shape, is_channels_last(taps), torch.int64),
+    autograd=_max_pool2d_indices,
+)
+register(
+    "avg_pool2d",
+    fake=lambda input, kernel_size, stride, padding, ceil_mode, *_: _pooled(
+        input, kernel_size, stride, padding, [1], ceil_mode
+    ),
+    autograd=AvgPool2d.apply,
+)
+register(
+    "avg_pool2d_backward",
+    fake=lambda grad_output, input_size, *args: _empty_planes(grad_output, input_size, args[-1]),
+    autograd=AvgPool2dBackward.apply,
+)
+
+
+def max_pool2d(
+    input,
+    kernel_size,
+    stride=None,
+    padding=0,
+    dilation=1,
+    ceil_mode=False,
+    return_indices=False,
+):
+    """Largest element of each window. As ``torch.nn.functional.max_pool2d``.
+
+    Args:
+        input: [N, C, H, W] or [C, H, W]; float64, float32, bfloat16 or float16.
+        kernel_size: extent of the window, an int or (height, width), like all that follow.
+        stride: distance between windows; default: `kernel_size`.
+        padding: rows and columns of -inf on every side, at most half the window.
+        dilation: distance between the window's elements.
+        ceil_mode: windows may reach over the right and bottom edge.
+        return_indices: also return where each maximum lies.
+
+    Returns:
+        [N, C, P, Q] or [C, P, Q] in the input's dtype and memory format. With `return_indices`, a
+        pair with the int64 indices (row * W + column) of the maxima. NaN counts as the largest; of
+        equal elements the first wins. Bitwise repeatable, forward and backward (each input element
+        gathers its gradient). Differentiable once.
+
+    Raises:
+        TypeError: a setting that is neither an int nor a tuple of ints.
+        RuntimeError: other dtypes or ranks, settings out of range, a window larger than the padded
+            input, or differentiating twice.
+    """
+    kernel_size = int_pair("max_pool2d", "kernel_size", 2, kernel_size)
+    stride = [] if stride is None else int_pair("max_pool2d", "stride", 3, stride)
+    padding = int_pair("max_pool2d", "padding", 4, padding)
+    dilation = int_pair("max_pool2d", "dilation", 5, dilation)
+    args = kernel_size, stride, padding, dilation, ceil_mode
+    op = _ops.max_pool2d.default if torch.compiler.is_compiling() else MaxPool2d.apply
+    output, taps = op(input, *args)
+    if return_indices:
+        return output, _ops.max_pool2d_indices.default(taps, input.shape, *args)
+    return output
+
+
+def avg_pool2d(
+    input,
+    kernel_size,
+    stride=None,
+    padding=0,
+    ceil_mode=False,
+    count_include_pad=True,
+    divisor_override=None,
+):
+    """Mean of each window. As ``torch.nn.functional.avg_pool2d``.
+
+    Args:
+        input: [N, C, H, W] or [C, H, W]; float64, float32, bfloat16 or float16.
+        kernel_size: extent of the window, an int or (height, width), like stride and padding.
+        stride: distance between windows; default: `kernel_size`.
+        padding: rows and columns of zeros on every side, at most half the window.
+        ceil_mode: windows may reach over the right and bottom edge.
+        count_include_pad: count padding in the divisor.
+        divisor_override: divide by this integer instead of by the window's size.
+
+    Returns:
+        [N, C, P, Q] or [C, P, Q] in the input's dtype and memory format; sums are kept in fp32 for
+        16-bit input. Bitwise repeatable, forward and backward. Twice differentiable.
+
+    Raises:
+        TypeError: a setting that is neither an int nor a tuple of ints.
+        RuntimeError: other dtypes or ranks, settings out of range, a zero divisor, or a window
+            larger than the padded input.
+    """
+    kernel_size = int_pair("avg_pool2d", "kernel_size", 2, kernel_size)
+    stride = [] if stride is None else int_pair("avg_pool2d", "stride", 3, stride)
+    padding = int_pair("avg_pool2d", "padding", 4, padding)
+    if divisor_override is not None and not isinstance(divisor_override, int):
+        raise TypeError(
+            "avg_pool2d(): argument 'divisor_override' must be int, "
+            f"not {type(divisor_override).__name__}"
+        )
+    args = kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override
+    if torch.compiler.is_compiling():
+        return _ops.avg_pool2d.default(input, *args)
+    return AvgPool2d.apply(input, *args)
