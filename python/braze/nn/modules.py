@@ -2,6 +2,7 @@
 
 import torch
 
+from braze._ops.batch_norm import batch_norm_counting
 from braze.nn import functional as F
 
 
@@ -17,6 +18,32 @@ class AvgPool2d(torch.nn.AvgPool2d):
             self.ceil_mode,
             self.count_include_pad,
             self.divisor_override,
+        )
+
+
+class BatchNorm2d(torch.nn.BatchNorm2d):
+    """``torch.nn.BatchNorm2d`` on :func:`braze.nn.functional.batch_norm`.
+
+    The kernels count `num_batches_tracked` too, and with ``momentum=None`` read it on the device:
+    neither costs a launch or a synchronisation.
+    """
+
+    def forward(self, input):
+        self._check_input_dim(input)
+        update = self.training and self.track_running_stats
+        keep = update or not self.training
+        running_mean = self.running_mean if keep else None
+        running_var = self.running_var if keep else None
+        return batch_norm_counting(
+            input,
+            running_mean,
+            running_var,
+            self.weight,
+            self.bias,
+            self.training or (running_mean is None and running_var is None),
+            self.momentum,
+            self.eps,
+            self.num_batches_tracked if update else None,
         )
 
 

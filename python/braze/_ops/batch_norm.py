@@ -1,0 +1,208 @@
+"""Batch norm: public function, autograd Functions, fake kernels. Kernels:
+csrc/kernels/batch_norm/."""
+
+import torch
+
+from braze._ops._common import below_autograd, is_channels_last, register
+
+_ops = torch.ops.braze
+
+
+class BatchNorm(torch.autograd.Function):
+    """Returns the result and the statistics it was made with, which are not differentiable."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        input,
+        weight,
+        bias,
+        running_mean,
+        running_var,
+        num_batches_tracked,
+        training,
+        momentum,
+        eps,
+    ):
+        with below_autograd():
+            output, mean, rstd = _ops.batch_norm.default(
+                input,
+                weight,
+                bias,
+                running_mean,
+                running_var,
+                num_batches_tracked,
+                training,
+                momentum,
+                eps,
+            )
+        if training:
+            _mark_written(running_mean, running_var, num_batches_tracked)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(mean, rstd)
+        ctx.save_for_backward(input, weight, mean, rstd)
+        ctx.training = training
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return output, mean, rstd
+
+    @staticmethod
+    def backward(ctx, grad_output, *_):
+        if grad_output is None:
+            return (None,) * 9
+        input, weight, mean, rstd = ctx.saved_tensors
+        mask = ctx.needs_input_grad[:3]
+        dx, dweight, dbias = BatchNormBackward.apply(
+            grad_output, input, weight, mean, rstd, ctx.training, list(mask)
+        )
+        return (
+            dx if mask[0] else None,
+            dweight if mask[1] else None,
+            dbias.to(ctx.bias_dtype) if mask[2] else None,
+            *(None,) * 6,
+        )
+
+
+class BatchNormBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *args):
+        with below_autograd():
+            return _ops.batch_norm_backward.default(*args)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise RuntimeError("braze::batch_norm is not twice differentiable")
+
+
+def _mark_written(*buffers):
+    """Bumps the version counters, which a stable-ABI op does not: a backward that saved a buffer
+    has to notice. While compiling, the functionalised graph takes care of it."""
+    if torch.compiler.is_compiling():
+        return
+    for buffer in buffers:
+        if buffer is not None and not buffer.is_inference():
+            torch.autograd.graph.increment_version(buffer)
+
+
+def _empty_like_input(input):
+    if is_channels_last(input):
+        return torch.empty_like(input, memory_format=torch.channels_last)
+    return torch.empty_like(input, memory_format=torch.contiguous_format)
+
+
+def _statistics(input):
+    dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
+    return input.new_empty(input.shape[1], dtype=dtype)
+
+
+def _backward_fake(grad_output, input, weight, mean, rstd, training, output_mask):
+    dtype = mean.dtype if weight is None else weight.dtype
+    channels = input.shape[1]
+    return (
+        _empty_like_input(input) if output_mask[0] else input.new_empty(0),
+        *(input.new_empty(channels if wanted else 0, dtype=dtype) for wanted in output_mask[1:]),
+    )
+
+
+register(
+    "batch_norm",
+    fake=lambda input, *_: (_empty_like_input(input), _statistics(input), _statistics(input)),
+    autograd=BatchNorm.apply,
+)
+register("batch_norm_backward", fake=_backward_fake, autograd=BatchNormBackward.apply)
+
+
+def _check(input, running_mean, running_var, training, eps):
+    """torch's checks that raise something else than RuntimeError."""
+    if training:
+        if input.dim() < 2 or input.numel() == input.shape[1]:
+            values = input.shape[0]
+            for extent in input.shape[2:]:
+                values *= extent
+            if values == 1:
+                raise ValueError(
+                    "Expected more than 1 value per channel when training, "
+                    f"got input size {input.shape}"
+                )
+        if eps <= 0.0:
+            raise ValueError(f"batch_norm eps must be positive during training, but got {eps}")
+        if (running_mean is None) != (running_var is None):
+            raise ValueError(
+                "running_mean and running_var must either both be None or neither be None"
+            )
+    elif eps < 0.0:
+        raise ValueError(f"batch_norm eps must be non-negative, but got {eps}")
+    if any(t is not None and t.requires_grad for t in (running_mean, running_var)):
+        raise RuntimeError(
+            "The function 'batch_norm' is not differentiable with respect to argument "
+            "'running_mean' or 'running_var'. These inputs cannot have requires_grad True."
+        )
+
+
+def batch_norm(
+    input,
+    running_mean,
+    running_var,
+    weight=None,
+    bias=None,
+    training=False,
+    momentum=0.1,
+    eps=1e-5,
+):
+    """(input - mean) / sqrt(var + eps) * weight + bias per channel. As
+    ``torch.nn.functional.batch_norm``.
+
+    Args:
+        input: [N, C, ...]; float64, float32, bfloat16 or float16.
+        running_mean, running_var: [C], of input's dtype or, for 16-bit input, float32. In
+            evaluation the statistics to use; in training, where given, updated in place as
+            (1 - momentum) * running + momentum * batch, with the unbiased variance.
+        weight, bias: [C] or None, of input's dtype or, for 16-bit input, float32.
+        training: use the batch's own mean and biased variance.
+        momentum: weight of the batch in the running statistics.
+        eps: added to the variance.
+
+    Returns:
+        Input's shape, dtype and memory format (contiguous or channels_last). Bitwise repeatable on
+        one kind of GPU and on the CPU for any number of threads. Differentiable once, with respect
+        to input, weight and bias.
+
+        Sums are taken about a value close to the mean and merged in float64 (Chan, Golub and
+        LeVeque, 1979), so a mean much larger than the deviation costs no accuracy.
+
+    Raises:
+        ValueError: one value per channel in training, `eps` out of range, or only one of
+            running_mean and running_var in training.
+        TypeError: a momentum that is no number.
+        RuntimeError: other dtypes, lengths other than C, no statistics in evaluation, or
+            differentiating twice.
+    """
+    if not isinstance(momentum, (float, int)):
+        raise TypeError(
+            "batch_norm(): argument 'momentum' (position 7) must be float, "
+            f"not {type(momentum).__name__}"
+        )
+    return batch_norm_counting(
+        input, running_mean, running_var, weight, bias, training, momentum, eps, None
+    )
+
+
+def batch_norm_counting(
+    input, running_mean, running_var, weight, bias, training, momentum, eps, num_batches_tracked
+):
+    """:func:`batch_norm` that in training also adds one to the int64 `num_batches_tracked`, if not
+    None; without a momentum, the running statistics become the average over that many batches."""
+    _check(input, running_mean, running_var, training, eps)
+    if num_batches_tracked is not None and input.numel() == 0:
+        num_batches_tracked.add_(1)
+    apply = _ops.batch_norm.default if torch.compiler.is_compiling() else BatchNorm.apply
+    return apply(
+        input,
+        weight,
+        bias,
+        running_mean,
+        running_var,
+        num_batches_tracked,
+        training,
+        momentum,
+        eps,
+    )[0]
