@@ -1,0 +1,212 @@
+// Batch norm. Two kernels each way: one reduces parts of the channels into partial results in the
+// workspace, the other begins by merging its channels' partial results (a few KiB from L2, in the
+// same order in every block) and then makes a pass over the elements. So there are no atomics, no
+// counters to clear and no third launch to merge, and results are bitwise repeatable.
+#include "kernels/common/registry.h"
+#include "planes.cuh"
+#include "rows.cuh"
+
+namespace braze::cuda {
+namespace {
+
+// Blocks of 256 threads per multiprocessor that the [n, c, inner] kernels aim at: all its threads.
+constexpr int kPlaneBlocksPerSm = 8;
+
+template <typename T>
+bool vectors_fit(const T* p, int width) {
+  return reinterpret_cast<uintptr_t>(p) % (sizeof(T) * width) == 0;
+}
+
+// Calls f(N): the widest vector, up to 16 bytes, that divides `extent` and suits the pointers.
+template <typename T, typename F, typename... Pointers>
+void with_vectors(int64_t extent, const F& f, const Pointers*... pointers) {
+  const auto fits = [&](int width) {
+    return extent % width == 0 && (vectors_fit(static_cast<const T*>(pointers), width) && ...);
+  };
+  if constexpr (kVecWidth<T> >= 8) {
+    if (fits(8)) return f(std::integral_constant<int, 8>{});
+  }
+  if constexpr (kVecWidth<T> >= 4) {
+    if (fits(4)) return f(std::integral_constant<int, 4>{});
+  }
+  if (fits(2)) return f(std::integral_constant<int, 2>{});
+  f(std::integral_constant<int, 1>{});
+}
+
+// As many blocks per channel as fill the device, each with at least two rounds of vectors.
+int plane_splits(const BatchNormShape& shape, int width) {
+  const int64_t rounds = ceil_div(shape.count() / width, kPlaneThreads * 2);
+  const int64_t wanted = ceil_div(int64_t{sm_count()} * kPlaneBlocksPerSm, shape.c);
+  return static_cast<int>(std::min(rounds, wanted));
+}
+
+// At most one block per multiprocessor: each block of the second kernel reads all partial results
+// of its tile.
+int row_splits(const BatchNormShape& shape, int width) {
+  const int64_t vectors = shape.c / width;
+  const int64_t height = kRowThreads / std::min<int64_t>(vectors, kRowTile);
+  const int64_t rounds = ceil_div(shape.count(), height * 2);
+  const int64_t wanted = ceil_div(sm_count(), ceil_div(vectors, kRowTile));
+  return static_cast<int>(std::min(rounds, wanted));
+}
+
+// Runs planes(width, shape, grid) or rows(width, shape, grid), whichever the layout asks for.
+template <typename T, typename Planes, typename Rows, typename... Pointers>
+void with_layout(const BatchNormShape& shape, const Planes& planes, const Rows& rows,
+                 const Pointers*... pointers) {
+  if (shape.channels_last) {
+    with_vectors<T>(
+        shape.c,
+        [&](auto width) {
+          const int splits = row_splits(shape, width);
+          const int64_t tiles = ceil_div(shape.c / width, kRowTile);
+          rows(width, RowShape{shape.count(), shape.c, splits},
+               dim3(splits, static_cast<unsigned int>(tiles)));
+        },
+        pointers...);
+  } else {
+    with_vectors<T>(
+        shape.inner,
+        [&](auto width) {
+          const int splits = plane_splits(shape, width);
+          planes(width, PlaneShape{shape.n, shape.c, shape.inner, splits},
+                 dim3(static_cast<unsigned int>(shape.c), splits));
+        },
+        pointers...);
+  }
+}
+
+ForwardArgs forward_args(const BatchNormAffine& affine, const BatchNormBuffers& buffers, double eps,
+                         void* mean, void* rstd) {
+  return {affine,
+          buffers.mean,
+          buffers.var,
+          buffers.dtype,
+          buffers.batches,
+          !buffers.momentum,
+          buffers.momentum.value_or(0),
+          eps,
+          mean,
+          rstd};
+}
+
+const KernelEntry kPlanesEntry({"batch_norm", "planes", "float64 float32 bfloat16 float16",
+                                "sm_80+", true, "[n, c, inner]: several blocks per channel"});
+const KernelEntry kRowsEntry({"batch_norm", "rows", "float64 float32 bfloat16 float16", "sm_80+",
+                              true, "[n, inner, c]: a thread per vector of channels"});
+
+}  // namespace
+
+int64_t batch_norm_workspace_bytes(const BatchNormShape& shape) {
+  // The most splits that any vector width leads to; a gradient's partial result is no larger.
+  const int64_t rounds = shape.count();
+  const int64_t splits =
+      shape.channels_last ? sm_count() : ceil_div(int64_t{sm_count()} * kPlaneBlocksPerSm, shape.c);
+  return std::min(rounds, splits) * shape.c * sizeof(MomentsPartial);
+}
+
+void batch_norm_training(Stream stream, const BatchNormShape& shape, const void* x,
+                         const BatchNormAffine& affine, const BatchNormBuffers& buffers, double eps,
+                         void* y, void* mean, void* rstd, void* workspace) {
+  const ForwardArgs args = forward_args(affine, buffers, eps, mean, rstd);
+  const cudaStream_t s = as_cuda(stream);
+  auto* partials = static_cast<MomentsPartial*>(workspace);
+  dispatch(shape.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const T* in = static_cast<const T*>(x);
+    T* out = static_cast<T*>(y);
+    with_layout<T>(
+        shape,
+        [&](auto width, const PlaneShape& planes, dim3 grid) {
+          constexpr int N = decltype(width)::value;
+          plane_moments_kernel<T, N>
+              <<<grid, kPlaneThreads, 0, s>>>(in, planes, partials, buffers.batches);
+          check_launch("batch_norm");
+          plane_normalize_kernel<T, N, true>
+              <<<grid, kPlaneThreads, 0, s>>>(in, out, planes, partials, planes.splits, args);
+        },
+        [&](auto width, const RowShape& rows, dim3 grid) {
+          constexpr int N = decltype(width)::value;
+          row_moments_kernel<T, N>
+              <<<grid, kRowThreads, 0, s>>>(in, rows, partials, buffers.batches);
+          check_launch("batch_norm");
+          row_normalize_kernel<T, N, true>
+              <<<grid, kRowThreads, 0, s>>>(in, out, rows, partials, rows.splits, args);
+        },
+        in, out);
+  });
+  check_launch("batch_norm");
+}
+
+void batch_norm_evaluation(Stream stream, const BatchNormShape& shape, const void* x,
+                           const BatchNormAffine& affine, const BatchNormBuffers& buffers,
+                           double eps, void* y, void* mean, void* rstd) {
+  const ForwardArgs args = forward_args(affine, buffers, eps, mean, rstd);
+  const cudaStream_t s = as_cuda(stream);
+  dispatch(shape.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const T* in = static_cast<const T*>(x);
+    T* out = static_cast<T*>(y);
+    with_layout<T>(
+        shape,
+        [&](auto width, const PlaneShape& planes, dim3 grid) {
+          plane_normalize_kernel<T, decltype(width)::value, false>
+              <<<grid, kPlaneThreads, 0, s>>>(in, out, planes, nullptr, 0, args);
+        },
+        [&](auto width, const RowShape& rows, dim3 grid) {
+          row_normalize_kernel<T, decltype(width)::value, false>
+              <<<grid, kRowThreads, 0, s>>>(in, out, rows, nullptr, 0, args);
+        },
+        in, out);
+  });
+  check_launch("batch_norm");
+}
+
+void batch_norm_backward(Stream stream, const BatchNormShape& shape, bool training, const void* dy,
+                         const void* x, const BatchNormAffine& affine, const void* mean,
+                         const void* rstd, void* dx, void* dweight, void* dbias, void* workspace) {
+  if (!dx && !dweight && !dbias) return;
+  const bool has_sums = dweight || dbias || training;
+  const BackwardArgs args{affine, mean, rstd, dweight, dbias, has_sums};
+  const cudaStream_t s = as_cuda(stream);
+  dispatch(shape.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    using A = acc_t<T>;
+    const T* grad = static_cast<const T*>(dy);
+    const T* in = static_cast<const T*>(x);
+    const A* center = static_cast<const A*>(mean);
+    T* out = static_cast<T*>(dx);
+    auto* partials = static_cast<GradPartial<A>*>(workspace);
+    with_layout<T>(
+        shape,
+        [&](auto width, const PlaneShape& planes, dim3 grid) {
+          constexpr int N = decltype(width)::value;
+          if (has_sums) {
+            plane_grad_sums_kernel<T, N>
+                <<<grid, kPlaneThreads, 0, s>>>(grad, in, center, planes, partials);
+            check_launch("batch_norm_backward");
+          }
+          const auto kernel =
+              training ? plane_input_grad_kernel<T, N, true> : plane_input_grad_kernel<T, N, false>;
+          // Without dx one block per channel stores what the sums give.
+          kernel<<<dim3(grid.x, dx ? grid.y : 1), kPlaneThreads, 0, s>>>(
+              grad, in, out, planes, partials, planes.splits, args);
+        },
+        [&](auto width, const RowShape& rows, dim3 grid) {
+          constexpr int N = decltype(width)::value;
+          if (has_sums) {
+            row_grad_sums_kernel<T, N>
+                <<<grid, kRowThreads, 0, s>>>(grad, in, center, rows, partials);
+            check_launch("batch_norm_backward");
+          }
+          const auto kernel =
+              training ? row_input_grad_kernel<T, N, true> : row_input_grad_kernel<T, N, false>;
+          kernel<<<dim3(dx ? grid.x : 1, grid.y), kRowThreads, 0, s>>>(grad, in, out, rows,
+                                                                       partials, rows.splits, args);
+        },
+        grad, in, out);
+  });
+  check_launch("batch_norm_backward");
+}
+
+}  // namespace braze::cuda

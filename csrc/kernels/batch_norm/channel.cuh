@@ -1,0 +1,189 @@
+// What the batch norm kernels share: a channel's partial results and how a warp merges them, and
+// what follows from the merged statistics. Partial results lie [channel][split] in the workspace.
+#pragma once
+
+#include "batch_norm.h"
+#include "kernels/common/launch.cuh"
+#include "kernels/common/numeric.cuh"
+
+namespace braze::cuda {
+
+// Mean of a part of a channel and the sum of squares about it. In float64, since parts are merged
+// by subtracting means.
+struct MomentsPartial {
+  double mean, squares;
+};
+
+// Sums of dy and of dy * (x - mean) over a part of a channel.
+template <typename A>
+struct GradPartial {
+  A sum, dot;
+};
+
+// BatchNormAffine and BatchNormBuffers as the kernels want them.
+struct ForwardArgs {
+  BatchNormAffine affine;
+  void* running_mean;
+  void* running_var;
+  DType buffer_dtype;
+  const int64_t* batches;  // read where `cumulative`
+  bool cumulative;         // momentum = 1 / *batches
+  double momentum, eps;
+  void* mean;  // results, in the statistics dtype
+  void* rstd;
+};
+
+struct BackwardArgs {
+  BatchNormAffine affine;  // its bias is not read
+  const void* mean;
+  const void* rstd;
+  void* dweight;
+  void* dbias;
+  bool has_sums;  // false: neither dweight nor dbias is wanted, nor does dx depend on the sums
+};
+
+__device__ __forceinline__ double load_as_double(const void* p, DType dtype, int64_t i) {
+  switch (dtype) {
+    case DType::kFloat64: return static_cast<const double*>(p)[i];
+    case DType::kFloat32: return static_cast<const float*>(p)[i];
+    case DType::kBFloat16: return convert<float>(static_cast<const __nv_bfloat16*>(p)[i]);
+    case DType::kFloat16: return convert<float>(static_cast<const __half*>(p)[i]);
+  }
+  return 0;
+}
+
+__device__ __forceinline__ void store_from_double(void* p, DType dtype, int64_t i, double v) {
+  switch (dtype) {
+    case DType::kFloat64: static_cast<double*>(p)[i] = v; break;
+    case DType::kFloat32: static_cast<float*>(p)[i] = static_cast<float>(v); break;
+    case DType::kBFloat16:
+      static_cast<__nv_bfloat16*>(p)[i] = convert<__nv_bfloat16>(static_cast<float>(v));
+      break;
+    case DType::kFloat16:
+      static_cast<__half*>(p)[i] = convert<__half>(static_cast<float>(v));
+      break;
+  }
+}
+
+// The sum over the warp, in every lane; the same order in every run.
+template <typename A>
+__device__ __forceinline__ A warp_sum(A v) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) v += __shfl_xor_sync(0xffffffffu, v, offset);
+  return v;
+}
+
+// The part of `total` that split `s` of `splits` starts with.
+__host__ __device__ __forceinline__ int64_t split_begin(int64_t total, int s, int splits) {
+  return total * s / splits;
+}
+
+// y = (x - center) * scale + shift.
+template <typename A>
+struct ForwardCoefficients {
+  A center, scale, shift;
+};
+
+// dx = dy * by_grad + (x - center) * by_input + offset.
+template <typename A>
+struct BackwardCoefficients {
+  A by_grad, center, by_input, offset;
+};
+
+// Training: a whole warp merges channel c's partial results, the s-th of which is over part s of
+// `units` units of `unit` elements. Lane 0's result counts. `first` is set in one block per
+// channel, which stores the statistics.
+template <typename A>
+__device__ ForwardCoefficients<A> merge_moments(const ForwardArgs& args,
+                                                const MomentsPartial* partials, int splits,
+                                                int64_t units, int64_t unit, int64_t c,
+                                                bool first) {
+  const int lane = threadIdx.x % 32;
+  partials += c * splits;
+  const double count = static_cast<double>(units * unit);
+  double mean = 0;
+  for (int s = lane; s < splits; s += 32) {
+    const int64_t n = split_begin(units, s + 1, splits) - split_begin(units, s, splits);
+    mean += partials[s].mean * (static_cast<double>(n * unit) / count);
+  }
+  mean = warp_sum(mean);
+  double squares = 0;
+  for (int s = lane; s < splits; s += 32) {
+    const int64_t n = split_begin(units, s + 1, splits) - split_begin(units, s, splits);
+    const double delta = partials[s].mean - mean;
+    squares += partials[s].squares + delta * delta * static_cast<double>(n * unit);
+  }
+  squares = warp_sum(squares);
+  if (lane != 0) return {};
+
+  const double rstd = 1 / sqrt(squares / count + args.eps);
+  const BatchNormAffine& affine = args.affine;
+  const double weight = affine.weight ? load_as_double(affine.weight, affine.dtype, c) : 1;
+  const double bias = affine.bias ? load_as_double(affine.bias, affine.dtype, c) : 0;
+  const A center = static_cast<A>(mean);
+  if (first) {
+    static_cast<A*>(args.mean)[c] = center;
+    static_cast<A*>(args.rstd)[c] = static_cast<A>(rstd);
+    if (args.running_mean) {
+      const double momentum =
+          args.cumulative ? 1 / static_cast<double>(*args.batches) : args.momentum;
+      const auto update = [&](void* buffer, double value) {
+        const double previous = load_as_double(buffer, args.buffer_dtype, c);
+        store_from_double(buffer, args.buffer_dtype, c,
+                          (1 - momentum) * previous + momentum * value);
+      };
+      update(args.running_mean, mean);
+      update(args.running_var, squares / (count - 1));
+    }
+  }
+  // What rounding the mean took away goes into the shift.
+  return {center, static_cast<A>(rstd * weight),
+          static_cast<A>(bias - (mean - static_cast<double>(center)) * rstd * weight)};
+}
+
+// Evaluation, one thread.
+template <typename A>
+__device__ ForwardCoefficients<A> running_coefficients(const ForwardArgs& args, int64_t c,
+                                                       bool first) {
+  const double rstd = 1 / sqrt(load_as_double(args.running_var, args.buffer_dtype, c) + args.eps);
+  const BatchNormAffine& affine = args.affine;
+  const double weight = affine.weight ? load_as_double(affine.weight, affine.dtype, c) : 1;
+  const double bias = affine.bias ? load_as_double(affine.bias, affine.dtype, c) : 0;
+  const A center = static_cast<A>(load_as_double(args.running_mean, args.buffer_dtype, c));
+  if (first) {
+    static_cast<A*>(args.mean)[c] = center;
+    static_cast<A*>(args.rstd)[c] = static_cast<A>(rstd);
+  }
+  return {center, static_cast<A>(rstd * weight), static_cast<A>(bias)};
+}
+
+// A whole warp; lane 0's result counts.
+template <typename A>
+__device__ BackwardCoefficients<A> merge_grads(const BackwardArgs& args,
+                                               const GradPartial<A>* partials, int splits,
+                                               int64_t count, int64_t c, bool first) {
+  const int lane = threadIdx.x % 32;
+  double sum = 0, dot = 0;
+  if (args.has_sums) {
+    partials += c * splits;
+    for (int s = lane; s < splits; s += 32) {
+      sum += partials[s].sum;
+      dot += partials[s].dot;
+    }
+    sum = warp_sum(sum);
+    dot = warp_sum(dot);
+  }
+  if (lane != 0) return {};
+  const BatchNormAffine& affine = args.affine;
+  const double rstd = static_cast<const A*>(args.rstd)[c];
+  if (first) {
+    if (args.dweight) store_from_double(args.dweight, affine.dtype, c, dot * rstd);
+    if (args.dbias) store_from_double(args.dbias, affine.dtype, c, sum);
+  }
+  const double weight = affine.weight ? load_as_double(affine.weight, affine.dtype, c) : 1;
+  const double scale = rstd * weight, n = static_cast<double>(count);
+  return {static_cast<A>(scale), static_cast<const A*>(args.mean)[c],
+          static_cast<A>(-scale * rstd * rstd * dot / n), static_cast<A>(-scale * sum / n)};
+}
+
+}  // namespace braze::cuda

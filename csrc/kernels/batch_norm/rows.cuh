@@ -1,0 +1,277 @@
+// Batch norm over [n * inner, c]: rows of channels (channels_last, and [n, c]). A thread keeps to
+// one vector of N channels and walks down the rows; a block takes part of the rows for a tile of up
+// to 32 vectors of channels.
+#pragma once
+
+#include "channel.cuh"
+
+namespace braze::cuda {
+
+constexpr int kRowThreads = 1024;
+constexpr int kRowTile = 32;  // vectors of channels per block, at most
+
+// How many vectors a thread has in flight: 64 bytes, as far as four loads go.
+constexpr int kRowUnroll = 4;
+
+struct RowShape {
+  int64_t rows, c;
+  int splits;  // blocks per tile
+};
+
+// Where a thread stands: vector `column` of the block's tile, row `line` of those that the block
+// takes at a time.
+template <int N>
+struct RowPlace {
+  int width;   // vectors in the tile
+  int height;  // rows the block takes at a time
+  int column, line;
+  int tile_channels;   // channels in the tile
+  int64_t tile_begin;  // first channel of the tile
+  int64_t begin, end;  // the block's rows
+
+  __device__ explicit RowPlace(const RowShape& shape) {
+    const int64_t vectors = shape.c / N;
+    const int64_t left = vectors - int64_t{blockIdx.y} * kRowTile;
+    width = static_cast<int>(left < kRowTile ? left : kRowTile);
+    height = kRowThreads / width;
+    column = threadIdx.x % width;
+    line = threadIdx.x / width;
+    tile_begin = int64_t{blockIdx.y} * kRowTile * N;
+    tile_channels = width * N;
+    begin = split_begin(shape.rows, blockIdx.x, shape.splits);
+    end = split_begin(shape.rows, blockIdx.x + 1, shape.splits);
+  }
+
+  // The last few threads are left over where the width does not divide their number.
+  __device__ bool works() const { return line < height; }
+  __device__ int64_t channel() const { return tile_begin + column * N; }
+};
+
+// v[k] = sum over the block's lines, per column, in every working thread. A tree, so that the order
+// is fixed. shared: [N][kRowThreads], each thread's k-th value at its own place.
+template <typename A, int N>
+__device__ void row_block_sum(A (&v)[N], A (*shared)[kRowThreads], const RowPlace<N>& place) {
+#pragma unroll
+  for (int k = 0; k < N; ++k) shared[k][threadIdx.x] = v[k];
+  int lines = place.height;
+  while (lines > 1) {
+    const int half = (lines + 1) / 2;
+    __syncthreads();
+    if (place.line + half < lines) {
+      const int other = threadIdx.x + half * place.width;
+#pragma unroll
+      for (int k = 0; k < N; ++k) shared[k][threadIdx.x] += shared[k][other];
+    }
+    lines = half;
+  }
+  __syncthreads();
+#pragma unroll
+  for (int k = 0; k < N; ++k) v[k] = shared[k][place.column];
+  __syncthreads();
+}
+
+template <typename T, int N>
+__global__ void __launch_bounds__(kRowThreads)
+    row_moments_kernel(const T* __restrict__ x, RowShape shape,
+                       MomentsPartial* __restrict__ partials, int64_t* batches) {
+  using A = acc_t<T>;
+  constexpr int U = kRowUnroll;
+  __shared__ A shared[N][kRowThreads];
+  if (batches && blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) ++*batches;
+  const RowPlace<N> place(shape);
+  const T* base = x + place.channel();
+  A center[N] = {}, sum[N] = {}, squares[N] = {};
+  int64_t row = place.works() ? place.begin + place.line : place.end;
+  if (row < place.end) {
+    const Vec<T, N> v = *reinterpret_cast<const Vec<T, N>*>(base + row * shape.c);
+#pragma unroll
+    for (int k = 0; k < N; ++k) center[k] = convert<A>(v.v[k]);
+  }
+  // Sums about the mean of the block's first rows; see plane_moments_kernel.
+  row_block_sum<A, N>(center, shared, place);
+  const int64_t count = place.end - place.begin;
+  const A first_rows = static_cast<A>(count < place.height ? count : place.height);
+#pragma unroll
+  for (int k = 0; k < N; ++k) center[k] /= first_rows;
+  for (; row < place.end; row += int64_t{place.height} * U) {
+    Vec<T, N> v[U];
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+      const int64_t r = row + u * place.height;
+      if (r < place.end) v[u] = *reinterpret_cast<const Vec<T, N>*>(base + r * shape.c);
+    }
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+      if (row + u * place.height >= place.end) break;
+#pragma unroll
+      for (int k = 0; k < N; ++k) {
+        const A d = convert<A>(v[u].v[k]) - center[k];
+        sum[k] += d;
+        squares[k] += d * d;
+      }
+    }
+  }
+  row_block_sum<A, N>(sum, shared, place);
+  row_block_sum<A, N>(squares, shared, place);
+  if (place.line == 0) {
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+      const double offset = static_cast<double>(sum[k]) / static_cast<double>(count);
+      partials[(place.channel() + k) * shape.splits + blockIdx.x] = {
+          static_cast<double>(center[k]) + offset,
+          static_cast<double>(squares[k]) - offset * static_cast<double>(sum[k])};
+    }
+  }
+}
+
+// Each warp makes the coefficients of every 32nd channel of the tile; f(channel) is called by whole
+// warps and returns them in lane 0.
+template <typename Coefficients, int N, typename F>
+__device__ void tile_coefficients(Coefficients* shared, const RowPlace<N>& place, const F& f) {
+  for (int i = threadIdx.x / 32; i < place.tile_channels; i += kRowThreads / 32) {
+    const Coefficients result = f(place.tile_begin + i);
+    if (threadIdx.x % 32 == 0) shared[i] = result;
+  }
+  __syncthreads();
+}
+
+template <typename T, int N, bool kTraining>
+__global__ void __launch_bounds__(kRowThreads)
+    row_normalize_kernel(const T* __restrict__ x, T* __restrict__ y, RowShape shape,
+                         const MomentsPartial* __restrict__ partials, int partial_splits,
+                         ForwardArgs args) {
+  using A = acc_t<T>;
+  constexpr int U = kRowUnroll;
+  __shared__ ForwardCoefficients<A> shared[kRowTile * N];
+  const RowPlace<N> place(shape);
+  const bool first = blockIdx.x == 0;
+  tile_coefficients(shared, place, [&](int64_t c) {
+    if constexpr (kTraining) {
+      return merge_moments<A>(args, partials, partial_splits, shape.rows, 1, c, first);
+    } else {
+      return running_coefficients<A>(args, c, first && threadIdx.x % 32 == 0);
+    }
+  });
+  if (!place.works()) return;
+  ForwardCoefficients<A> coefficients[N];
+#pragma unroll
+  for (int k = 0; k < N; ++k) coefficients[k] = shared[place.column * N + k];
+  const int64_t column = place.channel();
+  for (int64_t row = place.begin + place.line; row < place.end; row += int64_t{place.height} * U) {
+    Vec<T, N> v[U];
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+      const int64_t r = row + u * place.height;
+      if (r < place.end) v[u] = *reinterpret_cast<const Vec<T, N>*>(x + r * shape.c + column);
+    }
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+      const int64_t r = row + u * place.height;
+      if (r >= place.end) break;
+#pragma unroll
+      for (int k = 0; k < N; ++k) {
+        const ForwardCoefficients<A>& c = coefficients[k];
+        v[u].v[k] = convert<T>((convert<A>(v[u].v[k]) - c.center) * c.scale + c.shift);
+      }
+      *reinterpret_cast<Vec<T, N>*>(y + r * shape.c + column) = v[u];
+    }
+  }
+}
+
+template <typename T, int N>
+__global__ void __launch_bounds__(kRowThreads)
+    row_grad_sums_kernel(const T* __restrict__ dy, const T* __restrict__ x,
+                         const acc_t<T>* __restrict__ mean, RowShape shape,
+                         GradPartial<acc_t<T>>* __restrict__ partials) {
+  using A = acc_t<T>;
+  constexpr int U = kRowUnroll / 2;  // two tensors
+  __shared__ A shared[N][kRowThreads];
+  const RowPlace<N> place(shape);
+  const int64_t column = place.channel();
+  A center[N] = {}, sum[N] = {}, dot[N] = {};
+  int64_t row = place.end;
+  if (place.works()) {
+    row = place.begin + place.line;
+#pragma unroll
+    for (int k = 0; k < N; ++k) center[k] = mean[column + k];
+  }
+  for (; row < place.end; row += int64_t{place.height} * U) {
+    Vec<T, N> g[U], v[U];
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+      const int64_t r = row + u * place.height;
+      if (r >= place.end) break;
+      g[u] = *reinterpret_cast<const Vec<T, N>*>(dy + r * shape.c + column);
+      v[u] = *reinterpret_cast<const Vec<T, N>*>(x + r * shape.c + column);
+    }
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+      if (row + u * place.height >= place.end) break;
+#pragma unroll
+      for (int k = 0; k < N; ++k) {
+        const A grad = convert<A>(g[u].v[k]);
+        sum[k] += grad;
+        dot[k] += grad * (convert<A>(v[u].v[k]) - center[k]);
+      }
+    }
+  }
+  row_block_sum<A, N>(sum, shared, place);
+  row_block_sum<A, N>(dot, shared, place);
+  if (place.line == 0) {
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+      partials[(column + k) * shape.splits + blockIdx.x] = {sum[k], dot[k]};
+    }
+  }
+}
+
+// dx may be nullptr: then only dweight and dbias are made.
+template <typename T, int N, bool kTraining>
+__global__ void __launch_bounds__(kRowThreads)
+    row_input_grad_kernel(const T* __restrict__ dy, const T* __restrict__ x, T* __restrict__ dx,
+                          RowShape shape, const GradPartial<acc_t<T>>* __restrict__ partials,
+                          int partial_splits, BackwardArgs args) {
+  using A = acc_t<T>;
+  constexpr int U = kRowUnroll / 2;
+  __shared__ BackwardCoefficients<A> shared[kRowTile * N];
+  const RowPlace<N> place(shape);
+  tile_coefficients(shared, place, [&](int64_t c) {
+    return merge_grads<A>(args, partials, partial_splits, shape.rows, c, blockIdx.x == 0);
+  });
+  if (!dx || !place.works()) return;
+  // dx = dy * by_grad + x * by_input + offset would cancel where the mean is large: keep the
+  // center.
+  BackwardCoefficients<A> coefficients[N];
+#pragma unroll
+  for (int k = 0; k < N; ++k) coefficients[k] = shared[place.column * N + k];
+  const int64_t column = place.channel();
+  for (int64_t row = place.begin + place.line; row < place.end; row += int64_t{place.height} * U) {
+    Vec<T, N> g[U], v[U];
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+      const int64_t r = row + u * place.height;
+      if (r >= place.end) break;
+      g[u] = *reinterpret_cast<const Vec<T, N>*>(dy + r * shape.c + column);
+      if constexpr (kTraining) {
+        v[u] = *reinterpret_cast<const Vec<T, N>*>(x + r * shape.c + column);
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+      const int64_t r = row + u * place.height;
+      if (r >= place.end) break;
+#pragma unroll
+      for (int k = 0; k < N; ++k) {
+        const BackwardCoefficients<A>& c = coefficients[k];
+        A grad = convert<A>(g[u].v[k]) * c.by_grad;
+        if constexpr (kTraining) {
+          grad += (convert<A>(v[u].v[k]) - c.center) * c.by_input + c.offset;
+        }
+        g[u].v[k] = convert<T>(grad);
+      }
+      *reinterpret_cast<Vec<T, N>*>(dx + r * shape.c + column) = g[u];
+    }
+  }
+}
+
+}  // namespace braze::cuda
