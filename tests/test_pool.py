@@ -131,8 +131,8 @@ def test_fuzz(data):
     stride = draw_int(1, 4), draw_int(1, 4)
     padding = draw_int(0, kernel[0] // 2), draw_int(0, kernel[1] // 2)
     dilation = draw_int(1, 2), draw_int(1, 2)
-    low = [max(1, d * (k - 1) + 1 - 2 * p)
-           for k, p, d in zip(kernel, padding, dilation, strict=True)]  # fmt: skip
+    # Smaller planes have windows without any element, where stock's backward writes out of bounds.
+    low = [d * (k - 1) + 1 for k, d in zip(kernel, dilation, strict=True)]
     shape = draw_int(0, 3), draw_int(1, 9), low[0] + draw_int(0, 9), low[1] + draw_int(0, 9)
     ceil_mode, include = data.draw(st.booleans()), data.draw(st.booleans())
     torch.manual_seed(draw_int(0, 99))
@@ -145,12 +145,11 @@ def test_fuzz(data):
         lambda t: stock.max_pool2d(t, kernel, stride, padding, dilation, ceil_mode),
         [x],
     )
-    if kernel[0] <= shape[2] + 2 * padding[0] and kernel[1] <= shape[3] + 2 * padding[1]:
-        check_against_stock(
-            lambda t: F.avg_pool2d(t, kernel, stride, padding, ceil_mode, include),
-            lambda t: stock.avg_pool2d(t, kernel, stride, padding, ceil_mode, include),
-            [x],
-        )
+    check_against_stock(
+        lambda t: F.avg_pool2d(t, kernel, stride, padding, ceil_mode, include),
+        lambda t: stock.avg_pool2d(t, kernel, stride, padding, ceil_mode, include),
+        [x],
+    )
 
 
 def test_gradcheck(device):

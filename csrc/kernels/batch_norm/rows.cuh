@@ -7,7 +7,9 @@
 
 namespace braze::cuda {
 
-constexpr int kRowThreads = 1024;
+// 80 registers a thread: eight channels of coefficients and the vectors in flight fit without
+// spills.
+constexpr int kRowThreads = 768;
 constexpr int kRowTile = 32;  // vectors of channels per block, at most
 
 // How many vectors a thread has in flight: 64 bytes, as far as four loads go.
