@@ -5,7 +5,7 @@ import sys
 from braze import _lib
 
 __version__ = "0.1.0"
-__all__ = ["backend", "info", "kernels", "nn"]
+__all__ = ["backend", "check_errors", "info", "kernels", "nn"]
 
 try:
     _lib.load()
@@ -16,3 +16,4 @@ except ImportError:
 else:
     from braze import nn
     from braze._config import backend, kernels
+    from braze._ops.cross_entropy import check_errors

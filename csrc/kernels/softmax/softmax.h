@@ -10,7 +10,7 @@ struct RowShape {
   int64_t outer;
   int64_t size;
   int64_t inner;
-  int64_t rows() const { return outer * inner; }
+  constexpr int64_t rows() const { return outer * inner; }
 };
 
 }  // namespace braze

@@ -2,6 +2,6 @@
 hooks, ``deepcopy`` and pickling work unchanged; only ``forward`` differs."""
 
 from braze.nn import functional
-from braze.nn.modules import LogSoftmax, ReLU, Softmax
+from braze.nn.modules import CrossEntropyLoss, LogSoftmax, NLLLoss, ReLU, Softmax
 
-__all__ = ["LogSoftmax", "ReLU", "Softmax", "functional"]
+__all__ = ["CrossEntropyLoss", "LogSoftmax", "NLLLoss", "ReLU", "Softmax", "functional"]
