@@ -66,7 +66,10 @@ acc_t<T> row_gradient(const LossArgs& args, const void* grad_output, const void*
 // In row order, whichever thread computed a row.
 template <typename T>
 void reduce_rows(const LossArgs& args, const RowLoss* rows, void* loss, void* total_weight) {
-  if (args.reduction == Reduction::kNone) return;
+  if (args.reduction == Reduction::kNone) {
+    *static_cast<acc_t<T>*>(total_weight) = 1;
+    return;
+  }
   RowLoss sum{0, 0};
   for (int64_t row = 0; row < args.shape.rows(); ++row) {
     sum.loss += rows[row].loss;
@@ -101,8 +104,10 @@ void finish_row(const LossArgs& args, int64_t row, int64_t base, RowSum<acc_t<T>
   const T* x = static_cast<const T*>(args.input) + base;
   const int64_t size = args.shape.size, inner = args.shape.inner;
   const A log_sum = std::log(state.sum);
-  A row_loss = 0, target_sum = 0, row_weight = 1;
+  double row_loss = 0, target_sum = 0;  // thousands of small terms
+  A row_weight = 1;
   if (uses_whole_row(args)) {
+#pragma omp simd reduction(+ : row_loss, target_sum)
     for (int64_t c = 0; c < size; ++c) {
       const A q = target_part<T>(args, c, base + c * inner);
       row_loss += q * (log_sum - (A(x[c * inner]) - state.maximum));
@@ -112,7 +117,8 @@ void finish_row(const LossArgs& args, int64_t row, int64_t base, RowSum<acc_t<T>
   if (args.target_kind != TargetKind::kProbability) {
     const int64_t label = label_of(args, row);
     if (label == args.ignore_index) {
-      row_loss = target_sum = row_weight = 0;
+      row_loss = target_sum = 0;
+      row_weight = 0;
     } else {
       row_weight = class_weight<A>(args, label);
       const A q = (1 - static_cast<A>(args.label_smoothing)) * row_weight;
@@ -123,11 +129,11 @@ void finish_row(const LossArgs& args, int64_t row, int64_t base, RowSum<acc_t<T>
   const int64_t count = args.shape.rows();
   stats[row] = state.maximum;
   stats[count + row] = state.sum;
-  stats[2 * count + row] = target_sum;
+  stats[2 * count + row] = static_cast<A>(target_sum);
   if (args.reduction == Reduction::kNone) {
     store_loss<T>(args, loss, row, row_loss);
   } else {
-    rows[row] = {static_cast<double>(row_loss), static_cast<double>(row_weight)};
+    rows[row] = {row_loss, static_cast<double>(row_weight)};
   }
 }
 

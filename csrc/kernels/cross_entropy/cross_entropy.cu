@@ -209,7 +209,6 @@ int64_t loss_workspace_bytes(const LossArgs& args) {
 
 void cross_entropy(Stream stream, const LossArgs& args, void* loss, void* stats, void* total_weight,
                    void* workspace) {
-  if (args.shape.rows() == 0 && args.reduction == Reduction::kNone) return;
   dispatch(args.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const bool vectors = rows_take_vectors<T>(args, {args.input});
@@ -254,7 +253,6 @@ void cross_entropy_backward(Stream stream, const LossArgs& args, const void* gra
 
 void nll_loss(Stream stream, const LossArgs& args, void* loss, void* total_weight,
               void* workspace) {
-  if (args.shape.rows() == 0 && args.reduction == Reduction::kNone) return;
   dispatch(args.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const int blocks = nll_blocks(args);

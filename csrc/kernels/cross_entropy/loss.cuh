@@ -90,9 +90,13 @@ __device__ void store_reduced(const LossArgs& args, Pair<double> sum, void* loss
 template <typename T>
 __device__ void reduce_rows(const LossArgs& args, Pair<double> mine, void* loss, void* total_weight,
                             Pair<double>* partials) {
-  if (args.reduction == Reduction::kNone) return;
+  const bool first = threadIdx.x == 0 && threadIdx.y == 0;
+  if (args.reduction == Reduction::kNone) {
+    if (first && blockIdx.x == 0) *static_cast<acc_t<T>*>(total_weight) = acc_t<T>(1);
+    return;
+  }
   const Pair<double> sum = block_sum(mine);
-  if (threadIdx.x != 0 || threadIdx.y != 0) return;
+  if (!first) return;
   if (gridDim.x == 1) {
     store_reduced<T>(args, sum, loss, total_weight);
   } else {
