@@ -144,9 +144,7 @@ def test_special_values(device, dtype):
         target = torch.tensor(target, device=device)
         compare("nll_loss", [x, target, None], dtype, reduction="none")
         compare("cross_entropy", [x, target, None], dtype, reduction="none")
-        compare(
-            "cross_entropy", [x, target, None], dtype, reduction="none", label_smoothing=0.1
-        )
+        compare("cross_entropy", [x, target, None], dtype, reduction="none", label_smoothing=0.1)
 
 
 def test_nothing_to_average(device, dtype):
@@ -236,7 +234,9 @@ def test_autocast_follows_torch(device):
                     loss = getattr(F, name)(x, target, **settings)
                     expected = getattr(stock, name)(x, target, **settings)
                     assert loss.dtype == expected.dtype
-                    reference = getattr(stock, name)(x.float(), target, **(settings and {"weight": weight}))
+                    reference = getattr(stock, name)(
+                        x.float(), target, **(settings and {"weight": weight})
+                    )
                     torch.testing.assert_close(loss.float(), reference)
             assert torch.ops.braze.cross_entropy(x, target)[0].dtype == expected.dtype
             soft = F.cross_entropy(x, x.detach().softmax(1))
@@ -441,6 +441,4 @@ def test_the_tests_reject_a_wrong_kernel(device, dtype):
             return grad * F.softmax(ctx.saved_tensors[0], 1) / len(target)
 
     with pytest.raises(AssertionError, match="gradient 0"):
-        check_against_stock(
-            WrongGradient.apply, lambda t: stock.cross_entropy(t, target), [x]
-        )
+        check_against_stock(WrongGradient.apply, lambda t: stock.cross_entropy(t, target), [x])

@@ -77,7 +77,15 @@ def test_unaligned_storage_offset(device, dtype, op):
 @pytest.mark.parametrize("dims", [(2, 40), (40, 2)], ids=str)
 def test_special_values(device, dtype, op, dims):
     inf, nan = float("inf"), float("nan")
-    rows = [[inf, 1.0], [-inf, 1.0], [-inf, -inf], [nan, 1.0], [1e-40, 0.0], [1e4, -1e4], [nan, -inf]]
+    rows = [
+        [inf, 1.0],
+        [-inf, 1.0],
+        [-inf, -inf],
+        [nan, 1.0],
+        [1e-40, 0.0],
+        [1e4, -1e4],
+        [nan, -inf],
+    ]
     for row in rows:
         x = torch.full((2, 40), row[1], device=device)
         x[0, 3], x[1, 0] = row[0], row[0]

@@ -285,9 +285,7 @@ register(
     fake=_fake_cross_entropy_backward,
     autograd=CrossEntropyBackward.apply,
 )
-register(
-    "nll_loss", fake=_fake_nll_loss, autograd=_nll_loss_autograd, autocast=_autocast_nll_loss
-)
+register("nll_loss", fake=_fake_nll_loss, autograd=_nll_loss_autograd, autocast=_autocast_nll_loss)
 register("nll_loss_backward", fake=_fake_nll_loss_backward, autograd=NLLLossBackward.apply)
 
 
