@@ -15,6 +15,21 @@ STABLE_TORCH_LIBRARY(braze, m) {
   // conv2d
 
   // cross_entropy
+  m.def(
+      "cross_entropy(Tensor input, Tensor target, Tensor? weight=None, int reduction=1, "
+      "int ignore_index=-100, float label_smoothing=0.0, ScalarType? dtype=None) "
+      "-> (Tensor loss, Tensor stats, Tensor total_weight)");
+  m.def(
+      "cross_entropy_backward(Tensor grad_output, Tensor input, Tensor target, Tensor? weight, "
+      "Tensor stats, Tensor total_weight, int reduction, int ignore_index, float label_smoothing, "
+      "bool target_grad) -> (Tensor grad_input, Tensor grad_target)");
+  m.def(
+      "nll_loss(Tensor input, Tensor target, Tensor? weight=None, int reduction=1, "
+      "int ignore_index=-100) -> (Tensor loss, Tensor total_weight)");
+  m.def(
+      "nll_loss_backward(Tensor grad_output, Tensor input, Tensor target, Tensor? weight, "
+      "Tensor total_weight, int reduction, int ignore_index) -> Tensor");
+  m.def("take_label_error(Tensor device_of) -> (bool, int)");
 
   // matmul, linear
 
@@ -43,8 +58,22 @@ STABLE_TORCH_LIBRARY(braze, m) {
   m.def("relu_backward(Tensor grad_output, Tensor result) -> Tensor");
 
   // sgd
+  m.def(
+      "sgd_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] momentum_buffers, float lr, "
+      "float momentum=0.0, float dampening=0.0, float weight_decay=0.0, bool nesterov=False, "
+      "bool maximize=False, bool first_step=False, Tensor? lr_tensor=None, "
+      "Tensor? grad_scale=None, Tensor? found_inf=None) -> ()");
 
   // softmax
+  m.def("softmax(Tensor input, int dim, ScalarType? dtype=None) -> Tensor");
+  m.def("log_softmax(Tensor input, int dim, ScalarType? dtype=None) -> Tensor");
+  m.def(
+      "softmax_backward(Tensor grad_output, Tensor output, int dim, ScalarType input_dtype) "
+      "-> Tensor");
+  m.def(
+      "log_softmax_backward(Tensor grad_output, Tensor output, int dim, ScalarType input_dtype) "
+      "-> Tensor");
 
   // transpose
+  m.def("transpose_copy(Tensor input) -> Tensor");
 }

@@ -5,7 +5,7 @@ import sys
 from braze import _lib
 
 __version__ = "0.1.0"
-__all__ = ["backend", "info", "kernels", "nn"]
+__all__ = ["backend", "check_errors", "info", "kernels", "nn", "optim", "transpose_copy"]
 
 try:
     _lib.load()
@@ -14,5 +14,7 @@ except ImportError:
     if sys.orig_argv[-1] != "info" and "info" not in sys.orig_argv[2:4]:
         raise
 else:
-    from braze import nn
+    from braze import nn, optim
     from braze._config import backend, kernels
+    from braze._ops.cross_entropy import check_errors
+    from braze._ops.transpose import transpose_copy

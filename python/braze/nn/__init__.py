@@ -2,6 +2,25 @@
 hooks, ``deepcopy`` and pickling work unchanged; only ``forward`` differs."""
 
 from braze.nn import functional
-from braze.nn.modules import AvgPool2d, BatchNorm2d, MaxPool2d, ReLU
+from braze.nn.modules import (
+    AvgPool2d,
+    BatchNorm2d,
+    CrossEntropyLoss,
+    LogSoftmax,
+    MaxPool2d,
+    NLLLoss,
+    ReLU,
+    Softmax,
+)
 
-__all__ = ["AvgPool2d", "BatchNorm2d", "MaxPool2d", "ReLU", "functional"]
+__all__ = [
+    "AvgPool2d",
+    "BatchNorm2d",
+    "CrossEntropyLoss",
+    "LogSoftmax",
+    "MaxPool2d",
+    "NLLLoss",
+    "ReLU",
+    "Softmax",
+    "functional",
+]

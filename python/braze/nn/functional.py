@@ -1,7 +1,18 @@
 """Drop-in functions: the names, argument order and defaults of ``torch.nn.functional``."""
 
 from braze._ops.batch_norm import batch_norm
+from braze._ops.cross_entropy import cross_entropy, nll_loss
 from braze._ops.pool import avg_pool2d, max_pool2d
 from braze._ops.relu import relu
+from braze._ops.softmax import log_softmax, softmax
 
-__all__ = ["avg_pool2d", "batch_norm", "max_pool2d", "relu"]
+__all__ = [
+    "avg_pool2d",
+    "batch_norm",
+    "cross_entropy",
+    "log_softmax",
+    "max_pool2d",
+    "nll_loss",
+    "relu",
+    "softmax",
+]

@@ -1,0 +1,144 @@
+// The SGD update of a whole parameter list in one launch: the pointers travel as kernel parameters,
+// so that there is no table to copy to the device first and a captured graph holds them.
+#include "sgd.h"
+
+#include "kernels/common/launch.cuh"
+#include "kernels/common/numeric.cuh"
+#include "kernels/common/registry.h"
+
+namespace braze::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int64_t kBlockElements = 4096;
+// What fits into the 4 KB of kernel parameters that every architecture has.
+constexpr int kTensorsPerLaunch = 96;
+
+struct SgdBatch {
+  SgdOptions options;
+  int count;
+  int first_block[kTensorsPerLaunch + 1];  // blocks of tensor i: [first_block[i], first_block[i+1])
+  SgdTensor tensors[kTensorsPerLaunch];
+};
+static_assert(sizeof(SgdBatch) <= 4096, "kernel parameters");
+
+template <typename A>
+struct Update {
+  A lr, momentum, kept, weight_decay, grad_scale;
+  bool nesterov, negate, first_step;
+
+  __device__ explicit Update(const SgdOptions& o)
+      : lr(o.lr_tensor == nullptr ? static_cast<A>(o.lr)
+           : o.lr_is_double       ? static_cast<A>(*static_cast<const double*>(o.lr_tensor))
+                                  : static_cast<A>(*static_cast<const float*>(o.lr_tensor))),
+        momentum(static_cast<A>(o.momentum)),
+        kept(static_cast<A>(1 - o.dampening)),
+        weight_decay(static_cast<A>(o.weight_decay)),
+        grad_scale(o.grad_scale == nullptr ? A(1) : static_cast<A>(*o.grad_scale)),
+        nesterov(o.nesterov),
+        negate(o.maximize),
+        first_step(o.first_step) {}
+
+  // New values of p and, where there is momentum, of m.
+  __device__ void operator()(A& p, A g, A& m, bool has_momentum) const {
+    g /= grad_scale;
+    if (negate) g = -g;
+    if (weight_decay != A(0)) g += weight_decay * p;
+    if (has_momentum) {
+      m = first_step ? g : momentum * m + kept * g;
+      g = nesterov ? g + momentum * m : m;
+    }
+    p -= lr * g;
+  }
+};
+
+template <int N, typename T>
+__device__ void update_range(const Update<acc_t<T>>& update, const SgdTensor& t, int64_t begin,
+                             int64_t end) {
+  using A = acc_t<T>;
+  using Vector = Vec<T, N>;
+  T* param = static_cast<T*>(t.param);
+  const T* grad = static_cast<const T*>(t.grad);
+  T* momentum = static_cast<T*>(t.momentum);
+  const bool has_momentum = momentum != nullptr;
+  for (int64_t i = begin + int64_t{threadIdx.x} * N; i < end; i += int64_t{kThreads} * N) {
+    Vector p = *reinterpret_cast<const Vector*>(param + i);
+    const Vector g = *reinterpret_cast<const Vector*>(grad + i);
+    Vector m{};
+    if (has_momentum && !update.first_step) m = *reinterpret_cast<const Vector*>(momentum + i);
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+      A value = convert<A>(p.v[k]), velocity = convert<A>(m.v[k]);
+      update(value, convert<A>(g.v[k]), velocity, has_momentum);
+      p.v[k] = convert<T>(value);
+      m.v[k] = convert<T>(velocity);
+    }
+    *reinterpret_cast<Vector*>(param + i) = p;
+    if (has_momentum) *reinterpret_cast<Vector*>(momentum + i) = m;
+  }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads) sgd_kernel(const __grid_constant__ SgdBatch batch) {
+  if (batch.options.found_inf != nullptr && *batch.options.found_inf != 0.0f) return;
+  // The last tensor whose first block is not after this one.
+  int low = 0, high = batch.count - 1;
+  while (low < high) {
+    const int middle = (low + high + 1) / 2;
+    if (batch.first_block[middle] <= static_cast<int>(blockIdx.x)) {
+      low = middle;
+    } else {
+      high = middle - 1;
+    }
+  }
+  const SgdTensor t = batch.tensors[low];
+  const Update<acc_t<T>> update(batch.options);
+  const int64_t begin = (int64_t{blockIdx.x} - batch.first_block[low]) * kBlockElements;
+  const int64_t end = min(begin + kBlockElements, t.numel);
+  constexpr int N = kVecWidth<T>;
+  const auto address = reinterpret_cast<uintptr_t>(t.param) | reinterpret_cast<uintptr_t>(t.grad) |
+                       reinterpret_cast<uintptr_t>(t.momentum);
+  if (address % 16 != 0) {
+    update_range<1, T>(update, t, begin, end);
+    return;
+  }
+  const int64_t vectors_end = begin + (end - begin) / N * N;
+  update_range<N, T>(update, t, begin, vectors_end);
+  update_range<1, T>(update, t, vectors_end, end);
+}
+
+const KernelEntry kEntry({"sgd", "multi_tensor", "float64 float32 bfloat16 float16", "sm_80+", true,
+                          "all parameters in one launch, pointers as kernel parameters"});
+
+}  // namespace
+
+void sgd(Stream stream, DType dtype, const SgdTensor* tensors, int64_t count,
+         const SgdOptions& options) {
+  SgdBatch batch{};
+  batch.options = options;
+  const auto flush = [&] {
+    if (batch.count == 0) return;
+    dispatch(dtype, [&](auto tag) {
+      using T = typename decltype(tag)::type;
+      sgd_kernel<T><<<batch.first_block[batch.count], kThreads, 0, as_cuda(stream)>>>(batch);
+    });
+    check_launch("sgd");
+    batch.count = 0;
+  };
+  for (int64_t i = 0; i < count; ++i) {
+    if (tensors[i].numel == 0) continue;
+    const int64_t blocks = ceil_div(tensors[i].numel, kBlockElements);
+    const int64_t limit = int64_t{1} << 31;
+    if (batch.count == kTensorsPerLaunch ||
+        (batch.count > 0 && batch.first_block[batch.count] + blocks >= limit)) {
+      flush();
+    }
+    batch.tensors[batch.count] = tensors[i];
+    batch.first_block[batch.count + 1] =
+        static_cast<int>(batch.first_block[batch.count] + blocks);
+    ++batch.count;
+  }
+  flush();
+}
+
+}  // namespace braze::cuda

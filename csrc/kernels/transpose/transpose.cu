@@ -1,0 +1,119 @@
+// Transpose through a padded shared-memory tile, so that both the reads and the writes of global
+// memory run along rows, 16 bytes a thread. Only bits move: one kernel per element size.
+#include "transpose.h"
+
+#include "kernels/common/launch.cuh"
+#include "kernels/common/numeric.cuh"
+#include "kernels/common/registry.h"
+
+namespace braze::cuda {
+namespace {
+
+constexpr int kTile = 64;
+constexpr int kThreads = 256;
+
+// Copies the part [first_row, +kTile) x [first_col, +kTile) of a rows x cols matrix, N elements at
+// a time, calling f(row in tile, column in tile, offset) for whole vectors inside the matrix.
+template <int N, typename F>
+__device__ void for_each_in_tile(int64_t first_row, int64_t first_col, int64_t rows, int64_t cols,
+                                 F f) {
+  constexpr int kPerRow = kTile / N;
+  const int col = threadIdx.x % kPerRow * N;
+  if (first_col + col >= cols) return;
+  for (int row = threadIdx.x / kPerRow; row < kTile; row += kThreads / kPerRow) {
+    if (first_row + row >= rows) break;
+    f(row, col, (first_row + row) * cols + first_col + col);
+  }
+}
+
+// The row pitch is kTile + 1, so that the threads of a warp reading down a column meet distinct
+// banks. `wide_in` (`wide_out`): rows of the input (output) take 16-byte accesses.
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    transpose_kernel(const T* __restrict__ in, T* __restrict__ out, int64_t rows, int64_t cols,
+                     int64_t tiles_per_row, int64_t tiles_per_matrix, bool wide_in,
+                     bool wide_out) {
+  constexpr int N = kVecWidth<T>;
+  __shared__ T tile[kTile][kTile + 1];
+  const int64_t matrix = blockIdx.x / tiles_per_matrix;
+  const int64_t in_matrix = blockIdx.x % tiles_per_matrix;
+  const int64_t row = in_matrix / tiles_per_row * kTile, col = in_matrix % tiles_per_row * kTile;
+  in += matrix * rows * cols;
+  out += matrix * rows * cols;
+  if (wide_in) {
+    for_each_in_tile<N>(row, col, rows, cols, [&](int r, int c, int64_t offset) {
+      const Vec<T, N> v = *reinterpret_cast<const Vec<T, N>*>(in + offset);
+#pragma unroll
+      for (int k = 0; k < N; ++k) tile[r][c + k] = v.v[k];
+    });
+  } else {
+    for_each_in_tile<1>(row, col, rows, cols,
+                        [&](int r, int c, int64_t offset) { tile[r][c] = in[offset]; });
+  }
+  __syncthreads();
+  if (wide_out) {
+    for_each_in_tile<N>(col, row, cols, rows, [&](int r, int c, int64_t offset) {
+      Vec<T, N> v;
+#pragma unroll
+      for (int k = 0; k < N; ++k) v.v[k] = tile[c + k][r];
+      *reinterpret_cast<Vec<T, N>*>(out + offset) = v;
+    });
+  } else {
+    for_each_in_tile<1>(col, row, cols, rows,
+                        [&](int r, int c, int64_t offset) { out[offset] = tile[c][r]; });
+  }
+}
+
+// A side far shorter than a tile leaves most of it empty: one thread per element of the output,
+// the strided reads served by L1.
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    transpose_narrow_kernel(const T* __restrict__ in, T* __restrict__ out, int64_t n, int64_t rows,
+                            int64_t cols) {
+  const int64_t stride = int64_t{gridDim.x} * kThreads;
+  for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < n; i += stride) {
+    const int64_t row = i % rows, rest = i / rows;
+    const int64_t col = rest % cols, matrix = rest / cols;
+    out[i] = in[(matrix * rows + row) * cols + col];
+  }
+}
+
+template <typename T>
+void launch(Stream stream, const void* in, void* out, int64_t batch, int64_t rows, int64_t cols) {
+  const T* source = static_cast<const T*>(in);
+  T* target = static_cast<T*>(out);
+  constexpr int64_t kNarrow = 16;
+  const int64_t tiles_per_row = ceil_div(cols, kTile);
+  const int64_t tiles_per_matrix = tiles_per_row * ceil_div(rows, kTile);
+  const bool fits_grid = batch <= (int64_t{1} << 31) / tiles_per_matrix - 1;
+  if (rows < kNarrow || cols < kNarrow || !fits_grid) {
+    const int64_t n = batch * rows * cols;
+    transpose_narrow_kernel<T><<<grid_stride_blocks(n, kThreads), kThreads, 0, as_cuda(stream)>>>(
+        source, target, n, rows, cols);
+  } else {
+    constexpr int N = kVecWidth<T>;
+    const bool wide_in = cols % N == 0 && is_vec_aligned(source);
+    const bool wide_out = rows % N == 0 && is_vec_aligned(target);
+    transpose_kernel<T>
+        <<<static_cast<unsigned>(batch * tiles_per_matrix), kThreads, 0, as_cuda(stream)>>>(
+            source, target, rows, cols, tiles_per_row, tiles_per_matrix, wide_in, wide_out);
+  }
+  check_launch("transpose_copy");
+}
+
+const KernelEntry kEntry({"transpose_copy", "shared_tile", "float64 float32 bfloat16 float16",
+                          "sm_80+", true, "64 x 64 tile, 16 bytes per thread and access"});
+
+}  // namespace
+
+void transpose_copy(Stream stream, DType dtype, const void* in, void* out, int64_t batch,
+                    int64_t rows, int64_t cols) {
+  if (batch == 0 || rows == 0 || cols == 0) return;
+  switch (size_of(dtype)) {
+    case 8: return launch<uint64_t>(stream, in, out, batch, rows, cols);
+    case 4: return launch<uint32_t>(stream, in, out, batch, rows, cols);
+    default: return launch<uint16_t>(stream, in, out, batch, rows, cols);
+  }
+}
+
+}  // namespace braze::cuda

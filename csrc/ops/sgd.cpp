@@ -1,0 +1,121 @@
+#include "kernels/sgd/sgd.h"
+
+#include <algorithm>
+#include <numeric>
+
+#include "ops/common.h"
+
+namespace braze {
+namespace {
+
+// Every element at its own place in one gapless block of memory, in whatever order.
+bool is_dense(const Tensor& t) {
+  if (t.is_contiguous()) return true;
+  std::vector<int64_t> dims(t.dim());
+  std::iota(dims.begin(), dims.end(), 0);
+  std::sort(dims.begin(), dims.end(),
+            [&](int64_t a, int64_t b) { return t.stride(a) < t.stride(b); });
+  int64_t expected = 1;
+  for (const int64_t d : dims) {
+    if (t.size(d) == 1) continue;
+    if (t.stride(d) != expected) return false;
+    expected *= t.size(d);
+  }
+  return true;
+}
+
+void check_no_overlap(const char* arg, const Tensor& t) {
+  for (int64_t d = 0; d < t.dim(); ++d) {
+    BRAZE_CHECK(t.stride(d) != 0 || t.size(d) <= 1,
+                "sgd_: unsupported operation: more than one element of a tensor in ", arg,
+                " refers to a single memory location");
+  }
+}
+
+const float* scalar_on_device(const char* arg, const std::optional<Tensor>& t, const Tensor& like) {
+  if (!t) return nullptr;
+  check_same_device("sgd_", arg, *t, "params", like);
+  BRAZE_CHECK(t->numel() == 1 && t->scalar_type() == ScalarType::Float, "sgd_: expected ", arg,
+              " to be one float32 element, but got ", shape_string(*t), " ",
+              scalar_type_name(t->scalar_type()));
+  return static_cast<const float*>(t->const_data_ptr());
+}
+
+void sgd_(const std::vector<Tensor>& params, const std::vector<Tensor>& grads,
+          const std::vector<Tensor>& momentum_buffers, double lr, double momentum, double dampening,
+          double weight_decay, bool nesterov, bool maximize, bool first_step,
+          std::optional<Tensor> lr_tensor, std::optional<Tensor> grad_scale,
+          std::optional<Tensor> found_inf) {
+  const size_t count = params.size(), wanted = momentum != 0 ? count : 0;
+  BRAZE_CHECK(grads.size() == count && momentum_buffers.size() == wanted, "sgd_: expected ", count,
+              " grads and ", wanted, " momentum_buffers, but got ", grads.size(), " and ",
+              momentum_buffers.size());
+  if (count == 0) return;
+  const DType dtype = dtype_of("sgd_", "params", params[0]);
+  const auto check = [&](const char* arg, const Tensor& t, const Tensor& param) {
+    check_same_device("sgd_", arg, t, "params", params[0]);
+    check_same_dtype("sgd_", arg, t, "params", params[0]);
+    check_same_shape("sgd_", arg, t, "its parameter", param);
+  };
+  for (size_t i = 0; i < count; ++i) {
+    check("params", params[i], params[i]);
+    check("grads", grads[i], params[i]);
+    check_no_overlap("params", params[i]);
+    if (wanted == 0) continue;
+    check("momentum_buffers", momentum_buffers[i], params[i]);
+    check_no_overlap("momentum_buffers", momentum_buffers[i]);
+  }
+  SgdOptions options{lr, nullptr, false, momentum, dampening, weight_decay, nesterov, maximize,
+                     first_step, nullptr, nullptr};
+  if (lr_tensor) {
+    check_same_device("sgd_", "lr_tensor", *lr_tensor, "params", params[0]);
+    const ScalarType type = lr_tensor->scalar_type();
+    BRAZE_CHECK(lr_tensor->numel() == 1 && (type == ScalarType::Float || type == ScalarType::Double),
+                "sgd_: expected lr_tensor to be one float32 or float64 element, but got ",
+                shape_string(*lr_tensor), " ", scalar_type_name(type));
+    options.lr_tensor = lr_tensor->const_data_ptr();
+    options.lr_is_double = type == ScalarType::Double;
+  }
+  options.grad_scale = scalar_on_device("grad_scale", grad_scale, params[0]);
+  options.found_inf = scalar_on_device("found_inf", found_inf, params[0]);
+
+  const DeviceContext context(params[0]);
+  std::vector<SgdTensor> tensors;
+  std::vector<Tensor> kept_alive;                         // copies in another layout
+  std::vector<std::pair<Tensor, const Tensor*>> to_copy;  // updated copies and where they belong
+  tensors.reserve(count);
+  for (size_t i = 0; i < count; ++i) {
+    // The dense tensor that stands for t, laid out as `layout`.
+    const auto in_layout = [&](const Tensor& t, const Tensor& layout) {
+      if (same_layout(t, layout)) return t;
+      kept_alive.push_back(with_layout_of(t, torch::stable::empty_like(layout)));
+      return kept_alive.back();
+    };
+    Tensor param = params[i];
+    if (!is_dense(param)) {
+      param = in_layout(param, torch::stable::empty_like(param));
+      to_copy.emplace_back(param, &params[i]);
+    }
+    const Tensor grad = in_layout(grads[i], param);
+    SgdTensor entry{param.mutable_data_ptr(), grad.const_data_ptr(), nullptr, param.numel()};
+    if (wanted != 0) {
+      Tensor buffer = in_layout(momentum_buffers[i], param);
+      if (!same_layout(momentum_buffers[i], param)) {
+        to_copy.emplace_back(buffer, &momentum_buffers[i]);
+      }
+      entry.momentum = buffer.mutable_data_ptr();
+    }
+    tensors.push_back(entry);
+  }
+  dev::sgd(context.stream(), dtype, tensors.data(), static_cast<int64_t>(count), options);
+  for (auto& [copy, destination] : to_copy) {
+    Tensor target = *destination;
+    torch::stable::copy_(target, copy);
+  }
+}
+
+}  // namespace
+
+BRAZE_IMPL(m) { m.impl("sgd_", TORCH_BOX(&sgd_)); }
+
+}  // namespace braze

@@ -1,0 +1,498 @@
+"""cross_entropy and nll_loss: public functions, autograd Functions, fakes, check_errors. Kernels:
+csrc/kernels/cross_entropy/."""
+
+import re
+
+import torch
+
+from braze._ops._common import below_autograd, register
+from braze._ops.softmax import log_softmax, softmax
+
+_ops = torch.ops.braze
+_HALF_DTYPES = (torch.bfloat16, torch.float16)
+_NONE, _MEAN, _SUM = 0, 1, 2
+_REDUCTIONS = {"none": _NONE, "mean": _MEAN, "sum": _SUM}
+
+
+class CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx, input, target, weight, reduction, ignore_index=-100, label_smoothing=0.0, dtype=None
+    ):
+        with below_autograd():
+            loss, stats, total_weight = _ops.cross_entropy.default(
+                input, target, weight, reduction, ignore_index, label_smoothing, dtype
+            )
+        ctx.save_for_backward(input, target, weight, stats, total_weight)
+        ctx.settings = reduction, ignore_index, label_smoothing
+        ctx.mark_non_differentiable(stats, total_weight)
+        ctx.set_materialize_grads(False)
+        return loss, stats, total_weight
+
+    @staticmethod
+    def backward(ctx, grad_output, _stats, _total_weight):
+        if grad_output is None:
+            return (None,) * 7
+        target_grad = ctx.needs_input_grad[1]
+        grad_input, grad_target = CrossEntropyBackward.apply(
+            grad_output, *ctx.saved_tensors, *ctx.settings, target_grad
+        )
+        return grad_input, grad_target if target_grad else None, None, None, None, None, None
+
+
+class CrossEntropyBackward(torch.autograd.Function):
+    """Gradients g (Q p - q) of the logits and -g w (1 - s) log p of probability targets; g is the
+    row's share of grad_output, q the weighted and smoothed target, Q its sum over classes."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        grad_output,
+        input,
+        target,
+        weight,
+        stats,
+        total_weight,
+        reduction,
+        ignore_index,
+        label_smoothing,
+        target_grad,
+    ):
+        ctx.save_for_backward(grad_output, input, target, weight, total_weight)
+        ctx.settings = reduction, ignore_index, label_smoothing
+        ctx.set_materialize_grads(False)
+        with below_autograd():
+            return _ops.cross_entropy_backward.default(
+                grad_output,
+                input,
+                target,
+                weight,
+                stats,
+                total_weight,
+                reduction,
+                ignore_index,
+                label_smoothing,
+                target_grad,
+            )
+
+    @staticmethod
+    def backward(ctx, v_input, v_target):
+        grad_output, input, target, weight, total_weight = ctx.saved_tensors
+        reduction, ignore_index, smoothing = ctx.settings
+        dim = 0 if input.dim() == 1 else 1
+        classes = [1] * input.dim()
+        classes[dim] = -1
+        work_dtype = total_weight.dtype
+        w = 1.0 if weight is None else weight.to(work_dtype).view(classes)
+        probability = target.dtype.is_floating_point
+        if probability:
+            q = w * ((1 - smoothing) * target.to(work_dtype) + smoothing / input.size(dim))
+            counted = 1.0
+        else:
+            labels = target.view([]) if input.dim() == 1 else target
+            labels = labels.long().unsqueeze(dim)
+            counted = (labels != ignore_index) & (labels >= 0) & (labels < input.size(dim))
+            chosen = torch.zeros_like(input, dtype=work_dtype)
+            chosen = chosen.scatter(dim, labels.where(counted, 0), 1 - smoothing)
+            q = w * (chosen + smoothing / input.size(dim)) * counted
+        big_q = q.sum(dim, keepdim=True)
+        share = grad_output.to(work_dtype)
+        scale = 1.0
+        if reduction == _NONE:
+            share = share.view(input.shape[:dim] + input.shape[dim + 1 :]).unsqueeze(dim)
+        elif reduction == _MEAN:
+            # Not 1 / 0 where every row is ignored.
+            scale = total_weight.reciprocal()
+            scale = scale if probability else torch.where(counted, scale, 0)
+        g = share * scale
+        p = softmax(input, dim, dtype=work_dtype)
+        # The scalar whose derivatives are wanted: <v_input, g (Q p - q)> + <v_target, dt>.
+        per_row = d_input = d_target = 0.0
+        if v_input is not None:
+            v = v_input.to(work_dtype)
+            mean_v = (v * p).sum(dim, keepdim=True)
+            per_row = per_row + big_q * mean_v - (v * q).sum(dim, keepdim=True)
+            d_input = d_input + g * big_q * p * (v - mean_v)
+            d_target = d_target + g * w * (1 - smoothing) * (mean_v - v)
+        if v_target is not None and probability:
+            weighted = v_target.to(work_dtype) * w * (1 - smoothing)
+            log_p = log_softmax(input, dim, dtype=work_dtype)
+            per_row = per_row - (weighted * log_p).sum(dim, keepdim=True)
+            d_input = d_input - g * (weighted - p * weighted.sum(dim, keepdim=True))
+        grads = [None] * 10
+        if v_input is None and v_target is None:
+            return tuple(grads)
+        if ctx.needs_input_grad[0]:
+            d_output = (per_row * scale).squeeze(dim)
+            d_output = d_output.sum() if reduction != _NONE else d_output
+            grads[0] = d_output.to(grad_output.dtype).view(grad_output.shape)
+        if ctx.needs_input_grad[1]:
+            grads[1] = d_input.to(input.dtype)
+        if ctx.needs_input_grad[2] and v_input is not None:
+            grads[2] = d_target.to(target.dtype)
+        return tuple(grads)
+
+
+class NLLLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, input, target, weight, reduction, ignore_index=-100):
+        with below_autograd():
+            loss, total_weight = _ops.nll_loss.default(
+                input, target, weight, reduction, ignore_index
+            )
+        ctx.save_for_backward(input, target, weight, total_weight)
+        ctx.settings = reduction, ignore_index
+        ctx.mark_non_differentiable(total_weight)
+        ctx.set_materialize_grads(False)
+        return loss, total_weight
+
+    @staticmethod
+    def backward(ctx, grad_output, _total_weight):
+        if grad_output is None:
+            return (None,) * 5
+        grad = NLLLossBackward.apply(grad_output, *ctx.saved_tensors, *ctx.settings)
+        return grad, None, None, None, None
+
+
+class NLLLossBackward(torch.autograd.Function):
+    """Linear in grad_output and independent of the input's values; its adjoint is the loss."""
+
+    @staticmethod
+    def forward(ctx, grad_output, input, target, weight, total_weight, reduction, ignore_index):
+        ctx.save_for_backward(target, weight)
+        ctx.settings = reduction, ignore_index
+        ctx.shape = grad_output.shape
+        with below_autograd():
+            return _ops.nll_loss_backward.default(
+                grad_output, input, target, weight, total_weight, reduction, ignore_index
+            )
+
+    @staticmethod
+    def backward(ctx, grad):
+        loss, _ = NLLLoss.apply(grad, *ctx.saved_tensors, *ctx.settings)
+        return loss.view(ctx.shape), None, None, None, None, None, None
+
+
+def _refuse_weight_grad(name, weight):
+    if weight is not None and weight.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(
+            f"The function '{name}' is not differentiable with respect to argument 'weight'. "
+            "This input cannot have requires_grad True."
+        )
+
+
+def _cross_entropy_autograd(
+    input, target, weight=None, reduction=1, ignore_index=-100, label_smoothing=0.0, dtype=None
+):
+    _refuse_weight_grad("cross_entropy", weight)
+    return CrossEntropy.apply(
+        input, target, weight, reduction, ignore_index, label_smoothing, dtype
+    )
+
+
+def _nll_loss_autograd(input, target, weight=None, reduction=1, ignore_index=-100):
+    _refuse_weight_grad("nll_loss", weight)
+    return NLLLoss.apply(input, target, weight, reduction, ignore_index)
+
+
+def _acc_dtype(dtype):
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _row_sizes(input):
+    return input.shape[:0] if input.dim() == 1 else input.shape[:1] + input.shape[2:]
+
+
+def _fake_cross_entropy(
+    input, target, weight=None, reduction=1, ignore_index=-100, label_smoothing=0.0, dtype=None
+):
+    rows = _row_sizes(input)
+    acc = _acc_dtype(input.dtype)
+    loss = input.new_empty(rows if reduction == _NONE else (), dtype=dtype)
+    return loss, input.new_empty((3, rows.numel()), dtype=acc), input.new_empty((), dtype=acc)
+
+
+def _fake_gradient(input):
+    if input.dim() < 3 or input.is_contiguous() or not input.movedim(1, -1).is_contiguous():
+        return input.new_empty(input.shape)
+    return torch.empty_like(input)
+
+
+def _fake_cross_entropy_backward(
+    grad_output,
+    input,
+    target,
+    weight,
+    stats,
+    total_weight,
+    reduction,
+    ignore_index,
+    label_smoothing,
+    target_grad,
+):
+    grad_target = _fake_gradient(input) if target_grad else input.new_empty((0,))
+    return _fake_gradient(input), grad_target
+
+
+def _fake_nll_loss(input, target, weight=None, reduction=1, ignore_index=-100):
+    loss = input.new_empty(_row_sizes(input) if reduction == _NONE else ())
+    return loss, input.new_empty((), dtype=_acc_dtype(input.dtype))
+
+
+def _fake_nll_loss_backward(
+    grad_output, input, target, weight, total_weight, reduction, ignore_index
+):
+    return _fake_gradient(input)
+
+
+def _float32(tensor):
+    if tensor is None or tensor.dtype not in _HALF_DTYPES:
+        return tensor
+    return tensor.float()
+
+
+def _autocast_cross_entropy(
+    input, target, weight=None, reduction=1, ignore_index=-100, label_smoothing=0.0, dtype=None
+):
+    if input.dtype in _HALF_DTYPES:
+        if target.dtype.is_floating_point:
+            input, target = input.float(), _float32(target)
+        else:
+            dtype = torch.float32  # the kernel reads the 16-bit logits and returns float32
+    return (
+        input,
+        target,
+        _float32(weight),
+        reduction,
+        ignore_index,
+        label_smoothing,
+        dtype,
+    )
+
+
+def _autocast_nll_loss(input, target, weight=None, reduction=1, ignore_index=-100):
+    return _float32(input), target, _float32(weight), reduction, ignore_index
+
+
+register(
+    "cross_entropy",
+    fake=_fake_cross_entropy,
+    autograd=_cross_entropy_autograd,
+    autocast=_autocast_cross_entropy,
+)
+register(
+    "cross_entropy_backward",
+    fake=_fake_cross_entropy_backward,
+    autograd=CrossEntropyBackward.apply,
+)
+register("nll_loss", fake=_fake_nll_loss, autograd=_nll_loss_autograd, autocast=_autocast_nll_loss)
+register("nll_loss_backward", fake=_fake_nll_loss_backward, autograd=NLLLossBackward.apply)
+
+
+def _reduction(size_average, reduce, reduction):
+    if size_average is not None or reduce is not None:
+        reduction = torch.nn._reduction.legacy_get_string(size_average, reduce)
+    value = _REDUCTIONS.get(reduction)
+    if value is None:
+        raise ValueError(f"{reduction} is not a valid value for reduction")
+    return value
+
+
+def _check_labels_fit(input, target):
+    """Shapes as torch wants them, in torch's words; the op checks the rest."""
+    dims = input.dim()
+    if dims == 0:
+        raise ValueError("Expected 1 or more dimensions (got 0)")
+    if dims == 1:
+        if target.dim() == 1 and target.size(0) != 1:
+            raise ValueError(
+                f"For 1D input, 1D target must have size 1, but got target size: {target.size(0)}"
+            )
+    else:
+        batch = target.size(0) if target.dim() else 0
+        if input.size(0) != batch:
+            raise ValueError(
+                f"Expected input batch_size ({input.size(0)}) to match target batch_size ({batch})."
+            )
+    if dims <= 2:
+        if target.dim() > 1:
+            raise RuntimeError("0D or 1D target tensor expected, multi-target not supported")
+    elif target.shape != input.shape[:1] + input.shape[2:]:
+        expected = [input.size(0), *input.shape[2:]]
+        raise RuntimeError(f"Expected target size {expected}, got {list(target.shape)}")
+
+
+def _check_weight_dtype(weight, dtype):
+    if weight is not None and weight.dtype != dtype:
+        raise RuntimeError(f"expected scalar type {dtype} for weight but found {weight.dtype}")
+
+
+_OUT_OF_BOUNDS = re.compile(r"Target -?\d+ is out of bounds\.")
+
+
+def _as_index_error(error):
+    """IndexError for a label out of range, which the stable ABI can only raise as RuntimeError."""
+    found = _OUT_OF_BOUNDS.search(str(error))
+    return IndexError(found.group()) if found else error
+
+
+def nll_loss(
+    input,
+    target,
+    weight=None,
+    size_average=None,
+    ignore_index=-100,
+    reduce=None,
+    reduction="mean",
+):
+    """Negative log likelihood of labels under log-probabilities. As ``torch.nn.functional``'s.
+
+    Args:
+        input: log-probabilities [C], [N, C] or [N, C, d1, ...]; float64, float32, bfloat16, float16.
+        target: labels [], [N] or [N, d1, ...]; int64 or uint8.
+        weight: per class, [C], of the input's dtype.
+        size_average, reduce: deprecated, see `reduction`.
+        ignore_index: rows with this label count for nothing.
+        reduction: ``"none"``, ``"mean"`` (divided by the sum of the labels' weights) or ``"sum"``.
+
+    Returns:
+        A scalar, or a loss per label for ``"none"``. Bitwise repeatable. Twice differentiable in
+        `input`. Under autocast 16-bit inputs give float32.
+
+    Raises:
+        IndexError: on the CPU, a label out of range. On CUDA that row's loss is NaN, its gradient
+            zero, and :func:`braze.check_errors` raises.
+        ValueError, RuntimeError: shapes or dtypes that do not fit.
+    """
+    reduction = _reduction(size_average, reduce, reduction)
+    _check_labels_fit(input, target)
+    if torch.is_autocast_enabled(input.device.type):
+        input, weight = _float32(input), _float32(weight)
+    _check_weight_dtype(weight, input.dtype)
+    _refuse_weight_grad("nll_loss", weight)
+    if torch.compiler.is_compiling():
+        return _ops.nll_loss(input, target, weight, reduction, ignore_index)[0]
+    try:
+        return NLLLoss.apply(input, target, weight, reduction, ignore_index)[0]
+    except RuntimeError as error:
+        raise _as_index_error(error) from None
+
+
+def cross_entropy(
+    input,
+    target,
+    weight=None,
+    size_average=None,
+    ignore_index=-100,
+    reduce=None,
+    reduction="mean",
+    label_smoothing=0.0,
+):
+    """Cross entropy between logits and labels or probabilities. As ``torch.nn.functional``'s.
+
+    One kernel forward (softmax, loss, reduction; a second, tiny one for large batches) and one
+    backward, which recomputes the probabilities. Label smoothing: Szegedy et al. (2015).
+
+    Args:
+        input: logits [C], [N, C] or [N, C, d1, ...]; float64, float32, bfloat16 or float16.
+        target: labels [], [N] or [N, d1, ...], int64 or uint8; or probabilities of the input's
+            shape.
+        weight: per class, [C].
+        size_average, reduce: deprecated, see `reduction`.
+        ignore_index: rows with this label count for nothing; labels only.
+        reduction: ``"none"``, ``"mean"`` (divided by the sum of the labels' weights, or by the
+            number of rows for probabilities) or ``"sum"``.
+        label_smoothing: share of the target spread evenly over the classes, in [0, 1].
+
+    Returns:
+        A scalar, or a loss per row for ``"none"``. Bitwise repeatable. Twice differentiable in
+        `input` and in probabilities. Under autocast 16-bit logits give float32.
+
+    Raises:
+        IndexError: on the CPU, a label out of range. On CUDA that row's loss is NaN, its gradient
+            zero, and :func:`braze.check_errors` raises.
+        ValueError, RuntimeError: shapes or dtypes that do not fit.
+    """
+    reduction = _reduction(size_average, reduce, reduction)
+    if label_smoothing > 1.0:
+        raise RuntimeError(f"label_smoothing must be between 0.0 and 1.0. Got: {label_smoothing}")
+    dtype = None
+    autocast = torch.is_autocast_enabled(input.device.type)
+    if input.shape == target.shape:
+        if not target.is_floating_point():
+            raise RuntimeError(
+                "Expected floating point type for target with class probabilities, "
+                f"got {target.dtype}"
+            )
+        if ignore_index >= 0:
+            raise RuntimeError("ignore_index is not supported for floating point target")
+        if input.dim() == 0:
+            raise IndexError("Dimension specified as 1 but tensor has no dimensions")
+        if autocast:
+            input, target, weight = _float32(input), _float32(target), _float32(weight)
+        wanted = torch.promote_types(input.dtype, target.dtype)
+        if weight is not None:
+            wanted = torch.promote_types(wanted, weight.dtype)
+        input, target = input.to(wanted), target.to(wanted)
+        if weight is not None and weight.requires_grad and torch.is_grad_enabled():
+            return _differentiable_in_weight(input, target, weight, reduction, label_smoothing)
+    else:
+        _check_labels_fit(input, target)
+        if autocast and input.dtype in _HALF_DTYPES:
+            dtype, weight = torch.float32, _float32(weight)
+        _check_weight_dtype(weight, dtype or input.dtype)
+        _refuse_weight_grad("cross_entropy", weight)
+    if torch.compiler.is_compiling():
+        return _ops.cross_entropy(
+            input, target, weight, reduction, ignore_index, label_smoothing, dtype
+        )[0]
+    try:
+        return CrossEntropy.apply(
+            input, target, weight, reduction, ignore_index, label_smoothing, dtype
+        )[0]
+    except RuntimeError as error:
+        raise _as_index_error(error) from None
+
+
+def _differentiable_in_weight(input, target, weight, reduction, label_smoothing):
+    """Probability targets with class weights that require grad: rare, so made of smaller ops."""
+    dim = 0 if input.dim() == 1 else 1
+    if weight.shape != input.shape[dim : dim + 1]:
+        raise RuntimeError(
+            "cross_entropy: weight tensor should be defined either for all "
+            f"{input.size(dim)} classes or no classes but got weight tensor of shape: "
+            f"{list(weight.shape)}"
+        )
+    shape = [1] * input.dim()
+    shape[dim] = -1
+    if label_smoothing > 0:
+        target = target * (1 - label_smoothing) + label_smoothing / input.size(dim)
+    rows = -(log_softmax(input, dim) * target * weight.view(shape)).sum(dim)
+    if reduction == _NONE:
+        return rows
+    return rows.mean() if reduction == _MEAN else rows.sum()
+
+
+def check_errors(device=None):
+    """Raises if a CUDA kernel met a label out of range since the last call, and clears the mark.
+
+    Losses do not wait for the GPU, so they cannot raise by themselves: such a row's loss is NaN and
+    its gradient zero. Call this wherever the program waits anyway, for example beside
+    ``loss.item()``. It waits for all work on the device. On the CPU losses raise at once.
+
+    Args:
+        device: a CUDA device; all that are initialised by default.
+
+    Raises:
+        IndexError: naming the first such label and the device.
+    """
+    if device is not None:
+        devices = [torch.device(device)]
+    elif torch.cuda.is_available() and torch.cuda.is_initialized():
+        devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+    else:
+        devices = []
+    for one in devices:
+        raised, label = _ops.take_label_error(torch.empty(0, device=one))
+        if raised:
+            raise IndexError(f"Target {label} is out of bounds. (on {one})")

@@ -1,0 +1,23 @@
+"""The SGD update op; used by braze.optim.SGD. Kernels: csrc/kernels/sgd/."""
+
+import torch
+
+from braze._ops._common import below_autograd, register
+
+_op = torch.ops.braze.sgd_.default
+
+
+def sgd_(params, grads, momentum_buffers, *settings):
+    """Updates the lists in place in one launch; see the schema for `settings`."""
+    with below_autograd():
+        _op(params, grads, momentum_buffers, *settings)
+    torch.autograd.graph.increment_version([*params, *momentum_buffers])
+
+
+def _autograd(params, grads, momentum_buffers, *settings):
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (*params, *grads)):
+        raise RuntimeError("braze::sgd_ is not differentiable; call it under torch.no_grad()")
+    sgd_(params, grads, momentum_buffers, *settings)
+
+
+register("sgd_", fake=lambda *args, **kwargs: None, autograd=_autograd)

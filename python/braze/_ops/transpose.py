@@ -1,0 +1,47 @@
+"""transpose_copy: public function, autograd Function, fake kernel. Kernels:
+csrc/kernels/transpose/."""
+
+import torch
+
+from braze._ops._common import below_autograd, register
+
+_ops = torch.ops.braze
+
+
+class TransposeCopy(torch.autograd.Function):
+    """Its own adjoint."""
+
+    @staticmethod
+    def forward(ctx, input):
+        with below_autograd():
+            return _ops.transpose_copy.default(input)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return TransposeCopy.apply(grad_output)
+
+
+register(
+    "transpose_copy",
+    fake=lambda input: input.new_empty((*input.shape[:-2], input.size(-1), input.size(-2))),
+    autograd=TransposeCopy.apply,
+)
+
+
+def transpose_copy(input):
+    """The last two dimensions swapped, in a new contiguous tensor.
+
+    The same values as ``input.transpose(-2, -1).contiguous()``.
+
+    Args:
+        input: two or more dimensions, any strides; float64, float32, bfloat16 or float16.
+
+    Returns:
+        [..., cols, rows] for an input [..., rows, cols]. Exact. Differentiable any number of times.
+
+    Raises:
+        RuntimeError: fewer than two dimensions, or another dtype.
+    """
+    if torch.compiler.is_compiling():
+        return _ops.transpose_copy(input)
+    return TransposeCopy.apply(input)

@@ -1,0 +1,274 @@
+import copy
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import braze
+from common import assert_by_rule
+
+SHAPES = [(5,), (), (0,), (64, 33), (3, 4, 5), (4097,), (1,)]
+OPTIONS = [
+    {},
+    {"momentum": 0.9},
+    {"momentum": 0.9, "nesterov": True},
+    {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1},
+    {"weight_decay": 0.1, "maximize": True},
+    {"momentum": 0.5, "weight_decay": 0.01, "nesterov": True, "maximize": True},
+]
+
+
+def parameters(device, dtype, shapes=SHAPES):
+    generator = torch.Generator().manual_seed(3)
+    return [
+        torch.randn(s, generator=generator, dtype=torch.float64).to(device, dtype) for s in shapes
+    ]
+
+
+def train(optimizer_class, values, steps=5, dtype=None, lr=0.1, **options):
+    """The parameters after `steps` steps of fixed random gradients, and the optimizer."""
+    params = [torch.nn.Parameter(v.to(dtype or v.dtype).clone()) for v in values]
+    optimizer = optimizer_class(params, lr=lr, **options)
+    generator = torch.Generator().manual_seed(4)
+    for _ in range(steps):
+        for p, v in zip(params, values, strict=True):
+            grad = torch.randn(v.shape, generator=generator, dtype=torch.float64).to(v.dtype)
+            p.grad = grad.to(p)
+        optimizer.step()
+    return params, optimizer
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_matches_stock(device, dtype, options):
+    values = parameters(device, dtype)
+    ours, optimizer = train(braze.optim.SGD, values, **options)
+    stock, stock_optimizer = train(torch.optim.SGD, values, **options)
+    reference, reference_optimizer = train(torch.optim.SGD, values, dtype=torch.float64, **options)
+    for a, s, r in zip(ours, stock, reference, strict=True):
+        assert_by_rule(a, s, r)
+        if "momentum" in options:
+            state = (o.state[p] for o, p in ((optimizer, a), (stock_optimizer, s)))
+            reference_state = reference_optimizer.state[r]
+            assert_by_rule(
+                *(x["momentum_buffer"] for x in (*state, reference_state)), what="momentum"
+            )
+
+
+def test_many_parameters(device):
+    """More tensors than one launch takes, of many sizes."""
+    values = parameters(device, torch.float32, [(n % 97 + 1,) for n in range(230)])
+    ours, _ = train(braze.optim.SGD, values, momentum=0.9)
+    stock, _ = train(torch.optim.SGD, values, momentum=0.9)
+    for a, s in zip(ours, stock, strict=True):
+        torch.testing.assert_close(a, s)
+
+
+def test_mixed_dtypes_layouts_and_missing_gradients(device):
+    wide = torch.randn(6, 8, device=device)
+    values = [
+        torch.randn(2, 3, 4, 5, device=device).to(memory_format=torch.channels_last),
+        torch.randn(4, 3, device=device, dtype=torch.float64).t(),
+        wide[:, ::2],
+        torch.randn(7, device=device).to(torch.bfloat16)[1:],
+    ]
+    results = []
+    for optimizer_class in (braze.optim.SGD, torch.optim.SGD):
+        base = wide.clone()
+        params = [torch.nn.Parameter(v.clone()) for v in values]
+        params[2] = torch.nn.Parameter(base[:, ::2])
+        unused = torch.nn.Parameter(torch.ones(3, device=device))
+        groups = [{"params": params[:2]}, {"params": [*params[2:], unused], "lr": 0.3}]
+        optimizer = optimizer_class(groups, lr=0.1, momentum=0.9)
+        torch.manual_seed(1)
+        for step in range(3):
+            for i, p in enumerate(params):
+                grad = torch.randn(p.shape, device=device).to(p.dtype)
+                # Contiguous gradients for parameters that are not; one arrives a step late.
+                p.grad = None if i == 0 and step == 0 else grad
+            optimizer.step()
+        assert torch.equal(unused, torch.ones_like(unused))
+        results.append([*params, base])
+    for a, s in zip(*results, strict=True):
+        torch.testing.assert_close(a, s)
+        assert a.stride() == s.stride()
+
+
+def test_state_dicts_load_both_ways(device):
+    values = parameters(device, torch.float32)
+    for first, second in itertools.permutations([braze.optim.SGD, torch.optim.SGD]):
+        params, optimizer = train(first, values, steps=2, momentum=0.9, weight_decay=0.1)
+        others = [torch.nn.Parameter(p.detach().clone()) for p in params]
+        other = second(others, lr=1.0)
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        assert other.param_groups[0]["momentum"] == 0.9
+        for p, q in zip(params, others, strict=True):
+            p.grad = torch.ones_like(p)
+            q.grad = torch.ones_like(q)
+        optimizer.step()
+        other.step()
+        for p, q in zip(params, others, strict=True):
+            torch.testing.assert_close(p, q)
+    assert isinstance(optimizer, torch.optim.SGD)
+    copy.deepcopy(other)
+
+
+def test_learning_rate_tensor_and_scheduler(device):
+    values = parameters(device, torch.float32)
+    expected, _ = train(torch.optim.SGD, values, momentum=0.9)
+    for lr_device, lr_dtype in itertools.product(
+        {device, "cpu"}, [torch.float32, torch.float64, torch.bfloat16]
+    ):
+        lr = torch.tensor(0.125, device=lr_device, dtype=lr_dtype)
+        actual, _ = train(braze.optim.SGD, values, lr=lr, momentum=0.9)
+        expected, _ = train(torch.optim.SGD, values, lr=0.125, momentum=0.9)
+        for a, s in zip(actual, expected, strict=True):
+            torch.testing.assert_close(a, s)
+    results = []
+    for optimizer_class in (braze.optim.SGD, torch.optim.SGD):
+        p = torch.nn.Parameter(torch.ones(3, device=device))
+        optimizer = optimizer_class([p], lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        for _ in range(3):
+            p.grad = torch.ones_like(p)
+            optimizer.step()
+            scheduler.step()
+        results.append(p)
+    torch.testing.assert_close(*results)
+
+
+def test_closure_hooks_and_versions(device):
+    p = torch.nn.Parameter(torch.ones(3, device=device))
+    optimizer = braze.optim.SGD([p], lr=0.1, momentum=0.9)
+    calls = []
+    optimizer.register_step_post_hook(lambda *args: calls.append("hook"))
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (p**2).sum()
+        loss.backward()
+        return loss
+
+    version = p._version
+    assert optimizer.step(closure).item() == 3
+    assert calls == ["hook"]
+    assert p._version == version + 1
+    buffer = optimizer.state[p]["momentum_buffer"]
+    version = buffer._version
+    optimizer.step(closure)
+    assert buffer._version == version + 1
+    y = (p * p).sum()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_grad_scaler(device, momentum):
+    results = []
+    for optimizer_class in (braze.optim.SGD, torch.optim.SGD):
+        p = torch.nn.Parameter(torch.ones(5, device=device))
+        optimizer = optimizer_class([p], lr=0.1, momentum=momentum)
+        scaler = torch.amp.GradScaler(device, init_scale=1024.0)
+        for value in (float("inf"), 2.0, float("nan"), 3.0):
+            optimizer.zero_grad()
+            scaler.scale((p * value).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        results.append(p)
+    torch.testing.assert_close(*results)
+
+
+def test_opcheck(device, dtype):
+    params, grads, buffers = (
+        [torch.randn(4, 3, device=device).to(dtype), torch.randn(5, device=device).to(dtype)]
+        for _ in range(3)
+    )
+    torch.library.opcheck(torch.ops.braze.sgd_.default, (params, grads, [], 0.1))
+    torch.library.opcheck(torch.ops.braze.sgd_.default, (params, grads, buffers, 0.1, 0.9))
+
+
+def test_bad_input(device):
+    p = torch.nn.Parameter(torch.ones(3, device=device))
+    for settings_, error in [
+        ({"lr": -1}, ValueError),
+        ({"momentum": -1}, ValueError),
+        ({"weight_decay": -1}, ValueError),
+        ({"nesterov": True}, ValueError),
+        ({"lr": torch.ones(2)}, ValueError),
+        ({"weight_decay": torch.tensor(0.1)}, ValueError),
+        ({"differentiable": True}, RuntimeError),
+        ({"foreach": True, "fused": True}, RuntimeError),
+    ]:
+        with pytest.raises(error):
+            braze.optim.SGD([p], **settings_)
+    complex_param = torch.nn.Parameter(torch.ones(3, device=device, dtype=torch.complex64))
+    optimizer = braze.optim.SGD([p, complex_param], lr=0.1)
+    p.grad, complex_param.grad = torch.ones_like(p), torch.ones_like(complex_param)
+    with pytest.raises(RuntimeError, match="expected parameters of dtype float64.*complex64"):
+        optimizer.step()
+    assert torch.equal(p, torch.ones_like(p))
+    table = torch.nn.Parameter(torch.ones(3, 2, device=device))
+    table.grad = torch.ones(3, 2, device=device).to_sparse()
+    with pytest.raises(RuntimeError, match="does not support sparse gradients"):
+        braze.optim.SGD([table]).step()
+    x, y = torch.ones(3, device=device), torch.ones(3, device=device)
+    op = torch.ops.braze.sgd_
+    for args, words in [
+        (([x], [y[:2]], [], 0.1), "same shape as its parameter"),
+        (([x], [y.double()], [], 0.1), "same dtype"),
+        (([x], [], [], 0.1), "expected 1 grads and 0 momentum_buffers, but got 0 and 0"),
+        (([x], [y], [], 0.1, 0.9), "expected 1 grads and 1 momentum_buffers"),
+        (([x[:1].expand(3)], [y], [], 0.1), "more than one element"),
+        (([x.clone().requires_grad_()], [y], [], 0.1), "not differentiable"),
+    ]:
+        with pytest.raises(RuntimeError, match=words):
+            op(*args)
+    with pytest.raises(RuntimeError, match="expected lr_tensor to be one float32"):
+        op([x], [y], [], 0.1, lr_tensor=y)
+    assert torch.equal(x, torch.ones_like(x))
+
+
+def test_captured_graph_follows_the_learning_rate(device):
+    if device == "cpu":
+        pytest.skip("CUDA graphs")
+    p = torch.nn.Parameter(torch.zeros(1000, device=device))
+    p.grad = torch.ones_like(p)
+    lr = torch.tensor(1.0, device=device)
+    optimizer = braze.optim.SGD([p], lr=lr, momentum=0.5)
+    optimizer.step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    torch.testing.assert_close(p, torch.full_like(p, -1.0))
+    graph.replay()
+    torch.testing.assert_close(p, torch.full_like(p, -2.5))
+    lr.fill_(2.0)
+    graph.replay()
+    torch.testing.assert_close(p, torch.full_like(p, -6.0))
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    sizes=st.lists(st.lists(st.integers(0, 30), max_size=3), min_size=1, max_size=8),
+    options=st.sampled_from(OPTIONS),
+)
+def test_fuzzed_shapes(sizes, options):
+    for device in ["cpu"] + ["cuda"] * torch.cuda.is_available():
+        values = parameters(device, torch.float32, sizes)
+        ours, _ = train(braze.optim.SGD, values, steps=2, **options)
+        stock, _ = train(torch.optim.SGD, values, steps=2, **options)
+        for a, s in zip(ours, stock, strict=True):
+            torch.testing.assert_close(a, s)
+
+
+def test_the_tests_reject_a_wrong_update(device):
+    """Nesterov's step taken as plain momentum, and dampening of the first step."""
+    values = parameters(device, torch.float32)
+    options = {"momentum": 0.9, "nesterov": True}
+    wrong, _ = train(braze.optim.SGD, values, momentum=0.9)
+    stock, _ = train(torch.optim.SGD, values, **options)
+    reference, _ = train(torch.optim.SGD, values, dtype=torch.float64, **options)
+    with pytest.raises(AssertionError, match="error"):
+        assert_by_rule(wrong[0], stock[0], reference[0])
