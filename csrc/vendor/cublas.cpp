@@ -119,11 +119,6 @@ std::optional<Operand> as_operand(const MatrixRef& m, int64_t rows, int64_t cols
   return std::nullopt;
 }
 
-int64_t alignment_of(const void* p) {
-  const uintptr_t address = reinterpret_cast<uintptr_t>(p);
-  return std::min<uintptr_t>(address ? address & -address : kAlignment, kAlignment);
-}
-
 int64_t align_up(int64_t bytes) { return ceil_div(bytes, kAlignment) * kAlignment; }
 
 // The arguments as cuBLASLt sees them. Two rewrites put something at the workspace's front:
@@ -150,7 +145,8 @@ std::optional<Problem> make_problem(const MatmulArgs& args) {
     q.m *= q.batch;
     q.batch = 1;
   }
-  if (q.bias && alignment_of(q.bias) < 16) p.bias_bytes = align_up(q.n * size_of(q.dtype));
+  if (q.bias && alignment_of(q.bias, kAlignment) < 16)
+    p.bias_bytes = align_up(q.n * size_of(q.dtype));
   const auto a = as_operand(q.a, q.m, q.k, q.batch), b = as_operand(q.b, q.k, q.n, q.batch);
   if (!a || !b || q.batch > INT32_MAX) return std::nullopt;
   p.a = *a;
@@ -160,6 +156,7 @@ std::optional<Problem> make_problem(const MatmulArgs& args) {
 
 // Everything about a problem but its pointers. Immutable once built.
 struct Plan {
+  Desc desc;  // without a bias, whose pointer would be part of it
   Layout a, b, c;
   std::vector<cublasLtMatmulHeuristicResult_t> algos;  // best first
 };
@@ -218,7 +215,8 @@ Plan make_plan(const Problem& p, int device, int wanted) {
     return o.column_major ? make_layout(type, rows, cols, o.ld, args.batch, o.batch)
                           : make_layout(type, cols, rows, o.ld, args.batch, o.batch);
   };
-  Plan plan{layout(p.a, args.m, args.k),
+  Plan plan{make_desc(p, nullptr),
+            layout(p.a, args.m, args.k),
             layout(p.b, args.k, args.n),
             make_layout(type, args.n, args.m, args.n, args.batch, args.m * args.n),
             {}};
@@ -227,7 +225,9 @@ Plan make_plan(const Problem& p, int device, int wanted) {
   check(api().preference_create(&raw), "create preference");
   const Preference preference(raw);
   set(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, kMaxWorkspace);
-  const auto alignment = [](const void* ptr) { return static_cast<uint32_t>(alignment_of(ptr)); };
+  const auto alignment = [](const void* ptr) {
+    return static_cast<uint32_t>(alignment_of(ptr, kAlignment));
+  };
   set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, alignment(args.b.data));
   set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, alignment(args.a.data));
   set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, alignment(args.c));
@@ -275,9 +275,9 @@ std::shared_ptr<const Plan> plan_for(const Problem& p, int candidate) {
                    q.bias != nullptr,
                    q.relu,
                    q.dtype == DType::kFloat32 && q.allow_tf32,
-                   alignment_of(q.a.data),
-                   alignment_of(q.b.data),
-                   alignment_of(q.c)};
+                   alignment_of(q.a.data, kAlignment),
+                   alignment_of(q.b.data, kAlignment),
+                   alignment_of(q.c, kAlignment)};
   const std::lock_guard<std::mutex> lock(mutex);
   const auto found = cache.find(key);
   if (found != cache.end()) return found->second;
@@ -352,12 +352,12 @@ void cublas_matmul(Stream stream, const MatmulArgs& args, void* workspace, int c
         "cublas: bias");
     bias = copy;
   }
-  const Desc desc = make_desc(*problem, bias);
+  const Desc biased = bias ? make_desc(*problem, bias) : nullptr;
   const auto& algo = plan->algos[candidate];
   const double one64 = 1, zero64 = 0;
   const float one32 = 1, zero32 = 0;
   const bool fp64 = q.dtype == DType::kFloat64;
-  check(api().matmul(handle_of(current_device()), desc.get(),
+  check(api().matmul(handle_of(current_device()), bias ? biased.get() : plan->desc.get(),
                      fp64 ? static_cast<const void*>(&one64) : &one32, b, plan->b.get(), a,
                      plan->a.get(), fp64 ? static_cast<const void*>(&zero64) : &zero32, q.c,
                      plan->c.get(), q.c, plan->c.get(), &algo.algo,

@@ -1,27 +1,20 @@
-// cuDNN's graph API as a conv2d kernel, through NVIDIA's header-only cudnn-frontend: one graph of a
-// single convolution (and the addition of a bias) per shape, layout and setting.
+// cuDNN's graph API as a conv2d kernel: one graph of a single convolution (and the addition of a
+// bias) per shape, layout and setting. It talks to the backend API itself; cudnn-frontend would
+// bring a Python package to install, 30 s of compilation, and, before 1.28, wrong fp64 results.
 #include "vendor/vendor.h"
 
-#if defined(BRAZE_WITH_CUDNN) && defined(BRAZE_WITH_CUDNN_FRONTEND)
+#ifdef BRAZE_WITH_CUDNN
 
-#define NV_CUDNN_FRONTEND_USE_DYNAMIC_LOADING
-#define CUDNN_FRONTEND_SKIP_JSON_LIB
-#include <cudnn_frontend.h>
-
+#include <algorithm>
 #include <array>
+#include <deque>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <unordered_map>
 #include <vector>
 
-#include "vendor/loader.h"
-
-namespace fe = cudnn_frontend;
-
-namespace cudnn_frontend {
-void* cudnn_dlhandle = nullptr;  // where cudnn-frontend looks its symbols up
-}
+#include "vendor/cudnn_api.h"
 
 namespace braze::vendor {
 namespace {
@@ -33,34 +26,27 @@ constexpr int kMaxDevices = 64;
 // Plans that want more are passed over; what a large layer needs to convert its layout fits.
 constexpr int64_t kMaxWorkspace = int64_t{2} << 30;
 
-enum Uid : int64_t { kX = 1, kW, kY, kBias };
+enum Uid : int64_t { kX = 1, kW, kY, kBias, kUnbiased };
 
-std::string load() {
-  std::string missing;
-  fe::cudnn_dlhandle = open_library("libcudnn.so." + std::to_string(CUDNN_MAJOR), &missing);
-  return missing;
-}
-
-void check(fe::error_t error) {
-  if (error.is_bad()) throw std::runtime_error("cudnn: " + error.get_message());
-}
-
-fe::DataType_t data_type(DType dtype) {
+cudnnDataType_t data_type(DType dtype) {
   switch (dtype) {
-    case DType::kFloat64: return fe::DataType_t::DOUBLE;
-    case DType::kFloat32: return fe::DataType_t::FLOAT;
-    case DType::kBFloat16: return fe::DataType_t::BFLOAT16;
-    case DType::kFloat16: return fe::DataType_t::HALF;
+    case DType::kFloat64: return CUDNN_DATA_DOUBLE;
+    case DType::kFloat32: return CUDNN_DATA_FLOAT;
+    case DType::kBFloat16: return CUDNN_DATA_BFLOAT16;
+    case DType::kFloat16: return CUDNN_DATA_HALF;
   }
-  return fe::DataType_t::NOT_SET;  // not reached
+  return CUDNN_DATA_FLOAT;  // not reached
 }
 
 // A 4-D tensor in cuDNN's order N C H W, whatever the order in memory.
 struct TensorDesc {
   Dims dims, strides;
+  int64_t alignment;  // of the pointer, in bytes; engines want up to 16
 
   TensorDesc(Dims extents, const Tensor4dRef& t)
-      : dims(std::move(extents)), strides{t.n, t.c, t.h, t.w} {}
+      : dims(std::move(extents)),
+        strides{t.n, t.c, t.h, t.w},
+        alignment(alignment_of(t.data, 16)) {}
 
   int64_t numel() const { return dims[0] * dims[1] * dims[2] * dims[3]; }
 
@@ -103,24 +89,24 @@ struct Problem {
   Conv2dPass pass;
   Conv2dShape shape;
   TensorDesc x, w, y;
-  bool has_bias;
+  int64_t bias_alignment;  // 0: no bias
   int64_t post_h = 0, post_w = 0;
   bool possible = true;
 
   Problem(Conv2dPass pass, const Conv2dShape& s, const Tensor4dRef& x_ref, const Tensor4dRef& w_ref,
-          const Tensor4dRef& y_ref, bool has_bias)
+          const Tensor4dRef& y_ref, const void* bias)
       : pass(pass),
         shape(s),
         x({s.n, s.c, s.h, s.w}, x_ref),
         w({s.k, s.c / s.groups, s.r, s.s}, w_ref),
         y({s.n, s.k, s.p, s.q}, y_ref),
-        has_bias(has_bias) {
+        bias_alignment(bias ? alignment_of(bias, 16) : 0) {
     const bool nhwc = x.is_nhwc() || w.is_nhwc() || y.is_nhwc();
     for (TensorDesc* t : {&x, &w, &y}) t->fix_unused_strides(nhwc);
     if (is_empty()) return;
     const auto h = post_padding(s.h, s.p, s.r, s.stride_h, s.dilation_h, s.pad_h);
     const auto w = post_padding(s.w, s.q, s.s, s.stride_w, s.dilation_w, s.pad_w);
-    possible = h && w && !(has_bias && pass != Conv2dPass::kFprop);
+    possible = h && w && !(bias && pass != Conv2dPass::kFprop);
     post_h = h.value_or(0);
     post_w = w.value_or(0);
   }
@@ -130,12 +116,12 @@ struct Problem {
     return pass == Conv2dPass::kFprop ? y : pass == Conv2dPass::kDgrad ? x : w;
   }
 
-  using Key = std::array<int64_t, 37>;
+  using Key = std::array<int64_t, 40>;
   Key key() const {
     const Conv2dShape& s = shape;
     Key key = {static_cast<int64_t>(pass),
                static_cast<int64_t>(s.dtype),
-               has_bias,
+               bias_alignment,
                s.allow_tf32,
                s.deterministic,
                s.stride_h,
@@ -150,117 +136,217 @@ struct Problem {
     for (const TensorDesc* t : {&x, &w, &y}) {
       for (const int64_t v : t->dims) key[at++] = v;
       for (const int64_t v : t->strides) key[at++] = v;
+      key[at++] = t->alignment;
     }
     return key;
   }
 };
 
-// A graph and those of its engine configurations that were tried so far.
+// A graph and its engine configurations, of which only as many as are asked for become plans.
 class Plans {
  public:
-  Plans(const Problem& p, cudnnHandle_t handle) {
+  Plans(const Problem& p, cudnnHandle_t handle) : handle_(handle) {
     const AllowSetupInCapture allow;
-    const fe::DataType_t type = data_type(p.shape.dtype);
-    const fe::DataType_t compute =
-        p.shape.dtype == DType::kFloat64 ? fe::DataType_t::DOUBLE : fe::DataType_t::FLOAT;
-    graph_.set_io_data_type(type).set_intermediate_data_type(compute).set_compute_data_type(
-        compute);
-    add_nodes(p);
-    // A graph that no engine takes is no error: there are no candidates then.
-    if (graph_.validate().is_bad() || graph_.build_operation_graph(handle).is_bad() ||
-        graph_.create_execution_plans({fe::HeurMode_t::A, fe::HeurMode_t::FALLBACK}).is_bad()) {
-      return;
+    try {
+      add_operations(p);
+      std::vector<cudnnBackendDescriptor_t> raw;
+      for (const Descriptor& operation : operations_) raw.push_back(operation.raw());
+      graph_.set(CUDNN_ATTR_OPERATIONGRAPH_HANDLE, CUDNN_TYPE_HANDLE, handle)
+          .set_array(CUDNN_ATTR_OPERATIONGRAPH_OPS, CUDNN_TYPE_BACKEND_DESCRIPTOR, raw.size(),
+                     raw.data())
+          .finalize("operation graph");
+    } catch (const CudnnError&) {
+      return;  // nothing that cuDNN can do: there are no candidates
     }
-    std::vector<fe::NumericalNote_t> refused = {fe::NumericalNote_t::DOWN_CONVERT_INPUTS,
-                                                fe::NumericalNote_t::REDUCED_PRECISION_REDUCTION};
-    // fp32 on tensor cores is TF32.
-    if (p.shape.dtype == DType::kFloat32 && !p.shape.allow_tf32) {
-      refused.push_back(fe::NumericalNote_t::TENSOR_CORE);
-    }
-    if (p.shape.deterministic) refused.push_back(fe::NumericalNote_t::NONDETERMINISTIC);
-    graph_.deselect_numeric_notes(refused);
-    graph_.deselect_workspace_greater_than(kMaxWorkspace);
-    count_ = graph_.get_execution_plan_count();
+    for (const auto mode : {CUDNN_HEUR_MODE_A, CUDNN_HEUR_MODE_FALLBACK}) add_configs(p, mode);
   }
 
-  // Builds configurations, best first, until there are enough that work.
-  bool has(int candidate, cudnnHandle_t handle) {
+  // Builds plans, best first, until there are enough.
+  bool has(int candidate) {
     if (candidate < 0 || candidate >= kMaxCandidates) return false;
-    if (static_cast<size_t>(candidate) < built_.size()) return true;
-    const AllowSetupInCapture allow;
-    while (static_cast<size_t>(candidate) >= built_.size() && next_ < count_) {
-      const int64_t index = next_++;
-      if (graph_.build_plan_at_index(handle, index).is_good()) built_.push_back(index);
+    while (static_cast<size_t>(candidate) >= plans_.size() && next_ < configs_.size()) {
+      const AllowSetupInCapture allow;
+      try {
+        Plan plan;
+        plan.descriptor.set(CUDNN_ATTR_EXECUTION_PLAN_HANDLE, CUDNN_TYPE_HANDLE, handle_)
+            .set(CUDNN_ATTR_EXECUTION_PLAN_ENGINE_CONFIG, configs_[next_++])
+            .finalize("execution plan");
+        plan.descriptor.get(CUDNN_ATTR_EXECUTION_PLAN_WORKSPACE_SIZE, CUDNN_TYPE_INT64, 1,
+                            &plan.workspace_bytes);
+        if (plan.workspace_bytes <= kMaxWorkspace) plans_.push_back(std::move(plan));
+      } catch (const CudnnError&) {
+        continue;  // heuristics also list configurations that do not build on this device
+      }
     }
-    return static_cast<size_t>(candidate) < built_.size();
+    return static_cast<size_t>(candidate) < plans_.size();
   }
 
-  int64_t workspace_bytes(int candidate) const {
-    return graph_.get_workspace_size_plan_at_index(built_[candidate]);
-  }
+  int64_t workspace_bytes(int candidate) const { return plans_[candidate].workspace_bytes; }
 
-  void run(cudnnHandle_t handle, const Problem& p, const void* x, const void* w, const void* y,
-           const void* bias, void* workspace, int candidate) {
-    std::unordered_map<int64_t, void*> pointers = {
-        {kX, const_cast<void*>(x)}, {kW, const_cast<void*>(w)}, {kY, const_cast<void*>(y)}};
-    if (p.has_bias) pointers.emplace(kBias, const_cast<void*>(bias));
-    check(graph_.execute_plan_at_index(handle, pointers, workspace, built_[candidate]));
+  void run(const void* x, const void* w, const void* y, const void* bias, void* workspace,
+           int candidate) const {
+    const void* pointers[] = {x, w, y, bias};
+    const int64_t uids[] = {kX, kW, kY, kBias};
+    const int64_t count = bias ? 4 : 3;
+    Descriptor pack(CUDNN_BACKEND_VARIANT_PACK_DESCRIPTOR);
+    pack.set_array(CUDNN_ATTR_VARIANT_PACK_DATA_POINTERS, CUDNN_TYPE_VOID_PTR, count, pointers)
+        .set_array(CUDNN_ATTR_VARIANT_PACK_UNIQUE_IDS, CUDNN_TYPE_INT64, count, uids)
+        .set(CUDNN_ATTR_VARIANT_PACK_WORKSPACE, CUDNN_TYPE_VOID_PTR, workspace)
+        .finalize("variant pack");
+    check_cudnn(cudnn_api().execute(handle_, plans_[candidate].descriptor.raw(), pack.raw()),
+                "execute");
   }
 
  private:
-  using TensorPtr = std::shared_ptr<fe::graph::Tensor_attributes>;
+  struct Plan {
+    Descriptor descriptor{CUDNN_BACKEND_EXECUTION_PLAN_DESCRIPTOR};
+    int64_t workspace_bytes = 0;
+  };
 
-  TensorPtr input(Uid uid, const TensorDesc& t) {
-    return graph_.tensor(
-        fe::graph::Tensor_attributes().set_uid(uid).set_dim(t.dims).set_stride(t.strides));
+  const Descriptor& tensor(Uid uid, cudnnDataType_t type, const Dims& dims, const Dims& strides,
+                           int64_t alignment) {
+    return parts_.emplace_back(CUDNN_BACKEND_TENSOR_DESCRIPTOR)
+        .set(CUDNN_ATTR_TENSOR_UNIQUE_ID, CUDNN_TYPE_INT64, static_cast<int64_t>(uid))
+        .set(CUDNN_ATTR_TENSOR_DATA_TYPE, CUDNN_TYPE_DATA_TYPE, type)
+        .set(CUDNN_ATTR_TENSOR_DIMENSIONS, dims)
+        .set(CUDNN_ATTR_TENSOR_STRIDES, strides)
+        .set(CUDNN_ATTR_TENSOR_BYTE_ALIGNMENT, CUDNN_TYPE_INT64, alignment)
+        .set(CUDNN_ATTR_TENSOR_IS_VIRTUAL, CUDNN_TYPE_BOOLEAN, uid == kUnbiased)
+        .finalize("tensor");
   }
 
-  static void set_result(const TensorPtr& tensor, Uid uid, const TensorDesc& t,
-                         fe::DataType_t type) {
-    tensor->set_output(true).set_uid(uid).set_dim(t.dims).set_stride(t.strides).set_data_type(type);
-  }
-
-  template <typename Attributes>
-  static Attributes conv(const Problem& p) {
+  void add_operations(const Problem& p) {
     const Conv2dShape& s = p.shape;
-    return Attributes()
-        .set_pre_padding({s.pad_h, s.pad_w})
-        .set_post_padding({p.post_h, p.post_w})
-        .set_stride({s.stride_h, s.stride_w})
-        .set_dilation({s.dilation_h, s.dilation_w});
-  }
+    const cudnnDataType_t type = data_type(s.dtype);
+    const bool fp64 = s.dtype == DType::kFloat64;
+    // Accumulation is in fp32; whether tensor cores may round fp32 inputs, add_configs decides.
+    const cudnnDataType_t compute = fp64 ? CUDNN_DATA_DOUBLE : CUDNN_DATA_FLOAT;
+    const Descriptor& conv =
+        parts_.emplace_back(CUDNN_BACKEND_CONVOLUTION_DESCRIPTOR)
+            .set(CUDNN_ATTR_CONVOLUTION_COMP_TYPE, CUDNN_TYPE_DATA_TYPE, compute)
+            .set(CUDNN_ATTR_CONVOLUTION_CONV_MODE, CUDNN_TYPE_CONVOLUTION_MODE,
+                 CUDNN_CROSS_CORRELATION)
+            .set(CUDNN_ATTR_CONVOLUTION_SPATIAL_DIMS, CUDNN_TYPE_INT64, int64_t{2})
+            .set(CUDNN_ATTR_CONVOLUTION_PRE_PADDINGS, Dims{s.pad_h, s.pad_w})
+            .set(CUDNN_ATTR_CONVOLUTION_POST_PADDINGS, Dims{p.post_h, p.post_w})
+            .set(CUDNN_ATTR_CONVOLUTION_DILATIONS, Dims{s.dilation_h, s.dilation_w})
+            .set(CUDNN_ATTR_CONVOLUTION_FILTER_STRIDES, Dims{s.stride_h, s.stride_w})
+            .finalize("convolution");
+    const auto in_memory = [&](Uid uid, const TensorDesc& t) -> const Descriptor& {
+      return tensor(uid, type, t.dims, t.strides, t.alignment);
+    };
+    const Descriptor &x = in_memory(kX, p.x), &w = in_memory(kW, p.w), &y = in_memory(kY, p.y);
+    const bool biased = p.bias_alignment > 0;
+    const Descriptor& conv_y = biased ? tensor(kUnbiased, compute, p.y.dims, p.y.strides, 16) : y;
 
-  void add_nodes(const Problem& p) {
-    const fe::DataType_t type = data_type(p.shape.dtype);
+    const auto operation = [&](cudnnBackendDescriptorType_t kind) -> Descriptor& {
+      return operations_.emplace_back(kind);
+    };
+    // The scaling factors have the type of the accumulation.
+    const auto scale = [&](Descriptor& op, cudnnBackendAttributeName_t name, float value) {
+      fp64 ? op.set(name, CUDNN_TYPE_DOUBLE, static_cast<double>(value))
+           : op.set(name, CUDNN_TYPE_FLOAT, value);
+    };
     switch (p.pass) {
       case Conv2dPass::kFprop: {
-        TensorPtr y = graph_.conv_fprop(input(kX, p.x), input(kW, p.w),
-                                        conv<fe::graph::Conv_fprop_attributes>(p));
-        if (p.has_bias) {
-          y->set_dim(p.y.dims).set_stride(p.y.strides);
-          const TensorPtr bias = graph_.tensor(fe::graph::Tensor_attributes()
-                                                   .set_uid(kBias)
-                                                   .set_dim({1, p.shape.k, 1, 1})
-                                                   .set_stride({p.shape.k, 1, 1, 1}));
-          y = graph_.pointwise(
-              y, bias, fe::graph::Pointwise_attributes().set_mode(fe::PointwiseMode_t::ADD));
-        }
-        return set_result(y, kY, p.y, type);
+        Descriptor& op = operation(CUDNN_BACKEND_OPERATION_CONVOLUTION_FORWARD_DESCRIPTOR);
+        op.set(CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_CONV_DESC, conv)
+            .set(CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_X, x)
+            .set(CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_W, w)
+            .set(CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_Y, conv_y);
+        scale(op, CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_ALPHA, 1);
+        scale(op, CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_BETA, 0);
+        break;
       }
-      case Conv2dPass::kDgrad:
-        return set_result(graph_.conv_dgrad(input(kY, p.y), input(kW, p.w),
-                                            conv<fe::graph::Conv_dgrad_attributes>(p)),
-                          kX, p.x, type);
-      case Conv2dPass::kWgrad:
-        return set_result(graph_.conv_wgrad(input(kY, p.y), input(kX, p.x),
-                                            conv<fe::graph::Conv_wgrad_attributes>(p)),
-                          kW, p.w, type);
+      case Conv2dPass::kDgrad: {
+        Descriptor& op = operation(CUDNN_BACKEND_OPERATION_CONVOLUTION_BACKWARD_DATA_DESCRIPTOR);
+        op.set(CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_DATA_CONV_DESC, conv)
+            .set(CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_DATA_DX, x)
+            .set(CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_DATA_W, w)
+            .set(CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_DATA_DY, y);
+        scale(op, CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_DATA_ALPHA, 1);
+        scale(op, CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_DATA_BETA, 0);
+        break;
+      }
+      case Conv2dPass::kWgrad: {
+        Descriptor& op = operation(CUDNN_BACKEND_OPERATION_CONVOLUTION_BACKWARD_FILTER_DESCRIPTOR);
+        op.set(CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_FILTER_CONV_DESC, conv)
+            .set(CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_FILTER_X, x)
+            .set(CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_FILTER_DW, w)
+            .set(CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_FILTER_DY, y);
+        scale(op, CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_FILTER_ALPHA, 1);
+        scale(op, CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_FILTER_BETA, 0);
+        break;
+      }
+    }
+    operations_.back().finalize("convolution operation");
+    if (!biased) return;
+    const Descriptor& bias = tensor(kBias, type, {1, s.k, 1, 1}, {s.k, 1, 1, 1}, p.bias_alignment);
+    const Descriptor& add =
+        parts_.emplace_back(CUDNN_BACKEND_POINTWISE_DESCRIPTOR)
+            .set(CUDNN_ATTR_POINTWISE_MODE, CUDNN_TYPE_POINTWISE_MODE, CUDNN_POINTWISE_ADD)
+            .set(CUDNN_ATTR_POINTWISE_MATH_PREC, CUDNN_TYPE_DATA_TYPE, compute)
+            .finalize("pointwise");
+    operation(CUDNN_BACKEND_OPERATION_POINTWISE_DESCRIPTOR)
+        .set(CUDNN_ATTR_OPERATION_POINTWISE_PW_DESCRIPTOR, add)
+        .set(CUDNN_ATTR_OPERATION_POINTWISE_XDESC, conv_y)
+        .set(CUDNN_ATTR_OPERATION_POINTWISE_BDESC, bias)
+        .set(CUDNN_ATTR_OPERATION_POINTWISE_YDESC, y)
+        .finalize("bias operation");
+  }
+
+  // Adds the configurations that a heuristic offers and the problem's settings allow, best first.
+  void add_configs(const Problem& p, cudnnBackendHeurMode_t mode) {
+    try {
+      Descriptor heuristic(CUDNN_BACKEND_ENGINEHEUR_DESCRIPTOR);
+      heuristic.set(CUDNN_ATTR_ENGINEHEUR_OPERATION_GRAPH, graph_)
+          .set(CUDNN_ATTR_ENGINEHEUR_MODE, CUDNN_TYPE_HEUR_MODE, mode)
+          .finalize("heuristic");
+      const auto results = [&](int64_t count, void* values) {
+        return heuristic.get(CUDNN_ATTR_ENGINEHEUR_RESULTS, CUDNN_TYPE_BACKEND_DESCRIPTOR, count,
+                             values);
+      };
+      std::vector<Descriptor> found;
+      std::vector<cudnnBackendDescriptor_t> raw;
+      for (int64_t left = results(0, nullptr); left > 0; --left) {
+        raw.push_back(found.emplace_back(CUDNN_BACKEND_ENGINECFG_DESCRIPTOR).raw());
+      }
+      const int64_t count = results(raw.size(), raw.data());
+      for (int64_t i = 0; i < count; ++i) {
+        if (allowed(p.shape, found[i])) configs_.push_back(std::move(found[i]));
+      }
+    } catch (const CudnnError&) {
+      return;  // this heuristic knows nothing about such a graph; the other one may
     }
   }
 
-  fe::graph::Graph graph_;
-  std::vector<int64_t> built_;  // plan indices, best first
-  int64_t next_ = 0, count_ = 0;
+  static bool allowed(const Conv2dShape& shape, const Descriptor& config) {
+    const Descriptor engine(CUDNN_BACKEND_ENGINE_DESCRIPTOR);
+    cudnnBackendDescriptor_t raw = engine.raw();
+    config.get(CUDNN_ATTR_ENGINECFG_ENGINE, CUDNN_TYPE_BACKEND_DESCRIPTOR, 1, &raw);
+    cudnnBackendNumericalNote_t notes[CUDNN_NUMERICAL_NOTE_TYPE_COUNT];
+    const int64_t count = engine.get(CUDNN_ATTR_ENGINE_NUMERICAL_NOTE, CUDNN_TYPE_NUMERICAL_NOTE,
+                                     CUDNN_NUMERICAL_NOTE_TYPE_COUNT, notes);
+    return std::none_of(notes, notes + count, [&](cudnnBackendNumericalNote_t note) {
+      switch (note) {
+        case CUDNN_NUMERICAL_NOTE_DOWN_CONVERT_INPUTS:
+        case CUDNN_NUMERICAL_NOTE_REDUCED_PRECISION_REDUCTION: return true;
+        // fp32 on tensor cores is TF32.
+        case CUDNN_NUMERICAL_NOTE_TENSOR_CORE:
+          return shape.dtype == DType::kFloat32 && !shape.allow_tf32;
+        case CUDNN_NUMERICAL_NOTE_NONDETERMINISTIC: return shape.deterministic;
+        default: return false;
+      }
+    });
+  }
+
+  cudnnHandle_t handle_;
+  std::deque<Descriptor> parts_;  // tensors and attributes, alive as long as the operations
+  std::deque<Descriptor> operations_;
+  Descriptor graph_{CUDNN_BACKEND_OPERATIONGRAPH_DESCRIPTOR};
+  std::vector<Descriptor> configs_;
+  std::vector<Plan> plans_;
+  size_t next_ = 0;  // the first configuration that was not tried
 };
 
 // One handle and one cache per device. Neither a handle nor, with every engine, a plan may be used
@@ -274,28 +360,19 @@ class Device {
     const std::lock_guard<std::mutex> lock(device.mutex_);
     if (!device.handle_) {
       const AllowSetupInCapture allow;
-      check_status(fe::detail::create_handle(&device.handle_), "create handle");
+      check_cudnn(cudnn_api().create(&device.handle_), "create handle");
     }
     return f(device, device.plans_for(p));
   }
 
-  cudnnHandle_t handle() const { return handle_; }
-
   void set_stream(cudaStream_t stream) {
     if (has_stream_ && stream == stream_) return;
-    check_status(fe::detail::set_stream(handle_, stream), "set stream");
+    check_cudnn(cudnn_api().set_stream(handle_, stream), "set stream");
     stream_ = stream;
     has_stream_ = true;
   }
 
  private:
-  static void check_status(cudnnStatus_t status, const char* what) {
-    if (status != CUDNN_STATUS_SUCCESS) {
-      throw std::runtime_error(std::string("cudnn: ") + what + ": " +
-                               fe::detail::get_error_string(status));
-    }
-  }
-
   Plans& plans_for(const Problem& p) {
     const Problem::Key key = p.key();
     const auto found = cache_.find(key);
@@ -313,24 +390,20 @@ class Device {
 
 }  // namespace
 
-const std::string& cudnn_missing() {
-  static const std::string missing = load();
-  return missing;
-}
+const std::string& cudnn_missing() { return cudnn_api().missing; }
 
 std::string cudnn_version() {
-  return cudnn_missing().empty() ? dotted_version(fe::detail::get_backend_version()) : "";
+  return cudnn_missing().empty() ? dotted_version(cudnn_api().get_version()) : "";
 }
 
 bool cudnn_supports(Conv2dPass pass, const Conv2dShape& shape, const Tensor4dRef& x,
                     const Tensor4dRef& w, const Tensor4dRef& y, const void* bias, int candidate) {
   if (!cudnn_missing().empty()) return false;
-  const Problem p(pass, shape, x, w, y, bias != nullptr);
+  const Problem p(pass, shape, x, w, y, bias);
   // Sums over nothing are zeros: written without cuDNN.
   if (p.is_empty()) return p.result().numel() == 0 || (p.result().is_dense() && !bias);
-  return p.possible && Device::with_plans(p, [&](Device& device, Plans& plans) {
-           return plans.has(candidate, device.handle());
-         });
+  return p.possible &&
+         Device::with_plans(p, [&](Device&, Plans& plans) { return plans.has(candidate); });
 }
 
 int cudnn_candidates(Conv2dPass pass, const Conv2dShape& shape, const Tensor4dRef& x,
@@ -344,10 +417,10 @@ int64_t cudnn_workspace_bytes(Conv2dPass pass, const Conv2dShape& shape, const T
                               const Tensor4dRef& w, const Tensor4dRef& y, const void* bias,
                               int candidate) {
   if (!cudnn_missing().empty()) return 0;
-  const Problem p(pass, shape, x, w, y, bias != nullptr);
+  const Problem p(pass, shape, x, w, y, bias);
   if (p.is_empty() || !p.possible) return 0;
-  return Device::with_plans(p, [&](Device& device, Plans& plans) {
-    return plans.has(candidate, device.handle()) ? plans.workspace_bytes(candidate) : 0;
+  return Device::with_plans(p, [&](Device&, Plans& plans) {
+    return plans.has(candidate) ? plans.workspace_bytes(candidate) : 0;
   });
 }
 
@@ -355,7 +428,7 @@ void cudnn_conv2d(Stream stream, Conv2dPass pass, const Conv2dShape& shape, cons
                   const Tensor4dRef& w, const Tensor4dRef& y, void* workspace, const void* bias,
                   int candidate) {
   if (!cudnn_missing().empty()) throw std::runtime_error("cudnn: " + cudnn_missing());
-  const Problem p(pass, shape, x, w, y, bias != nullptr);
+  const Problem p(pass, shape, x, w, y, bias);
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   const auto unsupported = [&] {
     return std::runtime_error("cudnn: no engine number " + std::to_string(candidate) +
@@ -372,26 +445,22 @@ void cudnn_conv2d(Stream stream, Conv2dPass pass, const Conv2dShape& shape, cons
   }
   if (!p.possible) throw unsupported();
   Device::with_plans(p, [&](Device& device, Plans& plans) {
-    if (!plans.has(candidate, device.handle())) throw unsupported();
+    if (!plans.has(candidate)) throw unsupported();
     device.set_stream(cuda_stream);
-    plans.run(device.handle(), p, x.data, w.data, y.data, bias, workspace, candidate);
+    plans.run(x.data, w.data, y.data, bias, workspace, candidate);
   });
 }
 
 }  // namespace braze::vendor
 
-#else  // built without cudnn.h or without cudnn_frontend.h
+#else  // built without cudnn.h
 
 namespace braze::vendor {
 
 const std::string& cudnn_missing() {
   static const std::string reason =
-#ifdef BRAZE_WITH_CUDNN
-      "braze was built without cudnn_frontend.h"
-#else
-      "braze was built without cudnn.h"
-#endif
-      ": pip install -r requirements-build-cuda12.txt (or 13), then build again";
+      "braze was built without cudnn.h: pip install -r requirements-build-cuda12.txt (or 13), then "
+      "build again";
   return reason;
 }
 std::string cudnn_version() { return ""; }

@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <stdexcept>
@@ -47,6 +48,12 @@ inline int current_device() {
   int device = 0;
   check_cuda(cudaGetDevice(&device), "cudaGetDevice");
   return device;
+}
+
+// The largest power of two, at most `limit`, that divides the address.
+inline int64_t alignment_of(const void* p, int64_t limit) {
+  const int64_t address = static_cast<int64_t>(reinterpret_cast<uintptr_t>(p));
+  return address ? std::min(address & -address, limit) : limit;
 }
 
 // While a graph is captured, calls that may synchronise (allocating a handle, loading a kernel) are
