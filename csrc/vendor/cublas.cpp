@@ -20,8 +20,8 @@ namespace {
 
 // What torch gives cuBLASLt on Hopper by default.
 constexpr uint64_t kMaxWorkspace = 32 << 20;
-constexpr int64_t kAlignment = 256;  // of the workspace and of its parts
 constexpr int kMaxDevices = 64;
+constexpr size_t kMaxCachedPlans = 4096;  // shapes that vary without end start the cache afresh
 
 struct Api {
   std::string missing;
@@ -119,8 +119,6 @@ std::optional<Operand> as_operand(const MatrixRef& m, int64_t rows, int64_t cols
   return std::nullopt;
 }
 
-int64_t align_up(int64_t bytes) { return ceil_div(bytes, kAlignment) * kAlignment; }
-
 // The arguments as cuBLASLt sees them. Two rewrites put something at the workspace's front:
 // k == 0 becomes the product of a column and a row of zeros; a bias aligned to less than 16 bytes,
 // which the epilogues read in vectors, becomes a copy of it.
@@ -145,7 +143,7 @@ std::optional<Problem> make_problem(const MatmulArgs& args) {
     q.m *= q.batch;
     q.batch = 1;
   }
-  if (q.bias && alignment_of(q.bias, kAlignment) < 16)
+  if (q.bias && alignment_of(q.bias, kWorkspaceAlignment) < 16)
     p.bias_bytes = align_up(q.n * size_of(q.dtype));
   const auto a = as_operand(q.a, q.m, q.k, q.batch), b = as_operand(q.b, q.k, q.n, q.batch);
   if (!a || !b || q.batch > INT32_MAX) return std::nullopt;
@@ -226,7 +224,7 @@ Plan make_plan(const Problem& p, int device, int wanted) {
   const Preference preference(raw);
   set(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, kMaxWorkspace);
   const auto alignment = [](const void* ptr) {
-    return static_cast<uint32_t>(alignment_of(ptr, kAlignment));
+    return static_cast<uint32_t>(alignment_of(ptr, kWorkspaceAlignment));
   };
   set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, alignment(args.b.data));
   set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, alignment(args.a.data));
@@ -237,7 +235,7 @@ Plan make_plan(const Problem& p, int device, int wanted) {
       static_cast<uint32_t>(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
 
   // Never dereferenced here; its alignment counts.
-  const void* bias = !p.args.bias ? nullptr : reinterpret_cast<const void*>(kAlignment);
+  const void* bias = !p.args.bias ? nullptr : reinterpret_cast<const void*>(kWorkspaceAlignment);
   const Desc desc = make_desc(p, bias);
   plan.algos.resize(wanted);
   int found = 0;
@@ -256,7 +254,8 @@ Plan make_plan(const Problem& p, int device, int wanted) {
 std::shared_ptr<const Plan> plan_for(const Problem& p, int candidate) {
   using Key = std::array<int64_t, 19>;
   static std::mutex mutex;
-  static std::unordered_map<Key, std::shared_ptr<const Plan>, HashWords> cache;
+  // Never destroyed: the library may be gone when static objects are.
+  static auto& cache = *new std::unordered_map<Key, std::shared_ptr<const Plan>, HashWords>;
   const MatmulArgs& q = p.args;
   const int device = current_device();
   const Key key = {device,
@@ -275,13 +274,13 @@ std::shared_ptr<const Plan> plan_for(const Problem& p, int candidate) {
                    q.bias != nullptr,
                    q.relu,
                    q.dtype == DType::kFloat32 && q.allow_tf32,
-                   alignment_of(q.a.data, kAlignment),
-                   alignment_of(q.b.data, kAlignment),
-                   alignment_of(q.c, kAlignment)};
+                   alignment_of(q.a.data, kWorkspaceAlignment),
+                   alignment_of(q.b.data, kWorkspaceAlignment),
+                   alignment_of(q.c, kWorkspaceAlignment)};
   const std::lock_guard<std::mutex> lock(mutex);
   const auto found = cache.find(key);
   if (found != cache.end()) return found->second;
-  if (cache.size() >= kMaxCachedProblems) cache.clear();
+  if (cache.size() >= kMaxCachedPlans) cache.clear();
   auto plan =
       std::make_shared<const Plan>(make_plan(p, device, candidate > 0 ? kMaxCandidates : 1));
   cache.emplace(key, plan);

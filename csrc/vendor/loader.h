@@ -56,6 +56,12 @@ inline int64_t alignment_of(const void* p, int64_t limit) {
   return address ? std::min(address & -address, limit) : limit;
 }
 
+constexpr int64_t kWorkspaceAlignment = 256;  // of a workspace and of its parts
+
+inline int64_t align_up(int64_t bytes) {
+  return (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
+}
+
 // While a graph is captured, calls that may synchronise (allocating a handle, loading a kernel) are
 // refused, although they do not touch the capturing stream. Allows them for a scope and a thread.
 class AllowSetupInCapture {
@@ -78,8 +84,5 @@ struct HashWords {
     return hash ^ (hash >> 32);
   }
 };
-
-// Problems kept per cache. Shapes that vary without end start it afresh.
-constexpr size_t kMaxCachedProblems = 4096;
 
 }  // namespace braze::vendor
