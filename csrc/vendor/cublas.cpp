@@ -13,6 +13,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "kernels/relu/relu.h"
 #include "vendor/loader.h"
 
 namespace braze::vendor {
@@ -119,6 +120,10 @@ std::optional<Operand> as_operand(const MatrixRef& m, int64_t rows, int64_t cols
   return std::nullopt;
 }
 
+// Whether cuBLASLt's own ReLU lets NaN pass, as torch's does. It is not documented; among the fp32
+// algorithms (13.1, H200) is one that turns NaN into 0.
+bool relu_keeps_nan(DType dtype) { return dtype != DType::kFloat32; }
+
 // The arguments as cuBLASLt sees them. Two rewrites put something at the workspace's front:
 // k == 0 becomes the product of a column and a row of zeros; a bias aligned to less than 16 bytes,
 // which the epilogues read in vectors, becomes a copy of it.
@@ -126,6 +131,7 @@ struct Problem {
   MatmulArgs args;
   Operand a, b;
   int64_t zero_bytes = 0, bias_bytes = 0;
+  bool relu_after = false;  // by our own kernel
 
   int64_t front_bytes() const { return zero_bytes + bias_bytes; }
 };
@@ -142,6 +148,10 @@ std::optional<Problem> make_problem(const MatmulArgs& args) {
     // One tall matrix against one B: a single product.
     q.m *= q.batch;
     q.batch = 1;
+  }
+  if (q.relu && !relu_keeps_nan(q.dtype)) {
+    q.relu = false;
+    p.relu_after = true;
   }
   if (q.bias && alignment_of(q.bias, kWorkspaceAlignment) < 16)
     p.bias_bytes = align_up(q.n * size_of(q.dtype));
@@ -363,6 +373,7 @@ void cublas_matmul(Stream stream, const MatmulArgs& args, void* workspace, int c
                      algo.workspaceSize ? front + problem->front_bytes() : nullptr,
                      algo.workspaceSize, cuda_stream),
         "matmul");
+  if (problem->relu_after) cuda::relu(stream, q.dtype, q.c, q.c, q.batch * q.m * q.n);
 }
 
 }  // namespace braze::vendor
@@ -373,7 +384,8 @@ namespace braze::vendor {
 
 const std::string& cublas_missing() {
   static const std::string reason =
-      "braze was built without cublasLt.h: pip install -r requirements-build-cuda12.txt (or 13), "
+      "braze was built without cublasLt.h: pip install --no-deps -r requirements-build-cuda12.txt "
+      "(or 13), "
       "then build again";
   return reason;
 }

@@ -140,7 +140,8 @@ namespace braze::vendor {
 
 const std::string& cudnn_missing() {
   static const std::string reason =
-      "braze was built without cudnn.h: pip install -r requirements-build-cuda12.txt (or 13), then "
+      "braze was built without cudnn.h: pip install --no-deps -r requirements-build-cuda12.txt (or "
+      "13), then "
       "build again";
   return reason;
 }
