@@ -153,8 +153,7 @@ std::optional<Problem> make_problem(const MatmulArgs& args) {
     q.relu = false;
     p.relu_after = true;
   }
-  if (q.bias && alignment_of(q.bias, kWorkspaceAlignment) < 16)
-    p.bias_bytes = align_up(q.n * size_of(q.dtype));
+  if (q.bias && alignment_of(q.bias, 16) < 16) p.bias_bytes = align_up(q.n * size_of(q.dtype));
   const auto a = as_operand(q.a, q.m, q.k, q.batch), b = as_operand(q.b, q.k, q.n, q.batch);
   if (!a || !b || q.batch > INT32_MAX) return std::nullopt;
   p.a = *a;
