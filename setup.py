@@ -135,7 +135,7 @@ def gencode(archs):
 
 
 def vendor_include_dirs(cuda_home):
-    """Folders with cublasLt.h, cudnn.h and cudnn_frontend.h: the toolkit, then pip packages."""
+    """Folders that may hold cublasLt.h and cudnn.h: the toolkit's, then those of pip packages."""
     dirs = [cuda_home / "include"]
     for base in [*site.getsitepackages(), site.getusersitepackages(), *sys.path]:
         base = Path(base)
@@ -260,7 +260,6 @@ class BuildLibraries(build_ext):
         vendor = {
             "cublas": first_with(dirs, "cublasLt.h"),
             "cudnn": first_with(dirs, "cudnn.h"),
-            "cudnn_frontend": first_with(dirs, "cudnn_frontend.h"),
         }
         nvcc_flags = (
             f"-std=c++17 -O3 -Xcompiler=-fPIC,-fvisibility=hidden -I{CSRC} {cuda} "

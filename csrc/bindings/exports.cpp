@@ -6,6 +6,8 @@
 
 #ifdef BRAZE_CUDA
 #include <cuda_runtime.h>
+
+#include "vendor/vendor.h"
 #endif
 
 extern "C" {
@@ -42,6 +44,19 @@ BRAZE_EXPORT int braze_device_attributes(int device, BrazeDeviceAttributes* out)
     if (error != cudaSuccess) return static_cast<int>(error);
   }
   return 0;
+}
+
+BRAZE_EXPORT int braze_vendor_count() { return 2; }
+
+// Loads the library where it was not used before.
+BRAZE_EXPORT void braze_vendor_library(int i, BrazeVendorLibrary* out) {
+  using namespace braze::vendor;
+  static const std::string versions[] = {cublas_version(), cudnn_version()};
+  static const BrazeVendorLibrary libraries[] = {
+      {"cublas", versions[0].c_str(), cublas_missing().c_str()},
+      {"cudnn", versions[1].c_str(), cudnn_missing().c_str()},
+  };
+  *out = libraries[i];
 }
 #endif
 

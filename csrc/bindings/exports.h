@@ -12,3 +12,9 @@ struct BrazeDeviceAttributes {
   int64_t l2_bytes;
   int64_t shared_bytes_per_block;
 };
+
+struct BrazeVendorLibrary {
+  const char* name;     // as in braze.backend(matmul=name)
+  const char* version;  // empty where it is missing
+  const char* missing;  // why, or empty
+};

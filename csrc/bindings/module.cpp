@@ -43,6 +43,22 @@ class Library {
   // Only in libbraze_cuda.
   int cuda_runtime_version() const { return symbol<int()>("braze_cuda_runtime_version")(); }
 
+  // Name -> version and, where the library cannot be used, the reason ("" where it can).
+  py::dict vendor() const {
+    const auto count = symbol<int()>("braze_vendor_count");
+    const auto get = symbol<void(int, BrazeVendorLibrary*)>("braze_vendor_library");
+    py::dict result;
+    for (int i = 0; i < count(); ++i) {
+      BrazeVendorLibrary library{};
+      get(i, &library);
+      py::dict d;
+      d["version"] = library.version;
+      d["missing"] = library.missing;
+      result[library.name] = d;
+    }
+    return result;
+  }
+
   py::dict device_attributes(int device) const {
     BrazeDeviceAttributes a{};
     const int error =
@@ -79,5 +95,6 @@ PYBIND11_MODULE(_C, m) {
       .def(py::init<const std::string&>())
       .def("kernels", &Library::kernels)
       .def("cuda_runtime_version", &Library::cuda_runtime_version)
+      .def("vendor", &Library::vendor)
       .def("device_attributes", &Library::device_attributes);
 }

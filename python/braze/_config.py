@@ -4,6 +4,8 @@ They are read once, in an op's forward, and passed on as op arguments (backward 
 thread, often after a `with` block has ended).
 """
 
+import re
+
 import torch
 
 from braze import _lib
@@ -38,6 +40,7 @@ class backend:
     Args:
         matmul: ``"auto"``, ``"braze"``, ``"cublas"`` or the name of one matmul kernel.
         conv2d: ``"auto"``, ``"braze"``, ``"cudnn"`` or the name of one conv2d kernel.
+            ``"cublas:3"`` and ``"cudnn:3"`` are the libraries' fourth algorithm for the problem.
 
     Raises:
         ValueError: no such op, or no such backend or kernel for it; the message lists what exists.
@@ -51,7 +54,8 @@ class backend:
                 raise ValueError(f"backend: expected one of {', '.join(_backends)}, but got {op!r}")
             rungs = sorted({k["name"] for k in kernels(op)})
             valid = [_AUTO, "braze", *self._VENDORS[op], *rungs]
-            if choice not in valid:
+            candidate = rf"({'|'.join(self._VENDORS[op])}):\d\d?"
+            if choice not in valid and not re.fullmatch(candidate, choice):
                 raise ValueError(
                     f"backend: expected {op} to be one of {', '.join(valid)}, but got {choice!r}"
                 )
