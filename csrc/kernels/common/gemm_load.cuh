@@ -30,15 +30,16 @@ struct DepthMajorLayout {
 };
 
 // Rows along the outer index. 16-bit elements are read by ldmatrix.trans (eight rows, one chunk); 32-bit
-// ones by single loads of 4 rows x 8 columns.
+// ones by single loads of 4 rows x 8 columns. Two rows of 64 bytes share a bank row.
 template <typename T, int kOuter, int kDepth>
 struct OuterMajorLayout {
   static constexpr bool kDepthMajor = false;
   static constexpr int kVec = kVecWidth<T>;
-  static_assert(kOuter >= 8 * kVec);
+  static constexpr int kChunks = kOuter / kVec;
+  static_assert(kChunks >= (sizeof(T) == 2 ? 4 : 8));
   static constexpr int kSize = kOuter * kDepth;
   static __device__ __forceinline__ int offset(int o, int k) {
-    const int swizzle = sizeof(T) == 2 ? k & 7 : (k & 3) << 1;
+    const int swizzle = sizeof(T) == 4 ? (k & 3) << 1 : kChunks == 4 ? (k >> 1) & 3 : k & 7;
     return k * kOuter + ((o / kVec) ^ swizzle) * kVec + o % kVec;
   }
 };
