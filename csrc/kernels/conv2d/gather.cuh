@@ -244,12 +244,20 @@ ConvProblem<T> conv_problem(const Conv2dArgs& args, bool exchange) {
   return problem;
 }
 
+// Parts that the tensor-core kernels split the depth into. Their tiles: wgrad has tiles of 64 x 64, fprop and dgrad 128 pixels by 32 or 64 channels.
+inline int mma_conv2d_splits(const Conv2dArgs& args) {
+  const ConvExtents e = conv_extents(args);
+  const bool wgrad = args.pass == Conv2dPass::kWgrad;
+  const int64_t blocks = args.shape.groups * ceil_div(e.m, wgrad ? 64 : 128) *
+                         ceil_div(e.n, !wgrad && e.n <= 32 ? 32 : 64);
+  return plan_splits(blocks, ceil_div(e.k, 128 / size_of(args.shape.dtype)), 3);
+}
+
 // The kernels, one file each (mma: one dtype a file). workspace_bytes is 0 where nothing is split.
 int64_t direct_conv2d_workspace_bytes(const Conv2dArgs& args);
 void direct_conv2d(Stream stream, const Conv2dArgs& args, void* workspace);
 int64_t simt_conv2d_workspace_bytes(const Conv2dArgs& args);
 void simt_conv2d(Stream stream, const Conv2dArgs& args, void* workspace);
-int64_t mma_conv2d_workspace_bytes(const Conv2dArgs& args);
 void mma_conv2d_bf16(Stream stream, const Conv2dArgs& args, void* workspace);
 void mma_conv2d_fp16(Stream stream, const Conv2dArgs& args, void* workspace);
 void mma_conv2d_tf32(Stream stream, const Conv2dArgs& args, void* workspace);

@@ -10,23 +10,8 @@ namespace braze::cuda {
 template <typename T>
 class MmaConv2d {
   using Op = GatheredOperand<T>;
-  static constexpr int kDepth = 8 * kVecWidth<T>;
 
  public:
-  // wgrad has tiles of 64 x 64, fprop and dgrad 128 pixels by 32 or 64 channels.
-  static int splits(const Conv2dArgs& args) {
-    const ConvExtents e = conv_extents(args);
-    const bool wgrad = args.pass == Conv2dPass::kWgrad;
-    const int64_t blocks = args.shape.groups * ceil_div(e.m, wgrad ? 64 : 128) *
-                           ceil_div(e.n, !wgrad && e.n <= 32 ? 32 : 64);
-    return plan_splits(blocks, ceil_div(e.k, kDepth), 3);
-  }
-
-  static int64_t workspace_bytes(const Conv2dArgs& args) {
-    const ConvExtents e = conv_extents(args);
-    return split_bytes<T>(splits(args), args.shape.groups, e.m, e.n);
-  }
-
   // Channels_last with enough channels for 16-byte vectors gathers those; everything else single
   // elements: TF32 through cp.async, 16-bit types through registers.
   static void launch(Stream stream, const Conv2dArgs& args, void* workspace) {
@@ -70,8 +55,8 @@ class MmaConv2d {
   template <typename Tile, bool kADepthMajor, bool kBDepthMajor, Load kLoadA, Load kLoadB>
   static void run(Stream stream, const Conv2dArgs& args, bool exchange, void* workspace) {
     using Kernel = MmaKernel<Tile, kADepthMajor, kBDepthMajor, kLoadA, kLoadB, Op, Op>;
-    static_assert(Kernel::kDepth == kDepth);
-    launch_gemm<Kernel>(stream, conv_problem<T>(args, exchange), splits(args), workspace);
+    launch_gemm<Kernel>(stream, conv_problem<T>(args, exchange), mma_conv2d_splits(args),
+                        workspace);
   }
 };
 
