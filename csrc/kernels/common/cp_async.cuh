@@ -1,0 +1,59 @@
+// Asynchronous copies from global to shared memory (sm_80+) and the software pipeline built on them.
+#pragma once
+
+#include <cstdint>
+
+namespace braze::cuda {
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+// Copies kBytes (4, 8 or 16; both addresses so aligned), or writes zeros where `valid` is false:
+// the global address is not read then.
+template <int kBytes>
+__device__ __forceinline__ void cp_async(void* shared, const void* global, bool valid) {
+  const int bytes = valid ? kBytes : 0;
+  if constexpr (kBytes == 16) {  // .cg: past L1, which a tile that is read once does not need
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)),
+                 "l"(global), "r"(bytes)
+                 : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(shared)),
+                 "l"(global), "n"(kBytes), "r"(bytes)
+                 : "memory");
+  }
+}
+
+__device__ __forceinline__ void cp_async_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Waits until at most kPending of this thread's groups are still under way.
+template <int kPending>
+__device__ __forceinline__ void cp_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// Runs compute(stage) for `tiles` tiles while load(stage, tile) fills the stages ahead of it.
+// One barrier a tile: the stage that is refilled is the one that every warp has left.
+template <int kStages, typename Load, typename Compute>
+__device__ __forceinline__ void pipeline(int tiles, Load load, Compute compute) {
+#pragma unroll
+  for (int t = 0; t < kStages - 1; ++t) {
+    if (t < tiles) load(t, t);
+    cp_async_commit();
+  }
+  int read = 0, write = kStages - 1;
+  for (int t = 0; t < tiles; ++t) {
+    cp_async_wait<kStages - 2>();
+    __syncthreads();
+    if (t + kStages - 1 < tiles) load(write, t + kStages - 1);
+    cp_async_commit();
+    compute(read);
+    read = read + 1 == kStages ? 0 : read + 1;
+    write = write + 1 == kStages ? 0 : write + 1;
+  }
+}
+
+}  // namespace braze::cuda

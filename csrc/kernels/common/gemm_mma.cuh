@@ -1,0 +1,167 @@
+// C = A * B on the tensor cores with mma.sync (sm_80+): bf16 and fp16 with fp32 sums, or fp32 rounded
+// to TF32. Tiles of A and B stream through swizzled shared memory in a pipeline of cp.async stages;
+// every warp multiplies 16 x 8 fragments that ldmatrix brings to registers.
+#pragma once
+
+#include "gemm_load.cuh"
+#include "gemm_problem.cuh"
+#include "mma.cuh"
+
+namespace braze::cuda {
+
+template <int kM_, int kN_, int kWarpM_, int kWarpN_>
+struct MmaTile {
+  static constexpr int kM = kM_, kN = kN_, kWarpM = kWarpM_, kWarpN = kWarpN_;
+  static constexpr int kStages = 3;
+  static constexpr int kThreads = (kM / kWarpM) * (kN / kWarpN) * 32;
+  static_assert(kM % kWarpM == 0 && kN % kWarpN == 0 && kWarpM % 16 == 0 && kWarpN % 16 == 0);
+};
+
+enum class Load { kVectors, kElements, kEither };  // kEither: as the operand's `vectors` says
+
+// How an operand reaches shared memory, and fragments of it the registers.
+template <typename Op, int kOuter, int kThreads, bool kDepthMajor, Load kLoad>
+class MmaOperand {
+  using T = typename Op::T;
+  static constexpr int kVec = kVecWidth<T>;
+
+ public:
+  static constexpr int kDepth = 8 * kVec;  // 128 bytes
+  using Layout = std::conditional_t<kDepthMajor, DepthMajorLayout<T, kOuter, kDepth>,
+                                    OuterMajorLayout<T, kOuter, kDepth>>;
+  using Table = OuterTable<Op, kOuter>;
+
+  __device__ MmaOperand(const Op& op, const T* data, int outer0, const Table& table)
+      : op_(op),
+        vectors_(op, data, outer0, table),
+        elements_(op, data, outer0, table) {}
+
+  __device__ __forceinline__ void load(T* tile, int k0) const {
+    if (kLoad == Load::kVectors || (kLoad == Load::kEither && op_.vectors)) {
+      vectors_.load(tile, k0);
+    } else {
+      elements_.load(tile, k0);
+    }
+  }
+
+  // The four 8 x 16-byte blocks at outer o and o + 8, chunks `chunk` and `chunk` + 1 of the depth.
+  // kOuterFirst: in the order (o, chunk), (o + 8, chunk), (o, chunk + 1), (o + 8, chunk + 1), which
+  // mma.sync wants of A; else the middle two change places: two fragments of B.
+  template <bool kOuterFirst>
+  static __device__ __forceinline__ void fragments(uint32_t (&r)[4], const T* tile, int o,
+                                                   int chunk) {
+    const int lane = threadIdx.x % 32;
+    const int block = lane / 8;
+    const int outer_half = kOuterFirst ? block % 2 : block / 2;
+    const int depth_half = kOuterFirst ? block / 2 : block % 2;
+    if constexpr (kDepthMajor) {
+      ldmatrix_x4(r, tile + Layout::offset(o + outer_half * 8 + lane % 8,
+                                           (chunk + depth_half) * kVec));
+    } else if constexpr (sizeof(T) == 2) {
+      ldmatrix_x4_trans(r, tile + Layout::offset(o + outer_half * 8,
+                                                 (chunk + depth_half) * kVec + lane % 8));
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int outer = o + (kOuterFirst ? i % 2 : i / 2) * 8 + lane / 4;
+        const int depth = (chunk + (kOuterFirst ? i / 2 : i % 2)) * kVec + lane % 4;
+        r[i] = __float_as_uint(tile[Layout::offset(outer, depth)]);
+      }
+    }
+    if constexpr (sizeof(T) == 4) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) r[i] = round_tf32(r[i]);
+    }
+  }
+
+ private:
+  const Op& op_;
+  VectorLoader<Op, kOuter, kDepth, kThreads, Layout> vectors_;
+  ElementLoader<Op, kOuter, kDepth, kDepthMajor, kThreads, Layout> elements_;
+};
+
+template <typename Tile, bool kADepthMajor, bool kBDepthMajor, Load kLoadA, Load kLoadB,
+          typename OpA, typename OpB>
+struct MmaKernel {
+  using T = typename OpA::T;
+  using A = MmaOperand<OpA, Tile::kM, Tile::kThreads, kADepthMajor, kLoadA>;
+  using B = MmaOperand<OpB, Tile::kN, Tile::kThreads, kBDepthMajor, kLoadB>;
+  static constexpr int kDepth = A::kDepth;
+  static constexpr int kThreads = Tile::kThreads;
+  static constexpr int kTileM = Tile::kM, kTileN = Tile::kN;
+  static constexpr int kSizeA = A::Layout::kSize, kStageSize = kSizeA + B::Layout::kSize;
+  static constexpr int kTables = A::Table::kBytes + B::Table::kBytes;
+  static constexpr int kSharedBytes =
+      Tile::kStages * kStageSize * static_cast<int>(sizeof(T)) + kTables;
+  static constexpr int kFragmentsM = Tile::kWarpM / 16, kFragmentsN = Tile::kWarpN / 8;
+
+  static __device__ __forceinline__ void run(const GemmProblem<OpA, OpB>& p) {
+    // 128-byte rows keep the swizzle free of bank conflicts
+    extern __shared__ __align__(128) unsigned char shared[];
+    const GemmBlock block = p.template block<kTileM, kTileN>();
+    T* const stages = reinterpret_cast<T*>(shared);
+    unsigned char* const tables = shared + kSharedBytes - kTables;
+    const typename A::Table table_a(p.a, block.m0, tables);
+    const typename B::Table table_b(p.b, block.n0, tables + A::Table::kBytes);
+    __syncthreads();
+    const A a(p.a, p.a.data + block.batch * p.a.batch, block.m0, table_a);
+    const B b(p.b, p.b.data + block.batch * p.b.batch, block.n0, table_b);
+
+    const int warp = threadIdx.x / 32;
+    const int warp_m = warp / (kTileN / Tile::kWarpN) * Tile::kWarpM;
+    const int warp_n = warp % (kTileN / Tile::kWarpN) * Tile::kWarpN;
+    float c[kFragmentsM][kFragmentsN][4] = {};
+
+    pipeline<Tile::kStages>(
+        block.tiles,
+        [&](int stage, int tile) {
+          const int k0 = (block.first_tile + tile) * kDepth;
+          a.load(stages + stage * kStageSize, k0);
+          b.load(stages + stage * kStageSize + kSizeA, k0);
+        },
+        [&](int stage) {
+          const T* const as = stages + stage * kStageSize;
+          const T* const bs = as + kSizeA;
+#pragma unroll
+          for (int chunk = 0; chunk < 8; chunk += 2) {
+            uint32_t fa[kFragmentsM][4], fb[kFragmentsN / 2][4];
+#pragma unroll
+            for (int i = 0; i < kFragmentsM; ++i) {
+              A::template fragments<true>(fa[i], as, warp_m + i * 16, chunk);
+            }
+#pragma unroll
+            for (int j = 0; j < kFragmentsN / 2; ++j) {
+              B::template fragments<false>(fb[j], bs, warp_n + j * 16, chunk);
+            }
+#pragma unroll
+            for (int i = 0; i < kFragmentsM; ++i) {
+#pragma unroll
+              for (int j = 0; j < kFragmentsN; ++j) {
+                const uint32_t pair[2] = {fb[j / 2][j % 2 * 2], fb[j / 2][j % 2 * 2 + 1]};
+                mma_m16n8<T>(c[i][j], fa[i], pair);
+              }
+            }
+          }
+        });
+
+    // A thread holds two neighbouring columns in each of two rows, 8 apart; trading with its
+    // neighbour gives it four columns of one row.
+    const int lane = threadIdx.x % 32;
+    const bool odd = lane % 2;
+    const int m = block.m0 + warp_m + lane / 4 + (odd ? 8 : 0);
+    const int n = block.n0 + warp_n + lane % 4 / 2 * 4;
+#pragma unroll
+    for (int i = 0; i < kFragmentsM; ++i) {
+#pragma unroll
+      for (int j = 0; j < kFragmentsN; ++j) {
+        const float(&f)[4] = c[i][j];
+        const float x = __shfl_xor_sync(0xffffffff, odd ? f[0] : f[2], 1);
+        const float y = __shfl_xor_sync(0xffffffff, odd ? f[1] : f[3], 1);
+        const float v[4] = {odd ? x : f[0], odd ? y : f[1], odd ? f[2] : x, odd ? f[3] : y};
+        p.store4(v, block, m + i * 16, n + j * 8);
+      }
+    }
+  }
+};
+
+}  // namespace braze::cuda

@@ -1,0 +1,161 @@
+// What a matrix product reads and writes, seen by the tiled kernels: an operand is a function of an
+// outer index (row of A or column of B) and a depth index (the one summed over). Matrices are plain
+// strides; a convolution's operands are gathered: the index along either axis is split into digits
+// (image, row, column or channel, filter row, filter column), each digit adds to an offset and to a
+// position (h, w), and a position outside the image reads zero.
+#pragma once
+
+#include <climits>
+#include <cstdint>
+
+#include "fast_div.cuh"
+#include "numeric.cuh"
+
+namespace braze::cuda {
+
+template <typename T_>
+struct MatrixOperand {
+  using T = T_;
+  static constexpr bool kGathered = false;
+  struct Coord {
+    int64_t offset;
+    bool inside;
+  };
+
+  const T* data;
+  int64_t batch, outer_stride, depth_stride;
+  int outer_extent, depth_extent;
+  bool vectors;  // 16-byte loads along the unit stride are aligned and never straddle an edge
+
+  __device__ __forceinline__ Coord outer(int i) const {
+    return {i * outer_stride, i < outer_extent};
+  }
+  __device__ __forceinline__ Coord depth(int i) const {
+    return {i * depth_stride, i < depth_extent};
+  }
+  __device__ __forceinline__ bool locate(const Coord& o, const Coord& d, int64_t& offset) const {
+    offset = o.offset + d.offset;
+    return o.inside && d.inside;
+  }
+};
+
+struct alignas(16) Position {
+  int64_t offset;
+  int h, w;
+};
+
+// An index of three digits, the last one fastest; every digit moves the offset and the position.
+struct Axis {
+  int extent = 1;
+  FastDiv middle, inner;  // extents of the second and the third digit
+  int64_t offset_step[3] = {0, 0, 0}, offset_base = 0;
+  int h_step[3] = {0, 0, 0}, w_step[3] = {0, 0, 0};
+  int h_base = 0, w_base = 0;
+
+  __device__ __forceinline__ Position at(int i) const {
+    int d2, d1;
+    const int d0 = middle.div(inner.div(i, d2), d1);
+    return {offset_base + d0 * offset_step[0] + d1 * offset_step[1] + d2 * offset_step[2],
+            h_base + d0 * h_step[0] + d1 * h_step[1] + d2 * h_step[2],
+            w_base + d0 * w_step[0] + d1 * w_step[1] + d2 * w_step[2]};
+  }
+
+  // Whether vectors of `width` elements along the axis are contiguous, at one position, and start at
+  // multiples of `width` from the base.
+  bool has_vectors(int width) const {
+    return inner.divisor() % width == 0 && offset_step[2] == 1 && h_step[2] == 0 &&
+           w_step[2] == 0 && steps_divide(width);
+  }
+  // The same for the other axis of an operand: every step keeps the alignment.
+  bool steps_divide(int width, int digits = 2) const {
+    bool ok = offset_base % width == 0;
+    for (int d = 0; d < digits; ++d) ok &= offset_step[d] % width == 0;
+    return ok;
+  }
+};
+
+template <typename T_>
+struct GatheredOperand {
+  using T = T_;
+  static constexpr bool kGathered = true;
+  using Coord = Position;
+  static constexpr int kOutside = INT_MIN / 2;  // stays negative whatever position is added
+
+  const T* data;
+  int64_t batch;
+  Axis outer_axis, depth_axis;
+  int height = 1, width = 1;
+  // With a stride (the input gradient of a strided convolution), positions count in input pixels:
+  // only multiples of the stride exist in the gathered tensor, and offsets follow from the quotient.
+  bool strided = false;
+  FastDiv stride_h, stride_w;
+  int64_t row_offset = 0, column_offset = 0;
+  bool vectors = false;
+
+  __device__ __forceinline__ Coord outer(int i) const { return inside(outer_axis, i); }
+  __device__ __forceinline__ Coord depth(int i) const { return inside(depth_axis, i); }
+
+  __device__ __forceinline__ bool locate(const Coord& o, const Coord& d, int64_t& offset) const {
+    int h = o.h + d.h, w = o.w + d.w;
+    offset = o.offset + d.offset;
+    if (strided) {
+      if (h < 0 || w < 0) return false;
+      int h_rest, w_rest;
+      h = stride_h.div(h, h_rest);
+      w = stride_w.div(w, w_rest);
+      offset += h * row_offset + w * column_offset;
+      if ((h_rest | w_rest) != 0) return false;
+    }
+    return static_cast<unsigned>(h) < static_cast<unsigned>(height) &&
+           static_cast<unsigned>(w) < static_cast<unsigned>(width);
+  }
+
+ private:
+  static __device__ __forceinline__ Coord inside(const Axis& axis, int i) {
+    if (i < axis.extent) return axis.at(i);
+    return {0, kOutside, 0};
+  }
+};
+
+// Where C goes: element (m, n) of batch z at z * batch + rows(m) + columns(n), after the epilogue.
+template <typename T>
+struct Output {
+  T* data;
+  int64_t batch;
+  Axis rows, columns;
+  bool vectors = false;  // 4 columns from a multiple of 4 are contiguous and aligned
+  const T* bias = nullptr;
+  bool bias_by_row = false;
+  int64_t bias_batch = 0;
+  bool relu = false;
+
+  __device__ __forceinline__ T finish(acc_t<T> v, int64_t z, int m, int n) const {
+    if (bias) v += convert<acc_t<T>>(bias[z * bias_batch + (bias_by_row ? m : n)]);
+    if (relu && v < acc_t<T>(0)) v = 0;  // NaN stays NaN
+    return convert<T>(v);
+  }
+
+  // Four columns from n on, a multiple of 4; those at n_end and beyond do not exist.
+  __device__ __forceinline__ void store4(const acc_t<T> (&v)[4], int64_t z, int m, int n,
+                                         int n_end) const {
+    T* const row = data + z * batch + rows.at(m).offset;
+    if (vectors && n + 4 <= n_end) {
+      constexpr int kWidth = sizeof(T) == 8 ? 2 : 4;
+      T* const p = row + columns.at(n).offset;
+#pragma unroll
+      for (int i = 0; i < 4; i += kWidth) {
+        Vec<T, kWidth> out;
+#pragma unroll
+        for (int j = 0; j < kWidth; ++j) out.v[j] = finish(v[i + j], z, m, n + i + j);
+        *reinterpret_cast<Vec<T, kWidth>*>(p + i) = out;
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (n + i < n_end) row[columns.at(n + i).offset] = finish(v[i], z, m, n + i);
+      }
+    }
+  }
+};
+
+}  // namespace braze::cuda

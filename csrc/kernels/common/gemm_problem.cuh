@@ -1,0 +1,158 @@
+// One product for the tiled kernels: operands, output, extents, the split of the depth over blocks,
+// and the ordered sum of the parts.
+#pragma once
+
+#include <atomic>
+
+#include "gemm_operand.cuh"
+#include "launch.cuh"
+
+namespace braze::cuda {
+
+struct GemmBlock {
+  int64_t batch;
+  int split, m0, n0, first_tile, tiles;
+};
+
+template <typename OpA, typename OpB>
+struct GemmProblem {
+  using T = typename OpA::T;
+  OpA a;
+  OpB b;
+  Output<T> out;
+  int64_t batch;
+  int m, n, k;
+  // Set by launch_gemm. With more than one split every block writes its part of C, in the
+  // accumulation type, to partial[split][batch][m][n].
+  int splits, depth_tiles;
+  acc_t<T>* partial;
+
+  // What the calling block works on. Blocks run down groups of 8 row tiles before the next column
+  // tile, so that the blocks in flight share rows and columns in L2.
+  template <int kTileM, int kTileN>
+  __device__ __forceinline__ GemmBlock block() const {
+    constexpr int kGroup = 8;
+    const int tiles_m = (m - 1) / kTileM + 1, tiles_n = (n - 1) / kTileN + 1;
+    const unsigned per_part = static_cast<unsigned>(tiles_m) * tiles_n;
+    const unsigned part = blockIdx.x / per_part;
+    const int tile = static_cast<int>(blockIdx.x - part * per_part);
+    const int group = tile / (kGroup * tiles_n);
+    const int rows = min(kGroup, tiles_m - group * kGroup);
+    const int in_group = tile - group * kGroup * tiles_n;
+    GemmBlock result;
+    result.split = static_cast<int>(part % splits);
+    result.batch = part / splits;
+    result.m0 = (group * kGroup + in_group % rows) * kTileM;
+    result.n0 = in_group / rows * kTileN;
+    result.first_tile = static_cast<int>(int64_t{depth_tiles} * result.split / splits);
+    result.tiles = static_cast<int>(int64_t{depth_tiles} * (result.split + 1) / splits) -
+                   result.first_tile;
+    return result;
+  }
+
+  // Four columns of row `row`, from a multiple of 4 on; what lies outside C is dropped.
+  __device__ __forceinline__ void store4(const acc_t<T> (&v)[4], const GemmBlock& block, int row,
+                                         int column) const {
+    if (row >= m || column >= n) return;
+    if (splits == 1) {
+      out.store4(v, block.batch, row, column, n);
+      return;
+    }
+    acc_t<T>* const to =
+        partial + ((block.split * batch + block.batch) * m + row) * n + column;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (column + i < n) to[i] = v[i];
+    }
+  }
+};
+
+template <typename Kernel, typename Problem>
+__global__ void __launch_bounds__(Kernel::kThreads, Kernel::kThreads == 256 ? 2 : 3)
+    gemm_kernel(const __grid_constant__ Problem problem) {
+  Kernel::run(problem);
+}
+
+// C = epilogue(sum of the splits' parts, in their order).
+template <typename T>
+__global__ void gemm_reduce_kernel(const acc_t<T>* __restrict__ partial, Output<T> out,
+                                   int64_t batch, int m, int n, int splits) {
+  const int64_t quads = (n + 3) / 4, total = batch * m * quads;
+  const int64_t stride = int64_t{gridDim.x} * blockDim.x;
+  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < total; i += stride) {
+    const int64_t row = i / quads;  // batch * m + row of C
+    const int column = static_cast<int>(i - row * quads) * 4;
+    acc_t<T> sum[4] = {};
+    for (int s = 0; s < splits; ++s) {
+      const acc_t<T>* const from = partial + (s * batch * m + row) * n + column;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        if (column + j < n) sum[j] += from[j];
+      }
+    }
+    out.store4(sum, row / m, static_cast<int>(row % m), column, n);
+  }
+}
+
+// How many parts the depth is split into, so that `blocks` tiles of C fill the device: 1 where they
+// do already. Every part keeps at least 4 tiles of depth.
+inline int plan_splits(int64_t blocks, int64_t depth_tiles, int blocks_per_sm) {
+  const int64_t slots = int64_t{sm_count()} * blocks_per_sm;
+  if (blocks == 0 || 2 * blocks > slots) return 1;
+  return static_cast<int>(
+      std::max<int64_t>(1, std::min({slots / blocks, depth_tiles / 4, int64_t{256}})));
+}
+
+template <typename T>
+int64_t split_bytes(int splits, int64_t batch, int64_t m, int64_t n) {
+  return splits == 1 ? 0 : splits * batch * m * n * static_cast<int64_t>(sizeof(acc_t<T>));
+}
+
+template <typename T>
+void launch_gemm_reduce(Stream stream, const acc_t<T>* partial, const Output<T>& out,
+                        int64_t batch, int m, int n, int splits) {
+  constexpr int kThreads = 128;
+  const int blocks = grid_stride_blocks(batch * m * ceil_div(n, 4), kThreads);
+  gemm_reduce_kernel<T><<<blocks, kThreads, 0, as_cuda(stream)>>>(partial, out, batch, m, n, splits);
+  check_launch("gemm_reduce");
+}
+
+// A kernel must be told once per device that it may use more than 48 KiB of shared memory.
+template <typename Kernel, typename Problem>
+void allow_shared_memory() {
+  static std::atomic<uint64_t> done{0};
+  int device = 0;
+  cudaGetDevice(&device);
+  const uint64_t bit = uint64_t{1} << (device % 64);
+  if (done.load(std::memory_order_relaxed) & bit) return;
+  const cudaError_t error =
+      cudaFuncSetAttribute(gemm_kernel<Kernel, Problem>,
+                           cudaFuncAttributeMaxDynamicSharedMemorySize, Kernel::kSharedBytes);
+  if (error != cudaSuccess) {
+    throw std::runtime_error(std::string("gemm: ") + std::to_string(Kernel::kSharedBytes) +
+                             " bytes of shared memory refused: " + cudaGetErrorString(error));
+  }
+  done.fetch_or(bit, std::memory_order_relaxed);
+}
+
+// `workspace` holds split_bytes(splits, ...).
+template <typename Kernel, typename Problem>
+void launch_gemm(Stream stream, Problem problem, int splits, void* workspace) {
+  using T = typename Problem::T;
+  problem.splits = workspace ? splits : 1;
+  problem.depth_tiles = static_cast<int>(ceil_div(problem.k, Kernel::kDepth));
+  problem.partial = static_cast<acc_t<T>*>(workspace);
+  const int64_t blocks = ceil_div(problem.m, Kernel::kTileM) * ceil_div(problem.n, Kernel::kTileN) *
+                         problem.batch * problem.splits;
+  if (blocks > INT_MAX) throw std::runtime_error("gemm: more than 2^31 - 1 tiles");
+  allow_shared_memory<Kernel, Problem>();
+  gemm_kernel<Kernel><<<static_cast<unsigned>(blocks), Kernel::kThreads, Kernel::kSharedBytes,
+                        as_cuda(stream)>>>(problem);
+  check_launch("gemm");
+  if (problem.splits > 1) {
+    launch_gemm_reduce<T>(stream, problem.partial, problem.out, problem.batch, problem.m, problem.n,
+                          problem.splits);
+  }
+}
+
+}  // namespace braze::cuda

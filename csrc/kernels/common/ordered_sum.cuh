@@ -1,0 +1,46 @@
+// Sums whose order is fixed, so that they are bitwise repeatable: within a block, and over the partial
+// sums that blocks have left in a workspace.
+#pragma once
+
+#include "launch.cuh"
+#include "numeric.cuh"
+
+namespace braze::cuda {
+
+// The sum of `v` over the block, valid in thread 0. Call once per kernel.
+template <int kThreads, typename Acc>
+__device__ __forceinline__ Acc block_sum(Acc v) {
+  __shared__ Acc warps[kThreads / 32];
+#pragma unroll
+  for (int lanes = 16; lanes > 0; lanes /= 2) v += __shfl_xor_sync(0xffffffff, v, lanes);
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = v;
+  __syncthreads();
+  v = 0;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kThreads / 32; ++i) v += warps[i];
+  }
+  return v;
+}
+
+// out[i] = sum over s of partial[s * n + i]
+template <typename T>
+__global__ void ordered_sum_kernel(const acc_t<T>* __restrict__ partial, int splits, int64_t n,
+                                   T* __restrict__ out) {
+  const int64_t stride = int64_t{gridDim.x} * blockDim.x;
+  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < n; i += stride) {
+    acc_t<T> sum = 0;
+#pragma unroll 8
+    for (int s = 0; s < splits; ++s) sum += partial[s * n + i];
+    out[i] = convert<T>(sum);
+  }
+}
+
+template <typename T>
+void launch_ordered_sum(Stream stream, const acc_t<T>* partial, int splits, int64_t n, T* out) {
+  constexpr int kThreads = 128;
+  ordered_sum_kernel<T><<<grid_stride_blocks(n, kThreads), kThreads, 0, as_cuda(stream)>>>(
+      partial, splits, n, out);
+  check_launch("ordered_sum");
+}
+
+}  // namespace braze::cuda
