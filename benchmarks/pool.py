@@ -1,0 +1,39 @@
+"""Max and average pooling: bound by memory, a quarter of the input is written."""
+
+import torch
+
+import braze.nn.functional as F
+from benchmarks.harness import Benchmark, Case
+
+
+def case(shape, kernel, stride=None, padding=0, **kwargs):
+    def inputs(device, dtype):
+        return [torch.randn(shape, device=device).to(dtype).requires_grad_()]
+
+    settings = {"kernel_size": kernel, "stride": stride, "padding": padding}
+    name = f"{'x'.join(map(str, shape))}, {kernel}x{kernel}/{stride or kernel}"
+    return Case(name, inputs, settings, **kwargs)
+
+
+CASES = [
+    case((64, 32, 28, 28), 2),
+    case((64, 64, 14, 14), 2),
+    case((1024, 32, 28, 28), 2),
+    case((1024, 64, 14, 14), 2),
+    case((8192, 32, 28, 28), 2, gpu_only=True),
+    case((8192, 64, 14, 14), 2, gpu_only=True),
+    case((32, 64, 112, 112), 3, 2, 1),
+]
+
+BENCHMARKS = [
+    Benchmark(
+        op=name,
+        braze=getattr(F, name),
+        stock=getattr(torch.nn.functional, name),
+        layouts=("contiguous", "channels_last"),
+        # Max pool reads window indices, which implementations store in 1 to 8 bytes: not counted.
+        saved=None,
+        cases=CASES,
+    )
+    for name in ("max_pool2d", "avg_pool2d")
+]

@@ -1,0 +1,367 @@
+"""Bad and borderline input of every public function: the exception type of torch, or its result.
+
+Nothing may be half-written after an error: all tensors passed have to be as they were.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as stock_F
+
+import braze
+import braze.nn.functional as F
+
+NAN, INF = float("nan"), float("inf")
+
+
+def rand(*shape):
+    """In float64, where two right results differ by less than assert_close allows."""
+    return torch.randn(shape, dtype=torch.float64, requires_grad=True)
+
+
+def labels(*values):
+    return torch.tensor(values)
+
+
+def buffers(n):
+    return [torch.zeros(n, dtype=torch.float64), torch.ones(n, dtype=torch.float64)]
+
+
+def with_special_values(*shape):
+    x = torch.randn(shape, dtype=torch.float64)
+    x.view(-1)[:4] = torch.tensor([NAN, INF, -INF, -0.0])
+    return x.requires_grad_()
+
+
+# function -> arguments that are right
+GOOD = {
+    "matmul": lambda: (rand(3, 4), rand(4, 5)),
+    "linear": lambda: (rand(3, 4), rand(5, 4), rand(5)),
+    "conv2d": lambda: (rand(2, 3, 5, 5), rand(4, 3, 3, 3), rand(4)),
+    "batch_norm": lambda: (rand(4, 3, 2, 2), *buffers(3), rand(3), rand(3), True),
+    "relu": lambda: (rand(3, 4),),
+    "max_pool2d": lambda: (rand(2, 3, 4, 4), 2),
+    "avg_pool2d": lambda: (rand(2, 3, 4, 4), 2),
+    "softmax": lambda: (rand(3, 4), 1),
+    "log_softmax": lambda: (rand(3, 4), 1),
+    "nll_loss": lambda: (rand(3, 4), labels(0, 3, 1)),
+    "cross_entropy": lambda: (rand(3, 4), labels(0, 3, 1)),
+}
+
+# (function, what is special, arguments): torch's exception type or torch's result
+AS_TORCH = [
+    ("matmul", "inner sizes differ", lambda: (rand(3, 4), rand(5, 4))),
+    ("matmul", "batches do not broadcast", lambda: (rand(2, 3, 4), rand(3, 4, 5))),
+    ("matmul", "dtypes differ", lambda: (rand(3, 4), rand(4, 5).float())),
+    ("matmul", "zero stride", lambda: (rand(1, 4).expand(3, 4), rand(4, 1).expand(4, 5))),
+    ("matmul", "no inner elements", lambda: (rand(3, 0), rand(0, 5))),
+    ("matmul", "empty batch", lambda: (rand(0, 3, 4), rand(4, 5))),
+    ("matmul", "0-d", lambda: (rand(), rand(4, 5))),
+    ("matmul", "special values", lambda: (with_special_values(3, 4), rand(4, 5))),
+    ("linear", "features differ", lambda: (rand(3, 4), rand(5, 3))),
+    ("linear", "bias of another size", lambda: (rand(3, 4), rand(5, 4), rand(6))),
+    ("linear", "dtypes differ", lambda: (rand(3, 4), rand(5, 4).float())),
+    ("linear", "zero stride", lambda: (rand(1, 4).expand(3, 4), rand(5, 4))),
+    ("linear", "empty batch", lambda: (rand(0, 4), rand(5, 4), rand(5))),
+    ("linear", "no features", lambda: (rand(3, 0), rand(5, 0), rand(5))),
+    ("linear", "0-d", lambda: (rand(), rand(5, 4))),
+    ("linear", "special values", lambda: (with_special_values(3, 4), rand(5, 4))),
+    ("conv2d", "kernel larger than padded input", lambda: (rand(1, 1, 3, 3), rand(1, 1, 6, 6))),
+    ("conv2d", "channels differ", lambda: (rand(1, 2, 5, 5), rand(4, 3, 3, 3))),
+    (
+        "conv2d",
+        "groups do not divide",
+        lambda: (rand(1, 3, 5, 5), rand(4, 1, 3, 3), None, 1, 0, 1, 2),
+    ),
+    ("conv2d", "bias of another size", lambda: (rand(1, 3, 5, 5), rand(4, 3, 3, 3), rand(3))),
+    ("conv2d", "stride 0", lambda: (rand(1, 1, 5, 5), rand(1, 1, 3, 3), None, 0)),
+    ("conv2d", "negative padding", lambda: (rand(1, 1, 5, 5), rand(1, 1, 3, 3), None, 1, -1)),
+    ("conv2d", "dilation 0", lambda: (rand(1, 1, 5, 5), rand(1, 1, 3, 3), None, 1, 0, 0)),
+    ("conv2d", "groups 0", lambda: (rand(1, 1, 5, 5), rand(1, 1, 3, 3), None, 1, 0, 1, 0)),
+    ("conv2d", "three strides", lambda: (rand(1, 1, 5, 5), rand(1, 1, 3, 3), None, (1, 1, 1))),
+    ("conv2d", "unknown padding", lambda: (rand(1, 1, 5, 5), rand(1, 1, 3, 3), None, 1, "wide")),
+    ("conv2d", "same with stride", lambda: (rand(1, 1, 5, 5), rand(1, 1, 3, 3), None, 2, "same")),
+    ("conv2d", "dtypes differ", lambda: (rand(1, 1, 5, 5), rand(1, 1, 3, 3).float())),
+    ("conv2d", "2-d input", lambda: (rand(5, 5), rand(1, 1, 3, 3))),
+    ("conv2d", "0-d", lambda: (rand(), rand(1, 1, 3, 3))),
+    ("conv2d", "zero stride", lambda: (rand(1, 1, 5, 5).expand(2, 3, 5, 5), rand(4, 3, 3, 3))),
+    ("conv2d", "empty batch", lambda: (rand(0, 3, 5, 5), rand(4, 3, 3, 3), rand(4))),
+    ("conv2d", "no input channels", lambda: (rand(2, 0, 5, 5), rand(4, 0, 3, 3), rand(4))),
+    ("conv2d", "no output channels", lambda: (rand(2, 3, 5, 5), rand(0, 3, 3, 3))),
+    ("conv2d", "special values", lambda: (with_special_values(1, 1, 5, 5), rand(1, 1, 3, 3))),
+    (
+        "batch_norm",
+        "one value per channel",
+        lambda: (rand(1, 3, 1, 1), None, None, None, None, True),
+    ),
+    ("batch_norm", "evaluation without statistics", lambda: (rand(4, 3), None, None)),
+    (
+        "batch_norm",
+        "weight of another size",
+        lambda: (rand(4, 3, 2, 2), *buffers(3), rand(2), rand(3), True),
+    ),
+    (
+        "batch_norm",
+        "statistics of another size",
+        lambda: (rand(4, 3, 2, 2), *buffers(2), rand(3), rand(3), True),
+    ),
+    (
+        "batch_norm",
+        "zero stride",
+        lambda: (rand(1, 3, 2, 2).expand(4, 3, 2, 2), None, None, None, None, True),
+    ),
+    ("batch_norm", "no channels", lambda: (rand(4, 0, 2, 2), *buffers(0), rand(0), rand(0), True)),
+    (
+        "batch_norm",
+        "empty batch, evaluation",
+        lambda: (rand(0, 3, 2, 2), *buffers(3), rand(3), rand(3)),
+    ),
+    ("batch_norm", "1-d", lambda: (rand(3), *buffers(3))),
+    ("batch_norm", "0-d", lambda: (rand(), *buffers(1))),
+    (
+        "batch_norm",
+        "special values",
+        lambda: (with_special_values(4, 3), None, None, None, None, True),
+    ),
+    ("relu", "zero stride", lambda: (rand(1, 4).expand(3, 4),)),
+    ("relu", "empty batch", lambda: (rand(0, 4),)),
+    ("relu", "0-d", lambda: (rand(),)),
+    ("relu", "special values", lambda: (with_special_values(3, 4),)),
+    *(
+        (pool, *rest)
+        for pool in ("max_pool2d", "avg_pool2d")
+        for rest in [
+            ("kernel larger than padded input", lambda: (rand(1, 1, 3, 3), 4)),
+            ("kernel 0", lambda: (rand(1, 1, 3, 3), 0)),
+            ("stride 0", lambda: (rand(1, 1, 3, 3), 2, 0)),
+            ("padding over half of the kernel", lambda: (rand(1, 1, 4, 4), 2, 2, 2)),
+            ("negative padding", lambda: (rand(1, 1, 4, 4), 2, 2, -1)),
+            ("kernel of three sizes", lambda: (rand(1, 1, 4, 4), (2, 2, 2))),
+            ("2-d", lambda: (rand(4, 4), 2)),
+            ("0-d", lambda: (rand(), 2)),
+            ("zero stride of the tensor", lambda: (rand(1, 1, 4, 4).expand(2, 3, 4, 4), 2)),
+            ("empty batch", lambda: (rand(0, 3, 4, 4), 2)),
+            ("no channels", lambda: (rand(2, 0, 4, 4), 2)),
+            ("no pixels", lambda: (rand(2, 3, 0, 4), 2)),
+            ("special values", lambda: (with_special_values(1, 1, 4, 4), 2)),
+        ]
+    ),
+    ("avg_pool2d", "divisor 0", lambda: (rand(1, 1, 4, 4), 2, 2, 0, False, True, 0)),
+    ("max_pool2d", "dilation 0", lambda: (rand(1, 1, 4, 4), 2, 2, 0, 0)),
+    *(
+        (name, *rest)
+        for name in ("softmax", "log_softmax")
+        for rest in [
+            ("no such dim", lambda: (rand(3, 4), 2)),
+            ("0-d", lambda: (rand(), 0)),
+            ("0-d, no such dim", lambda: (rand(), 1)),
+            ("empty batch", lambda: (rand(0, 4), 1)),
+            ("empty rows", lambda: (rand(3, 0), 1)),
+            ("zero stride", lambda: (rand(3, 1).expand(3, 4), 1)),
+            ("special values", lambda: (with_special_values(3, 4), 1)),
+        ]
+    ),
+    *(
+        (loss, *rest)
+        for loss in ("nll_loss", "cross_entropy")
+        for rest in [
+            ("labels of another batch", lambda: (rand(3, 4), labels(0, 1))),
+            ("labels of another shape", lambda: (rand(3, 4, 2, 2), torch.zeros(3, 2, 3).long())),
+            ("weight of another size", lambda: (rand(3, 4), labels(0, 1, 2), rand(3).detach())),
+            ("int32 labels", lambda: (rand(3, 4), labels(0, 1, 2).int())),
+            ("0-d", lambda: (rand(), labels())),
+            ("empty batch", lambda: (rand(0, 4), torch.zeros(0).long())),
+            ("all ignored", lambda: (rand(3, 4), labels(1, 1, 1), None, None, 1)),
+            ("zero stride", lambda: (rand(1, 4).expand(3, 4), labels(0, 1, 2))),
+            ("special values", lambda: (with_special_values(3, 4), labels(0, 1, 2))),
+        ]
+    ),
+    ("cross_entropy", "probabilities of another shape", lambda: (rand(3, 4), rand(3, 5).detach())),
+    (
+        "cross_entropy",
+        "smoothing over 1",
+        lambda: (rand(3, 4), labels(0, 1, 2), None, None, -100, None, "mean", 1.5),
+    ),
+    (
+        "cross_entropy",
+        "unknown reduction",
+        lambda: (rand(3, 4), labels(0, 1, 2), None, None, -100, None, "median"),
+    ),
+    (
+        "nll_loss",
+        "unknown reduction",
+        lambda: (rand(3, 4), labels(0, 1, 2), None, None, -100, None, "median"),
+    ),
+    ("nll_loss", "float labels", lambda: (rand(3, 4), rand(3).detach())),
+    ("nll_loss", "1-d input", lambda: (rand(4), torch.tensor(2))),
+]
+
+
+def ours(name):
+    return braze.matmul if name == "matmul" else getattr(F, name)
+
+
+def stock(name):
+    return torch.matmul if name == "matmul" else getattr(stock_F, name)
+
+
+def is_tensor(value):
+    return isinstance(value, torch.Tensor)
+
+
+def on(device, arguments):
+    """The arguments on the device, strides kept; leaves require grad as before."""
+
+    def move(t):
+        if not is_tensor(t):
+            return t
+        # An expanded tensor stays one.
+        base = t.detach().as_strided([int(t.untyped_storage().size() / t.element_size())], [1], 0)
+        moved = base.clone().to(device).as_strided(t.size(), t.stride(), t.storage_offset())
+        return moved.requires_grad_(t.requires_grad)
+
+    return [move(t) for t in arguments]
+
+
+def outcome(function, arguments):
+    """The exception, or results, gradients and arguments afterwards."""
+    before = [t.detach().clone() for t in arguments if is_tensor(t)]
+    try:
+        result = function(*arguments)
+    except Exception as error:
+        after = [t.detach() for t in arguments if is_tensor(t)]
+        for old, new in zip(before, after, strict=True):
+            torch.testing.assert_close(new, old, rtol=0, atol=0, equal_nan=True)
+        return error
+    leaves = [t for t in arguments if is_tensor(t) and t.requires_grad]
+    grads = torch.autograd.grad(result.sum(), leaves) if leaves and result.requires_grad else ()
+    return [result, *grads, *(t for t in arguments if is_tensor(t))]
+
+
+def assert_same_outcome(actual, expected):
+    if isinstance(expected, Exception):
+        assert isinstance(actual, Exception), f"expected {expected!r}, got a result"
+        # torch's NotImplementedError ("not implemented for 'Long'") is a RuntimeError.
+        assert isinstance(expected, type(actual)), f"expected {expected!r}, got {actual!r}"
+        assert type(actual) is not Exception
+        return
+    if isinstance(actual, Exception):
+        raise AssertionError(f"torch accepts it, but: {actual!r}") from actual
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e, equal_nan=True)
+
+
+@pytest.mark.parametrize("case", AS_TORCH, ids=lambda case: f"{case[0]}: {case[1]}")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_as_torch(device, case):
+    name, _, make = case
+    arguments = make()
+    expected = outcome(stock(name), on(device, arguments))
+    assert_same_outcome(outcome(ours(name), on(device, arguments)), expected)
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_good_arguments_are_good(device, name):
+    arguments = GOOD[name]()
+    expected = outcome(stock(name), on(device, arguments))
+    assert not isinstance(expected, Exception)
+    assert_same_outcome(outcome(ours(name), on(device, arguments)), expected)
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_not_a_tensor(device, name):
+    arguments = on(device, GOOD[name]())
+    error = outcome(ours(name), [[1.0, 2.0], *arguments[1:]])
+    # torch's is a TypeError; the dispatcher's, which braze lets through, a RuntimeError.
+    assert isinstance(error, (TypeError, RuntimeError, AttributeError)), repr(error)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "torch_name"),
+    [(torch.int64, "Long"), (torch.bool, "Bool"), (torch.complex64, "ComplexFloat")],
+    ids=str,
+)
+@pytest.mark.parametrize("name", GOOD)
+def test_integers_and_complex_numbers_are_refused(device, name, wrong, torch_name):
+    arguments = [
+        t.detach().to(wrong) if is_tensor(t) and t.is_floating_point() else t
+        for t in on(device, GOOD[name]())
+    ]
+    error = outcome(ours(name), arguments)
+    assert isinstance(error, (RuntimeError, TypeError)), error
+    # The message names the dtype that came.
+    assert str(wrong).removeprefix("torch.") in str(error) or torch_name in str(error)
+
+
+@pytest.mark.parametrize("name", [n for n in GOOD if n not in ("relu", "softmax", "log_softmax")])
+def test_tensors_on_two_devices(device, name):
+    if device == "cpu" or "pool" in name:
+        return
+    arguments = on(device, GOOD[name]())
+    others = [i for i, t in enumerate(arguments) if i and is_tensor(t)]
+    for i in others:
+        mixed = list(arguments)
+        mixed[i] = mixed[i].detach().cpu()
+        error = outcome(ours(name), mixed)
+        assert isinstance(error, RuntimeError), f"argument {i}: {error!r}"
+        assert "device" in str(error)
+
+
+@pytest.mark.parametrize("name", ["nll_loss", "cross_entropy"])
+@pytest.mark.parametrize("label", [4, -1, 2**40])
+def test_label_out_of_range(device, name, label):
+    """CPU: IndexError at once. CUDA: that row's loss is NaN and its gradient zero, without a sync;
+    the error comes from check_errors, and the context lives on (stock's does not)."""
+    x = rand(3, 4).detach().to(device).requires_grad_()
+    target = labels(0, label, 1).to(device)
+    if device == "cpu":
+        with pytest.raises(IndexError, match="out of bounds"):
+            ours(name)(x, target)
+        return
+    loss = ours(name)(x, target, reduction="none")
+    assert loss.isnan().tolist() == [False, True, False]
+    loss.sum().backward()
+    assert torch.equal(x.grad[1], torch.zeros_like(x.grad[1]))
+    with pytest.raises(IndexError):
+        braze.check_errors()
+    assert not ours(name)(x, labels(0, 1, 2).to(device)).isnan()
+    braze.check_errors()
+
+
+def test_an_integer_tensor_cannot_require_grad(device):
+    with pytest.raises(RuntimeError, match="only Tensors of floating point"):
+        F.relu(torch.arange(3, device=device).requires_grad_())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"lr": -1.0},
+        {"lr": 0.1, "momentum": -0.5},
+        {"lr": 0.1, "weight_decay": -0.1},
+        {"lr": 0.1, "nesterov": True},
+        {"lr": 0.1, "nesterov": True, "momentum": 0.9, "dampening": 0.5},
+    ],
+    ids=str,
+)
+def test_sgd_settings(settings):
+    parameters = [torch.zeros(3, requires_grad=True)]
+    with pytest.raises(ValueError) as expected:  # noqa: PT011 (the message is compared below)
+        torch.optim.SGD(parameters, **settings)
+    with pytest.raises(ValueError) as actual:  # noqa: PT011
+        braze.optim.SGD(parameters, **settings)
+    assert str(actual.value) == str(expected.value)
+
+
+def test_sgd_parameters():
+    with pytest.raises(ValueError, match="empty parameter list"):
+        braze.optim.SGD([], lr=0.1)
+    with pytest.raises(TypeError):
+        braze.optim.SGD(torch.zeros(3, requires_grad=True), lr=0.1)
+
+
+@pytest.mark.parametrize("dims", [(0, 2), (-3, 0)])
+def test_transpose_dims(device, dims):
+    x = torch.randn(3, 4, device=device)
+    # A raw op has RuntimeError only: the stable ABI knows no other.
+    with pytest.raises((RuntimeError, IndexError), match=r"[dD]im"):
+        torch.ops.braze.transpose_copy(x, *dims)

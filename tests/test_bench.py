@@ -1,0 +1,129 @@
+"""The benchmark harness: figures only for right results, and documents that equal their data."""
+
+import argparse
+import csv
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from braze import bench
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import render, results  # noqa: E402
+from benchmarks.cli import OPS  # noqa: E402
+from benchmarks.harness import (  # noqa: E402
+    Benchmark,
+    Case,
+    bind_pass,
+    check_same_result,
+    in_layout,
+    run_benchmark,
+    timer_for,
+)
+
+
+def parse(*arguments):
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    return parser.parse_args([str(a) for a in arguments])
+
+
+def small_relu(op):
+    def inputs(device, dtype):
+        return [torch.randn(2, 3, 4, 5, device=device).to(dtype).requires_grad_()]
+
+    layouts = ("contiguous", "channels_last")
+    return Benchmark("relu", op, torch.relu, [Case("small", inputs)], layouts=layouts)
+
+
+def test_rows(device):
+    args = parse("relu", "--quick", "--dtype", "float32")
+    rows = list(run_benchmark(small_relu(torch.relu), torch.device(device), args))
+    keys = [(row["pass"], row["layout"]) for row in rows]
+    layouts = ("contiguous", "channels_last")
+    assert keys == [(p, layout) for layout in layouts for p in ("forward", "backward")]
+    for row in rows:
+        assert float(row["braze_p20"]) <= float(row["braze_us"]) <= float(row["braze_p80"])
+        ratio = float(row["stock_us"]) / float(row["braze_us"])
+        assert abs(float(row["ratio"]) - ratio) < 0.01 * ratio + 0.01
+        touched = 240 if row["pass"] == "forward" else 360  # elements
+        rate = touched * 4 / float(row["braze_us"]) / 1e3
+        assert abs(float(row["rate"]) - rate) < 0.01 * rate
+        assert row["unit"] == "GB/s"
+
+
+def test_a_wrong_result_is_not_timed(device):
+    args = parse("relu", "--quick", "--dtype", "float32")
+    wrong = small_relu(lambda x: torch.relu(x) * 1.001)
+    for row in run_benchmark(wrong, torch.device(device), args):
+        assert row["error"].startswith("AssertionError: output: error")
+        assert row["braze_us"] == ""
+
+
+def test_results_are_replaced_and_rendered(tmp_path):
+    device = torch.device("cpu")
+    args = parse("relu", "--quick", "--dtype", "float32")
+    rows = list(run_benchmark(small_relu(torch.relu), device, args))
+    results.save(tmp_path, device, "relu", rows + rows)
+    path = results.save(tmp_path, device, "relu", rows)
+    assert path.parent.name == results.slug(device)
+    with path.open() as file:
+        assert len(list(csv.DictReader(file))) == len(rows)
+    text = render.text_of("relu", tmp_path)
+    assert results.device_name(device) in text
+    assert text.count("| relu | small |") == len(rows)
+
+
+def test_mnist_table(tmp_path):
+    folder = tmp_path / "some-gpu"
+    folder.mkdir()
+    run = {
+        "meta": {"device": "some GPU", "torch": "2.13.0"},
+        "batch": 64,
+        "precision": "bf16",
+        "timings": [{"name": "braze", "ms": 0.1234}, {"name": "stock eager", "ms": 2.0}],
+    }
+    (folder / "mnist_64_bf16.json").write_text(json.dumps(run))
+    text = render.text_of("mnist", tmp_path)
+    assert "**some GPU** (torch 2.13.0)" in text
+    assert "| 64 | bf16 | 0.123 | 2 | 16.21 |" in text
+
+
+def test_documents_equal_a_fresh_rendering():
+    changed = render.render(ROOT, ROOT / "benchmarks" / "results", write=False)
+    assert not changed, "run `python -m braze bench render`"
+
+
+def test_every_table_and_every_op_has_a_place():
+    text = (ROOT / "docs" / "benchmarks.md").read_text()
+    assert set(OPS) <= set(name for _, name, _ in render.MARKER.findall(text))
+    assert set(OPS) <= {path.stem for path in (ROOT / "benchmarks").glob("*.py")}
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_first_case_of_each_op_is_right(device, op):
+    timer = timer_for(torch.device(device))
+    for benchmark in importlib.import_module(f"benchmarks.{op}").BENCHMARKS:
+        case = benchmark.cases[0]
+        inputs = in_layout(case.inputs(device, torch.float32), benchmark.layouts[-1])
+        check_same_result(benchmark, inputs, case.kwargs)
+        for pass_name in benchmark.passes:
+            # On a GPU this captures a CUDA graph.
+            timer.capture(
+                lambda: bind_pass(benchmark, benchmark.braze, pass_name, inputs, case.kwargs)  # noqa: B023
+            )
+
+
+def test_unknown_op_and_missing_checkout(tmp_path, monkeypatch, capsys):
+    assert bench.main(parse("no_such_op")) == 2
+    assert "expected matmul" in capsys.readouterr().out
+    monkeypatch.setattr(bench, "__file__", str(tmp_path / "a" / "b" / "bench.py"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="part of the source tree"):
+        bench.main(parse("relu"))

@@ -1,0 +1,329 @@
+"""Each op under what people combine ops with: compile, export, graphs, streams, threads, DDP,
+autocast, pickling. A new op is one line in OPS, a new layer one in LAYERS."""
+
+import contextlib
+import copy
+import io
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import braze
+import braze.nn.functional as F
+from braze import nn
+from common import assert_by_rule
+from conftest import require_cuda
+
+OURS = SimpleNamespace(**{name: getattr(F, name) for name in F.__all__}, matmul=braze.matmul)
+STOCK = SimpleNamespace(**vars(torch.nn.functional), matmul=torch.matmul)
+
+
+def rand(*shape):
+    return torch.randn(shape, requires_grad=True)
+
+
+# op -> (call on OURS or STOCK, arguments)
+OPS = {
+    "matmul": (lambda f, a, b: f.matmul(a, b), lambda: [rand(2, 3, 4), rand(4, 5)]),
+    "linear": (lambda f, x, w, b: f.linear(x, w, b), lambda: [rand(3, 4), rand(5, 4), rand(5)]),
+    "conv2d": (
+        lambda f, x, w, b: f.conv2d(x, w, b, padding=1),
+        lambda: [rand(2, 3, 6, 6), rand(4, 3, 3, 3), rand(4)],
+    ),
+    "batch_norm": (
+        lambda f, x, w, b: f.batch_norm(x, None, None, w, b, True),
+        lambda: [rand(4, 3, 2, 2), rand(3), rand(3)],
+    ),
+    "relu": (lambda f, x: f.relu(x), lambda: [rand(3, 4)]),
+    "max_pool2d": (lambda f, x: f.max_pool2d(x, 2), lambda: [rand(2, 3, 6, 6)]),
+    "avg_pool2d": (lambda f, x: f.avg_pool2d(x, 2), lambda: [rand(2, 3, 6, 6)]),
+    "softmax": (lambda f, x: f.softmax(x, 1), lambda: [rand(3, 4)]),
+    "log_softmax": (lambda f, x: f.log_softmax(x, 1), lambda: [rand(3, 4)]),
+    "nll_loss": (lambda f, x, y: f.nll_loss(x, y), lambda: [rand(3, 4), torch.tensor([0, 3, 1])]),
+    "cross_entropy": (
+        lambda f, x, y: f.cross_entropy(x, y),
+        lambda: [rand(3, 4), torch.tensor([0, 3, 1])],
+    ),
+}
+LAYERS = [
+    lambda n: n.Linear(4, 3),
+    lambda n: n.Conv2d(2, 4, 3, padding=1, bias=False),
+    lambda n: n.BatchNorm2d(3),
+    lambda n: n.BatchNorm2d(3, affine=False, track_running_stats=False),
+    lambda n: n.ReLU(inplace=True),
+    lambda n: n.MaxPool2d(2, padding=1),
+    lambda n: n.AvgPool2d(2, ceil_mode=True),
+    lambda n: n.Softmax(1),
+    lambda n: n.LogSoftmax(1),
+    lambda n: n.NLLLoss(torch.ones(3)),
+    lambda n: n.CrossEntropyLoss(label_smoothing=0.1),
+    lambda n: n.Flatten(),
+    lambda n: n.Sequential(n.Conv2d(1, 2, 3), n.BatchNorm2d(2), n.ReLU()),
+]
+every_op = pytest.mark.parametrize("op", OPS)
+every_layer = pytest.mark.parametrize("make", LAYERS, ids=lambda m: repr(m(torch.nn)).split("(")[0])
+
+
+def arguments_of(op, device):
+    return [t.detach().to(device).requires_grad_(t.requires_grad) for t in OPS[op][1]()]
+
+
+def forward_backward(op, arguments, api=OURS):
+    """The result and the gradients of its sum of squares, as a list."""
+    result = OPS[op][0](api, *arguments)
+    leaves = [t for t in arguments if t.requires_grad]
+    return [result, *torch.autograd.grad(result.square().sum(), leaves)]
+
+
+def assert_equal(actual, expected):
+    for a, e in zip(actual, expected, strict=True):
+        assert torch.equal(a, e)
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_compile_all_ops_in_one_graph(device, mode):
+    if mode == "reduce-overhead" and device == "cpu":
+        return  # CUDA graphs
+    arguments = {op: arguments_of(op, device) for op in OPS}
+
+    def model(arguments):
+        return [OPS[op][0](OURS, *arguments[op]) for op in OPS]
+
+    compiled = torch.compile(model, fullgraph=True, mode=mode)
+    leaves = [t for tensors in arguments.values() for t in tensors if t.requires_grad]
+    expected = model(arguments)
+    expected_grads = torch.autograd.grad(sum(t.square().sum() for t in expected), leaves)
+    for _ in range(3):  # the second call records the CUDA graph, the third replays it
+        torch.compiler.cudagraph_mark_step_begin()
+        actual = compiled(arguments)
+        grads = torch.autograd.grad(sum(t.square().sum() for t in actual), leaves)
+        assert_equal(actual, expected)
+        assert_equal(grads, expected_grads)
+
+
+def test_export_all_ops(device):
+    class Model(torch.nn.Module):
+        def forward(self, *tensors):
+            it = iter(tensors)
+            return [call(OURS, *(next(it) for _ in make())) for call, make in OPS.values()]
+
+    tensors = tuple(t.detach() for op in OPS for t in arguments_of(op, device))
+    program = torch.export.export(Model(), tensors)
+    targets = {str(node.target).split(".")[0] for node in program.graph.nodes}
+    assert "braze" in targets
+    assert_equal(program.module()(*tensors), Model()(*tensors))
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    assert_equal(torch.export.load(file).module()(*tensors), Model()(*tensors))
+
+
+@every_op
+def test_cuda_graph(op):
+    require_cuda()
+    arguments = arguments_of(op, "cuda")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        forward_backward(op, arguments)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = forward_backward(op, arguments)
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for tensor, other in zip(arguments, arguments_of(op, "cuda"), strict=True):
+                tensor.copy_(other)
+        graph.replay()
+        assert_equal(captured, forward_backward(op, arguments))
+
+
+@every_op
+def test_side_stream(op):
+    """The input is made on a side stream after a long kernel there: an op that launches on another
+    stream reads it too early."""
+    require_cuda()
+    values = arguments_of(op, "cuda")
+    expected = forward_backward(op, values)
+    blank = [torch.zeros_like(t).requires_grad_(t.requires_grad) for t in values]
+    forward_backward(op, blank)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)
+        with torch.no_grad():
+            for tensor, value in zip(blank, values, strict=True):
+                tensor.copy_(value)
+        actual = forward_backward(op, blank)
+    stream.synchronize()
+    assert_equal(actual, expected)
+
+
+@every_op
+def test_second_device(op):
+    """Tensors on cuda:1 while cuda:0 is the current device."""
+    require_cuda()
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU only")
+    on_first = arguments_of(op, "cuda:0")
+    on_second = [t.detach().to("cuda:1").requires_grad_(t.requires_grad) for t in on_first]
+    actual = forward_backward(op, on_second)
+    assert all(t.device == torch.device("cuda:1") for t in actual)
+    assert torch.cuda.current_device() == 0
+    assert_equal([t.to("cuda:0") for t in actual], forward_backward(op, on_first))
+
+
+@every_op
+def test_python_threads(device, op):
+    arguments = [arguments_of(op, device) for _ in range(16)]
+    expected = [forward_backward(op, a) for a in arguments]
+    with ThreadPoolExecutor(4) as pool:
+        actual = list(pool.map(lambda a: forward_backward(op, a), arguments))
+    for a, e in zip(actual, expected, strict=True):
+        assert_equal(a, e)
+
+
+@every_op
+def test_inference_mode(device, op):
+    arguments = arguments_of(op, device)
+    with torch.inference_mode():
+        result = OPS[op][0](OURS, *arguments)
+    assert not result.requires_grad
+    assert torch.equal(result, OPS[op][0](OURS, *arguments))
+
+
+@every_op
+def test_torch_func_is_refused(device, op):
+    call, _ = OPS[op]
+    arguments = [t.detach() for t in arguments_of(op, device)]
+    with pytest.raises(RuntimeError, match=r"functorch|torch\.func|vmap"):
+        torch.func.grad(lambda t: call(OURS, t, *arguments[1:]).sum())(arguments[0])
+    stacked = torch.stack([arguments[0], arguments[0]])
+    with pytest.raises(RuntimeError, match=r"functorch|torch\.func|vmap"):
+        torch.func.vmap(lambda t: call(OURS, t, *arguments[1:]))(stacked)
+
+
+@every_op
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast(device, op, low):
+    """float32 inputs, and inputs already in the low precision: dtypes and values as in torch."""
+    call, _ = OPS[op]
+    for input_dtype in (torch.float32, low):
+        arguments = arguments_of(op, device)
+        arguments[0] = arguments[0].detach().to(input_dtype).requires_grad_()
+        exact = [t.detach().double() if t.is_floating_point() else t for t in arguments]
+        with torch.autocast(device, dtype=low):
+            try:
+                stock = call(STOCK, *arguments)
+            except RuntimeError:  # without a kernel for the mixture of dtypes
+                continue
+            actual = call(OURS, *arguments)
+        assert actual.dtype == stock.dtype
+        # torch rounds the inputs to the low precision; the rule counts that as its error.
+        assert_by_rule(actual, stock, call(STOCK, *exact))
+        (grad,) = torch.autograd.grad(actual.float().square().sum(), arguments[:1])
+        assert grad.dtype == input_dtype
+
+
+@contextlib.contextmanager
+def deterministic_algorithms():
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@every_op
+def test_deterministic_algorithms(device, op):
+    arguments = arguments_of(op, device)
+    with deterministic_algorithms():
+        first = forward_backward(op, arguments)
+        for _ in range(3):
+            assert_equal(forward_backward(op, arguments), first)
+    for a, e in zip(first, forward_backward(op, arguments, STOCK), strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-5)
+
+
+@every_layer
+def test_layers_copy_and_pickle(make):
+    layer = make(nn)
+    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert type(twin) is type(layer)
+        assert repr(twin) == repr(layer)
+        assert twin.state_dict().keys() == layer.state_dict().keys()
+        assert_equal(twin.state_dict().values(), layer.state_dict().values())
+
+
+@every_layer
+def test_layers_are_torchs(make):
+    """isinstance, the same repr, and state dicts that load both ways."""
+    layer, stock = make(nn), make(torch.nn)
+    assert isinstance(layer, type(stock))
+    assert repr(layer) == repr(stock)
+    for source, target in [(stock, layer), (layer, make(torch.nn))]:
+        target.load_state_dict(source.state_dict(), strict=True)
+        assert_equal(target.state_dict().values(), source.state_dict().values())
+
+
+def small_model(n, device):
+    model = n.Sequential(
+        n.Conv2d(1, 4, 3, padding=1), n.BatchNorm2d(4), n.ReLU(), n.MaxPool2d(2), n.Flatten()
+    )
+    return torch.nn.Sequential(model, n.Linear(4 * 3 * 3, 5)).to(device)
+
+
+def test_initial_weights_are_torchs():
+    """The same seed gives the same model."""
+    torch.manual_seed(7)
+    ours = small_model(nn, "cpu")
+    torch.manual_seed(7)
+    assert_equal(ours.state_dict().values(), small_model(torch.nn, "cpu").state_dict().values())
+
+
+@pytest.fixture
+def process_group():
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_distributed_data_parallel(device, process_group):
+    model = small_model(nn, device)
+    parallel = torch.nn.parallel.DistributedDataParallel(copy.deepcopy(model))
+    x = torch.randn(8, 1, 6, 6, device=device)
+    target = torch.arange(8, device=device) % 5
+    for module in (model, parallel):
+        optimizer = braze.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+        for _ in range(2):
+            optimizer.zero_grad()
+            F.cross_entropy(module(x), target).backward()
+            optimizer.step()
+    assert_equal(parallel.module.state_dict().values(), model.state_dict().values())
+
+
+def test_optimizer_state_loads_both_ways(device):
+    settings = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True}
+
+    def step(optimizer, parameter):
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+
+    start = torch.randn(5, device=device)
+    for first, second in [(braze, torch), (torch, braze)]:
+        a = torch.nn.Parameter(start.clone())
+        optimizer = first.optim.SGD([a], **settings)
+        step(optimizer, a)
+        b = torch.nn.Parameter(a.detach().clone())
+        other = second.optim.SGD([b], **settings)
+        other.load_state_dict(pickle.loads(pickle.dumps(optimizer.state_dict())))
+        step(copy.deepcopy(optimizer), a)  # a copy owns copies of its parameters: a stays
+        step(optimizer, a)
+        step(other, b)
+        torch.testing.assert_close(b, a, rtol=1e-6, atol=1e-6)
