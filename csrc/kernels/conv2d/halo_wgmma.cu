@@ -6,8 +6,6 @@
 namespace braze::cuda::halo {
 namespace {
 
-constexpr int kSharedBytes = 227 * 1024 - 4 * 1024;  // without barriers and offset tables
-
 const KernelEntry kEntry({"conv2d", "halo_wgmma", "float32(TF32) bfloat16 float16", "sm_90a", true,
                           "filter taps as shifted reads of one tile in shared memory; wgmma, TMA"});
 
@@ -15,40 +13,17 @@ const KernelEntry kEntry({"conv2d", "halo_wgmma", "float32(TF32) bfloat16 float1
 struct Plan {
   Args args;
   int in_w, in_h;
-  int pixels = 0;     // positions per tile; 0: the kernel does not take this pass
-  int row_bytes;      // of shared memory: a channel block
+  int pixels = 0;  // positions per tile; 0: the kernel does not take this pass
+  int row_bytes;   // of shared memory: a channel block
   int shared_bytes;
   dim3 grid;
 };
 
-// Sets rows or images per tile for `pixels` positions; false where a tile does not fit.
+// Tiles of `pixels` positions; false where one does not fit.
 bool tile(Plan& plan, int pixels, DType dtype) {
   Args& a = plan.args;
+  if (!set_tiles(a, plan.in_w, plan.in_h, pixels, plan.row_bytes)) return false;
   const int size = static_cast<int>(size_of(dtype));
-  // A row's right padding is the next row's left one; rows start at multiples of 128 bytes.
-  const int align = 128 / plan.row_bytes;
-  a.pitch = std::max(plan.in_w + a.pad_l, a.q + a.s - 1 - a.pad_l);
-  a.pitch = (a.pitch + align - 1) / align * align;
-  if (a.pitch > pixels) return false;
-  a.image_rows = std::max(plan.in_h + a.pad_t, a.p + a.r - 1 - a.pad_t);
-  a.tile_images = std::min(pixels / (a.image_rows * a.pitch), a.images);
-  if (a.tile_images > 1) {
-    a.tile_rows = a.p;
-    a.load_rows = a.image_rows;
-    a.row_tiles = 1;
-  } else {
-    a.tile_images = 1;
-    a.row_tiles = (a.p + pixels / a.pitch - 1) / (pixels / a.pitch);
-    a.tile_rows = (a.p + a.row_tiles - 1) / a.row_tiles;
-    a.load_rows = a.tile_rows + a.r - 1;
-    a.image_rows = pixels;  // more rows than a tile has
-  }
-  const int64_t tiles = ceil_div(a.images, a.tile_images) * a.row_tiles;
-  if (tiles > (1 << 30) || a.load_rows > 256) return false;
-  a.tiles = static_cast<int>(tiles);
-  a.plane_rows = std::max(a.load_rows * a.tile_images * a.pitch + a.pad_l,
-                          pixels + (a.r - 1) * a.pitch + a.s - 1);
-
   const int blocks = static_cast<int>(ceil_div(a.c * size, plan.row_bytes));
   const int weight_rows = a.k < kFilters ? (a.k + 7) / 8 * 8 : kFilters;
   const int weights = (a.r * a.s * blocks * weight_rows * plan.row_bytes + 1023) / 1024 * 1024;
@@ -89,27 +64,6 @@ Plan make_plan(Conv2dPass pass, const Conv2dShape& s) {
     if (chosen.pixels == 0 || cost < best) chosen = candidate, best = cost;
   }
   return chosen;
-}
-
-CUtensorMap tensor_map(DType dtype, const Tensor4dRef& t, int64_t c, int64_t w, int64_t h,
-                       int64_t n, const uint32_t (&box)[4], int row_bytes) {
-  // TFLOAT32 rounds to TF32 on the way.
-  const CUtensorMapDataType type = dtype == DType::kBFloat16   ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                   : dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-                                                              : CU_TENSOR_MAP_DATA_TYPE_TFLOAT32;
-  const uint64_t size = size_of(dtype);
-  return make_tensor_map(
-      type, t.data,
-      {static_cast<uint64_t>(c), static_cast<uint64_t>(w), static_cast<uint64_t>(h),
-       static_cast<uint64_t>(n)},
-      {t.w * size, t.h * size, t.n * size}, box, row_bytes);
-}
-
-// TMA: channels innermost, the other strides multiples of 16 bytes.
-bool tma_takes(DType dtype, const Tensor4dRef& t) {
-  const int64_t size = size_of(dtype);
-  return t.c == 1 && t.w * size % 16 == 0 && t.h * size % 16 == 0 && t.n * size % 16 == 0 &&
-         reinterpret_cast<uintptr_t>(t.data) % 16 == 0;
 }
 
 template <typename T, int kPixels, int kChannelBlock>
@@ -165,19 +119,19 @@ void conv(Stream stream, Conv2dPass pass, const Conv2dShape& s, const Tensor4dRe
   a.y_n = out.n, a.y_k = out.c, a.y_h = out.h, a.y_w = out.w;
   const auto extent = [](int v) { return static_cast<uint32_t>(v); };
   const uint32_t block = extent(plan.row_bytes / static_cast<int>(size_of(s.dtype)));
-  const CUtensorMap x_map =
-      tensor_map(s.dtype, in, a.c, plan.in_w, plan.in_h, a.images,
-                 {block, extent(a.pitch), extent(a.load_rows), extent(a.tile_images)},
-                 plan.row_bytes);
+  const CUtensorMap x_map = tensor_map(
+      s.dtype, in, a.c, plan.in_w, plan.in_h, a.images,
+      {block, extent(a.pitch), extent(a.load_rows), extent(a.tile_images)}, plan.row_bytes);
   CUtensorMap y_map = x_map;  // unused where results are stored from registers
   if (size_of(s.dtype) == 2) {
     const int rows = a.tile_images > 1 ? a.image_rows : a.tile_rows;
     y_map = tensor_map(s.dtype, out, a.k, a.q, a.p, a.images,
                        {kFilters, extent(a.pitch), extent(rows), extent(a.tile_images)}, 128);
   }
-  const auto run = s.dtype == DType::kFloat32    ? launcher<float>(plan.pixels, plan.row_bytes)
-                   : s.dtype == DType::kBFloat16 ? launcher<__nv_bfloat16>(plan.pixels, plan.row_bytes)
-                                                 : launcher<__half>(plan.pixels, plan.row_bytes);
+  const auto run = s.dtype == DType::kFloat32 ? launcher<float>(plan.pixels, plan.row_bytes)
+                   : s.dtype == DType::kBFloat16
+                       ? launcher<__nv_bfloat16>(plan.pixels, plan.row_bytes)
+                       : launcher<__half>(plan.pixels, plan.row_bytes);
   run(stream, plan, x_map, y_map, w.data, bias, out.data, moments);
 }
 

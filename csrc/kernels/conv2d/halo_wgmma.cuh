@@ -13,7 +13,7 @@
 // all taps stay in shared memory. Positions that are padding are computed and not stored.
 #pragma once
 
-#include "halo_wgmma.h"
+#include "halo_tiles.cuh"
 #include "kernels/common/numeric.cuh"
 #include "kernels/common/tma.cuh"
 #include "kernels/common/wgmma.cuh"
@@ -23,23 +23,6 @@ namespace braze::cuda::halo {
 constexpr int kConsumers = 2;  // warpgroups; one warp more loads
 constexpr int kThreads = kConsumers * 128 + 32;
 constexpr int kFilters = 64;  // per block: the M of wgmma
-constexpr int kMaxStages = 6;
-
-struct Args {
-  int c, k, r, s;              // channels reduced over, channels computed, filter taps
-  int images, p, q;            // images, output rows and columns
-  int pad_t, pad_l;            // zero rows above, zero columns on the left
-  int pitch;                   // pixels from row to row in shared memory
-  int tile_images, tile_rows;  // a tile: whole images, or rows of one image
-  int image_rows;              // rows from image to image in shared memory
-  int row_tiles, tiles;        // tiles per image (group of images), tiles in all
-  int stages, plane_rows;      // pixels of shared memory per stage and channel block
-  int load_rows;               // rows that one copy brings
-  int64_t w_k, w_c, w_r, w_s;  // weight strides, of the computed and of the reduced channel
-  bool flip;                   // dgrad: taps in reverse order
-  bool relu;
-  int64_t y_n, y_k, y_h, y_w;  // output strides
-};
 
 template <typename T, int kChannelBlock>
 struct Layout {
@@ -140,9 +123,9 @@ __device__ __forceinline__ Moments merge_quad(const Accumulator& a, int count) {
 
 template <typename T, int kPixels, int kChannelBlock>
 __global__ void __launch_bounds__(kThreads, 1)
-    conv_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap y_map,
-                const Args a, const T* __restrict__ w, const T* __restrict__ bias,
-                T* __restrict__ y, Moments* __restrict__ moments) {
+    conv_kernel(const __grid_constant__ CUtensorMap x_map,
+                const __grid_constant__ CUtensorMap y_map, const Args a, const T* __restrict__ w,
+                const T* __restrict__ bias, T* __restrict__ y, Moments* __restrict__ moments) {
   using L = Layout<T, kChannelBlock>;
   constexpr int kAcc = kPixels / 2;
   extern __shared__ unsigned char shared_bytes[];
@@ -296,11 +279,10 @@ __global__ void __launch_bounds__(kThreads, 1)
           const Vec<T, 2> pair{convert<T>(acc[i + 2 * m]), convert<T>(acc[i + 2 * m + 1])};
           v[m] = *reinterpret_cast<const uint32_t*>(&pair);
         }
-        asm volatile(
-            "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                to + i * 2 * 128),
-            "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
-            : "memory");
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                         to + i * 2 * 128),
+                     "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
+                     : "memory");
       }
       fence_async_proxy();
       named_barrier(2 + group, 128);
