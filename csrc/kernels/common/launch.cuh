@@ -39,6 +39,15 @@ inline int sm_count() {
   return count;
 }
 
+// Of the current device: 90 for 9.0.
+inline int compute_capability() {
+  int device = 0, major = 0, minor = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+  return 10 * major + minor;
+}
+
 // Blocks for a grid-stride loop over `work` items: enough to fill the device eight times over, no
 // more, so that the loop amortises the block's start.
 inline int grid_stride_blocks(int64_t work, int threads) {

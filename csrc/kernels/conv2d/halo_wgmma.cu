@@ -1,0 +1,138 @@
+#include "halo_wgmma.cuh"
+
+#include "kernels/common/launch.cuh"
+#include "kernels/common/registry.h"
+
+namespace braze::cuda::halo {
+namespace {
+
+const KernelEntry kEntry({"conv2d", "halo_wgmma", "float32(TF32) bfloat16 float16", "sm_90a", true,
+                          "filter taps as shifted reads of one tile in shared memory; wgmma, TMA"});
+
+// A pass as the kernel sees it, and its tiling.
+struct Plan {
+  Args args;
+  int in_w, in_h;
+  int pixels = 0;  // positions per tile; 0: the kernel does not take this pass
+  int row_bytes;   // of shared memory: a channel block
+  int shared_bytes;
+  dim3 grid;
+};
+
+// Tiles of `pixels` positions; false where one does not fit.
+bool tile(Plan& plan, int pixels, DType dtype) {
+  Args& a = plan.args;
+  if (!set_tiles(a, plan.in_w, plan.in_h, pixels, plan.row_bytes)) return false;
+  const int size = static_cast<int>(size_of(dtype));
+  const int blocks = static_cast<int>(ceil_div(a.c * size, plan.row_bytes));
+  const int weight_rows = a.k < kFilters ? (a.k + 7) / 8 * 8 : kFilters;
+  const int weights = (a.r * a.s * blocks * weight_rows * plan.row_bytes + 1023) / 1024 * 1024;
+  const int stage = blocks * ((a.plane_rows * plan.row_bytes + 1023) / 1024 * 1024);
+  const int fixed = 1024 + weights + (size == 2 ? kConsumers * pixels * 128 : 0);
+  a.stages = std::min(kMaxStages, (kSharedBytes - fixed) / stage);
+  // wgmma may read a whole tile of weights past the last one: the stages follow.
+  plan.shared_bytes = fixed + a.stages * stage;
+  plan.pixels = pixels;
+  const int filter_blocks = (a.k + kFilters - 1) / kFilters;
+  plan.grid = dim3(std::min(a.tiles, std::max(1, sm_count() / filter_blocks)), filter_blocks);
+  return fixed < kSharedBytes && a.stages >= 2;
+}
+
+Plan make_plan(Conv2dPass pass, const Conv2dShape& s) {
+  Plan plan{};
+  Args& a = plan.args;
+  const bool dgrad = pass == Conv2dPass::kDgrad;
+  a.c = static_cast<int>(dgrad ? s.k : s.c);
+  a.k = static_cast<int>(dgrad ? s.c : s.k);
+  a.r = static_cast<int>(s.r), a.s = static_cast<int>(s.s);
+  a.images = static_cast<int>(s.n);
+  a.p = static_cast<int>(dgrad ? s.h : s.p), a.q = static_cast<int>(dgrad ? s.w : s.q);
+  a.pad_t = static_cast<int>(dgrad ? s.r - 1 - s.pad_h : s.pad_h);
+  a.pad_l = static_cast<int>(dgrad ? s.s - 1 - s.pad_w : s.pad_w);
+  a.flip = dgrad;
+  plan.in_h = static_cast<int>(dgrad ? s.p : s.h), plan.in_w = static_cast<int>(dgrad ? s.q : s.w);
+  const int channel_bytes = a.c * static_cast<int>(size_of(s.dtype));
+  plan.row_bytes = channel_bytes % 128 == 0 ? 128 : channel_bytes % 64 == 0 ? 64 : 32;
+  // The tile size with the least work in the busiest block, a tile's fixed cost counted as 32
+  // positions.
+  int64_t best = 0;
+  Plan chosen{};
+  for (int pixels : {256, 224, 128}) {
+    Plan candidate = plan;
+    if (!tile(candidate, pixels, s.dtype)) continue;
+    const int64_t cost = ceil_div(candidate.args.tiles, candidate.grid.x) * (pixels + 32);
+    if (chosen.pixels == 0 || cost < best) chosen = candidate, best = cost;
+  }
+  return chosen;
+}
+
+template <typename T, int kPixels, int kChannelBlock>
+void launch(Stream stream, const Plan& plan, const CUtensorMap& x_map, const CUtensorMap& y_map,
+            const void* w, const void* bias, const void* y, Moments* moments) {
+  const auto kernel = conv_kernel<T, kPixels, kChannelBlock>;
+  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.shared_bytes);
+  kernel<<<plan.grid, kThreads, plan.shared_bytes, as_cuda(stream)>>>(
+      x_map, y_map, plan.args, static_cast<const T*>(w), static_cast<const T*>(bias),
+      static_cast<T*>(const_cast<void*>(y)), moments);
+  check_launch("conv2d halo_wgmma");
+}
+
+template <typename T, int kPixels>
+constexpr auto launcher(int row_bytes) {
+  return row_bytes == 128  ? launch<T, kPixels, 128 / sizeof(T)>
+         : row_bytes == 64 ? launch<T, kPixels, 64 / sizeof(T)>
+                           : launch<T, kPixels, 32 / sizeof(T)>;
+}
+
+template <typename T>
+constexpr auto launcher(int pixels, int row_bytes) {
+  return pixels == 256   ? launcher<T, 256>(row_bytes)
+         : pixels == 224 ? launcher<T, 224>(row_bytes)
+                         : launcher<T, 128>(row_bytes);
+}
+
+}  // namespace
+
+bool supports(Conv2dPass pass, const Conv2dShape& s, const Tensor4dRef& in,
+              const Tensor4dRef& out) {
+  if (pass == Conv2dPass::kWgrad || s.groups != 1 || s.stride_h != 1 || s.stride_w != 1 ||
+      s.dilation_h != 1 || s.dilation_w != 1 || s.pad_h >= s.r || s.pad_w >= s.s || s.n == 0) {
+    return false;
+  }
+  if (s.dtype == DType::kFloat64 || (s.dtype == DType::kFloat32 && !s.allow_tf32)) return false;
+  if (!tma_takes(s.dtype, in) || (size_of(s.dtype) == 2 && !tma_takes(s.dtype, out))) return false;
+  return compute_capability() == 90 && make_plan(pass, s).pixels > 0;
+}
+
+int moment_sets(Conv2dPass pass, const Conv2dShape& s) {
+  return static_cast<int>(make_plan(pass, s).grid.x) * kConsumers;
+}
+
+void conv(Stream stream, Conv2dPass pass, const Conv2dShape& s, const Tensor4dRef& in,
+          const Tensor4dRef& w, const void* bias, bool relu, const Tensor4dRef& out,
+          Moments* moments) {
+  const bool dgrad = pass == Conv2dPass::kDgrad;
+  Plan plan = make_plan(pass, s);
+  Args& a = plan.args;
+  a.w_k = dgrad ? w.c : w.n, a.w_c = dgrad ? w.n : w.c, a.w_r = w.h, a.w_s = w.w;
+  a.relu = relu;
+  a.y_n = out.n, a.y_k = out.c, a.y_h = out.h, a.y_w = out.w;
+  const auto extent = [](int v) { return static_cast<uint32_t>(v); };
+  const uint32_t block = extent(plan.row_bytes / static_cast<int>(size_of(s.dtype)));
+  const CUtensorMap x_map = tensor_map(
+      s.dtype, in, a.c, plan.in_w, plan.in_h, a.images,
+      {block, extent(a.pitch), extent(a.load_rows), extent(a.tile_images)}, plan.row_bytes);
+  CUtensorMap y_map = x_map;  // unused where results are stored from registers
+  if (size_of(s.dtype) == 2) {
+    const int rows = a.tile_images > 1 ? a.image_rows : a.tile_rows;
+    y_map = tensor_map(s.dtype, out, a.k, a.q, a.p, a.images,
+                       {kFilters, extent(a.pitch), extent(rows), extent(a.tile_images)}, 128);
+  }
+  const auto run = s.dtype == DType::kFloat32 ? launcher<float>(plan.pixels, plan.row_bytes)
+                   : s.dtype == DType::kBFloat16
+                       ? launcher<__nv_bfloat16>(plan.pixels, plan.row_bytes)
+                       : launcher<__half>(plan.pixels, plan.row_bytes);
+  run(stream, plan, x_map, y_map, w.data, bias, out.data, moments);
+}
+
+}  // namespace braze::cuda::halo

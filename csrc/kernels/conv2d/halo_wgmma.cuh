@@ -1,0 +1,319 @@
+// Convolution with stride 1 on Hopper's tensor cores, fprop and dgrad: an implicit GEMM that never
+// gathers. Input channels last.
+//
+// A tile of input pixels, its rows `pitch` pixels apart and its halo included, is copied to shared
+// memory once (TMA supplies the zero padding). Seen as one sequence of pixels, filter tap (r, s) is
+// a shift by r * pitch + s, the same for every output, and a shared-memory descriptor may start at
+// any pixel: so for each tap the tensor cores read the same copy from another row on. Each input
+// element comes from global memory about once, and no address is computed per element. The zeros
+// right of a row are those left of the next one, the zeros below an image those above the next.
+//
+// D (64 filters x kPixels pixels) += W_tap (64 x C) X_tap (C x kPixels). Filters are the rows of
+// the accumulator, so that batch statistics are sums along a thread's own registers. The weights of
+// all taps stay in shared memory. Positions that are padding are computed and not stored.
+#pragma once
+
+#include "halo_tiles.cuh"
+#include "kernels/common/numeric.cuh"
+#include "kernels/common/tma.cuh"
+#include "kernels/common/wgmma.cuh"
+
+namespace braze::cuda::halo {
+
+constexpr int kConsumers = 2;  // warpgroups; one warp more loads
+constexpr int kThreads = kConsumers * 128 + 32;
+constexpr int kFilters = 64;  // per block: the M of wgmma
+
+template <typename T, int kChannelBlock>
+struct Layout {
+  static constexpr int kRowBytes = kChannelBlock * int{sizeof(T)};
+  static constexpr bool kStaged = sizeof(T) == 2;  // output through shared memory and TMA
+  // One tap and channel block of weights. Fewer than 64 filters take fewer rows: wgmma then reads
+  // on into the next tile, for rows of the result that nobody stores.
+  __host__ __device__ static int weight_tile(const Args& a) {
+    return (a.k < kFilters ? (a.k + 7) / 8 * 8 : kFilters) * kRowBytes;
+  }
+  __host__ __device__ static int blocks(const Args& a) {
+    return (a.c + kChannelBlock - 1) / kChannelBlock;
+  }
+  __host__ __device__ static int weight_bytes(const Args& a) {
+    return (a.r * a.s * blocks(a) * weight_tile(a) + 1023) / 1024 * 1024;
+  }
+  __host__ __device__ static int plane_bytes(const Args& a) {
+    return (a.plane_rows * kRowBytes + 1023) / 1024 * 1024;
+  }
+  __host__ __device__ static int stage_bytes(const Args& a) { return blocks(a) * plane_bytes(a); }
+};
+
+// wgmma reads the upper 19 bits of TF32 operands: round instead of truncating.
+template <typename T>
+__device__ __forceinline__ T round_operand(T v) {
+  return v;
+}
+template <>
+__device__ __forceinline__ float round_operand(float v) {
+  uint32_t bits;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(v));
+  return __uint_as_float(bits);
+}
+
+// The block's weights into swizzled K-major tiles, one for each tap and channel block.
+template <typename T, int kChannelBlock>
+__device__ __forceinline__ void load_weights(const Args& a, const T* w, int k0,
+                                             unsigned char* shared) {
+  using L = Layout<T, kChannelBlock>;
+  constexpr int kBatch = 12;  // loads in flight
+  const int taps = a.r * a.s, blocks = L::blocks(a), width = blocks * kChannelBlock;
+  const int tile = L::weight_tile(a);
+  for (int i = threadIdx.x; i < tile / L::kRowBytes * width; i += kConsumers * 128) {
+    const int k = i / width, c = i - k * width;
+    const bool inside = k0 + k < a.k && c < a.c;
+    const T* from = w + (k0 + k) * a.w_k + c * a.w_c;
+    for (int first = 0, r = 0, s = 0; first < taps; first += kBatch) {
+      T values[kBatch];
+#pragma unroll
+      for (int t = 0; t < kBatch; ++t) {
+        values[t] = convert<T>(0.0f);
+        if (inside && first + t < taps) values[t] = from[r * a.w_r + s * a.w_s];
+        if (++s == a.s) s = 0, ++r;
+      }
+#pragma unroll
+      for (int t = 0; t < kBatch; ++t) {
+        const int tap = a.flip ? taps - 1 - first - t : first + t;
+        uint32_t to = (tap * blocks + c / kChannelBlock) * tile + k * L::kRowBytes +
+                      c % kChannelBlock * static_cast<int>(sizeof(T));
+        to ^= (to >> 7 & (L::kRowBytes / 16 - 1)) << 4;
+        if (first + t < taps) *reinterpret_cast<T*>(shared + to) = round_operand(values[t]);
+      }
+    }
+  }
+}
+
+// Running moments of one row of the accumulator: sums of deviations from `shift`, a value of the
+// row, so that squares do not cancel.
+struct Accumulator {
+  float shift = 0, sum = 0, square_sum = 0;
+  __device__ void add(float value) {
+    const float d = value - shift;
+    sum += d;
+    square_sum += d * d;
+  }
+};
+
+// Merges the moments of the four threads that share a row (Chan, Golub, LeVeque 1983), in fp64.
+__device__ __forceinline__ Moments merge_quad(const Accumulator& a, int count) {
+  double n = count, mean = 0, m2 = 0;
+  if (count > 0) {
+    mean = a.shift + static_cast<double>(a.sum) / n;
+    m2 = a.square_sum - static_cast<double>(a.sum) * a.sum / n;
+  }
+#pragma unroll
+  for (int offset = 1; offset < 4; offset *= 2) {
+    const double n2 = __shfl_xor_sync(~0u, n, offset);
+    const double delta = __shfl_xor_sync(~0u, mean, offset) - mean;
+    const double other = __shfl_xor_sync(~0u, m2, offset);
+    if (n2 > 0) {
+      m2 += other + delta * delta * n * n2 / (n + n2);
+      mean += delta * n2 / (n + n2);
+      n += n2;
+    }
+  }
+  return {static_cast<float>(n), static_cast<float>(mean), static_cast<float>(m2)};
+}
+
+template <typename T, int kPixels, int kChannelBlock>
+__global__ void __launch_bounds__(kThreads, 1)
+    conv_kernel(const __grid_constant__ CUtensorMap x_map,
+                const __grid_constant__ CUtensorMap y_map, const Args a, const T* __restrict__ w,
+                const T* __restrict__ bias, T* __restrict__ y, Moments* __restrict__ moments) {
+  using L = Layout<T, kChannelBlock>;
+  constexpr int kAcc = kPixels / 2;
+  extern __shared__ unsigned char shared_bytes[];
+  // Swizzled rows are found by absolute address, whose pattern repeats every 1024 bytes.
+  unsigned char* shared = shared_bytes + (-shared_address(shared_bytes) & 1023);
+  __shared__ uint64_t full[kMaxStages], empty[kMaxStages];
+  __shared__ int offsets[kConsumers][kPixels];  // of a position's output in its tile, or -1
+
+  const int blocks = L::blocks(a), plane_bytes = L::plane_bytes(a);
+  const int stage_bytes = L::stage_bytes(a), weight_tile = L::weight_tile(a);
+  unsigned char* stages = shared + L::weight_bytes(a);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int k0 = blockIdx.y * kFilters;
+
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < a.stages; ++i) {
+      mbarrier_init(&full[i], 1);
+      mbarrier_init(&empty[i], 1);
+    }
+    mbarrier_init_fence();
+  }
+  // Zeros where no copy writes but a shifted read may go: the rest of each plane.
+  const int loaded = a.load_rows * a.tile_images * a.pitch * L::kRowBytes;
+  for (int plane = warp; plane < a.stages * blocks; plane += kThreads / 32) {
+    for (int i = loaded + lane * 16; i < plane_bytes; i += 32 * 16) {
+      *reinterpret_cast<uint4*>(stages + plane * plane_bytes + i) = uint4{0, 0, 0, 0};
+    }
+  }
+  fence_async_proxy();
+  __syncthreads();
+
+  if (warp == kConsumers * 4) {
+    if (lane != 0) return;
+    for (int j = 0, tile = blockIdx.x; tile < a.tiles; ++j, tile += gridDim.x) {
+      const int stage = j % a.stages;
+      if (j >= a.stages) mbarrier_wait(&empty[stage], (j / a.stages - 1) & 1);
+      mbarrier_expect(&full[stage], blocks * loaded);
+      const int image = tile / a.row_tiles, row = tile % a.row_tiles * a.tile_rows;
+      for (int block = 0; block < blocks; ++block) {
+        tma_load_4d(&x_map, &full[stage],
+                    shared_address(stages + stage * stage_bytes + block * plane_bytes),
+                    block * kChannelBlock, -a.pad_l, row - a.pad_t, image * a.tile_images);
+      }
+    }
+    return;
+  }
+
+  load_weights<T, kChannelBlock>(a, w, k0, shared);
+  fence_async_proxy();
+  named_barrier(1, kConsumers * 128);
+
+  // Consumers: the two warpgroups take turns, so that one's epilogue hides behind the other's MMAs.
+  const int group = warp / 4, thread = threadIdx.x % 128;
+  unsigned char* out = stages + a.stages * stage_bytes + group * kPixels * 128;
+  const int row = (warp % 4) * 16 + lane / 4;  // of the accumulator: this filter and the one 8 on
+  float bias_values[2] = {};
+  if (bias) {
+    for (int i = 0; i < 2; ++i) {
+      if (k0 + row + 8 * i < a.k) bias_values[i] = convert<float>(bias[k0 + row + 8 * i]);
+    }
+  }
+  const int steps = a.r * a.s * blocks;
+  int count = 0, rows_left_before = -1, images_left_before = -1;
+  Accumulator row_moments[2];
+  uint64_t valid = 0;  // bit i: this thread's position 8 * (i / 2) + 2 * (lane % 4) + i % 2
+  float acc[kAcc];
+
+  for (int j = group, tile = blockIdx.x + group * gridDim.x; tile < a.tiles;
+       j += kConsumers, tile += kConsumers * gridDim.x) {
+    const int image = tile / a.row_tiles * a.tile_images;
+    const int first_row = tile % a.row_tiles * a.tile_rows;
+    // Which positions are outputs, and where they go; the same for all but the last tiles.
+    const int rows_left = min(a.tile_rows, a.p - first_row);
+    const int images_left = min(a.tile_images, a.images - image);
+    if (rows_left != rows_left_before || images_left != images_left_before) {
+      rows_left_before = rows_left, images_left_before = images_left;
+      named_barrier(2 + group, 128);  // nobody reads the old offsets
+      for (int i = thread; i < kPixels; i += 128) {
+        const int tile_row = i / a.pitch, column = i - tile_row * a.pitch;
+        const int tile_image = tile_row / a.image_rows, p = tile_row - tile_image * a.image_rows;
+        const bool inside = column < a.q && p < rows_left && tile_image < images_left;
+        offsets[group][i] =
+            inside ? static_cast<int>(tile_image * a.y_n + p * a.y_h + column * a.y_w) : -1;
+      }
+      named_barrier(2 + group, 128);
+      valid = 0;
+      for (int i = 0; i < kPixels / 4; ++i) {
+        const int position = i / 2 * 8 + lane % 4 * 2 + i % 2;
+        valid |= static_cast<uint64_t>(offsets[group][position] >= 0) << i;
+      }
+    }
+
+    const int stage = j % a.stages;
+    mbarrier_wait(&full[stage], (j / a.stages) & 1);
+    wgmma_touch(acc);
+    const uint64_t w_desc = wgmma_descriptor<L::kRowBytes>(shared_address(shared));
+    const uint64_t x_desc =
+        wgmma_descriptor<L::kRowBytes>(shared_address(stages + stage * stage_bytes));
+    for (int i = 0, tap_row = 0, s = 0, block = 0; i < steps; ++i) {
+      const int w_offset = i * weight_tile;
+      const int x_offset = block * plane_bytes + (tap_row + s) * L::kRowBytes;
+      wgmma_fence();
+#pragma unroll
+      for (int step = 0; step < L::kRowBytes; step += 32) {
+        Wgmma<T, kPixels>::template run<0, 0>(acc, w_desc + ((w_offset + step) >> 4),
+                                              x_desc + ((x_offset + step) >> 4), i + step > 0);
+      }
+      wgmma_commit();
+      if (++block == blocks) {
+        block = 0;
+        if (++s == a.s) s = 0, tap_row += a.pitch;
+      }
+    }
+    wgmma_wait<0>();
+    wgmma_touch(acc);
+    if (L::kStaged && thread == 0) tma_store_wait_read<0>();
+    named_barrier(2 + group, 128);  // all have read this stage, and `out` is free
+    if (thread == 0) mbarrier_arrive(&empty[stage]);
+
+    if (moments) {
+      if (count == 0) row_moments[0].shift = acc[0], row_moments[1].shift = acc[2];
+      count += __popcll(valid);
+#pragma unroll
+      for (int i = 0; i < kAcc; i += 4) {
+#pragma unroll
+        for (int v = 0; v < 2; ++v) {
+          if (valid >> (i / 2 + v) & 1) {
+            row_moments[0].add(acc[i + v]);
+            row_moments[1].add(acc[i + 2 + v]);
+          }
+        }
+      }
+    }
+    if (bias || a.relu) {
+#pragma unroll
+      for (int i = 0; i < kAcc; ++i) {
+        acc[i] += bias_values[i / 2 % 2];
+        if (a.relu) acc[i] = acc[i] < 0 ? 0.0f : acc[i];
+      }
+    }
+    if constexpr (L::kStaged) {
+      // Transposed to [pixel][filter] on the way to shared memory, then one copy.
+      // Lane l addresses row l % 8 of 8x8 matrix l / 8: pixels 0..15 (+ 2 i), filters 0..15.
+      const int pixel = lane / 16 * 8 + lane % 8, chunk = (warp % 4) * 2 + lane / 8 % 2;
+      const uint32_t to = shared_address(out) + pixel * 128 + ((chunk ^ (pixel % 8)) << 4);
+#pragma unroll
+      for (int i = 0; i < kAcc; i += 8) {
+        uint32_t v[4];
+#pragma unroll
+        for (int m = 0; m < 4; ++m) {
+          const Vec<T, 2> pair{convert<T>(acc[i + 2 * m]), convert<T>(acc[i + 2 * m + 1])};
+          v[m] = *reinterpret_cast<const uint32_t*>(&pair);
+        }
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                         to + i * 2 * 128),
+                     "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
+                     : "memory");
+      }
+      fence_async_proxy();
+      named_barrier(2 + group, 128);
+      if (thread == 0) {
+        tma_store_4d(&y_map, shared_address(out), k0, 0, first_row, image);
+        tma_store_commit();
+      }
+    } else {
+      T* to = y + image * a.y_n + first_row * a.y_h + (k0 + row) * a.y_k;
+#pragma unroll
+      for (int i = 0; i < kAcc; i += 4) {
+        const int2 o = *reinterpret_cast<const int2*>(&offsets[group][i * 2 + lane % 4 * 2]);
+#pragma unroll
+        for (int v = 0; v < 4; ++v) {
+          const int offset = v % 2 ? o.y : o.x, k = v / 2 * 8;
+          if (offset >= 0 && k0 + row + k < a.k) to[offset + k * a.y_k] = convert<T>(acc[i + v]);
+        }
+      }
+    }
+  }
+  if (moments) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const Moments merged = merge_quad(row_moments[half], count);
+      const int k = k0 + row + 8 * half;
+      if (lane % 4 == 0 && k < a.k) {
+        moments[(int64_t{k} * gridDim.x + blockIdx.x) * kConsumers + group] = merged;
+      }
+    }
+  }
+  if (L::kStaged && thread == 0) tma_store_wait_read<0>();
+}
+
+}  // namespace braze::cuda::halo

@@ -1,0 +1,216 @@
+// The weight gradient of halo_wgmma.cuh's convolutions, 16-bit inputs, three filter columns.
+//
+// dW_tap (filters x C) = dY (filters x pixels) X_tap^T (pixels x C): the reduction runs over the
+// positions of a tile, and X_tap is again the tile of inputs read from another row on. Both
+// operands have their channels, M and N of this product, innermost in shared memory. The three taps
+// of a filter row are one operand of 3 C columns: blocks of C columns lie one pixel apart. A
+// warpgroup owns a filter row and keeps its gradients in registers over all tiles of its block; a
+// second kernel adds up the blocks in a fixed order.
+#include <cuda_bf16.h>
+
+#include "halo_tiles.cuh"
+#include "kernels/common/launch.cuh"
+#include "kernels/common/numeric.cuh"
+#include "kernels/common/registry.h"
+#include "kernels/common/wgmma.cuh"
+
+namespace braze::cuda::halo {
+namespace {
+
+constexpr int kMaxFilterRows = 3;
+constexpr int kTapColumns = 3;
+constexpr int kFilters = 64;
+constexpr int kMaxPixels = 256;
+
+const KernelEntry kEntry({"conv2d", "halo_wgmma", "bfloat16 float16 (weight gradient)", "sm_90a",
+                          true, "three filter taps in one operand; wgmma, TMA"});
+
+struct WgradPlan {
+  Args args;
+  int row_bytes, stage_bytes, dy_bytes, steps;  // steps: of 16 positions
+  int shared_bytes;
+  dim3 grid;
+};
+
+template <typename T, int kChannelBlock>
+__global__ void __launch_bounds__(kMaxFilterRows * 128 + 32, 1)
+    wgrad_kernel(const __grid_constant__ CUtensorMap x_map,
+                 const __grid_constant__ CUtensorMap dy_map, const Args a, int stage_bytes,
+                 int dy_bytes, int steps, float* __restrict__ partial) {
+  constexpr int kRowBytes = kChannelBlock * int{sizeof(T)};
+  constexpr int kColumns = kTapColumns * kChannelBlock;
+  extern __shared__ unsigned char shared_bytes[];
+  unsigned char* shared = shared_bytes + (-shared_address(shared_bytes) & 1023);
+  __shared__ uint64_t full[kMaxStages], empty[kMaxStages];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int channel_blocks = (a.c + kChannelBlock - 1) / kChannelBlock;
+  const int k0 = blockIdx.y / channel_blocks * kFilters;
+  const int c0 = blockIdx.y % channel_blocks * kChannelBlock;
+
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < a.stages; ++i) {
+      mbarrier_init(&full[i], 1);
+      mbarrier_init(&empty[i], a.r);
+    }
+    mbarrier_init_fence();
+  }
+  for (int i = threadIdx.x * 16; i < a.stages * stage_bytes; i += blockDim.x * 16) {
+    *reinterpret_cast<uint4*>(shared + i) = uint4{0, 0, 0, 0};
+  }
+  fence_async_proxy();
+  __syncthreads();
+
+  if (warp == a.r * 4) {
+    if (lane != 0) return;
+    const int dy_rows = a.tile_images > 1 ? a.image_rows * a.tile_images : a.tile_rows;
+    const uint32_t bytes = dy_rows * a.pitch * kFilters * sizeof(T) +
+                           a.load_rows * a.tile_images * a.pitch * kRowBytes;
+    for (int j = 0, tile = blockIdx.x; tile < a.tiles; ++j, tile += gridDim.x) {
+      const int stage = j % a.stages;
+      if (j >= a.stages) mbarrier_wait(&empty[stage], (j / a.stages - 1) & 1);
+      mbarrier_expect(&full[stage], bytes);
+      const int image = tile / a.row_tiles * a.tile_images;
+      const int row = tile % a.row_tiles * a.tile_rows;
+      const uint32_t to = shared_address(shared + stage * stage_bytes);
+      tma_load_4d(&dy_map, &full[stage], to, k0, 0, row, image);
+      tma_load_4d(&x_map, &full[stage], to + dy_bytes, c0, -a.pad_l, row - a.pad_t, image);
+    }
+    return;
+  }
+
+  const int r = warp / 4;
+  float acc[kColumns / 2];
+#pragma unroll
+  for (int i = 0; i < kColumns / 2; ++i) acc[i] = 0;
+  for (int j = 0, tile = blockIdx.x; tile < a.tiles; ++j, tile += gridDim.x) {
+    const int stage = j % a.stages;
+    mbarrier_wait(&full[stage], (j / a.stages) & 1);
+    const uint32_t base = shared_address(shared + stage * stage_bytes);
+    const uint64_t dy_desc = wgmma_descriptor<kFilters* int{sizeof(T)}>(base);
+    const uint64_t x_desc =
+        wgmma_descriptor<kRowBytes>(base + dy_bytes + r * a.pitch * kRowBytes, kRowBytes);
+    wgmma_touch(acc);
+    for (int step = 0; step < steps; ++step) {
+      wgmma_fence();
+      Wgmma<T, kColumns>::template run<1, 1>(acc,
+                                             dy_desc + (step * 16 * kFilters * int{sizeof(T)} >> 4),
+                                             x_desc + (step * 16 * kRowBytes >> 4), 1);
+      wgmma_commit();
+    }
+    wgmma_wait<0>();
+    wgmma_touch(acc);
+    named_barrier(1 + r, 128);
+    if (threadIdx.x % 128 == 0) mbarrier_arrive(&empty[stage]);
+  }
+  // partial[block][k][r][s][c]
+  const int row = (warp % 4) * 16 + lane / 4;
+  float* to = partial + static_cast<int64_t>(blockIdx.x) * a.k * a.r * kTapColumns * a.c;
+#pragma unroll
+  for (int i = 0; i < kColumns / 2; ++i) {
+    const int column = i / 4 * 8 + lane % 4 * 2 + i % 2, k = k0 + row + i / 2 % 2 * 8;
+    const int s = column / kChannelBlock, c = c0 + column % kChannelBlock;
+    if (k < a.k && c < a.c) to[((k * a.r + r) * kTapColumns + s) * a.c + c] = acc[i];
+  }
+}
+
+// dW = sum of the blocks' partial gradients: 32 weights a block, eight threads to each.
+template <typename T>
+__global__ void __launch_bounds__(256)
+    reduce_kernel(const Args a, int parts, const float* __restrict__ partial, T* __restrict__ dw) {
+  __shared__ float sums[8][33];
+  const int size = a.k * a.r * a.s * a.c;
+  const int slice = threadIdx.x / 32, lane = threadIdx.x % 32, i = blockIdx.x * 32 + lane;
+  float sum = 0;
+  if (i < size) {
+#pragma unroll 4
+    for (int part = slice; part < parts; part += 8) sum += partial[int64_t{part} * size + i];
+  }
+  sums[slice][lane] = sum;
+  __syncthreads();
+  if (slice == 0 && i < size) {
+    for (int other = 1; other < 8; ++other) sum += sums[other][lane];
+    const int c = i % a.c, s = i / a.c % a.s, r = i / a.c / a.s % a.r, k = i / a.c / a.s / a.r;
+    dw[k * a.w_k + c * a.w_c + r * a.w_r + s * a.w_s] = convert<T>(sum);
+  }
+}
+
+bool make_plan(const Conv2dShape& s, WgradPlan& plan) {
+  plan = {};
+  Args& a = plan.args;
+  a.c = static_cast<int>(s.c), a.k = static_cast<int>(s.k);
+  a.r = static_cast<int>(s.r), a.s = static_cast<int>(s.s), a.images = static_cast<int>(s.n);
+  a.p = static_cast<int>(s.p), a.q = static_cast<int>(s.q);
+  a.pad_t = static_cast<int>(s.pad_h), a.pad_l = static_cast<int>(s.pad_w);
+  plan.row_bytes = a.c * 2 % 128 == 0 ? 128 : 64;
+  if (!set_tiles(a, static_cast<int>(s.w), static_cast<int>(s.h), kMaxPixels, plan.row_bytes)) {
+    return false;
+  }
+  const int rows = a.tile_images > 1 ? a.image_rows * a.tile_images : a.tile_rows;
+  plan.steps = (rows * a.pitch + 15) / 16;
+  // The last step may read up to 15 positions past the tile: zeros in dy.
+  plan.dy_bytes = (plan.steps * 16 * kFilters * 2 + 1023) / 1024 * 1024;
+  a.plane_rows = std::max(a.plane_rows, plan.steps * 16 + (a.r - 1) * a.pitch + a.s - 1);
+  plan.stage_bytes = plan.dy_bytes + (a.plane_rows * plan.row_bytes + 1023) / 1024 * 1024;
+  a.stages = std::min({kMaxStages, (kSharedBytes - 1024) / plan.stage_bytes});
+  plan.shared_bytes = 1024 + a.stages * plan.stage_bytes;
+  const int blocks = static_cast<int>(ceil_div(a.k, kFilters) * ceil_div(a.c * 2, plan.row_bytes));
+  plan.grid = dim3(std::min(a.tiles, std::max(1, sm_count() / blocks)), blocks);
+  return a.stages >= 2;
+}
+
+template <typename T>
+void launch(Stream stream, const WgradPlan& plan, const CUtensorMap& x_map,
+            const CUtensorMap& dy_map, void* dw, float* partial) {
+  const Args& a = plan.args;
+  const auto kernel = plan.row_bytes == 128 ? wgrad_kernel<T, 64> : wgrad_kernel<T, 32>;
+  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.shared_bytes);
+  kernel<<<plan.grid, a.r * 128 + 32, plan.shared_bytes, as_cuda(stream)>>>(
+      x_map, dy_map, a, plan.stage_bytes, plan.dy_bytes, plan.steps, partial);
+  check_launch("conv2d halo_wgmma wgrad");
+  const int size = a.k * a.r * a.s * a.c;
+  reduce_kernel<<<(size + 31) / 32, 256, 0, as_cuda(stream)>>>(a, static_cast<int>(plan.grid.x),
+                                                               partial, static_cast<T*>(dw));
+  check_launch("conv2d halo_wgmma wgrad reduce");
+}
+
+}  // namespace
+
+bool supports_wgrad(const Conv2dShape& s, const Tensor4dRef& x, const Tensor4dRef& dy) {
+  WgradPlan plan;
+  return size_of(s.dtype) == 2 && s.groups == 1 && s.stride_h == 1 && s.stride_w == 1 &&
+         s.dilation_h == 1 && s.dilation_w == 1 && s.pad_h < s.r && s.pad_w < s.s && s.n > 0 &&
+         s.s == kTapColumns && s.r <= kMaxFilterRows && tma_takes(s.dtype, x) &&
+         tma_takes(s.dtype, dy) && compute_capability() == 90 && make_plan(s, plan);
+}
+
+int64_t wgrad_workspace_bytes(const Conv2dShape& s) {
+  WgradPlan plan;
+  make_plan(s, plan);
+  return int64_t{plan.grid.x} * s.k * s.c * s.r * s.s * 4;
+}
+
+void wgrad(Stream stream, const Conv2dShape& s, const Tensor4dRef& dy, const Tensor4dRef& x,
+           const Tensor4dRef& dw, void* workspace) {
+  WgradPlan plan;
+  make_plan(s, plan);
+  Args& a = plan.args;
+  a.w_k = dw.n, a.w_c = dw.c, a.w_r = dw.h, a.w_s = dw.w;
+  const auto extent = [](int v) { return static_cast<uint32_t>(v); };
+  const CUtensorMap x_map = tensor_map(
+      s.dtype, x, a.c, s.w, s.h, a.images,
+      {extent(plan.row_bytes / 2), extent(a.pitch), extent(a.load_rows), extent(a.tile_images)},
+      plan.row_bytes);
+  const int rows = a.tile_images > 1 ? a.image_rows : a.tile_rows;
+  const CUtensorMap dy_map =
+      tensor_map(s.dtype, dy, a.k, a.q, a.p, a.images,
+                 {kFilters, extent(a.pitch), extent(rows), extent(a.tile_images)}, 128);
+  float* partial = static_cast<float*>(workspace);
+  void* out = const_cast<void*>(dw.data);
+  if (s.dtype == DType::kBFloat16) {
+    launch<__nv_bfloat16>(stream, plan, x_map, dy_map, out, partial);
+  } else {
+    launch<__half>(stream, plan, x_map, dy_map, out, partial);
+  }
+}
+
+}  // namespace braze::cuda::halo
