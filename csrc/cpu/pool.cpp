@@ -1,6 +1,7 @@
 // Pooling on the CPU, a row at a time: a row of results (backward: of input gradients) is kept in
 // accumulators, and each tap passes over the row once in runs of evenly spaced elements that the
-// compiler vectorises. Both layouts are images x rows x columns x depth (depth 1 for NCHW).
+// compiler vectorises. Max pooling's backward in NCHW goes a plane at a time. Both layouts are
+// images x rows x columns x depth (depth 1 for NCHW).
 #include "kernels/pool/pool.h"
 
 #include <algorithm>
@@ -63,6 +64,26 @@ void with_constant_step(int64_t step, const F& f) {
   }
 }
 
+// take ? a : b by masks: short runs are not vectorised, and a branch on random data is mispredicted
+// every other time.
+inline int32_t select(bool take, int32_t a, int32_t b) {
+  const int32_t mask = -static_cast<int32_t>(take);
+  return (a & mask) | (b & ~mask);
+}
+inline float select(bool take, float a, float b) {
+  return float_of(static_cast<uint32_t>(
+      select(take, static_cast<int32_t>(bits_of(a)), static_cast<int32_t>(bits_of(b)))));
+}
+inline double select(bool take, double a, double b) {
+  int64_t x, y;
+  std::memcpy(&x, &a, 8);
+  std::memcpy(&y, &b, 8);
+  const int64_t mask = -static_cast<int64_t>(take), bits = (x & mask) | (y & ~mask);
+  double result;
+  std::memcpy(&result, &bits, 8);
+  return result;
+}
+
 template <typename T>
 void take_max(const T* x, int64_t step, int64_t count, int32_t tap, acc_t<T>* best, int32_t* taps) {
   with_constant_step(step, [&](auto stride) {
@@ -70,8 +91,8 @@ void take_max(const T* x, int64_t step, int64_t count, int32_t tap, acc_t<T>* be
     for (int64_t i = 0; i < count; ++i) {
       const acc_t<T> v = x[i * stride];
       const bool take = (v > best[i]) | (v != v) | (taps[i] < 0);
-      best[i] = take ? v : best[i];
-      taps[i] = take ? tap : taps[i];
+      best[i] = select(take, v, best[i]);
+      taps[i] = select(take, tap, taps[i]);
     }
   });
 }
@@ -143,6 +164,39 @@ void max_pool2d_backward_rows(const Pool2dShape& shape, const T* dy, const Tap* 
         }
       });
       for (int64_t j = 0; j < in_row; ++j) dx[i * in_row + j] = sum[j];
+    }
+  });
+}
+
+// Depth 1: a task owns whole planes, so it can scatter. Each window adds to one element.
+template <typename T, typename Tap>
+void max_pool2d_backward_planes(const Pool2dShape& shape, const T* dy, const Tap* taps, T* dx) {
+  struct Offset {
+    int64_t h, w;
+  };
+  std::vector<Offset> offsets;
+  for (int64_t r = 0; r < shape.r; ++r) {
+    for (int64_t s = 0; s < shape.s; ++s) {
+      offsets.push_back({r * shape.dilation_h - shape.pad_h, s * shape.dilation_w - shape.pad_w});
+    }
+  }
+  const int64_t plane = shape.h * shape.w;
+  for_each_row(shape.images(), plane, [&](int64_t begin, int64_t end) {
+    std::vector<acc_t<T>> sum(plane);
+    for (int64_t i = begin; i < end; ++i) {
+      std::fill(sum.begin(), sum.end(), acc_t<T>(0));
+      const T* grad = dy + i * shape.p * shape.q;
+      const Tap* chosen = taps + i * shape.p * shape.q;
+      for (int64_t p = 0; p < shape.p; ++p) {
+        for (int64_t q = 0; q < shape.q; ++q) {
+          const Offset& offset = offsets[chosen[p * shape.q + q]];
+          const int64_t h = p * shape.stride_h + offset.h, w = q * shape.stride_w + offset.w;
+          // A window without an element inside the plane names a tap outside of it.
+          if (h < 0 || h >= shape.h || w < 0 || w >= shape.w) continue;
+          sum[h * shape.w + w] += static_cast<acc_t<T>>(grad[p * shape.q + q]);
+        }
+      }
+      for (int64_t j = 0; j < plane; ++j) dx[i * plane + j] = sum[j];
     }
   });
 }
@@ -251,8 +305,10 @@ void max_pool2d_backward(Stream, const Pool2dShape& shape, const void* dy, const
     using T = typename decltype(tag)::type;
     with_tap_type(shape, [&](auto tap_tag) {
       using Tap = typename decltype(tap_tag)::type;
-      max_pool2d_backward_rows(shape, static_cast<const T*>(dy), static_cast<const Tap*>(taps),
-                               static_cast<T*>(dx));
+      const auto backward = shape.depth() == 1 ? max_pool2d_backward_planes<T, Tap>
+                                               : max_pool2d_backward_rows<T, Tap>;
+      backward(shape, static_cast<const T*>(dy), static_cast<const Tap*>(taps),
+               static_cast<T*>(dx));
     });
   });
 }

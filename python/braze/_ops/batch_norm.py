@@ -131,7 +131,9 @@ def _check(input, running_mean, running_var, training, eps):
             )
     elif eps < 0.0:
         raise ValueError(f"batch_norm eps must be non-negative, but got {eps}")
-    if any(t is not None and t.requires_grad for t in (running_mean, running_var)):
+    if (running_mean is not None and running_mean.requires_grad) or (
+        running_var is not None and running_var.requires_grad
+    ):
         raise RuntimeError(
             "The function 'batch_norm' is not differentiable with respect to argument "
             "'running_mean' or 'running_var'. These inputs cannot have requires_grad True."
