@@ -134,8 +134,7 @@ void sgd(Stream stream, DType dtype, const SgdTensor* tensors, int64_t count,
       flush();
     }
     batch.tensors[batch.count] = tensors[i];
-    batch.first_block[batch.count + 1] =
-        static_cast<int>(batch.first_block[batch.count] + blocks);
+    batch.first_block[batch.count + 1] = static_cast<int>(batch.first_block[batch.count] + blocks);
     ++batch.count;
   }
   flush();
