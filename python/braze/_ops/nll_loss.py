@@ -95,7 +95,8 @@ def nll_loss(
     """Negative log likelihood of labels under log-probabilities. As ``torch.nn.functional``'s.
 
     Args:
-        input: log-probabilities [C], [N, C] or [N, C, d1, ...]; float64, float32, bfloat16, float16.
+        input: log-probabilities [C], [N, C] or [N, C, d1, ...]; float64, float32, bfloat16 or
+            float16.
         target: labels [], [N] or [N, d1, ...]; int64 or uint8.
         weight: per class, [C], of the input's dtype.
         size_average, reduce: deprecated, see `reduction`.
