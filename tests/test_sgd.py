@@ -46,13 +46,17 @@ def test_matches_stock(device, dtype, options):
     ours, optimizer = train(braze.optim.SGD, values, **options)
     stock, stock_optimizer = train(torch.optim.SGD, values, **options)
     reference, reference_optimizer = train(torch.optim.SGD, values, dtype=torch.float64, **options)
+    # In float64 stock is its own reference; five steps round about ten times.
+    ulps = 16 if dtype == torch.float64 else 4
     for a, s, r in zip(ours, stock, reference, strict=True):
-        assert_by_rule(a, s, r)
+        assert_by_rule(a, s, r, ulps)
         if "momentum" in options:
             state = (o.state[p] for o, p in ((optimizer, a), (stock_optimizer, s)))
             reference_state = reference_optimizer.state[r]
             assert_by_rule(
-                *(x["momentum_buffer"] for x in (*state, reference_state)), what="momentum"
+                *(x["momentum_buffer"] for x in (*state, reference_state)),
+                ulps,
+                what="momentum",
             )
 
 
@@ -206,7 +210,7 @@ def test_bad_input(device):
     complex_param = torch.nn.Parameter(torch.ones(3, device=device, dtype=torch.complex64))
     optimizer = braze.optim.SGD([p, complex_param], lr=0.1)
     p.grad, complex_param.grad = torch.ones_like(p), torch.ones_like(complex_param)
-    with pytest.raises(RuntimeError, match="expected parameters of dtype float64.*complex64"):
+    with pytest.raises(RuntimeError, match=r"expected parameters of dtype float64.*complex64"):
         optimizer.step()
     assert torch.equal(p, torch.ones_like(p))
     table = torch.nn.Parameter(torch.ones(3, 2, device=device))

@@ -33,7 +33,8 @@ CASES = [
 
 
 # In float64 stock is its own reference, so the rule's floor is all there is; it has to hold the
-# rounding of two sums. A gradient y (dy - sum(dy y)) is a difference of terms several times its size.
+# rounding of two sums. A gradient y (dy - sum(dy y)) is a difference of terms several times its
+# size.
 ULPS = {torch.float64: 16}
 GRAD_ULPS = 16
 
@@ -204,10 +205,9 @@ def test_bad_input(device, op):
     log=st.booleans(),
 )
 def test_fuzzed_shapes(sizes, dim, step, log):
+    dim, name = dim % len(sizes), OPS[log]
     for device in ["cpu"] + ["cuda"] * torch.cuda.is_available():
-        dim = dim % len(sizes)
         x = torch.randn(sizes, device=device)[..., ::step].transpose(0, -1).requires_grad_()
-        name = OPS[log]
         check_against_stock(
             lambda t: getattr(F, name)(t, dim),
             lambda t: getattr(stock, name)(t, dim),

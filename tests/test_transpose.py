@@ -30,7 +30,8 @@ def test_exact(device, dtype, shape):
     x = torch.randn(shape, device=device).to(dtype)
     y = braze.transpose_copy(x)
     assert torch.equal(y, expected(x))
-    assert y.stride() == expected(x).stride()
+    assert y.is_contiguous()
+    assert y.data_ptr() != x.data_ptr() or y.numel() == 0
 
 
 def test_layouts_and_unaligned_offset(device, dtype):

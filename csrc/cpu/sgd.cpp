@@ -22,10 +22,10 @@ void update_range(const SgdTensor& t, const SgdOptions& o, double rate, int64_t 
   T* velocity = static_cast<T*>(t.momentum);
   const A lr = static_cast<A>(rate), momentum = static_cast<A>(o.momentum);
   const A kept = static_cast<A>(1 - o.dampening), decay = static_cast<A>(o.weight_decay);
-  const A scale = o.grad_scale == nullptr ? A(1) : static_cast<A>(*o.grad_scale);
+  const A unscale = o.grad_scale == nullptr ? A(1) : A(1) / static_cast<A>(*o.grad_scale);
   const bool negate = o.maximize, first = o.first_step, nesterov = o.nesterov;
   const auto gradient = [=](A g, A p) {
-    g /= scale;
+    g *= unscale;
     if (negate) g = -g;
     return decay != 0 ? g + decay * p : g;
   };

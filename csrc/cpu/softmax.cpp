@@ -123,8 +123,8 @@ void softmax_backward(Stream, DType input_dtype, DType result_dtype, bool log,
       if (shape.inner == 1) {
         softmax_backward_row(log, grad + base, result + base, out + base, shape.size);
       } else {
-        softmax_backward_tile(log, grad + base, result + base, out + base, shape.size,
-                              shape.inner, count);
+        softmax_backward_tile(log, grad + base, result + base, out + base, shape.size, shape.inner,
+                              count);
       }
     });
   });

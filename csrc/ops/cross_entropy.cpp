@@ -66,8 +66,8 @@ Loss make_loss(const char* op, const Tensor& input, const Tensor& target,
   check_target(op, input, target, allow_probs);
   BRAZE_CHECK(reduction >= 0 && reduction <= 2, op,
               ": expected reduction to be 0 (none), 1 (mean) or 2 (sum), but got ", reduction);
-  BRAZE_CHECK(label_smoothing <= 1, op, ": label_smoothing must be between 0.0 and 1.0. Got: ",
-              label_smoothing);
+  BRAZE_CHECK(label_smoothing <= 1, op,
+              ": label_smoothing must be between 0.0 and 1.0. Got: ", label_smoothing);
   const int64_t classes = input.size(class_dim(input));
   if (weight) {
     check_same_device(op, "weight", *weight, "input", input);
@@ -131,9 +131,10 @@ Tensor empty_gradient(const Loss& loss) {
 Tensor checked_grad_output(const char* op, const Tensor& grad, Loss& loss) {
   check_same_device(op, "grad_output", grad, "input", loss.input);
   loss.args.loss_is_acc = grad.scalar_type() != loss.input.scalar_type();
-  BRAZE_CHECK(!loss.args.loss_is_acc || grad.scalar_type() == acc_type(loss.args), op,
-              ": expected grad_output of the input's dtype, or float32 for a 16-bit input, but got ",
-              scalar_type_name(grad.scalar_type()));
+  BRAZE_CHECK(
+      !loss.args.loss_is_acc || grad.scalar_type() == acc_type(loss.args), op,
+      ": expected grad_output of the input's dtype, or float32 for a 16-bit input, but got ",
+      scalar_type_name(grad.scalar_type()));
   const bool rows = loss.args.reduction == Reduction::kNone;
   BRAZE_CHECK(grad.numel() == (rows ? loss.args.shape.rows() : 1), op,
               ": expected grad_output of the loss's shape, but got ", shape_string(grad));
@@ -153,8 +154,7 @@ std::tuple<Tensor, Tensor, Tensor> cross_entropy(const Tensor& input, const Tens
                                                  int64_t ignore_index, double label_smoothing,
                                                  std::optional<ScalarType> dtype) {
   const char* op = "cross_entropy";
-  Loss loss =
-      make_loss(op, input, target, weight, reduction, ignore_index, label_smoothing, true);
+  Loss loss = make_loss(op, input, target, weight, reduction, ignore_index, label_smoothing, true);
   const ScalarType result_dtype = dtype.value_or(input.scalar_type());
   loss.args.loss_is_acc = result_dtype != input.scalar_type();
   BRAZE_CHECK(!loss.args.loss_is_acc || result_dtype == acc_type(loss.args), op,
@@ -171,13 +171,14 @@ std::tuple<Tensor, Tensor, Tensor> cross_entropy(const Tensor& input, const Tens
   return {result, stats, total_weight};
 }
 
-std::tuple<Tensor, Tensor> cross_entropy_backward(
-    const Tensor& grad_output, const Tensor& input, const Tensor& target,
-    std::optional<Tensor> weight, const Tensor& stats, const Tensor& total_weight,
-    int64_t reduction, int64_t ignore_index, double label_smoothing, bool target_grad) {
+std::tuple<Tensor, Tensor> cross_entropy_backward(const Tensor& grad_output, const Tensor& input,
+                                                  const Tensor& target,
+                                                  std::optional<Tensor> weight, const Tensor& stats,
+                                                  const Tensor& total_weight, int64_t reduction,
+                                                  int64_t ignore_index, double label_smoothing,
+                                                  bool target_grad) {
   const char* op = "cross_entropy_backward";
-  Loss loss =
-      make_loss(op, input, target, weight, reduction, ignore_index, label_smoothing, true);
+  Loss loss = make_loss(op, input, target, weight, reduction, ignore_index, label_smoothing, true);
   BRAZE_CHECK(!target_grad || loss.args.target_kind == TargetKind::kProbability, op,
               ": only a probability target has a gradient");
   const Tensor grad = checked_grad_output(op, grad_output, loss);

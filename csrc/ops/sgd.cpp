@@ -65,14 +65,15 @@ void sgd_(const std::vector<Tensor>& params, const std::vector<Tensor>& grads,
     check("momentum_buffers", momentum_buffers[i], params[i]);
     check_no_overlap("momentum_buffers", momentum_buffers[i]);
   }
-  SgdOptions options{lr, nullptr, false, momentum, dampening, weight_decay, nesterov, maximize,
-                     first_step, nullptr, nullptr};
+  SgdOptions options{lr,       nullptr,  false,      momentum, dampening, weight_decay,
+                     nesterov, maximize, first_step, nullptr,  nullptr};
   if (lr_tensor) {
     check_same_device("sgd_", "lr_tensor", *lr_tensor, "params", params[0]);
     const ScalarType type = lr_tensor->scalar_type();
-    BRAZE_CHECK(lr_tensor->numel() == 1 && (type == ScalarType::Float || type == ScalarType::Double),
-                "sgd_: expected lr_tensor to be one float32 or float64 element, but got ",
-                shape_string(*lr_tensor), " ", scalar_type_name(type));
+    BRAZE_CHECK(
+        lr_tensor->numel() == 1 && (type == ScalarType::Float || type == ScalarType::Double),
+        "sgd_: expected lr_tensor to be one float32 or float64 element, but got ",
+        shape_string(*lr_tensor), " ", scalar_type_name(type));
     options.lr_tensor = lr_tensor->const_data_ptr();
     options.lr_is_double = type == ScalarType::Double;
   }

@@ -24,8 +24,9 @@ Tensor empty_like_as(const Tensor& t, ScalarType dtype) {
 
 int64_t checked_dim(const char* op, const Tensor& t, int64_t dim) {
   const int64_t dims = std::max<int64_t>(t.dim(), 1);
-  BRAZE_CHECK(dim >= -dims && dim < dims, op, ": Dimension out of range (expected to be in range of [",
-              -dims, ", ", dims - 1, "], but got ", dim, ")");
+  BRAZE_CHECK(dim >= -dims && dim < dims, op,
+              ": Dimension out of range (expected to be in range of [", -dims, ", ", dims - 1,
+              "], but got ", dim, ")");
   return dim < 0 ? dim + dims : dim;
 }
 
@@ -55,7 +56,8 @@ Tensor softmax_forward(const char* op, bool log, const Tensor& input, int64_t di
   dim = checked_dim(op, input, dim);
   const DeviceContext context(input);
   Tensor y = empty_like_as(input, dtype.value_or(input.scalar_type()));
-  const Tensor x = same_layout(input, y) ? input : with_layout_of(input, torch::stable::empty_like(input));
+  const Tensor x =
+      same_layout(input, y) ? input : with_layout_of(input, torch::stable::empty_like(input));
   dev::softmax(context.stream(), input_dtype, result_dtype, log, rows_along(y, dim),
                x.const_data_ptr(), y.mutable_data_ptr());
   return y;
@@ -71,10 +73,10 @@ Tensor softmax_backward_impl(const char* op, bool log, const Tensor& grad_output
   const DeviceContext context(output);
   Tensor grad_input = empty_like_as(output, input_dtype);
   const DType grad_dtype = dtype_of(op, "input_dtype", grad_input);
-  BRAZE_CHECK(grad_dtype == result_dtype ||
-                  (result_dtype == DType::kFloat32 && size_of(grad_dtype) == 2),
-              op, ": expected input_dtype to be the output's, or a 16-bit type for a float32 output",
-              ", but got ", scalar_type_name(input_dtype));
+  BRAZE_CHECK(
+      grad_dtype == result_dtype || (result_dtype == DType::kFloat32 && size_of(grad_dtype) == 2),
+      op, ": expected input_dtype to be the output's, or a 16-bit type for a float32 output",
+      ", but got ", scalar_type_name(input_dtype));
   const Tensor y = same_layout(output, grad_input)
                        ? output
                        : with_layout_of(output, torch::stable::empty_like(output));
@@ -100,8 +102,7 @@ Tensor softmax_backward(const Tensor& grad_output, const Tensor& output, int64_t
 
 Tensor log_softmax_backward(const Tensor& grad_output, const Tensor& output, int64_t dim,
                             ScalarType input_dtype) {
-  return softmax_backward_impl("log_softmax_backward", true, grad_output, output, dim,
-                               input_dtype);
+  return softmax_backward_impl("log_softmax_backward", true, grad_output, output, dim, input_dtype);
 }
 
 }  // namespace

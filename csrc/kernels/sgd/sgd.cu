@@ -24,7 +24,7 @@ static_assert(sizeof(SgdBatch) <= 4096, "kernel parameters");
 
 template <typename A>
 struct Update {
-  A lr, momentum, kept, weight_decay, grad_scale;
+  A lr, momentum, kept, weight_decay, unscale;
   bool nesterov, negate, first_step;
 
   __device__ explicit Update(const SgdOptions& o)
@@ -34,14 +34,14 @@ struct Update {
         momentum(static_cast<A>(o.momentum)),
         kept(static_cast<A>(1 - o.dampening)),
         weight_decay(static_cast<A>(o.weight_decay)),
-        grad_scale(o.grad_scale == nullptr ? A(1) : static_cast<A>(*o.grad_scale)),
+        unscale(o.grad_scale == nullptr ? A(1) : A(1) / static_cast<A>(*o.grad_scale)),
         nesterov(o.nesterov),
         negate(o.maximize),
         first_step(o.first_step) {}
 
   // New values of p and, where there is momentum, of m.
   __device__ void operator()(A& p, A g, A& m, bool has_momentum) const {
-    g /= grad_scale;
+    g *= unscale;
     if (negate) g = -g;
     if (weight_decay != A(0)) g += weight_decay * p;
     if (has_momentum) {
@@ -134,8 +134,7 @@ void sgd(Stream stream, DType dtype, const SgdTensor* tensors, int64_t count,
       flush();
     }
     batch.tensors[batch.count] = tensors[i];
-    batch.first_block[batch.count + 1] =
-        static_cast<int>(batch.first_block[batch.count] + blocks);
+    batch.first_block[batch.count + 1] = static_cast<int>(batch.first_block[batch.count] + blocks);
     ++batch.count;
   }
   flush();

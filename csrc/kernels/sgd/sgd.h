@@ -23,7 +23,7 @@ struct SgdOptions {
   bool nesterov;
   bool maximize;
   bool first_step;          // momentum buffers are written, not read
-  const float* grad_scale;  // gradients are divided by it; or null
+  const float* grad_scale;  // gradients are multiplied by its reciprocal; or null
   const float* found_inf;   // nothing is written where it is not 0; or null
 };
 
@@ -32,7 +32,7 @@ struct SgdOptions {
 namespace braze::BRAZE_DEVICE {
 
 // torch.optim.SGD's update of `count` tensors of one dtype:
-//   g = (maximize ? -grad : grad) / grad_scale + weight_decay p
+//   g = (maximize ? -grad : grad) (1 / grad_scale) + weight_decay p
 //   m = first_step ? g : momentum m + (1 - dampening) g
 //   p -= lr (momentum == 0 ? g : nesterov ? g + momentum m : m)
 // 16-bit parameters are computed in float32 and rounded once.

@@ -164,7 +164,9 @@ void dispatch_team(Team team, F&& f) {
 template <typename A>
 struct OnlineSum {
   // -inf while nothing but -inf has been seen; such elements add nothing to the sum.
-  __device__ static A reference(A maximum) { return isinf(maximum) && maximum < 0 ? A(0) : maximum; }
+  __device__ static A reference(A maximum) {
+    return isinf(maximum) && maximum < 0 ? A(0) : maximum;
+  }
 
   __device__ static Pair<A> identity() { return {-A(INFINITY), A(0)}; }
 

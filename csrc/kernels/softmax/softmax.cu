@@ -57,8 +57,7 @@ __global__ void __launch_bounds__(kMaxTeamThreads)
       load_acc<N>(y + offset, result);
 #pragma unroll
       for (int k = 0; k < N; ++k) {
-        grad[k] =
-            log_result ? grad[k] - exp(result[k]) * sum : result[k] * (grad[k] - sum);
+        grad[k] = log_result ? grad[k] - exp(result[k]) * sum : result[k] * (grad[k] - sum);
       }
       store_acc<N>(dx + offset, grad);
     });

@@ -31,8 +31,7 @@ __device__ void for_each_in_tile(int64_t first_row, int64_t first_col, int64_t r
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     transpose_kernel(const T* __restrict__ in, T* __restrict__ out, int64_t rows, int64_t cols,
-                     int64_t tiles_per_row, int64_t tiles_per_matrix, bool wide_in,
-                     bool wide_out) {
+                     int64_t tiles_per_row, int64_t tiles_per_matrix, bool wide_in, bool wide_out) {
   constexpr int N = kVecWidth<T>;
   __shared__ T tile[kTile][kTile + 1];
   const int64_t matrix = blockIdx.x / tiles_per_matrix;

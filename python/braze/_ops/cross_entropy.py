@@ -1,17 +1,26 @@
-"""cross_entropy and nll_loss: public functions, autograd Functions, fakes, check_errors. Kernels:
+"""cross_entropy: public function, autograd Functions, fakes; check_errors. Kernels:
 csrc/kernels/cross_entropy/."""
-
-import re
 
 import torch
 
 from braze._ops._common import below_autograd, register
+from braze._ops._loss import (
+    HALF_DTYPES,
+    MEAN,
+    NONE,
+    acc_dtype,
+    as_index_error,
+    check_labels_fit,
+    check_weight_dtype,
+    fake_gradient,
+    reduction_number,
+    refuse_weight_grad,
+    row_sizes,
+    to_float32,
+)
 from braze._ops.softmax import log_softmax, softmax
 
 _ops = torch.ops.braze
-_HALF_DTYPES = (torch.bfloat16, torch.float16)
-_NONE, _MEAN, _SUM = 0, 1, 2
-_REDUCTIONS = {"none": _NONE, "mean": _MEAN, "sum": _SUM}
 
 
 class CrossEntropy(torch.autograd.Function):
@@ -98,9 +107,9 @@ class CrossEntropyBackward(torch.autograd.Function):
         big_q = q.sum(dim, keepdim=True)
         share = grad_output.to(work_dtype)
         scale = 1.0
-        if reduction == _NONE:
+        if reduction == NONE:
             share = share.view(input.shape[:dim] + input.shape[dim + 1 :]).unsqueeze(dim)
-        elif reduction == _MEAN:
+        elif reduction == MEAN:
             # Not 1 / 0 where every row is ignored.
             scale = total_weight.reciprocal()
             scale = scale if probability else torch.where(counted, scale, 0)
@@ -124,7 +133,7 @@ class CrossEntropyBackward(torch.autograd.Function):
             return tuple(grads)
         if ctx.needs_input_grad[0]:
             d_output = (per_row * scale).squeeze(dim)
-            d_output = d_output.sum() if reduction != _NONE else d_output
+            d_output = d_output.sum() if reduction != NONE else d_output
             grads[0] = d_output.to(grad_output.dtype).view(grad_output.shape)
         if ctx.needs_input_grad[1]:
             grads[1] = d_input.to(input.dtype)
@@ -133,89 +142,22 @@ class CrossEntropyBackward(torch.autograd.Function):
         return tuple(grads)
 
 
-class NLLLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, input, target, weight, reduction, ignore_index=-100):
-        with below_autograd():
-            loss, total_weight = _ops.nll_loss.default(
-                input, target, weight, reduction, ignore_index
-            )
-        ctx.save_for_backward(input, target, weight, total_weight)
-        ctx.settings = reduction, ignore_index
-        ctx.mark_non_differentiable(total_weight)
-        ctx.set_materialize_grads(False)
-        return loss, total_weight
-
-    @staticmethod
-    def backward(ctx, grad_output, _total_weight):
-        if grad_output is None:
-            return (None,) * 5
-        grad = NLLLossBackward.apply(grad_output, *ctx.saved_tensors, *ctx.settings)
-        return grad, None, None, None, None
-
-
-class NLLLossBackward(torch.autograd.Function):
-    """Linear in grad_output and independent of the input's values; its adjoint is the loss."""
-
-    @staticmethod
-    def forward(ctx, grad_output, input, target, weight, total_weight, reduction, ignore_index):
-        ctx.save_for_backward(target, weight)
-        ctx.settings = reduction, ignore_index
-        ctx.shape = grad_output.shape
-        with below_autograd():
-            return _ops.nll_loss_backward.default(
-                grad_output, input, target, weight, total_weight, reduction, ignore_index
-            )
-
-    @staticmethod
-    def backward(ctx, grad):
-        loss, _ = NLLLoss.apply(grad, *ctx.saved_tensors, *ctx.settings)
-        return loss.view(ctx.shape), None, None, None, None, None, None
-
-
-def _refuse_weight_grad(name, weight):
-    if weight is not None and weight.requires_grad and torch.is_grad_enabled():
-        raise RuntimeError(
-            f"The function '{name}' is not differentiable with respect to argument 'weight'. "
-            "This input cannot have requires_grad True."
-        )
-
-
 def _cross_entropy_autograd(
     input, target, weight=None, reduction=1, ignore_index=-100, label_smoothing=0.0, dtype=None
 ):
-    _refuse_weight_grad("cross_entropy", weight)
+    refuse_weight_grad("cross_entropy", weight)
     return CrossEntropy.apply(
         input, target, weight, reduction, ignore_index, label_smoothing, dtype
     )
 
 
-def _nll_loss_autograd(input, target, weight=None, reduction=1, ignore_index=-100):
-    _refuse_weight_grad("nll_loss", weight)
-    return NLLLoss.apply(input, target, weight, reduction, ignore_index)
-
-
-def _acc_dtype(dtype):
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _row_sizes(input):
-    return input.shape[:0] if input.dim() == 1 else input.shape[:1] + input.shape[2:]
-
-
 def _fake_cross_entropy(
     input, target, weight=None, reduction=1, ignore_index=-100, label_smoothing=0.0, dtype=None
 ):
-    rows = _row_sizes(input)
-    acc = _acc_dtype(input.dtype)
-    loss = input.new_empty(rows if reduction == _NONE else (), dtype=dtype)
+    rows = row_sizes(input)
+    acc = acc_dtype(input.dtype)
+    loss = input.new_empty(rows if reduction == NONE else (), dtype=dtype)
     return loss, input.new_empty((3, rows.numel()), dtype=acc), input.new_empty((), dtype=acc)
-
-
-def _fake_gradient(input):
-    if input.dim() < 3 or input.is_contiguous() or not input.movedim(1, -1).is_contiguous():
-        return input.new_empty(input.shape)
-    return torch.empty_like(input)
 
 
 def _fake_cross_entropy_backward(
@@ -230,48 +172,27 @@ def _fake_cross_entropy_backward(
     label_smoothing,
     target_grad,
 ):
-    grad_target = _fake_gradient(input) if target_grad else input.new_empty((0,))
-    return _fake_gradient(input), grad_target
-
-
-def _fake_nll_loss(input, target, weight=None, reduction=1, ignore_index=-100):
-    loss = input.new_empty(_row_sizes(input) if reduction == _NONE else ())
-    return loss, input.new_empty((), dtype=_acc_dtype(input.dtype))
-
-
-def _fake_nll_loss_backward(
-    grad_output, input, target, weight, total_weight, reduction, ignore_index
-):
-    return _fake_gradient(input)
-
-
-def _float32(tensor):
-    if tensor is None or tensor.dtype not in _HALF_DTYPES:
-        return tensor
-    return tensor.float()
+    grad_target = fake_gradient(input) if target_grad else input.new_empty((0,))
+    return fake_gradient(input), grad_target
 
 
 def _autocast_cross_entropy(
     input, target, weight=None, reduction=1, ignore_index=-100, label_smoothing=0.0, dtype=None
 ):
-    if input.dtype in _HALF_DTYPES:
+    if input.dtype in HALF_DTYPES:
         if target.dtype.is_floating_point:
-            input, target = input.float(), _float32(target)
+            input, target = input.float(), to_float32(target)
         else:
             dtype = torch.float32  # the kernel reads the 16-bit logits and returns float32
     return (
         input,
         target,
-        _float32(weight),
+        to_float32(weight),
         reduction,
         ignore_index,
         label_smoothing,
         dtype,
     )
-
-
-def _autocast_nll_loss(input, target, weight=None, reduction=1, ignore_index=-100):
-    return _float32(input), target, _float32(weight), reduction, ignore_index
 
 
 register(
@@ -285,97 +206,6 @@ register(
     fake=_fake_cross_entropy_backward,
     autograd=CrossEntropyBackward.apply,
 )
-register("nll_loss", fake=_fake_nll_loss, autograd=_nll_loss_autograd, autocast=_autocast_nll_loss)
-register("nll_loss_backward", fake=_fake_nll_loss_backward, autograd=NLLLossBackward.apply)
-
-
-def _reduction(size_average, reduce, reduction):
-    if size_average is not None or reduce is not None:
-        reduction = torch.nn._reduction.legacy_get_string(size_average, reduce)
-    value = _REDUCTIONS.get(reduction)
-    if value is None:
-        raise ValueError(f"{reduction} is not a valid value for reduction")
-    return value
-
-
-def _check_labels_fit(input, target):
-    """Shapes as torch wants them, in torch's words; the op checks the rest."""
-    dims = input.dim()
-    if dims == 0:
-        raise ValueError("Expected 1 or more dimensions (got 0)")
-    if dims == 1:
-        if target.dim() == 1 and target.size(0) != 1:
-            raise ValueError(
-                f"For 1D input, 1D target must have size 1, but got target size: {target.size(0)}"
-            )
-    else:
-        batch = target.size(0) if target.dim() else 0
-        if input.size(0) != batch:
-            raise ValueError(
-                f"Expected input batch_size ({input.size(0)}) to match target batch_size ({batch})."
-            )
-    if dims <= 2:
-        if target.dim() > 1:
-            raise RuntimeError("0D or 1D target tensor expected, multi-target not supported")
-    elif target.shape != input.shape[:1] + input.shape[2:]:
-        expected = [input.size(0), *input.shape[2:]]
-        raise RuntimeError(f"Expected target size {expected}, got {list(target.shape)}")
-
-
-def _check_weight_dtype(weight, dtype):
-    if weight is not None and weight.dtype != dtype:
-        raise RuntimeError(f"expected scalar type {dtype} for weight but found {weight.dtype}")
-
-
-_OUT_OF_BOUNDS = re.compile(r"Target -?\d+ is out of bounds\.")
-
-
-def _as_index_error(error):
-    """IndexError for a label out of range, which the stable ABI can only raise as RuntimeError."""
-    found = _OUT_OF_BOUNDS.search(str(error))
-    return IndexError(found.group()) if found else error
-
-
-def nll_loss(
-    input,
-    target,
-    weight=None,
-    size_average=None,
-    ignore_index=-100,
-    reduce=None,
-    reduction="mean",
-):
-    """Negative log likelihood of labels under log-probabilities. As ``torch.nn.functional``'s.
-
-    Args:
-        input: log-probabilities [C], [N, C] or [N, C, d1, ...]; float64, float32, bfloat16, float16.
-        target: labels [], [N] or [N, d1, ...]; int64 or uint8.
-        weight: per class, [C], of the input's dtype.
-        size_average, reduce: deprecated, see `reduction`.
-        ignore_index: rows with this label count for nothing.
-        reduction: ``"none"``, ``"mean"`` (divided by the sum of the labels' weights) or ``"sum"``.
-
-    Returns:
-        A scalar, or a loss per label for ``"none"``. Bitwise repeatable. Twice differentiable in
-        `input`. Under autocast 16-bit inputs give float32.
-
-    Raises:
-        IndexError: on the CPU, a label out of range. On CUDA that row's loss is NaN, its gradient
-            zero, and :func:`braze.check_errors` raises.
-        ValueError, RuntimeError: shapes or dtypes that do not fit.
-    """
-    reduction = _reduction(size_average, reduce, reduction)
-    _check_labels_fit(input, target)
-    if torch.is_autocast_enabled(input.device.type):
-        input, weight = _float32(input), _float32(weight)
-    _check_weight_dtype(weight, input.dtype)
-    _refuse_weight_grad("nll_loss", weight)
-    if torch.compiler.is_compiling():
-        return _ops.nll_loss(input, target, weight, reduction, ignore_index)[0]
-    try:
-        return NLLLoss.apply(input, target, weight, reduction, ignore_index)[0]
-    except RuntimeError as error:
-        raise _as_index_error(error) from None
 
 
 def cross_entropy(
@@ -413,7 +243,7 @@ def cross_entropy(
             zero, and :func:`braze.check_errors` raises.
         ValueError, RuntimeError: shapes or dtypes that do not fit.
     """
-    reduction = _reduction(size_average, reduce, reduction)
+    reduction = reduction_number(size_average, reduce, reduction)
     if label_smoothing > 1.0:
         raise RuntimeError(f"label_smoothing must be between 0.0 and 1.0. Got: {label_smoothing}")
     dtype = None
@@ -429,7 +259,7 @@ def cross_entropy(
         if input.dim() == 0:
             raise IndexError("Dimension specified as 1 but tensor has no dimensions")
         if autocast:
-            input, target, weight = _float32(input), _float32(target), _float32(weight)
+            input, target, weight = to_float32(input), to_float32(target), to_float32(weight)
         wanted = torch.promote_types(input.dtype, target.dtype)
         if weight is not None:
             wanted = torch.promote_types(wanted, weight.dtype)
@@ -437,11 +267,11 @@ def cross_entropy(
         if weight is not None and weight.requires_grad and torch.is_grad_enabled():
             return _differentiable_in_weight(input, target, weight, reduction, label_smoothing)
     else:
-        _check_labels_fit(input, target)
-        if autocast and input.dtype in _HALF_DTYPES:
-            dtype, weight = torch.float32, _float32(weight)
-        _check_weight_dtype(weight, dtype or input.dtype)
-        _refuse_weight_grad("cross_entropy", weight)
+        check_labels_fit(input, target)
+        if autocast and input.dtype in HALF_DTYPES:
+            dtype, weight = torch.float32, to_float32(weight)
+        check_weight_dtype(weight, dtype or input.dtype)
+        refuse_weight_grad("cross_entropy", weight)
     if torch.compiler.is_compiling():
         return _ops.cross_entropy(
             input, target, weight, reduction, ignore_index, label_smoothing, dtype
@@ -451,7 +281,7 @@ def cross_entropy(
             input, target, weight, reduction, ignore_index, label_smoothing, dtype
         )[0]
     except RuntimeError as error:
-        raise _as_index_error(error) from None
+        raise as_index_error(error) from None
 
 
 def _differentiable_in_weight(input, target, weight, reduction, label_smoothing):
@@ -468,9 +298,9 @@ def _differentiable_in_weight(input, target, weight, reduction, label_smoothing)
     if label_smoothing > 0:
         target = target * (1 - label_smoothing) + label_smoothing / input.size(dim)
     rows = -(log_softmax(input, dim) * target * weight.view(shape)).sum(dim)
-    if reduction == _NONE:
+    if reduction == NONE:
         return rows
-    return rows.mean() if reduction == _MEAN else rows.sum()
+    return rows.mean() if reduction == MEAN else rows.sum()
 
 
 def check_errors(device=None):

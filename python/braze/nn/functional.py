@@ -2,6 +2,7 @@
 
 from braze._ops.batch_norm import batch_norm
 from braze._ops.cross_entropy import cross_entropy, nll_loss
+from braze._ops.nll_loss import nll_loss
 from braze._ops.pool import avg_pool2d, max_pool2d
 from braze._ops.relu import relu
 from braze._ops.softmax import log_softmax, softmax
