@@ -5,6 +5,7 @@ support is in UNSUPPORTED, with the reason; a test fails when an entry there wou
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -38,7 +39,7 @@ OPS = {
     if (op.name, op.variant_test_name) in FUNCTIONS
 }
 # Of the many samples of an op at most this many per dtype, evenly spread, others for each dtype.
-MOST_SAMPLES = 40
+MOST_SAMPLES = 24
 
 NOT_FLOATING_DTYPES = (
     torch.uint8,
@@ -72,6 +73,12 @@ UNSUPPORTED = [
         "nn.functional.relu",
         "nn.functional.max_pool2d",
         "nn.functional.avg_pool2d",
+    )
+] + [
+    Unsupported(
+        "nn.functional.batch_norm",
+        "torch takes a 1-D input only where it is empty; braze asks for 2 dimensions",
+        lambda sample: sample.input.dim() == 1,
     )
 ]
 
@@ -123,18 +130,31 @@ def call(function, sample, dtype=None):
     return {"output": results, "gradient": list(grads), "argument": buffers}
 
 
-def assert_same(actual, stock, reference):
+def assert_same(actual, stock, reference, single=None):
+    """`single` is stock's result in float32. Beside a float64 result there is no better reference;
+    its error is taken to be that of float32, scaled by the ratio of the roundings."""
     for what in stock:
         assert len(actual[what]) == len(stock[what]), what
-        groups = zip(actual[what], stock[what], reference[what], strict=True)
-        for i, (a, s, r) in enumerate(groups):
+        coarse = single[what] if single else stock[what]
+        groups = zip(actual[what], stock[what], reference[what], coarse, strict=True)
+        for i, (a, s, r, c) in enumerate(groups):
             if s is None:
                 assert a is None, f"{what} {i}"
             elif s.is_floating_point():
-                assert_by_rule(a, s, r, what=f"{what} {i}")
+                assert_by_rule(a, s, r, ulps_of(r, c) if single else 4, what=f"{what} {i}")
             else:
                 assert a.dtype == s.dtype, f"{what} {i}"
                 assert torch.equal(a, s), f"{what} {i}"
+
+
+def ulps_of(reference, coarse):
+    """4 and twice the error of `coarse`, in roundings of its dtype at the largest magnitude."""
+    finite = reference.isfinite() & coarse.isfinite()
+    if not finite.any():
+        return 4
+    largest = reference[finite].abs().max().clamp_min(1e-300)
+    error = (coarse - reference)[finite].abs().max()
+    return 4 + 2 * (error / largest).item() / torch.finfo(coarse.dtype).eps
 
 
 def identifier(key):
@@ -160,7 +180,8 @@ def test_samples(device, dtype, key):
         try:
             actual = call(function, sample)
             stock = call(op.op, sample)
-            assert_same(actual, stock, call(op.op, sample, torch.float64))
+            single = call(op.op, sample, torch.float32) if dtype == torch.float64 else None
+            assert_same(actual, stock, call(op.op, sample, torch.float64), single)
         except Exception as error:
             summary = sample.summary()
             raise AssertionError(f"{summary}: {type(error).__name__}: {error}") from error
@@ -191,9 +212,9 @@ def test_what_is_listed_as_unsupported_is_refused(device, entry):
     for dtype in entry.dtypes:
         if dtype not in op.supported_dtypes(device):
             continue
-        samples = [s for s in samples_of(op, device, dtype, False) if entry.matches(s)]
+        samples = filter(entry.matches, op.sample_inputs(device, dtype, requires_grad=False))
         # Of a whole dtype a few samples are enough.
-        for sample in samples[:3] if dtype not in DTYPES else samples:
+        for sample in itertools.islice(samples, 3) if dtype not in DTYPES else samples:
             with pytest.raises((RuntimeError, TypeError, ValueError, NotImplementedError)):
                 call(function, sample)
             matched += 1
