@@ -201,6 +201,8 @@ AS_TORCH = [
 NOT_AS_TORCH = {
     # torch computes the result, and its backward then indexes an empty tensor
     ("batch_norm", "no channels"): None,
+    # torch returns as many output channels as there are input channels: none
+    ("conv2d", "no input channels"): None,
     # torch indexes the third dimension from the end before it looks how many there are
     ("avg_pool2d", "2-d"): RuntimeError,
     ("avg_pool2d", "0-d"): RuntimeError,
