@@ -196,6 +196,21 @@ AS_TORCH = [
 ]
 
 
+# Where torch's own outcome is an accident of its implementation -> braze's: an exception type, or
+# None for a result.
+NOT_AS_TORCH = {
+    # torch computes the result, and its backward then indexes an empty tensor
+    ("batch_norm", "no channels"): None,
+    # torch returns as many output channels as there are input channels: none
+    ("conv2d", "no input channels"): None,
+    # torch indexes the third dimension from the end before it looks how many there are
+    ("avg_pool2d", "2-d"): RuntimeError,
+    ("avg_pool2d", "0-d"): RuntimeError,
+    # torch's log-softmax complains of a dim that the caller did not give
+    ("cross_entropy", "0-d"): ValueError,
+}
+
+
 def ours(name):
     return braze.matmul if name == "matmul" else getattr(F, name)
 
@@ -256,7 +271,12 @@ def test_as_torch(device, case):
     name, _, make = case
     arguments = make()
     expected = outcome(stock(name), on(device, arguments))
-    assert_same_outcome(outcome(ours(name), on(device, arguments)), expected)
+    actual = outcome(ours(name), on(device, arguments))
+    if case[:2] in NOT_AS_TORCH:
+        wanted = NOT_AS_TORCH[case[:2]]
+        assert type(actual) is wanted if wanted else not isinstance(actual, Exception), actual
+    else:
+        assert_same_outcome(actual, expected)
 
 
 @pytest.mark.parametrize("name", GOOD)
@@ -359,9 +379,6 @@ def test_sgd_parameters():
         braze.optim.SGD(torch.zeros(3, requires_grad=True), lr=0.1)
 
 
-@pytest.mark.parametrize("dims", [(0, 2), (-3, 0)])
-def test_transpose_dims(device, dims):
-    x = torch.randn(3, 4, device=device)
-    # A raw op has RuntimeError only: the stable ABI knows no other.
-    with pytest.raises((RuntimeError, IndexError), match=r"[dD]im"):
-        torch.ops.braze.transpose_copy(x, *dims)
+def test_transpose_copy_needs_two_dimensions(device):
+    with pytest.raises(RuntimeError, match="2 or more dimensions"):
+        torch.ops.braze.transpose_copy(torch.randn(3, device=device))

@@ -5,6 +5,7 @@ support is in UNSUPPORTED, with the reason; a test fails when an entry there wou
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -38,8 +39,12 @@ OPS = {
     if (op.name, op.variant_test_name) in FUNCTIONS
 }
 # Of the many samples of an op at most this many per dtype, evenly spread, others for each dtype.
-MOST_SAMPLES = 40
+MOST_SAMPLES = 16
 
+# torch's message -> braze's, where it says the same thing in other words
+OTHER_MESSAGES = {
+    "should be the same": "of dtype|the same dtype",  # of input, weight and bias
+}
 NOT_FLOATING_DTYPES = (
     torch.uint8,
     torch.int8,
@@ -73,6 +78,12 @@ UNSUPPORTED = [
         "nn.functional.max_pool2d",
         "nn.functional.avg_pool2d",
     )
+] + [
+    Unsupported(
+        "nn.functional.batch_norm",
+        "torch takes a 1-D input only where it is empty; braze asks for 2 dimensions",
+        lambda sample: sample.input.dim() == 1,
+    )
 ]
 
 
@@ -95,8 +106,14 @@ def is_unsupported(key, dtype, sample):
     return any(dtype in u.dtypes and u.matches(sample) for u in entries)
 
 
-def call(function, sample, dtype=None):
-    """Runs the function on fresh tensors; returns results, gradients and updated buffers."""
+def one_rounding_away(t):
+    away = torch.where(torch.rand_like(t) < 0.5, -torch.inf, torch.inf)
+    return torch.nextafter(t, away)
+
+
+def call(function, sample, dtype=None, nudge=lambda t: t):
+    """Runs the function on fresh tensors, the floating-point ones passed through `nudge`; returns
+    results, gradients and updated buffers."""
 
     def fresh(t):
         if not isinstance(t, torch.Tensor):
@@ -105,6 +122,8 @@ def call(function, sample, dtype=None):
         copy = t.detach() if t.requires_grad else t.detach().clone()
         if dtype is not None and t.is_floating_point():
             copy = copy.to(dtype)
+        if t.is_floating_point():
+            copy = nudge(copy)
         return copy.requires_grad_(t.requires_grad)
 
     args, kwargs = tree_map(fresh, ((sample.input, *sample.args), sample.kwargs))
@@ -118,12 +137,14 @@ def call(function, sample, dtype=None):
         generator = torch.Generator().manual_seed(1)
         weight = torch.randn(results[0].shape, generator=generator, dtype=torch.float64)
         # Rounded to the sample's dtype first, so that all three runs get the same gradient.
-        weight = weight.to(sample.input.dtype).to(results[0])
+        weight = nudge(weight.to(sample.input.dtype).to(results[0]))
         grads = torch.autograd.grad(results[0], leaves, weight, allow_unused=True)
     return {"output": results, "gradient": list(grads), "argument": buffers}
 
 
-def assert_same(actual, stock, reference):
+def assert_same(actual, stock, reference, neighbours=()):
+    """By the tolerance rule. Beside a float64 result there is no better reference, so `neighbours`
+    stand for stock's error: its results for inputs and incoming gradients one rounding away."""
     for what in stock:
         assert len(actual[what]) == len(stock[what]), what
         groups = zip(actual[what], stock[what], reference[what], strict=True)
@@ -131,10 +152,20 @@ def assert_same(actual, stock, reference):
             if s is None:
                 assert a is None, f"{what} {i}"
             elif s.is_floating_point():
-                assert_by_rule(a, s, r, what=f"{what} {i}")
+                ulps = 4 + 2 * max((distance(r, n[what][i]) for n in neighbours), default=0)
+                assert_by_rule(a, s, r, ulps, what=f"{what} {i}")
             else:
                 assert a.dtype == s.dtype, f"{what} {i}"
                 assert torch.equal(a, s), f"{what} {i}"
+
+
+def distance(reference, other):
+    """The largest difference, in roundings at the largest magnitude of the reference."""
+    finite = reference.isfinite() & other.isfinite()
+    if not finite.any() or not reference[finite].any():
+        return 0
+    difference = (other - reference)[finite].abs().max() / reference[finite].abs().max()
+    return difference.item() / torch.finfo(reference.dtype).eps
 
 
 def identifier(key):
@@ -160,7 +191,9 @@ def test_samples(device, dtype, key):
         try:
             actual = call(function, sample)
             stock = call(op.op, sample)
-            assert_same(actual, stock, call(op.op, sample, torch.float64))
+            runs = 3 if dtype == torch.float64 else 0
+            neighbours = [call(op.op, sample, nudge=one_rounding_away) for _ in range(runs)]
+            assert_same(actual, stock, call(op.op, sample, torch.float64), neighbours)
         except Exception as error:
             summary = sample.summary()
             raise AssertionError(f"{summary}: {type(error).__name__}: {error}") from error
@@ -191,9 +224,9 @@ def test_what_is_listed_as_unsupported_is_refused(device, entry):
     for dtype in entry.dtypes:
         if dtype not in op.supported_dtypes(device):
             continue
-        samples = [s for s in samples_of(op, device, dtype, False) if entry.matches(s)]
+        samples = filter(entry.matches, op.sample_inputs(device, dtype, requires_grad=False))
         # Of a whole dtype a few samples are enough.
-        for sample in samples[:3] if dtype not in DTYPES else samples:
+        for sample in itertools.islice(samples, 3) if dtype not in DTYPES else samples:
             with pytest.raises((RuntimeError, TypeError, ValueError, NotImplementedError)):
                 call(function, sample)
             matched += 1
@@ -210,5 +243,6 @@ def test_error_inputs(device, key):
         arguments = (sample.input, *sample.args)
         with pytest.raises(error_input.error_type):
             op.op(*arguments, **sample.kwargs)
-        with pytest.raises(error_input.error_type, match=error_input.error_regex):
+        message = OTHER_MESSAGES.get(error_input.error_regex, error_input.error_regex)
+        with pytest.raises(error_input.error_type, match=message):
             function(*arguments, **sample.kwargs)
