@@ -10,6 +10,16 @@ STABLE_TORCH_LIBRARY(braze, m) {
   // cross_entropy
 
   // matmul, linear
+  m.def(
+      "matmul(Tensor input, Tensor other, bool allow_tf32=False, bool deterministic=False, "
+      "str backend=\"auto\") -> Tensor");
+  m.def(
+      "linear(Tensor input, Tensor weight, Tensor? bias=None, bool relu=False, "
+      "bool allow_tf32=False, bool deterministic=False, str backend=\"auto\") -> Tensor");
+  m.def(
+      "linear_backward(Tensor grad_output, Tensor input, Tensor weight, bool[3] output_mask, "
+      "bool allow_tf32=False, bool deterministic=False, str backend=\"auto\") "
+      "-> (Tensor, Tensor, Tensor)");
 
   // pool
 

@@ -5,7 +5,7 @@ import sys
 from braze import _lib
 
 __version__ = "0.1.0"
-__all__ = ["backend", "info", "kernels", "nn"]
+__all__ = ["backend", "info", "kernels", "matmul", "nn"]
 
 try:
     _lib.load()
@@ -16,3 +16,4 @@ except ImportError:
 else:
     from braze import nn
     from braze._config import backend, kernels
+    from braze._ops.matmul import matmul
