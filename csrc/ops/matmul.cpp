@@ -270,7 +270,9 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(const Tensor& grad_output, co
 
   const DeviceContext context(input);
   const Settings settings{allow_tf32, deterministic, backend};
-  Tensor grad_input = empty({0}, input), grad_weight = grad_input, grad_bias = grad_input;
+  // Three tensors, also where they stay empty: results of an op must not alias.
+  Tensor grad_input = empty({0}, input), grad_weight = empty({0}, input);
+  Tensor grad_bias = empty({0}, input);
   const Matrices dy = rows_of(grad_output);
   if (output_mask[0]) {
     Sizes sizes = expected;
