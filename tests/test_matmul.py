@@ -339,9 +339,9 @@ def test_bad_input(device):
         braze.matmul(r(2, 3), r(3, 4).double())
     with pytest.raises(RuntimeError, match="float64, float32, bfloat16 or float16, but got int64"):
         braze.matmul(r(2, 3).long(), r(3, 4).long())
-    with pytest.raises(TypeError, match="argument 'other' .* must be Tensor, not int"):
+    with pytest.raises(TypeError, match=r"argument 'other' .* must be Tensor, not int"):
         braze.matmul(r(2, 3), 3)
-    with pytest.raises(TypeError, match="argument 'input' .* must be Tensor, not float"):
+    with pytest.raises(TypeError, match=r"argument 'input' .* must be Tensor, not float"):
         F.linear(3.0, r(2, 3))
     with pytest.raises(RuntimeError, match=r"shapes cannot be multiplied \(2x3 and 5x4\)"):
         F.linear(r(2, 3), r(4, 5))

@@ -6,6 +6,14 @@ STABLE_TORCH_LIBRARY(braze, m) {
   // batch_norm
 
   // conv2d
+  m.def(
+      "conv2d(Tensor input, Tensor weight, Tensor? bias=None, int[2] stride=1, int[2] padding=0, "
+      "int[2] dilation=1, int groups=1, bool allow_tf32=False, bool deterministic=False, "
+      "str backend=\"auto\") -> Tensor");
+  m.def(
+      "conv2d_backward(Tensor grad_output, Tensor input, Tensor weight, int[2] stride, "
+      "int[2] padding, int[2] dilation, int groups, bool[3] output_mask, bool allow_tf32=False, "
+      "bool deterministic=False, str backend=\"auto\") -> (Tensor, Tensor, Tensor)");
 
   // cross_entropy
 

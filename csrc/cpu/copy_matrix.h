@@ -19,7 +19,11 @@ inline void copy_row(acc_t<T>* __restrict__ dst, const T* __restrict__ src, int6
     constexpr int64_t kBlock = 8;
     int64_t j = 0;
     for (; j + kBlock <= n; j += kBlock) store8(dst + j, load8(src + j));
-    for (; j < n; ++j) dst[j] = static_cast<acc_t<T>>(src[j]);
+    if (j < n && n >= kBlock) {  // the last block overlaps the one before
+      store8(dst + n - kBlock, load8(src + n - kBlock));
+    } else {
+      for (; j < n; ++j) dst[j] = static_cast<acc_t<T>>(src[j]);
+    }
   } else {
     for (int64_t j = 0; j < n; ++j) dst[j] = static_cast<acc_t<T>>(src[j * stride]);
   }

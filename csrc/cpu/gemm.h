@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <type_traits>
 
 #include "cpu/copy_matrix.h"
 #include "cpu/parallel.h"
@@ -58,53 +59,76 @@ class Panels {
   int64_t n_, vecs_, count_, narrow_, wide_;
 };
 
-// tile (kRows x kVecs vectors, dense) = or += A panel * B panel over `depth` steps. The steps are
-// summed from zero before they join the tile: shorter chains of additions round less.
-template <typename Acc, int kVecs>
-void micro_kernel(int64_t depth, const Acc* __restrict__ a, const Acc* __restrict__ b,
-                  Acc* __restrict__ tile, bool accumulate) {
+// Rows x kVecs vectors of C at `out` (rows `ld` apart) = or += A panel * B over `depth` steps,
+// where row(p) points at B's values of step p. The steps are summed from zero before they join what
+// is there: shorter chains of additions round less.
+template <typename Acc, int kPanelRows, int kVecs, typename Row>
+inline void micro_kernel(int64_t depth, const Acc* __restrict__ a, const Row& row,
+                         Acc* __restrict__ out, int64_t ld, bool accumulate) {
   using V = vec_t<Acc>;
   constexpr int kL = kLanes<Acc>;
-  V acc[kRows][kVecs] = {};
-  for (int64_t p = 0; p < depth; ++p) {
-    V row[kVecs];
+  V acc[kPanelRows][kVecs] = {};
+  for (int64_t p = 0; p < depth; ++p, a += kPanelRows) {
+    const Acc* b = row(p);
+    V values[kVecs];
 #pragma GCC unroll 8
-    for (int j = 0; j < kVecs; ++j) row[j] = load<V>(b + j * kL);
+    for (int j = 0; j < kVecs; ++j) values[j] = load<V>(b + j * kL);
 #pragma GCC unroll 8
-    for (int i = 0; i < kRows; ++i) {
+    for (int i = 0; i < kPanelRows; ++i) {
 #pragma GCC unroll 8
-      for (int j = 0; j < kVecs; ++j) acc[i][j] += a[i] * row[j];
+      for (int j = 0; j < kVecs; ++j) acc[i][j] += a[i] * values[j];
     }
-    a += kRows;
-    b += kVecs * kL;
   }
 #pragma GCC unroll 8
-  for (int i = 0; i < kRows; ++i) {
+  for (int i = 0; i < kPanelRows; ++i) {
 #pragma GCC unroll 8
     for (int j = 0; j < kVecs; ++j) {
-      Acc* out = tile + (i * kVecs + j) * kL;
-      store(out, accumulate ? acc[i][j] + load<V>(out) : acc[i][j]);
+      Acc* to = out + i * ld + j * kL;
+      store(to, accumulate ? acc[i][j] + load<V>(to) : acc[i][j]);
     }
   }
 }
 
-// One panel of B (`vecs` wide) against `panels` panels of A, `a_stride` elements apart: fills as
-// many consecutive tiles.
-template <typename Acc>
-void multiply_panels(int64_t depth, const Acc* a, int64_t a_stride, int64_t panels, const Acc* b,
-                     int vecs, Acc* tiles, bool accumulate) {
-  const int64_t tile_size = int64_t{kRows} * vecs * kLanes<Acc>;
-  for (int64_t i = 0; i < panels; ++i) {
-    const Acc* a_panel = a + i * a_stride;
-    Acc* tile = tiles + i * tile_size;
-    if (vecs == 1) {
-      micro_kernel<Acc, 1>(depth, a_panel, b, tile, accumulate);
-    } else if (vecs == 2) {
-      micro_kernel<Acc, 2>(depth, a_panel, b, tile, accumulate);
-    } else {
-      micro_kernel<Acc, kMaxPanelVecs>(depth, a_panel, b, tile, accumulate);
+// Calls f(rows, vecs) with both as std::integral_constant, so that kernels are compiled for each
+// size of register tile: `rows` is a power of two up to kRows, `vecs` at most kMaxPanelVecs.
+template <typename F>
+inline void with_tile(int rows, int vecs, const F& f) {
+  const auto with_rows = [&](auto vecs_tag) {
+    using std::integral_constant;
+    switch (rows) {
+      case 1: return f(integral_constant<int, 1>{}, vecs_tag);
+      case 2: return f(integral_constant<int, 2>{}, vecs_tag);
+      case 4: return f(integral_constant<int, 4>{}, vecs_tag);
+      default: return f(integral_constant<int, kRows>{}, vecs_tag);
     }
+  };
+  switch (vecs) {
+    case 1: return with_rows(std::integral_constant<int, 1>{});
+    case 2: return with_rows(std::integral_constant<int, 2>{});
+    default: return with_rows(std::integral_constant<int, kMaxPanelVecs>{});
   }
+}
+
+// Rows of a panel of A for a matrix of `rows` rows: kRows, or fewer where most would be padding.
+inline int panel_rows(int64_t rows) {
+  int size = 1;
+  while (size < kRows && size < rows) size *= 2;
+  return size;
+}
+
+// One panel of B (`vecs` wide, packed) against `panels` panels of A of `rows` rows, one after the
+// other: fills as many consecutive tiles.
+template <typename Acc>
+void multiply_panels(int64_t depth, const Acc* a, int rows, int64_t panels, const Acc* b, int vecs,
+                     Acc* tiles, bool accumulate) {
+  with_tile(rows, vecs, [&](auto rows_tag, auto vecs_tag) {
+    constexpr int64_t kWidth = vecs_tag * kLanes<Acc>;
+    for (int64_t i = 0; i < panels; ++i) {
+      micro_kernel<Acc, rows_tag, vecs_tag>(
+          depth, a + i * rows_tag * depth, [b](int64_t p) { return b + p * kWidth; },
+          tiles + i * rows_tag * kWidth, kWidth, accumulate);
+    }
+  });
 }
 
 // Packs `lanes` rows of A (or columns of B) into a panel `width` wide; the rest is zero.

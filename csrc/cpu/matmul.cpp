@@ -29,12 +29,13 @@ constexpr int64_t kAlign = 16;
 template <typename Acc>
 struct Plan {
   explicit Plan(const MatmulArgs& args)
-      : panels(args.n),
+      : rows(panel_rows(args.m)),
+        panels(args.n),
         b_size(round_up(args.k * panels.padded(), kAlign)),
         b_matrices(args.b.batch == 0 ? 1 : args.batch),
         group(std::clamp<int64_t>(kPackedBytes / std::max<int64_t>(1, b_size * sizeof(Acc)), 1,
                                   std::max<int64_t>(1, args.batch))),
-        block_rows(std::min(kMaxBlockRows, round_up(args.m, kRows))),
+        block_rows(std::min(kMaxBlockRows, round_up(args.m, rows))),
         block_panels(
             std::min(std::max<int64_t>(1, kMaxBlockCols / kMaxPanelWidth<Acc>), panels.count())) {
     // Several tasks for each thread, as long as blocks stay worth packing for.
@@ -58,6 +59,7 @@ struct Plan {
   int64_t packed_b() const { return std::min(group, b_matrices) * b_size; }
   int64_t bytes() const { return (packed_b() + num_threads() * scratch) * sizeof(Acc); }
 
+  int rows;  // of a panel of A
   Panels<Acc> panels;
   int64_t b_size, b_matrices;        // one packed matrix; how many different ones there are
   int64_t group;                     // matrices of the batch that are worked on together
@@ -111,24 +113,25 @@ struct Blocked {
   void block(Acc* packed_a, int64_t slot, int64_t matrix, int64_t index) const {
     const int64_t first_row = index / plan.col_blocks() * plan.block_rows;
     const int64_t rows = std::min(plan.block_rows, args.m - first_row);
-    const int64_t row_panels = ceil_div(rows, kRows);
+    const int64_t row_panels = ceil_div(rows, plan.rows);
     const int64_t first_panel = index % plan.col_blocks() * plan.block_panels;
     const int64_t last_panel = std::min(first_panel + plan.block_panels, plan.panels.count());
     const Acc* b = packed_b + (plan.b_matrices == 1 ? 0 : slot * plan.b_size);
     const T* a =
         static_cast<const T*>(args.a.data) + matrix * args.a.batch + first_row * args.a.row;
     Acc* tiles = packed_a + plan.a_size;
-    const int64_t tile_panel = row_panels * kRows * kMaxPanelWidth<Acc>;
+    const int64_t tile_panel = row_panels * plan.rows * kMaxPanelWidth<Acc>;
 
     if (args.k == 0) std::fill(tiles, tiles + (last_panel - first_panel) * tile_panel, Acc(0));
     for (int64_t p = 0; p < args.k; p += kDepth) {
       const int64_t depth = std::min(kDepth, args.k - p);
       for (int64_t i = 0; i < row_panels; ++i) {
-        pack_panel(packed_a + i * kRows * depth, kRows, a + i * kRows * args.a.row + p * args.a.col,
-                   args.a.row, args.a.col, std::min<int64_t>(kRows, rows - i * kRows), depth);
+        const int64_t row = i * plan.rows;
+        pack_panel(packed_a + row * depth, plan.rows, a + row * args.a.row + p * args.a.col,
+                   args.a.row, args.a.col, std::min<int64_t>(plan.rows, rows - row), depth);
       }
       for (int64_t j = first_panel; j < last_panel; ++j) {
-        multiply_panels(depth, packed_a, kRows * depth, row_panels,
+        multiply_panels(depth, packed_a, plan.rows, row_panels,
                         b + plan.panels.begin(j) * args.k + p * plan.panels.width(j),
                         plan.panels.vecs(j), tiles + (j - first_panel) * tile_panel, p > 0);
       }

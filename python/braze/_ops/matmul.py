@@ -4,6 +4,7 @@ csrc/kernels/matmul/."""
 import torch
 
 from braze import _config
+from braze._ops._bilinear import check_tensor, double_backward, masked
 from braze._ops._common import autocast_dtype, below_autograd, cast_to, register
 from braze._ops.relu import ReLUBackward
 
@@ -82,9 +83,6 @@ class Linear(torch.autograd.Function):
 
 
 class LinearBackward(torch.autograd.Function):
-    """(grad W, grad' input, sum of grad): bilinear, so its own gradients are linear and
-    linear_backward again."""
-
     @staticmethod
     def forward(
         ctx,
@@ -107,37 +105,15 @@ class LinearBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        grad_output, input, weight = ctx.saved_tensors
-        gg_input, gg_weight, gg_bias = masked(grads, ctx.output_mask)
-        d_grad = None
-        if ctx.needs_input_grad[0]:
-            if gg_input is not None:
-                d_grad = Linear.apply(gg_input, weight, None, False, *ctx.settings)
-            if gg_weight is not None:
-                d_grad = _add(d_grad, Linear.apply(input, gg_weight, gg_bias, False, *ctx.settings))
-            elif gg_bias is not None:
-                d_grad = _add(d_grad, gg_bias.expand_as(grad_output))
-        mask = (
-            ctx.needs_input_grad[1] and gg_weight is not None,
-            ctx.needs_input_grad[2] and gg_input is not None,
-            False,
+        settings = ctx.settings
+        d = double_backward(
+            ctx,
+            grads,
+            lambda x, w, b: Linear.apply(x, w, b, False, *settings),
+            lambda g, x, w, mask: LinearBackward.apply(g, x, w, mask, *settings),
+            lambda b, like: b.expand_as(like),
         )
-        d_input = d_weight = None
-        if any(mask):
-            x = input if gg_input is None else gg_input
-            w = weight if gg_weight is None else gg_weight
-            d = LinearBackward.apply(grad_output, x, w, mask, *ctx.settings)
-            d_input, d_weight, _ = masked(d, mask)
-        return d_grad, d_input, d_weight, None, None, None, None
-
-
-def _add(a, b):
-    return b if a is None else a + b
-
-
-def masked(grads, mask):
-    """The gradients that were asked for; None in the place of the others."""
-    return [g if m else None for g, m in zip(grads, mask, strict=True)]
+        return *d, None, None, None, None
 
 
 def _fake_matmul(input, other, allow_tf32=False, deterministic=False, backend="auto"):
@@ -176,14 +152,6 @@ def _settings(input):
     )
 
 
-def _check_tensor(function, argument, position, value):
-    if not isinstance(value, torch.Tensor):
-        raise TypeError(
-            f"{function}(): argument '{argument}' (position {position}) must be Tensor, "
-            f"not {type(value).__name__}"
-        )
-
-
 def matmul(input, other):
     """Matrix product with ``torch.matmul``'s ranks and broadcasting.
 
@@ -202,8 +170,8 @@ def matmul(input, other):
         RuntimeError: shapes that do not fit, different or other dtypes, different devices, or a
             backend that cannot take the arguments.
     """
-    _check_tensor("matmul", "input", 1, input)
-    _check_tensor("matmul", "other", 2, other)
+    check_tensor("matmul", "input", 1, input)
+    check_tensor("matmul", "other", 2, other)
     dtype = autocast_dtype(input)
     if dtype is not None:
         input, other = cast_to(dtype, input, other)
@@ -228,8 +196,8 @@ def linear(input, weight, bias=None):
         TypeError: input or weight is not a tensor.
         RuntimeError: as :func:`braze.matmul`.
     """
-    _check_tensor("linear", "input", 1, input)
-    _check_tensor("linear", "weight", 2, weight)
+    check_tensor("linear", "input", 1, input)
+    check_tensor("linear", "weight", 2, weight)
     if input.dim() == 0 or weight.dim() == 0:
         raise RuntimeError(
             f"both arguments to linear need to be at least 1D, but they are {input.dim()}D and "

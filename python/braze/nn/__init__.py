@@ -2,6 +2,6 @@
 hooks, ``deepcopy`` and pickling work unchanged; only ``forward`` differs."""
 
 from braze.nn import functional
-from braze.nn.modules import Flatten, Linear, ReLU, Sequential
+from braze.nn.modules import Conv2d, Flatten, Linear, ReLU, Sequential
 
-__all__ = ["Flatten", "Linear", "ReLU", "Sequential", "functional"]
+__all__ = ["Conv2d", "Flatten", "Linear", "ReLU", "Sequential", "functional"]

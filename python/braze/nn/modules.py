@@ -5,6 +5,18 @@ import torch
 from braze.nn import functional as F
 
 
+class Conv2d(torch.nn.Conv2d):
+    """``torch.nn.Conv2d`` on :func:`braze.nn.functional.conv2d`."""
+
+    def _conv_forward(self, input, weight, bias):
+        padding = self.padding
+        if self.padding_mode != "zeros":
+            sides = self._reversed_padding_repeated_twice
+            input = torch.nn.functional.pad(input, sides, mode=self.padding_mode)
+            padding = 0
+        return F.conv2d(input, weight, bias, self.stride, padding, self.dilation, self.groups)
+
+
 class Flatten(torch.nn.Flatten):
     """``torch.nn.Flatten``: a view, with nothing to compute."""
 
