@@ -125,13 +125,13 @@ def test_special_values(device, dtype):
     assert braze.matmul(big, big).isinf().all()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_fuzzed_on_cpu(data):
     fuzz_matmul(data, "cpu")
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data())
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_fuzzed_on_cuda(data):

@@ -147,20 +147,29 @@ class Convolve {
                 first_row, 0);
       // Read by the last panel, beyond the last pixel, and multiplied into unused results.
       std::fill_n(slab + channels * shape_.pixels(), kLanes<Acc>, Acc(0));
-      for (int64_t f = 0; f < filters; f += plan_.rows) {
-        const Acc* a = weights + f * depth + c * conv_.taps() * plan_.rows;
-        for (int64_t j = 0; j < panels.count(); ++j) {
-          with_tile(plan_.rows, panels.vecs(j), [&](auto rows_tag, auto vecs_tag) {
-            const Acc* b = slab + panels.begin(j);
-            const int64_t* offsets = offsets_.data();
-            micro_kernel<Acc, rows_tag, vecs_tag>(
-                channels * conv_.taps(), a, [b, offsets](int64_t p) { return b + offsets[p]; },
-                acc + f * ld + panels.begin(j), ld, c > 0);
-          });
+      for (int64_t p = 0; p < channels * conv_.taps(); p += kDepth) {
+        const int64_t steps = std::min(kDepth, channels * conv_.taps() - p);
+        const int64_t first = c * conv_.taps() + p;
+        for (int64_t f = 0; f < filters; f += plan_.rows) {
+          multiply(weights + f * depth + first * plan_.rows, steps, slab, offsets_.data() + p,
+                   panels, acc + f * ld, first > 0);
         }
       }
     }
     store(acc, ld, image, group * conv_.filters + first_filter, filters, first_row, rows);
+  }
+
+  // One panel of filters against all pixels.
+  void multiply(const Acc* a, int64_t steps, const Acc* slab, const int64_t* offsets,
+                const Panels<Acc>& panels, Acc* acc, bool accumulate) const {
+    for (int64_t j = 0; j < panels.count(); ++j) {
+      const Acc* b = slab + panels.begin(j);
+      with_tile(plan_.rows, panels.vecs(j), [&](auto rows_tag, auto vecs_tag) {
+        micro_kernel<Acc, rows_tag, vecs_tag>(
+            steps, a, [b, offsets](int64_t p) { return b + offsets[p]; }, acc + panels.begin(j),
+            panels.padded(), accumulate);
+      });
+    }
   }
 
   // The epilogue: filters x pixels accumulators, rows `ld` apart, to the result.
