@@ -13,6 +13,14 @@ STABLE_TORCH_LIBRARY(braze, m) {
       "Tensor rstd, bool training, bool[] output_mask) -> (Tensor, Tensor, Tensor)");
 
   // conv2d
+  m.def(
+      "conv2d(Tensor input, Tensor weight, Tensor? bias=None, int[2] stride=1, int[2] padding=0, "
+      "int[2] dilation=1, int groups=1, bool allow_tf32=False, bool deterministic=False, "
+      "str backend=\"auto\") -> Tensor");
+  m.def(
+      "conv2d_backward(Tensor grad_output, Tensor input, Tensor weight, int[2] stride, "
+      "int[2] padding, int[2] dilation, int groups, bool[3] output_mask, bool allow_tf32=False, "
+      "bool deterministic=False, str backend=\"auto\") -> (Tensor, Tensor, Tensor)");
 
   // cross_entropy
   m.def(
@@ -32,6 +40,16 @@ STABLE_TORCH_LIBRARY(braze, m) {
   m.def("take_label_error(Tensor device_of) -> (bool, int)");
 
   // matmul, linear
+  m.def(
+      "matmul(Tensor input, Tensor other, bool allow_tf32=False, bool deterministic=False, "
+      "str backend=\"auto\") -> Tensor");
+  m.def(
+      "linear(Tensor input, Tensor weight, Tensor? bias=None, bool relu=False, "
+      "bool allow_tf32=False, bool deterministic=False, str backend=\"auto\") -> Tensor");
+  m.def(
+      "linear_backward(Tensor grad_output, Tensor input, Tensor weight, bool[3] output_mask, "
+      "bool allow_tf32=False, bool deterministic=False, str backend=\"auto\") "
+      "-> (Tensor, Tensor, Tensor)");
 
   // pool
   m.def(

@@ -5,7 +5,7 @@ import sys
 from braze import _lib
 
 __version__ = "0.1.0"
-__all__ = ["backend", "check_errors", "info", "kernels", "nn", "optim", "transpose_copy"]
+__all__ = ["backend", "check_errors", "info", "kernels", "matmul", "nn", "optim", "transpose_copy"]
 
 try:
     _lib.load()
@@ -17,4 +17,5 @@ else:
     from braze import nn, optim
     from braze._config import backend, kernels
     from braze._ops.cross_entropy import check_errors
+    from braze._ops.matmul import matmul
     from braze._ops.transpose import transpose_copy

@@ -53,8 +53,9 @@ def _autocast_kernel(op, cast, key):
     keyset = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
 
     def kernel(*args):
+        args = cast(*args)  # before the guard, under which autocast is off
         with torch._C._ExcludeDispatchKeyGuard(keyset):
-            return op(*cast(*args))
+            return op(*args)
 
     return kernel
 

@@ -5,22 +5,30 @@ from braze.nn import functional
 from braze.nn.modules import (
     AvgPool2d,
     BatchNorm2d,
+    Conv2d,
     CrossEntropyLoss,
+    Flatten,
+    Linear,
     LogSoftmax,
     MaxPool2d,
     NLLLoss,
     ReLU,
+    Sequential,
     Softmax,
 )
 
 __all__ = [
     "AvgPool2d",
     "BatchNorm2d",
+    "Conv2d",
     "CrossEntropyLoss",
+    "Flatten",
+    "Linear",
     "LogSoftmax",
     "MaxPool2d",
     "NLLLoss",
     "ReLU",
+    "Sequential",
     "Softmax",
     "functional",
 ]

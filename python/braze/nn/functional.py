@@ -1,7 +1,9 @@
 """Drop-in functions: the names, argument order and defaults of ``torch.nn.functional``."""
 
 from braze._ops.batch_norm import batch_norm
-from braze._ops.cross_entropy import cross_entropy, nll_loss
+from braze._ops.conv2d import conv2d
+from braze._ops.cross_entropy import cross_entropy
+from braze._ops.matmul import linear
 from braze._ops.nll_loss import nll_loss
 from braze._ops.pool import avg_pool2d, max_pool2d
 from braze._ops.relu import relu
@@ -10,7 +12,9 @@ from braze._ops.softmax import log_softmax, softmax
 __all__ = [
     "avg_pool2d",
     "batch_norm",
+    "conv2d",
     "cross_entropy",
+    "linear",
     "log_softmax",
     "max_pool2d",
     "nll_loss",

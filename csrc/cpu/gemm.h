@@ -1,0 +1,162 @@
+// The register-tiled inner product that matrix product and convolution share, and the panels that
+// feed it.
+//
+// A is packed into panels of kRows rows, B into panels of up to kMaxPanelVecs vectors of columns;
+// within a panel the reduction index is outermost, so that one step of the micro kernel reads
+// kRows values of A (broadcast) and a few vectors of B, both consecutively.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <type_traits>
+
+#include "cpu/copy_matrix.h"
+#include "cpu/parallel.h"
+#include "cpu/simd.h"
+
+namespace braze::cpu {
+
+// The tile of accumulators: kRows x kMaxPanelVecs vector registers, with room left for one row of B
+// and a broadcast value of A. 32 registers with AVX-512, 16 below.
+#if defined(__AVX512F__)
+constexpr int kRows = 8, kMaxPanelVecs = 3;
+#elif defined(__AVX2__)
+constexpr int kRows = 4, kMaxPanelVecs = 3;
+#else
+constexpr int kRows = 4, kMaxPanelVecs = 2;
+#endif
+
+template <typename Acc>
+constexpr int kMaxPanelWidth = kMaxPanelVecs * kLanes<Acc>;
+
+// Steps of the reduction between two visits of an accumulator tile in memory: a panel of B of that
+// depth is 48 KiB at most, which the second-level cache streams fast enough.
+constexpr int64_t kDepth = 256;
+
+inline int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+
+// Columns [0, n) split into panels of whole vectors, as even in width as possible: 4 vectors are
+// 2 + 2, not 3 + 1. Only the last panel may reach beyond n.
+template <typename Acc>
+class Panels {
+ public:
+  explicit Panels(int64_t n)
+      : n_(n),
+        vecs_(ceil_div(n, kLanes<Acc>)),
+        count_(ceil_div(vecs_, kMaxPanelVecs)),
+        narrow_(count_ ? vecs_ / count_ : 0),
+        wide_(count_ ? vecs_ % count_ : 0) {}
+  int64_t count() const { return count_; }
+  int vecs(int64_t i) const { return static_cast<int>(narrow_ + (i < wide_)); }
+  int64_t width(int64_t i) const { return vecs(i) * int64_t{kLanes<Acc>}; }
+  int64_t begin(int64_t i) const {
+    return (i * narrow_ + std::min(i, wide_)) * int64_t{kLanes<Acc>};
+  }
+  int64_t columns(int64_t i) const { return std::min(width(i), n_ - begin(i)); }
+  int64_t padded() const { return vecs_ * kLanes<Acc>; }  // the width of all panels
+
+ private:
+  int64_t n_, vecs_, count_, narrow_, wide_;
+};
+
+// Rows x kVecs vectors of C at `out` (rows `ld` apart) = or += A panel * B over `depth` steps,
+// where row(p) points at B's values of step p. The steps are summed from zero before they join what
+// is there: shorter chains of additions round less.
+template <typename Acc, int kPanelRows, int kVecs, typename Row>
+inline void micro_kernel(int64_t depth, const Acc* __restrict__ a, const Row& row,
+                         Acc* __restrict__ out, int64_t ld, bool accumulate) {
+  using V = vec_t<Acc>;
+  constexpr int kL = kLanes<Acc>;
+  V acc[kPanelRows][kVecs] = {};
+  for (int64_t p = 0; p < depth; ++p, a += kPanelRows) {
+    const Acc* b = row(p);
+    V values[kVecs];
+#pragma GCC unroll 8
+    for (int j = 0; j < kVecs; ++j) values[j] = load<V>(b + j * kL);
+#pragma GCC unroll 8
+    for (int i = 0; i < kPanelRows; ++i) {
+#pragma GCC unroll 8
+      for (int j = 0; j < kVecs; ++j) acc[i][j] += a[i] * values[j];
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < kPanelRows; ++i) {
+#pragma GCC unroll 8
+    for (int j = 0; j < kVecs; ++j) {
+      Acc* to = out + i * ld + j * kL;
+      store(to, accumulate ? acc[i][j] + load<V>(to) : acc[i][j]);
+    }
+  }
+}
+
+// Calls f(rows, vecs) with both as std::integral_constant, so that kernels are compiled for each
+// size of register tile: `rows` is a power of two up to kRows, `vecs` at most kMaxPanelVecs.
+template <typename F>
+inline void with_tile(int rows, int vecs, const F& f) {
+  const auto with_rows = [&](auto vecs_tag) {
+    using std::integral_constant;
+    switch (rows) {
+      case 1: return f(integral_constant<int, 1>{}, vecs_tag);
+      case 2: return f(integral_constant<int, 2>{}, vecs_tag);
+      case 4: return f(integral_constant<int, 4>{}, vecs_tag);
+      default: return f(integral_constant<int, kRows>{}, vecs_tag);
+    }
+  };
+  switch (vecs) {
+    case 1: return with_rows(std::integral_constant<int, 1>{});
+    case 2: return with_rows(std::integral_constant<int, 2>{});
+    default: return with_rows(std::integral_constant<int, kMaxPanelVecs>{});
+  }
+}
+
+// Rows of a panel of A for a matrix of `rows` rows: kRows, or fewer where most would be padding.
+inline int panel_rows(int64_t rows) {
+  int size = 1;
+  while (size < kRows && size < rows) size *= 2;
+  return size;
+}
+
+// One panel of B (`vecs` wide, packed) against `panels` panels of A of `rows` rows, one after the
+// other: fills as many consecutive tiles.
+template <typename Acc>
+void multiply_panels(int64_t depth, const Acc* a, int rows, int64_t panels, const Acc* b, int vecs,
+                     Acc* tiles, bool accumulate) {
+  with_tile(rows, vecs, [&](auto rows_tag, auto vecs_tag) {
+    constexpr int64_t kWidth = vecs_tag * kLanes<Acc>;
+    for (int64_t i = 0; i < panels; ++i) {
+      micro_kernel<Acc, rows_tag, vecs_tag>(
+          depth, a + i * rows_tag * depth, [b](int64_t p) { return b + p * kWidth; },
+          tiles + i * rows_tag * kWidth, kWidth, accumulate);
+    }
+  });
+}
+
+// Packs `lanes` rows of A (or columns of B) into a panel `width` wide; the rest is zero.
+template <typename T>
+void pack_panel(acc_t<T>* dst, int64_t width, const T* src, int64_t lane_stride,
+                int64_t depth_stride, int64_t lanes, int64_t depth) {
+  copy_matrix(dst, width, src, depth_stride, lane_stride, depth, lanes);
+  if (lanes == width) return;
+  for (int64_t p = 0; p < depth; ++p) {
+    std::fill(dst + p * width + lanes, dst + (p + 1) * width, acc_t<T>(0));
+  }
+}
+
+template <typename T>
+inline T relu_if(bool relu, acc_t<T> value) {
+  return T(relu && value < 0 ? acc_t<T>(0) : value);
+}
+
+// Calls f(worker, task) once for each task; at most one task runs per worker at a time, so that
+// scratch memory can be kept per worker. Tasks are handed out as workers become free.
+template <typename F>
+void for_each_task(int64_t tasks, const F& f) {
+  std::atomic<int64_t> next{0};
+  parallel_for(0, std::min(tasks, num_threads()), 1, [&](int64_t first, int64_t last) {
+    for (int64_t worker = first; worker < last; ++worker) {
+      for (int64_t task = next++; task < tasks; task = next++) f(worker, task);
+    }
+  });
+}
+
+}  // namespace braze::cpu

@@ -1,0 +1,236 @@
+// Matrix product: both operands packed into panels (gemm.h), blocked for the second-level cache,
+// after K. Goto and R. van de Geijn, "Anatomy of high-performance matrix multiplication" (2008).
+#include "kernels/matmul/matmul.h"
+
+#include <algorithm>
+
+#include "cpu/gemm.h"
+#include "cpu/numeric.h"
+#include "cpu/parallel.h"
+#include "kernels/common/registry.h"
+
+namespace braze::cpu {
+namespace {
+
+const KernelEntry kBlocked({"matmul", "blocked", "float64 float32 bfloat16 float16", "cpu", true,
+                            "packed panels, register tiles, cache blocks, threads"});
+const KernelEntry kNaive({"matmul", "naive", "float64 float32 bfloat16 float16", "cpu", false,
+                          "triple loop"});
+
+// A block of C that one task computes: at most 96 rows, so that its panel of A (96 KiB at depth
+// 256) stays in the second-level cache, by at most 768 columns (288 KiB of accumulators).
+constexpr int64_t kMaxBlockRows = 96, kMaxBlockCols = 768;
+// Packed B of a batch beyond this many bytes is made and used a few matrices at a time.
+constexpr int64_t kPackedBytes = int64_t{4} << 20;
+// Elements by which regions of the workspace are aligned: a cache line of fp32.
+constexpr int64_t kAlign = 16;
+
+// How the work is cut, and the sizes, in elements of the accumulation type, of what is packed.
+template <typename Acc>
+struct Plan {
+  explicit Plan(const MatmulArgs& args)
+      : rows(panel_rows(args.m)),
+        panels(args.n),
+        b_size(round_up(args.k * panels.padded(), kAlign)),
+        b_matrices(args.b.batch == 0 ? 1 : args.batch),
+        group(std::clamp<int64_t>(kPackedBytes / std::max<int64_t>(1, b_size * sizeof(Acc)), 1,
+                                  std::max<int64_t>(1, args.batch))),
+        block_rows(std::min(kMaxBlockRows, round_up(args.m, rows))),
+        block_panels(
+            std::min(std::max<int64_t>(1, kMaxBlockCols / kMaxPanelWidth<Acc>), panels.count())) {
+    // Several tasks for each thread, as long as blocks stay worth packing for.
+    const int64_t wanted = 4 * num_threads();
+    if (num_threads() > 1) {
+      while (tasks(args) < wanted && block_rows > 4 * kRows) {
+        block_rows = round_up(block_rows / 2, kRows);
+      }
+      while (tasks(args) < wanted && block_panels > 2) block_panels = (block_panels + 1) / 2;
+    }
+    if (b_matrices == 1) group = args.batch;
+    a_size = block_rows * std::min(args.k, kDepth);
+    const int64_t tiles = block_rows * block_panels * kMaxPanelWidth<Acc>;
+    scratch = round_up(a_size + tiles, kAlign);
+  }
+  int64_t row_blocks(const MatmulArgs& args) const { return ceil_div(args.m, block_rows); }
+  int64_t col_blocks() const { return ceil_div(panels.count(), block_panels); }
+  int64_t tasks(const MatmulArgs& args) const {
+    return std::min(group, args.batch) * row_blocks(args) * col_blocks();
+  }
+  int64_t packed_b() const { return std::min(group, b_matrices) * b_size; }
+  int64_t bytes() const { return (packed_b() + num_threads() * scratch) * sizeof(Acc); }
+
+  int rows;  // of a panel of A
+  Panels<Acc> panels;
+  int64_t b_size, b_matrices;        // one packed matrix; how many different ones there are
+  int64_t group;                     // matrices of the batch that are worked on together
+  int64_t block_rows, block_panels;  // of C, for one task
+  int64_t a_size, scratch;           // packed A; all memory of one worker
+};
+
+template <typename T>
+struct Blocked {
+  using Acc = acc_t<T>;
+  const MatmulArgs& args;
+  const Plan<Acc> plan;
+  Acc* packed_b;
+  Acc* scratch;
+
+  Blocked(const MatmulArgs& args, void* workspace)
+      : args(args),
+        plan(args),
+        packed_b(static_cast<Acc*>(workspace)),
+        scratch(packed_b + plan.packed_b()) {}
+
+  void run() const {
+    for (int64_t first = 0; first < args.batch; first += plan.group) {
+      const int64_t count = std::min(plan.group, args.batch - first);
+      pack_b(first, std::min(count, plan.b_matrices));
+      const int64_t per_matrix = plan.row_blocks(args) * plan.col_blocks();
+      for_each_task(count * per_matrix, [&](int64_t worker, int64_t task) {
+        block(scratch + worker * plan.scratch, task / per_matrix, first + task / per_matrix,
+              task % per_matrix);
+      });
+    }
+  }
+
+  // Matrices [first, first + count) of B, each as one panel after the other.
+  void pack_b(int64_t first, int64_t count) const {
+    const int64_t panels = plan.panels.count();
+    const T* b = static_cast<const T*>(args.b.data);
+    const int64_t grain = ceil_div(16384, std::max<int64_t>(1, args.k * kMaxPanelWidth<Acc>));
+    parallel_for(0, count * panels, grain, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        const int64_t matrix = i / panels, panel = i % panels;
+        const int64_t column = plan.panels.begin(panel);
+        pack_panel(packed_b + matrix * plan.b_size + column * args.k, plan.panels.width(panel),
+                   b + (first + matrix) * args.b.batch + column * args.b.col, args.b.col,
+                   args.b.row, plan.panels.columns(panel), args.k);
+      }
+    });
+  }
+
+  // Block `index` of C[matrix]; `slot` is the matrix's place in its group.
+  void block(Acc* packed_a, int64_t slot, int64_t matrix, int64_t index) const {
+    const int64_t first_row = index / plan.col_blocks() * plan.block_rows;
+    const int64_t rows = std::min(plan.block_rows, args.m - first_row);
+    const int64_t row_panels = ceil_div(rows, plan.rows);
+    const int64_t first_panel = index % plan.col_blocks() * plan.block_panels;
+    const int64_t last_panel = std::min(first_panel + plan.block_panels, plan.panels.count());
+    const Acc* b = packed_b + (plan.b_matrices == 1 ? 0 : slot * plan.b_size);
+    const T* a =
+        static_cast<const T*>(args.a.data) + matrix * args.a.batch + first_row * args.a.row;
+    Acc* tiles = packed_a + plan.a_size;
+    const int64_t tile_panel = row_panels * plan.rows * kMaxPanelWidth<Acc>;
+
+    if (args.k == 0) std::fill(tiles, tiles + (last_panel - first_panel) * tile_panel, Acc(0));
+    for (int64_t p = 0; p < args.k; p += kDepth) {
+      const int64_t depth = std::min(kDepth, args.k - p);
+      for (int64_t i = 0; i < row_panels; ++i) {
+        const int64_t row = i * plan.rows;
+        pack_panel(packed_a + row * depth, plan.rows, a + row * args.a.row + p * args.a.col,
+                   args.a.row, args.a.col, std::min<int64_t>(plan.rows, rows - row), depth);
+      }
+      for (int64_t j = first_panel; j < last_panel; ++j) {
+        multiply_panels(depth, packed_a, plan.rows, row_panels,
+                        b + plan.panels.begin(j) * args.k + p * plan.panels.width(j),
+                        plan.panels.vecs(j), tiles + (j - first_panel) * tile_panel, p > 0);
+      }
+    }
+    for (int64_t j = first_panel; j < last_panel; ++j) {
+      store_panel(tiles + (j - first_panel) * tile_panel, matrix, first_row, rows, j);
+    }
+  }
+
+  // The epilogue: a column of tiles to C.
+  void store_panel(const Acc* tiles, int64_t matrix, int64_t first_row, int64_t rows,
+                   int64_t panel) const {
+    const int64_t width = plan.panels.width(panel), columns = plan.panels.columns(panel);
+    const int64_t column = plan.panels.begin(panel);
+    Acc bias[kMaxPanelWidth<Acc>] = {};
+    if (args.bias) copy_row(bias, static_cast<const T*>(args.bias) + column, 1, columns);
+    T* c = static_cast<T*>(args.c) + (matrix * args.m + first_row) * args.n + column;
+    for (int64_t i = 0; i < rows; ++i, c += args.n) {
+      const Acc* tile = tiles + i * width;
+      for (int64_t j = 0; j < columns; ++j) c[j] = relu_if<T>(args.relu, tile[j] + bias[j]);
+    }
+  }
+};
+
+template <typename T>
+void naive(const MatmulArgs& args) {
+  using Acc = acc_t<T>;
+  const T* a = static_cast<const T*>(args.a.data);
+  const T* b = static_cast<const T*>(args.b.data);
+  const T* bias = static_cast<const T*>(args.bias);
+  T* c = static_cast<T*>(args.c);
+  for (int64_t l = 0; l < args.batch; ++l) {
+    for (int64_t i = 0; i < args.m; ++i) {
+      for (int64_t j = 0; j < args.n; ++j) {
+        const T* row = a + l * args.a.batch + i * args.a.row;
+        const T* column = b + l * args.b.batch + j * args.b.col;
+        Acc sum = 0;
+        for (int64_t p = 0; p < args.k; ++p) {
+          sum += static_cast<Acc>(row[p * args.a.col]) * static_cast<Acc>(column[p * args.b.row]);
+        }
+        if (bias) sum += static_cast<Acc>(bias[j]);
+        c[(l * args.m + i) * args.n + j] = relu_if<T>(args.relu, sum);
+      }
+    }
+  }
+}
+
+// Rows that a task sums before the partial sums are added up, in the same order for any number of
+// threads.
+constexpr int64_t kSumRows = 256;
+
+}  // namespace
+
+int64_t matmul_workspace_bytes(const MatmulArgs& args, const std::string& kernel) {
+  if (kernel == "naive") return 0;
+  return args.dtype == DType::kFloat64 ? Plan<double>(args).bytes() : Plan<float>(args).bytes();
+}
+
+void matmul(Stream, const MatmulArgs& args, const std::string& kernel, void* workspace) {
+  dispatch(args.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    if (kernel == "auto" || kernel == "blocked") {
+      Blocked<T>(args, workspace).run();
+    } else if (kernel == "naive") {
+      naive<T>(args);
+    } else {
+      throw std::runtime_error("matmul: no CPU kernel is called " + kernel);
+    }
+  });
+}
+
+int64_t column_sum_workspace_bytes(DType dtype, int64_t m, int64_t n) {
+  return ceil_div(m, kSumRows) * n * (dtype == DType::kFloat64 ? 8 : 4);
+}
+
+void column_sum(Stream, DType dtype, int64_t m, int64_t n, const void* x, void* out,
+                void* workspace) {
+  dispatch(dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    using Acc = acc_t<T>;
+    const T* in = static_cast<const T*>(x);
+    Acc* partial = static_cast<Acc*>(workspace);
+    const int64_t blocks = ceil_div(m, kSumRows);
+    parallel_for(0, blocks, 1, [&](int64_t first, int64_t last) {
+      for (int64_t block = first; block < last; ++block) {
+        Acc* __restrict__ sum = partial + block * n;
+        std::fill(sum, sum + n, Acc(0));
+        for (int64_t i = block * kSumRows; i < std::min(m, (block + 1) * kSumRows); ++i) {
+          const T* __restrict__ row = in + i * n;
+          for (int64_t j = 0; j < n; ++j) sum[j] += static_cast<Acc>(row[j]);
+        }
+      }
+    });
+    for (int64_t j = 0; j < n; ++j) {
+      Acc sum = 0;
+      for (int64_t block = 0; block < blocks; ++block) sum += partial[block * n + j];
+      static_cast<T*>(out)[j] = T(sum);
+    }
+  });
+}
+
+}  // namespace braze::cpu

@@ -1,0 +1,301 @@
+// conv2d and its backward: torch's checks, memory formats, choice of kernel.
+#include "kernels/conv2d/conv2d.h"
+
+#include <algorithm>
+
+#include "ops/backend.h"
+#include "ops/common.h"
+
+#ifdef BRAZE_CUDA
+#include "vendor/vendor.h"
+#endif
+
+namespace braze {
+namespace {
+
+using Sizes = std::vector<int64_t>;
+using dev::Conv2dPass;
+
+std::string list_string(const Sizes& values) {
+  std::string s = "[";
+  for (size_t i = 0; i < values.size(); ++i) s += (i ? ", " : "") + std::to_string(values[i]);
+  return s + "]";
+}
+
+// Everything but the tensors.
+struct Arguments {
+  const Sizes &stride, &padding, &dilation;
+  int64_t groups;
+  bool allow_tf32, deterministic;
+  const std::string& backend;
+};
+
+// torch's suggest_memory_format. Strides of dimensions of size 1 count: that is how one-channel
+// tensors say which format they want.
+bool suggests_channels_last(const Tensor& t) {
+  if (t.stride(1) == 0) return false;
+  int64_t smallest = 0;
+  for (const int64_t d : {1, 3, 2, 0}) {
+    if (t.size(d) == 0 || t.stride(d) < smallest) return false;
+    if (d == 0 && smallest == t.stride(1)) return false;
+    smallest = t.stride(d) * std::max<int64_t>(1, t.size(d));
+  }
+  return true;
+}
+
+void check_arguments(const Tensor& input, const Tensor& weight, const Arguments& a) {
+  check_same_device("conv2d", "weight", weight, "input", input);
+  check_same_dtype("conv2d", "weight", weight, "input", input);
+  BRAZE_CHECK(input.dim() == 4,
+              "Expected 3D (unbatched) or 4D (batched) input to conv2d, but got "
+              "input of size: ",
+              shape_string(input));
+  BRAZE_CHECK(weight.dim() == 4, "conv2d: expected weight to be 4D, but got weight of size ",
+              shape_string(weight));
+  BRAZE_CHECK(a.stride.size() == 2 && a.padding.size() == 2 && a.dilation.size() == 2,
+              "conv2d: expected stride, padding and dilation of two values each");
+  BRAZE_CHECK(a.groups > 0, "non-positive groups is not supported");
+  for (int i = 0; i < 2; ++i) {
+    BRAZE_CHECK(a.padding[i] >= 0, "negative padding is not supported");
+    BRAZE_CHECK(a.stride[i] > 0, "non-positive stride is not supported");
+    BRAZE_CHECK(a.dilation[i] > 0, "dilation should be greater than zero, but got ",
+                list_string(a.dilation));
+  }
+  BRAZE_CHECK(weight.size(0) >= a.groups, "Given groups=", a.groups,
+              ", expected weight to be at "
+              "least ",
+              a.groups, " at dimension 0, but got weight of size ", shape_string(weight),
+              " instead");
+  BRAZE_CHECK(weight.size(0) % a.groups == 0, "Given groups=", a.groups,
+              ", expected weight to be "
+              "divisible by ",
+              a.groups, " at dimension 0, but got weight of size ", shape_string(weight),
+              " instead");
+  BRAZE_CHECK(input.size(1) == weight.size(1) * a.groups, "Given groups=", a.groups,
+              ", weight of size ", shape_string(weight), ", expected input", shape_string(input),
+              " to have ", weight.size(1) * a.groups, " channels, but got ", input.size(1),
+              " channels instead");
+  BRAZE_CHECK(weight.size(2) > 0 && weight.size(3) > 0,
+              "kernel size should be greater than zero, "
+              "but got kernel_height: ",
+              weight.size(2), " kernel_width: ", weight.size(3));
+  int64_t padded[2], kernel[2];
+  for (int i = 0; i < 2; ++i) {
+    padded[i] = input.size(2 + i) + 2 * a.padding[i];
+    kernel[i] = a.dilation[i] * (weight.size(2 + i) - 1) + 1;
+  }
+  BRAZE_CHECK(padded[0] >= kernel[0] && padded[1] >= kernel[1],
+              "Calculated padded input size per channel: (", padded[0], " x ", padded[1],
+              "). Kernel size: (", kernel[0], " x ", kernel[1],
+              "). Kernel size can't be greater than actual input size");
+  BRAZE_CHECK(input.size(2) > 0 && input.size(3) > 0,
+              "Only zero batch or zero channel inputs are supported, but got input shape: ",
+              shape_string(input));
+}
+
+Conv2dShape shape_of(const Tensor& input, const Tensor& weight, const Arguments& a) {
+  Conv2dShape s{};
+  s.dtype = dtype_of("conv2d", "input", input);
+  s.n = input.size(0), s.c = input.size(1), s.h = input.size(2), s.w = input.size(3);
+  s.k = weight.size(0), s.r = weight.size(2), s.s = weight.size(3);
+  s.stride_h = a.stride[0], s.stride_w = a.stride[1];
+  s.pad_h = a.padding[0], s.pad_w = a.padding[1];
+  s.dilation_h = a.dilation[0], s.dilation_w = a.dilation[1];
+  s.p = (s.h + 2 * s.pad_h - s.dilation_h * (s.r - 1) - 1) / s.stride_h + 1;
+  s.q = (s.w + 2 * s.pad_w - s.dilation_w * (s.s - 1) - 1) / s.stride_w + 1;
+  s.groups = a.groups;
+  s.allow_tf32 = a.allow_tf32;
+  s.deterministic = a.deterministic;
+  return s;
+}
+
+// A tensor as the launchers see it. Strides of dimensions of size 1, arbitrary in torch, are those
+// of a dense tensor in the convolution's memory format, so that one channel fits either.
+struct Operand {
+  Operand(const Tensor& t, bool channels_last) : tensor(t) {
+    int64_t strides[4], dense = 1;
+    const int order[2][4] = {{3, 2, 1, 0}, {1, 3, 2, 0}};
+    for (const int d : order[channels_last]) {
+      strides[d] = t.size(d) == 1 ? dense : t.stride(d);
+      if (strides[d] != dense) is_dense = false;
+      dense *= t.size(d);
+    }
+    ref = {t.const_data_ptr(), strides[0], strides[1], strides[2], strides[3]};
+  }
+  bool expanded() const { return ref.n == 0 || ref.c == 0 || ref.h == 0 || ref.w == 0; }
+
+  Tensor tensor;
+  bool is_dense = true;  // in the convolution's format
+  Tensor4dRef ref;
+};
+
+Operand dense(const Operand& o, bool channels_last) {
+  if (o.is_dense) return o;
+  const Tensor& t = o.tensor;
+  Tensor copy = empty_4d({t.size(0), t.size(1), t.size(2), t.size(3)}, t, channels_last);
+  torch::stable::copy_(copy, t);
+  return Operand(copy, channels_last);
+}
+
+// An input as it is, where a launcher can take it. cuDNN, where asked for by name, gets it dense.
+Operand operand(const Tensor& t, bool channels_last, const std::string& backend) {
+  const Operand o(t, channels_last);
+  return o.expanded() || backend.rfind("cudnn", 0) == 0 ? dense(o, channels_last) : o;
+}
+
+// Which kernel runs a pass. "auto" prefers cuDNN, where it is there and has an engine; names of
+// kernels and of libraries are obeyed or refused. Sets whether cuDNN adds the bias.
+KernelChoice choose_conv2d(Conv2dPass pass, const Conv2dShape& shape, const Tensor4dRef& x,
+                           const Tensor4dRef& w, const Tensor4dRef& y, const void* bias,
+                           const std::string& backend, bool* bias_fused) {
+  *bias_fused = true;
+#ifdef BRAZE_CUDA
+  const std::string& missing = vendor::cudnn_missing();
+  const int candidate = vendor::candidate_of(backend, "cudnn");
+  if (candidate >= 0) {
+    BRAZE_CHECK(missing.empty(), "conv2d: backend ", backend, " cannot be used: ", missing);
+  }
+  if (candidate >= 0 || (backend == "auto" && missing.empty())) {
+    const int wanted = std::max(0, candidate);
+    if (vendor::cudnn_supports(pass, shape, x, w, y, bias, wanted)) return {wanted, ""};
+    if (bias && vendor::cudnn_supports(pass, shape, x, w, y, nullptr, wanted)) {
+      *bias_fused = false;
+      return {wanted, ""};
+    }
+    BRAZE_CHECK(candidate < 0, "conv2d: backend ", backend,
+                " has no engine for these shapes, strides and dtype");
+  }
+#endif
+  return own_kernel("conv2d", backend);
+}
+
+// Runs one pass; `result` is the tensor that it writes.
+void run(const DeviceContext& context, Conv2dPass pass, const Conv2dShape& shape,
+         const Tensor4dRef& x, const Tensor4dRef& w, const Tensor4dRef& y, Tensor& result,
+         const std::optional<Tensor>& bias, const std::string& backend) {
+  const void* bias_data = bias ? bias->const_data_ptr() : nullptr;
+  bool bias_fused = true;
+  const KernelChoice choice = choose_conv2d(pass, shape, x, w, y, bias_data, backend, &bias_fused);
+#ifdef BRAZE_CUDA
+  if (choice.vendor >= 0) {
+    if (!bias_fused) bias_data = nullptr;
+    Workspace workspace(
+        vendor::cudnn_workspace_bytes(pass, shape, x, w, y, bias_data, choice.vendor), result);
+    vendor::cudnn_conv2d(context.stream(), pass, shape, x, w, y, workspace.data(), bias_data,
+                         choice.vendor);
+    if (!bias_fused) {
+      result =
+          torch::stable::subtract(result, torch::stable::view(*bias, {1, shape.k, 1, 1}), -1.0);
+    }
+    return;
+  }
+#endif
+  const std::string& kernel = choice.kernel;
+  Workspace workspace(dev::conv2d_workspace_bytes(pass, shape, x, w, y, kernel), result);
+  switch (pass) {
+    case Conv2dPass::kFprop:
+      return dev::conv2d_fprop(context.stream(), shape, x, w, bias_data, y, kernel,
+                               workspace.data());
+    case Conv2dPass::kDgrad:
+      return dev::conv2d_dgrad(context.stream(), shape, y, w, x, kernel, workspace.data());
+    case Conv2dPass::kWgrad:
+      return dev::conv2d_wgrad(context.stream(), shape, y, x, w, kernel, workspace.data());
+  }
+}
+
+Tensor conv2d(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
+              const Sizes& stride, const Sizes& padding, const Sizes& dilation, int64_t groups,
+              bool allow_tf32, bool deterministic, const std::string& backend) {
+  const Arguments args{stride, padding, dilation, groups, allow_tf32, deterministic, backend};
+  check_arguments(input, weight, args);
+  const Conv2dShape shape = shape_of(input, weight, args);
+  std::optional<Tensor> dense_bias;
+  if (bias) {
+    check_same_device("conv2d", "bias", *bias, "input", input);
+    check_same_dtype("conv2d", "bias", *bias, "input", input);
+    BRAZE_CHECK(bias->dim() == 1 && bias->size(0) == shape.k, "Given weight of size ",
+                shape_string(weight), ", expected bias to be 1-dimensional with ", shape.k,
+                " elements, but got bias of size ", shape_string(*bias), " instead");
+    dense_bias = as_contiguous(*bias);
+  }
+  const DeviceContext context(input);
+  const bool channels_last = suggests_channels_last(input) || suggests_channels_last(weight);
+  Tensor out = empty_4d({shape.n, shape.k, shape.p, shape.q}, input, channels_last);
+  if (shape.n == 0) return out;
+  if (shape.c == 0) {
+    torch::stable::zero_(out);
+    if (bias) torch::stable::copy_(out, torch::stable::view(*dense_bias, {1, shape.k, 1, 1}));
+    return out;
+  }
+  const Operand x = operand(input, channels_last, backend);
+  const Operand w = dense(Operand(weight, channels_last), channels_last);
+  const Operand y(out, channels_last);
+  run(context, Conv2dPass::kFprop, shape, x.ref, w.ref, y.ref, out, dense_bias, backend);
+  return out;
+}
+
+std::tuple<Tensor, Tensor, Tensor> conv2d_backward(const Tensor& grad_output, const Tensor& input,
+                                                   const Tensor& weight, const Sizes& stride,
+                                                   const Sizes& padding, const Sizes& dilation,
+                                                   int64_t groups,
+                                                   const std::vector<bool>& output_mask,
+                                                   bool allow_tf32, bool deterministic,
+                                                   const std::string& backend) {
+  const Arguments args{stride, padding, dilation, groups, allow_tf32, deterministic, backend};
+  check_arguments(input, weight, args);
+  const Conv2dShape shape = shape_of(input, weight, args);
+  check_same_device("conv2d_backward", "grad_output", grad_output, "input", input);
+  check_same_dtype("conv2d_backward", "grad_output", grad_output, "input", input);
+  const Sizes expected{shape.n, shape.k, shape.p, shape.q};
+  bool matches = grad_output.dim() == 4;
+  for (int64_t i = 0; matches && i < 4; ++i) matches = grad_output.size(i) == expected[i];
+  BRAZE_CHECK(matches, "conv2d_backward: expected grad_output of shape ", list_string(expected),
+              ", but got ", shape_string(grad_output));
+
+  const DeviceContext context(input);
+  const bool channels_last = suggests_channels_last(input) || suggests_channels_last(weight);
+  // Three tensors, also where they stay empty: results of an op must not alias.
+  Tensor grad_input = empty({0}, input), grad_weight = empty({0}, input);
+  Tensor grad_bias = empty({0}, input);
+  const bool no_terms = shape.n == 0 || shape.c == 0;
+  const Operand x = operand(input, channels_last, backend);
+  const Operand w = dense(Operand(weight, channels_last), channels_last);
+  const Operand dy = operand(grad_output, channels_last, backend);
+  if (output_mask[0]) {
+    grad_input = empty_4d({shape.n, shape.c, shape.h, shape.w}, input, channels_last);
+    if (!no_terms) {
+      const Operand dx(grad_input, channels_last);
+      run(context, Conv2dPass::kDgrad, shape, dx.ref, w.ref, dy.ref, grad_input, std::nullopt,
+          backend);
+    }
+  }
+  if (output_mask[1]) {
+    grad_weight = empty_4d({shape.k, weight.size(1), shape.r, shape.s}, input, channels_last);
+    if (no_terms) {
+      torch::stable::zero_(grad_weight);
+    } else {
+      const Operand dw(grad_weight, channels_last);
+      run(context, Conv2dPass::kWgrad, shape, x.ref, dw.ref, dy.ref, grad_weight, std::nullopt,
+          backend);
+    }
+  }
+  if (output_mask[2]) {
+    grad_bias = zeros({shape.k}, input);
+    if (shape.n > 0) {
+      Workspace workspace(
+          dev::channel_sum_workspace_bytes(shape.dtype, shape.n, shape.k, shape.p, shape.q), input);
+      dev::channel_sum(context.stream(), shape.dtype, shape.n, shape.k, shape.p, shape.q, dy.ref,
+                       grad_bias.mutable_data_ptr(), workspace.data());
+    }
+  }
+  return {grad_input, grad_weight, grad_bias};
+}
+
+}  // namespace
+
+BRAZE_IMPL(m) {
+  m.impl("conv2d", TORCH_BOX(&conv2d));
+  m.impl("conv2d_backward", TORCH_BOX(&conv2d_backward));
+}
+
+}  // namespace braze

@@ -1,0 +1,308 @@
+// matmul, linear and linear's backward: from torch's shapes and strides to batches of matrices.
+#include "kernels/matmul/matmul.h"
+
+#include <algorithm>
+
+#include "ops/backend.h"
+#include "ops/common.h"
+
+#ifdef BRAZE_CUDA
+#include "vendor/vendor.h"
+#endif
+
+namespace braze {
+namespace {
+
+struct Settings {
+  bool allow_tf32, deterministic;
+  const std::string& backend;
+};
+
+// Matrices in the memory of a tensor.
+struct Matrices {
+  Tensor tensor;
+  int64_t rows, cols;
+  MatrixRef ref;
+
+  Matrices transposed() const {
+    return {tensor, cols, rows, {ref.data, ref.batch, ref.col, ref.row}};
+  }
+};
+
+using Sizes = std::vector<int64_t>;
+
+// One stride that walks all the dimensions in row-major order, if there is one. Dimensions of
+// size 1 do not matter; the stride of none at all is 0.
+std::optional<int64_t> common_stride(const Sizes& sizes, const Sizes& strides) {
+  int64_t innermost = 0, expected = -1;
+  for (size_t i = sizes.size(); i-- > 0;) {
+    if (sizes[i] == 1) continue;
+    if (expected < 0) {
+      innermost = strides[i];
+    } else if (strides[i] != expected) {
+      return std::nullopt;
+    }
+    expected = strides[i] * sizes[i];
+  }
+  return innermost;
+}
+
+int64_t product(const Sizes& sizes) {
+  int64_t n = 1;
+  for (const int64_t size : sizes) n *= size;
+  return n;
+}
+
+// Strides of dimensions with one element are arbitrary in torch; here they are those of a matrix
+// without gaps, which every kernel and library takes.
+MatrixRef normalized(const Tensor& t, int64_t batch, int64_t rows, int64_t row, int64_t cols,
+                     int64_t col) {
+  if (cols == 1) col = 1;
+  if (rows == 1) row = cols * col;
+  return {t.const_data_ptr(), batch, row, col};
+}
+
+// The last two dimensions are the matrix, the others, broadcast to `batch`, the batch. A vector is
+// a row (or a column). Copies only where strides of a MatrixRef cannot express the tensor.
+Matrices matrices_of(const Tensor& t, const Sizes& batch, bool vector_is_column) {
+  const int64_t dim = t.dim();
+  int64_t rows = 1, cols = 1, row = 1, col = 1;
+  if (dim == 1) {
+    (vector_is_column ? rows : cols) = t.size(0);
+    (vector_is_column ? row : col) = t.stride(0);
+  } else {
+    rows = t.size(dim - 2), row = t.stride(dim - 2);
+    cols = t.size(dim - 1), col = t.stride(dim - 1);
+  }
+  Sizes strides(batch.size(), 0);
+  for (int64_t i = dim - 3, j = static_cast<int64_t>(batch.size()) - 1; i >= 0; --i, --j) {
+    if (t.size(i) != 1) strides[j] = t.stride(i);
+  }
+  const std::optional<int64_t> stride = common_stride(batch, strides);
+  const bool expanded = (rows > 1 && row == 0) || (cols > 1 && col == 0);
+  if (stride && !expanded) return {t, rows, cols, normalized(t, *stride, rows, row, cols, col)};
+  Sizes sizes(stride ? Sizes{} : batch);
+  if (stride) {
+    for (int64_t i = 0; i < dim - 2; ++i) sizes.push_back(t.size(i));
+  }
+  if (dim == 1) {
+    sizes.push_back(t.size(0));
+  } else {
+    sizes.insert(sizes.end(), {rows, cols});
+  }
+  Tensor dense = empty(sizes, t);
+  torch::stable::copy_(dense, t);
+  return matrices_of(dense, batch, vector_is_column);
+}
+
+// The last dimension are the columns, all others the rows.
+Matrices rows_of(const Tensor& t) {
+  Sizes sizes, strides;
+  for (int64_t i = 0; i < t.dim() - 1; ++i) {
+    sizes.push_back(t.size(i));
+    strides.push_back(t.stride(i));
+  }
+  const int64_t rows = product(sizes), cols = t.size(t.dim() - 1), col = t.stride(t.dim() - 1);
+  const std::optional<int64_t> row = common_stride(sizes, strides);
+  if (row && (rows == 1 || *row > 0) && (cols == 1 || col > 0)) {
+    return {t, rows, cols, normalized(t, 0, rows, *row, cols, col)};
+  }
+  const Tensor dense = as_contiguous(t);
+  return {dense, rows, cols, {dense.const_data_ptr(), 0, cols, 1}};
+}
+
+// Which kernel computes a product. "auto" prefers cuBLASLt, where it is there and takes the
+// arguments; names of kernels and of libraries are obeyed or refused.
+KernelChoice choose_matmul(const MatmulArgs& args, const std::string& backend) {
+#ifdef BRAZE_CUDA
+  const std::string& missing = vendor::cublas_missing();
+  const int candidate = vendor::candidate_of(backend, "cublas");
+  if (candidate >= 0) {
+    BRAZE_CHECK(missing.empty(), "matmul: backend ", backend, " cannot be used: ", missing);
+    if (args.k == 0) return {-1, "auto"};  // there is nothing to multiply
+    BRAZE_CHECK(vendor::cublas_supports(args, candidate), "matmul: backend ", backend,
+                " does not take these shapes, strides and dtype");
+    return {candidate, ""};
+  }
+  if (backend == "auto" && missing.empty() && args.k > 0 && vendor::cublas_supports(args)) {
+    return {0, ""};
+  }
+#endif
+  return own_kernel("matmul", backend);
+}
+
+// out = epilogue(a * b); `out` is dense, with batch * a.rows * b.cols elements.
+void multiply(const DeviceContext& context, DType dtype, int64_t batch, const Matrices& a,
+              const Matrices& b, Tensor& out, const void* bias, bool relu,
+              const Settings& settings) {
+  MatmulArgs args{dtype,
+                  batch,
+                  a.rows,
+                  b.cols,
+                  a.cols,
+                  a.ref,
+                  b.ref,
+                  out.mutable_data_ptr(),
+                  bias,
+                  relu,
+                  settings.allow_tf32,
+                  settings.deterministic};
+  if (batch == 1) args.a.batch = args.b.batch = 0;
+  if (args.b.batch == 0 && batch > 1 && args.a.batch != 0 &&
+      (args.m == 1 || args.a.batch == args.m * args.a.row)) {
+    // One B for a batch of A without gaps: a single product.
+    if (args.m == 1) args.a.row = args.a.batch;
+    args.m *= batch;
+    args.a.batch = 0;
+    args.batch = 1;
+  }
+  const KernelChoice choice = choose_matmul(args, settings.backend);
+  if (out.numel() == 0) return;
+#ifdef BRAZE_CUDA
+  if (choice.vendor >= 0) {
+    Workspace workspace(vendor::cublas_workspace_bytes(args, choice.vendor), out);
+    vendor::cublas_matmul(context.stream(), args, workspace.data(), choice.vendor);
+    return;
+  }
+#endif
+  Workspace workspace(dev::matmul_workspace_bytes(args, choice.kernel), out);
+  dev::matmul(context.stream(), args, choice.kernel, workspace.data());
+}
+
+Sizes broadcast_batch(const Tensor& a, const Tensor& b) {
+  const int64_t dim = std::max<int64_t>(0, std::max(a.dim(), b.dim()) - 2);
+  Sizes batch(dim, 1);
+  for (int64_t i = 0; i < dim; ++i) {
+    const int64_t ai = a.dim() - 2 - dim + i, bi = b.dim() - 2 - dim + i;
+    const int64_t a_size = ai < 0 ? 1 : a.size(ai), b_size = bi < 0 ? 1 : b.size(bi);
+    BRAZE_CHECK(a_size == b_size || a_size == 1 || b_size == 1, "The size of tensor a (", a_size,
+                ") must match the size of tensor b (", b_size, ") at non-singleton dimension ", i);
+    batch[i] = a_size == 1 ? b_size : a_size;
+  }
+  return batch;
+}
+
+Tensor matmul(const Tensor& input, const Tensor& other, bool allow_tf32, bool deterministic,
+              const std::string& backend) {
+  const DType dtype = dtype_of("matmul", "input", input);
+  check_same_device("matmul", "other", other, "input", input);
+  check_same_dtype("matmul", "other", other, "input", input);
+  BRAZE_CHECK(input.dim() > 0 && other.dim() > 0,
+              "both arguments to matmul need to be at least 1D, but they are ", input.dim(),
+              "D and ", other.dim(), "D");
+  const int64_t m = input.dim() == 1 ? 1 : input.size(input.dim() - 2);
+  const int64_t n = other.dim() == 1 ? 1 : other.size(other.dim() - 1);
+  const int64_t k = input.size(input.dim() - 1);
+  const int64_t other_k = other.size(std::max<int64_t>(0, other.dim() - 2));
+  BRAZE_CHECK(k == other_k, "mat1 and mat2 shapes cannot be multiplied (", m, "x", k, " and ",
+              other_k, "x", n, ")");
+  const Sizes batch = broadcast_batch(input, other);
+  Sizes sizes = batch;
+  if (input.dim() > 1) sizes.push_back(m);
+  if (other.dim() > 1) sizes.push_back(n);
+
+  const DeviceContext context(input);
+  Tensor out = empty(sizes, input);
+  multiply(context, dtype, product(batch), matrices_of(input, batch, false),
+           matrices_of(other, batch, true), out, nullptr, false,
+           {allow_tf32, deterministic, backend});
+  return out;
+}
+
+void check_linear(const char* op, const Tensor& input, const Tensor& weight) {
+  check_same_device(op, "weight", weight, "input", input);
+  check_same_dtype(op, "weight", weight, "input", input);
+  BRAZE_CHECK(input.dim() > 0, op, ": expected input to be at least 1D, but got 0D");
+  BRAZE_CHECK(weight.dim() == 2, op, ": expected weight to be 2D, but got ", weight.dim(), "D");
+  const int64_t k = input.size(input.dim() - 1);
+  BRAZE_CHECK(k == weight.size(1), "mat1 and mat2 shapes cannot be multiplied (",
+              input.numel() / std::max<int64_t>(1, k), "x", k, " and ", weight.size(1), "x",
+              weight.size(0), ")");
+}
+
+Sizes linear_output_sizes(const Tensor& input, const Tensor& weight) {
+  Sizes sizes;
+  for (int64_t i = 0; i < input.dim() - 1; ++i) sizes.push_back(input.size(i));
+  sizes.push_back(weight.size(0));
+  return sizes;
+}
+
+Tensor linear(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
+              bool relu, bool allow_tf32, bool deterministic, const std::string& backend) {
+  const DType dtype = dtype_of("linear", "input", input);
+  check_linear("linear", input, weight);
+  std::optional<Tensor> dense_bias;
+  if (bias) {
+    check_same_device("linear", "bias", *bias, "input", input);
+    check_same_dtype("linear", "bias", *bias, "input", input);
+    BRAZE_CHECK(bias->dim() == 1 && bias->size(0) == weight.size(0),
+                "linear: expected bias to have shape [", weight.size(0), "], but got ",
+                shape_string(*bias));
+    dense_bias = as_contiguous(*bias);
+  }
+  const DeviceContext context(input);
+  Tensor out = empty(linear_output_sizes(input, weight), input);
+  multiply(context, dtype, 1, rows_of(input), rows_of(weight).transposed(), out,
+           dense_bias ? dense_bias->const_data_ptr() : nullptr, relu,
+           {allow_tf32, deterministic, backend});
+  return out;
+}
+
+std::tuple<Tensor, Tensor, Tensor> linear_backward(const Tensor& grad_output, const Tensor& input,
+                                                   const Tensor& weight,
+                                                   const std::vector<bool>& output_mask,
+                                                   bool allow_tf32, bool deterministic,
+                                                   const std::string& backend) {
+  const DType dtype = dtype_of("linear_backward", "input", input);
+  check_linear("linear_backward", input, weight);
+  check_same_device("linear_backward", "grad_output", grad_output, "input", input);
+  check_same_dtype("linear_backward", "grad_output", grad_output, "input", input);
+  const Sizes expected = linear_output_sizes(input, weight);
+  bool matches = grad_output.dim() == input.dim();
+  for (int64_t i = 0; matches && i < input.dim(); ++i) {
+    matches = grad_output.size(i) == expected[i];
+  }
+  BRAZE_CHECK(matches,
+              "linear_backward: expected grad_output of the forward's output shape, "
+              "but got ",
+              shape_string(grad_output), " for input ", shape_string(input), " and weight ",
+              shape_string(weight));
+
+  const DeviceContext context(input);
+  const Settings settings{allow_tf32, deterministic, backend};
+  // Three tensors, also where they stay empty: results of an op must not alias.
+  Tensor grad_input = empty({0}, input), grad_weight = empty({0}, input);
+  Tensor grad_bias = empty({0}, input);
+  const Matrices dy = rows_of(grad_output);
+  if (output_mask[0]) {
+    Sizes sizes = expected;
+    sizes.back() = weight.size(1);
+    grad_input = empty(sizes, input);
+    multiply(context, dtype, 1, dy, rows_of(weight), grad_input, nullptr, false, settings);
+  }
+  if (output_mask[1]) {
+    grad_weight = empty({weight.size(0), weight.size(1)}, input);
+    multiply(context, dtype, 1, dy.transposed(), rows_of(input), grad_weight, nullptr, false,
+             settings);
+  }
+  if (output_mask[2]) {
+    const Tensor dense = as_contiguous(grad_output);
+    grad_bias = zeros({dy.cols}, input);
+    if (dense.numel() > 0) {
+      Workspace workspace(dev::column_sum_workspace_bytes(dtype, dy.rows, dy.cols), input);
+      dev::column_sum(context.stream(), dtype, dy.rows, dy.cols, dense.const_data_ptr(),
+                      grad_bias.mutable_data_ptr(), workspace.data());
+    }
+  }
+  return {grad_input, grad_weight, grad_bias};
+}
+
+}  // namespace
+
+BRAZE_IMPL(m) {
+  m.impl("matmul", TORCH_BOX(&matmul));
+  m.impl("linear", TORCH_BOX(&linear));
+  m.impl("linear_backward", TORCH_BOX(&linear_backward));
+}
+
+}  // namespace braze

@@ -1,0 +1,218 @@
+"""conv2d: public function, autograd Functions, fake kernels. Kernels: csrc/kernels/conv2d/."""
+
+import torch
+
+from braze import _config
+from braze._ops._bilinear import check_tensor, double_backward, masked
+from braze._ops._common import autocast_dtype, below_autograd, cast_to, register
+
+_ops = torch.ops.braze
+
+
+class Conv2d(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx,
+        input,
+        weight,
+        bias=None,
+        stride=(1, 1),
+        padding=(0, 0),
+        dilation=(1, 1),
+        groups=1,
+        allow_tf32=False,
+        deterministic=False,
+        backend="auto",
+    ):
+        ctx.geometry = (stride, padding, dilation, groups)
+        ctx.settings = (allow_tf32, deterministic, backend)
+        ctx.save_for_backward(input, weight)
+        with below_autograd():
+            return _ops.conv2d.default(input, weight, bias, *ctx.geometry, *ctx.settings)
+
+    @staticmethod
+    def backward(ctx, grad):
+        mask = ctx.needs_input_grad[:3]
+        grads = Conv2dBackward.apply(grad, *ctx.saved_tensors, *ctx.geometry, mask, *ctx.settings)
+        return *masked(grads, mask), None, None, None, None, None, None, None
+
+
+class Conv2dBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx,
+        grad_output,
+        input,
+        weight,
+        stride,
+        padding,
+        dilation,
+        groups,
+        output_mask,
+        allow_tf32=False,
+        deterministic=False,
+        backend="auto",
+    ):
+        ctx.geometry = (stride, padding, dilation, groups)
+        ctx.settings = (allow_tf32, deterministic, backend)
+        ctx.output_mask = output_mask
+        ctx.save_for_backward(grad_output, input, weight)
+        ctx.set_materialize_grads(False)
+        with below_autograd():
+            return _ops.conv2d_backward.default(
+                grad_output, input, weight, *ctx.geometry, output_mask, *ctx.settings
+            )
+
+    @staticmethod
+    def backward(ctx, *grads):
+        geometry, settings = ctx.geometry, ctx.settings
+        d = double_backward(
+            ctx,
+            grads,
+            lambda x, w, b: Conv2d.apply(x, w, b, *geometry, *settings),
+            lambda g, x, w, mask: Conv2dBackward.apply(g, x, w, *geometry, mask, *settings),
+            lambda b, like: b.view(-1, 1, 1).expand_as(like),
+        )
+        return *d, None, None, None, None, None, None, None, None
+
+
+def _suggests_channels_last(t):
+    """torch's suggest_memory_format, as in csrc/ops/conv2d.cpp."""
+    if t.stride(1) == 0:
+        return False
+    smallest = 0
+    for d in (1, 3, 2, 0):
+        if t.size(d) == 0 or t.stride(d) < smallest:
+            return False
+        if d == 0 and smallest == t.stride(1):
+            return False
+        smallest = t.stride(d) * max(1, t.size(d))
+    return True
+
+
+def _memory_format(input, weight):
+    if _suggests_channels_last(input) or _suggests_channels_last(weight):
+        return torch.channels_last
+    return torch.contiguous_format
+
+
+def _fake_conv2d(
+    input, weight, bias=None, stride=(1,), padding=(0,), dilation=(1,), groups=1, *settings
+):
+    if input.dim() != 4:
+        raise RuntimeError(f"conv2d: expected input to be 4D, but got {input.dim()}D")
+    shape = torch.nn.functional.conv2d(input, weight, bias, stride, padding, dilation, groups).shape
+    return torch.empty(
+        shape,
+        dtype=input.dtype,
+        device=input.device,
+        memory_format=_memory_format(input, weight),
+    )
+
+
+def _fake_conv2d_backward(
+    grad_output, input, weight, stride, padding, dilation, groups, output_mask, *settings
+):
+    memory_format = _memory_format(input, weight)
+    kw = {"dtype": input.dtype, "device": input.device}
+
+    def like(t):
+        return torch.empty(t.shape, memory_format=memory_format, **kw)
+
+    return (
+        like(input) if output_mask[0] else torch.empty(0, **kw),
+        like(weight) if output_mask[1] else torch.empty(0, **kw),
+        torch.empty(weight.shape[0] if output_mask[2] else 0, **kw),
+    )
+
+
+def _cast(input, weight, bias=None, *rest):
+    return *cast_to(autocast_dtype(input), input, weight, bias), *rest
+
+
+register("conv2d", fake=_fake_conv2d, autograd=Conv2d.apply, autocast=_cast)
+register("conv2d_backward", fake=_fake_conv2d_backward, autograd=Conv2dBackward.apply)
+
+
+def _pair(name, value):
+    """An int, or a sequence of one or two of them, as (height, width)."""
+    values = tuple(value) if isinstance(value, (tuple, list)) else (value,)
+    for v in values:
+        if isinstance(v, bool) or not isinstance(v, (int, torch.SymInt)):
+            raise TypeError(
+                f"conv2d(): argument '{name}' must be an int or a tuple of ints, but got {value!r}"
+            )
+    if len(values) not in (1, 2):
+        raise RuntimeError(
+            f"expected {name} to be a single integer value or a list of 2 values to match the "
+            f"convolution dimensions, but got {name}={list(values)}"
+        )
+    return values if len(values) == 2 else values * 2
+
+
+def _same_padding(input, weight, stride, dilation):
+    """Symmetric padding, and the input extended at the bottom and right where that is uneven."""
+    if stride != (1, 1):
+        raise RuntimeError("padding='same' is not supported for strided convolutions")
+    total = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
+    padding = tuple(t // 2 for t in total)
+    if any(t % 2 for t in total):
+        input = torch.nn.functional.pad(input, (0, total[1] % 2, 0, total[0] % 2))
+    return input, padding
+
+
+def conv2d(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
+    """2-D cross-correlation, as ``torch.nn.functional.conv2d``.
+
+    Args:
+        input: [N, C, H, W] or [C, H, W], any strides; float64, float32, bfloat16 or float16.
+        weight: [K, C / groups, R, S].
+        bias: [K], or None.
+        stride, dilation: an int, or (vertical, horizontal), at least 1.
+        padding: the same, at least 0; or ``"valid"`` (none) or ``"same"`` (the result is as large
+            as the input; stride 1).
+        groups: each of the `groups` runs of input channels meets its own run of filters.
+
+    Returns:
+        [N, K, P, Q] (or [K, P, Q]) in the input's dtype; channels_last if input or weight is,
+        else contiguous. 16-bit inputs are summed in float32; float32 is rounded to TF32 only where
+        ``torch.backends.cudnn.conv`` allows it. Twice differentiable. Bitwise repeatable for a
+        given number of CPU threads; on CUDA with braze's own kernels, and with cuDNN's under
+        ``torch.use_deterministic_algorithms(True)``.
+
+    Raises:
+        TypeError: an argument of another type.
+        RuntimeError: shapes, strides, padding or groups that do not fit (in torch's words),
+            different or other dtypes, different devices, or a backend that cannot take the
+            arguments.
+    """
+    check_tensor("conv2d", "input", 1, input)
+    check_tensor("conv2d", "weight", 2, weight)
+    if input.dim() == 3:
+        batch = conv2d(input.unsqueeze(0), weight, bias, stride, padding, dilation, groups)
+        return batch.squeeze(0)
+    stride, dilation = _pair("stride", stride), _pair("dilation", dilation)
+    if not isinstance(padding, str):
+        padding = _pair("padding", padding)
+    elif padding == "valid":
+        padding = (0, 0)
+    elif padding == "same":
+        input, padding = _same_padding(input, weight, stride, dilation)
+    else:
+        raise RuntimeError(f"Invalid padding string: '{padding}'")
+    dtype = autocast_dtype(input)
+    if dtype is not None:
+        input, weight, bias = cast_to(dtype, input, weight, bias)
+    function = _ops.conv2d if torch.compiler.is_compiling() else Conv2d.apply
+    return function(
+        input,
+        weight,
+        bias,
+        stride,
+        padding,
+        dilation,
+        groups,
+        _config.allow_tf32("conv2d", input),
+        _config.deterministic(),
+        _config.chosen_backend("conv2d"),
+    )

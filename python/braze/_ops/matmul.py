@@ -1,0 +1,215 @@
+"""matmul and linear: public functions, autograd Functions, fake kernels. Kernels:
+csrc/kernels/matmul/."""
+
+import torch
+
+from braze import _config
+from braze._ops._bilinear import check_tensor, double_backward, masked
+from braze._ops._common import autocast_dtype, below_autograd, cast_to, register
+from braze._ops.relu import ReLUBackward
+
+_ops = torch.ops.braze
+
+
+class Matmul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, input, other, allow_tf32=False, deterministic=False, backend="auto"):
+        ctx.save_for_backward(input, other)
+        ctx.settings = (allow_tf32, deterministic, backend)
+        with below_autograd():
+            return _ops.matmul.default(input, other, *ctx.settings)
+
+    @staticmethod
+    def backward(ctx, grad):
+        input, other = ctx.saved_tensors
+        # As matrices: a vector on the left is a row, on the right a column.
+        a, b = input, other
+        if b.dim() == 1:
+            b, grad = b.unsqueeze(1), grad.unsqueeze(-1)
+        if a.dim() == 1:
+            a, grad = a.unsqueeze(0), grad.unsqueeze(-2)
+        grad_input = grad_other = None
+        if ctx.needs_input_grad[0]:
+            grad_input = _grad_left(grad, a, b, ctx.settings).reshape(input.shape)
+        if ctx.needs_input_grad[1]:
+            # (A B)' = B' A': the right operand's gradient is the left one's of the transposes.
+            grad_other = _grad_left(grad.mT, b.mT, a.mT, ctx.settings).mT.reshape(other.shape)
+        return grad_input, grad_other, None, None, None
+
+
+def _grad_left(grad, a, b, settings):
+    """The gradient of `a` in a @ b, both matrices or batches of them."""
+    if a.dim() == 2 and b.dim() > 2:
+        # One A for a batch of B: the sum over the batch is a single product of all columns.
+        grad = grad.movedim(-2, 0).flatten(1)
+        b = b.movedim(-2, 0).flatten(1)
+    return _sum_to(Matmul.apply(grad, b.mT, *settings), a.shape)
+
+
+def _sum_to(t, shape):
+    return t if t.shape == shape else t.sum_to_size(shape)
+
+
+class Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx,
+        input,
+        weight,
+        bias=None,
+        relu=False,
+        allow_tf32=False,
+        deterministic=False,
+        backend="auto",
+    ):
+        ctx.settings = (allow_tf32, deterministic, backend)
+        ctx.relu = relu
+        with below_autograd():
+            out = _ops.linear.default(input, weight, bias, relu, *ctx.settings)
+        if relu:
+            ctx.save_for_backward(input, weight, out)
+        else:
+            ctx.save_for_backward(input, weight)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        input, weight = ctx.saved_tensors[:2]
+        if ctx.relu:
+            grad = ReLUBackward.apply(grad, ctx.saved_tensors[2])
+        mask = ctx.needs_input_grad[:3]
+        grads = LinearBackward.apply(grad, input, weight, mask, *ctx.settings)
+        return *masked(grads, mask), None, None, None, None
+
+
+class LinearBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx,
+        grad_output,
+        input,
+        weight,
+        output_mask,
+        allow_tf32=False,
+        deterministic=False,
+        backend="auto",
+    ):
+        ctx.settings = (allow_tf32, deterministic, backend)
+        ctx.output_mask = output_mask
+        ctx.save_for_backward(grad_output, input, weight)
+        ctx.set_materialize_grads(False)
+        with below_autograd():
+            return _ops.linear_backward.default(
+                grad_output, input, weight, output_mask, *ctx.settings
+            )
+
+    @staticmethod
+    def backward(ctx, *grads):
+        settings = ctx.settings
+        d = double_backward(
+            ctx,
+            grads,
+            lambda x, w, b: Linear.apply(x, w, b, False, *settings),
+            lambda g, x, w, mask: LinearBackward.apply(g, x, w, mask, *settings),
+            lambda b, like: b.expand_as(like),
+        )
+        return *d, None, None, None, None
+
+
+def _fake_matmul(input, other, allow_tf32=False, deterministic=False, backend="auto"):
+    return input.new_empty(torch.matmul(input, other).shape)
+
+
+def _fake_linear(input, weight, bias=None, relu=False, *settings):
+    return input.new_empty(torch.nn.functional.linear(input, weight, bias).shape)
+
+
+def _fake_linear_backward(grad_output, input, weight, output_mask, *settings):
+    shapes = (input.shape, weight.shape, weight.shape[:1])
+    return tuple(
+        input.new_empty(s if m else (0,)) for s, m in zip(shapes, output_mask, strict=True)
+    )
+
+
+def _cast_two(input, other, *rest):
+    return *cast_to(autocast_dtype(input), input, other), *rest
+
+
+def _cast_three(input, weight, bias=None, *rest):
+    return *cast_to(autocast_dtype(input), input, weight, bias), *rest
+
+
+register("matmul", fake=_fake_matmul, autograd=Matmul.apply, autocast=_cast_two)
+register("linear", fake=_fake_linear, autograd=Linear.apply, autocast=_cast_three)
+register("linear_backward", fake=_fake_linear_backward, autograd=LinearBackward.apply)
+
+
+def _settings(input):
+    return (
+        _config.allow_tf32("matmul", input),
+        _config.deterministic(),
+        _config.chosen_backend("matmul"),
+    )
+
+
+def matmul(input, other):
+    """Matrix product with ``torch.matmul``'s ranks and broadcasting.
+
+    Args:
+        input, other: at least one dimension each; the last two are the matrices, the others are
+            broadcast; a 1-D tensor is a row on the left, a column on the right. float64, float32,
+            bfloat16 or float16, any strides.
+
+    Returns:
+        The product, contiguous, in the inputs' dtype. 16-bit inputs are summed in float32; float32
+        is rounded to TF32 only where ``torch.backends.cuda.matmul`` allows it. Twice
+        differentiable. Bitwise repeatable.
+
+    Raises:
+        TypeError: an argument is not a tensor.
+        RuntimeError: shapes that do not fit, different or other dtypes, different devices, or a
+            backend that cannot take the arguments.
+    """
+    check_tensor("matmul", "input", 1, input)
+    check_tensor("matmul", "other", 2, other)
+    dtype = autocast_dtype(input)
+    if dtype is not None:
+        input, other = cast_to(dtype, input, other)
+    function = _ops.matmul if torch.compiler.is_compiling() else Matmul.apply
+    return function(input, other, *_settings(input))
+
+
+def linear(input, weight, bias=None):
+    """input @ weight' + bias over the last dimension, as ``torch.nn.functional.linear``.
+
+    Args:
+        input: [..., K], any strides; float64, float32, bfloat16 or float16.
+        weight: [N, K], or [K].
+        bias: [N], or None.
+
+    Returns:
+        [..., N] ([...] for a weight of shape [K]), contiguous, in the inputs' dtype. Precision,
+        repeatability and derivatives as in :func:`braze.matmul`; the bias is added before the
+        result is rounded.
+
+    Raises:
+        TypeError: input or weight is not a tensor.
+        RuntimeError: as :func:`braze.matmul`.
+    """
+    check_tensor("linear", "input", 1, input)
+    check_tensor("linear", "weight", 2, weight)
+    if input.dim() == 0 or weight.dim() == 0:
+        raise RuntimeError(
+            f"both arguments to linear need to be at least 1D, but they are {input.dim()}D and "
+            f"{weight.dim()}D"
+        )
+    if weight.dim() == 1:
+        out = matmul(input, weight)
+        return out if bias is None else out + bias
+    dtype = autocast_dtype(input)
+    if dtype is not None:
+        input, weight, bias = cast_to(dtype, input, weight, bias)
+    if bias is not None and bias.numel() == 1:
+        bias = bias.expand(weight.shape[0])
+    function = _ops.linear if torch.compiler.is_compiling() else Linear.apply
+    return function(input, weight, bias, False, *_settings(input))

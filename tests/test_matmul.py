@@ -1,0 +1,366 @@
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as stock
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import braze
+import braze.nn.functional as F
+from braze import _config
+from common import assert_by_rule, check_against_stock
+
+MATMUL_SHAPES = [
+    ((3,), (3,)),
+    ((4, 5), (5,)),
+    ((5,), (5, 7)),
+    ((3, 4, 5), (5,)),
+    ((5,), (3, 5, 7)),
+    ((1, 1), (1, 1)),
+    ((64, 128), (128, 32)),
+    ((127, 101), (101, 53)),
+    ((33, 300), (300, 100)),
+    ((6, 4, 5), (5, 7)),
+    ((4, 5), (6, 5, 7)),
+    ((6, 4, 5), (6, 5, 7)),
+    ((2, 1, 3, 4, 5), (6, 1, 5, 2)),
+    ((0, 5), (5, 7)),
+    ((4, 0), (0, 7)),
+    ((4, 5), (5, 0)),
+    ((0, 4, 5), (0, 5, 7)),
+    ((0,), (0,)),
+]
+LINEAR_SHAPES = [
+    ((5,), 3),
+    ((1, 1), 1),
+    ((7, 13), 10),
+    ((64, 128), 10),
+    ((33, 257), 129),
+    ((2, 3, 5, 7), 11),
+    ((0, 7), 3),
+    ((4, 0), 3),
+    ((4, 7), 0),
+]
+
+
+def randn(*shape, device, dtype, grad=True):
+    return torch.randn(shape, device=device).to(dtype).requires_grad_(grad)
+
+
+@pytest.mark.parametrize("shapes", MATMUL_SHAPES, ids=str)
+def test_matmul_matches_stock(device, dtype, shapes):
+    a, b = (randn(*shape, device=device, dtype=dtype) for shape in shapes)
+    check_against_stock(braze.matmul, torch.matmul, [a, b])
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
+@pytest.mark.parametrize(("shape", "n"), LINEAR_SHAPES, ids=str)
+def test_linear_matches_stock(device, dtype, shape, n, bias):
+    inputs = [randn(*shape, device=device, dtype=dtype)]
+    inputs.append(randn(n, shape[-1], device=device, dtype=dtype))
+    if bias:
+        inputs.append(randn(n, device=device, dtype=dtype))
+    check_against_stock(F.linear, stock.linear, inputs)
+
+
+def test_linear_bias_of_one_element_and_vector_weight(device):
+    x, w, b = (randn(*s, device=device, dtype=torch.float64) for s in [(4, 5), (3, 5), (1,)])
+    check_against_stock(F.linear, stock.linear, [x, w, b])
+    check_against_stock(F.linear, stock.linear, [x, randn(5, device=device, dtype=torch.float64)])
+
+
+def strided(shape, device, dtype):
+    """Tensors of one shape in many layouts."""
+    *batch, rows, cols = shape
+    r = lambda *s: torch.randn(s, device=device).to(dtype)  # noqa: E731
+    yield "contiguous", r(*shape)
+    yield "transposed", r(*batch, cols, rows).mT
+    yield "permuted batch", r(rows, *batch, cols).movedim(0, -2)
+    yield "batch innermost", r(rows, cols, *batch).permute(*range(2, 2 + len(batch)), 0, 1)
+    yield "sliced rows", r(*batch, 2 * rows, cols + 3)[..., ::2, 1:-2]
+    yield "sliced columns", r(*batch, rows, 2 * cols)[..., ::2]
+    yield "expanded batch", r(rows, cols).expand(shape)
+    yield "expanded rows", r(*batch, 1, cols).expand(shape)
+    yield "expanded columns", r(*batch, rows, 1).expand(shape)
+    yield "offset", r(1 + torch.Size(shape).numel())[1:].view(shape)
+    yield "overlapping", r(4096).as_strided(shape, (3, 2, 1, 1)[-len(shape) :])
+
+
+def test_strides(device, dtype):
+    lefts, rights = list(strided((2, 3, 9, 7), device, dtype)), strided((2, 3, 7, 5), device, dtype)
+    for i, (name, b) in enumerate(rights):
+        for a_name, a in [lefts[0], lefts[i], lefts[(i + 3) % len(lefts)]]:
+            out = braze.matmul(a, b)
+            reference = torch.matmul(a.double(), b.double())
+            assert out.is_contiguous()
+            assert_by_rule(out, torch.matmul(a, b), reference, what=f"{a_name} x {name}")
+
+
+def test_linear_strides(device, dtype):
+    bias = randn(10, device=device, dtype=dtype)[::2]
+    weights = list(strided((5, 7), device, dtype))
+    for i, (name, x) in enumerate(strided((2, 3, 9, 7), device, dtype)):
+        for w in (weights[0][1], weights[i % len(weights)][1]):
+            inputs = [t.detach().requires_grad_() for t in (x, w, bias)]
+            assert inputs[0].stride() == x.stride(), name
+            out = F.linear(*inputs)
+            g = torch.ones((), device=device, dtype=dtype).expand_as(out)
+            actual = torch.autograd.grad(out, inputs, g)
+            expected = torch.autograd.grad(stock.linear(*inputs), inputs, g)
+            wide = [t.detach().double().requires_grad_() for t in inputs]
+            reference = torch.autograd.grad(stock.linear(*wide), wide, g.double())
+            assert_by_rule(out, stock.linear(*inputs), stock.linear(*wide), what=name)
+            for a, s, r in zip(actual, expected, reference, strict=True):
+                assert_by_rule(a, s, r, what=name)
+
+
+def test_special_values(device, dtype):
+    inf, nan = float("inf"), float("nan")
+    a = torch.tensor([[1.0, inf, 2.0], [nan, 1.0, 1.0], [1.0, 2.0, 3.0]], device=device).to(dtype)
+    b = torch.tensor([[1.0, 0.0], [1.0, 0.0], [-inf, 1e-40]], device=device).to(dtype)
+    check_against_stock(braze.matmul, torch.matmul, [a, b])
+    big = torch.full((40, 40), torch.finfo(dtype).max, device=device, dtype=dtype)
+    assert braze.matmul(big, big).isinf().all()
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_fuzzed_on_cpu(data):
+    fuzz_matmul(data, "cpu")
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_fuzzed_on_cuda(data):
+    fuzz_matmul(data, "cuda")
+
+
+def fuzz_matmul(data, device):
+    extent = st.integers(0, 70)
+    m, k, n = data.draw(extent), data.draw(extent), data.draw(extent)
+    dtype = data.draw(st.sampled_from([torch.float64, torch.float32, torch.bfloat16]))
+    batch_a, batch_b = data.draw(
+        st.sampled_from([((), ()), ((3,), ()), ((), (3,)), ((2, 3), (3,)), ((2, 1), (1, 4))])
+    )
+    transposed = data.draw(st.booleans()), data.draw(st.booleans())
+    operands = []
+    for batch, (rows, cols), flip in zip(
+        (batch_a, batch_b), ((m, k), (k, n)), transposed, strict=True
+    ):
+        t = torch.randn(*batch, *((cols, rows) if flip else (rows, cols)), device=device).to(dtype)
+        operands.append((t.mT if flip else t).requires_grad_())
+    check_against_stock(braze.matmul, torch.matmul, operands)
+
+
+def test_linear_with_relu(device, dtype):
+    x, w, b = (randn(*s, device=device, dtype=dtype) for s in [(17, 33), (20, 33), (20,)])
+    check_against_stock(
+        lambda *t: torch.ops.braze.linear(*t, True), lambda *t: stock.linear(*t).relu(), [x, w, b]
+    )
+    nan = torch.full((2, 33), float("nan"), device=device, dtype=dtype)
+    assert torch.ops.braze.linear(nan, w, b, True).isnan().all()
+
+
+def test_gradcheck(device):
+    kw = {"device": device, "dtype": torch.float64}
+    for a, b in [((3,), (3,)), ((2, 3), (3,)), ((2, 2, 3), (3, 4)), ((2, 3), (3, 3, 4))]:
+        inputs = (randn(*a, **kw), randn(*b, **kw))
+        assert torch.autograd.gradcheck(braze.matmul, inputs)
+        assert torch.autograd.gradgradcheck(braze.matmul, inputs)
+    inputs = (randn(2, 3, 4, **kw), randn(5, 4, **kw), randn(5, **kw))
+    for relu in (False, True):
+        function = lambda *t, relu=relu: torch.ops.braze.linear(*t, relu)  # noqa: E731
+        assert torch.autograd.gradcheck(function, inputs)
+        assert torch.autograd.gradgradcheck(function, inputs)
+    assert torch.autograd.gradgradcheck(F.linear, inputs)
+    # Only some gradients asked for.
+    for mask in range(1, 8):
+        some = tuple(t.detach().requires_grad_(bool(mask >> i & 1)) for i, t in enumerate(inputs))
+        assert torch.autograd.gradgradcheck(F.linear, some)
+
+
+def test_opcheck(device, dtype):
+    x, w, b = (randn(*s, device=device, dtype=dtype) for s in [(2, 6, 7), (5, 7), (5,)])
+    g = randn(2, 6, 5, device=device, dtype=dtype)
+    torch.library.opcheck(torch.ops.braze.matmul.default, (x, w.mT))
+    torch.library.opcheck(torch.ops.braze.linear.default, (x, w, b, True))
+    torch.library.opcheck(torch.ops.braze.linear_backward.default, (g, x, w, [True, True, True]))
+    torch.library.opcheck(torch.ops.braze.linear_backward.default, (g, x, w, [False, True, False]))
+
+
+def test_compile(device):
+    x, w, b = (randn(*s, device=device, dtype=torch.float32) for s in [(4, 7), (5, 7), (5,)])
+
+    def function(linear, matmul, x, w, b):
+        return matmul(linear(x, w, b) * 2, w).sum()
+
+    compiled = torch.compile(lambda *t: function(F.linear, braze.matmul, *t), fullgraph=True)
+    actual = torch.autograd.grad(compiled(x, w, b), (x, w, b))
+    expected = torch.autograd.grad(function(stock.linear, torch.matmul, x, w, b), (x, w, b))
+    torch.testing.assert_close(actual, expected)
+
+
+def test_autocast(device):
+    x, w, b = (randn(*s, device=device, dtype=torch.float32) for s in [(4, 7), (5, 7), (5,)])
+    with torch.autocast(device, dtype=torch.bfloat16):
+        out = F.linear(x, w, b)
+        assert out.dtype == torch.bfloat16
+        assert torch.equal(out, torch.ops.braze.linear(x, w, b))
+        assert braze.matmul(x, w.mT).dtype == torch.bfloat16
+        assert torch.ops.braze.matmul(x, w.mT).dtype == torch.bfloat16
+        assert braze.matmul(x.double(), w.mT.double()).dtype == torch.float64
+        assert_by_rule(out, stock.linear(x, w, b), stock.linear(x.double(), w.double(), b.double()))
+    out.float().sum().backward()
+    assert all(t.grad.dtype == torch.float32 for t in (x, w, b))
+
+
+def test_module(device):
+    layer = braze.nn.Linear(7, 5, device=device)
+    plain = torch.nn.Linear(7, 5, device=device)
+    plain.load_state_dict(layer.state_dict())
+    x = torch.randn(3, 7, device=device)
+    for clone in (layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        torch.testing.assert_close(clone(x), plain(x))
+    assert isinstance(layer, torch.nn.Linear)
+    model = braze.nn.Sequential(braze.nn.Flatten(), layer, braze.nn.ReLU())
+    torch.testing.assert_close(model(x.view(3, 7, 1)), plain(x).relu())
+
+
+def test_repeatable(device, dtype):
+    a, b = randn(257, 1000, device=device, dtype=dtype), randn(1000, 65, device=device, dtype=dtype)
+    first = braze.matmul(a, b)
+    assert all(torch.equal(first, braze.matmul(a, b)) for _ in range(3))
+
+
+def own_kernels(device):
+    wanted = (lambda arch: arch == "cpu") if device == "cpu" else (lambda arch: "sm_" in arch)
+    vendor = _config.backend._VENDORS["matmul"]
+    return [k for k in braze.kernels("matmul") if wanted(k["arch"]) and k["name"] not in vendor]
+
+
+def test_every_kernel_by_name(device, dtype):
+    kernels = own_kernels(device)
+    assert kernels
+    a, b = randn(37, 130, device=device, dtype=dtype), randn(130, 41, device=device, dtype=dtype)
+    for kernel in kernels:
+        if str(dtype).removeprefix("torch.") not in kernel["dtypes"].split():
+            continue
+        if kernel["arch"] == "sm_90a" and torch.cuda.get_device_capability() != (9, 0):
+            continue
+        with braze.backend(matmul=kernel["name"]):
+            check_against_stock(braze.matmul, torch.matmul, [a, b])
+
+
+def test_backend_is_honoured_on_cpu():
+    """Kernels that add in different orders give different bits: that shows which one ran."""
+    a, b = torch.randn(16, 3000), torch.randn(3000, 16)
+    results = {}
+    for name in ("auto", "braze", "blocked", "naive"):
+        with braze.backend(matmul=name):
+            results[name] = braze.matmul(a, b)
+    assert torch.equal(results["auto"], results["blocked"])
+    assert torch.equal(results["braze"], results["blocked"])
+    assert not torch.equal(results["naive"], results["blocked"])
+
+
+def test_backend_is_kept_for_backward(device):
+    a = torch.randn(16, 3000, device=device, requires_grad=True)
+    b, g = torch.randn(3000, 16, device=device), torch.randn(16, 16, device=device)
+    with braze.backend(matmul="braze"):
+        out = braze.matmul(a, b)
+        expected = braze.matmul(g, b.mT)
+    assert torch.equal(torch.autograd.grad(out, a, g)[0], expected)
+
+
+def cuda_kernels_of(function):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        function()
+        torch.cuda.synchronize()
+    return " ".join(event.key for event in profile.key_averages())
+
+
+def test_which_library_runs_on_cuda(device):
+    if device == "cpu":
+        return
+    a, b = torch.randn(256, 256, device=device), torch.randn(256, 256, device=device)
+    for name, own in (("braze", True), ("cublas", False)):
+        with braze.backend(matmul=name):
+            braze.matmul(a, b)
+            names = cuda_kernels_of(lambda: braze.matmul(a, b))
+        assert names
+        assert ("braze" in names) == own, names
+
+
+def test_bad_backend(device):
+    a = torch.randn(3, 3, device=device)
+    with pytest.raises(ValueError, match="expected matmul to be one of auto, braze, cublas"):
+        braze.backend(matmul="fastest")
+    with pytest.raises(RuntimeError, match=r"expected backend to be one of auto, braze.*fastest"):
+        torch.ops.braze.matmul(a, a, backend="fastest")
+    if device == "cpu":
+        with braze.backend(matmul="cublas"), pytest.raises(RuntimeError, match="for CPU tensors"):
+            braze.matmul(a, a)
+    else:
+        with pytest.raises(RuntimeError, match="for CUDA tensors"):
+            torch.ops.braze.matmul(a, a, backend="blocked")
+
+
+@pytest.mark.parametrize("backend", ["auto", "braze"])
+def test_tf32(device, backend):
+    a, b = torch.randn(512, 512, device=device), torch.randn(512, 512, device=device)
+    reference = a.double() @ b.double()
+    scale = reference.abs().max()
+
+    def error():
+        with braze.backend(matmul=backend):
+            return ((braze.matmul(a, b) - reference).abs().max() / scale).item()
+
+    assert error() < 2e-6
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    if device == "cpu":
+        assert error() < 2e-6
+    else:
+        # Ten bits of mantissa: the products' errors add up like a random walk.
+        assert 1e-5 < error() < 2e-3
+
+
+def test_bad_input(device):
+    r = lambda *s: torch.randn(s, device=device)  # noqa: E731
+    with pytest.raises(RuntimeError, match="need to be at least 1D, but they are 0D and 2D"):
+        braze.matmul(r(), r(2, 3))
+    with pytest.raises(RuntimeError, match=r"shapes cannot be multiplied \(2x3 and 4x5\)"):
+        braze.matmul(r(2, 3), r(4, 5))
+    with pytest.raises(RuntimeError, match=r"tensor a \(2\) must match.*tensor b \(3\).*on 0"):
+        braze.matmul(r(2, 2, 3), r(3, 3, 5))
+    with pytest.raises(RuntimeError, match="same dtype as input, but got float64 and float32"):
+        braze.matmul(r(2, 3), r(3, 4).double())
+    with pytest.raises(RuntimeError, match="float64, float32, bfloat16 or float16, but got int64"):
+        braze.matmul(r(2, 3).long(), r(3, 4).long())
+    with pytest.raises(TypeError, match=r"argument 'other' .* must be Tensor, not int"):
+        braze.matmul(r(2, 3), 3)
+    with pytest.raises(TypeError, match=r"argument 'input' .* must be Tensor, not float"):
+        F.linear(3.0, r(2, 3))
+    with pytest.raises(RuntimeError, match=r"shapes cannot be multiplied \(2x3 and 5x4\)"):
+        F.linear(r(2, 3), r(4, 5))
+    with pytest.raises(RuntimeError, match=r"expected bias to have shape \[4\], but got \[5\]"):
+        F.linear(r(2, 3), r(4, 3), r(5))
+    with pytest.raises(RuntimeError, match="to linear need to be at least 1D"):
+        F.linear(r(), r(4, 3))
+    with pytest.raises(RuntimeError, match="expected weight to be 2D, but got 3D"):
+        F.linear(r(2, 3), r(2, 4, 3))
+    with pytest.raises(RuntimeError, match="expected grad_output of the forward's output shape"):
+        torch.ops.braze.linear_backward(r(2, 5), r(2, 3), r(4, 3), [True, True, True])
+
+
+def test_the_tests_reject_a_wrong_kernel(device, dtype):
+    """A product that drops the last step of the reduction, as a wrong loop bound would."""
+
+    def wrong(a, b):
+        return braze.matmul(a[:, :-1], b[:-1])
+
+    a, b = randn(20, 500, device=device, dtype=dtype), randn(500, 20, device=device, dtype=dtype)
+    with pytest.raises(AssertionError, match="error"):
+        check_against_stock(wrong, torch.matmul, [a, b])
