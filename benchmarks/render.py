@@ -11,6 +11,7 @@ from pathlib import Path
 from benchmarks import results
 
 MARKER = re.compile(r"(<!-- bench:([\w:]+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
+PRECISIONS = ["fp32", "tf32", "bf16"]
 NOTHING = "*Not measured yet.*"
 
 
@@ -107,28 +108,43 @@ def ladder_table(rows):
 
 
 def mnist_sections(folder):
-    """Tables of the MNIST runs, one per device and torch version.
-
-    A JSON file holds one run: ``batch``, ``precision`` and ``timings`` (``name``, ``ms``, ``p20``,
-    ``p80``), and ``meta`` with the columns that say what was measured.
-    """
+    """Tables of the MNIST runs (`mnist*.json`, what ``python -m braze mnist`` writes), one per
+    device and version; of the memory layouts the faster one is shown."""
     groups = {}
     for path in sorted(Path(folder).glob("*/mnist*.json")):
         run = json.loads(path.read_text())
-        meta = run.get("meta", {})
-        about = {key: meta.get(key) or "" for key in [*LABELS, "device", "torch"]}
+        versions = run["info"]["torch"]
+        about = dict.fromkeys(LABELS, "") | {
+            "device": run["device"],
+            "torch": versions["version"],
+            "cuda": versions["cuda"],
+            "cudnn": versions["cudnn"],
+            "commit": run["info"]["braze"]["commit"],
+        }
         groups.setdefault(described(about), []).append(run)
     sections = []
     for about, runs in groups.items():
-        names = list(dict.fromkeys(t["name"] for run in runs for t in run["timings"]))
+        runs.sort(key=lambda run: (run["batch"], PRECISIONS.index(run["precision"])))
+        best = [best_of_modes(run["timings"]) for run in runs]
+        modes = list(dict.fromkeys(mode for ms in best for mode in ms))
         body = []
-        for run in sorted(runs, key=lambda run: (run["batch"], run["precision"])):
-            ms = {t["name"]: t["ms"] for t in run["timings"]}
-            ours = [value for name, value in ms.items() if name.startswith("braze")]
-            stock = [value for name, value in ms.items() if not name.startswith("braze")]
+        for run, ms in zip(runs, best, strict=True):
+            ours = [value for (name, _), value in ms.items() if name == "braze"]
+            stock = [value for (name, _), value in ms.items() if name != "braze"]
             ratio = f"{min(stock) / min(ours):.2f}" if ours and stock else ""
-            cells = [f"{ms[name]:.3g}" if name in ms else "" for name in names]
+            cells = [f"{ms[mode]:.3g}" if mode in ms else "" for mode in modes]
             body.append([run["batch"], run["precision"], *cells, ratio])
+        names = [" ".join(mode) for mode in modes]
         head = ["batch", "precision", "|", *names, "best stock / best braze"]
         sections += [about, table(head, body)]
     return sections
+
+
+def best_of_modes(timings):
+    """(implementation, mode) -> median ms in the faster layout, for what was measured."""
+    best = {}
+    for row in timings:
+        if row.get("ms") is not None:
+            key = row["name"], row["mode"]
+            best[key] = min(row["ms"], best.get(key, row["ms"]))
+    return best

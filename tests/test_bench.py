@@ -83,16 +83,27 @@ def test_results_are_replaced_and_rendered(tmp_path):
 def test_mnist_table(tmp_path):
     folder = tmp_path / "some-gpu"
     folder.mkdir()
+    row = {"name": "stock", "mode": "eager", "layout": "contiguous", "ms": 2.0}
     run = {
-        "meta": {"device": "some GPU", "torch": "2.13.0"},
+        "device": "some GPU",
+        "info": {
+            "torch": {"version": "2.13.0", "cuda": "13.0", "cudnn": None},
+            "braze": {"commit": "abc"},
+        },
         "batch": 64,
         "precision": "bf16",
-        "timings": [{"name": "braze", "ms": 0.1234}, {"name": "stock eager", "ms": 2.0}],
+        "timings": [
+            row | {"name": "braze", "ms": 0.1234},
+            row,
+            row | {"layout": "channels_last", "ms": 1.5},
+            {"name": "stock", "mode": "compile", "layout": "contiguous", "error": "no compiler"},
+        ],
     }
     (folder / "mnist_64_bf16.json").write_text(json.dumps(run))
     text = render.text_of("mnist", tmp_path)
-    assert "**some GPU** (torch 2.13.0)" in text
-    assert "| 64 | bf16 | 0.123 | 2 | 16.21 |" in text
+    assert "**some GPU** (torch 2.13.0, CUDA 13.0, commit abc)" in text
+    assert "| batch | precision | braze eager | stock eager | best stock / best braze |" in text
+    assert "| 64 | bf16 | 0.123 | 1.5 | 12.16 |" in text
 
 
 def test_documents_equal_a_fresh_rendering():
