@@ -219,7 +219,11 @@ class BuildLibraries(build_ext):
         ]
         isas = cpu_isas()
         for isa in isas:
-            flags = f"{cpu} -fopenmp-simd -fno-math-errno -fno-trapping-math {ISA_FLAGS[isa]}"
+            # -Wno-psabi: vector types wider than the baseline's registers never leave a library
+            flags = (
+                f"{cpu} -fopenmp-simd -fno-math-errno -fno-trapping-math -Wno-psabi "
+                f"{ISA_FLAGS[isa]}"
+            )
             kernels = [
                 compile_cxx(source, isa, flags) for source in sorted((CSRC / "cpu").glob("*.cpp"))
             ]

@@ -179,8 +179,12 @@ template <typename T>
 void sum_image(acc_t<T>* __restrict__ sums, acc_t<T>* __restrict__ row, const T* dy,
                const Tensor4dRef& s, int64_t channels, int64_t height, int64_t width) {
   using Acc = acc_t<T>;
+  if (s.w == 1 && s.h == width) {  // a plane without gaps is one long row
+    width *= height;
+    height = 1;
+  }
   for (int64_t i = 0; i < height; ++i, dy += s.h) {
-    if (s.c == 1) {
+    if (s.c == 1 && s.w != 1) {
       std::fill_n(row, channels, Acc(0));
       for (int64_t j = 0; j < width; ++j) {
         for (int64_t c = 0; c < channels; ++c) row[c] += Acc(dy[j * s.w + c]);
@@ -190,18 +194,22 @@ void sum_image(acc_t<T>* __restrict__ sums, acc_t<T>* __restrict__ row, const T*
     }
     for (int64_t c = 0; c < channels; ++c) {
       const T* from = dy + c * s.c;
-      vec8_t<Acc> lanes = {};
+      vec8_t<Acc> lanes[4] = {};
       int64_t j = 0;
       if (s.w == 1) {
-        for (; j + 8 <= width; j += 8) lanes += load8(from + j);
+        for (; j + 32 <= width; j += 32) {
+          for (int l = 0; l < 4; ++l) lanes[l] += load8(from + j + 8 * l);
+        }
+        for (; j + 8 <= width; j += 8) lanes[0] += load8(from + j);
       } else {
         for (; j + 8 <= width; j += 8) {
-          for (int l = 0; l < 8; ++l) lanes[l] += Acc(from[(j + l) * s.w]);
+          for (int l = 0; l < 8; ++l) lanes[0][l] += Acc(from[(j + l) * s.w]);
         }
       }
+      lanes[0] = (lanes[0] + lanes[1]) + (lanes[2] + lanes[3]);
       Acc sum = 0;
       for (; j < width; ++j) sum += Acc(from[j * s.w]);
-      for (int l = 0; l < 8; ++l) sum += lanes[l];
+      for (int l = 0; l < 8; ++l) sum += lanes[0][l];
       sums[c] += sum;
     }
   }

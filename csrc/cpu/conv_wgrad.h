@@ -7,6 +7,7 @@
 // the result does not depend on which thread ran what.
 #pragma once
 
+#include <type_traits>
 #include <vector>
 
 #include "cpu/conv_window.h"
@@ -90,6 +91,9 @@ class ComputeWeightGradient {
       const int64_t part = task / g_.groups, group = task % g_.groups;
       Acc* acc = acc_ + task * plan_.acc_size();
       std::fill_n(acc, plan_.acc_size(), Acc(0));
+      // The padding of dy, which no block writes.
+      Acc* packed_dy = scratch_ + worker * plan_.scratch() + plan_.slab_size;
+      if (plan_.pixel_lanes) std::fill_n(packed_dy, plan_.dy_size, Acc(0));
       const int64_t units = plan_.units(g_), blocks = units / g_.images;
       for (int64_t i = part * units / plan_.parts; i < (part + 1) * units / plan_.parts; ++i) {
         add_block(acc, scratch_ + worker * plan_.scratch(), i / blocks, group,
@@ -114,10 +118,11 @@ class ComputeWeightGradient {
       std::fill_n(slab + g_.channels * shape_.pixels(), kL, Acc(0));
     }
     Acc* packed = slab + plan_.slab_size;
-    pack_dy(packed, dy, rows);
+    DyRef from{packed, filter_stride(), plan_.padded_width};
+    if (!plan_.pixel_lanes || !readable_in_place(dy, image, &from)) pack_dy(packed, dy, rows);
     const Panels<Acc> panels(static_cast<int64_t>(offsets_.size()) * kL);
     for (int64_t f = 0; f < g_.filters; f += plan_.rows) {
-      const Acc* panel = packed + f * rows * plan_.padded_width;
+      const DyRef panel{from.data + f * from.filter, from.filter, from.row};
       for (int64_t j = 0; j < panels.count(); ++j) {
         with_tile(plan_.rows, panels.vecs(j), [&](auto rows_tag, auto vecs_tag) {
           const int64_t* offsets = offsets_.data() + panels.begin(j) / kL;
@@ -125,18 +130,44 @@ class ComputeWeightGradient {
           if (plan_.pixel_lanes) {
             pixel_lanes_kernel<rows_tag, vecs_tag>(rows, panel, slab, offsets, tile);
           } else {
-            channel_lanes_kernel<rows_tag, vecs_tag>(rows, panel, slab, offsets, tile);
+            channel_lanes_kernel<rows_tag, vecs_tag>(rows, panel.data, slab, offsets, tile);
           }
         });
       }
     }
   }
 
+  // Rows of pixels of dy, for pixels across the lanes.
+  struct DyRef {
+    const Acc* data;
+    int64_t filter, row;  // strides
+  };
+
+  // Whether rows of dy can be read where they are: of the accumulation type, contiguous, full
+  // panels of filters, and with memory to read (and ignore) after the last row, which the next
+  // image provides.
+  bool readable_in_place(const T* dy, int64_t image, DyRef* ref) const {
+    if constexpr (std::is_same_v<T, Acc>) {
+      const int64_t plane = g_.h.out * g_.w.out;
+      if (g_.dy.w != 1 || g_.dy.h != g_.w.out || g_.dy.c != plane ||
+          g_.dy.n < plane * g_.filters * g_.groups || g_.filters % plan_.rows != 0 ||
+          image + 1 >= g_.images || g_.dy.n < kL) {
+        return false;
+      }
+      *ref = {dy, g_.dy.c, g_.dy.h};
+      return true;
+    }
+    return false;
+  }
+
+  // Elements of packed dy for each filter.
+  int64_t filter_stride() const { return plan_.block_rows * plan_.padded_width; }
+
   // Panels of plan_.rows filters. Channels across the lanes: the pixel is outermost. Pixels across
   // the lanes: the filter is, and rows of pixels are padded with zeros.
   void pack_dy(Acc* to, const T* dy, int64_t rows) const {
     const int64_t width = plan_.padded_width, cols = g_.w.out;
-    for (int64_t f = 0; f < g_.filters; f += plan_.rows, to += plan_.rows * rows * width) {
+    for (int64_t f = 0; f < g_.filters; f += plan_.rows, to += plan_.rows * filter_stride()) {
       const int64_t lanes = std::min<int64_t>(plan_.rows, g_.filters - f);
       for (int64_t i = 0; i < rows; ++i) {
         const T* from = dy + f * g_.dy.c + i * g_.dy.h;
@@ -144,12 +175,7 @@ class ComputeWeightGradient {
           pack_panel(to + i * width * plan_.rows, plan_.rows, from, g_.dy.c, g_.dy.w, lanes, cols);
           continue;
         }
-        Acc* row = to + i * width;
-        copy_matrix(row, rows * width, from, g_.dy.c, g_.dy.w, lanes, cols);
-        for (int64_t lane = 0; lane < plan_.rows; ++lane) {
-          const int64_t filled = lane < lanes ? cols : 0;
-          std::fill(row + lane * rows * width + filled, row + lane * rows * width + width, Acc(0));
-        }
+        copy_matrix(to + i * width, filter_stride(), from, g_.dy.c, g_.dy.w, lanes, cols);
       }
     }
   }
@@ -180,33 +206,33 @@ class ComputeWeightGradient {
   }
 
   template <int kPanelRows, int kVecs>
-  void pixel_lanes_kernel(int64_t rows, const Acc* __restrict__ dy, const Acc* slab,
-                          const int64_t* offsets, Acc* __restrict__ out) const {
+  void pixel_lanes_kernel(int64_t rows, const DyRef& dy, const Acc* slab, const int64_t* offsets,
+                          Acc* __restrict__ out) const {
     using V = vec_t<Acc>;
-    const int64_t filter_stride = rows * plan_.padded_width;
+    using Mask = decltype(V{} == V{});
     V acc[kPanelRows][kVecs] = {};
-    // Zero beyond the row's last pixel: there the window may hold inf, which dy's zero would turn
-    // into NaN.
-    decltype(V{} == V{}) tail;
-    for (int l = 0; l < kL; ++l) tail[l] = l < kL - (plan_.padded_width - g_.w.out) ? -1 : 0;
+    // What follows a row's last pixel is zeroed on both sides: it may hold inf or NaN.
+    const int64_t full = g_.w.out / kL * kL;
+    Mask tail;
+    for (int l = 0; l < kL; ++l) tail[l] = full + l < g_.w.out ? -1 : 0;
     for (int64_t i = 0; i < rows; ++i) {
-      for (int64_t p = 0; p < plan_.padded_width; p += kL) {
-        V values[kVecs], grads[kPanelRows];
-        const auto mask = p + kL < plan_.padded_width ? (tail | ~tail) : tail;
+      const auto add = [&](int64_t p, const auto& masked) {
+        V values[kVecs];
 #pragma GCC unroll 8
         for (int j = 0; j < kVecs; ++j) {
-          const V window = load<V>(slab + offsets[j] + i * shape_.pitch + p);
-          values[j] = reinterpret_cast<V>(reinterpret_cast<decltype(tail)>(window) & mask);
+          values[j] = masked(load<V>(slab + offsets[j] + i * shape_.pitch + p));
         }
 #pragma GCC unroll 8
         for (int f = 0; f < kPanelRows; ++f) {
-          grads[f] = load<V>(dy + f * filter_stride + i * plan_.padded_width + p);
-        }
+          const V grad = masked(load<V>(dy.data + f * dy.filter + i * dy.row + p));
 #pragma GCC unroll 8
-        for (int f = 0; f < kPanelRows; ++f) {
-#pragma GCC unroll 8
-          for (int j = 0; j < kVecs; ++j) acc[f][j] += grads[f] * values[j];
+          for (int j = 0; j < kVecs; ++j) acc[f][j] += grad * values[j];
         }
+      };
+      for (int64_t p = 0; p < full; p += kL) add(p, [](const V& v) { return v; });
+      if (full < g_.w.out) {
+        add(full,
+            [&](const V& v) { return reinterpret_cast<V>(reinterpret_cast<Mask>(v) & tail); });
       }
     }
     add_tile(acc, out);

@@ -22,6 +22,8 @@ const KernelEntry kNaive({"matmul", "naive", "float64 float32 bfloat16 float16",
 constexpr int64_t kMaxBlockRows = 96, kMaxBlockCols = 768;
 // Packed B of a batch beyond this many bytes is made and used a few matrices at a time.
 constexpr int64_t kPackedBytes = int64_t{4} << 20;
+// Multiply-adds that one thread has done before another would have woken up.
+constexpr int64_t kSerialWork = 1 << 18;
 // Elements by which regions of the workspace are aligned: a cache line of fp32.
 constexpr int64_t kAlign = 16;
 
@@ -40,7 +42,7 @@ struct Plan {
             std::min(std::max<int64_t>(1, kMaxBlockCols / kMaxPanelWidth<Acc>), panels.count())) {
     // Several tasks for each thread, as long as blocks stay worth packing for.
     const int64_t wanted = 4 * num_threads();
-    if (num_threads() > 1) {
+    if (num_threads() > 1 && args.batch * args.m * args.n * args.k > kSerialWork) {
       while (tasks(args) < wanted && block_rows > 4 * kRows) {
         block_rows = round_up(block_rows / 2, kRows);
       }
@@ -147,7 +149,8 @@ struct Blocked {
     const int64_t width = plan.panels.width(panel), columns = plan.panels.columns(panel);
     const int64_t column = plan.panels.begin(panel);
     Acc bias[kMaxPanelWidth<Acc>] = {};
-    if (args.bias) copy_row(bias, static_cast<const T*>(args.bias) + column, 1, columns);
+    const T* given = static_cast<const T*>(args.bias) + column;
+    for (int64_t j = 0; args.bias && j < columns; ++j) bias[j] = Acc(given[j]);
     T* c = static_cast<T*>(args.c) + (matrix * args.m + first_row) * args.n + column;
     for (int64_t i = 0; i < rows; ++i, c += args.n) {
       const Acc* tile = tiles + i * width;
