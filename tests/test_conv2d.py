@@ -183,9 +183,8 @@ def test_special_values(device, dtype):
     with braze.backend(conv2d="braze"):
         assert_by_rule(F.conv2d(x, w), reference.to(dtype), reference)
     g = torch.ones(2, 3, 7, 7, device=device, dtype=dtype)
-    dw = torch.ops.braze.conv2d_backward(g, x, w, [1, 1], [0, 0], [1, 1], 1, [False, True, False])[
-        1
-    ]
+    geometry, mask = ([1, 1], [0, 0], [1, 1], 1), [False, True, False]
+    _, dw, _ = torch.ops.braze.conv2d_backward(g, x, w, *geometry, mask, backend="braze")
     # The tap at the top left alone meets x[0, 0, 0, 0].
     assert dw[:, 0, 0, 0].eq(float("inf")).all()
     assert dw[:, 0, 2, 0].eq(-float("inf")).all()
