@@ -17,7 +17,7 @@ Tensor empty_like_as(const Tensor& t, ScalarType dtype) {
                                     from(std::nullopt),
                                     from(std::nullopt),
                                     from(std::nullopt)};
-  STABLE_TORCH_ERROR_CODE_CHECK(
+  TORCH_ERROR_CODE_CHECK(
       torch_call_dispatcher("aten::empty_like", "", stack.data(), TORCH_ABI_VERSION));
   return torch::stable::detail::to<Tensor>(stack[0]);
 }

@@ -120,10 +120,6 @@ std::optional<Operand> as_operand(const MatrixRef& m, int64_t rows, int64_t cols
   return std::nullopt;
 }
 
-// Whether cuBLASLt's own ReLU lets NaN pass, as torch's does. It is not documented; among the fp32
-// algorithms (13.1, H200) is one that turns NaN into 0.
-bool relu_keeps_nan(DType dtype) { return dtype != DType::kFloat32; }
-
 // The arguments as cuBLASLt sees them. Two rewrites put something at the workspace's front:
 // k == 0 becomes the product of a column and a row of zeros; a bias aligned to less than 16 bytes,
 // which the epilogues read in vectors, becomes a copy of it.
@@ -149,10 +145,9 @@ std::optional<Problem> make_problem(const MatmulArgs& args) {
     q.m *= q.batch;
     q.batch = 1;
   }
-  if (q.relu && !relu_keeps_nan(q.dtype)) {
-    q.relu = false;
-    p.relu_after = true;
-  }
+  // cuBLASLt's own ReLU turns NaN into 0 in some of its fp32 and fp16 algorithms (13.1, H200).
+  p.relu_after = q.relu;
+  q.relu = false;
   if (q.bias && alignment_of(q.bias, 16) < 16) p.bias_bytes = align_up(q.n * size_of(q.dtype));
   const auto a = as_operand(q.a, q.m, q.k, q.batch), b = as_operand(q.b, q.k, q.n, q.batch);
   if (!a || !b || q.batch > INT32_MAX) return std::nullopt;
@@ -194,13 +189,10 @@ Desc make_desc(const Problem& p, const void* bias) {
   // B^T is the first factor. A column-major B has to be transposed to be B^T, a row-major one is.
   if (p.b.column_major) set(desc, CUBLASLT_MATMUL_DESC_TRANSA, CUBLAS_OP_T);
   if (p.a.column_major) set(desc, CUBLASLT_MATMUL_DESC_TRANSB, CUBLAS_OP_T);
-  if (bias || args.relu) {
-    set(desc, CUBLASLT_MATMUL_DESC_EPILOGUE,
-        !bias       ? CUBLASLT_EPILOGUE_RELU
-        : args.relu ? CUBLASLT_EPILOGUE_RELU_BIAS
-                    : CUBLASLT_EPILOGUE_BIAS);
+  if (bias) {
+    set(desc, CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS);
+    set(desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
   }
-  if (bias) set(desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
   return desc;
 }
 

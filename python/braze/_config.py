@@ -81,11 +81,13 @@ def allow_tf32(op, tensor):
     """Whether torch's settings let fp32 `tensor` use TF32 in `op` ("matmul" or "conv2d")."""
     if tensor.dtype != torch.float32 or not tensor.is_cuda:
         return False
-    if torch.compiler.is_compiling():
-        # Dynamo cannot trace the fp32_precision properties.
-        if op == "matmul":
-            return torch.backends.cuda.matmul.allow_tf32
-        return torch.backends.cudnn.allow_tf32
+    return _tf32_setting(op)
+
+
+# Dynamo cannot trace the fp32_precision properties, and the older allow_tf32 raises once they are
+# set: compiled code keeps the setting that it was compiled under.
+@torch.compiler.assume_constant_result
+def _tf32_setting(op):
     if op == "matmul":
         return torch.backends.cuda.matmul.fp32_precision == "tf32"
     return torch.backends.cudnn.conv.fp32_precision == "tf32"

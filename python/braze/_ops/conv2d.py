@@ -196,8 +196,10 @@ def conv2d(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
         padding = _pair("padding", padding)
     elif padding == "valid":
         padding = (0, 0)
-    elif padding == "same":
+    elif padding == "same" and weight.dim() == 4:
         input, padding = _same_padding(input, weight, stride, dilation)
+    elif padding == "same":
+        raise RuntimeError(f"conv2d: expected weight to be 4D, but got size {list(weight.shape)}")
     else:
         raise RuntimeError(f"Invalid padding string: '{padding}'")
     dtype = autocast_dtype(input)
