@@ -92,6 +92,9 @@ struct MmaKernel {
   static constexpr int kSharedBytes =
       Tile::kStages * kStageSize * static_cast<int>(sizeof(T)) + kTables;
   static constexpr int kFragmentsM = Tile::kWarpM / 16, kFragmentsN = Tile::kWarpN / 8;
+  // Fragments of TF32 that are not depth-major take one load, and address, a register: unrolled in
+  // full, those spill.
+  static constexpr int kUnroll = sizeof(T) == 4 && !(kADepthMajor && kBDepthMajor) ? 2 : 4;
 
   static __device__ __forceinline__ void run(const GemmProblem<OpA, OpB>& p) {
     // 128-byte rows keep the swizzle free of bank conflicts
@@ -120,7 +123,7 @@ struct MmaKernel {
         [&](int stage) {
           const T* const as = stages + stage * kStageSize;
           const T* const bs = as + kSizeA;
-#pragma unroll
+#pragma unroll kUnroll
           for (int chunk = 0; chunk < 8; chunk += 2) {
             uint32_t fa[kFragmentsM][4], fb[kFragmentsN / 2][4];
 #pragma unroll
