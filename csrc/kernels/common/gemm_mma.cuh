@@ -92,9 +92,8 @@ struct MmaKernel {
   static constexpr int kSharedBytes =
       Tile::kStages * kStageSize * static_cast<int>(sizeof(T)) + kTables;
   static constexpr int kFragmentsM = Tile::kWarpM / 16, kFragmentsN = Tile::kWarpN / 8;
-  // Fragments of TF32 that are not depth-major take one load, and address, a register: unrolled in
-  // full, those spill.
-  static constexpr int kUnroll = sizeof(T) == 4 && !(kADepthMajor && kBDepthMajor) ? 2 : 4;
+  // Unrolled in full, the addresses of fragments that are not depth-major spill.
+  static constexpr int kUnroll = !kBDepthMajor || (sizeof(T) == 4 && !kADepthMajor) ? 2 : 4;
 
   static __device__ __forceinline__ void run(const GemmProblem<OpA, OpB>& p) {
     // 128-byte rows keep the swizzle free of bank conflicts
