@@ -136,7 +136,7 @@ class ElementLoader {
           }
         }
       } else {
-#pragma unroll 1
+#pragma unroll(kSteps <= 2 ? kSteps : 1)
         for (int i = 0; i < kSteps; ++i) {
           const Coord depth = op_.depth(k0 + warp + i * kWarps);
 #pragma unroll
