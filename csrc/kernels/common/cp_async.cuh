@@ -1,4 +1,5 @@
-// Asynchronous copies from global to shared memory (sm_80+) and the software pipeline built on them.
+// Asynchronous copies from global to shared memory (sm_80+) and the software pipeline built on
+// them.
 #pragma once
 
 #include <cstdint>

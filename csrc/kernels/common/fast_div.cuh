@@ -1,6 +1,6 @@
-// Division of a non-negative 31-bit index by a divisor that is fixed for a launch: one multiply-high,
-// one add and one shift instead of some twenty instructions.
-// Method: Granlund and Montgomery, "Division by invariant integers using multiplication" (1994).
+// Division of a non-negative 31-bit index by a divisor that is fixed for a launch: one
+// multiply-high, one add and one shift instead of some twenty instructions. Method: Granlund and
+// Montgomery, "Division by invariant integers using multiplication" (1994).
 #pragma once
 
 #include <cstdint>
@@ -10,8 +10,8 @@ namespace braze::cuda {
 class FastDiv {
  public:
   FastDiv() = default;
-  // divisor >= 1
-  explicit FastDiv(int64_t divisor) : divisor_(static_cast<uint32_t>(divisor)) {
+  // 1 <= divisor < 2^31; an empty extent, 0, counts as 1
+  explicit FastDiv(int64_t divisor) : divisor_(divisor > 0 ? static_cast<uint32_t>(divisor) : 1) {
     while ((uint64_t{1} << shift_) < divisor_) ++shift_;
     const uint64_t power = uint64_t{1} << shift_;
     multiplier_ = static_cast<uint32_t>((power - divisor_) * (uint64_t{1} << 32) / divisor_ + 1);

@@ -1,4 +1,5 @@
-// Copies a kOuter x kDepth tile of an operand into shared memory, 16 bytes or one element at a time.
+// Copies a kOuter x kDepth tile of an operand into shared memory, 16 bytes or one element at a
+// time.
 #pragma once
 
 #include "cp_async.cuh"
@@ -16,8 +17,8 @@ struct PaddedLayout {
   static __device__ __forceinline__ int offset(int o, int k) { return k * kRow + o; }
 };
 
-// Rows of 128 bytes along the depth. XOR-ing the 16-byte chunk with the row puts the eight rows that
-// one ldmatrix phase reads into different banks.
+// Rows of 128 bytes along the depth. XOR-ing the 16-byte chunk with the row puts the eight rows
+// that one ldmatrix phase reads into different banks.
 template <typename T, int kOuter, int kDepth>
 struct DepthMajorLayout {
   static constexpr bool kDepthMajor = true;
@@ -29,8 +30,8 @@ struct DepthMajorLayout {
   }
 };
 
-// Rows along the outer index. 16-bit elements are read by ldmatrix.trans (eight rows, one chunk); 32-bit
-// ones by single loads of 4 rows x 8 columns. Two rows of 64 bytes share a bank row.
+// Rows along the outer index. 16-bit elements are read by ldmatrix.trans (eight rows, one chunk);
+// 32-bit ones by single loads of 4 rows x 8 columns. Two rows of 64 bytes share a bank row.
 template <typename T, int kOuter, int kDepth>
 struct OuterMajorLayout {
   static constexpr bool kDepthMajor = false;
@@ -49,16 +50,17 @@ struct OuterMajorLayout {
 template <typename Op, int kOuter>
 class OuterTable {
  public:
-  static constexpr int kBytes = Op::kGathered ? kOuter * static_cast<int>(sizeof(Position)) : 0;
+  using Coord = typename Op::Coord;
+  static constexpr int kBytes = Op::kGathered ? kOuter * static_cast<int>(sizeof(Coord)) : 0;
 
   // The caller synchronises the block before the first at().
   __device__ OuterTable(const Op& op, int outer0, void* shared)
-      : op_(op), outer0_(outer0), table_(static_cast<Position*>(shared)) {
+      : op_(op), outer0_(outer0), table_(static_cast<Coord*>(shared)) {
     if constexpr (Op::kGathered) {
       for (int o = threadIdx.x; o < kOuter; o += blockDim.x) table_[o] = op.outer(outer0 + o);
     }
   }
-  __device__ __forceinline__ typename Op::Coord at(int o) const {
+  __device__ __forceinline__ Coord at(int o) const {
     if constexpr (Op::kGathered) {
       return table_[o];
     } else {
@@ -69,8 +71,16 @@ class OuterTable {
  private:
   const Op& op_;
   int outer0_;
-  Position* table_;
+  Coord* table_;
 };
+
+// A gathered coordinate costs divisions; where the lanes of a warp need few different ones, every
+// lane works out one of them and gets the others by shuffles.
+template <typename Offset>
+__device__ __forceinline__ Position<Offset> from_lane(const Position<Offset>& p, int lane) {
+  return {__shfl_sync(0xffffffff, p.offset, lane), __shfl_sync(0xffffffff, p.h, lane),
+          __shfl_sync(0xffffffff, p.w, lane)};
+}
 
 template <typename T>
 __device__ __forceinline__ void copy_element(T* shared, const T* global, bool valid) {
@@ -83,8 +93,8 @@ __device__ __forceinline__ void copy_element(T* shared, const T* global, bool va
   }
 }
 
-// One element at a time, for any strides. kDepthFast: neighbouring threads take neighbouring depths,
-// else neighbouring outer indices, whichever are closer in memory.
+// One element at a time, for any strides. kDepthFast: neighbouring threads take neighbouring
+// depths, else neighbouring outer indices, whichever are closer in memory.
 template <typename Op, int kOuter, int kDepth, bool kDepthFast, int kThreads, typename Layout>
 class ElementLoader {
   using T = typename Op::T;
@@ -113,16 +123,26 @@ class ElementLoader {
         copy(tile, o, k, table_.at(o), depth);
       }
     } else {
-#pragma unroll 2
-      for (int k = threadIdx.x / 32; k < kDepth; k += kWarps) {
-        const auto depth = op_.depth(k0 + k);
+      const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+      constexpr int kSteps = kDepth / kWarps;
+      if constexpr (kKeep) {
+        const Coord lanes = op_.depth(k0 + warp + lane % kSteps * kWarps);
 #pragma unroll
-        for (int j = 0; j < kLaneOuters; ++j) {
-          const int o = threadIdx.x % 32 + 32 * j;
-          if constexpr (kKeep) {
-            copy(tile, o, k, kept_[j], depth);
-          } else {
-            copy(tile, o, k, table_.at(o), depth);
+        for (int i = 0; i < kSteps; ++i) {
+          const Coord depth = from_lane(lanes, i);
+#pragma unroll
+          for (int j = 0; j < kLaneOuters; ++j) {
+            copy(tile, lane + 32 * j, warp + i * kWarps, kept_[j], depth);
+          }
+        }
+      } else {
+#pragma unroll(kSteps <= 2 ? kSteps : 1)
+        for (int i = 0; i < kSteps; ++i) {
+          const Coord depth = op_.depth(k0 + warp + i * kWarps);
+#pragma unroll
+          for (int j = 0; j < kLaneOuters; ++j) {
+            const int o = lane + 32 * j;
+            copy(tile, o, warp + i * kWarps, table_.at(o), depth);
           }
         }
       }
@@ -133,9 +153,9 @@ class ElementLoader {
   using Coord = typename Op::Coord;
   __device__ __forceinline__ void copy(T* tile, int o, int k, const Coord& outer,
                                        const Coord& depth) const {
-    int64_t offset;
+    typename Op::Offset offset;
     const bool valid = op_.locate(outer, depth, offset);
-    copy_element(tile + Layout::offset(o, k), data_ + (valid ? offset : 0), valid);
+    copy_element(tile + Layout::offset(o, k), data_ + offset, valid);
   }
 
   const Op& op_;
@@ -170,14 +190,22 @@ class VectorLoader {
       for (int i = 0; i < kRows / (kThreads / kChunks); ++i, row += kThreads / kChunks) {
         copy(tile + Layout::offset(row, chunk), table_.at(row), depth);
       }
+    } else if constexpr (kKeep) {
+      // the warp's rows: kWarpRows in each of kSteps steps
+      constexpr int kWarpRows = 32 / kChunks, kSteps = kRows / (kThreads / kChunks);
+      static_assert(kWarpRows >= 1 && kWarpRows * kSteps <= 32);
+      const int lane = threadIdx.x % 32;
+      const Coord lanes = op_.depth(k0 + threadIdx.x / 32 * kWarpRows + lane % kWarpRows +
+                                    lane / kWarpRows % kSteps * (kThreads / kChunks));
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i, row += kThreads / kChunks) {
+        copy(tile + Layout::offset(chunk, row), kept_,
+             from_lane(lanes, i * kWarpRows + lane / kChunks));
+      }
     } else {
 #pragma unroll
       for (int i = 0; i < kRows / (kThreads / kChunks); ++i, row += kThreads / kChunks) {
-        if constexpr (kKeep) {
-          copy(tile + Layout::offset(chunk, row), kept_, op_.depth(k0 + row));
-        } else {
-          copy(tile + Layout::offset(chunk, row), table_.at(chunk), op_.depth(k0 + row));
-        }
+        copy(tile + Layout::offset(chunk, row), table_.at(chunk), op_.depth(k0 + row));
       }
     }
   }
@@ -185,9 +213,9 @@ class VectorLoader {
  private:
   using Coord = typename Op::Coord;
   __device__ __forceinline__ void copy(T* to, const Coord& outer, const Coord& depth) const {
-    int64_t offset;
+    typename Op::Offset offset;
     const bool valid = op_.locate(outer, depth, offset);
-    cp_async<16>(to, data_ + (valid ? offset : 0), valid);
+    cp_async<16>(to, data_ + offset, valid);
   }
 
   const Op& op_;

@@ -16,6 +16,7 @@ namespace braze::cuda {
 template <typename T_>
 struct MatrixOperand {
   using T = T_;
+  using Offset = int64_t;
   static constexpr bool kGathered = false;
   struct Coord {
     int64_t offset;
@@ -39,20 +40,22 @@ struct MatrixOperand {
   }
 };
 
+template <typename Offset>
 struct alignas(16) Position {
-  int64_t offset;
+  Offset offset;
   int h, w;
 };
 
 // An index of three digits, the last one fastest; every digit moves the offset and the position.
+template <typename Offset>
 struct Axis {
   int extent = 1;
   FastDiv middle, inner;  // extents of the second and the third digit
-  int64_t offset_step[3] = {0, 0, 0}, offset_base = 0;
+  Offset offset_step[3] = {0, 0, 0}, offset_base = 0;
   int h_step[3] = {0, 0, 0}, w_step[3] = {0, 0, 0};
   int h_base = 0, w_base = 0;
 
-  __device__ __forceinline__ Position at(int i) const {
+  __device__ __forceinline__ Position<Offset> at(int i) const {
     int d2, d1;
     const int d0 = middle.div(inner.div(i, d2), d1);
     return {offset_base + d0 * offset_step[0] + d1 * offset_step[1] + d2 * offset_step[2],
@@ -60,58 +63,68 @@ struct Axis {
             w_base + d0 * w_step[0] + d1 * w_step[1] + d2 * w_step[2]};
   }
 
-  // Whether vectors of `width` elements along the axis are contiguous, at one position, and start at
-  // multiples of `width` from the base.
+  // Whether vectors of `width` elements along the axis are contiguous, at one position, and start
+  // at multiples of `width` from the base.
   bool has_vectors(int width) const {
     return inner.divisor() % width == 0 && offset_step[2] == 1 && h_step[2] == 0 &&
-           w_step[2] == 0 && steps_divide(width);
+           w_step[2] == 0 && steps_divide(width, 2);
   }
-  // The same for the other axis of an operand: every step keeps the alignment.
-  bool steps_divide(int width, int digits = 2) const {
+  // Whether the first `digits` digits keep the alignment to `width` elements.
+  bool steps_divide(int width, int digits) const {
     bool ok = offset_base % width == 0;
     for (int d = 0; d < digits; ++d) ok &= offset_step[d] % width == 0;
     return ok;
   }
 };
 
-template <typename T_>
+// kBounded: positions outside height x width read zero; else positions do not matter (filters, or
+// the gradient by output pixel). Offset: int where the whole tensor is within its reach, which
+// halves the address arithmetic.
+template <typename T_, typename Offset_, bool kBounded>
 struct GatheredOperand {
   using T = T_;
+  using Offset = Offset_;
   static constexpr bool kGathered = true;
-  using Coord = Position;
+  using Coord = Position<Offset>;
   static constexpr int kOutside = INT_MIN / 2;  // stays negative whatever position is added
 
   const T* data;
   int64_t batch;
-  Axis outer_axis, depth_axis;
+  Axis<Offset> outer_axis, depth_axis;
   int height = 1, width = 1;
   // With a stride (the input gradient of a strided convolution), positions count in input pixels:
-  // only multiples of the stride exist in the gathered tensor, and offsets follow from the quotient.
+  // only multiples of the stride exist in the gathered tensor, and offsets follow from the
+  // quotient.
   bool strided = false;
   FastDiv stride_h, stride_w;
-  int64_t row_offset = 0, column_offset = 0;
-  bool vectors = false;
+  Offset row_offset = 0, column_offset = 0;
+  bool vectors =
+      false;  // 16-byte loads along the unit stride are aligned and never straddle an edge
 
   __device__ __forceinline__ Coord outer(int i) const { return inside(outer_axis, i); }
   __device__ __forceinline__ Coord depth(int i) const { return inside(depth_axis, i); }
 
-  __device__ __forceinline__ bool locate(const Coord& o, const Coord& d, int64_t& offset) const {
-    int h = o.h + d.h, w = o.w + d.w;
+  __device__ __forceinline__ bool locate(const Coord& o, const Coord& d, Offset& offset) const {
     offset = o.offset + d.offset;
-    if (strided) {
-      if (h < 0 || w < 0) return false;
-      int h_rest, w_rest;
-      h = stride_h.div(h, h_rest);
-      w = stride_w.div(w, w_rest);
-      offset += h * row_offset + w * column_offset;
-      if ((h_rest | w_rest) != 0) return false;
+    if constexpr (!kBounded) {
+      return (o.h | d.h) >= 0;  // the sign of kOutside
+    } else {
+      int h = o.h + d.h, w = o.w + d.w;
+      if (strided) {
+        if (h < 0 || w < 0) return false;
+        int h_rest, w_rest;
+        h = stride_h.div(h, h_rest);
+        w = stride_w.div(w, w_rest);
+        offset += h * row_offset + w * column_offset;
+        if ((h_rest | w_rest) != 0) return false;
+      }
+      return static_cast<unsigned>(h) < static_cast<unsigned>(height) &&
+             static_cast<unsigned>(w) < static_cast<unsigned>(width);
     }
-    return static_cast<unsigned>(h) < static_cast<unsigned>(height) &&
-           static_cast<unsigned>(w) < static_cast<unsigned>(width);
   }
 
  private:
-  static __device__ __forceinline__ Coord inside(const Axis& axis, int i) {
+  static __device__ __forceinline__ Coord inside(const Axis<Offset>& axis, int i) {
     if (i < axis.extent) return axis.at(i);
     return {0, kOutside, 0};
   }
@@ -122,7 +135,7 @@ template <typename T>
 struct Output {
   T* data;
   int64_t batch;
-  Axis rows, columns;
+  Axis<int64_t> rows, columns;
   bool vectors = false;  // 4 columns from a multiple of 4 are contiguous and aligned
   const T* bias = nullptr;
   bool bias_by_row = false;

@@ -45,8 +45,8 @@ struct GemmProblem {
     result.m0 = (group * kGroup + in_group % rows) * kTileM;
     result.n0 = in_group / rows * kTileN;
     result.first_tile = static_cast<int>(int64_t{depth_tiles} * result.split / splits);
-    result.tiles = static_cast<int>(int64_t{depth_tiles} * (result.split + 1) / splits) -
-                   result.first_tile;
+    result.tiles =
+        static_cast<int>(int64_t{depth_tiles} * (result.split + 1) / splits) - result.first_tile;
     return result;
   }
 
@@ -58,8 +58,7 @@ struct GemmProblem {
       out.store4(v, block.batch, row, column, n);
       return;
     }
-    acc_t<T>* const to =
-        partial + ((block.split * batch + block.batch) * m + row) * n + column;
+    acc_t<T>* const to = partial + ((block.split * batch + block.batch) * m + row) * n + column;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if (column + i < n) to[i] = v[i];
@@ -109,11 +108,12 @@ int64_t split_bytes(int splits, int64_t batch, int64_t m, int64_t n) {
 }
 
 template <typename T>
-void launch_gemm_reduce(Stream stream, const acc_t<T>* partial, const Output<T>& out,
-                        int64_t batch, int m, int n, int splits) {
+void launch_gemm_reduce(Stream stream, const acc_t<T>* partial, const Output<T>& out, int64_t batch,
+                        int m, int n, int splits) {
   constexpr int kThreads = 128;
   const int blocks = grid_stride_blocks(batch * m * ceil_div(n, 4), kThreads);
-  gemm_reduce_kernel<T><<<blocks, kThreads, 0, as_cuda(stream)>>>(partial, out, batch, m, n, splits);
+  gemm_reduce_kernel<T>
+      <<<blocks, kThreads, 0, as_cuda(stream)>>>(partial, out, batch, m, n, splits);
   check_launch("gemm_reduce");
 }
 
@@ -146,8 +146,9 @@ void launch_gemm(Stream stream, Problem problem, int splits, void* workspace) {
                          problem.batch * problem.splits;
   if (blocks > INT_MAX) throw std::runtime_error("gemm: more than 2^31 - 1 tiles");
   allow_shared_memory<Kernel, Problem>();
-  gemm_kernel<Kernel><<<static_cast<unsigned>(blocks), Kernel::kThreads, Kernel::kSharedBytes,
-                        as_cuda(stream)>>>(problem);
+  gemm_kernel<Kernel>
+      <<<static_cast<unsigned>(blocks), Kernel::kThreads, Kernel::kSharedBytes, as_cuda(stream)>>>(
+          problem);
   check_launch("gemm");
   if (problem.splits > 1) {
     launch_gemm_reduce<T>(stream, problem.partial, problem.out, problem.batch, problem.m, problem.n,

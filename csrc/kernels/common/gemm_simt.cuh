@@ -1,6 +1,7 @@
-// C = A * B on the CUDA cores, in fp32 or fp64. Every block owns a tile of C; tiles of A and B stream
-// through shared memory in a pipeline of cp.async stages; every thread keeps a kThreadM x kThreadN
-// piece of C in registers, so that one element read from shared memory serves 4 to 8 multiply-adds.
+// C = A * B on the CUDA cores, in fp32 or fp64. Every block owns a tile of C; tiles of A and B
+// stream through shared memory in a pipeline of cp.async stages; every thread keeps a kThreadM x
+// kThreadN piece of C in registers, so that one element read from shared memory serves 4 to 8
+// multiply-adds.
 #pragma once
 
 #include "gemm_load.cuh"
@@ -37,10 +38,8 @@ struct SimtKernel {
   using LayoutB = PaddedLayout<T, Tile::kN, Tile::kDepth>;
   using TableA = OuterTable<OpA, Tile::kM>;
   using TableB = OuterTable<OpB, Tile::kN>;
-  using LoaderA =
-      ElementLoader<OpA, Tile::kM, Tile::kDepth, kADepthFast, Tile::kThreads, LayoutA>;
-  using LoaderB =
-      ElementLoader<OpB, Tile::kN, Tile::kDepth, kBDepthFast, Tile::kThreads, LayoutB>;
+  using LoaderA = ElementLoader<OpA, Tile::kM, Tile::kDepth, kADepthFast, Tile::kThreads, LayoutA>;
+  using LoaderB = ElementLoader<OpB, Tile::kN, Tile::kDepth, kBDepthFast, Tile::kThreads, LayoutB>;
   static constexpr int kDepth = Tile::kDepth;
   static constexpr int kThreads = Tile::kThreads;
   static constexpr int kTileM = Tile::kM, kTileN = Tile::kN;

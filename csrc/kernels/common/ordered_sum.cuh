@@ -1,5 +1,5 @@
-// Sums whose order is fixed, so that they are bitwise repeatable: within a block, and over the partial
-// sums that blocks have left in a workspace.
+// Sums whose order is fixed, so that they are bitwise repeatable: within a block, and over the
+// partial sums that blocks have left in a workspace.
 #pragma once
 
 #include "launch.cuh"
@@ -38,8 +38,8 @@ __global__ void ordered_sum_kernel(const acc_t<T>* __restrict__ partial, int spl
 template <typename T>
 void launch_ordered_sum(Stream stream, const acc_t<T>* partial, int splits, int64_t n, T* out) {
   constexpr int kThreads = 128;
-  ordered_sum_kernel<T><<<grid_stride_blocks(n, kThreads), kThreads, 0, as_cuda(stream)>>>(
-      partial, splits, n, out);
+  ordered_sum_kernel<T>
+      <<<grid_stride_blocks(n, kThreads), kThreads, 0, as_cuda(stream)>>>(partial, splits, n, out);
   check_launch("ordered_sum");
 }
 

@@ -14,7 +14,7 @@ constexpr int kThreads = 256;
 // One block per channel and split; threads walk along the pixels.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
-    channel_sum_kernel(const T* __restrict__ dy, const __grid_constant__ Axis pixels,
+    channel_sum_kernel(const T* __restrict__ dy, const __grid_constant__ Axis<int64_t> pixels,
                        int64_t channel_stride, int channels, int splits,
                        acc_t<T>* __restrict__ partial) {
   const int channel = blockIdx.x / splits, split = blockIdx.x % splits;
@@ -58,7 +58,7 @@ void channel_sum(Stream stream, DType dtype, int64_t n, int64_t c, int64_t h, in
     throw std::runtime_error("conv2d: bias gradient: more than 2^31 pixels or 2^21 channels");
   }
   const int splits = plan(c, n * h * w);
-  const Axis pixels = pixel_axis(n, h, w, dy);
+  const Axis<int64_t> pixels = pixel_axis<int64_t>(n, h, w, dy);
   dispatch(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     acc_t<T>* const partial = static_cast<acc_t<T>*>(workspace);

@@ -3,6 +3,7 @@
 
 #include "gather.cuh"
 #include "kernels/common/registry.h"
+#include "pack.cuh"
 
 namespace braze::cuda {
 namespace {
@@ -15,21 +16,48 @@ const char* name_of(Choice choice) {
                                    : "implicit_gemm_mma";
 }
 
-// Why the kernel cannot take the arguments, or nullptr.
-const char* obstacle(Choice choice, const Conv2dArgs& args) {
+constexpr int64_t kMaxIndex = INT_MAX - 1024;  // room for the last tile's overhang
+
+bool has_small_extents(const Conv2dArgs& args) {
   const Conv2dShape& p = args.shape;
   const ConvExtents e = conv_extents(args);
-  constexpr int64_t kLimit = INT_MAX - 1024;  // room for the last tile's overhang
-  for (const int64_t extent : {e.m, e.n, e.k, p.h, p.w, p.p * p.stride_h + p.r * p.dilation_h,
-                               p.q * p.stride_w + p.s * p.dilation_w}) {
-    if (extent > kLimit) return "it indexes pixels and taps with 31 bits";
+  return std::max({e.m, e.n, e.k, p.h, p.w, p.p * p.stride_h + p.r * p.dilation_h,
+                   p.q * p.stride_w + p.s * p.dilation_w}) <= kMaxIndex;
+}
+
+// Whether 32-bit offsets reach every element of the operands, packed or not, and positions outside
+// the image too.
+bool has_small_offsets(const Conv2dArgs& args) {
+  const Conv2dShape& p = args.shape;
+  const auto small = [&](const Tensor4dRef& t, int64_t n, int64_t c, int64_t h, int64_t w) {
+    const int64_t rows = h + p.pad_h + p.r * p.dilation_h;
+    const int64_t columns = w + p.pad_w + p.s * p.dilation_w;
+    return std::max(n * h * w * (c + 8 * p.groups),
+                    n * t.n + c * t.c + rows * t.h + columns * t.w) < kMaxIndex / 2;
+  };
+  const Tensor4dRef &in = args.gathered, &other = args.other;
+  switch (args.pass) {
+    case Conv2dPass::kFprop:
+      return small(in, p.n, p.c, p.h, p.w) && small(other, p.k, p.c, p.r, p.s);
+    case Conv2dPass::kDgrad:
+      return small(in, p.n, p.k, p.p, p.q) && small(other, p.k, p.c, p.r, p.s);
+    case Conv2dPass::kWgrad: break;
   }
-  if (choice == Choice::kSimt && size_of(p.dtype) == 2) return "it takes float32 and float64";
-  if (choice == Choice::kMma) {
-    if (p.dtype == DType::kFloat64) return "it takes float32 (as TF32), bfloat16 and float16";
-    if (p.dtype == DType::kFloat32 && !p.allow_tf32) {
-      return "float32 inputs would be rounded to TF32, which is not allowed";
-    }
+  return small(in, p.n, p.c, p.h, p.w) && small(other, p.n, p.k, p.p, p.q);
+}
+
+// Why the kernel cannot take the arguments, or nullptr.
+const char* obstacle(Choice choice, const Conv2dArgs& args) {
+  if (!has_small_extents(args)) return "it counts pixels and taps with 31 bits";
+  if (choice == Choice::kDirect) return nullptr;
+  if (!has_small_offsets(args)) return "it addresses tensors with 31 bits";
+  const DType dtype = args.shape.dtype;
+  if (choice == Choice::kSimt) {
+    return size_of(dtype) == 2 ? "it takes float32 and float64" : nullptr;
+  }
+  if (dtype == DType::kFloat64) return "it takes float32 (as TF32), bfloat16 and float16";
+  if (dtype == DType::kFloat32 && !args.shape.allow_tf32) {
+    return "float32 inputs would be rounded to TF32, which is not allowed";
   }
   return nullptr;
 }
@@ -44,7 +72,11 @@ bool is_thin(const Conv2dArgs& args) {
 Choice choose(const Conv2dArgs& args, const std::string& kernel) {
   Choice choice = Choice::kDirect;
   if (kernel == "auto") {
-    if (!is_thin(args)) choice = obstacle(Choice::kMma, args) ? Choice::kSimt : Choice::kMma;
+    if (!is_thin(args)) {
+      choice = !obstacle(Choice::kMma, args)    ? Choice::kMma
+               : !obstacle(Choice::kSimt, args) ? Choice::kSimt
+                                                : Choice::kDirect;
+    }
   } else if (kernel == "implicit_gemm_simt") {
     choice = Choice::kSimt;
   } else if (kernel == "implicit_gemm_mma") {
@@ -64,18 +96,71 @@ bool is_empty(const Conv2dArgs& args) {
   return args.shape.groups * e.m * e.n == 0;
 }
 
+void run_mma(Stream stream, const Conv2dArgs& args, void* workspace) {
+  const PackedConv2d packed = plan_packed(args, workspace);
+  pack_operands(stream, args, packed);
+  void* const rest = static_cast<char*>(workspace) + packed.bytes;
+  switch (args.shape.dtype) {
+    case DType::kBFloat16: mma_conv2d_bf16(stream, packed.args, rest); break;
+    case DType::kFloat16: mma_conv2d_fp16(stream, packed.args, rest); break;
+    default: mma_conv2d_tf32(stream, packed.args, rest); break;
+  }
+  unpack_result(stream, args, packed);
+}
+
+int64_t mma_workspace_bytes(const Conv2dArgs& args) {
+  const PackedConv2d packed = plan_packed(args, nullptr);
+  const ConvExtents e = conv_extents(packed.args);
+  return packed.bytes +
+         split_bytes<float>(mma_conv2d_splits(packed.args), args.shape.groups, e.m, e.n);
+}
+
+// f(part) for parts of the batch small enough for 32-bit offsets: fprop and dgrad treat images one
+// by one, wgrad sums over them.
+template <typename F>
+void for_each_part(const Conv2dArgs& args, F&& f) {
+  if (args.pass == Conv2dPass::kWgrad) return f(args);
+  Conv2dArgs part = args;
+  const int64_t n = args.shape.n, size = size_of(args.shape.dtype);
+  while (part.shape.n > 1 && !(has_small_extents(part) && has_small_offsets(part))) {
+    part.shape.n = ceil_div(part.shape.n, 2);
+  }
+  const int64_t step = part.shape.n;
+  const auto image = [&](const Tensor4dRef& t, int64_t i) {
+    return static_cast<char*>(const_cast<void*>(t.data)) + i * t.n * size;
+  };
+  for (int64_t i = 0; i < n; i += step) {
+    part.shape.n = std::min(step, n - i);
+    if (step != n) {
+      part.gathered.data = image(args.gathered, i);
+      part.out.data = image(args.out, i);
+    }
+    f(part);
+  }
+}
+
 void run(Stream stream, const Conv2dArgs& args, const std::string& kernel, void* workspace) {
   if (is_empty(args)) return;
-  switch (choose(args, kernel)) {
-    case Choice::kDirect: return direct_conv2d(stream, args, workspace);
-    case Choice::kSimt: return simt_conv2d(stream, args, workspace);
-    case Choice::kMma: break;
-  }
-  switch (args.shape.dtype) {
-    case DType::kBFloat16: return mma_conv2d_bf16(stream, args, workspace);
-    case DType::kFloat16: return mma_conv2d_fp16(stream, args, workspace);
-    default: return mma_conv2d_tf32(stream, args, workspace);
-  }
+  for_each_part(args, [&](const Conv2dArgs& part) {
+    switch (choose(part, kernel)) {
+      case Choice::kDirect: return direct_conv2d(stream, part, workspace);
+      case Choice::kSimt: return simt_conv2d(stream, part, workspace);
+      case Choice::kMma: return run_mma(stream, part, workspace);
+    }
+  });
+}
+
+int64_t workspace_bytes(const Conv2dArgs& args, const std::string& kernel) {
+  if (is_empty(args)) return 0;
+  int64_t bytes = 0;
+  for_each_part(args, [&](const Conv2dArgs& part) {
+    switch (choose(part, kernel)) {
+      case Choice::kDirect: bytes = std::max(bytes, direct_conv2d_workspace_bytes(part)); break;
+      case Choice::kSimt: bytes = std::max(bytes, simt_conv2d_workspace_bytes(part)); break;
+      case Choice::kMma: bytes = std::max(bytes, mma_workspace_bytes(part)); break;
+    }
+  });
+  return bytes;
 }
 
 const KernelEntry kDirectEntry({"conv2d", "direct", "float64 float32 bfloat16 float16", "sm_80+",
@@ -91,16 +176,9 @@ int64_t conv2d_workspace_bytes(Conv2dPass pass, const Conv2dShape& shape, const 
                                const Tensor4dRef& w, const Tensor4dRef& y,
                                const std::string& kernel) {
   const bool dgrad = pass == Conv2dPass::kDgrad, wgrad = pass == Conv2dPass::kWgrad;
-  const Conv2dArgs args{pass, shape, dgrad ? y : x, wgrad ? y : w, dgrad ? x : wgrad ? w : y,
+  const Conv2dArgs args{pass,   shape, dgrad ? y : x, wgrad ? y : w, dgrad ? x : wgrad ? w : y,
                         nullptr};
-  if (is_empty(args)) return 0;
-  switch (choose(args, kernel)) {
-    case Choice::kDirect: return direct_conv2d_workspace_bytes(args);
-    case Choice::kSimt: return simt_conv2d_workspace_bytes(args);
-    case Choice::kMma: break;
-  }
-  const ConvExtents e = conv_extents(args);
-  return split_bytes<float>(mma_conv2d_splits(args), shape.groups, e.m, e.n);
+  return workspace_bytes(args, kernel);
 }
 
 void conv2d_fprop(Stream stream, const Conv2dShape& shape, const Tensor4dRef& x,

@@ -32,7 +32,8 @@ namespace BRAZE_DEVICE {
 // Which of the three products.
 enum class Conv2dPass { kFprop, kDgrad, kWgrad };
 
-// Bytes of workspace wanted by a pass with that kernel (0: none), for example for split-K.
+// Bytes of workspace wanted by a pass with that kernel (0: none), for example for split-K. The
+// references must be those of the launch, data pointers included: what is not aligned is packed.
 int64_t conv2d_workspace_bytes(Conv2dPass pass, const Conv2dShape& shape, const Tensor4dRef& x,
                                const Tensor4dRef& w, const Tensor4dRef& y,
                                const std::string& kernel);

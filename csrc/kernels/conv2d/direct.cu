@@ -7,77 +7,100 @@ namespace {
 
 constexpr int kThreads = 128;
 constexpr int kTapChunk = 32;
+using Offset = int64_t;  // any tensor
 
 // fprop and dgrad: one thread per pixel and kChannels channels, whose sums stay in registers. The
-// filters' values and the taps' positions are the same for all threads of a block: they are read from
-// shared memory, kTapChunk taps at a time.
-template <typename T, int kChannels>
+// filters' values and the taps' positions are the same for all threads of a block: they are read
+// from shared memory, kTapChunk taps at a time. Blocks walk over the pixels, so that where all taps
+// fit they are prepared once. kWidth: taps gathered by one load, where channels are the fastest
+// taps.
+template <typename T, int kChannels, int kWidth>
 __global__ void __launch_bounds__(kThreads)
-    direct_patches_kernel(const __grid_constant__ ConvProblem<T> p, int channel_chunks) {
+    direct_patches_kernel(const __grid_constant__ PatchesFirst<T, Offset> p, int channel_chunks,
+                          int pixel_blocks) {
   using Acc = acc_t<T>;
-  __shared__ Acc filters[kTapChunk][kChannels];
-  __shared__ Position taps[kTapChunk];
+  constexpr int kUnroll = kWidth == 1 ? 9 : 2;
+  __shared__ Acc filters[kTapChunk][kChannels], bias[kChannels];
+  __shared__ Position<Offset> taps[kTapChunk];
   // channel chunks of the same pixels are neighbours, so that they share the input in L2
-  const unsigned pixel_blocks = (p.m - 1) / kThreads + 1;
   const int n0 = static_cast<int>(blockIdx.x % channel_chunks) * kChannels;
   const unsigned rest = blockIdx.x / channel_chunks;
   const int64_t group = rest / pixel_blocks;
-  const int64_t m = int64_t{rest % pixel_blocks} * kThreads + threadIdx.x;
   const T* const a = p.a.data + group * p.a.batch;
   const T* const b = p.b.data + group * p.b.batch;
-  const bool inside = m < p.m;
-  const Position pixel = p.a.outer(inside ? static_cast<int>(m) : p.m - 1);
-
-  Acc sum[kChannels] = {};
-  for (int k0 = 0; k0 < p.k; k0 += kTapChunk) {
-    const int count = min(kTapChunk, p.k - k0);
-    __syncthreads();
-    for (int i = threadIdx.x; i < count; i += kThreads) taps[i] = p.a.depth(k0 + i);
-    for (int i = threadIdx.x; i < count * kChannels; i += kThreads) {
-      const int tap = i / kChannels, channel = i % kChannels;
-      int64_t offset;
-      const bool valid = p.b.locate(p.b.outer(n0 + channel), p.b.depth(k0 + tap), offset);
-      filters[tap][channel] = valid ? convert<Acc>(b[offset]) : Acc(0);
-    }
-    __syncthreads();
-#pragma unroll 3
-    for (int i = 0; i < count; ++i) {
-      int64_t offset;
-      const bool valid = p.a.locate(pixel, taps[i], offset);
-      const Acc x = valid ? convert<Acc>(a[offset]) : Acc(0);
-#pragma unroll
-      for (int c = 0; c < kChannels; ++c) sum[c] += x * filters[i][c];
-    }
+  if (threadIdx.x < kChannels) {
+    const bool used = p.out.bias && n0 + static_cast<int>(threadIdx.x) < p.n;
+    bias[threadIdx.x] =
+        used ? convert<Acc>(p.out.bias[group * p.out.bias_batch + n0 + threadIdx.x]) : Acc(0);
   }
-  if (!inside) return;
-  if (kChannels % 4 == 0 && p.out.vectors) {
+  const int64_t step = p.out.columns.offset_step[2];
+  T* const out = p.out.data + group * p.out.batch + n0 * step;
+
+  const int64_t first = int64_t{rest % pixel_blocks} * kThreads;
+  for (int64_t m0 = first; m0 < p.m; m0 += int64_t{pixel_blocks} * kThreads) {
+    const bool inside = m0 + threadIdx.x < p.m;
+    const int m = inside ? static_cast<int>(m0 + threadIdx.x) : p.m - 1;
+    const Position<Offset> pixel = p.a.outer(m);
+    Acc sum[kChannels] = {};
+    for (int k0 = 0; k0 < p.k; k0 += kTapChunk) {
+      const int count = min(kTapChunk, p.k - k0);
+      if (m0 == first || p.k > kTapChunk) {
+        __syncthreads();
+        for (int i = threadIdx.x; i < count; i += kThreads) taps[i] = p.a.depth(k0 + i);
+        for (int i = threadIdx.x; i < count * kChannels; i += kThreads) {
+          const int tap = i / kChannels, channel = i % kChannels;
+          Offset offset;
+          const bool valid = p.b.locate(p.b.outer(n0 + channel), p.b.depth(k0 + tap), offset);
+          filters[tap][channel] = valid ? convert<Acc>(b[offset]) : Acc(0);
+        }
+        __syncthreads();
+      }
+#pragma unroll kUnroll
+      for (int i = 0; i < count; i += kWidth) {
+        Offset offset;
+        Vec<T, kWidth> x{};
+        if (p.a.locate(pixel, taps[i], offset)) {
+          x = *reinterpret_cast<const Vec<T, kWidth>*>(a + offset);
+        }
 #pragma unroll
-    for (int c = 0; c + 4 <= kChannels; c += 4) {
-      const Acc v[4] = {sum[c], sum[c + 1], sum[c + 2], sum[c + 3]};
-      if (n0 + c < p.n) p.out.store4(v, group, static_cast<int>(m), n0 + c, p.n);
+        for (int j = 0; j < kWidth; ++j) {
+#pragma unroll
+          for (int c = 0; c < kChannels; ++c) sum[c] += convert<Acc>(x.v[j]) * filters[i + j][c];
+        }
+      }
     }
-  } else {
-    const int64_t step = p.out.columns.offset_step[2];
-    T* const to = p.out.data + group * p.out.batch +
-                  p.out.rows.at(static_cast<int>(m)).offset + n0 * step;
+    if (p.k == 0) __syncthreads();  // the bias
+    if (!inside) continue;
+    T* const to = out + p.out.rows.at(m).offset;
+    constexpr int kStore = kChannels % 4 != 0 ? 1 : sizeof(T) == 8 ? 2 : 4;
+    if (kStore > 1 && p.out.vectors && n0 + kChannels <= p.n) {
 #pragma unroll
-    for (int c = 0; c < kChannels; ++c) {
-      if (n0 + c < p.n) to[c * step] = p.out.finish(sum[c], group, static_cast<int>(m), n0 + c);
+      for (int c = 0; c < kChannels; c += kStore) {
+        Vec<T, kStore> v;
+#pragma unroll
+        for (int j = 0; j < kStore; ++j) v.v[j] = convert<T>(sum[c + j] + bias[c + j]);
+        *reinterpret_cast<Vec<T, kStore>*>(to + c) = v;
+      }
+    } else {
+#pragma unroll
+      for (int c = 0; c < kChannels; ++c) {
+        if (n0 + c < p.n) to[c * step] = convert<T>(sum[c] + bias[c]);
+      }
     }
   }
 }
 
-// wgrad: threads share out the pixels; each keeps the sums of kFilters x kTaps products over its own
-// pixels in registers. At the end the block adds its threads' sums, always in the same order.
+// wgrad: threads share out the pixels; each keeps the sums of kFilters x kTaps products over its
+// own pixels in registers. At the end the block adds its threads' sums, always in the same order.
 constexpr int kTaps = 9;
 
 template <typename T, int kFilters>
 __global__ void __launch_bounds__(kThreads)
-    direct_wgrad_kernel(const __grid_constant__ ConvProblem<T> p, int filter_chunks,
+    direct_wgrad_kernel(const __grid_constant__ PatchesSecond<T, Offset> p, int filter_chunks,
                         int tap_chunks) {
   using Acc = acc_t<T>;
   __shared__ Acc warp_sums[kThreads / 32][kFilters * kTaps];
-  __shared__ Position taps[kTaps];
+  __shared__ Position<Offset> taps[kTaps];
   unsigned rest = blockIdx.x;
   const int m0 = static_cast<int>(rest % filter_chunks) * kFilters;
   rest /= filter_chunks;
@@ -102,10 +125,10 @@ __global__ void __launch_bounds__(kThreads)
     for (int f = 0; f < kFilters; ++f) {
       g[f] = f < filters ? convert<Acc>(gradient[f * filter_step]) : Acc(0);
     }
-    const Position pixel = p.b.depth_axis.at(static_cast<int>(i));
+    const Position<Offset> pixel = p.b.depth_axis.at(static_cast<int>(i));
 #pragma unroll
     for (int t = 0; t < kTaps; ++t) {
-      int64_t offset;
+      Offset offset;
       const bool valid = p.b.locate(taps[t], pixel, offset);
       const Acc v = valid ? convert<Acc>(x[offset]) : Acc(0);
 #pragma unroll
@@ -138,13 +161,22 @@ unsigned checked_blocks(int64_t blocks) {
   return static_cast<unsigned>(blocks);
 }
 
-template <typename T, int kChannels>
-void launch_patches(Stream stream, const ConvProblem<T>& problem) {
+template <typename T, int kChannels, int kWidth>
+void launch_patches(Stream stream, const PatchesFirst<T, Offset>& problem) {
   const int chunks = static_cast<int>(ceil_div(problem.n, kChannels));
-  const unsigned blocks = checked_blocks(problem.batch * ceil_div(problem.m, kThreads) * chunks);
-  direct_patches_kernel<T, kChannels>
-      <<<blocks, kThreads, 0, as_cuda(stream)>>>(problem, chunks);
+  // enough blocks to fill the device several times over, no more
+  const int64_t pixel_blocks = std::min(ceil_div(problem.m, kThreads),
+                                        ceil_div(int64_t{sm_count()} * 64, problem.batch * chunks));
+  const unsigned blocks = checked_blocks(problem.batch * pixel_blocks * chunks);
+  direct_patches_kernel<T, kChannels, kWidth>
+      <<<blocks, kThreads, 0, as_cuda(stream)>>>(problem, chunks, static_cast<int>(pixel_blocks));
   check_launch("conv2d direct");
+}
+
+template <typename T, int kChannels>
+void launch_patches(Stream stream, const PatchesFirst<T, Offset>& problem) {
+  if (problem.a.vectors) return launch_patches<T, kChannels, kVecWidth<T>>(stream, problem);
+  launch_patches<T, kChannels, 1>(stream, problem);
 }
 
 int wgrad_filters(int64_t filters) { return filters >= 4 ? 8 : 1; }
@@ -159,7 +191,7 @@ int wgrad_splits(const Conv2dArgs& args) {
 }
 
 template <typename T, int kFilters>
-void launch_wgrad(Stream stream, const ConvProblem<T>& problem) {
+void launch_wgrad(Stream stream, const PatchesSecond<T, Offset>& problem) {
   const int filter_chunks = static_cast<int>(ceil_div(problem.m, kFilters));
   const int tap_chunks = static_cast<int>(ceil_div(problem.n, kTaps));
   const unsigned blocks =
@@ -183,13 +215,14 @@ int64_t direct_conv2d_workspace_bytes(const Conv2dArgs& args) {
 void direct_conv2d(Stream stream, const Conv2dArgs& args, void* workspace) {
   dispatch(args.shape.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    ConvProblem<T> problem = conv_problem<T>(args, false);
     if (args.pass == Conv2dPass::kWgrad) {
+      PatchesSecond<T, Offset> problem = patches_second<T, Offset>(args);
       problem.splits = wgrad_splits(args);
       problem.partial = static_cast<acc_t<T>*>(workspace);
       if (wgrad_filters(problem.m) == 8) return launch_wgrad<T, 8>(stream, problem);
       return launch_wgrad<T, 1>(stream, problem);
     }
+    const PatchesFirst<T, Offset> problem = patches_first<T, Offset>(args);
     if (problem.n >= 16) return launch_patches<T, 16>(stream, problem);
     if (problem.n >= 2) return launch_patches<T, 4>(stream, problem);
     launch_patches<T, 1>(stream, problem);

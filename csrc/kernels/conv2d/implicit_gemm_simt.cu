@@ -25,31 +25,32 @@ Plan plan(const Conv2dArgs& args) {
   return result;
 }
 
-template <typename T, typename Tile, bool kADepthFast, bool kBDepthFast>
-void launch(Stream stream, const Conv2dArgs& args, bool exchange, int splits, void* workspace) {
-  using Op = GatheredOperand<T>;
+// Threads that load a tile walk along whatever is closest in memory: channels where those are
+// fastest, pixels otherwise (the depth of wgrad, the outer index of the patches in fprop and
+// dgrad).
+template <typename Tile, bool kADepthFast, bool kBDepthFast, typename OpA, typename OpB>
+void launch(Stream stream, const GemmProblem<OpA, OpB>& problem, int splits, void* workspace) {
   static_assert(Tile::kDepth == kDepth);
-  launch_gemm<SimtKernel<Tile, kADepthFast, kBDepthFast, Op, Op>>(
-      stream, conv_problem<T>(args, exchange), splits, workspace);
+  launch_gemm<SimtKernel<Tile, kADepthFast, kBDepthFast, OpA, OpB>>(stream, problem, splits,
+                                                                    workspace);
 }
 
-// Threads that load a tile walk along whatever is closest in memory: channels where those are
-// fastest, pixels otherwise (the depth of wgrad, the outer index of the patches in fprop and dgrad).
 template <typename T, typename Tile>
 void launch_wgrad(Stream stream, const Conv2dArgs& args, int splits, void* workspace) {
+  const auto problem = patches_second<T, int>(args);
   if (is_channels_last(args)) {
-    launch<T, Tile, false, false>(stream, args, false, splits, workspace);
+    launch<Tile, false, false>(stream, problem, splits, workspace);
   } else {
-    launch<T, Tile, true, true>(stream, args, false, splits, workspace);
+    launch<Tile, true, true>(stream, problem, splits, workspace);
   }
 }
 
 template <typename T, typename TallTile, typename WideTile>
 void launch_patches(Stream stream, const Conv2dArgs& args, int splits, void* workspace) {
   if (is_channels_last(args)) {
-    launch<T, TallTile, true, true>(stream, args, false, splits, workspace);
+    launch<TallTile, true, true>(stream, patches_first<T, int>(args), splits, workspace);
   } else {
-    launch<T, WideTile, true, false>(stream, args, true, splits, workspace);
+    launch<WideTile, true, false>(stream, patches_second<T, int>(args), splits, workspace);
   }
 }
 

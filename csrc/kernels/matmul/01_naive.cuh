@@ -1,6 +1,6 @@
 // Rung 1: one thread per element of C, straight from global memory. Neighbouring threads take
-// neighbouring columns, so that reads of a row-major B and writes of C are coalesced; A is broadcast
-// within a warp. Every multiply-add costs two loads: bound by the load units.
+// neighbouring columns, so that reads of a row-major B and writes of C are coalesced; A is
+// broadcast within a warp. Every multiply-add costs two loads: bound by the load units.
 #pragma once
 
 #include "kernels/common/gemm_operand.cuh"

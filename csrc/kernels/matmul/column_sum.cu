@@ -1,5 +1,5 @@
-// Sums of a matrix's columns, memory-bound: the bias gradient of a linear layer. Blocks of 32 columns
-// share out the rows; their partial sums are added in a fixed order.
+// Sums of a matrix's columns, memory-bound: the bias gradient of a linear layer. Blocks of 32
+// columns share out the rows; their partial sums are added in a fixed order.
 #include <climits>
 
 #include "kernels/common/ordered_sum.cuh"
@@ -22,7 +22,8 @@ __global__ void __launch_bounds__(kColumns* kRows)
   Acc sum = 0;
   if (column < n) {
 #pragma unroll 8
-    for (int64_t i = begin + threadIdx.y; i < end; i += kRows) sum += convert<Acc>(x[i * n + column]);
+    for (int64_t i = begin + threadIdx.y; i < end; i += kRows)
+      sum += convert<Acc>(x[i * n + column]);
   }
   sums[threadIdx.y][threadIdx.x] = sum;
   __syncthreads();
@@ -52,8 +53,9 @@ void column_sum(Stream stream, DType dtype, int64_t m, int64_t n, const void* x,
   dispatch(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     acc_t<T>* const partial = static_cast<acc_t<T>*>(workspace);
-    column_sum_kernel<T><<<static_cast<unsigned>(blocks), dim3(kColumns, kRows), 0,
-                           as_cuda(stream)>>>(static_cast<const T*>(x), m, n, splits, partial);
+    column_sum_kernel<T>
+        <<<static_cast<unsigned>(blocks), dim3(kColumns, kRows), 0, as_cuda(stream)>>>(
+            static_cast<const T*>(x), m, n, splits, partial);
     check_launch("column_sum");
     launch_ordered_sum(stream, partial, splits, n, static_cast<T*>(out));
   });

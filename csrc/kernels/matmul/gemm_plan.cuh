@@ -28,8 +28,12 @@ inline MatmulPlan plan_matmul(const MatmulArgs& p, int depth, bool narrow_tiles,
     if (blocks * std::max<int64_t>(1, depth_tiles / 8) >= sm_count()) tile = TileShape::kLarge;
   }
   const bool large = tile == TileShape::kLarge;
-  const int64_t tile_m = large || tile == TileShape::kTall ? 128 : tile == TileShape::kWide ? 32 : 64;
-  const int64_t tile_n = large || tile == TileShape::kWide ? 128 : tile == TileShape::kTall ? 32 : 64;
+  const int64_t tile_m = large || tile == TileShape::kTall ? 128
+                         : tile == TileShape::kWide        ? 32
+                                                           : 64;
+  const int64_t tile_n = large || tile == TileShape::kWide ? 128
+                         : tile == TileShape::kTall        ? 32
+                                                           : 64;
   const int64_t blocks = p.batch * ceil_div(p.m, tile_m) * ceil_div(p.n, tile_n);
   return {tile, plan_splits(blocks, depth_tiles, large ? 2 : 3)};
 }
@@ -44,9 +48,12 @@ MatrixOperand<T> matrix_operand(const MatrixRef& ref, int64_t batch, int64_t out
   const bool vectors = unit == 1 && other % kVecWidth<T> == 0 && extent % kVecWidth<T> == 0 &&
                        (batch == 1 || ref.batch % kVecWidth<T> == 0) &&
                        is_vec_aligned(static_cast<const T*>(ref.data));
-  return {static_cast<const T*>(ref.data), ref.batch,
-          outer_stride,                    depth_stride,
-          static_cast<int>(outer),         static_cast<int>(depth),
+  return {static_cast<const T*>(ref.data),
+          ref.batch,
+          outer_stride,
+          depth_stride,
+          static_cast<int>(outer),
+          static_cast<int>(depth),
           vectors};
 }
 

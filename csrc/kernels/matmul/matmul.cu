@@ -34,7 +34,9 @@ const char* simt_obstacle(const MatmulArgs& args) {
 
 Choice choose(const MatmulArgs& args, const std::string& kernel) {
   if (kernel == "auto") {
-    return !mma_obstacle(args) ? Choice::kMma : !simt_obstacle(args) ? Choice::kSimt : Choice::kNaive;
+    return !mma_obstacle(args)    ? Choice::kMma
+           : !simt_obstacle(args) ? Choice::kSimt
+                                  : Choice::kNaive;
   }
   if (kernel == "01_naive") return Choice::kNaive;
   const bool mma = kernel == "mma_sync";
@@ -62,8 +64,8 @@ int64_t matmul_workspace_bytes(const MatmulArgs& args, const std::string& kernel
   switch (choose(args, kernel)) {
     case Choice::kNaive: return 0;
     case Choice::kSimt: return simt_matmul_workspace_bytes(args);
-    case Choice::kMma: return split_bytes<float>(plan_mma_matmul(args).splits, args.batch, args.m,
-                                                 args.n);
+    case Choice::kMma:
+      return split_bytes<float>(plan_mma_matmul(args).splits, args.batch, args.m, args.n);
   }
   return 0;
 }
