@@ -58,9 +58,10 @@ __host__ __device__ __forceinline__ __half convert<__half, double>(double v) {
   return __double2half(v);
 }
 
-// N elements loaded or stored by one instruction; 16 bytes is the widest access of a thread.
+// N elements loaded or stored by one instruction, or by several of 16 bytes, the widest access of a
+// thread and all the alignment that is_vec_aligned() promises.
 template <typename T, int N>
-struct alignas(sizeof(T) * N) Vec {
+struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Vec {
   T v[N];
 };
 

@@ -133,7 +133,7 @@ void avg_pool2d(Stream stream, const Pool2dShape& shape, const AvgPoolDivisor& d
       const MeanOf2x2<T> op{out, exact_2x2_divisor<T>(divisor)};
       launch_exact_2x2<T>(
           shape, aligned,
-          [&](auto width, unsigned int blocks, uint32_t steps, FastDivisor row_steps) {
+          [&](auto width, unsigned int blocks, uint32_t steps, FastDiv row_steps) {
             reduce_row_pairs_kernel<T, decltype(width)::value>
                 <<<blocks, kPoolThreads, 0, s>>>(op, in, steps, row_steps, shape.w);
           },
@@ -169,7 +169,7 @@ void avg_pool2d_backward(Stream stream, const Pool2dShape& shape, const AvgPoolD
       const MeanOf2x2Backward<T> op{grad, exact_2x2_divisor<T>(divisor)};
       launch_exact_2x2<T>(
           shape, aligned,
-          [&](auto width, unsigned int blocks, uint32_t steps, FastDivisor row_steps) {
+          [&](auto width, unsigned int blocks, uint32_t steps, FastDiv row_steps) {
             spread_row_pairs_kernel<T, decltype(width)::value>
                 <<<blocks, kPoolThreads, 0, s>>>(op, out, steps, row_steps, shape.w);
           },

@@ -16,7 +16,7 @@ constexpr int kUnroll = 4;
 // Forward: op(window, i) stores the result of window `i`, given its four elements in reading order.
 template <typename T, int V, typename Op>
 __global__ void __launch_bounds__(kPoolThreads)
-    reduce_row_pairs_kernel(Op op, const T* __restrict__ x, uint32_t steps, FastDivisor row_steps,
+    reduce_row_pairs_kernel(Op op, const T* __restrict__ x, uint32_t steps, FastDiv row_steps,
                             int64_t width) {
   const uint32_t first = blockIdx.x * (kPoolThreads * kUnroll) + threadIdx.x;
   Vec<T, 2 * V> top[kUnroll], bottom[kUnroll];
@@ -24,8 +24,8 @@ __global__ void __launch_bounds__(kPoolThreads)
   for (int u = 0; u < kUnroll; ++u) {
     const uint32_t step = first + u * kPoolThreads;
     if (step >= steps) break;
-    uint32_t in_row;
-    const int64_t pair = row_steps.divide(step, &in_row);
+    int in_row;
+    const int64_t pair = row_steps.div(static_cast<int>(step), in_row);
     const T* row = x + pair * 2 * width + in_row * (2 * V);
     top[u] = load_vec<2 * V>(row);
     bottom[u] = load_vec<2 * V>(row + width);
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kPoolThreads)
 // Backward: op(i, windows) gives the four input gradients of each of V windows from `i` on.
 template <typename T, int V, typename Op>
 __global__ void __launch_bounds__(kPoolThreads)
-    spread_row_pairs_kernel(Op op, T* __restrict__ dx, uint32_t steps, FastDivisor row_steps,
+    spread_row_pairs_kernel(Op op, T* __restrict__ dx, uint32_t steps, FastDiv row_steps,
                             int64_t width) {
   const uint32_t first = blockIdx.x * (kPoolThreads * kUnroll) + threadIdx.x;
 #pragma unroll
@@ -66,8 +66,8 @@ __global__ void __launch_bounds__(kPoolThreads)
       bottom.v[2 * v] = windows[v][2];
       bottom.v[2 * v + 1] = windows[v][3];
     }
-    uint32_t in_row;
-    const int64_t pair = row_steps.divide(step, &in_row);
+    int in_row;
+    const int64_t pair = row_steps.div(static_cast<int>(step), in_row);
     T* row = dx + pair * 2 * width + in_row * (2 * V);
     store_vec(row, top);
     store_vec(row + width, bottom);
@@ -148,15 +148,14 @@ void launch_exact_2x2(const Pool2dShape& shape, bool aligned, const RowPairs& ro
     with_depth_vectors<T>(shape.c, aligned, [&](auto width) {
       constexpr int N = decltype(width)::value;
       const int64_t count = shape.output_count() / N;
-      pixels(width, pool_blocks(count), count,
-             Split<FastDivisor, uint32_t>(shape.c / N, shape.q, shape.p));
+      pixels(width, pool_blocks(count), count, Split<FastDiv, int>(shape.c / N, shape.q, shape.p));
     });
   } else {
     with_row_vectors<T>(shape.q, aligned, [&](auto width) {
       constexpr int V = decltype(width)::value;
       const int64_t steps = shape.output_count() / V;
       row_pairs(width, pool_blocks(ceil_div(steps, kUnroll)), static_cast<uint32_t>(steps),
-                FastDivisor(shape.q / V));
+                FastDiv(shape.q / V));
     });
   }
 }

@@ -200,7 +200,7 @@ void max_pool2d(Stream stream, const Pool2dShape& shape, const void* x, void* y,
       const MaxOf2x2<T> op{out, static_cast<uint8_t*>(taps)};
       launch_exact_2x2<T>(
           shape, aligned,
-          [&](auto width, unsigned int blocks, uint32_t steps, FastDivisor row_steps) {
+          [&](auto width, unsigned int blocks, uint32_t steps, FastDiv row_steps) {
             reduce_row_pairs_kernel<T, decltype(width)::value>
                 <<<blocks, kPoolThreads, 0, s>>>(op, in, steps, row_steps, shape.w);
           },
@@ -240,7 +240,7 @@ void max_pool2d_backward(Stream stream, const Pool2dShape& shape, const void* dy
       const MaxOf2x2Backward<T> op{grad, static_cast<const uint8_t*>(taps)};
       launch_exact_2x2<T>(
           shape, aligned,
-          [&](auto width, unsigned int blocks, uint32_t steps, FastDivisor row_steps) {
+          [&](auto width, unsigned int blocks, uint32_t steps, FastDiv row_steps) {
             spread_row_pairs_kernel<T, decltype(width)::value>
                 <<<blocks, kPoolThreads, 0, s>>>(op, out, steps, row_steps, shape.w);
           },

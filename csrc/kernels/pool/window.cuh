@@ -1,10 +1,11 @@
-// What the pooling kernels share: fast division of 32-bit indices, the place of a result or an
-// input element in its tensor, the choice of vector width.
+// What the pooling kernels share: the place of a result or an input element in its tensor, the
+// choice of vector width.
 //
 // Both layouts are images x rows x columns x depth (pool.h): NCHW has depth 1 and n * c images. One
 // thread takes one vector of up to 16 bytes along the depth.
 #pragma once
 
+#include "kernels/common/fast_div.cuh"
 #include "kernels/common/launch.cuh"
 #include "kernels/common/numeric.cuh"
 #include "pool.h"
@@ -13,36 +14,14 @@ namespace braze::cuda {
 
 constexpr int kPoolThreads = 256;
 
-// Division by a constant of numbers below 2^31: multiply and shift (Granlund and Montgomery,
-// "Division by invariant integers using multiplication", PLDI 1994).
-class FastDivisor {
+// FastDiv's counterpart for tensors of 2^31 vectors and more.
+class WideDiv {
  public:
-  explicit FastDivisor(int64_t divisor) : divisor_(static_cast<uint32_t>(divisor)) {
-    while ((uint64_t{1} << shift_) < divisor_) ++shift_;
-    multiplier_ = static_cast<uint32_t>(
-        (uint64_t{1} << 32) * ((uint64_t{1} << shift_) - divisor_) / divisor_ + 1);
-  }
+  explicit WideDiv(int64_t divisor) : divisor_(divisor) {}
 
-  __device__ uint32_t divide(uint32_t n, uint32_t* remainder) const {
-    const uint32_t quotient = (__umulhi(n, multiplier_) + n) >> shift_;
-    *remainder = n - quotient * divisor_;
-    return quotient;
-  }
-
- private:
-  uint32_t divisor_;
-  uint32_t multiplier_;
-  uint32_t shift_ = 0;
-};
-
-// For tensors of 2^31 vectors and more.
-class WideDivisor {
- public:
-  explicit WideDivisor(int64_t divisor) : divisor_(divisor) {}
-
-  __device__ int64_t divide(int64_t n, int64_t* remainder) const {
-    const int64_t quotient = n / divisor_;
-    *remainder = n - quotient * divisor_;
+  __device__ int64_t div(int64_t i, int64_t& remainder) const {
+    const int64_t quotient = i / divisor_;
+    remainder = i - quotient * divisor_;
     return quotient;
   }
 
@@ -51,18 +30,18 @@ class WideDivisor {
 };
 
 // Splits a vector's running number into image, row, column and place along the depth.
-template <typename Divisor, typename Index>
+template <typename Div, typename Index>
 struct Split {
-  Divisor groups, columns, rows;
+  Div groups, columns, rows;
 
   Split(int64_t groups, int64_t columns, int64_t rows)
       : groups(groups), columns(columns), rows(rows) {}
 
   __device__ void operator()(int64_t i, int64_t* image, int* row, int* column, int* group) const {
     Index g, w, h;
-    const Index pixel = groups.divide(static_cast<Index>(i), &g);
-    const Index line = columns.divide(pixel, &w);
-    *image = rows.divide(line, &h);
+    const Index pixel = groups.div(static_cast<Index>(i), g);
+    const Index line = columns.div(pixel, w);
+    *image = rows.div(line, h);
     *row = static_cast<int>(h);
     *column = static_cast<int>(w);
     *group = static_cast<int>(g);
@@ -131,9 +110,9 @@ void with_depth_vectors(int64_t extent, bool aligned, const F& f) {
 template <typename F>
 void with_split(int64_t count, int64_t groups, int64_t columns, int64_t rows, const F& f) {
   if (count < (int64_t{1} << 31)) {
-    f(Split<FastDivisor, uint32_t>(groups, columns, rows));
+    f(Split<FastDiv, int>(groups, columns, rows));
   } else {
-    f(Split<WideDivisor, int64_t>(groups, columns, rows));
+    f(Split<WideDiv, int64_t>(groups, columns, rows));
   }
 }
 
