@@ -11,6 +11,7 @@ import braze
 import braze.nn.functional as F
 from braze import _config
 from common import assert_by_rule, check_against_stock, layouts
+from conftest import require_cuda
 
 # (input, weight, stride, padding, dilation, groups)
 CASES = {
@@ -330,9 +331,57 @@ def test_every_kernel_by_name(device, dtype, case):
         if kernel["arch"] == "sm_90a" and torch.cuda.get_device_capability() != (9, 0):
             continue
         with braze.backend(conv2d=kernel["name"]):
+            # Tensor-core kernels that take no fp32, and one that takes few shapes, say so.
+            if (kernel["name"], dtype) == ("implicit_gemm_mma", torch.float32) or (
+                kernel["name"] == "halo_wgmma"
+            ):
+                with pytest.raises(RuntimeError, match="cannot take these arguments"):
+                    call(F.conv2d, case)(*inputs)
+                continue
             check_against_stock(
                 call(F.conv2d, case), call(stock.conv2d, case), inputs, case_ulps(case, dtype)
             )
+
+
+HALO_CASES = [  # n, c, k, h, w, filter, padding
+    (3, 32, 64, 14, 14, 3, 1),
+    (64, 32, 64, 14, 14, 3, 1),
+    (5, 64, 128, 13, 11, 3, 1),
+    (7, 32, 64, 7, 7, 3, 1),
+    (2, 64, 72, 28, 28, 3, 0),
+    (2, 32, 40, 56, 56, 3, 1),
+    (3, 96, 64, 9, 9, 3, 1),
+    (1, 16, 8, 1, 3, 3, 1),
+]
+
+
+@pytest.mark.parametrize("tf32", [False, True], ids=["ieee", "tf32"])
+@pytest.mark.parametrize("case", HALO_CASES, ids=str)
+def test_halo_wgmma(dtype, case, tf32):
+    """The Hopper kernel by its name, where it must not refuse: all passes of the 16-bit types, fprop
+    and dgrad in TF32."""
+    require_cuda()
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    n, c, k, h, w, size, padding = case
+    torch.backends.cudnn.conv.fp32_precision = "tf32" if tf32 else "ieee"
+    x = torch.randn(n, c, h, w, device="cuda").to(dtype, memory_format=torch.channels_last)
+    weight = torch.randn(k, c, size, size, device="cuda").to(dtype)
+    bias = torch.randn(k, device="cuda").to(dtype).requires_grad_()
+    weight = weight.to(memory_format=torch.channels_last)
+    if dtype == torch.float64 or (dtype == torch.float32 and not tf32):
+        with braze.backend(conv2d="halo_wgmma"), pytest.raises(RuntimeError, match="cannot take"):
+            F.conv2d(x, weight, bias, padding=padding)
+        return
+    x.requires_grad_()
+    weight.requires_grad_(dtype != torch.float32)
+    with braze.backend(conv2d="halo_wgmma"):
+        assert "halo" in cuda_kernels_of(lambda: F.conv2d(x, weight, bias, padding=padding))
+        check_against_stock(
+            lambda *t: F.conv2d(*t, padding=padding),
+            lambda *t: stock.conv2d(*t, padding=padding),
+            [x, weight, bias],
+        )
 
 
 def test_backend_is_honoured_on_cpu():

@@ -177,8 +177,8 @@ void reduce(const BatchNormShape& shape, Partial* partials, const Planes& planes
   });
 }
 
-// Calls f(offset, count, at) for runs of adjacent elements: at(coefficient, j) is the coefficient of
-// the run's j-th element, the same one throughout in [n, c, inner].
+// Calls f(offset, count, at) for runs of adjacent elements: at(coefficient, j) is the coefficient
+// of the run's j-th element, the same one throughout in [n, c, inner].
 template <typename F>
 void apply(const BatchNormShape& shape, const F& f) {
   if (shape.channels_last) {

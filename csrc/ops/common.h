@@ -53,8 +53,7 @@ class DeviceContext {
  public:
 #ifdef BRAZE_CUDA
   explicit DeviceContext(const Tensor& t) : guard_(t.get_device_index()) {
-    TORCH_ERROR_CODE_CHECK(
-        aoti_torch_get_current_cuda_stream(t.get_device_index(), &stream_));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(t.get_device_index(), &stream_));
   }
   Stream stream() const { return stream_; }
 

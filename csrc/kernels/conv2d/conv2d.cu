@@ -2,18 +2,20 @@
 #include "conv2d.h"
 
 #include "gather.cuh"
+#include "halo_wgmma.h"
 #include "kernels/common/registry.h"
 #include "pack.cuh"
 
 namespace braze::cuda {
 namespace {
 
-enum class Choice { kDirect, kSimt, kMma };
+enum class Choice { kDirect, kSimt, kMma, kHalo };
 
 const char* name_of(Choice choice) {
   return choice == Choice::kDirect ? "direct"
          : choice == Choice::kSimt ? "implicit_gemm_simt"
-                                   : "implicit_gemm_mma";
+         : choice == Choice::kMma  ? "implicit_gemm_mma"
+                                   : "halo_wgmma";
 }
 
 constexpr int64_t kMaxIndex = INT_MAX - 1024;  // room for the last tile's overhang
@@ -50,6 +52,12 @@ bool has_small_offsets(const Conv2dArgs& args) {
 const char* obstacle(Choice choice, const Conv2dArgs& args) {
   if (!has_small_extents(args)) return "it counts pixels and taps with 31 bits";
   if (choice == Choice::kDirect) return nullptr;
+  if (choice == Choice::kHalo) {
+    return halo::supports(args.pass, args.shape, args.gathered, args.other, args.out)
+               ? nullptr
+               : "it takes channels-last bfloat16, float16 or (fprop and dgrad) TF32 tensors, "
+                 "stride and dilation 1, one group, small filters, and compute capability 9.0";
+  }
   if (!has_small_offsets(args)) return "it addresses tensors with 31 bits";
   const DType dtype = args.shape.dtype;
   if (choice == Choice::kSimt) {
@@ -73,7 +81,8 @@ Choice choose(const Conv2dArgs& args, const std::string& kernel) {
   Choice choice = Choice::kDirect;
   if (kernel == "auto") {
     if (!is_thin(args)) {
-      choice = !obstacle(Choice::kMma, args)    ? Choice::kMma
+      choice = !obstacle(Choice::kHalo, args)   ? Choice::kHalo
+               : !obstacle(Choice::kMma, args)  ? Choice::kMma
                : !obstacle(Choice::kSimt, args) ? Choice::kSimt
                                                 : Choice::kDirect;
     }
@@ -81,6 +90,8 @@ Choice choose(const Conv2dArgs& args, const std::string& kernel) {
     choice = Choice::kSimt;
   } else if (kernel == "implicit_gemm_mma") {
     choice = Choice::kMma;
+  } else if (kernel == "halo_wgmma") {
+    choice = Choice::kHalo;
   } else if (kernel != "direct") {
     throw std::runtime_error("conv2d: no kernel is named " + kernel);
   }
@@ -115,6 +126,14 @@ int64_t mma_workspace_bytes(const Conv2dArgs& args) {
          split_bytes<float>(mma_conv2d_splits(packed.args), args.shape.groups, e.m, e.n);
 }
 
+void run_halo(Stream stream, const Conv2dArgs& args, void* workspace) {
+  if (args.pass == Conv2dPass::kWgrad) {
+    return halo::wgrad(stream, args.shape, args.other, args.gathered, args.out, workspace);
+  }
+  halo::conv(stream, args.pass, args.shape, args.gathered, args.other, args.bias, false, args.out,
+             nullptr);
+}
+
 // f(part) for parts of the batch small enough for 32-bit offsets: fprop and dgrad treat images one
 // by one, wgrad sums over them.
 template <typename F>
@@ -146,6 +165,7 @@ void run(Stream stream, const Conv2dArgs& args, const std::string& kernel, void*
       case Choice::kDirect: return direct_conv2d(stream, part, workspace);
       case Choice::kSimt: return simt_conv2d(stream, part, workspace);
       case Choice::kMma: return run_mma(stream, part, workspace);
+      case Choice::kHalo: return run_halo(stream, part, workspace);
     }
   });
 }
@@ -158,6 +178,11 @@ int64_t workspace_bytes(const Conv2dArgs& args, const std::string& kernel) {
       case Choice::kDirect: bytes = std::max(bytes, direct_conv2d_workspace_bytes(part)); break;
       case Choice::kSimt: bytes = std::max(bytes, simt_conv2d_workspace_bytes(part)); break;
       case Choice::kMma: bytes = std::max(bytes, mma_workspace_bytes(part)); break;
+      case Choice::kHalo:
+        if (part.pass == Conv2dPass::kWgrad) {
+          bytes = std::max(bytes, halo::wgrad_workspace_bytes(part.shape));
+        }
+        break;
     }
   });
   return bytes;

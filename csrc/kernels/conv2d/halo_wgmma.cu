@@ -6,8 +6,8 @@
 namespace braze::cuda::halo {
 namespace {
 
-const KernelEntry kEntry({"conv2d", "halo_wgmma", "float32(TF32) bfloat16 float16", "sm_90a", true,
-                          "filter taps as shifted reads of one tile in shared memory; wgmma, TMA"});
+const KernelEntry kEntry({"conv2d", "halo_wgmma", "float32 bfloat16 float16", "sm_90a", true,
+                          "taps are shifted reads of one tile in shared memory; float32 as TF32"});
 
 // A pass as the kernel sees it, and its tiling.
 struct Plan {
@@ -94,9 +94,10 @@ constexpr auto launcher(int pixels, int row_bytes) {
 }  // namespace
 
 bool supports(Conv2dPass pass, const Conv2dShape& s, const Tensor4dRef& in,
-              const Tensor4dRef& out) {
-  if (pass == Conv2dPass::kWgrad || s.groups != 1 || s.stride_h != 1 || s.stride_w != 1 ||
-      s.dilation_h != 1 || s.dilation_w != 1 || s.pad_h >= s.r || s.pad_w >= s.s || s.n == 0) {
+              const Tensor4dRef& other, const Tensor4dRef& out) {
+  if (pass == Conv2dPass::kWgrad) return supports_wgrad(s, in, other);
+  if (s.groups != 1 || s.stride_h != 1 || s.stride_w != 1 || s.dilation_h != 1 ||
+      s.dilation_w != 1 || s.pad_h >= s.r || s.pad_w >= s.s || s.n == 0) {
     return false;
   }
   if (s.dtype == DType::kFloat64 || (s.dtype == DType::kFloat32 && !s.allow_tf32)) return false;

@@ -9,14 +9,15 @@ struct Moments {
   float count, mean, m2;
 };
 
-// Whether the kernel takes this pass: fprop or dgrad, stride 1, dilation 1, one group, channels
-// last (fp32 results: any strides), compute capability 9.0, bf16, fp16 or TF32, and weights and a
-// tile of input that fit shared memory together. `in` is what the pass convolves (x, or dy for
-// dgrad).
+// Whether the kernels take this pass: stride 1, dilation 1, one group, channels last (fp32 results:
+// any strides), compute capability 9.0, bf16 or fp16, and for fprop and dgrad TF32; weights and a
+// tile of input that fit shared memory together; for the weight gradient filters of one to three
+// rows and three columns. `in` is what the pass convolves (x, or dy for dgrad), `other` the weights
+// (dy for the weight gradient).
 bool supports(Conv2dPass pass, const Conv2dShape& shape, const Tensor4dRef& in,
-              const Tensor4dRef& out);
+              const Tensor4dRef& other, const Tensor4dRef& out);
 
-// Sets of moments that conv writes for each computed channel.
+// fprop and dgrad. Sets of moments that conv writes for each computed channel.
 int moment_sets(Conv2dPass pass, const Conv2dShape& shape);
 
 // bias, moments: may be null. moments: [computed channels][moment_sets].
@@ -24,7 +25,7 @@ void conv(Stream stream, Conv2dPass pass, const Conv2dShape& shape, const Tensor
           const Tensor4dRef& w, const void* bias, bool relu, const Tensor4dRef& out,
           Moments* moments);
 
-// The weight gradient: 16-bit types, filters of one to three rows and three columns.
+// The weight gradient. Deterministic: blocks leave partial sums, added up in a fixed order.
 bool supports_wgrad(const Conv2dShape& shape, const Tensor4dRef& x, const Tensor4dRef& dy);
 int64_t wgrad_workspace_bytes(const Conv2dShape& shape);
 void wgrad(Stream stream, const Conv2dShape& shape, const Tensor4dRef& dy, const Tensor4dRef& x,

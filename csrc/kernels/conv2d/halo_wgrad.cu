@@ -11,7 +11,6 @@
 #include "halo_tiles.cuh"
 #include "kernels/common/launch.cuh"
 #include "kernels/common/numeric.cuh"
-#include "kernels/common/registry.h"
 #include "kernels/common/wgmma.cuh"
 
 namespace braze::cuda::halo {
@@ -21,9 +20,6 @@ constexpr int kMaxFilterRows = 3;
 constexpr int kTapColumns = 3;
 constexpr int kFilters = 64;
 constexpr int kMaxPixels = 256;
-
-const KernelEntry kEntry({"conv2d", "halo_wgmma", "bfloat16 float16 (weight gradient)", "sm_90a",
-                          true, "three filter taps in one operand; wgmma, TMA"});
 
 struct WgradPlan {
   Args args;
