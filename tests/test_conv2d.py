@@ -358,8 +358,7 @@ HALO_CASES = [  # n, c, k, h, w, filter, padding
 @pytest.mark.parametrize("tf32", [False, True], ids=["ieee", "tf32"])
 @pytest.mark.parametrize("case", HALO_CASES, ids=str)
 def test_halo_wgmma(dtype, case, tf32):
-    """The Hopper kernel by its name, where it must not refuse: all passes of the 16-bit types, fprop
-    and dgrad in TF32."""
+    """The Hopper kernel by name: every pass of the 16-bit types, fprop and dgrad in TF32."""
     require_cuda()
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs compute capability 9.0")
