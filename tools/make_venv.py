@@ -15,8 +15,9 @@ from pathlib import Path
 PROBE = """
 import torch
 assert tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 10)
-isa = torch.backends.cpu.get_cpu_capability().lower()
-print(torch.__version__, torch.version.cuda or "", isa if isa in ("avx2", "avx512") else "generic", sep=",")
+capability = torch.backends.cpu.get_cpu_capability().lower()
+isa = capability if capability in ("avx2", "avx512") else "generic"
+print(torch.__version__, torch.version.cuda or "", isa, sep=",")
 """
 
 
@@ -39,7 +40,7 @@ def probe_torch(python):
 
 
 def main(venv, requirement):
-    if sys.version_info < (3, 10):
+    if sys.version_info < (3, 10):  # noqa: UP036
         sys.exit(
             f"braze needs Python 3.10 or newer, but {sys.executable} is "
             f"{sys.version.split()[0]}: name another one with `make PYTHON=...`"

@@ -1,18 +1,18 @@
 """braze: CUDA and CPU kernels for convolutional networks, as torch ops and drop-in layers."""
 
-import sys
-
 from braze import _lib
+from braze.info import info
 
 __version__ = "0.1.0"
-__all__ = ["backend", "info", "kernels", "nn"]
+__all__ = ["backend", "data", "info", "kernels", "nn"]
 
-try:
-    _lib.load()
-except ImportError:
-    # `python -m braze info` is the bug-report page: it has to run when nothing else does.
-    if sys.orig_argv[-1] != "info" and "info" not in sys.orig_argv[2:4]:
-        raise
-else:
-    from braze import nn
+_lib.load()
+if _lib.load_error is None:
+    from braze import data, nn
     from braze._config import backend, kernels
+else:
+    # braze.info(), the bug-report page, has to work when nothing else does.
+    def __getattr__(name):
+        if name in __all__:
+            _lib.require()
+        raise AttributeError(f"module 'braze' has no attribute {name!r}")
