@@ -1,4 +1,4 @@
-"""``python -m braze``: info, mnist, bench, tune."""
+"""``python -m braze``: info, mnist."""
 
 import argparse
 import json
@@ -8,14 +8,31 @@ import braze
 
 
 def main(argv=None):
+    """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="braze", description=braze.__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     info = commands.add_parser("info", help="what is built, loaded and missing; for bug reports")
     info.add_argument("--json", action="store_true", help="print JSON")
+    mnist = commands.add_parser("mnist", help="train a CNN on MNIST; time it against stock PyTorch")
+    if braze._lib.load_error is None:
+        from braze.mnist import add_arguments
+
+        add_arguments(mnist)
     args = parser.parse_args(argv)
-    if args.command == "info":
-        page = braze.info()
-        print(json.dumps(page, indent=2) if args.json else page)
+    try:
+        if args.command == "info":
+            page = braze.info()
+            print(json.dumps(page, indent=2) if args.json else page)
+        elif args.command == "mnist":
+            from braze.mnist import run
+
+            run(args)
+    except KeyboardInterrupt:
+        print(f"\nbraze {args.command}: interrupted", file=sys.stderr)
+        return 130
+    except (ValueError, OSError) as error:
+        print(f"braze {args.command}: {error}", file=sys.stderr)
+        return 2
     return 0
 
 
