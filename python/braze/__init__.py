@@ -1,21 +1,31 @@
 """braze: CUDA and CPU kernels for convolutional networks, as torch ops and drop-in layers."""
 
-import sys
-
 from braze import _lib
+from braze.info import info
 
 __version__ = "0.1.0"
-__all__ = ["backend", "check_errors", "info", "kernels", "matmul", "nn", "optim", "transpose_copy"]
+__all__ = [
+    "backend",
+    "check_errors",
+    "data",
+    "info",
+    "kernels",
+    "matmul",
+    "nn",
+    "optim",
+    "transpose_copy",
+]
 
-try:
-    _lib.load()
-except ImportError:
-    # `python -m braze info` is the bug-report page: it has to run when nothing else does.
-    if sys.orig_argv[-1] != "info" and "info" not in sys.orig_argv[2:4]:
-        raise
-else:
-    from braze import nn, optim
+_lib.load()
+if _lib.load_error is None:
+    from braze import data, nn, optim
     from braze._config import backend, kernels
     from braze._ops.cross_entropy import check_errors
     from braze._ops.matmul import matmul
     from braze._ops.transpose import transpose_copy
+else:
+    # braze.info(), the bug-report page, has to work when nothing else does.
+    def __getattr__(name):
+        if name in __all__:
+            _lib.require()
+        raise AttributeError(f"module 'braze' has no attribute {name!r}")

@@ -1,10 +1,14 @@
 """Finds and loads the native libraries; says in words what is loaded, what is not, and why."""
 
+import importlib
 import json
 import os
 from pathlib import Path
 
-import torch
+try:
+    import torch
+except (ImportError, OSError) as error:  # OSError: a shared library of torch does not load
+    torch, _torch_error = None, error
 
 LIB_DIR = Path(__file__).parent / "lib"
 MIN_TORCH = (2, 10)
@@ -19,6 +23,8 @@ ops_library = None
 cuda_library = None
 #: instruction set of the loaded CPU kernels
 cpu_isa = None
+#: the ImportError that says why nothing could be loaded; None when the ops are there
+load_error = None
 #: why CUDA kernels are not there; None when they are
 cuda_missing = "the native libraries are not loaded"
 
@@ -32,15 +38,31 @@ def build_info():
 def load():
     """Loads libbraze_ops for this CPU and, under a CUDA build of torch, libbraze_cuda.
 
-    Raises:
-        ImportError: torch is too old, or the native libraries were not built or do not load.
+    Where torch is missing or too old, or the native libraries were not built or do not load,
+    `load_error` says so and :func:`require` raises it.
     """
+    global load_error
+    try:
+        _load()
+    except ImportError as error:
+        load_error = error
+
+
+def require():
+    """Raises the ImportError that :func:`load` met, if any."""
+    if load_error is not None:
+        raise load_error
+
+
+def _load():
     global ops_library, cuda_library, cpu_isa, cuda_missing
+    if torch is None:
+        raise ImportError(f"braze needs torch 2.10 or newer, but: {_torch_error}")
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if version < MIN_TORCH:
         raise ImportError(f"braze needs torch 2.10 or newer, but torch {torch.__version__} is here")
     try:
-        from braze import _C
+        _C = importlib.import_module("braze._C")
     except ImportError as error:
         raise ImportError(
             f"braze's native module does not load ({error}). Build it for this Python: "

@@ -1,0 +1,80 @@
+# make mnist    set up, build, train a CNN on MNIST and time it against stock PyTorch
+# make test     the same set-up, then the test suite          (ARGS="tests/test_relu.py -k layouts")
+# make bench    the same set-up, then the op benchmarks       (ARGS="relu")
+# make format   format C++, CUDA and Python; `make lint` only checks
+# make clean    remove .venv and everything built
+#
+# PYTHON=python3.12 chooses the Python; its torch is used when it is 2.10 or newer. setup.py lists
+# the variables of the build (BRAZE_CUDA, TORCH_CUDA_ARCH_LIST, BRAZE_CPU_ISA, MAX_JOBS, ...).
+# Each step that succeeded leaves a stamp in .venv and is not repeated until its inputs change.
+
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+.PHONY: mnist test bench format lint build clean FORCE
+
+PYTHON ?= python3
+ARGS ?=
+
+VENV := .venv
+PY := $(VENV)/bin/python
+# pip asks no index about what is installed already, so all of this works offline then.
+PIP_INSTALL := $(PY) -m pip --disable-pip-version-check install -q
+NATIVE := setup.py $(shell find csrc -type f)
+FORMATTED = $(shell git ls-files '*.cpp' '*.h' '*.cu' '*.cuh')
+
+mnist: build
+	@$(PY) -m braze mnist $(ARGS)
+
+test: build $(VENV)/stamp.test
+	@$(PY) -m pytest $(ARGS)
+
+bench: build
+	@$(PY) -m braze bench $(ARGS)
+
+build: $(VENV)/stamp.native $(VENV)/stamp.install
+
+format: $(VENV)/stamp.lint
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+	$(VENV)/bin/clang-format -i $(FORMATTED)
+
+lint: $(VENV)/stamp.lint
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(VENV)/bin/clang-format --dry-run -Werror $(FORMATTED)
+
+clean:
+	rm -rf $(VENV) build dist python/braze.egg-info python/braze/lib python/braze/_C*.so
+
+$(VENV)/build.env: tools/make_venv.py
+	@$(PYTHON) tools/make_venv.py $(VENV) torch==2.13.0
+
+$(VENV)/stamp.deps: requirements-build.txt $(VENV)/build.env
+	@echo "braze: installing what is missing of $<"
+	@$(PIP_INSTALL) -r $<
+	@touch $@
+
+# Rewritten only when a variable of the build changes, which then builds again.
+$(VENV)/variables: FORCE | $(VENV)/build.env
+	@echo "$${BRAZE_CUDA-} $${TORCH_CUDA_ARCH_LIST-} $${BRAZE_CPU_ISA-} $${CUDA_HOME-} $${CXX-}" > $@.new
+	@if cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi
+
+$(VENV)/stamp.native: $(NATIVE) $(VENV)/stamp.deps $(VENV)/variables
+	@echo "braze: building the native libraries (some minutes the first time)"
+	@. $(VENV)/build.env; $(PY) setup.py -q build_ext --inplace
+	@touch $@
+
+$(VENV)/stamp.install: pyproject.toml | $(VENV)/stamp.native
+	@echo "braze: installing braze into $(VENV), and what is missing of its dependencies"
+	@. $(VENV)/build.env; $(PIP_INSTALL) --no-build-isolation -e '.[digits]'
+	@touch $@
+
+$(VENV)/stamp.test: pyproject.toml | $(VENV)/stamp.native
+	@echo "braze: installing what is missing of the tests' dependencies"
+	@. $(VENV)/build.env; $(PIP_INSTALL) --no-build-isolation -e '.[test]'
+	@touch $@
+
+$(VENV)/stamp.lint: pyproject.toml | $(VENV)/stamp.native
+	@. $(VENV)/build.env; $(PIP_INSTALL) --no-build-isolation -e '.[lint]'
+	@touch $@
