@@ -59,7 +59,9 @@ def train(model, loss_function, optimizer, loader, epochs, autocast=None, label=
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
-        TextColumn("epoch {task.fields[epoch]}, loss {task.fields[loss]}, accuracy {task.fields[acc]}"),
+        TextColumn(
+            "epoch {task.fields[epoch]}, loss {task.fields[loss]}, accuracy {task.fields[acc]}"
+        ),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     ) as progress:

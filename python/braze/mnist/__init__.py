@@ -73,9 +73,7 @@ def run(args):
         model.load_state_dict(initial)
         return model
 
-    setup = timing.Setup(
-        initialised, digits, device, args.precision, args.batch, lr, args.seed
-    )
+    setup = timing.Setup(initialised, digits, device, args.precision, args.batch, lr, args.seed)
     names = ["braze"] if args.skip_stock else ["braze", "stock"]
     if device.type == "cpu":
         _print_plan(console, setup, names, epochs)
@@ -128,9 +126,7 @@ def _train(name, setup, epochs):
     )
     seconds = time.perf_counter() - start
     digits = setup.digits
-    loader = make_loader(
-        digits.test_images, digits.test_labels, 1000, setup.device, shuffle=False
-    )
+    loader = make_loader(digits.test_images, digits.test_labels, 1000, setup.device, shuffle=False)
     accuracy = evaluate(step.model, loader, step.autocast)
     return {"accuracy": accuracy, "seconds": seconds, "losses": losses}
 

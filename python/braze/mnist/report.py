@@ -10,7 +10,9 @@ _COLOURS = {"braze": "#d1495b", "stock": "#30638e"}
 
 def table(rows, title):
     """The timings as a table for rich's console."""
-    best_stock = min((r.milliseconds()[0] for r in rows if r.name == "stock" and r.seconds), default=0)
+    best_stock = min(
+        (r.milliseconds()[0] for r in rows if r.name == "stock" and r.seconds), default=0
+    )
     result = Table(title=title)
     result.add_column("")
     result.add_column("layout")
