@@ -208,6 +208,7 @@ def test_compile(device):
             compiled = torch.compile(f, fullgraph=True)
             actual, expected = compiled(F, t), f(stock, nchw(t))
             torch.testing.assert_close(actual, expected)
+            assert [v.stride() for v in actual] == [v.stride() for v in f(F, t)]
             grad = torch.autograd.grad(actual[0].square().sum(), t)
             torch.testing.assert_close(grad, torch.autograd.grad(expected[0].square().sum(), t))
 
