@@ -112,8 +112,8 @@ def is_unsupported(key, dtype, sample):
 
 def one_rounding_away(t, dtype):
     """`t` (float64) with one rounding of `dtype` added to each element or taken away."""
-    eps = torch.finfo(dtype).eps
-    return t * torch.where(torch.rand_like(t) < 0.5, 1 - eps, 1 + eps)
+    sign = torch.where(torch.rand_like(t) < 0.5, -torch.ones_like(t), torch.ones_like(t))
+    return t * (1 + torch.finfo(dtype).eps * sign)
 
 
 def call(function, sample, dtype=None, nudge=lambda t: t):

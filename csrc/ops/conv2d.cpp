@@ -143,8 +143,28 @@ Operand operand(const Tensor& t, bool channels_last, const std::string& backend)
   return o.expanded() || backend.rfind("cudnn", 0) == 0 ? dense(o, channels_last) : o;
 }
 
-// Which kernel runs a pass. "auto" prefers cuDNN, where it is there and has an engine; names of
-// kernels and of libraries are obeyed or refused. Sets whether cuDNN adds the bias.
+#ifdef BRAZE_CUDA
+// Whether our own kernel is the faster one, as measured on an H200 (benchmarks/conv2d.py, batch 64
+// to 8192); cuDNN is, where not.
+bool prefers_own(Conv2dPass pass, const Conv2dShape& s, const Tensor4dRef& x, const Tensor4dRef& w,
+                 const Tensor4dRef& y) {
+  const bool is_channels_last = x.c == 1 && s.c > 1, is_16_bit = size_of(s.dtype) == 2;
+  const bool wgrad = pass == Conv2dPass::kWgrad;
+  const int64_t pixels = s.n * s.p * s.q;
+  // Few inputs per output: the direct kernels.
+  if (pass != Conv2dPass::kDgrad && s.c / s.groups * s.r * s.s <= 32) return true;
+  if (s.groups > 1 || s.stride_h > 1 || s.stride_w > 1 || s.dtype == DType::kFloat64) return false;
+  if (s.c > 128 || s.k > 128) return false;  // not measured
+  // cuDNN's weight gradients split the sum over pixels badly.
+  if (wgrad) return is_channels_last || (pixels >= 1 << 16 && (is_16_bit || s.allow_tf32));
+  return is_channels_last && pixels >= 1 << 17 && (is_16_bit || s.allow_tf32) &&
+         dev::conv2d_auto_kernel(pass, s, x, w, y) == std::string("halo_wgmma");
+}
+#endif
+
+// Which kernel runs a pass. "auto" takes the faster one of our own and cuDNN, where that is there
+// and has an engine; names of kernels and of libraries are obeyed or refused. Sets whether cuDNN
+// adds the bias.
 KernelChoice choose_conv2d(Conv2dPass pass, const Conv2dShape& shape, const Tensor4dRef& x,
                            const Tensor4dRef& w, const Tensor4dRef& y, const void* bias,
                            const std::string& backend, bool* bias_fused) {
@@ -155,7 +175,8 @@ KernelChoice choose_conv2d(Conv2dPass pass, const Conv2dShape& shape, const Tens
   if (candidate >= 0) {
     BRAZE_CHECK(missing.empty(), "conv2d: backend ", backend, " cannot be used: ", missing);
   }
-  if (candidate >= 0 || (backend == "auto" && missing.empty())) {
+  if (candidate >= 0 ||
+      (backend == "auto" && missing.empty() && !prefers_own(pass, shape, x, w, y))) {
     const int wanted = std::max(0, candidate);
     if (vendor::cudnn_supports(pass, shape, x, w, y, bias, wanted)) return {wanted, ""};
     if (bias && vendor::cudnn_supports(pass, shape, x, w, y, nullptr, wanted)) {
@@ -260,7 +281,8 @@ std::tuple<Tensor, Tensor, Tensor> conv2d_backward(const Tensor& grad_output, co
   const bool no_terms = shape.n == 0 || shape.c == 0;
   const Operand x = operand(input, channels_last, backend);
   const Operand w = dense(Operand(weight, channels_last), channels_last);
-  const Operand dy = operand(grad_output, channels_last, backend);
+  // As torch does: the kernels of both gradients want the convolution's own format.
+  const Operand dy = dense(Operand(grad_output, channels_last), channels_last);
   if (output_mask[0]) {
     grad_input = empty_4d({shape.n, shape.c, shape.h, shape.w}, input, channels_last);
     if (!no_terms) {

@@ -111,8 +111,18 @@ Matrices rows_of(const Tensor& t) {
   return {dense, rows, cols, {dense.const_data_ptr(), 0, cols, 1}};
 }
 
-// Which kernel computes a product. "auto" prefers cuBLASLt, where it is there and takes the
-// arguments; names of kernels and of libraries are obeyed or refused.
+#ifdef BRAZE_CUDA
+// Whether our own kernel is the faster one, as measured on an H200 (benchmarks/linear.py):
+// cuBLASLt's first choice does not split a sum of this length where the result is thin (53 us
+// against 9 for 10 x 128 over 1024).
+bool prefers_own(const MatmulArgs& args) {
+  return args.dtype == DType::kFloat32 && !args.allow_tf32 && std::min(args.m, args.n) <= 16 &&
+         std::max(args.m, args.n) >= 64 && args.k >= 512 && args.k <= 4096;
+}
+#endif
+
+// Which kernel computes a product. "auto" takes the faster one of our own and cuBLASLt, where that
+// is there and takes the arguments; names of kernels and of libraries are obeyed or refused.
 KernelChoice choose_matmul(const MatmulArgs& args, const std::string& backend) {
 #ifdef BRAZE_CUDA
   const std::string& missing = vendor::cublas_missing();
@@ -124,7 +134,8 @@ KernelChoice choose_matmul(const MatmulArgs& args, const std::string& backend) {
                 " does not take these shapes, strides and dtype");
     return {candidate, ""};
   }
-  if (backend == "auto" && missing.empty() && args.k > 0 && vendor::cublas_supports(args)) {
+  if (backend == "auto" && missing.empty() && args.k > 0 && !prefers_own(args) &&
+      vendor::cublas_supports(args)) {
     return {0, ""};
   }
 #endif

@@ -188,6 +188,17 @@ int64_t workspace_bytes(const Conv2dArgs& args, const std::string& kernel) {
   return bytes;
 }
 
+// x, w and y in their roles for the pass.
+Conv2dArgs make_args(Conv2dPass pass, const Conv2dShape& shape, const Tensor4dRef& x,
+                     const Tensor4dRef& w, const Tensor4dRef& y) {
+  switch (pass) {
+    case Conv2dPass::kFprop: return {pass, shape, x, w, y, nullptr};
+    case Conv2dPass::kDgrad: return {pass, shape, y, w, x, nullptr};
+    case Conv2dPass::kWgrad: break;
+  }
+  return {pass, shape, x, y, w, nullptr};
+}
+
 const KernelEntry kDirectEntry({"conv2d", "direct", "float64 float32 bfloat16 float16", "sm_80+",
                                 true, "one thread per pixel; few taps, few channels, depthwise"});
 const KernelEntry kSimtEntry({"conv2d", "implicit_gemm_simt", "float64 float32", "sm_80+", true,
@@ -200,10 +211,12 @@ const KernelEntry kMmaEntry({"conv2d", "implicit_gemm_mma", "float32 bfloat16 fl
 int64_t conv2d_workspace_bytes(Conv2dPass pass, const Conv2dShape& shape, const Tensor4dRef& x,
                                const Tensor4dRef& w, const Tensor4dRef& y,
                                const std::string& kernel) {
-  const bool dgrad = pass == Conv2dPass::kDgrad, wgrad = pass == Conv2dPass::kWgrad;
-  const Conv2dArgs args{pass,   shape, dgrad ? y : x, wgrad ? y : w, dgrad ? x : wgrad ? w : y,
-                        nullptr};
-  return workspace_bytes(args, kernel);
+  return workspace_bytes(make_args(pass, shape, x, w, y), kernel);
+}
+
+const char* conv2d_auto_kernel(Conv2dPass pass, const Conv2dShape& shape, const Tensor4dRef& x,
+                               const Tensor4dRef& w, const Tensor4dRef& y) {
+  return name_of(choose(make_args(pass, shape, x, w, y), "auto"));
 }
 
 void conv2d_fprop(Stream stream, const Conv2dShape& shape, const Tensor4dRef& x,

@@ -38,6 +38,12 @@ int64_t conv2d_workspace_bytes(Conv2dPass pass, const Conv2dShape& shape, const 
                                const Tensor4dRef& w, const Tensor4dRef& y,
                                const std::string& kernel);
 
+#ifdef BRAZE_CUDA
+// The name of the kernel that "auto" picks.
+const char* conv2d_auto_kernel(Conv2dPass pass, const Conv2dShape& shape, const Tensor4dRef& x,
+                               const Tensor4dRef& w, const Tensor4dRef& y);
+#endif
+
 // kernel: "auto" picks by shape, dtype and architecture among the shipped kernels; else the
 // registered name of one kernel. Throws where that kernel cannot take the arguments. In each pass
 // the data pointer of the result's reference is written in full and never read.

@@ -199,7 +199,11 @@ def conv2d(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
     elif padding == "same" and weight.dim() == 4:
         input, padding = _same_padding(input, weight, stride, dilation)
     elif padding == "same":
-        raise RuntimeError(f"conv2d: expected weight to be 4D, but got size {list(weight.shape)}")
+        raise RuntimeError(
+            f"Expected {weight.dim()}-dimensional input for {weight.dim()}-dimensional weight "
+            f"{list(weight.shape)}, but got {input.dim()}-dimensional input of size "
+            f"{list(input.shape)} instead"
+        )
     else:
         raise RuntimeError(f"Invalid padding string: '{padding}'")
     dtype = autocast_dtype(input)

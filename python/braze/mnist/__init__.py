@@ -168,6 +168,7 @@ def _device(name, precision):
                 f"--device {name}: torch {torch.__version__} sees {torch.cuda.device_count()} GPUs; "
                 "`python -m braze info` says more"
             )
+        device = torch.device("cuda", device.index or 0)
         torch.cuda.set_device(device)
     elif device.type != "cpu":
         raise ValueError(f"--device {name}: expected cpu, cuda or cuda:N")
