@@ -39,6 +39,17 @@ STABLE_TORCH_LIBRARY(braze, m) {
       "Tensor total_weight, int reduction, int ignore_index) -> Tensor");
   m.def("take_label_error(Tensor device_of) -> (bool, int)");
 
+  // fused
+  m.def(
+      "conv_bn_relu_max_pool2d(Tensor input, Tensor weight, Tensor? conv_bias, Tensor? bn_weight, "
+      "Tensor? bn_bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
+      "Tensor(c!)? num_batches_tracked, int[2] padding, bool training, float? momentum, float eps) "
+      "-> (Tensor, Tensor, Tensor)");
+  m.def(
+      "conv_bn_relu_max_pool2d_backward(Tensor grad_output, Tensor input, Tensor weight, "
+      "Tensor? bn_weight, Tensor codes, Tensor saved, int[2] padding, bool training, "
+      "ScalarType? bn_dtype) -> (Tensor, Tensor, Tensor, Tensor)");
+
   // matmul, linear
   m.def(
       "matmul(Tensor input, Tensor other, bool allow_tf32=False, bool deterministic=False, "
