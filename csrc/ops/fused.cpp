@@ -104,7 +104,7 @@ std::tuple<Tensor, Tensor, Tensor> conv_bn_relu_max_pool2d(
   Tensor codes = empty({small_k_code_words(a)}, input, ScalarType::Int);
   Tensor saved = empty({small_k_saved_size(a)}, input, ScalarType::Double);
   Tensor workspace = empty({dev::small_k_workspace_bytes(a)}, input, ScalarType::Byte);
-  const Tensor w = contiguous(weight);
+  const Tensor w = as_contiguous(weight);
   dev::small_k_forward(context.stream(), a, norm, input.const_data_ptr(), w.const_data_ptr(),
                        out.mutable_data_ptr(), static_cast<uint32_t*>(codes.mutable_data_ptr()),
                        static_cast<double*>(saved.mutable_data_ptr()),
@@ -132,8 +132,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> conv_bn_relu_max_pool2d_backward(
               "_backward: codes or saved do not belong to this input");
   const DeviceContext context(input);
   a.channels_last = is_channels_last(grad_output);
-  const Tensor dy = a.channels_last ? grad_output : contiguous(grad_output);
-  const Tensor w = contiguous(weight);
+  const Tensor dy = a.channels_last ? grad_output : as_contiguous(grad_output);
+  const Tensor w = as_contiguous(weight);
   const ScalarType param_type = bn_dtype.value_or(input.scalar_type());
   Tensor grad_weight = empty({a.k, a.c, a.r, a.s}, weight);
   Tensor grad_gamma = empty({a.k}, input, param_type);
