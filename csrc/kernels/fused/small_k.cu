@@ -12,7 +12,8 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
-constexpr int kMaxBlocks = 1056;  // eight for each of 132 multiprocessors; bounds the workspace
+// Blocks that leave a partial sum: bounds the workspace and the time to add them up.
+constexpr int kMaxBlocks = 1056, kMaxMomentBlocks = 396;
 
 // The filter extents as compile-time constants, so that a patch lives in registers.
 template <int C_, int R_, int S_>
@@ -53,88 +54,102 @@ __device__ __forceinline__ double warp_sum(double v) {
 }
 
 // Sums of p_i and of p_i p_j over all patches, a partial sum for each block. A thread walks down a
-// column of outputs and keeps as many of the moments as fit in registers; the pairs are dealt out
-// over gridDim.y so that K = 27 (405 moments) needs no more registers than K = 9.
-template <typename Tp, typename T, int kFirst, int kCount>
-__device__ void accumulate_pairs(const double (&patch)[Tp::K], double (&sum)[kCount]) {
-  int index = 0;
-#pragma unroll
-  for (int i = 0; i < Tp::K; ++i) {
-#pragma unroll
-    for (int j = i; j < Tp::K; ++j) {
-      const int local = index - kFirst;
-      if (local >= 0 && local < kCount) sum[local] += patch[i] * patch[j];
-      ++index;
-    }
-  }
-}
-
+// strip of outputs with the rows of the patch in registers, so that it loads and converts each
+// input S times instead of K. The pairs are dealt out over gridDim.y in slices, so that K = 27 (378
+// pairs) needs no more registers than K = 9.
 constexpr int kPairsPerSlice = 48;
+constexpr int kMomentThreads = 128;
 
 template <typename Tp, typename T, int kSlice>
-__device__ void moments_slice(const SmallKShape& a, const T* x, double* partial, double* shared) {
+__device__ __forceinline__ void moments_slice(const SmallKShape& a, const T* x, int strip_rows,
+                                              double* partial, double* shared) {
   constexpr int kFirst = kSlice * kPairsPerSlice;
   constexpr int kCount =
       Tp::kPairs - kFirst < kPairsPerSlice ? Tp::kPairs - kFirst : kPairsPerSlice;
-  constexpr bool kWithMean = kSlice == 0;
-  double sum[kCount] = {};
-  double mean[Tp::K] = {};
-  const int64_t pixels = a.n * a.p * a.q;
-  for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < pixels;
-       i += int64_t{gridDim.x} * kThreads) {
-    const int q = static_cast<int>(i % a.q);
-    const int64_t rest = i / a.q;
-    const int p = static_cast<int>(rest % a.p);
-    const int64_t n = rest / a.p;
+  constexpr int kMeans = kSlice == 0 ? Tp::K : 0;
+  double sum[kMeans + kCount] = {};
+  const int p = static_cast<int>(a.p), q = static_cast<int>(a.q);
+  const int strips = (p + strip_rows - 1) / strip_rows;
+  const int64_t work = a.n * strips * q;
+  for (int64_t i = blockIdx.x * int64_t{kMomentThreads} + threadIdx.x; i < work;
+       i += int64_t{gridDim.x} * kMomentThreads) {
+    const int64_t strip = i / q;
+    const int column = static_cast<int>(i - strip * q) - static_cast<int>(a.pad_w);
+    const int64_t n = strip / strips;
+    const int first = static_cast<int>(strip - n * strips) * strip_rows;
+    const int last = min(first + strip_rows, p);
+    const T* image = x + n * a.x_n + column * a.x_w;
     double patch[Tp::K];
+    const auto load_row = [&](int r, int h) {
 #pragma unroll
-    for (int k = 0; k < Tp::K; ++k) {
-      const int c = k / (Tp::R * Tp::S), r = k / Tp::S % Tp::R, s = k % Tp::S;
-      patch[k] = load_input<double>(a, x, n, c, p - static_cast<int>(a.pad_h) + r,
-                                    q - static_cast<int>(a.pad_w) + s);
-      if (kWithMean) mean[k] += patch[k];
+      for (int c = 0; c < Tp::C; ++c) {
+#pragma unroll
+        for (int s = 0; s < Tp::S; ++s) {
+          const bool inside = static_cast<unsigned>(h) < static_cast<unsigned>(a.h) &&
+                              static_cast<unsigned>(column + s) < static_cast<unsigned>(a.w);
+          const T* from = image + c * a.x_c + h * a.x_h + s * a.x_w;
+          patch[(c * Tp::R + r) * Tp::S + s] = inside ? convert<double>(*from) : 0.0;
+        }
+      }
+    };
+#pragma unroll
+    for (int r = 1; r < Tp::R; ++r) load_row(r, first - static_cast<int>(a.pad_h) + r - 1);
+    for (int row = first; row < last; ++row) {
+#pragma unroll
+      for (int k = 0; k < Tp::K; ++k) {
+        if (k / Tp::S % Tp::R < Tp::R - 1) patch[k] = patch[k + Tp::S];
+      }
+      load_row(Tp::R - 1, row - static_cast<int>(a.pad_h) + Tp::R - 1);
+      if (kMeans > 0) {
+#pragma unroll
+        for (int k = 0; k < Tp::K; ++k) sum[k] += patch[k];
+      }
+      int pair = 0;
+#pragma unroll
+      for (int k = 0; k < Tp::K; ++k) {
+#pragma unroll
+        for (int l = k; l < Tp::K; ++l, ++pair) {
+          const int local = pair - kFirst;
+          if (local >= 0 && local < kCount) sum[kMeans + local] += patch[k] * patch[l];
+        }
+      }
     }
-    accumulate_pairs<Tp, T, kFirst, kCount>(patch, sum);
   }
   // Block reduction in a fixed order: warps by shuffle, then the warps' sums.
+  constexpr int kMomentWarps = kMomentThreads / 32;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const auto reduce = [&](double value, int slot) {
-    value = warp_sum(value);
-    if (lane == 0) shared[slot * kWarps + warp] = value;
-  };
-  if (kWithMean) {
 #pragma unroll
-    for (int k = 0; k < Tp::K; ++k) reduce(mean[k], k);
+  for (int k = 0; k < kMeans + kCount; ++k) {
+    const double value = warp_sum(sum[k]);
+    if (lane == 0) shared[k * kMomentWarps + warp] = value;
   }
-  constexpr int kOffset = kWithMean ? Tp::K : 0;
-#pragma unroll
-  for (int k = 0; k < kCount; ++k) reduce(sum[k], kOffset + k);
   __syncthreads();
-  for (int slot = threadIdx.x; slot < kOffset + kCount; slot += kThreads) {
+  for (int slot = threadIdx.x; slot < kMeans + kCount; slot += kMomentThreads) {
     double total = 0;
-    for (int w = 0; w < kWarps; ++w) total += shared[slot * kWarps + w];
-    const int moment = kWithMean ? slot : Tp::K + kFirst + slot;
+    for (int w = 0; w < kMomentWarps; ++w) total += shared[slot * kMomentWarps + w];
+    const int moment = kMeans > 0 ? slot : Tp::K + kFirst + slot;
     partial[int64_t{moment} * gridDim.x + blockIdx.x] = total;
   }
 }
 
 template <typename Tp, typename T, int kSlice = 0>
-__device__ void moments_dispatch(const SmallKShape& a, const T* x, double* partial,
-                                 double* shared) {
+__device__ __forceinline__ void moments_dispatch(const SmallKShape& a, const T* x, int strip_rows,
+                                                 double* partial, double* shared) {
   if constexpr (kSlice * kPairsPerSlice < Tp::kPairs) {
     if (blockIdx.y == kSlice) {
-      moments_slice<Tp, T, kSlice>(a, x, partial, shared);
+      moments_slice<Tp, T, kSlice>(a, x, strip_rows, partial, shared);
     } else {
-      moments_dispatch<Tp, T, kSlice + 1>(a, x, partial, shared);
+      moments_dispatch<Tp, T, kSlice + 1>(a, x, strip_rows, partial, shared);
     }
   }
 }
 
 template <typename Tp, typename T>
-__global__ void __launch_bounds__(kThreads)
-    moments_kernel(SmallKShape a, const T* __restrict__ x, double* __restrict__ partial) {
-  __shared__ double shared[(Tp::K + kPairsPerSlice) * kWarps];
-  moments_dispatch<Tp, T>(a, x, partial, shared);
+__global__ void __launch_bounds__(kMomentThreads)
+    moments_kernel(SmallKShape a, const T* __restrict__ x, int strip_rows,
+                   double* __restrict__ partial) {
+  __shared__ double shared[(Tp::K + kPairsPerSlice) * kMomentThreads / 32];
+  moments_dispatch<Tp, T>(a, x, strip_rows, partial, shared);
 }
 
 template <typename P>
@@ -212,6 +227,13 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0 && norm.training && norm.batches) *norm.batches += 1;
 }
 
+// Values of a filter in shared memory: weights and shift, padded to 16 bytes.
+template <typename Tp, typename A>
+constexpr int filter_row() {
+  constexpr int kVec = 16 / sizeof(A);
+  return (Tp::K + 1 + kVec - 1) / kVec * kVec;
+}
+
 // A thread owns one pooled pixel: the input under its window stays in registers while it goes
 // through the filters, whose weights and affine terms are read from shared memory by broadcast.
 template <typename Tp, typename T>
@@ -220,14 +242,17 @@ __global__ void __launch_bounds__(kThreads)
                    const double* __restrict__ affine, T* __restrict__ y,
                    uint32_t* __restrict__ codes) {
   using A = acc_t<T>;
-  constexpr int kRow = Tp::K + 2;  // weights, scale, shift
+  // Weights times scale, then the shift; rows start at 16 bytes, to be read as vectors.
+  constexpr int kRow = filter_row<Tp, A>();
   extern __shared__ __align__(16) unsigned char shared_bytes[];
   A* filters = reinterpret_cast<A*>(shared_bytes);
   const int k_words = static_cast<int>(ceil_div(a.k, 8));
   for (int i = threadIdx.x; i < a.k * kRow; i += kThreads) {
     const int k = i / kRow, t = i % kRow;
-    filters[i] =
-        t < Tp::K ? convert<A>(w[k * Tp::K + t]) : static_cast<A>(affine[2 * k + (t - Tp::K)]);
+    const double scale = affine[2 * k];
+    filters[i] = t < Tp::K    ? static_cast<A>(convert<double>(w[k * Tp::K + t]) * scale)
+                 : t == Tp::K ? static_cast<A>(affine[2 * k + 1])
+                              : A(0);
   }
   __syncthreads();
 
@@ -253,8 +278,15 @@ __global__ void __launch_bounds__(kThreads)
       for (int j = 0; j < 8; ++j) {
         const int k = word * 8 + j;
         if (k < a.k) {
-          const A* filter = filters + k * kRow;
-          A z[4] = {};
+          A filter[kRow];
+#pragma unroll
+          for (int t = 0; t < kRow; t += 16 / sizeof(A)) {
+            *reinterpret_cast<int4*>(filter + t) =
+                *reinterpret_cast<const int4*>(filters + k * kRow + t);
+          }
+          A z[4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) z[i] = filter[Tp::K];
 #pragma unroll
           for (int t = 0; t < Tp::K; ++t) {
             const int c = t / (Tp::R * Tp::S), r = t / Tp::S % Tp::R, s = t % Tp::S;
@@ -265,15 +297,13 @@ __global__ void __launch_bounds__(kThreads)
             z[2] += weight * window[base + Tp::kWinW];
             z[3] += weight * window[base + Tp::kWinW + 1];
           }
-          const A scale = filter[Tp::K], shift = filter[Tp::K + 1];
-          A best = z[0] * scale + shift;
+          A best = z[0];
           uint32_t code = 0;
 #pragma unroll
           for (int i = 1; i < 4; ++i) {
-            const A value = z[i] * scale + shift;
             // torch's rule: the first maximum wins, and NaN beats every number.
-            if (value > best || (value != value && best == best)) {
-              best = value;
+            if (z[i] > best || z[i] != z[i]) {
+              best = z[i];
               code = i;
             }
           }
@@ -436,8 +466,16 @@ const KernelEntry kEntry({"conv_bn_relu_max_pool2d", "small_k", "float64 float32
                           "sm_80+", true,
                           "statistics from patch moments; no convolution output in memory"});
 
+// Outputs in a strip: long strips load each row once, short ones keep small batches parallel.
+int strip_rows(const SmallKShape& a) {
+  const int64_t columns = a.n * a.q, threads = int64_t{kMomentThreads} * kMaxMomentBlocks;
+  const int64_t strips = std::min(std::max<int64_t>(threads / columns, 1), ceil_div(a.p, 4));
+  return static_cast<int>(ceil_div(a.p, strips));
+}
+
 int moment_blocks(const SmallKShape& a) {
-  return static_cast<int>(std::min<int64_t>(ceil_div(a.n * a.p * a.q, kThreads), kMaxBlocks / 2));
+  const int64_t work = a.n * a.q * ceil_div(a.p, strip_rows(a));
+  return static_cast<int>(std::min<int64_t>(ceil_div(work, kMomentThreads), kMaxMomentBlocks));
 }
 
 int backward_blocks(const SmallKShape& a) {
@@ -466,7 +504,7 @@ bool small_k_supports(const SmallKShape& a) {
   const bool taps =
       (a.r == 3 && a.s == 3 && a.c >= 1 && a.c <= 3) || (a.r == 5 && a.s == 5 && a.c == 1);
   // The filters have to fit the 48 KiB of shared memory that every block has.
-  return taps && a.k * (a.c * a.r * a.s + 2) * (a.dtype == DType::kFloat64 ? 8 : 4) <= 48 * 1024;
+  return taps && a.k * (a.c * a.r * a.s + 4) * (a.dtype == DType::kFloat64 ? 8 : 4) <= 48 * 1024;
 }
 
 int64_t small_k_workspace_bytes(const SmallKShape& a) {
@@ -490,7 +528,8 @@ void small_k_forward(Stream stream, const SmallKShape& a, const SmallKNorm& norm
       const int blocks = moment_blocks(a);
       if (norm.training) {
         const dim3 grid(blocks, static_cast<unsigned>(ceil_div(Tp::kPairs, kPairsPerSlice)));
-        moments_kernel<Tp, T><<<grid, kThreads, 0, as_cuda(stream)>>>(a, in, partial);
+        moments_kernel<Tp, T>
+            <<<grid, kMomentThreads, 0, as_cuda(stream)>>>(a, in, strip_rows(a), partial);
         check_launch("small_k moments");
       }
       forward_finalize_kernel<Tp, T, P>
@@ -498,7 +537,7 @@ void small_k_forward(Stream stream, const SmallKShape& a, const SmallKNorm& norm
       check_launch("small_k forward finalize");
       const int64_t pixels = a.n * (a.p / 2) * (a.q / 2);
       if (pixels == 0) return;
-      const size_t shared = a.k * (Tp::K + 2) * sizeof(acc_t<T>);
+      const size_t shared = a.k * filter_row<Tp, acc_t<T>>() * sizeof(acc_t<T>);
       forward_kernel<Tp, T>
           <<<grid_stride_blocks(pixels, kThreads), kThreads, shared, as_cuda(stream)>>>(
               a, in, weight, affine, static_cast<T*>(y), codes);
