@@ -134,7 +134,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> conv_bn_relu_max_pool2d_backward(
   a.channels_last = is_channels_last(grad_output);
   const Tensor dy = a.channels_last ? grad_output : as_contiguous(grad_output);
   const Tensor w = as_contiguous(weight);
-  const ScalarType param_type = bn_dtype.value_or(input.scalar_type());
+  const ScalarType param_type =
+      bn_weight ? bn_weight->scalar_type() : bn_dtype.value_or(input.scalar_type());
   Tensor grad_weight = empty({a.k, a.c, a.r, a.s}, weight);
   Tensor grad_gamma = empty({a.k}, input, param_type);
   Tensor grad_beta = empty({a.k}, input, param_type);
@@ -147,7 +148,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> conv_bn_relu_max_pool2d_backward(
                         grad_weight.mutable_data_ptr(), grad_gamma.mutable_data_ptr(),
                         grad_beta.mutable_data_ptr(), grad_bias.mutable_data_ptr(),
                         workspace.mutable_data_ptr());
-  return {grad_weight, grad_gamma, grad_beta, grad_bias};
+  return {grad_weight, grad_bias, grad_gamma, grad_beta};
 }
 
 }  // namespace

@@ -78,6 +78,16 @@ def cast_to(dtype, *tensors):
     )
 
 
+def mark_written(*buffers):
+    """Bumps the version counters, which a stable-ABI op does not: a backward that saved a buffer
+    has to notice. While compiling, the functionalised graph takes care of it."""
+    if torch.compiler.is_compiling():
+        return
+    for buffer in buffers:
+        if buffer is not None and not buffer.is_inference():
+            torch.autograd.graph.increment_version(buffer)
+
+
 def is_channels_last(tensor):
     """Whether the kernels treat a tensor as channels_last: C++'s is_channels_last()."""
     if tensor.dim() != 4 or tensor.is_contiguous():

@@ -3,7 +3,7 @@ csrc/kernels/batch_norm/."""
 
 import torch
 
-from braze._ops._common import below_autograd, is_channels_last, register
+from braze._ops._common import below_autograd, is_channels_last, mark_written, register
 
 _ops = torch.ops.braze
 
@@ -37,7 +37,7 @@ class BatchNorm(torch.autograd.Function):
                 eps,
             )
         if training:
-            _mark_written(running_mean, running_var, num_batches_tracked)
+            mark_written(running_mean, running_var, num_batches_tracked)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(mean, rstd)
         ctx.save_for_backward(input, weight, mean, rstd)
@@ -71,16 +71,6 @@ class BatchNormBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         raise RuntimeError("braze::batch_norm is not twice differentiable")
-
-
-def _mark_written(*buffers):
-    """Bumps the version counters, which a stable-ABI op does not: a backward that saved a buffer
-    has to notice. While compiling, the functionalised graph takes care of it."""
-    if torch.compiler.is_compiling():
-        return
-    for buffer in buffers:
-        if buffer is not None and not buffer.is_inference():
-            torch.autograd.graph.increment_version(buffer)
 
 
 def _empty_like_input(input):
