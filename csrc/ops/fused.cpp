@@ -93,7 +93,7 @@ std::tuple<Tensor, Tensor, Tensor> conv_bn_relu_max_pool2d(
                 ": expected num_batches_tracked of dtype int64");
     norm.batches = static_cast<int64_t*>(num_batches_tracked->data_ptr());
   }
-  BRAZE_CHECK(momentum || !running_mean || norm.batches, kOp,
+  BRAZE_CHECK(!training || momentum || !running_mean || norm.batches, kOp,
               ": momentum=None needs num_batches_tracked");
   norm.training = training;
   norm.cumulative = !momentum;

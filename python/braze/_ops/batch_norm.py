@@ -101,7 +101,7 @@ register(
 register("batch_norm_backward", fake=_backward_fake, autograd=BatchNormBackward.apply)
 
 
-def _check(input, running_mean, running_var, training, eps):
+def check_settings(input, running_mean, running_var, training, eps):
     """torch's checks that raise something else than RuntimeError."""
     if training:
         if input.dim() < 2 or input.numel() == input.shape[1]:
@@ -183,7 +183,7 @@ def batch_norm_counting(
 ):
     """:func:`batch_norm` that in training also adds one to the int64 `num_batches_tracked`, if not
     None; without a momentum, the running statistics become the average over that many batches."""
-    _check(input, running_mean, running_var, training, eps)
+    check_settings(input, running_mean, running_var, training, eps)
     if num_batches_tracked is not None and input.numel() == 0:
         num_batches_tracked.add_(1)
     apply = _ops.batch_norm.default if torch.compiler.is_compiling() else BatchNorm.apply

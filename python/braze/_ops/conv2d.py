@@ -134,7 +134,7 @@ register("conv2d", fake=_fake_conv2d, autograd=Conv2d.apply, autocast=_cast)
 register("conv2d_backward", fake=_fake_conv2d_backward, autograd=Conv2dBackward.apply)
 
 
-def _pair(name, value):
+def pair(name, value):
     """An int, or a sequence of one or two of them, as (height, width)."""
     values = tuple(value) if isinstance(value, (tuple, list)) else (value,)
     for v in values:
@@ -191,9 +191,9 @@ def conv2d(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
     if input.dim() == 3:
         batch = conv2d(input.unsqueeze(0), weight, bias, stride, padding, dilation, groups)
         return batch.squeeze(0)
-    stride, dilation = _pair("stride", stride), _pair("dilation", dilation)
+    stride, dilation = pair("stride", stride), pair("dilation", dilation)
     if not isinstance(padding, str):
-        padding = _pair("padding", padding)
+        padding = pair("padding", padding)
     elif padding == "valid":
         padding = (0, 0)
     elif padding == "same" and weight.dim() == 4:

@@ -10,8 +10,8 @@ from braze._ops._common import (
     mark_written,
     register,
 )
-from braze._ops.batch_norm import batch_norm_counting
-from braze._ops.conv2d import conv2d
+from braze._ops.batch_norm import batch_norm_counting, check_settings
+from braze._ops.conv2d import conv2d, pair
 from braze._ops.pool import max_pool2d
 from braze._ops.relu import relu
 
@@ -19,6 +19,7 @@ _ops = torch.ops.braze
 # Input channels of the filters that the kernels have, by height and width: small_k_supports() in
 # csrc/kernels/fused/small_k.cu.
 _FILTERS = {(3, 3): (1, 2, 3), (5, 5): (1,)}
+# Whose weights fit the shared memory that every block has, in float64 too.
 _MOST_FILTERS = 128
 
 
@@ -98,3 +99,109 @@ register(
     fake=_backward_fake,
     autograd=ConvBnReLUMaxPool2dBackward.apply,
 )
+
+
+def _is_2x2(kernel_size, stride, padding, dilation, ceil_mode):
+    """Whether a max pool's windows are 2x2, side by side, none of them cut off."""
+    values = (kernel_size, kernel_size if stride is None else stride, padding, dilation)
+    pairs = [v if isinstance(v, (tuple, list)) else (v, v) for v in values]
+    return [tuple(v) * (2 if len(v) == 1 else 1) for v in pairs] == [
+        (2, 2), (2, 2), (0, 0), (1, 1)
+    ] and not ceil_mode  # fmt: skip
+
+
+def _takes(input, weight, stride, padding, dilation, groups, pool):
+    """Whether the fused kernels take these arguments."""
+    if input.dim() != 4 or weight.dim() != 4:
+        return False
+    k, c, r, s = weight.shape
+    return (
+        not (torch.is_grad_enabled() and input.requires_grad)
+        and c in _FILTERS.get((r, s), ())
+        and 0 < k <= _MOST_FILTERS
+        and input.shape[0] > 0
+        and input.shape[1] == c
+        and (stride, dilation, groups) == ((1, 1), (1, 1), 1)
+        and _is_2x2(*pool)
+        and input.shape[2] + 2 * padding[0] - r >= 1
+        and input.shape[3] + 2 * padding[1] - s >= 1
+    )
+
+
+def conv_bn_relu_max_pool2d(
+    input,
+    weight,
+    bias=None,
+    running_mean=None,
+    running_var=None,
+    bn_weight=None,
+    bn_bias=None,
+    *,
+    stride=1,
+    padding=0,
+    dilation=1,
+    groups=1,
+    training=False,
+    momentum=0.1,
+    eps=1e-5,
+    kernel_size=2,
+    pool_stride=None,
+    pool_padding=0,
+    pool_dilation=1,
+    ceil_mode=False,
+    num_batches_tracked=None,
+):
+    """``max_pool2d(relu(batch_norm(conv2d(input, weight, bias))))`` as one op.
+
+    Where the convolution has few inputs per output (3x3 over up to three channels, 5x5 over one;
+    stride 1), the pooling is 2x2 and the input needs no gradient (a network's first block), the
+    convolution's output never reaches memory: batch norm's statistics and all gradients follow from
+    the first two moments of the input patches, summed in float64. Everything else runs as the four
+    ops, with the same result.
+
+    Args:
+        input: [N, C, H, W].
+        weight, bias, stride, padding, dilation, groups: as in :func:`braze.nn.functional.conv2d`.
+        running_mean, running_var, bn_weight, bn_bias, training, momentum, eps: as in
+            :func:`braze.nn.functional.batch_norm`.
+        kernel_size, pool_stride, pool_padding, pool_dilation, ceil_mode: as in
+            :func:`braze.nn.functional.max_pool2d`.
+        num_batches_tracked: an int64 tensor that training adds one to, or None; with
+            ``momentum=None`` the running statistics are the average over that many batches.
+
+    Returns:
+        What the four functions return. Differentiable once, with respect to every parameter, and to
+        the input where the four ops run. Bitwise repeatable.
+
+    Raises:
+        As the four functions do.
+    """
+    stride, dilation = pair("stride", stride), pair("dilation", dilation)
+    if not isinstance(padding, str):
+        padding = pair("padding", padding)
+    pool = kernel_size, pool_stride, pool_padding, pool_dilation, ceil_mode
+    if isinstance(padding, tuple) and _takes(
+        input, weight, stride, padding, dilation, groups, pool
+    ):
+        check_settings(input, running_mean, running_var, training, eps)
+        dtype = autocast_dtype(input)
+        if dtype is not None:
+            input, weight, bias = cast_to(dtype, input, weight, bias)
+        op = _ops.conv_bn_relu_max_pool2d.default
+        apply = op if torch.compiler.is_compiling() else ConvBnReLUMaxPool2d.apply
+        buffers = running_mean, running_var, num_batches_tracked
+        settings = list(padding), training, momentum, eps
+        return apply(input, weight, bias, bn_weight, bn_bias, *buffers, *settings)[0]
+    output = conv2d(input, weight, bias, stride, padding, dilation, groups)
+    output = batch_norm_counting(
+        output,
+        running_mean,
+        running_var,
+        bn_weight,
+        bn_bias,
+        training,
+        momentum,
+        eps,
+        num_batches_tracked,
+    )
+    return max_pool2d(relu(output), *pool)

@@ -1,9 +1,33 @@
 """The layers. Each takes its constructor and state from torch's layer of the same name."""
 
+import typing
+
 import torch
 
 from braze._ops.batch_norm import batch_norm_counting
 from braze.nn import functional as F
+
+
+class BatchNormState(typing.NamedTuple):
+    """What a batch norm layer normalises with in its present mode."""
+
+    mean: torch.Tensor | None
+    var: torch.Tensor | None
+    batches: torch.Tensor | None  # num_batches_tracked, where it is to be counted up
+    training: bool  # with the batch's own statistics
+
+
+def batch_norm_state(bn):
+    """The buffers and the mode of a ``torch.nn.BatchNorm2d``, as its own forward chooses them."""
+    update = bn.training and bn.track_running_stats
+    keep = update or not bn.training
+    mean, var = (bn.running_mean, bn.running_var) if keep else (None, None)
+    return BatchNormState(
+        mean,
+        var,
+        bn.num_batches_tracked if update else None,
+        bn.training or (mean is None and var is None),
+    )
 
 
 class AvgPool2d(torch.nn.AvgPool2d):
@@ -30,20 +54,17 @@ class BatchNorm2d(torch.nn.BatchNorm2d):
 
     def forward(self, input):
         self._check_input_dim(input)
-        update = self.training and self.track_running_stats
-        keep = update or not self.training
-        running_mean = self.running_mean if keep else None
-        running_var = self.running_var if keep else None
+        statistics = batch_norm_state(self)
         return batch_norm_counting(
             input,
-            running_mean,
-            running_var,
+            statistics.mean,
+            statistics.var,
             self.weight,
             self.bias,
-            self.training or (running_mean is None and running_var is None),
+            statistics.training,
             self.momentum,
             self.eps,
-            self.num_batches_tracked if update else None,
+            statistics.batches,
         )
 
 
@@ -57,6 +78,103 @@ class Conv2d(torch.nn.Conv2d):
             input = torch.nn.functional.pad(input, sides, mode=self.padding_mode)
             padding = 0
         return F.conv2d(input, weight, bias, self.stride, padding, self.dilation, self.groups)
+
+
+class ConvBnReLUMaxPool2d(torch.nn.Module):
+    """Convolution, batch norm, ReLU and max pooling as one op:
+    :func:`braze.nn.functional.conv_bn_relu_max_pool2d`.
+
+    Holds the layers as `conv`, `bn` and `pool`, whose parameters, buffers and settings it uses.
+
+    Args:
+        in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias: as in
+            ``torch.nn.Conv2d``.
+        eps, momentum, affine, track_running_stats: as in ``torch.nn.BatchNorm2d``.
+        pool_size, pool_stride, pool_padding, pool_dilation, ceil_mode: as in
+            ``torch.nn.MaxPool2d``.
+        device, dtype: of the parameters.
+    """
+
+    def __init__(
+        self,
+        in_channels,
+        out_channels,
+        kernel_size,
+        stride=1,
+        padding=0,
+        dilation=1,
+        groups=1,
+        bias=True,
+        *,
+        eps=1e-5,
+        momentum=0.1,
+        affine=True,
+        track_running_stats=True,
+        pool_size=2,
+        pool_stride=None,
+        pool_padding=0,
+        pool_dilation=1,
+        ceil_mode=False,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        place = {"device": device, "dtype": dtype}
+        self.conv = Conv2d(
+            in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, **place
+        )
+        self.bn = BatchNorm2d(out_channels, eps, momentum, affine, track_running_stats, **place)
+        self.pool = MaxPool2d(
+            pool_size, pool_stride, pool_padding, pool_dilation, ceil_mode=ceil_mode
+        )
+
+    @classmethod
+    def from_modules(cls, conv, bn, pool):
+        """The block made of existing layers, torch's or braze's, whose parameters it shares.
+
+        Raises:
+            ValueError: a convolution that pads with anything but zeros, a pooling that returns
+                indices, or a batch norm over another number of channels.
+        """
+        if conv.padding_mode != "zeros":
+            raise ValueError(f"expected padding_mode='zeros', but got {conv.padding_mode!r}")
+        if pool.return_indices:
+            raise ValueError("expected a max pool with return_indices=False")
+        if bn.num_features != conv.out_channels:
+            raise ValueError(
+                f"expected batch norm over {conv.out_channels} channels, but got {bn.num_features}"
+            )
+        block = cls.__new__(cls)
+        torch.nn.Module.__init__(block)
+        block.conv, block.bn, block.pool = conv, bn, pool
+        block.training = conv.training
+        return block
+
+    def forward(self, input):
+        conv, bn, pool = self.conv, self.bn, self.pool
+        statistics = batch_norm_state(bn)
+        return F.conv_bn_relu_max_pool2d(
+            input,
+            conv.weight,
+            conv.bias,
+            statistics.mean,
+            statistics.var,
+            bn.weight,
+            bn.bias,
+            stride=conv.stride,
+            padding=conv.padding,
+            dilation=conv.dilation,
+            groups=conv.groups,
+            training=statistics.training,
+            momentum=bn.momentum,
+            eps=bn.eps,
+            kernel_size=pool.kernel_size,
+            pool_stride=pool.stride,
+            pool_padding=pool.padding,
+            pool_dilation=pool.dilation,
+            ceil_mode=pool.ceil_mode,
+            num_batches_tracked=statistics.batches,
+        )
 
 
 class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
