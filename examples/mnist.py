@@ -1,6 +1,8 @@
 """Trains a small CNN on MNIST with braze: read this first.
 
-    python examples/mnist.py            # `python -m braze mnist` adds the comparison with stock PyTorch
+    python examples/mnist.py
+
+`python -m braze mnist` adds the comparison with stock PyTorch.
 
 Only three things differ from a program for stock PyTorch: `nn` and `SGD` come from braze, and the
 data set lives in device memory as a whole, so that the loop needs no DataLoader workers.

@@ -9,14 +9,14 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-import braze
+from braze import _lib
 from braze.data import load_mnist
 from braze.info import info
 from braze.mnist import report, timing
 from braze.mnist.example import evaluate, make_loader, make_model, train
 
-_DESCRIPTION = """Trains a small CNN on MNIST with braze, and with stock PyTorch from the same weights,
-and times their training steps."""
+_DESCRIPTION = """Trains a small CNN on MNIST with braze, and with stock PyTorch from the same
+weights, and times their training steps."""
 
 
 def add_arguments(parser):
@@ -55,12 +55,14 @@ def run(args):
     count = len(digits.train_images)
     if args.batch > count:
         raise ValueError(f"--batch {args.batch}: there are only {count} training images")
+    args.out.mkdir(parents=True, exist_ok=True)  # now, so that a bad --out costs no training
     lr = args.lr or _learning_rate(args.batch)
     epochs = args.epochs or _epochs(args.batch, device, count)
     steps = args.steps or (100 if device.type == "cuda" else min(20, max(4, 1280 // args.batch)))
     place = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     console.print(
-        f"{count} training and {len(digits.test_images)} test images: {digits.source}\n"
+        f"{count} training and {len(digits.test_images)} test images: {digits.source}"
+        f"{f' in {digits.directory}' if digits.directory else ''}\n"
         f"{place}, {args.precision}, batch {args.batch}, lr {lr:g}, {epochs} epochs, "
         f"{steps} timed steps"
     )
@@ -89,7 +91,6 @@ def run(args):
     title = f"MNIST CNN, {place}, {args.precision}, batch {args.batch}"
     console.print(report.table(rows, f"{title}: one training step"))
 
-    args.out.mkdir(parents=True, exist_ok=True)
     json_path, plot_path = args.out / "mnist.json", args.out / "mnist.png"
     report.write_json(
         json_path,
@@ -165,8 +166,13 @@ def _device(name, precision):
     if device.type == "cuda":
         if (device.index or 0) >= torch.cuda.device_count():
             raise ValueError(
-                f"--device {name}: torch {torch.__version__} sees {torch.cuda.device_count()} GPUs; "
-                "`python -m braze info` says more"
+                f"--device {name}: torch {torch.__version__} sees {torch.cuda.device_count()} "
+                "GPUs; `python -m braze info` says more"
+            )
+        if _lib.cuda_library is None:
+            raise ValueError(
+                f"--device {name}: braze has no CUDA kernels here: {_lib.cuda_missing}; "
+                "`--device cpu` works without them"
             )
         torch.cuda.set_device(device)
     elif device.type != "cpu":
