@@ -124,7 +124,7 @@ def test_a_broken_part_does_not_hide_the_others(monkeypatch):
     def broken():
         raise OSError("no such counter")
 
-    monkeypatch.setattr("braze.info._cpu", broken)
+    monkeypatch.setattr(sys.modules["braze.info"], "_cpu", broken)
     page = info_function()
     assert page["cpu"] == {"error": "OSError: no such counter"}
     assert "  error: OSError: no such counter" in str(page)

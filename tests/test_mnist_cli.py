@@ -40,11 +40,11 @@ def environment(monkeypatch, tmp_path):
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """1,000 training and 200 test images of bars, whose positions are the labels."""
+    """500 training and 200 test images of bars, whose positions are the labels."""
     random = np.random.default_rng(0)
     contents = {}
     for images_name, labels_name, count in [
-        (TRAIN_IMAGES, TRAIN_LABELS, 1000),
+        (TRAIN_IMAGES, TRAIN_LABELS, 500),
         (TEST_IMAGES, TEST_LABELS, 200),
     ]:
         labels = random.integers(0, 10, count)
@@ -94,7 +94,7 @@ def test_braze_and_stock(environment, data, tmp_path, device):
 
 def test_braze_alone_learns(environment, data, tmp_path):
     out = tmp_path / "figures"
-    options = ["--batch", "50", "--epochs", "2", "--steps", "1", "--lr", "0.05", "--skip-stock"]
+    options = ["--batch", "20", "--epochs", "2", "--steps", "1", "--lr", "0.05", "--skip-stock"]
     done = run_command("--device", "cpu", "--data", data, "--out", out, *options)
     assert done.returncode == 0, done.stderr
     figures = json.loads((out / "mnist.json").read_text())
@@ -131,7 +131,7 @@ def test_bad_options(capsys, options, message):
         (["--device", "cuda:99"], "--device cuda:99: torch"),
         (["--device", "cpu", "--precision", "tf32"], "--precision tf32: CPUs have no TF32"),
         (["--device", "cpu", "--data", "nowhere"], "nowhere: expected train-images-idx3-ubyte,"),
-        (["--device", "cpu", "--batch", "1001"], "--batch 1001: there are only 1000 training im"),
+        (["--device", "cpu", "--batch", "501"], "--batch 501: there are only 500 training images"),
         (["--device", "cpu", "--out", "{data}/" + TRAIN_IMAGES], "File exists"),
     ],
 )
@@ -153,7 +153,7 @@ def test_ctrl_c(environment, data, tmp_path):
         # A shell starts background jobs with the signal ignored, which is inherited.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    assert process.stdout.readline().startswith("1000 training and 200 test images")
+    assert process.stdout.readline().startswith("500 training and 200 test images")
     time.sleep(1)
     process.send_signal(signal.SIGINT)
     out, error = process.communicate(timeout=60)
