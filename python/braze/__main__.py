@@ -1,6 +1,7 @@
 """``python -m braze``: info, mnist, bench."""
 
 import argparse
+import importlib
 import json
 import sys
 
@@ -14,24 +15,28 @@ def main(argv=None):
     info = commands.add_parser("info", help="what is built, loaded and missing; for bug reports")
     info.add_argument("--json", action="store_true", help="print JSON")
     mnist = commands.add_parser("mnist", help="train a CNN on MNIST; time it against stock PyTorch")
-    bench_parser = commands.add_parser("bench", help="time the ops against stock PyTorch")
-    if braze._lib.load_error is None:
-        from braze import bench
-        from braze.mnist import add_arguments
-
-        add_arguments(mnist)
-        bench.add_arguments(bench_parser)
-    args = parser.parse_args(argv)
+    bench = commands.add_parser("bench", help="time the ops against stock PyTorch")
+    unavailable = {}
+    for name, command in [("mnist", mnist), ("bench", bench)]:
+        try:
+            braze._lib.require()
+            importlib.import_module(f"braze.{name}").add_arguments(command)
+        except ImportError as error:  # `info` has to work nevertheless
+            unavailable[name] = error
+    args, unknown = parser.parse_known_args(argv)
+    if args.command in unavailable:
+        print(f"braze {args.command}: {unavailable[args.command]}", file=sys.stderr)
+        return 2
+    if unknown:
+        commands.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         if args.command == "info":
             page = braze.info()
             print(json.dumps(page, indent=2) if args.json else page)
         elif args.command == "mnist":
-            from braze.mnist import run
-
-            run(args)
+            braze.mnist.run(args)
         else:
-            return bench.main(args)
+            return braze.bench.main(args)
     except KeyboardInterrupt:
         print(f"\nbraze {args.command}: interrupted", file=sys.stderr)
         return 130

@@ -202,9 +202,10 @@ def _missing(page):
     headers = page["build"].get("vendor_headers", {})
     if not all(headers.values()):
         absent = ", ".join(name for name, found in headers.items() if not found)
+        cuda = page["torch"].get("cuda") or page["build"].get("cuda") or "13"
         sentences.append(
-            f"built without the headers of {absent}, so those backends are left out: "
-            "`pip install --no-deps -r requirements-build-cuda.txt` and rebuild"
+            f"built without the headers of {absent}, so those backends are left out: `pip install "
+            f"--no-deps -r requirements-build-cuda{cuda.split('.')[0]}.txt` and rebuild"
         )
     for module, package, purpose in [
         ("matplotlib", "matplotlib", "the plot of `braze mnist`"),

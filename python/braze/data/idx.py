@@ -51,7 +51,7 @@ def parse_idx(data, rank, name):
     if len(data) - header != expected:
         fault = "truncated" if len(data) - header < expected else "too long"
         raise ValueError(
-            f"{name}: {fault}: its header promises {' x '.join(map(str, shape))} = {expected} bytes "
-            f"of data, but {len(data) - header} follow"
+            f"{name}: {fault}: its header promises {' x '.join(map(str, shape))} = {expected} "
+            f"bytes of data, but {len(data) - header} follow"
         )
     return np.frombuffer(data, np.uint8, offset=header).reshape(shape).copy()

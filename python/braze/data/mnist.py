@@ -1,4 +1,4 @@
-"""Finds, downloads and checks MNIST; scikit-learn's handwritten digits where there is no network."""
+"""Finds, downloads and checks MNIST; scikit-learn's digits where there is no network."""
 
 import hashlib
 import os
@@ -33,7 +33,8 @@ class Digits(NamedTuple):
     """Images and labels of digits, on the CPU.
 
     ``*_images`` are uint8 ``[count, 28, 28]``, 0 for paper and 255 for ink; ``*_labels`` are uint8
-    ``[count]``, 0 to 9. ``source`` says in words where they come from.
+    ``[count]``, 0 to 9. ``source`` names the data set, ``directory`` is where its files lie (None
+    for scikit-learn's).
     """
 
     train_images: torch.Tensor
@@ -41,14 +42,15 @@ class Digits(NamedTuple):
     test_images: torch.Tensor
     test_labels: torch.Tensor
     source: str
+    directory: Path | None = None
 
 
 def load_mnist(root=None, download=True):
     """MNIST: 60,000 training and 10,000 test images of handwritten digits.
 
     Looks for the four IDX files (plain or ``.gz``) in `root`, else in ``$BRAZE_DATA``, else in the
-    user's cache; else downloads them there from one of two public mirrors, checking their md5. Files
-    that are there already are checked for consistency only, so that look-alikes such as
+    user's cache; else downloads them there from one of two public mirrors, checking their md5.
+    Files that are there already are checked for consistency only, so that look-alikes such as
     Fashion-MNIST can be given. Without a network it warns and returns :func:`load_digits`.
 
     Args:
@@ -62,8 +64,8 @@ def load_mnist(root=None, download=True):
         FileNotFoundError: `root` or ``$BRAZE_DATA`` lacks a file, or `download` is False and the
             cache does.
         ValueError: a file is truncated, corrupt, no IDX file, or does not fit the others; the
-            message names the file and the fault.
-        RuntimeError: there is neither a network nor scikit-learn.
+            message names the file and the fault. Or what the mirrors hold has another md5.
+        OSError: there is neither a network nor scikit-learn.
     """
     named = root if root is not None else os.environ.get("BRAZE_DATA")
     if named:
@@ -114,9 +116,9 @@ def _digits_instead(error):
     try:
         digits = load_digits()
     except ImportError:
-        raise RuntimeError(
-            f"MNIST could not be downloaded ({error}). Put its four files into a directory and name "
-            "it in BRAZE_DATA, or `pip install scikit-learn` for the digits that it ships."
+        raise OSError(
+            f"MNIST could not be downloaded ({error}). Put its four files into a directory and "
+            "name it in BRAZE_DATA, or `pip install scikit-learn` for the digits that it ships."
         ) from error
     warnings.warn(
         f"MNIST could not be downloaded ({error}): using {digits.source}, "
@@ -140,7 +142,8 @@ def _read(root):
     return Digits(
         *_read_pair(train_images, train_labels),
         *_read_pair(test_images, test_labels),
-        f"MNIST in {root}",
+        "MNIST",
+        root,
     )
 
 
@@ -159,17 +162,23 @@ def _read_pair(images_path, labels_path):
 
 
 def _download(directory, names):
-    """Fetches the files as .gz, each whole or not at all; OSError names what failed where."""
+    """Fetches the files as .gz, each whole or not at all."""
     directory.mkdir(parents=True, exist_ok=True)
     for name in names:
         data = _fetch(name)
-        with tempfile.NamedTemporaryFile(dir=directory, delete=False) as file:
-            file.write(data)
-        os.replace(file.name, directory / f"{name}.gz")
+        with tempfile.TemporaryDirectory(dir=directory) as unfinished:
+            file = Path(unfinished) / name
+            file.write_bytes(data)
+            os.replace(file, directory / f"{name}.gz")
 
 
 def _fetch(name):
-    faults = []
+    """The gzipped bytes of a file from the first mirror that has it right.
+
+    Raises OSError where no mirror can be reached (or something else answers in its place, as the
+    login page of a network does), ValueError where one holds another file; both name every fault.
+    """
+    faults, kind = [], OSError
     for mirror in MIRRORS:
         url = f"{mirror}{name}.gz"
         try:
@@ -182,4 +191,5 @@ def _fetch(name):
         if digest == FILES[name]:
             return data
         faults.append(f"{url}: md5 {digest}, expected {FILES[name]}")
-    raise OSError("; ".join(faults))
+        kind = ValueError
+    raise kind("; ".join(faults))

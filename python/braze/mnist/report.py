@@ -32,7 +32,15 @@ def table(rows, title):
 
 
 def write_json(path, figures):
-    path.write_text(json.dumps(figures, indent=2) + "\n")
+    """Writes the figures; of ``figures["info"]`` not the paths, which are this machine's alone."""
+    page = {name: _without_paths(part) for name, part in figures["info"].items()}
+    path.write_text(json.dumps(figures | {"info": page}, indent=2) + "\n")
+
+
+def _without_paths(part):
+    if not isinstance(part, dict):
+        return part
+    return {key: value for key, value in part.items() if key not in ("path", "executable")}
 
 
 def write_plot(path, losses, rows, title):
