@@ -187,7 +187,11 @@ def test_fuzz(data):
         return f(x, mean.to(x.dtype, copy=True), var.to(x.dtype, copy=True), w, b, training)
 
     check_against_stock(
-        lambda *t: run(F.batch_norm, *t), lambda *t: run(stock.batch_norm, *t), inputs, grad_ulps=16
+        lambda *t: run(F.batch_norm, *t),
+        lambda *t: run(stock.batch_norm, *t),
+        inputs,
+        grad_ulps=16,
+        conditioned=True,
     )
 
 

@@ -346,7 +346,7 @@ def test_every_kernel_by_name(device, dtype, case):
 HALO_CASES = [  # n, c, k, h, w, filter, padding
     (3, 32, 64, 14, 14, 3, 1),
     (64, 32, 64, 14, 14, 3, 1),
-    (5, 64, 128, 13, 11, 3, 1),
+    (5, 64, 64, 13, 11, 3, 1),
     (7, 32, 64, 7, 7, 3, 1),
     (2, 64, 72, 28, 28, 3, 0),
     (2, 32, 40, 56, 56, 3, 1),
@@ -368,7 +368,8 @@ def test_halo_wgmma(dtype, case, tf32):
     weight = torch.randn(k, c, size, size, device="cuda").to(dtype)
     bias = torch.randn(k, device="cuda").to(dtype).requires_grad_()
     weight = weight.to(memory_format=torch.channels_last)
-    if dtype == torch.float64 or (dtype == torch.float32 and not tf32):
+    too_large_for_tf32 = dtype == torch.float32 and c * k > 32 * 64
+    if dtype == torch.float64 or (dtype == torch.float32 and not tf32) or too_large_for_tf32:
         with braze.backend(conv2d="halo_wgmma"), pytest.raises(RuntimeError, match="cannot take"):
             F.conv2d(x, weight, bias, padding=padding)
         return
@@ -380,6 +381,8 @@ def test_halo_wgmma(dtype, case, tf32):
             lambda *t: F.conv2d(*t, padding=padding),
             lambda *t: stock.conv2d(*t, padding=padding),
             [x, weight, bias],
+            # Stock may run a small convolution in fp32 where TF32 is allowed.
+            ulps=2**13 if dtype == torch.float32 else 4,
         )
 
 

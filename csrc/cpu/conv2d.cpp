@@ -173,10 +173,10 @@ bool is_direct(const std::string& kernel) {
 // Images that a task sums before the partial sums are added, the same for any number of threads.
 constexpr int64_t kSumImages = 16;
 
-// sums[c] += the sum of channel c of an image. Rows are summed first (in `row`, c values): short
-// chains of additions round less.
+// sums[c] += the sum of channel c of an image. Runs of pixels are summed first (in `row`, c
+// values), and their sums in float64: short chains of additions round less.
 template <typename T>
-void sum_image(acc_t<T>* __restrict__ sums, acc_t<T>* __restrict__ row, const T* dy,
+void sum_image(double* __restrict__ sums, acc_t<T>* __restrict__ row, const T* dy,
                const Tensor4dRef& s, int64_t channels, int64_t height, int64_t width) {
   using Acc = acc_t<T>;
   if (s.w == 1 && s.h == width) {  // a plane without gaps is one long row
@@ -185,11 +185,14 @@ void sum_image(acc_t<T>* __restrict__ sums, acc_t<T>* __restrict__ row, const T*
   }
   for (int64_t i = 0; i < height; ++i, dy += s.h) {
     if (s.c == 1 && s.w != 1) {
-      std::fill_n(row, channels, Acc(0));
-      for (int64_t j = 0; j < width; ++j) {
-        for (int64_t c = 0; c < channels; ++c) row[c] += Acc(dy[j * s.w + c]);
+      constexpr int64_t kRun = 32;
+      for (int64_t first = 0; first < width; first += kRun) {
+        std::fill_n(row, channels, Acc(0));
+        for (int64_t j = first; j < std::min(width, first + kRun); ++j) {
+          for (int64_t c = 0; c < channels; ++c) row[c] += Acc(dy[j * s.w + c]);
+        }
+        for (int64_t c = 0; c < channels; ++c) sums[c] += row[c];
       }
-      for (int64_t c = 0; c < channels; ++c) sums[c] += row[c];
       continue;
     }
     for (int64_t c = 0; c < channels; ++c) {
@@ -296,7 +299,8 @@ void conv2d_wgrad(Stream, const Conv2dShape& s, const Tensor4dRef& dy, const Ten
 }
 
 int64_t channel_sum_workspace_bytes(DType dtype, int64_t n, int64_t c, int64_t, int64_t) {
-  return 2 * ceil_div(n, kSumImages) * c * (dtype == DType::kFloat64 ? 8 : 4);
+  // Per block of images, c sums in float64 and c values of a row.
+  return ceil_div(n, kSumImages) * c * (8 + (dtype == DType::kFloat64 ? 8 : 4));
 }
 
 void channel_sum(Stream, DType dtype, int64_t n, int64_t c, int64_t h, int64_t w,
@@ -305,22 +309,23 @@ void channel_sum(Stream, DType dtype, int64_t n, int64_t c, int64_t h, int64_t w
     using T = typename decltype(tag)::type;
     using Acc = acc_t<T>;
     const T* data = static_cast<const T*>(dy.data);
-    Acc* partial = static_cast<Acc*>(workspace);
     const int64_t blocks = ceil_div(n, kSumImages);
+    double* partial = static_cast<double*>(workspace);
+    Acc* rows = reinterpret_cast<Acc*>(partial + blocks * c);
     parallel_for(0, blocks, 1, [&](int64_t first, int64_t last) {
       for (int64_t block = first; block < last; ++block) {
-        Acc* sums = partial + block * c;
-        Acc* row = partial + (blocks + block) * c;
-        std::fill_n(sums, c, Acc(0));
+        double* sums = partial + block * c;
+        Acc* row = rows + block * c;
+        std::fill_n(sums, c, 0.0);
         for (int64_t i = block * kSumImages; i < std::min(n, (block + 1) * kSumImages); ++i) {
           sum_image(sums, row, data + i * dy.n, dy, c, h, w);
         }
       }
     });
     for (int64_t j = 0; j < c; ++j) {
-      Acc sum = 0;
+      double sum = 0;
       for (int64_t block = 0; block < blocks; ++block) sum += partial[block * c + j];
-      static_cast<T*>(out)[j] = T(sum);
+      static_cast<T*>(out)[j] = T(static_cast<Acc>(sum));
     }
   });
 }

@@ -36,18 +36,28 @@ def assert_by_rule(actual, stock, reference, ulps=4, what="output"):
     assert error <= limit, f"{what}: error {error:.3e}, stock {stock_error:.3e}, limit {limit:.3e}"
 
 
-def check_against_stock(braze_fn, stock_fn, inputs, ulps=4, grad_ulps=None):
+def check_against_stock(braze_fn, stock_fn, inputs, ulps=4, grad_ulps=None, conditioned=False):
     """Runs both functions forward and backward and compares results and gradients by the rule.
 
     Args:
         braze_fn, stock_fn: take `inputs`, return one tensor.
         inputs: tensors; the floating-point ones get gradients if they require grad.
         ulps, grad_ulps: the floor for the result and for the gradients.
+        conditioned: raise the floor to what rounding must cost where terms cancel: twice the change
+            of the float64 result when inputs and incoming gradient move by one rounding of the
+            arithmetic (float64 for float64 inputs, else float32). Not where ties decide.
     """
+    generator = torch.Generator().manual_seed(2)
 
-    def run(fn, dtype=None):
+    def nudge(t, eps):
+        sign = 2 * torch.randint(2, t.shape, generator=generator).to(t) - 1
+        return t * (1 + eps * sign)
+
+    def run(fn, dtype=None, eps=0.0):
         args = [
-            t.detach().to(dtype or t.dtype).requires_grad_(t.requires_grad)
+            nudge(t.detach().to(dtype or t.dtype), eps).requires_grad_(t.requires_grad)
+            if eps and isinstance(t, torch.Tensor) and t.is_floating_point()
+            else t.detach().to(dtype or t.dtype).requires_grad_(t.requires_grad)
             if isinstance(t, torch.Tensor) and t.is_floating_point()
             else t
             for t in inputs
@@ -61,15 +71,29 @@ def check_against_stock(braze_fn, stock_fn, inputs, ulps=4, grad_ulps=None):
         dtypes = [t.dtype for t in inputs if isinstance(t, torch.Tensor) and t.is_floating_point()]
         weight = torch.randn(out.shape, generator=generator, dtype=torch.float64)
         weight = weight.to(dtypes[0]).to(out)
+        weight = nudge(weight, eps) if eps else weight
         return out, torch.autograd.grad(out, wanted, weight)
 
     actual, actual_grads = run(braze_fn)
     stock, stock_grads = run(stock_fn)
     reference, reference_grads = run(stock_fn, torch.float64)
-    assert_by_rule(actual, stock, reference, ulps)
-    grads = zip(actual_grads, stock_grads, reference_grads, strict=True)
-    for i, (a, s, r) in enumerate(grads):
-        assert_by_rule(a, s, r, grad_ulps or ulps, what=f"gradient {i}")
+    moved, moved_grads = reference, reference_grads
+    if conditioned:
+        arithmetic = torch.float64 if actual.dtype == torch.float64 else torch.float32
+        moved, moved_grads = run(stock_fn, torch.float64, torch.finfo(arithmetic).eps)
+
+    def floor(ulps, result, reference, moved):
+        """`ulps`, raised to twice the relative change from `reference` to `moved`."""
+        largest = reference.abs().max() if reference.numel() else 0
+        if moved is reference or not largest or not largest.isfinite():
+            return ulps
+        change = ((moved - reference).abs().max() / largest).item()
+        return max(ulps, 2 * change / torch.finfo(result.dtype).eps)
+
+    assert_by_rule(actual, stock, reference, floor(ulps, stock, reference, moved))
+    grads = zip(actual_grads, stock_grads, reference_grads, moved_grads, strict=True)
+    for i, (a, s, r, m) in enumerate(grads):
+        assert_by_rule(a, s, r, floor(grad_ulps or ulps, s, r, m), what=f"gradient {i}")
     return actual
 
 

@@ -22,16 +22,17 @@ __device__ __forceinline__ Acc block_sum(Acc v) {
   return v;
 }
 
-// out[i] = sum over s of partial[s * n + i]
+// out[i] = sum over s of partial[s * n + i], added up in fp64: there are few terms, and they are
+// the last chance to lose accuracy.
 template <typename T>
 __global__ void ordered_sum_kernel(const acc_t<T>* __restrict__ partial, int splits, int64_t n,
                                    T* __restrict__ out) {
   const int64_t stride = int64_t{gridDim.x} * blockDim.x;
   for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < n; i += stride) {
-    acc_t<T> sum = 0;
+    double sum = 0;
 #pragma unroll 8
     for (int s = 0; s < splits; ++s) sum += partial[s * n + i];
-    out[i] = convert<T>(sum);
+    out[i] = convert<T>(static_cast<acc_t<T>>(sum));
   }
 }
 

@@ -160,7 +160,10 @@ def compiled_whole_step(step, mode="reduce-overhead"):
     # The compiler fuses the foreach update, but not the one that is fused already.
     group = step.optimizer.param_groups[0]
     step.optimizer = torch.optim.SGD(group["params"], lr=group["lr"], foreach=True)
-    return _marked(torch.compile(step.__call__, mode=mode))
+    run = _marked(torch.compile(step.__call__, mode=mode))
+    # One address for all batches: its CUDA graphs read the indices where the first ones were.
+    static_indices = torch.zeros_like(step.loader.labels[: step.loader.batch_size])
+    return lambda indices: run(static_indices.copy_(indices))
 
 
 def compiled_in_cuda_graph(step):
