@@ -63,10 +63,12 @@ def test_braze_and_stock(environment, data, tmp_path, device):
     out = tmp_path / "figures"
     done = run_command("--device", device, "--data", data, "--out", out, *TINY)
     assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    assert f"256 training and 200 test images: MNIST in {data}" in done.stdout
+    if device == "cpu":  # on a GPU torch.compile has advice to give
+        assert done.stderr == ""
+    unwrapped = done.stdout.replace("\n", "")
+    assert f"256 training and 200 test images: MNIST in {data}" in unwrapped
     assert "best stock / this" in done.stdout
-    assert str(out / "mnist.json") in done.stdout.replace("\n", "")
+    assert str(out / "mnist.json") in unwrapped
     # Without a terminal the progress bar is no flood of lines.
     assert len(done.stdout.splitlines()) < 60
     assert "\x1b" not in done.stdout

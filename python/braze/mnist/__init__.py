@@ -196,11 +196,12 @@ def _set_precision(precision):
 
 
 def _learning_rate(batch):
-    return min(0.1 * max(1, batch / 64), 0.3)
+    """Grows with the square root of the batch, up to where the first steps still converge."""
+    return min(0.05 * max(1, math.sqrt(batch / 64)), 0.1)
 
 
 def _epochs(batch, device, count):
-    """Enough for 98.5 % on MNIST's 60,000; on a CPU at batch 64 in about a minute."""
-    epochs = 4 if device.type == "cpu" and batch <= 128 else 5 * math.ceil(math.sqrt(batch / 64))
+    """Enough for 98.5 % on MNIST's 60,000 at batch 64; on two CPU cores in less than two minutes."""
+    epochs = 3 if device.type == "cpu" and batch <= 128 else 5 * math.ceil(math.sqrt(batch / 64))
     # A smaller data set is seen as often as its size asks for, up to 20 times.
     return min(epochs * max(1, round(60000 / count)), max(epochs, 20))

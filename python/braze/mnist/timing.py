@@ -146,6 +146,7 @@ def cuda_graph(step):
         graph.replay()
         return loss
 
+    replay.step = step  # the graph reads and writes its weights: they have to live as long
     return replay
 
 
