@@ -201,7 +201,7 @@ def _learning_rate(batch):
 
 
 def _epochs(batch, device, count):
-    """Enough for 98.5 % on MNIST's 60,000 at batch 64; on two CPU cores in less than two minutes."""
+    """Enough for 98.5 % on MNIST's 60,000 at batch 64; on two cores in under two minutes."""
     epochs = 3 if device.type == "cpu" and batch <= 128 else 5 * math.ceil(math.sqrt(batch / 64))
     # A smaller data set is seen as often as its size asks for, up to 20 times.
     return min(epochs * max(1, round(60000 / count)), max(epochs, 20))
