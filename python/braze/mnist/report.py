@@ -32,15 +32,16 @@ def table(rows, title):
 
 
 def write_json(path, figures):
-    """Writes the figures; of ``figures["info"]`` not the paths, which are this machine's alone."""
-    page = {name: _without_paths(part) for name, part in figures["info"].items()}
+    """Writes the figures; of ``figures["info"]`` not what is this machine's alone."""
+    page = {name: _publishable(part) for name, part in figures["info"].items()}
     path.write_text(json.dumps(figures | {"info": page}, indent=2) + "\n")
 
 
-def _without_paths(part):
+def _publishable(part):
     if not isinstance(part, dict):
         return part
-    return {key: value for key, value in part.items() if key not in ("path", "executable")}
+    private = ("path", "executable", "platform")  # the kernel's release
+    return {key: value for key, value in part.items() if key not in private}
 
 
 def write_plot(path, losses, rows, title):
