@@ -267,7 +267,8 @@ class BuildLibraries(build_ext):
         }
         nvcc_flags = (
             f"-std=c++17 -O3 -Xcompiler=-fPIC,-fvisibility=hidden -I{CSRC} {cuda} "
-            f"--expt-relaxed-constexpr --expt-extended-lambda -lineinfo "
+            # Five architectures' code with line numbers is large: compress for size, not speed.
+            f"--expt-relaxed-constexpr --expt-extended-lambda -lineinfo --compress-mode=size "
             f"{' '.join(gencode(archs))}"
         )
         ninja.rule(
