@@ -106,9 +106,9 @@ def main():
     torch.manual_seed(0)
     digits = load_mnist()
     model = make_model(braze.nn).to(device)
-    optimizer = braze.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = braze.optim.SGD(model.parameters(), lr=0.1)
     loader = make_loader(digits.train_images, digits.train_labels, 64, device, drop_last=True)
-    train(model, braze.nn.CrossEntropyLoss(), optimizer, loader, epochs=3)
+    train(model, braze.nn.CrossEntropyLoss(), optimizer, loader, epochs=4)
     test = make_loader(digits.test_images, digits.test_labels, 1000, device, shuffle=False)
     print(f"{evaluate(model, test):.2%} of {len(digits.test_labels)} test images are right")
 
