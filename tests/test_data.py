@@ -1,5 +1,6 @@
 """The MNIST files (format, faults, where they are looked for, download) and the loader."""
 
+import copy
 import gzip
 import hashlib
 import io
@@ -391,6 +392,88 @@ def test_gather_and_index_batches(device):
         assert torch.equal(labels, same_labels)
 
 
+def next_epoch(loader):
+    """An epoch by next_batch(), as test code above gets one by iterating."""
+    loader.start_epoch()
+    batches = [loader.next_batch(size) for size in loader.batch_sizes()]
+    return torch.cat([labels for _, labels in batches]).tolist()
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_next_batch_draws_what_iterating_draws(device, shuffle):
+    loader = DeviceLoader(*numbered(50, 2, 2), 8, seed=1, device=device, shuffle=shuffle)
+    with pytest.raises(RuntimeError, match=r"expected start_epoch\(\) before next_batch"):
+        loader.next_batch()
+    epochs = [next_epoch(loader), next_epoch(loader)]
+    assert loader.batch_sizes() == [8] * 6 + [2]
+    loader.restart(1)
+    assert [epoch(loader), epoch(loader)] == epochs
+    loader.restart(1)
+    images, labels = next(iter(loader))
+    loader.restart(1)
+    loader.start_epoch()
+    same_images, same_labels = loader.next_batch()
+    assert torch.equal(images, same_images)
+    assert torch.equal(labels, same_labels)
+    loader.start_epoch()  # an epoch may be left unfinished
+    assert sorted(next_epoch(loader)) == list(range(50))
+
+
+def test_a_copy_shares_the_data_and_draws_by_itself(device):
+    loader = DeviceLoader(*numbered(40, 2, 2), 40, seed=1, device=device)
+    loader.start_epoch()
+    twin = copy.copy(loader)
+    assert twin.images is loader.images
+    first = twin.next_batch()[1].tolist()
+    assert loader.next_batch()[1].tolist() == first
+    second = next_epoch(twin)
+    assert next_epoch(loader) == second != first
+    twin.restart(5)
+    assert next_epoch(loader) != next_epoch(twin)
+
+
+def test_out_of_bounds(device):
+    loader = DeviceLoader(*numbered(10, 3, 3), 4, device=device, shuffle=False)
+    indices = torch.tensor([1, 10, -1, 2], device=device)
+    loader.start_epoch()
+    loader.next_batch(8)
+    if device == "cpu":
+        with pytest.raises(IndexError, match="index 10 is out of bounds for 10 images"):
+            loader.gather(indices)
+        with pytest.raises(IndexError, match="batch of 4 from position 8 is out of bounds for an"):
+            loader.next_batch()
+        assert loader.next_batch(2)[1].tolist() == [8, 9]
+        return
+    for (images, labels), right in [
+        (loader.gather(indices), {0: 1, 3: 2}),
+        (loader.next_batch(), {0: 8, 1: 9}),
+    ]:
+        assert labels.tolist() == [right.get(i, -1) for i in range(4)]
+        for i in range(4):
+            assert images[i].isnan().all() == (i not in right)
+            assert images[i].isfinite().all() == (i in right)
+
+
+def test_every_replay_draws_the_next_batch(device):
+    if device == "cpu":
+        return  # CUDA graphs
+    loader = DeviceLoader(*numbered(100, 4, 4), 16, seed=2, drop_last=True, device=device)
+    loader.start_epoch()
+    loader.next_batch()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        images, labels = loader.next_batch()
+    loader.restart(2)
+    expected = [[batch.tolist() for _, batch in loader] for _ in range(2)]
+    loader.restart(2)
+    for batches in expected:
+        loader.start_epoch()
+        for batch in batches:
+            graph.replay()
+            assert labels.tolist() == batch
+            assert torch.equal((images[:, 0, 1, 2] * 255).round().long(), labels)
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
@@ -402,6 +485,9 @@ def test_gather_and_index_batches(device):
         ({"batch_size": 0}, ValueError, "batch_size of at least 1, got 0"),
         ({"std": 0.0}, ValueError, "std other than 0"),
         ({"std": [1.0, 0.0]}, ValueError, "std other than 0"),
+        ({"std": [1.0, 2.0]}, ValueError, "std to be one number or 1, one per channel, but got 2"),
+        ({"mean": [0.0] * 3}, ValueError, "mean to be one number or 1, one per channel, but got 3"),
+        ({"dtype": torch.int64}, TypeError, "float16, but got torch.int64"),
     ],
 )
 def test_bad_arguments(change, error, message):

@@ -78,10 +78,11 @@ class DeviceLoader:
         if batch_size < 1:
             raise ValueError(f"DeviceLoader: expected batch_size of at least 1, got {batch_size}")
         images = images.unsqueeze(1) if images.dim() == 3 else images
-        mean = _per_channel("mean", mean, images.size(1))
-        std = _per_channel("std", std, images.size(1))
+        mean, std = (torch.as_tensor(x, dtype=torch.float64, device="cpu") for x in (mean, std))
         if not std.all():
             raise ValueError("DeviceLoader: expected std other than 0")
+        mean = _per_channel("mean", mean, images.size(1))
+        std = _per_channel("std", std, images.size(1))
         self.images = images.to(device).contiguous()
         self.labels = labels.to(device, torch.int64).contiguous()
         self.batch_size = batch_size
@@ -193,10 +194,9 @@ class DeviceLoader:
 
 
 def _per_channel(name, value, channels):
-    value = torch.as_tensor(value, dtype=torch.float64).reshape(-1)
     if value.numel() not in (1, channels):
         raise ValueError(
             f"DeviceLoader: expected {name} to be one number or {channels}, one per channel, but "
             f"got {value.numel()}"
         )
-    return value.cpu().expand(channels)
+    return value.reshape(-1).expand(channels)
