@@ -151,8 +151,9 @@ class DeviceLoader:
         for nothing; call it between replays of a CUDA graph, not inside.
         """
         if self._order is None:
-            self._order = torch.empty_like(self.labels)
-            self._position = torch.zeros(2, dtype=torch.int64, device=self.labels.device)
+            with torch.inference_mode(False):  # whose tensors could not be refilled outside of it
+                self._order = torch.empty_like(self.labels)
+                self._position = torch.zeros(2, dtype=torch.int64, device=self.labels.device)
         self._draw(out=self._order)
         self._position.zero_()
 
