@@ -17,6 +17,7 @@ OPS = [
     "softmax",
     "cross_entropy",
     "sgd",
+    "gather",
     "transpose",
 ]
 

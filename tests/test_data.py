@@ -1,4 +1,4 @@
-"""The MNIST files (format, faults, where they are looked for, download) and the loader."""
+"""The MNIST files: format, faults, where they are looked for, download."""
 
 import gzip
 import hashlib
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from braze.data import DeviceLoader, load_digits, load_mnist
+from braze.data import load_digits, load_mnist
 from braze.data import mnist as mnist_module
 from braze.data.idx import parse_idx, read_bytes
 
@@ -307,105 +307,3 @@ def test_real_mnist():
     for name, images in [(TRAIN_IMAGES, digits.train_images), (TEST_IMAGES, digits.test_images)]:
         data = idx_bytes(images.numpy())
         assert hashlib.md5(data).hexdigest() == mnist_module.FILES[name]
-
-
-# The loader
-
-
-def numbered(count, *shape):
-    """Images that hold their own number, which is their label too."""
-    labels = torch.arange(count)
-    images = labels.to(torch.uint8).reshape(-1, *[1] * len(shape)).expand(-1, *shape)
-    return images, labels
-
-
-def epoch(loader):
-    return torch.cat([labels for _, labels in loader]).tolist()
-
-
-@pytest.mark.parametrize(("count", "batch"), [(10, 3), (12, 3), (5, 8), (1, 1), (0, 4), (200, 64)])
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_every_image_once_an_epoch(device, count, batch, drop_last):
-    loader = DeviceLoader(
-        *numbered(count, 4, 5), batch, drop_last=drop_last, device=device, std=1 / 255
-    )
-    for _ in range(2):
-        sizes, seen = [], []
-        for images, labels in loader:
-            assert images.shape == (len(labels), 1, 4, 5)
-            assert images.device.type == labels.device.type == device
-            assert (images.dtype, labels.dtype) == (torch.float32, torch.int64)
-            assert torch.equal(images[:, 0, 3, 4].round().long(), labels)
-            sizes.append(len(labels))
-            seen += labels.tolist()
-        full, rest = divmod(count, batch)
-        assert sizes == [batch] * full + [rest] * (rest > 0 and not drop_last)
-        assert len(loader) == len(sizes)
-        assert len(set(seen)) == len(seen) == sum(sizes)
-        assert set(seen) <= set(range(count))
-
-
-def test_order(device):
-    data = numbered(100, 2, 2)
-    loader = DeviceLoader(*data, 7, seed=3, device=device)
-    first, second = epoch(loader), epoch(loader)
-    assert sorted(first) == sorted(second) == list(range(100))
-    assert len({tuple(range(100)), tuple(first), tuple(second)}) == 3
-    again = DeviceLoader(*data, 7, seed=3, device=device)
-    torch.rand(5, device=device)  # the loader's generator is its own
-    assert [epoch(again), epoch(again)] == [first, second]
-    assert epoch(DeviceLoader(*data, 7, seed=4, device=device)) != first
-    again.restart(3)
-    assert epoch(again) == first
-    still = DeviceLoader(*data, 7, shuffle=False, device=device)
-    assert epoch(still) == epoch(still) == list(range(100))
-
-
-def test_dropped_images_differ_between_epochs(device):
-    loader = DeviceLoader(*numbered(100, 1, 1), 64, drop_last=True, device=device)
-    assert set(epoch(loader)) != set(epoch(loader))
-
-
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-def test_values_dtype_and_layout(device, dtype, memory_format):
-    images = torch.randint(256, (9, 3, 5, 4), dtype=torch.uint8)
-    mean, std = [0.1, 0.2, 0.3], [0.5, 0.25, 2.0]
-    options = {"dtype": dtype, "mean": mean, "std": std, "memory_format": memory_format}
-    loader = DeviceLoader(images, torch.arange(9), 9, device=device, **options)
-    batch, labels = next(iter(loader))
-    assert batch.dtype == dtype
-    assert batch.is_contiguous(memory_format=memory_format)
-    mean, std = (torch.tensor(x, dtype=torch.float64).reshape(3, 1, 1) for x in (mean, std))
-    expected = (images[labels.cpu()].double() / 255 - mean) / std
-    # Of images, scale, shift and result only the images are exact; what cancels is below 4.
-    error = (batch.cpu().double() - expected).abs().max()
-    assert error <= 3 * torch.finfo(dtype).eps * 4
-
-
-def test_gather_and_index_batches(device):
-    loader = DeviceLoader(*numbered(50, 2, 2), 8, seed=1, device=device)
-    batches = [loader.gather(indices) for indices in loader.index_batches()]
-    loader.restart(1)
-    for (images, labels), (same_images, same_labels) in zip(batches, loader, strict=True):
-        assert torch.equal(images, same_images)
-        assert torch.equal(labels, same_labels)
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"images": torch.zeros(4, 2, 2)}, TypeError, "uint8, but got torch.float32"),
-        ({"labels": torch.zeros(4)}, TypeError, "integer labels, but got torch.float32"),
-        ({"images": torch.zeros(4, 2).byte()}, ValueError, r"\[N, C, H, W\], got \[4, 2\]"),
-        ({"labels": torch.arange(3)}, ValueError, r"images \[4, 2, 2\] and labels \[3\]"),
-        ({"labels": torch.zeros(4, 1).long()}, ValueError, r"labels \[4, 1\]"),
-        ({"batch_size": 0}, ValueError, "batch_size of at least 1, got 0"),
-        ({"std": 0.0}, ValueError, "std other than 0"),
-        ({"std": [1.0, 0.0]}, ValueError, "std other than 0"),
-    ],
-)
-def test_bad_arguments(change, error, message):
-    images, labels = numbered(4, 2, 2)
-    arguments = {"images": images, "labels": labels, "batch_size": 2} | change
-    with pytest.raises(error, match=f"DeviceLoader: expected .*{message}"):
-        DeviceLoader(**arguments)

@@ -168,6 +168,22 @@ def test_closure_hooks_and_versions(device):
         y.backward()
 
 
+def test_zero_grad_lets_go_of_the_gradients(device):
+    """So the next backward writes them, instead of adding to zeros."""
+    p = torch.nn.Parameter(torch.ones(3, device=device))
+    optimizer = braze.optim.SGD([p], lr=0.1)
+    p.sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert p.grad is None
+    gradient = torch.full((3,), 2.0, device=device)
+    p.backward(gradient.clone())
+    kept = p.grad
+    optimizer.zero_grad(set_to_none=False)
+    assert p.grad is kept
+    assert not kept.any()
+
+
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_grad_scaler(device, momentum):
     results = []

@@ -50,6 +50,15 @@ STABLE_TORCH_LIBRARY(braze, m) {
       "Tensor? bn_weight, Tensor codes, Tensor saved, int[2] padding, bool training, "
       "ScalarType? bn_dtype) -> (Tensor, Tensor, Tensor, Tensor)");
 
+  // gather
+  m.def(
+      "gather_images(Tensor images, Tensor labels, Tensor indices, Tensor scale, Tensor shift, "
+      "ScalarType dtype, bool channels_last) -> (Tensor images, Tensor labels)");
+  m.def(
+      "gather_next(Tensor images, Tensor labels, Tensor order, Tensor(a!) position, int batch, "
+      "Tensor scale, Tensor shift, ScalarType dtype, bool channels_last) "
+      "-> (Tensor images, Tensor labels)");
+
   // matmul, linear
   m.def(
       "matmul(Tensor input, Tensor other, bool allow_tf32=False, bool deterministic=False, "

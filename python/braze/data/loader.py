@@ -2,13 +2,19 @@
 
 import torch
 
+from braze._ops._common import FLOAT_DTYPES
+from braze._ops.gather import gather_images, gather_next
+
 
 class DeviceLoader:
     """Iterates over batches of a data set that lives whole, as uint8, in device memory.
 
     Shuffling, gathering, normalising and casting happen on the device: no worker processes, no
     host-to-device copy and no synchronisation in the loop. Each ``for`` over it is one epoch with a
-    permutation of its own.
+    permutation of its own; a batch is one kernel launch, whose values are computed in float32
+    (float64 for a float64 `dtype`) and rounded once.
+
+    In a CUDA graph, :meth:`next_batch` draws a new batch at each replay.
 
     Args:
         images: uint8 ``[N, H, W]`` (one channel) or ``[N, C, H, W]``.
@@ -18,7 +24,7 @@ class DeviceLoader:
         seed: equal seeds give equal sequences of permutations on the same kind of device.
         drop_last: leave out the last batch of an epoch where it is smaller.
         device: where the data set lives.
-        dtype: of the image batches.
+        dtype: of the image batches: float64, float32, bfloat16 or float16.
         mean, std: a batch is ``(image / 255 - mean) / std``; numbers, or one per channel.
         memory_format: of the image batches.
 
@@ -26,8 +32,9 @@ class DeviceLoader:
         ``(images, labels)``: `dtype` ``[batch, C, H, W]`` and int64 ``[batch]``.
 
     Raises:
-        TypeError: `images` are not uint8, or `labels` are not integers.
-        ValueError: another rank, different counts, `batch_size` below 1, or `std` of 0.
+        TypeError: `images` are not uint8, `labels` are not integers, or another `dtype`.
+        ValueError: another rank, different counts, `batch_size` below 1, `std` of 0, or `mean` or
+            `std` neither one number nor one per channel.
 
     Example:
         >>> digits = braze.data.load_mnist()
@@ -54,6 +61,11 @@ class DeviceLoader:
             raise TypeError(f"DeviceLoader: expected images of dtype uint8, but got {images.dtype}")
         if labels.dtype.is_floating_point or labels.dtype.is_complex:
             raise TypeError(f"DeviceLoader: expected integer labels, but got {labels.dtype}")
+        if dtype not in FLOAT_DTYPES:
+            raise TypeError(
+                "DeviceLoader: expected dtype to be float64, float32, bfloat16 or float16, but got "
+                f"{dtype}"
+            )
         if images.dim() not in (3, 4):
             raise ValueError(
                 f"DeviceLoader: expected images [N, H, W] or [N, C, H, W], got {[*images.shape]}"
@@ -65,43 +77,127 @@ class DeviceLoader:
             )
         if batch_size < 1:
             raise ValueError(f"DeviceLoader: expected batch_size of at least 1, got {batch_size}")
-        std = torch.as_tensor(std, dtype=torch.float64).reshape(-1, 1, 1)
-        mean = torch.as_tensor(mean, dtype=torch.float64).reshape(-1, 1, 1)
+        images = images.unsqueeze(1) if images.dim() == 3 else images
+        mean, std = (torch.as_tensor(x, dtype=torch.float64, device="cpu") for x in (mean, std))
         if not std.all():
             raise ValueError("DeviceLoader: expected std other than 0")
-        self.images = (images.unsqueeze(1) if images.dim() == 3 else images).to(device)
-        self.labels = labels.to(device, torch.int64)
+        mean = _per_channel("mean", mean, images.size(1))
+        std = _per_channel("std", std, images.size(1))
+        self.images = images.to(device).contiguous()
+        self.labels = labels.to(device, torch.int64).contiguous()
         self.batch_size = batch_size
         self.shuffle = shuffle
         self.drop_last = drop_last
         self.dtype = dtype
         self.memory_format = memory_format
-        self._scale = (1 / (255 * std)).to(device, dtype)
-        self._shift = (-mean / std).to(device, dtype)
+        computed_in = torch.float64 if dtype == torch.float64 else torch.float32
+        self._scale = (1 / (255 * std)).to(device, computed_in)
+        self._shift = (-mean / std).to(device, computed_in)
+        self._order = self._position = None
         self.restart(seed)
 
     def restart(self, seed):
         """Begins the sequence of permutations that belongs to `seed`."""
         self._generator = torch.Generator(self.images.device).manual_seed(seed)
 
+    def __copy__(self):
+        """A loader that shares the data set, and goes on by itself from where this one is."""
+        other = object.__new__(type(self))
+        vars(other).update(vars(self))
+        other._generator = self._generator.clone_state()
+        if self._order is not None:
+            other._order, other._position = self._order.clone(), self._position.clone()
+        return other
+
     def __len__(self):
+        return len(self.batch_sizes())
+
+    def batch_sizes(self):
+        """The number of images in each batch of an epoch, as a list."""
         full, rest = divmod(len(self.labels), self.batch_size)
-        return full + (rest > 0 and not self.drop_last)
+        return [self.batch_size] * full + [rest] * (rest > 0 and not self.drop_last)
 
     def __iter__(self):
         return map(self.gather, self.index_batches())
 
     def index_batches(self):
         """The next epoch as indices: int64 ``[batch]`` on the device, one tensor per batch."""
+        return iter(self._draw().split(self.batch_size)[: len(self)])
+
+    def _draw(self, out=None):
+        """The order of the next epoch."""
         count, device = len(self.labels), self.images.device
         if self.shuffle:
-            order = torch.randperm(count, generator=self._generator, device=device)
-        else:
-            order = torch.arange(count, device=device)
-        return iter(order.split(self.batch_size)[: len(self)])
+            return torch.randperm(count, generator=self._generator, device=device, out=out)
+        return torch.arange(count, device=device, out=out)
 
     def gather(self, indices):
-        """The batch of these indices, as iterating yields it. Can be captured in a CUDA graph."""
-        images = self.images.index_select(0, indices)
-        images = images.to(self.dtype, memory_format=self.memory_format)
-        return torch.addcmul(self._shift, images, self._scale), self.labels.index_select(0, indices)
+        """The batch of these indices, as iterating yields it. Can be captured in a CUDA graph.
+
+        Args:
+            indices: int64 ``[batch]`` on the loader's device.
+
+        Raises:
+            IndexError: on the CPU, an index out of bounds. On CUDA that image is NaN and its label
+                -1, which braze's losses report (:func:`braze.check_errors`).
+            RuntimeError: another dtype, shape or device.
+        """
+        return gather_images(self.images, self.labels, indices, *self._settings())
+
+    def start_epoch(self):
+        """Draws the next epoch's order for :meth:`next_batch`, which begins at its start.
+
+        The permutations are those that iterating would draw. Queues work on the device and waits
+        for nothing; call it between replays of a CUDA graph, not inside.
+        """
+        if self._order is None:
+            with torch.inference_mode(False):  # whose tensors could not be refilled outside of it
+                self._order = torch.empty_like(self.labels)
+                self._position = torch.zeros(2, dtype=torch.int64, device=self.labels.device)
+        self._draw(out=self._order)
+        self._position.zero_()
+
+    def next_batch(self, size=None):
+        """The next batch of the epoch that :meth:`start_epoch` began, for captured steps.
+
+        The device keeps count, so a captured call draws a new batch at every replay. The number of
+        images is part of the graph: an epoch whose last batch is smaller takes a second graph.
+        A graph reads the loader's memory: keep the loader as long as the graph.
+
+        Args:
+            size: how many images; `batch_size` unless given. See :meth:`batch_sizes`.
+
+        Returns:
+            ``(images, labels)`` as iterating yields them.
+
+        Raises:
+            RuntimeError: before the first :meth:`start_epoch`.
+            IndexError: on the CPU, past the end of the epoch. On CUDA the images past it are NaN
+                and their labels -1, which braze's losses report (:func:`braze.check_errors`).
+
+        Example:
+            >>> loader.start_epoch()
+            >>> with torch.cuda.graph(graph):
+            ...     loss = step(*loader.next_batch())
+            >>> for _ in range(epochs):
+            ...     loader.start_epoch()
+            ...     for _ in range(len(loader)):  # of full batches: drop_last=True
+            ...         graph.replay()
+        """
+        if self._order is None:
+            raise RuntimeError("DeviceLoader: expected start_epoch() before next_batch()")
+        size = self.batch_size if size is None else size
+        order, position = self._order, self._position
+        return gather_next(self.images, self.labels, order, position, size, *self._settings())
+
+    def _settings(self):
+        return self._scale, self._shift, self.dtype, self.memory_format == torch.channels_last
+
+
+def _per_channel(name, value, channels):
+    if value.numel() not in (1, channels):
+        raise ValueError(
+            f"DeviceLoader: expected {name} to be one number or {channels}, one per channel, but "
+            f"got {value.numel()}"
+        )
+    return value.reshape(-1).expand(channels)

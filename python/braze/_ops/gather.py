@@ -1,0 +1,101 @@
+"""The gather of a batch from a data set; used by braze.data.DeviceLoader. Kernels:
+csrc/kernels/gather/."""
+
+import torch
+
+from braze._ops._common import below_autograd, mark_written, register
+
+_ops = torch.ops.braze
+
+
+def _fake_batch(images, labels, batch, dtype, channels_last):
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    shape = (batch, *images.shape[1:])
+    batch_images = torch.empty(shape, dtype=dtype, device=images.device, memory_format=layout)
+    return batch_images, labels.new_empty(batch)
+
+
+def _fake_gather_images(images, labels, indices, scale, shift, dtype, channels_last):
+    return _fake_batch(images, labels, indices.shape[0], dtype, channels_last)
+
+
+def _fake_gather_next(images, labels, order, position, batch, scale, shift, dtype, channels_last):
+    return _fake_batch(images, labels, batch, dtype, channels_last)
+
+
+def _gather_next_autograd(images, labels, order, position, batch, scale, shift, *settings):
+    if torch.is_grad_enabled() and (scale.requires_grad or shift.requires_grad):
+        raise RuntimeError("braze::gather_next is not differentiable")
+    with below_autograd():
+        result = _ops.gather_next.default(
+            images, labels, order, position, batch, scale, shift, *settings
+        )
+    mark_written(position)
+    return result
+
+
+register("gather_images", fake=_fake_gather_images)
+register("gather_next", fake=_fake_gather_next, autograd=_gather_next_autograd)
+
+
+def _as_torch_error(error):
+    """IndexError where the stable ABI, which only has RuntimeError, says "out of bounds"."""
+    return IndexError(str(error).splitlines()[0]) if "is out of bounds for" in str(error) else error
+
+
+def gather_images(images, labels, indices, scale, shift, dtype, channels_last):
+    """``(images[indices] * scale + shift, labels[indices])`` in one launch.
+
+    Args:
+        images: uint8 ``[N, C, H, W]``; copied first unless contiguous.
+        labels: int64 ``[N]``.
+        indices: int64 ``[batch]``, of 0 to N - 1.
+        scale, shift: ``[C]``, float64 for a float64 `dtype`, else float32.
+        dtype: of the batch: float64, float32, bfloat16 or float16. Computed in the dtype of `scale`
+            (the product rounded or fused into the sum) and rounded once.
+        channels_last: whether the batch is; else it is contiguous.
+
+    Returns:
+        Images ``[batch, C, H, W]`` and int64 labels ``[batch]``. Bitwise repeatable; not
+        differentiable. Can be captured in a CUDA graph.
+
+    Raises:
+        IndexError: on the CPU, an index out of bounds. On CUDA that image is NaN and its label -1,
+            which a loss reports (see :func:`braze.check_errors`).
+        RuntimeError: another dtype, shape or device.
+    """
+    if torch.compiler.is_compiling():
+        return _ops.gather_images(images, labels, indices, scale, shift, dtype, channels_last)
+    try:
+        with below_autograd():
+            return _ops.gather_images.default(
+                images, labels, indices, scale, shift, dtype, channels_last
+            )
+    except RuntimeError as error:
+        raise _as_torch_error(error) from None
+
+
+def gather_next(images, labels, order, position, batch, scale, shift, dtype, channels_last):
+    """:func:`gather_images` of the next `batch` indices in `order`; the device keeps count.
+
+    So each replay of a CUDA graph that holds the call draws another batch.
+
+    Args:
+        order: int64 ``[count]``: indices into the data set.
+        position: int64 ``[2]`` on the same device, contiguous: where in `order` the batch begins,
+            moved on by `batch` in the same launch; and 0, the kernel's own. Calls that share it
+            must not run at the same time.
+        batch: how many images.
+
+    Raises:
+        IndexError: on the CPU, an index or a place in `order` out of bounds; `position` stays as
+            it was. On CUDA those images are NaN, their labels -1, and `position` moves on.
+        RuntimeError: another dtype, shape or device.
+    """
+    arguments = images, labels, order, position, batch, scale, shift, dtype, channels_last
+    if torch.compiler.is_compiling():
+        return _ops.gather_next(*arguments)
+    try:
+        return _gather_next_autograd(*arguments)
+    except RuntimeError as error:
+        raise _as_torch_error(error) from None

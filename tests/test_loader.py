@@ -1,0 +1,199 @@
+"""DeviceLoader: epochs, values, batches for captured steps."""
+
+import copy
+
+import pytest
+import torch
+
+from braze.data import DeviceLoader
+
+
+def numbered(count, *shape):
+    """Images that hold their own number, which is their label too."""
+    labels = torch.arange(count)
+    images = labels.to(torch.uint8).reshape(-1, *[1] * len(shape)).expand(-1, *shape)
+    return images, labels
+
+
+def epoch(loader):
+    return torch.cat([labels for _, labels in loader]).tolist()
+
+
+@pytest.mark.parametrize(("count", "batch"), [(10, 3), (12, 3), (5, 8), (1, 1), (0, 4), (200, 64)])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_every_image_once_an_epoch(device, count, batch, drop_last):
+    loader = DeviceLoader(
+        *numbered(count, 4, 5), batch, drop_last=drop_last, device=device, std=1 / 255
+    )
+    for _ in range(2):
+        sizes, seen = [], []
+        for images, labels in loader:
+            assert images.shape == (len(labels), 1, 4, 5)
+            assert images.device.type == labels.device.type == device
+            assert (images.dtype, labels.dtype) == (torch.float32, torch.int64)
+            assert torch.equal(images[:, 0, 3, 4].round().long(), labels)
+            sizes.append(len(labels))
+            seen += labels.tolist()
+        full, rest = divmod(count, batch)
+        assert sizes == [batch] * full + [rest] * (rest > 0 and not drop_last)
+        assert len(loader) == len(sizes)
+        assert len(set(seen)) == len(seen) == sum(sizes)
+        assert set(seen) <= set(range(count))
+
+
+def test_order(device):
+    data = numbered(100, 2, 2)
+    loader = DeviceLoader(*data, 7, seed=3, device=device)
+    first, second = epoch(loader), epoch(loader)
+    assert sorted(first) == sorted(second) == list(range(100))
+    assert len({tuple(range(100)), tuple(first), tuple(second)}) == 3
+    again = DeviceLoader(*data, 7, seed=3, device=device)
+    torch.rand(5, device=device)  # the loader's generator is its own
+    assert [epoch(again), epoch(again)] == [first, second]
+    assert epoch(DeviceLoader(*data, 7, seed=4, device=device)) != first
+    again.restart(3)
+    assert epoch(again) == first
+    still = DeviceLoader(*data, 7, shuffle=False, device=device)
+    assert epoch(still) == epoch(still) == list(range(100))
+
+
+def test_dropped_images_differ_between_epochs(device):
+    loader = DeviceLoader(*numbered(100, 1, 1), 64, drop_last=True, device=device)
+    assert set(epoch(loader)) != set(epoch(loader))
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_values_dtype_and_layout(device, dtype, memory_format):
+    images = torch.randint(256, (9, 3, 5, 4), dtype=torch.uint8)
+    mean, std = [0.1, 0.2, 0.3], [0.5, 0.25, 2.0]
+    options = {"dtype": dtype, "mean": mean, "std": std, "memory_format": memory_format}
+    loader = DeviceLoader(images, torch.arange(9), 9, device=device, **options)
+    batch, labels = next(iter(loader))
+    assert batch.dtype == dtype
+    assert batch.is_contiguous(memory_format=memory_format)
+    mean, std = (torch.tensor(x, dtype=torch.float64).reshape(3, 1, 1) for x in (mean, std))
+    expected = (images[labels.cpu()].double() / 255 - mean) / std
+    # Of images, scale, shift and result only the images are exact; what cancels is below 4.
+    error = (batch.cpu().double() - expected).abs().max()
+    assert error <= 3 * torch.finfo(dtype).eps * 4
+
+
+def test_gather_and_index_batches(device):
+    loader = DeviceLoader(*numbered(50, 2, 2), 8, seed=1, device=device)
+    batches = [loader.gather(indices) for indices in loader.index_batches()]
+    loader.restart(1)
+    for (images, labels), (same_images, same_labels) in zip(batches, loader, strict=True):
+        assert torch.equal(images, same_images)
+        assert torch.equal(labels, same_labels)
+
+
+def next_epoch(loader):
+    """An epoch by next_batch(), where epoch() gets one by iterating."""
+    loader.start_epoch()
+    batches = [loader.next_batch(size) for size in loader.batch_sizes()]
+    return torch.cat([labels for _, labels in batches]).tolist()
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_next_batch_draws_what_iterating_draws(device, shuffle):
+    loader = DeviceLoader(*numbered(50, 2, 2), 8, seed=1, device=device, shuffle=shuffle)
+    with pytest.raises(RuntimeError, match=r"expected start_epoch\(\) before next_batch"):
+        loader.next_batch()
+    epochs = [next_epoch(loader), next_epoch(loader)]
+    assert loader.batch_sizes() == [8] * 6 + [2]
+    loader.restart(1)
+    assert [epoch(loader), epoch(loader)] == epochs
+    loader.restart(1)
+    images, labels = next(iter(loader))
+    loader.restart(1)
+    loader.start_epoch()
+    same_images, same_labels = loader.next_batch()
+    assert torch.equal(images, same_images)
+    assert torch.equal(labels, same_labels)
+    loader.start_epoch()  # an epoch may be left unfinished
+    assert sorted(next_epoch(loader)) == list(range(50))
+
+
+def test_next_batch_in_and_out_of_inference_mode(device):
+    loader = DeviceLoader(*numbered(20, 2, 2), 8, device=device)
+    with torch.inference_mode():
+        assert sorted(next_epoch(loader)) == list(range(20))
+    assert sorted(next_epoch(loader)) == list(range(20))
+
+
+def test_a_copy_shares_the_data_and_draws_by_itself(device):
+    loader = DeviceLoader(*numbered(40, 2, 2), 40, seed=1, device=device)
+    loader.start_epoch()
+    twin = copy.copy(loader)
+    assert twin.images is loader.images
+    first = twin.next_batch()[1].tolist()
+    assert loader.next_batch()[1].tolist() == first
+    second = next_epoch(twin)
+    assert next_epoch(loader) == second != first
+    twin.restart(5)
+    assert next_epoch(loader) != next_epoch(twin)
+
+
+def test_out_of_bounds(device):
+    loader = DeviceLoader(*numbered(10, 3, 3), 4, device=device, shuffle=False)
+    indices = torch.tensor([1, 10, -1, 2], device=device)
+    loader.start_epoch()
+    loader.next_batch(8)
+    if device == "cpu":
+        with pytest.raises(IndexError, match="index 10 is out of bounds for 10 images"):
+            loader.gather(indices)
+        with pytest.raises(IndexError, match="batch of 4 from position 8 is out of bounds for an"):
+            loader.next_batch()
+        assert loader.next_batch(2)[1].tolist() == [8, 9]
+        return
+    for (images, labels), right in [
+        (loader.gather(indices), {0: 1, 3: 2}),
+        (loader.next_batch(), {0: 8, 1: 9}),
+    ]:
+        assert labels.tolist() == [right.get(i, -1) for i in range(4)]
+        for i in range(4):
+            assert images[i].isnan().all() == (i not in right)
+            assert images[i].isfinite().all() == (i in right)
+
+
+def test_every_replay_draws_the_next_batch(device):
+    if device == "cpu":
+        return  # CUDA graphs
+    loader = DeviceLoader(*numbered(100, 4, 4), 16, seed=2, drop_last=True, device=device)
+    loader.start_epoch()
+    loader.next_batch()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        images, labels = loader.next_batch()
+    loader.restart(2)
+    expected = [[batch.tolist() for _, batch in loader] for _ in range(2)]
+    loader.restart(2)
+    for batches in expected:
+        loader.start_epoch()
+        for batch in batches:
+            graph.replay()
+            assert labels.tolist() == batch
+            assert torch.equal((images[:, 0, 1, 2] * 255).round().long(), labels)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"images": torch.zeros(4, 2, 2)}, TypeError, "uint8, but got torch.float32"),
+        ({"labels": torch.zeros(4)}, TypeError, "integer labels, but got torch.float32"),
+        ({"images": torch.zeros(4, 2).byte()}, ValueError, r"\[N, C, H, W\], got \[4, 2\]"),
+        ({"labels": torch.arange(3)}, ValueError, r"images \[4, 2, 2\] and labels \[3\]"),
+        ({"labels": torch.zeros(4, 1).long()}, ValueError, r"labels \[4, 1\]"),
+        ({"batch_size": 0}, ValueError, "batch_size of at least 1, got 0"),
+        ({"std": 0.0}, ValueError, "std other than 0"),
+        ({"std": [1.0, 0.0]}, ValueError, "std other than 0"),
+        ({"std": [1.0, 2.0]}, ValueError, "std to be one number or 1, one per channel, but got 2"),
+        ({"mean": [0.0] * 3}, ValueError, "mean to be one number or 1, one per channel, but got 3"),
+        ({"dtype": torch.int64}, TypeError, "float16, but got torch.int64"),
+    ],
+)
+def test_bad_arguments(change, error, message):
+    images, labels = numbered(4, 2, 2)
+    arguments = {"images": images, "labels": labels, "batch_size": 2} | change
+    with pytest.raises(error, match=f"DeviceLoader: expected .*{message}"):
+        DeviceLoader(**arguments)
