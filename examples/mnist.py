@@ -36,11 +36,12 @@ def make_model(nn):
     )
 
 
+MEAN, STD = 0.1307, 0.3081  # of MNIST's training pixels, from 0 to 1
+
+
 def make_loader(images, labels, batch_size, device, **options):
-    """Batches normalised by the mean and standard deviation of MNIST's training pixels."""
-    return DeviceLoader(
-        images, labels, batch_size, device=device, mean=0.1307, std=0.3081, **options
-    )
+    """Batches of normalised images."""
+    return DeviceLoader(images, labels, batch_size, device=device, mean=MEAN, std=STD, **options)
 
 
 def training_step(model, loss_function, optimizer, images, labels, autocast):

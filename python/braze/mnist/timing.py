@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 import braze
-from braze.mnist.example import make_loader
+from braze.mnist.example import MEAN, STD, make_loader
 
 LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 _CHECKED_STEPS = 5
@@ -58,14 +58,23 @@ class Step:
         self.optimizer = sgd(self.model.parameters(), lr=setup.lr, **options)
         self.loader = setup.fresh_loader()
         self.loader.memory_format = format
+        self.gather = self.loader.gather if name == "braze" else self._gather_by_torch
         self.autocast = setup.autocast()
+
+    def _gather_by_torch(self, indices):
+        """The loader's batch made by torch's own ops: stock's rows hold nothing of braze, and the
+        compiler can fuse them."""
+        images = self.loader.images.index_select(0, indices)
+        images = images.to(torch.float32, memory_format=self.loader.memory_format)
+        images = (images / 255 - MEAN) / STD
+        return images, self.loader.labels.index_select(0, indices)
 
     def forward(self, images, labels):
         with self.autocast:
             return self.loss_function(self.model(images), labels)
 
     def __call__(self, indices):
-        loss = self.forward(*self.loader.gather(indices))
+        loss = self.forward(*self.gather(indices))
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
