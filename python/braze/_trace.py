@@ -1,0 +1,180 @@
+"""Tracing of a module's own forward for :func:`braze.convert`, by torch.fx, with everything refused
+that a trace would get wrong in silence, and everything noted that it holds for only as long as."""
+
+import random
+import types
+
+import torch
+
+#: What a forward may ask about its surroundings or about a proxy that a trace would answer once
+#: and for all.
+_UNTRACEABLE = frozenset(
+    "isinstance type callable hasattr is_grad_enabled is_autocast_enabled is_compiling checkpoint "
+    "is_inference_mode_enabled".split()
+)
+_INTERNALS = frozenset(torch.nn.Module().__dict__) - {"training"}
+_CONSTANTS = (bool, int, float, str, type(None), torch.dtype, types.FunctionType)
+_CONSTANTS += (types.BuiltinFunctionType,)
+
+
+class Untraceable(Exception):
+    """A forward that stays as it is; the message says why."""
+
+
+class _Tracer(torch.fx.Tracer):
+    """Every child is a leaf. What fx would lose in silence is refused."""
+
+    proxy_buffer_attributes = True
+
+    def __init__(self):
+        super().__init__()
+        self.modes = _modes()
+
+    def is_leaf_module(self, module, name):
+        return True
+
+    def create_node(self, *args, **kwargs):
+        if _modes() != self.modes:
+            raise Untraceable("it switches gradients, inference mode or autocast on or off")
+        return super().create_node(*args, **kwargs)
+
+
+def _modes():
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        *((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")),
+    )
+
+
+def _names_used(module):
+    """The names in the code of forward and of the methods and functions that it reaches."""
+    names, seen, todo = set(), set(), [(type(module).forward, None)]
+    while todo:
+        function, code = todo.pop()
+        code = code or function.__code__
+        if code in seen:
+            continue
+        seen.add(code)
+        names.update(code.co_names)
+        todo += [(function, c) for c in code.co_consts if isinstance(c, types.CodeType)]
+        for name in code.co_names:
+            for found in (getattr(type(module), name, None), function.__globals__.get(name)):
+                found = getattr(found, "__wrapped__", found)
+                if isinstance(found, types.FunctionType) and not _is_torchs(found):
+                    todo.append((found, None))
+    return names
+
+
+def _is_torchs(thing):
+    return (thing.__module__ or "").split(".")[0] == "torch"
+
+
+class Recorder:
+    """While active, notes which of the modules' own attributes (not parameters, buffers, children)
+    Python code reads: a trace holds only for the values it has seen."""
+
+    def __init__(self):
+        self.reads = {}
+
+    def __enter__(self):
+        stock = torch.nn.Module.__getattribute__
+        reads = self.reads
+
+        def recording(module, name):
+            value = stock(module, name)
+            if name not in _INTERNALS and name in stock(module, "__dict__"):
+                reads.setdefault((id(module), name), (module, name, value))
+            return value
+
+        torch.nn.Module.__getattribute__ = recording
+        return self
+
+    def __exit__(self, *_):
+        del torch.nn.Module.__getattribute__
+
+
+def _is_constant(value):
+    if isinstance(value, tuple):
+        return all(map(_is_constant, value))
+    return isinstance(value, _CONSTANTS)
+
+
+def containers(module):
+    """The containers whose children a forward may iterate over, with those children."""
+    todo, found = [module], []
+    while todo:
+        container = todo.pop()
+        children = tuple(container._modules.values())
+        found.append((container, children))
+        todo += [c for c in children if type(c) in (torch.nn.ModuleList, torch.nn.ModuleDict)]
+    return found
+
+
+def _required(module):
+    """The number of forward's arguments, and the defaults of those that may be left out."""
+    code = type(module).forward.__code__
+    if code.co_flags & 0x0C or code.co_kwonlyargcount:
+        raise Untraceable("it takes *args, **kwargs or keyword-only arguments")
+    defaults = type(module).forward.__defaults__ or ()
+    names = code.co_varnames[1 : code.co_argcount]
+    required = len(names) - len(defaults)
+    return required, dict(zip(names[required:], defaults, strict=True))
+
+
+def trace(module, recorder):
+    """The graph of a module's own forward, with optional arguments at their defaults."""
+    forward = type(module).forward
+    if not isinstance(forward, types.FunctionType):
+        raise Untraceable("its forward is not a Python function")
+    refused = sorted(_names_used(module) & _UNTRACEABLE)
+    if refused:
+        raise Untraceable(f"it uses {', '.join(refused)}")
+    required, defaults = _required(module)
+    before = [(m, dict(m.__dict__)) for m in module.modules()]
+    random_states = random.getstate(), torch.get_rng_state()
+    try:
+        with recorder:
+            graph = _Tracer().trace(module, concrete_args=defaults or None)
+    except Untraceable:
+        raise
+    except Exception as error:  # a forward that meets proxies may raise anything
+        message = str(error).strip().splitlines()
+        raise Untraceable(message[0] if message else type(error).__name__) from error
+    finally:
+        changed = [(m, old) for m, old in before if not _same(m.__dict__, old)]
+        for m, old in changed:
+            m.__dict__.clear()
+            m.__dict__.update(old)
+        same_random = random.getstate() == random_states[0]
+        same_random &= torch.equal(torch.get_rng_state(), random_states[1])
+        random.setstate(random_states[0])
+        torch.set_rng_state(random_states[1])
+    if changed:
+        raise Untraceable("it makes tensors or sets attributes")
+    if not same_random:
+        raise Untraceable("it draws random numbers outside of modules")
+    for _, name, value in recorder.reads.values():
+        if not _is_constant(value):
+            raise Untraceable(f"it reads {name!r}, a {type(value).__name__}, which may change")
+    _drop_optional(graph, required)
+    return graph, required
+
+
+def _drop_optional(graph, required):
+    """Removes the arguments that were traced at their defaults, and fx's checks of them."""
+
+    def erase(node):
+        for user in list(node.users):
+            erase(user)
+        graph.erase_node(node)
+
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    for node in placeholders[required:]:
+        erase(node)
+    for node in graph.nodes:
+        node.type = None  # annotations may name what only the module's own file knows
+
+
+def _same(now, before):
+    return now.keys() == before.keys() and all(now[k] is before[k] for k in before)
