@@ -2,12 +2,15 @@
 its children as leaves, and runs of calls in it are replaced by fused ones. The module tree stays as
 it is, so state dicts, hooks, ``.to()``, ``deepcopy`` and pickling have nothing to notice."""
 
+import copyreg
+import functools
+import types
 import typing
 
 import torch
 
 import braze.nn
-from braze._trace import Recorder, Untraceable, containers, trace
+from braze._trace import OWN_FORWARD, Recorder, Untraceable, containers, trace
 from braze.nn import functional as F
 from braze.nn.modules import conv_bn_relu_max_pool2d
 
@@ -35,6 +38,7 @@ _RELUS = (torch.nn.functional.relu, torch.relu)
 _RELUS_IN_PLACE = (torch.nn.functional.relu_, torch.relu_)
 #: Plans that one forward may collect before it stops tracing: its settings change all the time.
 _MOST_PLANS = 8
+_PLANS = "_braze_plans"
 
 
 class Pooling(typing.NamedTuple):
@@ -180,21 +184,19 @@ def _relu_options(node):
     return None
 
 
-def _match(node, kind):
-    """The four nodes of a run that starts at `node`, each the only user of the one before."""
-    run = []
+def _match(first, kind):
+    """The four nodes of a run that starts at `first`. They follow each other, so that nothing else
+    can have changed the input in between, and each is used by the next one only."""
+    run, node = [], first
     for wanted in ("Conv2d", "BatchNorm2d", "ReLU", "MaxPool2d"):
-        if kind(node) != wanted or len(node.all_input_nodes) != 1:
+        if kind(node) != wanted or len(node.all_input_nodes) != 1 or not node.args:
             return None
-        if run and (not node.args or node.args[0] is not run[-1]):
+        if node.op == "call_module" and (len(node.args) != 1 or node.kwargs):
             return None
-        if not run and (len(node.args) != 1 or node.kwargs):
+        if run and (node.args[0] is not run[-1] or len(run[-1].users) != 1):
             return None
         run.append(node)
-        if wanted != "MaxPool2d":
-            if len(node.users) != 1:
-                return None
-            node = next(iter(node.users))
+        node = node.next
     return run
 
 
@@ -230,7 +232,7 @@ def _function_name(node):
 
 
 def _fuse(graph, run):
-    conv, _, relu, pool = run
+    conv, pool = run[0], run[3]
     with graph.inserting_before(pool):
         layers = [
             graph.create_node("get_attr", n.target) if n.op == "call_module" else None for n in run
@@ -273,46 +275,78 @@ def plans(module, kind_of):
     return found
 
 
-class RewrittenForward:
-    """Stands in a module's ``forward``. Runs a rewritten forward where one holds, else the class's.
+class Plans(list):
+    """The plans of one module. No copy or pickle holds them: Rewritten.__setstate__ traces anew."""
+
+    def __reduce__(self):
+        return Plans, ()
+
+
+class Rewritten:
+    """Mixed into a module's class: runs a rewritten forward where one holds, else the class's own.
 
     A plan holds for the children and settings (``training`` among them) that the forward read while
-    it was traced. Others are traced when they are first met, up to eight; arguments beyond the
-    required ones, and arguments that are no tensors, go to the class's forward. Copies and
-    unpickled modules trace anew.
+    it was traced. Others are traced when they are first met, up to eight; calls with more than the
+    required arguments, or with any that is no tensor, go to the class's own forward.
     """
 
-    def __init__(self, module):
-        self.module = module
-        self._plans = []
-
-    def __getstate__(self):
-        return {"module": self.module}
-
-    def __setstate__(self, state):
-        self.__init__(state["module"])
-
-    def __call__(self, *args, **kwargs):
-        module = self.module
-        plan = self._plan()
+    def forward(self, *args, **kwargs):
+        plan = _plan(self)
         if (
-            plan.function is None
+            plan is None
+            or plan.function is None
             or kwargs
             or len(args) != plan.inputs
             or not all(isinstance(a, torch.Tensor) for a in args)
         ):
-            return type(module).forward(module, *args, **kwargs)
-        return plan.function(module, *args)
+            return super().forward(*args, **kwargs)
+        return plan.function(self, *args)
 
-    def prepare(self):
-        """Traces now what would else be traced at the first call."""
-        self._plans = self._plans or plans(self.module, layer_kind)
+    def __reduce_ex__(self, protocol):
+        # The class is made at run time, so that no pickle can name it.
+        make, args, *state = super().__reduce_ex__(max(protocol, 2))
+        if make is not copyreg.__newobj__:
+            return make, args, *state
+        return _new, (type(self).own_class, *args[1:]), *state
 
-    def _plan(self):
-        for plan in self._plans:
-            if plan.holds():
-                return plan
-        plan = Plan(self.module, layer_kind)
-        if len(self._plans) < _MOST_PLANS:
-            self._plans.append(plan)
-        return plan
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self.__dict__[_PLANS] = Plans(plans(self, layer_kind))
+
+
+def _new(own_class, *args):
+    kind = rewritten_class(own_class)
+    return kind.__new__(kind, *args)
+
+
+@functools.cache
+def rewritten_class(own_class):
+    """A subclass of the same name whose forward may be replaced by a rewritten one."""
+    attributes = {
+        "__doc__": own_class.__doc__,
+        "__module__": own_class.__module__,
+        "__qualname__": own_class.__qualname__,
+        "own_class": own_class,
+        OWN_FORWARD: own_class.forward,
+    }
+    bases = Rewritten, own_class
+    return types.new_class(own_class.__name__, bases, exec_body=lambda d: d.update(attributes))
+
+
+def rewrite(module):
+    """Changes a module's class so that its forward is rewritten; traces it at once."""
+    if not isinstance(module, Rewritten):
+        module.__class__ = rewritten_class(type(module))
+    if not module.__dict__.get(_PLANS):
+        module.__dict__[_PLANS] = Plans(plans(module, layer_kind))
+
+
+def _plan(module):
+    known = module.__dict__.get(_PLANS, ())
+    for plan in known:
+        if plan.holds():
+            return plan
+    if len(known) >= _MOST_PLANS or torch.compiler.is_compiling():
+        return None
+    module.__dict__[_PLANS] = Plans([*known, Plan(module, layer_kind)])
+    return module.__dict__[_PLANS][-1]

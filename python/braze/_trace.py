@@ -8,13 +8,25 @@ import torch
 
 #: What a forward may ask about its surroundings or about a proxy that a trace would answer once
 #: and for all.
-_UNTRACEABLE = frozenset(
-    "isinstance type callable hasattr is_grad_enabled is_autocast_enabled is_compiling checkpoint "
-    "is_inference_mode_enabled".split()
-)
+_UNTRACEABLE = {
+    "callable",
+    "checkpoint",
+    "hasattr",
+    "is_autocast_enabled",
+    "is_compiling",
+    "is_grad_enabled",
+    "is_inference_mode_enabled",
+    "isinstance",
+    "type",
+}
+#: Where a rewritten class keeps the forward that it stands for.
+OWN_FORWARD = "_forward_before_convert"
 _INTERNALS = frozenset(torch.nn.Module().__dict__) - {"training"}
 _CONSTANTS = (bool, int, float, str, type(None), torch.dtype, types.FunctionType)
 _CONSTANTS += (types.BuiltinFunctionType,)
+
+
+_CONTAINERS = torch.nn.ModuleDict, torch.nn.ModuleList, torch.nn.Sequential
 
 
 class Untraceable(Exception):
@@ -26,8 +38,9 @@ class _Tracer(torch.fx.Tracer):
 
     proxy_buffer_attributes = True
 
-    def __init__(self):
+    def __init__(self, function_name):
         super().__init__()
+        self.traced_func_name = function_name
         self.modes = _modes()
 
     def is_leaf_module(self, module, name):
@@ -47,9 +60,9 @@ def _modes():
     )
 
 
-def _names_used(module):
+def _names_used(module, forward):
     """The names in the code of forward and of the methods and functions that it reaches."""
-    names, seen, todo = set(), set(), [(type(module).forward, None)]
+    names, seen, todo = set(), set(), [(forward, None)]
     while todo:
         function, code = todo.pop()
         code = code or function.__code__
@@ -107,16 +120,16 @@ def containers(module):
         container = todo.pop()
         children = tuple(container._modules.values())
         found.append((container, children))
-        todo += [c for c in children if type(c) in (torch.nn.ModuleList, torch.nn.ModuleDict)]
+        todo += [c for c in children if isinstance(c, _CONTAINERS)]
     return found
 
 
-def _required(module):
+def _required(forward):
     """The number of forward's arguments, and the defaults of those that may be left out."""
-    code = type(module).forward.__code__
+    code = forward.__code__
     if code.co_flags & 0x0C or code.co_kwonlyargcount:
         raise Untraceable("it takes *args, **kwargs or keyword-only arguments")
-    defaults = type(module).forward.__defaults__ or ()
+    defaults = forward.__defaults__ or ()
     names = code.co_varnames[1 : code.co_argcount]
     required = len(names) - len(defaults)
     return required, dict(zip(names[required:], defaults, strict=True))
@@ -124,18 +137,19 @@ def _required(module):
 
 def trace(module, recorder):
     """The graph of a module's own forward, with optional arguments at their defaults."""
-    forward = type(module).forward
+    name = OWN_FORWARD if hasattr(type(module), OWN_FORWARD) else "forward"
+    forward = getattr(type(module), name)
     if not isinstance(forward, types.FunctionType):
         raise Untraceable("its forward is not a Python function")
-    refused = sorted(_names_used(module) & _UNTRACEABLE)
+    refused = sorted(_names_used(module, forward) & _UNTRACEABLE)
     if refused:
         raise Untraceable(f"it uses {', '.join(refused)}")
-    required, defaults = _required(module)
+    required, defaults = _required(forward)
     before = [(m, dict(m.__dict__)) for m in module.modules()]
     random_states = random.getstate(), torch.get_rng_state()
     try:
         with recorder:
-            graph = _Tracer().trace(module, concrete_args=defaults or None)
+            graph = _Tracer(name).trace(module, concrete_args=defaults or None)
     except Untraceable:
         raise
     except Exception as error:  # a forward that meets proxies may raise anything

@@ -7,7 +7,7 @@ import torch
 
 import braze.nn
 from braze._ops._common import FLOAT_DTYPES
-from braze._rewrite import LAYERS, RewrittenForward, hooks, plans
+from braze._rewrite import LAYERS, hooks, plans, rewrite
 
 _TO = {getattr(torch.nn, name): getattr(braze.nn, name) for name in LAYERS}
 _CONVERTED = {to: stock for stock, to in _TO.items()}
@@ -22,6 +22,9 @@ _NOTHING_TO_DO = (
     torch.nn.Sequential,
     torch.nn.Unflatten,
 )
+
+
+_BATCHES = "num_batches_tracked"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,8 +113,10 @@ def _reason_to_leave(module, names):
     if "forward" in module.__dict__:
         return "its forward has been replaced"
     for tensor in (*module.parameters(False), *module.buffers(False)):
-        if tensor.dtype not in FLOAT_DTYPES and tensor.dtype != torch.int64:
+        if tensor.dtype not in FLOAT_DTYPES and tensor is not module._buffers.get(_BATCHES):
             return f"{tensor.dtype} is not supported"
+        if tensor.device.type not in ("cpu", "cuda", "meta"):
+            return f"device {tensor.device} is not supported"
     return None
 
 
@@ -130,8 +135,7 @@ def _why_not_rewritten(module):
         return "its forward is generated: convert the model before it is traced"
     if isinstance(module, torch.jit.ScriptModule):
         return "its forward is compiled: convert the model before it is scripted"
-    forward = module.__dict__.get("forward")
-    if forward is not None and not isinstance(forward, RewrittenForward):
+    if "forward" in module.__dict__:
         return "its forward has been replaced"
     return None
 
@@ -209,7 +213,7 @@ def convert(model, *, strict=False):
     BatchNorm2d, ReLU and MaxPool2d (layers, or functions in the forward of a module) become one
     fused op, and functions of ``torch.nn.functional`` that a forward calls become braze's: the
     module that runs them, a ``Sequential`` or one with a forward of its own, gets a rewritten
-    `forward`; its class and its children stay.
+    `forward` by way of a subclass of the same name; its children stay.
 
     A forward is rewritten where torch.fx traces it. What it reads of the module is watched: where
     `training`, another setting or the children change, it is traced anew. Forwards that would be
@@ -242,7 +246,5 @@ def convert(model, *, strict=False):
     for module in swaps:
         module.__class__ = _TO.get(type(module), type(module))
     for module in rewrites:
-        if not isinstance(module.__dict__.get("forward"), RewrittenForward):
-            module.forward = RewrittenForward(module)
-        module.forward.prepare()
+        rewrite(module)
     return model
