@@ -5,18 +5,23 @@ import copy
 import io
 import pickle
 
+import convert_models
 import pytest
 import torch
 import torch.nn.functional as stock
+from convert_models import MODELS, UNTRACEABLE, FunctionalBlock, LeNet, NotInOneRun, Switchable
 from torch import nn
 
 import braze
-import convert_models
 from braze._rewrite import Rewritten
 from common import assert_by_rule
-from convert_models import MODELS, UNTRACEABLE, FunctionalBlock, LeNet, NotInOneRun, Switchable
 
 BLOCK = "conv_bn_relu_max_pool2d"
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    torch._dynamo.reset()
 
 
 @pytest.fixture(params=MODELS)
@@ -60,7 +65,10 @@ def assert_same_as_stock(converted, original, x):
     for name, a, b, c in zip(names, ours[1], theirs[1], reference[1], strict=True):
         assert_by_rule(a, b, c, ulps=64, what=name)
     for a, b, c in zip(ours[2], theirs[2], reference[2], strict=True):
-        assert_by_rule(a, b, c, ulps=16, what="buffer")
+        if a.is_floating_point():
+            assert_by_rule(a, b, c, ulps=16, what="buffer")
+        else:
+            assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -230,6 +238,8 @@ def test_compile_with_inductor_runs_the_block(device):
 
 
 def test_export():
+    # export reads cuDNN's legacy TF32 flag, which torch refuses while the newer flags differ.
+    torch.backends.cudnn.allow_tf32 = False
     model = braze.convert(convert_models.mnist()).eval()
     x = images("cpu")
     exported = torch.export.export(model, (x,))

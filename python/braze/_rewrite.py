@@ -283,35 +283,37 @@ class Plans(list):
 
 
 class Rewritten:
-    """Mixed into a module's class: runs a rewritten forward where one holds, else the class's own.
-
-    A plan holds for the children and settings (``training`` among them) that the forward read while
-    it was traced. Others are traced when they are first met, up to eight; calls with more than the
-    required arguments, or with any that is no tensor, go to the class's own forward.
-    """
-
-    def forward(self, *args, **kwargs):
-        plan = _plan(self)
-        if (
-            plan is None
-            or plan.function is None
-            or kwargs
-            or len(args) != plan.inputs
-            or not all(isinstance(a, torch.Tensor) for a in args)
-        ):
-            return super().forward(*args, **kwargs)
-        return plan.function(self, *args)
+    """Mixed into a module's class, with :func:`_forward` as its forward."""
 
     def __reduce_ex__(self, protocol):
         # The class is made at run time, so that no pickle can name it.
         make, args, *state = super().__reduce_ex__(max(protocol, 2))
         if make is not copyreg.__newobj__:
             return make, args, *state
-        return _new, (type(self).own_class, *args[1:]), *state
+        return _new, (self._class_before_convert, *args[1:]), *state
 
     def __setstate__(self, state):
         super().__setstate__(state)
         self.__dict__[_PLANS] = Plans(plans(self, layer_kind))
+
+
+def _forward(self, *args, **kwargs):
+    """Runs a rewritten forward where one holds, else the class's own.
+
+    A plan holds for the children and settings (``training`` among them) that the forward read while
+    it was traced. Others are traced when they are first met, up to eight; calls with more than the
+    required arguments, or with any that is no tensor, go to the class's own forward.
+    """
+    plan = _plan(self)
+    if (
+        plan is None
+        or plan.function is None
+        or kwargs
+        or len(args) != plan.inputs
+        or not all(isinstance(a, torch.Tensor) for a in args)
+    ):
+        return getattr(self, OWN_FORWARD)(*args, **kwargs)
+    return plan.function(self, *args)
 
 
 def _new(own_class, *args):
@@ -322,11 +324,14 @@ def _new(own_class, *args):
 @functools.cache
 def rewritten_class(own_class):
     """A subclass of the same name whose forward may be replaced by a rewritten one."""
+    # torch.compile counts recompilations per code object, so each class has one of its own.
+    forward = types.FunctionType(_forward.__code__.replace(), globals(), "forward")
     attributes = {
+        "forward": forward,
         "__doc__": own_class.__doc__,
         "__module__": own_class.__module__,
         "__qualname__": own_class.__qualname__,
-        "own_class": own_class,
+        "_class_before_convert": own_class,
         OWN_FORWARD: own_class.forward,
     }
     bases = Rewritten, own_class
