@@ -2,6 +2,7 @@
 
 import random
 
+import numpy
 import torch
 import torch.nn.functional as stock
 from torch import nn
@@ -135,6 +136,31 @@ class DrawsNumbers(FunctionalBlock):
         return x if random.random() < 0.5 else x + 1
 
 
+class DrawsFromNumpy(FunctionalBlock):
+    def forward(self, x):
+        x = stock.relu(self.conv(x))
+        return x if numpy.random.rand() < 0.5 else x + 1  # noqa: NPY002
+
+
+class Prints(FunctionalBlock):
+    def forward(self, x):
+        print(x.shape)
+        return stock.relu(self.conv(x))
+
+
+class AsksInAHelper(FunctionalBlock):
+    def prepare(self, x):
+        return [x] if isinstance(x, torch.Tensor) else x
+
+    def forward(self, x):
+        return stock.relu(self.conv(torch.cat(self.prepare(x), 1)))
+
+
+class DefaultTuple(FunctionalBlock):
+    def forward(self, x, size=(2, 2)):
+        return stock.max_pool2d(stock.relu(self.conv(x)), size)
+
+
 class MakesTensors(FunctionalBlock):
     def forward(self, x):
         return stock.relu(self.conv(x)) + torch.ones(1)
@@ -169,6 +195,10 @@ UNTRACEABLE = {
     Branches: "symbolically traced",
     NoGrad: "gradients",
     DrawsNumbers: "random",
+    DrawsFromNumpy: "random",
+    Prints: "print",
+    AsksInAHelper: "isinstance",
+    DefaultTuple: "'size' has a tuple",
     MakesTensors: "makes tensors",
     CountsCalls: "sets attributes",
     AsksForTypes: "isinstance",
@@ -177,7 +207,9 @@ UNTRACEABLE = {
 
 
 class Switchable(FunctionalBlock):
-    """Reads settings of its own and of a list of layers."""
+    """Reads settings of its own, of its class and of a list of layers."""
+
+    shift = 1
 
     def __init__(self):
         super().__init__()
@@ -185,7 +217,7 @@ class Switchable(FunctionalBlock):
         self.tail = nn.ModuleList([nn.Conv2d(8, 4, 1)])
 
     def forward(self, x):
-        x = stock.relu(self.conv(x)) * self.scale
+        x = stock.relu(self.conv(x)) * self.scale + self.shift
         for layer in self.tail:
             x = stock.relu(layer(x))
         return x

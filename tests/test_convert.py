@@ -2,8 +2,10 @@
 they must be."""
 
 import copy
+import gc
 import io
 import pickle
+import weakref
 
 import convert_models
 import pytest
@@ -197,6 +199,18 @@ def test_a_copy_has_a_mode_of_its_own():
     assert copied[0][1].num_batches_tracked == 0
 
 
+def test_a_model_is_freed_without_the_garbage_collector():
+    model = braze.convert(Switchable())
+    model(images("cpu"))
+    alive = weakref.ref(model.conv.weight)
+    gc.disable()
+    try:
+        del model
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
 def test_converted_twice(model, device):
     before = str(braze.convert_report(model))
     braze.convert(model)
@@ -222,7 +236,8 @@ def test_compile(model, device):
     compiled = torch.compile(copy.deepcopy(model), fullgraph=True, backend="aot_eager")
     x = images(device)
     torch.testing.assert_close(compiled(x), model(x))
-    model.train(), compiled.train()
+    model.train()
+    compiled.train()
     torch.manual_seed(0)
     y = model(x)
     torch.manual_seed(0)
@@ -427,6 +442,9 @@ def test_settings_are_watched():
     for scale in (2.0, 3.0, 2, True, 0.5):
         model.scale = original.scale = scale
         torch.testing.assert_close(model(x), original(x))
+    for m in (model, original):
+        m.shift = 5
+    torch.testing.assert_close(model(x), original(x))
     for m in (model, original):
         m.tail.append(nn.Identity())
         m.tail[0] = nn.MaxPool2d(2)

@@ -6,6 +6,7 @@ import copyreg
 import functools
 import types
 import typing
+import weakref
 
 import torch
 
@@ -114,29 +115,30 @@ class Plan:
     def __init__(self, module, kind_of):
         self.function, self.inputs, self.reason = None, 0, None
         self.blocks, self.functions = [], []
-        self._containers = containers(module)
+        # Weak references: a module that held itself would live on until the garbage collector runs.
+        self._containers = [(weakref.ref(c), children) for c, children in containers(module)]
         recorder = Recorder()
         try:
             graph, self.inputs = trace(module, recorder)
         except Untraceable as error:
             self.reason = str(error)
-        self._reads = list(recorder.reads.values())
+        self._reads = [(weakref.ref(m), *read) for m, *read in recorder.reads.values()]
         if self.reason is None:
             self._rewrite(module, graph, kind_of)
 
     def holds(self):
         """Whether the module has the children and the settings that it had when it was traced."""
         for container, children in self._containers:
-            if tuple(container._modules.values()) != children:
+            if tuple(container()._modules.values()) != children:
                 return False
         for module, name, value in self._reads:
-            now = module.__dict__.get(name)
+            now = getattr(module(), name, None)
             if now is not value and (type(now) is not type(value) or now != value):
                 return False
         return True
 
     def reads_training(self, module):
-        return any(owner is module and name == "training" for owner, name, _ in self._reads)
+        return any(owner() is module and name == "training" for owner, name, _ in self._reads)
 
     def _rewrite(self, module, graph, kind_of):
         calls = {}

@@ -4,6 +4,7 @@ that a trace would get wrong in silence, and everything noted that it holds for 
 import random
 import types
 
+import numpy
 import torch
 
 #: What a forward may ask about its surroundings or about a proxy that a trace would answer once
@@ -17,6 +18,9 @@ _UNTRACEABLE = {
     "is_grad_enabled",
     "is_inference_mode_enabled",
     "isinstance",
+    "item",
+    "print",
+    "tolist",
     "type",
 }
 #: Where a rewritten class keeps the forward that it stands for.
@@ -26,6 +30,7 @@ _CONSTANTS = (bool, int, float, str, type(None), torch.dtype, types.FunctionType
 _CONSTANTS += (types.BuiltinFunctionType,)
 
 
+_NO_SETTINGS = types.MethodType, torch.nn.Module, torch.fx.Proxy
 _CONTAINERS = torch.nn.ModuleDict, torch.nn.ModuleList, torch.nn.Sequential
 
 
@@ -61,21 +66,22 @@ def _modes():
 
 
 def _names_used(module, forward):
-    """The names in the code of forward and of the methods and functions that it reaches."""
-    names, seen, todo = set(), set(), [(forward, None)]
+    """The names in the code of forward and of the methods and functions that it may reach."""
+    classes = {c for m in module.modules() for c in type(m).__mro__ if not _is_torchs(c)}
+    names, seen, todo = set(), set(), [(forward.__code__, forward.__globals__)]
     while todo:
-        function, code = todo.pop()
-        code = code or function.__code__
+        code, scope = todo.pop()
         if code in seen:
             continue
         seen.add(code)
         names.update(code.co_names)
-        todo += [(function, c) for c in code.co_consts if isinstance(c, types.CodeType)]
+        todo += [(c, scope) for c in code.co_consts if isinstance(c, types.CodeType)]
         for name in code.co_names:
-            for found in (getattr(type(module), name, None), function.__globals__.get(name)):
+            for found in (scope.get(name), *(vars(c).get(name) for c in classes)):
+                found = getattr(found, "__func__", found)  # of static and class methods
                 found = getattr(found, "__wrapped__", found)
                 if isinstance(found, types.FunctionType) and not _is_torchs(found):
-                    todo.append((found, None))
+                    todo.append((found.__code__, found.__globals__))
     return names
 
 
@@ -84,7 +90,7 @@ def _is_torchs(thing):
 
 
 class Recorder:
-    """While active, notes which of the modules' own attributes (not parameters, buffers, children)
+    """While active, notes which attributes of modules (not parameters, buffers, children, methods)
     Python code reads: a trace holds only for the values it has seen."""
 
     def __init__(self):
@@ -96,7 +102,8 @@ class Recorder:
 
         def recording(module, name):
             value = stock(module, name)
-            if name not in _INTERNALS and name in stock(module, "__dict__"):
+            internal = name in _INTERNALS or name.startswith("__")
+            if not internal and not isinstance(value, _NO_SETTINGS):
                 reads.setdefault((id(module), name), (module, name, value))
             return value
 
@@ -132,6 +139,9 @@ def _required(forward):
     defaults = forward.__defaults__ or ()
     names = code.co_varnames[1 : code.co_argcount]
     required = len(names) - len(defaults)
+    for name, value in zip(names[required:], defaults, strict=True):
+        if not isinstance(value, (bool, int, float, type(None))):
+            raise Untraceable(f"its argument {name!r} has a {type(value).__name__} as its default")
     return required, dict(zip(names[required:], defaults, strict=True))
 
 
@@ -146,7 +156,7 @@ def trace(module, recorder):
         raise Untraceable(f"it uses {', '.join(refused)}")
     required, defaults = _required(forward)
     before = [(m, dict(m.__dict__)) for m in module.modules()]
-    random_states = random.getstate(), torch.get_rng_state()
+    states = _random_states()
     try:
         with recorder:
             graph = _Tracer(name).trace(module, concrete_args=defaults or None)
@@ -160,13 +170,13 @@ def trace(module, recorder):
         for m, old in changed:
             m.__dict__.clear()
             m.__dict__.update(old)
-        same_random = random.getstate() == random_states[0]
-        same_random &= torch.equal(torch.get_rng_state(), random_states[1])
-        random.setstate(random_states[0])
-        torch.set_rng_state(random_states[1])
+        drawn = _random_states() != states
+        random.setstate(states[0])
+        torch.set_rng_state(torch.tensor(states[1], dtype=torch.uint8))
+        numpy.random.set_state(states[2])  # noqa: NPY002
     if changed:
         raise Untraceable("it makes tensors or sets attributes")
-    if not same_random:
+    if drawn:
         raise Untraceable("it draws random numbers outside of modules")
     for _, name, value in recorder.reads.values():
         if not _is_constant(value):
@@ -188,6 +198,12 @@ def _drop_optional(graph, required):
         erase(node)
     for node in graph.nodes:
         node.type = None  # annotations may name what only the module's own file knows
+
+
+def _random_states():
+    # numpy's global generator is what a forward may draw from.
+    name, words, *rest = numpy.random.get_state()  # noqa: NPY002
+    return random.getstate(), torch.get_rng_state().tolist(), (name, words.tolist(), *rest)
 
 
 def _same(now, before):
