@@ -157,9 +157,10 @@ def trace(module, recorder):
     required, defaults = _required(forward)
     before = [(m, dict(m.__dict__)) for m in module.modules()]
     states = _random_states()
+    tracer = _Tracer(name)
     try:
         with recorder:
-            graph = _Tracer(name).trace(module, concrete_args=defaults or None)
+            graph = tracer.trace(module, concrete_args=defaults or None)
     except Untraceable:
         raise
     except Exception as error:  # a forward that meets proxies may raise anything
@@ -170,6 +171,7 @@ def trace(module, recorder):
         for m, old in changed:
             m.__dict__.clear()
             m.__dict__.update(old)
+        vars(tracer).clear()  # it is part of a cycle that would keep the module alive
         drawn = _random_states() != states
         random.setstate(states[0])
         torch.set_rng_state(torch.tensor(states[1], dtype=torch.uint8))
