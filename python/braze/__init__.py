@@ -7,6 +7,8 @@ __version__ = "0.1.0"
 __all__ = [
     "backend",
     "check_errors",
+    "convert",
+    "convert_report",
     "data",
     "info",
     "kernels",
@@ -23,6 +25,7 @@ if _lib.load_error is None:
     from braze._ops.cross_entropy import check_errors
     from braze._ops.matmul import matmul
     from braze._ops.transpose import transpose_copy
+    from braze.convert import convert, convert_report
 else:
     # braze.info(), the bug-report page, has to work when nothing else does.
     def __getattr__(name):

@@ -80,6 +80,33 @@ class Conv2d(torch.nn.Conv2d):
         return F.conv2d(input, weight, bias, self.stride, padding, self.dilation, self.groups)
 
 
+def conv_bn_relu_max_pool2d(input, conv, bn, pool):
+    """The fused block on the parameters, buffers and settings of three layers."""
+    statistics = batch_norm_state(bn)
+    return F.conv_bn_relu_max_pool2d(
+        input,
+        conv.weight,
+        conv.bias,
+        statistics.mean,
+        statistics.var,
+        bn.weight,
+        bn.bias,
+        stride=conv.stride,
+        padding=conv.padding,
+        dilation=conv.dilation,
+        groups=conv.groups,
+        training=statistics.training,
+        momentum=bn.momentum,
+        eps=bn.eps,
+        kernel_size=pool.kernel_size,
+        pool_stride=pool.stride,
+        pool_padding=pool.padding,
+        pool_dilation=pool.dilation,
+        ceil_mode=pool.ceil_mode,
+        num_batches_tracked=statistics.batches,
+    )
+
+
 class ConvBnReLUMaxPool2d(torch.nn.Module):
     """Convolution, batch norm, ReLU and max pooling as one op:
     :func:`braze.nn.functional.conv_bn_relu_max_pool2d`.
@@ -151,30 +178,7 @@ class ConvBnReLUMaxPool2d(torch.nn.Module):
         return block
 
     def forward(self, input):
-        conv, bn, pool = self.conv, self.bn, self.pool
-        statistics = batch_norm_state(bn)
-        return F.conv_bn_relu_max_pool2d(
-            input,
-            conv.weight,
-            conv.bias,
-            statistics.mean,
-            statistics.var,
-            bn.weight,
-            bn.bias,
-            stride=conv.stride,
-            padding=conv.padding,
-            dilation=conv.dilation,
-            groups=conv.groups,
-            training=statistics.training,
-            momentum=bn.momentum,
-            eps=bn.eps,
-            kernel_size=pool.kernel_size,
-            pool_stride=pool.stride,
-            pool_padding=pool.padding,
-            pool_dilation=pool.dilation,
-            ceil_mode=pool.ceil_mode,
-            num_batches_tracked=statistics.batches,
-        )
+        return conv_bn_relu_max_pool2d(input, self.conv, self.bn, self.pool)
 
 
 class CrossEntropyLoss(torch.nn.CrossEntropyLoss):

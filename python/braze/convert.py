@@ -1,0 +1,250 @@
+"""``braze.convert``: an existing model on braze's kernels, in place."""
+
+import collections
+import dataclasses
+
+import torch
+
+import braze.nn
+from braze._ops._common import FLOAT_DTYPES
+from braze._rewrite import LAYERS, hooks, plans, rewrite
+
+_TO = {getattr(torch.nn, name): getattr(braze.nn, name) for name in LAYERS}
+_CONVERTED = {to: stock for stock, to in _TO.items()}
+#: Modules that compute nothing themselves.
+_NOTHING_TO_DO = (
+    torch.nn.Flatten,
+    torch.nn.Identity,
+    torch.nn.ModuleDict,
+    torch.nn.ModuleList,
+    torch.nn.ParameterDict,
+    torch.nn.ParameterList,
+    torch.nn.Sequential,
+    torch.nn.Unflatten,
+)
+
+
+_BATCHES = "num_batches_tracked"
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """What happens to one module, one run of modules and functions, or one function call.
+
+    Attributes:
+        name: the module's name in the model ("" is the model itself); for a run, the names of its
+            parts, joined by commas; for a function call, the name of the module that calls it.
+        action: ``"swapped"``, ``"fused"`` or ``"left alone"``.
+        before: the class or function there was.
+        after: the class or function there is, or None.
+        reason: why it is left alone, or None.
+    """
+
+    name: str
+    action: str
+    before: str
+    after: str | None = None
+    reason: str | None = None
+
+    def __str__(self):
+        name = self.name or "(the model)"
+        if self.action == "left alone":
+            return f"left alone  {name}: {self.before}: {self.reason}"
+        return f"{self.action:<10}  {name}: {self.before} -> {self.after}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What :func:`braze.convert` does to a model: prints as one line per entry."""
+
+    entries: tuple[Entry, ...]
+
+    def _with(self, action):
+        return tuple(e for e in self.entries if e.action == action)
+
+    @property
+    def swapped(self):
+        return self._with("swapped")
+
+    @property
+    def fused(self):
+        return self._with("fused")
+
+    @property
+    def left_alone(self):
+        return self._with("left alone")
+
+    def __str__(self):
+        counts = f"{len(self.swapped)} swapped, {len(self.fused)} fused, "
+        return "\n".join([*map(str, self.entries), f"{counts}{len(self.left_alone)} left alone"])
+
+
+def _names(model):
+    """Every module with all of its names."""
+    names = collections.defaultdict(list)
+    for name, module in model.named_modules(remove_duplicate=False):
+        names[module].append(name)
+    return names
+
+
+def _stock_layer(module):
+    """The class of torch.nn that a module is an instance of and that braze has too, or None."""
+    return next((stock for stock in _TO if isinstance(module, stock)), None)
+
+
+def _reason_to_leave(module, names):
+    """Why a layer keeps its class, or None."""
+    kind = type(module)
+    stock = _stock_layer(module)
+    if isinstance(module, torch.nn.modules.lazy.LazyModuleMixin):
+        return "lazy: run it once first"
+    if torch.nn.utils.parametrize.is_parametrized(module):
+        return "parametrized"
+    if kind.__module__.startswith(("torch.ao.", "torch.nn.quantized", "torch.nn.qat")):
+        return "quantized"
+    if stock is None:
+        return "braze has no such layer"
+    if kind not in _TO and kind not in _CONVERTED:
+        return f"a subclass of {stock.__name__}"
+    if len(names) > 1:
+        return f"shared: {', '.join(names)}"
+    if hooks(module):
+        return f"has {', '.join(hooks(module))}"
+    if "forward" in module.__dict__:
+        return "its forward has been replaced"
+    for tensor in (*module.parameters(False), *module.buffers(False)):
+        if tensor.dtype not in FLOAT_DTYPES and tensor is not module._buffers.get(_BATCHES):
+            return f"{tensor.dtype} is not supported"
+        if tensor.device.type not in ("cpu", "cuda", "meta"):
+            return f"device {tensor.device} is not supported"
+    return None
+
+
+def _has_own_forward(module):
+    """Whether a module is one that combines others in Python code, so that its forward counts."""
+    kind = type(module)
+    if isinstance(module, torch.nn.Sequential):
+        return True
+    return kind.forward is not torch.nn.Module.forward and not kind.__module__.startswith(
+        ("torch.", "braze.")
+    )
+
+
+def _why_not_rewritten(module):
+    if isinstance(module, torch.fx.GraphModule):
+        return "its forward is generated: convert the model before it is traced"
+    if isinstance(module, torch.jit.ScriptModule):
+        return "its forward is compiled: convert the model before it is scripted"
+    if "forward" in module.__dict__:
+        return "its forward has been replaced"
+    return None
+
+
+def _forward_entries(module, name, kind_of):
+    """What becomes of a module's own forward, as entries; whether it is rewritten."""
+    kind = type(module).__qualname__
+    reason = _why_not_rewritten(module)
+    found = [] if reason else plans(module, kind_of)
+    reason = reason or next((plan.reason for plan in found if plan.reason), None)
+    if reason:
+        return [Entry(name, "left alone", f"{kind}.forward", reason=reason)], False
+    prefix = f"{name}." if name else ""
+    entries = {}
+    for plan in found:
+        for block in plan.blocks:
+            parts = ", ".join(p if p.endswith("()") else prefix + p for p in block)
+            before = "Conv2d, BatchNorm2d, ReLU, MaxPool2d"
+            entries[parts] = Entry(parts, "fused", before, "ConvBnReLUMaxPool2d")
+        for function in plan.functions:
+            before, after = f"functional {function}", f"braze.nn.functional.{function}"
+            entries[name, function] = Entry(name, "swapped", before, after)
+    return list(entries.values()), bool(entries)
+
+
+def _analyse(model):
+    """The report, the layers to swap, and the modules whose forward to rewrite."""
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"convert(): model must be a torch.nn.Module, not {type(model).__name__}")
+    names = _names(model)
+    entries, swaps, kinds = [], [], {}
+    for module, all_names in names.items():
+        kind = type(module)
+        if kind in _NOTHING_TO_DO or kind in (braze.nn.Flatten, braze.nn.Sequential):
+            continue
+        if _stock_layer(module) is None and (_has_own_forward(module) or module._modules):
+            continue
+        reason = _reason_to_leave(module, all_names)
+        if reason:
+            entries.append(Entry(all_names[0], "left alone", kind.__qualname__, reason=reason))
+            continue
+        stock = _CONVERTED.get(kind, kind)
+        kinds[module] = stock.__name__
+        swaps.append(module)
+        before, after = f"torch.nn.{stock.__name__}", f"braze.nn.{stock.__name__}"
+        entries.append(Entry(all_names[0], "swapped", before, after))
+    rewrites = []
+    for module, all_names in names.items():
+        if _stock_layer(module) is None and _has_own_forward(module):
+            found, rewritten = _forward_entries(module, all_names[0], kinds.get)
+            entries += found
+            if rewritten:
+                rewrites.append(module)
+    return Report(tuple(entries)), swaps, rewrites
+
+
+def convert_report(model):
+    """What :func:`convert` does to a model, or has done: the report is the same before and after.
+
+    Args:
+        model: a ``torch.nn.Module``. It is not changed.
+
+    Returns:
+        A report that prints as a list, with `entries`, `swapped`, `fused` and `left_alone`: tuples
+        of entries with `name`, `action`, `before`, `after` and `reason`.
+    """
+    return _analyse(model)[0]
+
+
+def convert(model, *, strict=False):
+    """Puts an existing model on braze's kernels, in place, and returns it.
+
+    Layers of torch.nn become braze.nn's of the same name by changing their class, so that
+    parameters, buffers, optimizers, state dicts and names stay what they are. Runs of Conv2d,
+    BatchNorm2d, ReLU and MaxPool2d (layers, or functions in the forward of a module) become one
+    fused op, and functions of ``torch.nn.functional`` that a forward calls become braze's: the
+    module that runs them, a ``Sequential`` or one with a forward of its own, gets a rewritten
+    `forward` by way of a subclass of the same name; its children stay.
+
+    A forward is rewritten where torch.fx traces it. What it reads of the module is watched: where
+    `training`, another setting or the children change, it is traced anew. Forwards that would be
+    traced wrongly (branches on values, random numbers, ``torch.no_grad()``, ``isinstance``) stay
+    as they are, with their layers swapped; global variables that a forward branches on are not
+    watched. A run is found within one forward, not across several.
+
+    Left alone are layers with hooks, parametrizations, another `forward`, more than one name in
+    the model, dtypes other than float64, float32, bfloat16 and float16, and subclasses of torch's
+    layers. Fused runs whose layers gain hooks later are run layer by layer. Fused runs can be
+    differentiated once, everything else as :mod:`braze.nn` says.
+
+    Args:
+        model: a ``torch.nn.Module``.
+        strict: raise if anything would be left alone. Modules that compute nothing (``Flatten``,
+            ``Identity``, containers) do not count; layers that braze does not have do.
+
+    Returns:
+        `model`. Converting a converted model changes nothing.
+
+    Raises:
+        TypeError: `model` is not a module.
+        RuntimeError: under `strict`, with the list of what would be left alone. Nothing has been
+            changed then.
+    """
+    report, swaps, rewrites = _analyse(model)
+    if strict and report.left_alone:
+        lines = "\n".join(f"  {e}" for e in report.left_alone)
+        raise RuntimeError(f"convert(strict=True): these would be left alone:\n{lines}")
+    for module in swaps:
+        module.__class__ = _TO.get(type(module), type(module))
+    for module in rewrites:
+        rewrite(module)
+    return model

@@ -1,0 +1,501 @@
+"""braze.convert: the same results, state dicts, optimizers and copies, with layers left alone where
+they must be."""
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+
+import convert_models
+import pytest
+import torch
+import torch.nn.functional as stock
+from convert_models import MODELS, UNTRACEABLE, FunctionalBlock, LeNet, NotInOneRun, Switchable
+from torch import nn
+
+import braze
+from braze._rewrite import Rewritten
+from common import assert_by_rule
+
+BLOCK = "conv_bn_relu_max_pool2d"
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    torch._dynamo.reset()
+
+
+@pytest.fixture(params=MODELS)
+def model(request, device):
+    return MODELS[request.param]().to(device)
+
+
+def images(device, n=4):
+    return torch.randn(n, 1, 16, 16, device=device)
+
+
+def ops_run(function):
+    """The names of braze's ops that a call runs."""
+    names = []
+
+    class Mode(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            if op.namespace == "braze":
+                names.append(op._schema.name.removeprefix("braze::"))
+            return op(*args, **(kwargs or {}))
+
+    with Mode():
+        function()
+    return names
+
+
+def run(model, x):
+    """The result, the gradients of the parameters, and the buffers afterwards."""
+    torch.manual_seed(3)
+    y = model(x)
+    weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(1))
+    grads = torch.autograd.grad(y, list(model.parameters()), weight.to(y))
+    return y, grads, list(model.buffers())
+
+
+def assert_same_as_stock(converted, original, x):
+    wide = copy.deepcopy(original).double()
+    ours, theirs, reference = run(converted, x), run(original, x), run(wide, x.double())
+    assert_by_rule(ours[0], theirs[0], reference[0], ulps=16)
+    names = [name for name, _ in original.named_parameters()]
+    for name, a, b, c in zip(names, ours[1], theirs[1], reference[1], strict=True):
+        assert_by_rule(a, b, c, ulps=64, what=name)
+    for a, b, c in zip(ours[2], theirs[2], reference[2], strict=True):
+        if a.is_floating_point():
+            assert_by_rule(a, b, c, ulps=16, what="buffer")
+        else:
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_results_gradients_and_buffers(model, device, training):
+    # Dropout draws its mask in another order in float64, so that the modes of dropout differ.
+    if isinstance(model, LeNet):
+        model.p = 0.0
+    original = copy.deepcopy(model).train(training)
+    converted = braze.convert(model)
+    assert converted is model
+    converted.train(training)
+    for _ in range(2):
+        assert_same_as_stock(converted, original, images(device))
+
+
+def test_comparison_rejects_a_wrong_model(device):
+    original = convert_models.mnist().to(device)
+    wrong = braze.convert(copy.deepcopy(original))
+    wrong[0].padding = (0, 0)
+    wrong[4].padding = (2, 2)
+    with pytest.raises(AssertionError):
+        assert_same_as_stock(wrong, original, images(device))
+
+
+@pytest.mark.parametrize(
+    ("name", "blocks"),
+    [("mnist", 2), ("LeNet", 0), ("FunctionalBlock", 1), ("ResNet", 1), ("VGG", 2)],
+)
+def test_what_runs(name, blocks):
+    model = braze.convert(MODELS[name](), strict=True)
+    assert len(braze.convert_report(model).fused) == blocks
+    with torch.no_grad():
+        ran = ops_run(lambda: model(images("cpu")))
+    # A block whose settings have no fused kernel runs as four ops.
+    as_one = {"mnist": 1, "VGG": 1}.get(name, 0)
+    assert ran.count(BLOCK) == as_one
+    assert ("relu" in ran) == (name != "mnist" and name != "VGG") or blocks > as_one
+    assert "max_pool2d" in ran
+
+
+def test_functions_of_a_forward_run_on_braze():
+    model = braze.convert(LeNet().eval())
+    ran = ops_run(lambda: model(images("cpu")))
+    expected = ["conv2d", "relu", "max_pool2d"] * 2 + ["linear", "log_softmax"]
+    assert ran == expected
+    # The optional argument: the class's own forward.
+    warm = model(images("cpu"), temperature=2.0)
+    assert warm.shape == (4, 10)
+
+
+def test_state_dict_both_ways(model, device):
+    original = copy.deepcopy(model)
+    converted = braze.convert(model)
+    assert list(converted.state_dict()) == list(original.state_dict())
+    other = copy.deepcopy(original)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.add_(torch.randn_like(p))
+    converted.load_state_dict(other.state_dict(), strict=True)
+    for key, value in other.state_dict().items():
+        assert torch.equal(converted.state_dict()[key], value)
+    original.load_state_dict(converted.state_dict(), strict=True)
+    for a, b in zip(original.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_parameters_and_optimizer_stay(model, device):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    names = list(model.named_modules())
+    parameters, buffers = list(model.parameters()), list(model.buffers())
+    braze.convert(model)
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    assert all(a is b for a, b in zip(model.buffers(), buffers, strict=True))
+    assert names == list(model.named_modules())
+    before = [p.detach().clone() for p in parameters]
+    model(images(device)).square().sum().backward()
+    optimizer.step()
+    assert any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_classes_are_subclasses_of_the_same_name(model):
+    kinds = [type(m) for m in model.modules()]
+    for module, kind in zip(braze.convert(model).modules(), kinds, strict=True):
+        assert isinstance(module, kind)
+        assert type(module).__name__ == kind.__name__
+
+
+def copies(model):
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return {
+        "copy": copy.copy(model),
+        "deepcopy": copy.deepcopy(model),
+        "pickle": pickle.loads(pickle.dumps(model)),
+        "save": torch.load(buffer, weights_only=False),
+    }
+
+
+def test_copies(model, device):
+    braze.convert(model).eval()
+    x = images(device)
+    y, ran = model(x), ops_run(lambda: model(x))
+    for how, copied in copies(model).items():
+        assert type(copied) is type(model), how
+        assert torch.equal(copied(x), y), how
+        assert ops_run(lambda copied=copied: copied(x)) == ran, how
+        if how == "copy":
+            continue
+        assert all(a is not b for a, b in zip(model.parameters(), copied.parameters(), strict=True))
+        with torch.no_grad():
+            for p in copied.parameters():
+                p.zero_()
+        assert torch.equal(model(x), y), how
+        assert not torch.equal(copied(x), y), how
+
+
+def test_a_copy_has_a_mode_of_its_own():
+    model = braze.convert(nn.Sequential(convert_models.mnist()))
+    copied = copy.deepcopy(model).eval()
+    before = copied[0][1].running_mean.clone()
+    copied(images("cpu"))
+    assert torch.equal(copied[0][1].running_mean, before)
+    model(images("cpu"))
+    assert model[0][1].num_batches_tracked == 1
+    assert copied[0][1].num_batches_tracked == 0
+
+
+def test_a_model_is_freed_without_the_garbage_collector():
+    model = braze.convert(Switchable())
+    model(images("cpu"))
+    alive = weakref.ref(model.conv.weight)
+    gc.disable()
+    try:
+        del model
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_converted_twice(model, device):
+    before = str(braze.convert_report(model))
+    braze.convert(model)
+    kinds = [type(m) for m in model.modules()]
+    assert braze.convert(model) is model
+    assert kinds == [type(m) for m in model.modules()]
+    assert str(braze.convert_report(model)) == before
+
+
+def test_to_dtype_and_layout(device):
+    original = convert_models.mnist()
+    model = braze.convert(copy.deepcopy(original))
+    x = images(device)
+    model.to(device, torch.float64)
+    original.to(device, torch.float64)
+    torch.testing.assert_close(model(x.double()), original(x.double()))
+    model.to(torch.float32, memory_format=torch.channels_last)
+    assert model(x.to(memory_format=torch.channels_last)).shape == (4, 10)
+
+
+def test_compile(model, device):
+    braze.convert(model).eval()
+    compiled = torch.compile(copy.deepcopy(model), fullgraph=True, backend="aot_eager")
+    x = images(device)
+    torch.testing.assert_close(compiled(x), model(x))
+    model.train()
+    compiled.train()
+    torch.manual_seed(0)
+    y = model(x)
+    torch.manual_seed(0)
+    torch.testing.assert_close(compiled(x), y)
+    y.sum().backward()
+    compiled(x).sum().backward()
+
+
+def test_compile_with_inductor_runs_the_block(device):
+    model = braze.convert(FunctionalBlock().to(device))
+    x = images(device)
+    torch.testing.assert_close(torch.compile(model, fullgraph=True)(x), model(x))
+
+
+def test_export():
+    # export reads cuDNN's legacy TF32 flag, which torch refuses while the newer flags differ.
+    torch.backends.cudnn.allow_tf32 = False
+    model = braze.convert(convert_models.mnist()).eval()
+    x = images("cpu")
+    exported = torch.export.export(model, (x,))
+    assert any(BLOCK in str(n.target) for n in exported.graph.nodes)
+    torch.testing.assert_close(exported.module()(x), model(x))
+
+
+# What is left alone
+
+
+def reason(model, name):
+    return {e.name: e.reason for e in braze.convert_report(model).left_alone}[name]
+
+
+def with_hook(register):
+    def make():
+        layer = nn.Linear(3, 3)
+        getattr(layer, register)(lambda *_: None)
+        return layer
+
+    return make
+
+
+class MyLinear(nn.Linear):
+    pass
+
+
+def shared():
+    model = nn.Sequential(nn.Linear(3, 3))
+    model.append(model[0])
+    return model
+
+
+def parametrized():
+    return nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))
+
+
+def replaced():
+    layer = nn.Linear(3, 3)
+    layer.forward = lambda x: x
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (with_hook("register_forward_hook"), "has forward_hooks"),
+        (with_hook("register_forward_pre_hook"), "has forward_pre_hooks"),
+        (with_hook("register_full_backward_hook"), "has backward_hooks"),
+        (with_hook("register_full_backward_pre_hook"), "has backward_pre_hooks"),
+        (with_hook("register_state_dict_post_hook"), "has state_dict_hooks"),
+        (parametrized, "parametrized"),
+        (replaced, "its forward has been replaced"),
+        (lambda: MyLinear(3, 3), "a subclass of Linear"),
+        (lambda: nn.LazyLinear(3), "lazy: run it once first"),
+        (lambda: nn.Linear(3, 3, dtype=torch.complex64), "torch.complex64 is not supported"),
+        (lambda: nn.ConvTranspose2d(3, 3, 3), "braze has no such layer"),
+        (lambda: torch.ao.nn.quantized.ReLU6(), "quantized"),
+    ],
+)
+def test_left_alone(make, expected):
+    model = nn.Sequential(make(), nn.ReLU())
+    kind = type(model[0])
+    assert reason(model, "0") == expected
+    with pytest.raises(RuntimeError, match=f"left alone(?s:.*)0: .*{expected}"):
+        braze.convert(model, strict=True)
+    assert type(model[1]) is nn.ReLU, "strict has to raise before anything is changed"
+    braze.convert(model)
+    assert type(model[0]) is kind
+    assert type(model[1]) is braze.nn.ReLU
+
+
+def test_shared_layers_are_left_alone():
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+    model.append(model[0])
+    assert reason(model, "0") == "shared: 0, 2"
+    braze.convert(model)
+    assert type(model[0]) is nn.Linear
+    assert type(model[1]) is braze.nn.ReLU
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_hooks_run_and_keep_a_run_from_being_fused(index):
+    calls = []
+    model = convert_models.mnist()
+    model[index].register_forward_hook(lambda *_: calls.append(index))
+    braze.convert(model)
+    assert [e.name for e in braze.convert_report(model).fused] == ["4, 5, 6, 7"]
+    assert not type(model[index]).__module__.startswith("braze")
+    model(images("cpu"))
+    assert calls == [index]
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_hooks_added_later_run(index):
+    calls = []
+    model = braze.convert(convert_models.mnist()).eval()
+    x = images("cpu")
+    y = model(x)
+    hook = model[index].register_forward_hook(lambda *_: calls.append(index))
+    assert BLOCK not in ops_run(lambda: model(x))
+    assert calls == [index]
+    torch.testing.assert_close(model(x), y)
+    hook.remove()
+    assert BLOCK in ops_run(lambda: model(x))
+
+
+def test_global_hooks_see_every_layer():
+    model, seen = braze.convert(convert_models.mnist()), []
+    handle = nn.modules.module.register_module_forward_hook(lambda m, *_: seen.append(m))
+    try:
+        model(images("cpu"))
+    finally:
+        handle.remove()
+    assert set(seen) == set(model.modules())
+
+
+def test_layers_changed_after_conversion():
+    model = braze.convert(convert_models.mnist()).eval()
+    original = convert_models.mnist().eval()
+    original.load_state_dict(model.state_dict())
+    x = images("cpu")
+    for m in (model, original):
+        m[1] = nn.Identity()
+        m.append(nn.Linear(10, 2))
+    original[-1].load_state_dict(model[-1].state_dict())
+    torch.testing.assert_close(model(x), original(x))
+    torch.testing.assert_close(model[:4](x), original[:4](x))
+    for m in (model, original):
+        nn.utils.parametrizations.weight_norm(m[0])
+    torch.testing.assert_close(model(x), original(x))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: setattr(m[0], "padding_mode", "reflect"),
+        lambda m: m.__setitem__(3, nn.MaxPool2d(2, return_indices=True)),
+        lambda m: m.__setitem__(2, nn.LeakyReLU()),
+        lambda m: m.__setitem__(1, nn.SyncBatchNorm(8)),
+    ],
+    ids=["padding_mode", "return_indices", "LeakyReLU", "SyncBatchNorm"],
+)
+def test_runs_that_are_not_the_block(change):
+    model = convert_models.mnist()[:4]
+    change(model)
+    assert not braze.convert_report(model).fused
+    assert not isinstance(braze.convert(model), Rewritten)
+    assert type(model[0]) is braze.nn.Conv2d
+
+
+def test_parts_used_twice_are_not_fused():
+    model = NotInOneRun()
+    assert not braze.convert_report(model).fused
+    original = copy.deepcopy(model)
+    x = images("cpu")
+    torch.testing.assert_close(braze.convert(model)(x), original(x))
+    assert model.bn.num_batches_tracked == 2
+
+
+# Forwards that fx would get wrong
+
+
+@pytest.mark.parametrize("kind", UNTRACEABLE, ids=lambda kind: kind.__name__)
+def test_untraceable_forwards_stay(kind):
+    model = kind()
+    state = torch.get_rng_state()
+    assert UNTRACEABLE[kind] in reason(model, "")
+    assert torch.equal(torch.get_rng_state(), state)
+    attributes = dict(model.__dict__)
+    braze.convert(model)
+    assert model.__dict__ == attributes
+    assert type(model) is kind
+    assert type(model.conv) is braze.nn.Conv2d
+    model(images("cpu"))
+    with pytest.raises(RuntimeError, match="forward"):
+        braze.convert(kind(), strict=True)
+
+
+def test_settings_are_watched():
+    model = Switchable()
+    original = copy.deepcopy(model)
+    braze.convert(model)
+    x = images("cpu")
+    for scale in (2.0, 3.0, 2, True, 0.5):
+        model.scale = original.scale = scale
+        torch.testing.assert_close(model(x), original(x))
+    for m in (model, original):
+        m.shift = 5
+    torch.testing.assert_close(model(x), original(x))
+    for m in (model, original):
+        m.tail.append(nn.Identity())
+        m.tail[0] = nn.MaxPool2d(2)
+    torch.testing.assert_close(model(x), original(x))
+    for scale in range(20):  # more than there are plans for
+        model.scale = original.scale = scale
+        torch.testing.assert_close(model(x), original(x))
+
+
+def test_dropout_follows_the_mode():
+    model = LeNet()
+    model.p = 1.0 - 1e-7
+    braze.convert(model)
+    x = images("cpu")
+    expected = stock.log_softmax(model.fc.bias, 0).expand(4, 10)
+    torch.testing.assert_close(model(x), expected)
+    model.eval()
+    assert not torch.allclose(model(x), expected)
+
+
+def test_the_model_itself_may_be_a_layer():
+    model = nn.Linear(3, 4)
+    assert type(braze.convert(model, strict=True)) is braze.nn.Linear
+    (entry,) = braze.convert_report(model).entries
+    assert (entry.action, entry.before, entry.after) == (
+        "swapped",
+        "torch.nn.Linear",
+        "braze.nn.Linear",
+    )
+
+
+def test_report_prints():
+    model = nn.Sequential(convert_models.mnist(), nn.Dropout())
+    report = braze.convert_report(model)
+    text = str(report)
+    assert "fused       0.0, 0.1, 0.2, 0.3: Conv2d, BatchNorm2d, ReLU, MaxPool2d -> " in text
+    assert "left alone  1: Dropout: braze has no such layer" in text
+    assert text.endswith("10 swapped, 2 fused, 1 left alone")
+    assert type(model[0][0]) is nn.Conv2d
+
+
+@pytest.mark.parametrize("function", [braze.convert, braze.convert_report])
+def test_not_a_module(function):
+    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, not int"):
+        function(3)
+
+
+def test_torchvision_resnet18(device):
+    torchvision = pytest.importorskip("torchvision")
+    original = torchvision.models.resnet18(num_classes=10).to(device)
+    model = braze.convert(copy.deepcopy(original))
+    assert len(braze.convert_report(model).fused) == 1
+    x = torch.randn(2, 3, 64, 64, device=device)
+    torch.testing.assert_close(model(x), original(x), rtol=1e-3, atol=1e-3)
