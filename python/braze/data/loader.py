@@ -84,6 +84,14 @@ class DeviceLoader:
         """Begins the sequence of permutations that belongs to `seed`."""
         self._generator = torch.Generator(self.images.device).manual_seed(seed)
 
+    def get_state(self):
+        """The state that decides the coming epochs' permutations, for :meth:`set_state`."""
+        return self._generator.get_state()
+
+    def set_state(self, state):
+        """Goes on from where :meth:`get_state` was called."""
+        self._generator.set_state(state)
+
     def __len__(self):
         full, rest = divmod(len(self.labels), self.batch_size)
         return full + (rest > 0 and not self.drop_last)
