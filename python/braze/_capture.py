@@ -122,7 +122,7 @@ class Rates:
         groups = self._optimizer.param_groups
         for (index, _), held in self._held.items():
             lr = groups[index]["lr"]
-            if held[1] != lr:
+            if not isinstance(lr, torch.Tensor) and held[1] != lr:
                 held[0].fill_(lr)
                 held[1] = lr
 

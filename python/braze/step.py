@@ -55,8 +55,8 @@ class TrainStep:
     on it is replayed. The results are those of the uncaptured loop, bit for bit with
     ``torch.use_deterministic_algorithms(True)``.
 
-    After a call ``p.grad`` holds the step's gradient (written, not accumulated; clipped; unscaled
-    only with both `grad_scaler` and `max_grad_norm`) in memory that the next call overwrites.
+    After a call ``p.grad`` holds the step's gradient (written, not accumulated; clipped; with a
+    `grad_scaler` perhaps still scaled) in memory that the next call overwrites.
 
     Args:
         model: any ``torch.nn.Module``, its parameters and buffers on one device.
@@ -107,7 +107,7 @@ class TrainStep:
         self.grad_scaler = grad_scaler
         self.accumulate = accumulate
         self.max_grad_norm = max_grad_norm
-        #: the last update's gradient norm before clipping, on the device; the next one overwrites it
+        #: the last update's gradient norm before clipping, on the device; overwritten by the next
         self.grad_norm = None
         self._loader = None
         self._micro_step = 0  # within the accumulation window
@@ -139,7 +139,7 @@ class TrainStep:
         name = type(self.optimizer).__name__
         if any(not group.get("capturable", True) for group in self.optimizer.param_groups):
             raise ValueError(
-                f"TrainStep: {name} with capturable=False keeps its step count on the CPU; expected "
+                f"TrainStep: {name} with capturable=False counts its steps on the CPU; expected "
                 f"{name}(..., capturable=True)"
             )
         if self._scales() and not getattr(self.optimizer, "_step_supports_amp_scaling", False):
@@ -238,6 +238,8 @@ class TrainStep:
         self._entries.clear()
 
     def _run(self, batch, gather):
+        if self._params[0].device != self.device:
+            self._inspect()  # the model has been moved
         first, last = self._micro_step == 0, self._micro_step == self.accumulate - 1
         try:
             if self.device.type == "cuda":
