@@ -169,7 +169,9 @@ def test_learning_rate_schedule(device, maker):
     if maker == "braze SGD":
         assert_same(*results)
     else:
-        torch.testing.assert_close(torch.stack(results[3]), torch.stack(results[1]))
+        # The graph's rate is rounded to float32, a change of 6e-8 that the steps amplify.
+        losses = [torch.stack(results[i]) for i in (1, 3)]
+        torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-5)
     if device == "cuda":
         assert len(graphs(step)) == 1
 
@@ -396,6 +398,7 @@ def test_what_cannot_be_captured(device, culprit, error, message):
                 for _ in range(2):
                     with pytest.raises(error, match=message):
                         step(x, y)
+                optimizer.zero_grad()  # a step leaves its gradients readable
             if captured and (device == "cpu" or i < 2):
                 losses.append(step(x, y))
             else:

@@ -49,13 +49,14 @@ def _end(graph, stream, pool):
     try:
         graph.capture_end()
     except RuntimeError:
-        _failed_graphs.append(graph)
         # What capture_end() leaves undone where CUDA reports the capture as invalid: allocations
         # go to the graph's pool, and the random number generator believes that it is captured.
-        with contextlib.suppress(RuntimeError):  # raises where capture_end() got this far
+        with contextlib.suppress(RuntimeError):  # raises where capture_end() got further
             torch._C._cuda_endAllocateToPool(stream.device.index, pool)
+            torch._C._cuda_releasePool(stream.device.index, pool)
+            _failed_graphs.append(graph)
         scratch = torch.zeros(1, device=stream.device)
-        valid = torch.cuda.CUDAGraph()
+        valid = torch.cuda.CUDAGraph()  # a whole capture frees the generator
         valid.capture_begin(pool=torch.cuda.graph_pool_handle(), capture_error_mode="thread_local")
         scratch.zero_()  # an empty graph gives a warning
         valid.capture_end()

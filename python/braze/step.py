@@ -287,6 +287,9 @@ class TrainStep:
                 self._capture(entry, gather, first, last)
             self._rates.write()
             entry.graph.replay()
+            if self._window_grads is not entry.grads:  # the last call ran another graph
+                for p in self._params:
+                    p.grad = None
             for p, grad in entry.grads:
                 p.grad = grad
             if last:
@@ -447,11 +450,12 @@ class TrainStep:
         if self.grad_scaler is not None:
             self.grad_scaler.load_state_dict(state["grad_scaler"])
         if self._loader is not None and state["loader"] is not None:
-            self._loader.set_state(state["loader"]["generator"])
+            self._loader.set_state(state["loader"]["generator"].cpu())
             self._epoch_state, self._position = None, 0
             self._skip = state["loader"]["position"]
-        torch.set_rng_state(state["rng"]["cpu"])
+        # torch.load(map_location="cuda") has moved what belongs on the CPU.
+        torch.set_rng_state(state["rng"]["cpu"].cpu())
         if self.device.type == "cuda" and "cuda" in state["rng"]:
-            torch.cuda.set_rng_state(state["rng"]["cuda"], self.device)
+            torch.cuda.set_rng_state(state["rng"]["cuda"].cpu(), self.device)
         self._micro_step = 0
         self.recapture()
