@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import braze
+from braze._capture import HostState, Rates
 from braze.data import DeviceLoader
 
 CALLS = 8  # two eager, one captured and replayed, the rest replayed
@@ -431,6 +432,52 @@ def test_optimizers_that_count_on_the_cpu_are_refused(device):
     plain_sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="checks for infinities itself"):
         braze.TrainStep(model, loss_fn, plain_sgd, grad_scaler=scaler)
+
+
+def test_rates_stay_numbers_outside_a_capture(device):
+    model, optimizer = make_plain(device)
+    rates, group = Rates(optimizer, torch.device(device)), optimizer.param_groups[0]
+    key = rates.key()
+    with rates.on_device():
+        tensor = group["lr"]
+        assert tensor.device.type == device
+    assert group["lr"] == 0.1
+    group["lr"] = 0.25
+    assert rates.key() == key
+    assert tensor == 0.1
+    rates.write()
+    assert tensor == 0.25
+    group["momentum"] = 0.5
+    assert rates.key() != key
+    stock = Rates(torch.optim.SGD(model.parameters(), lr=0.1), torch.device(device))
+    key = stock.key()
+    stock._optimizer.param_groups[0]["lr"] = 0.2
+    assert stock.key() != key
+
+
+def test_what_a_replay_cannot_repeat_is_found_and_undone(device):
+    model, _ = make_plain(device)
+    model.append(ReplacesItsBuffer().to(device))
+    optimizer = torch.optim.Adagrad(model.parameters())
+    params = list(model.parameters())
+    state, mean = HostState(model, optimizer, params), model[2].mean
+    state.verify()
+    model(torch.ones(2, 16, device=device)).sum().backward()
+    with pytest.raises(RuntimeError, match="ReplacesItsBuffer replaces its buffer 'mean'"):
+        state.verify()
+    state.restore()
+    state.verify()
+    assert model[2].mean is mean
+    assert params[0].grad is None
+    params[0].grad = torch.ones_like(params[0])
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="Adagrad counts 'step' on the CPU"):
+        state.verify()
+    state.restore()
+    state.verify()
+    params[0].data = params[0].data.clone()
+    with pytest.raises(RuntimeError, match="gives a parameter new memory"):
+        state.verify()
 
 
 def test_two_models_a_second_stream_and_empty_cache(device):

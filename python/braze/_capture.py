@@ -132,6 +132,8 @@ def _frozen(value):
     """A hashable stand-in: of a GPU tensor its place, of all else the value."""
     if isinstance(value, torch.Tensor):
         return value.data_ptr() if value.is_cuda else tuple(value.flatten().tolist())
+    if isinstance(value, dict):
+        value = list(value.items())
     return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else value
 
 

@@ -107,7 +107,8 @@ class TrainStep:
         self.grad_scaler = grad_scaler
         self.accumulate = accumulate
         self.max_grad_norm = max_grad_norm
-        #: the last update's gradient norm before clipping, on the device; overwritten by the next
+        #: the last update's gradient norm before clipping, on the device; the next call may
+        #: overwrite it
         self.grad_norm = None
         self._loader = None
         self._micro_step = 0  # within the accumulation window
@@ -277,9 +278,11 @@ class TrainStep:
         entry.load(leaves)
         if entry.graph is None and entry.eager_calls < _EAGER_CALLS:
             self._stream.wait_stream(stream)
-            with torch.cuda.stream(self._stream):
-                loss, norm = self._micro(entry.batch(), gather, first, last)
-            stream.wait_stream(self._stream)
+            try:
+                with torch.cuda.stream(self._stream):
+                    loss, norm = self._micro(entry.batch(), gather, first, last)
+            finally:
+                stream.wait_stream(self._stream)
             entry.eager_calls += 1
             self._window_grads = self._grads()
         else:
