@@ -16,6 +16,8 @@ from braze._ops.cross_entropy import check_errors
 _EAGER_CALLS = 2
 # Shapes and settings whose graphs are kept; the one that has waited longest goes first.
 _MAX_ENTRIES = 32
+# They count their steps on the CPU whatever the settings, or call the model themselves.
+_UNCAPTURABLE = (torch.optim.Adafactor, torch.optim.Adagrad, torch.optim.LBFGS)
 _NOT_CAPTURED = (
     "TrainStep: this step cannot be captured in a CUDA graph; model and optimizer are unchanged. "
     "The usual cause is code in the model, the loss, a hook or the optimizer that waits for the "
@@ -138,6 +140,8 @@ class TrainStep:
         if self.device.type != "cuda":
             return
         name = type(self.optimizer).__name__
+        if isinstance(self.optimizer, _UNCAPTURABLE):
+            raise ValueError(f"TrainStep: {name} cannot be captured in a CUDA graph")
         if any(not group.get("capturable", True) for group in self.optimizer.param_groups):
             raise ValueError(
                 f"TrainStep: {name} with capturable=False counts its steps on the CPU; expected "
