@@ -5,6 +5,7 @@ from braze.info import info
 
 __version__ = "0.1.0"
 __all__ = [
+    "TrainStep",
     "backend",
     "check_errors",
     "convert",
@@ -26,6 +27,7 @@ if _lib.load_error is None:
     from braze._ops.matmul import matmul
     from braze._ops.transpose import transpose_copy
     from braze.convert import convert, convert_report
+    from braze.step import TrainStep
 else:
     # braze.info(), the bug-report page, has to work when nothing else does.
     def __getattr__(name):

@@ -96,3 +96,15 @@ def _tf32_setting(op):
 def deterministic():
     """Whether `torch.use_deterministic_algorithms(True)` is in force."""
     return torch.are_deterministic_algorithms_enabled()
+
+
+def settings(device_type):
+    """Everything global that decides what a step computes: part of what a captured step froze."""
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_autocast_enabled(device_type),
+        torch.get_autocast_dtype(device_type),
+        torch.backends.cuda.matmul.fp32_precision,
+        torch.backends.cudnn.conv.fp32_precision,
+        *_backends.values(),
+    )

@@ -109,6 +109,14 @@ class DeviceLoader:
             other._order, other._position = self._order.clone(), self._position.clone()
         return other
 
+    def get_state(self):
+        """The state that decides the coming epochs' permutations, for :meth:`set_state`."""
+        return self._generator.get_state()
+
+    def set_state(self, state):
+        """Goes on from where :meth:`get_state` was called."""
+        self._generator.set_state(state)
+
     def __len__(self):
         return len(self.batch_sizes())
 

@@ -1,0 +1,468 @@
+"""TrainStep: a whole training step as one CUDA graph. User page: docs/train_step.md."""
+
+import contextlib
+import itertools
+import weakref
+
+import torch
+from torch.utils import _pytree as pytree
+
+from braze import _config
+from braze._capture import HostState, Rates, capture
+from braze._ops.cross_entropy import check_errors
+
+# Steps that run eagerly, as true training steps, before their shape is captured: they create what
+# the libraries, autograd and the optimizer create lazily.
+_EAGER_CALLS = 2
+# Shapes and settings whose graphs are kept; the one that has waited longest goes first.
+_MAX_ENTRIES = 32
+# They count their steps on the CPU whatever the settings, or call the model themselves.
+_UNCAPTURABLE = (torch.optim.Adafactor, torch.optim.Adagrad, torch.optim.LBFGS)
+_NOT_CAPTURED = (
+    "TrainStep: this step cannot be captured in a CUDA graph; model and optimizer are unchanged. "
+    "The usual cause is code in the model, the loss, a hook or the optimizer that waits for the "
+    "GPU: .item(), .cpu(), printing a tensor, `if` on a tensor's value, indexing by a mask. "
+    "The cause here: {}"
+)
+
+
+class _Entry:
+    """What belongs to one kind of call: one shape, one set of settings."""
+
+    def __init__(self, leaves, spec, device):
+        self.spec = spec
+        self.leaves = [
+            torch.empty_like(x, device=device) if isinstance(x, torch.Tensor) else x for x in leaves
+        ]
+        self.eager_calls = 0
+        self.graph = None
+        # What a replay leaves, in memory of the graph or of the accumulation buffers.
+        self.loss = self.grad_norm = None
+        self.grads = []
+
+    def load(self, leaves):
+        for mine, given in zip(self.leaves, leaves, strict=True):
+            if isinstance(mine, torch.Tensor):
+                mine.copy_(given, non_blocking=True)
+
+    def batch(self):
+        return self.leaves if self.spec is None else pytree.tree_unflatten(self.leaves, self.spec)
+
+
+class TrainStep:
+    """One training step: forward, loss, backward, clipping, update and zero-grad in one call.
+
+    On a GPU the whole step is one CUDA graph; on the CPU the same calls run eagerly. Every call is
+    exactly one step: the first two with a shape run eagerly, the third is captured, and from then
+    on it is replayed. The results are those of the uncaptured loop, bit for bit with
+    ``torch.use_deterministic_algorithms(True)``.
+
+    After a call ``p.grad`` holds the step's gradient (written, not accumulated; clipped; with a
+    `grad_scaler` perhaps still scaled) in memory that the next call overwrites.
+
+    Args:
+        model: any ``torch.nn.Module``, its parameters and buffers on one device.
+        loss_fn: ``loss_fn(model(*inputs), target)``, a scalar.
+        optimizer: braze's or torch's; on a GPU torch's with ``capturable=True`` where they have it.
+        autocast: a dtype, or a ``torch.autocast``; None leaves autocast as the caller has it.
+        grad_scaler: a ``torch.amp.GradScaler``; on a GPU `optimizer` is braze's or ``fused=True``.
+        accumulate: calls per update. Each contributes its loss divided by this number.
+        max_grad_norm: clips the norm of all gradients together; :attr:`grad_norm` is the norm.
+
+    Raises:
+        TypeError, ValueError: an argument is unfit; the model lies on several devices.
+
+    Example:
+        >>> step = braze.TrainStep(model, loss_fn, braze.optim.SGD(model.parameters(), lr=0.1))
+        >>> for images, labels in loader:
+        ...     loss = step(images, labels)
+    """
+
+    def __init__(
+        self,
+        model,
+        loss_fn,
+        optimizer,
+        *,
+        autocast=None,
+        grad_scaler=None,
+        accumulate=1,
+        max_grad_norm=None,
+    ):
+        if accumulate < 1:
+            raise ValueError(f"TrainStep: expected accumulate of at least 1, but got {accumulate}")
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise ValueError(
+                f"TrainStep: expected max_grad_norm above 0 or None, but got {max_grad_norm}"
+            )
+        if not (
+            autocast is None or isinstance(autocast, torch.dtype) or hasattr(autocast, "__enter__")
+        ):
+            raise TypeError(
+                "TrainStep: expected autocast to be a dtype, a torch.autocast or None, but got "
+                f"{type(autocast).__name__}"
+            )
+        self.model = model
+        self.loss_fn = loss_fn
+        self.optimizer = optimizer
+        self.autocast = autocast
+        self.grad_scaler = grad_scaler
+        self.accumulate = accumulate
+        self.max_grad_norm = max_grad_norm
+        #: the last update's gradient norm before clipping, on the device; the next call may
+        #: overwrite it
+        self.grad_norm = None
+        self._loader = None
+        self._micro_step = 0  # within the accumulation window
+        self._buffers = {}  # parameter -> accumulated gradient, on a GPU with accumulate > 1
+        self._window_grads = []  # (parameter, gradient) as the last micro-step left them
+        self._epoch_state, self._position, self._skip = None, 0, 0
+        self._entries = {}
+        self._stream = self._last_stream = self._rates = None
+        self._inspect()
+        # Loading gives the optimizer's state new memory, of which the graphs know nothing.
+        dropper = weakref.WeakMethod(self.recapture)
+        optimizer.register_load_state_dict_post_hook(lambda _: (drop := dropper()) and drop())
+
+    def _inspect(self):
+        """Reads model and optimizer: parameters, modules, device; refuses what cannot work."""
+        owned = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self._params = list(dict.fromkeys([*self.model.parameters(), *owned]))
+        self._modules = list(self.model.modules())
+        devices = {t.device for t in (*self._params, *self.model.buffers())}
+        if len(devices) != 1:
+            found = ", ".join(sorted(map(str, devices))) or "none"
+            raise ValueError(
+                "TrainStep: expected the model's parameters and buffers and the optimizer's "
+                f"parameters on one device, but found {found}"
+            )
+        (self.device,) = devices
+        if self.device.type != "cuda":
+            return
+        name = type(self.optimizer).__name__
+        if isinstance(self.optimizer, _UNCAPTURABLE):
+            raise ValueError(f"TrainStep: {name} cannot be captured in a CUDA graph")
+        if any(not group.get("capturable", True) for group in self.optimizer.param_groups):
+            raise ValueError(
+                f"TrainStep: {name} with capturable=False counts its steps on the CPU; expected "
+                f"{name}(..., capturable=True)"
+            )
+        if self._scales() and not getattr(self.optimizer, "_step_supports_amp_scaling", False):
+            raise ValueError(
+                f"TrainStep: with {name} a GradScaler waits for the GPU in every step; expected an "
+                "optimizer that checks for infinities itself: braze.optim.SGD, or fused=True"
+            )
+        if self._stream is None or self._stream.device != self.device:
+            self._stream = torch.cuda.Stream(self.device)
+            self._pool = torch.cuda.graph_pool_handle()
+        if self._rates is None or self._rates.device != self.device:
+            self._rates = Rates(self.optimizer, self.device)
+        # Its eager steps are meant: no need to warn of them.
+        self.optimizer._warned_capturable_if_run_uncaptured = True
+
+    def _scales(self):
+        return self.grad_scaler is not None and self.grad_scaler.is_enabled()
+
+    # ---- calling ----
+
+    def __call__(self, *batch):
+        """One step, or one micro-step of `accumulate`.
+
+        Args:
+            batch: the model's inputs, then the target: tensors, or tuples, lists and dicts of them.
+                Those on the host are copied without waiting: leave pinned memory as it is until
+                the copy is done.
+
+        Returns:
+            The loss, a scalar on the device that stays as it is. Reading it waits for the step.
+
+        Raises:
+            RuntimeError: the step cannot be captured. Model and optimizer are as before the call.
+            torch.OutOfMemoryError: no memory for the capture; likewise.
+        """
+        if len(batch) < 2:
+            raise TypeError(f"TrainStep: expected inputs and a target, but got {len(batch)}")
+        return self._run(batch, gather=False)
+
+    def bind(self, loader):
+        """Takes batches from a :class:`braze.data.DeviceLoader`: see :meth:`epoch`.
+
+        Returns:
+            The step itself.
+        """
+        if not hasattr(loader, "index_batches"):
+            raise TypeError(
+                f"TrainStep: expected a braze.data.DeviceLoader, but got {type(loader).__name__}"
+            )
+        if loader.images.device != self.device:
+            raise ValueError(
+                f"TrainStep: the model is on {self.device}, but the loader on "
+                f"{loader.images.device}"
+            )
+        self.recapture()
+        self._loader = loader
+        self._epoch_state, self._position, self._skip = None, 0, 0
+        return self
+
+    def epoch(self):
+        """One epoch over the bound loader, gathering and normalising inside the captured step.
+
+        After :meth:`load_state_dict` the first call goes on within the epoch of the saved state.
+
+        Yields:
+            The loss of each step, as a call returns it.
+        """
+        if self._loader is None:
+            raise RuntimeError("TrainStep: call bind(loader) before epoch()")
+        self._epoch_state = self._loader.get_state()
+        self._position, self._skip = self._skip, 0
+        batches = self._loader.index_batches()
+        for indices in itertools.islice(batches, self._position, None):
+            loss = self._run((indices,), gather=True)
+            self._position += 1
+            yield loss
+        self._epoch_state, self._position = None, 0
+
+    def check(self):
+        """Waits for the GPU and raises IndexError if a braze loss met a label out of range.
+
+        A captured step cannot raise by itself: such a row's loss is NaN and its gradient zero.
+        """
+        if self.device.type == "cuda":
+            check_errors(self.device)
+
+    def recapture(self):
+        """Forgets all graphs, after a change that :class:`TrainStep` cannot see.
+
+        It sees shapes, hyper-parameters, train and eval mode, ``requires_grad``, autocast,
+        precision, determinism, backends, and new memory of parameters; not a replaced submodule or
+        buffer, nor what Python code in the model decides by itself.
+        """
+        if self._entries and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # a graph may still be running
+        self._entries.clear()
+
+    def _run(self, batch, gather):
+        if self._params[0].device != self.device:
+            self._inspect()  # the model has been moved
+        first, last = self._micro_step == 0, self._micro_step == self.accumulate - 1
+        try:
+            if self.device.type == "cuda":
+                loss = self._run_cuda(batch, gather, first, last)
+            else:
+                loss, norm = self._micro(batch, gather, first, last)
+                self.grad_norm = norm if last else self.grad_norm
+                self._window_grads = self._grads()
+        except BaseException:
+            self._micro_step = 0  # the window starts anew
+            self._clean_scaler()
+            raise
+        self._micro_step = 0 if last else self._micro_step + 1
+        return loss
+
+    def _run_cuda(self, batch, gather, first, last):
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("TrainStep: called inside another CUDA graph's capture")
+        leaves, spec = batch, None
+        if not all(isinstance(x, torch.Tensor) for x in batch):
+            leaves, spec = pytree.tree_flatten(batch)
+        key = self._key(leaves, spec, gather, first, last)
+        entry = self._entries.pop(key, None)
+        if entry is None:
+            self._inspect()
+            if len(self._entries) >= _MAX_ENTRIES:
+                torch.cuda.synchronize(self.device)
+                del self._entries[next(iter(self._entries))]
+            entry = _Entry(leaves, spec, self.device)
+        self._entries[key] = entry  # now the youngest
+        stream = torch.cuda.current_stream(self.device)
+        if self._last_stream not in (None, stream):
+            stream.wait_stream(self._last_stream)
+        self._last_stream = stream
+        entry.load(leaves)
+        if entry.graph is None and entry.eager_calls < _EAGER_CALLS:
+            self._stream.wait_stream(stream)
+            try:
+                with torch.cuda.stream(self._stream):
+                    loss, norm = self._micro(entry.batch(), gather, first, last)
+            finally:
+                stream.wait_stream(self._stream)
+            entry.eager_calls += 1
+            self._window_grads = self._grads()
+        else:
+            if entry.graph is None:
+                self._capture(entry, gather, first, last)
+            self._rates.write()
+            entry.graph.replay()
+            if self._window_grads is not entry.grads:  # the last call ran another graph
+                for p in self._params:
+                    p.grad = None
+            for p, grad in entry.grads:
+                p.grad = grad
+            if last:
+                torch.autograd.graph.increment_version(self._params)
+            self._window_grads = entry.grads
+            loss, norm = entry.loss, entry.grad_norm
+        if last:
+            self.grad_norm = norm
+        return loss.clone()
+
+    def _key(self, leaves, spec, gather, first, last):
+        """All that a graph has frozen. Whatever differs needs another graph."""
+        return (
+            gather,
+            first,
+            last,
+            self.accumulate,
+            self.max_grad_norm,
+            spec and str(spec),
+            tuple(
+                (x.shape, x.stride(), x.dtype) if isinstance(x, torch.Tensor) else (type(x), x)
+                for x in leaves
+            ),
+            tuple([(p.data_ptr(), p.requires_grad) for p in self._params]),
+            () if first else tuple(id(p) for p, _ in self._window_grads),
+            tuple([m.training for m in self._modules]),
+            self._rates and self._rates.key(),
+            _config.settings(self.device.type),
+        )
+
+    def _capture(self, entry, gather, first, last):
+        before = HostState(self.model, self.optimizer, self._params)
+        try:
+            with self._rates.on_device():
+                graph, (loss, norm) = capture(
+                    lambda: self._micro(entry.batch(), gather, first, last),
+                    self._stream,
+                    self._pool,
+                )
+            grads = self._grads()
+            before.verify()
+        except BaseException as error:
+            before.restore()
+            self._pool = torch.cuda.graph_pool_handle()
+            if isinstance(error, torch.OutOfMemoryError):
+                raise torch.OutOfMemoryError(
+                    "TrainStep: out of memory while capturing; model and optimizer are unchanged. "
+                    f"{error}"
+                ) from error
+            if isinstance(error, RuntimeError):
+                raise RuntimeError(_NOT_CAPTURED.format(error)) from error
+            raise
+        entry.graph, entry.loss, entry.grad_norm, entry.grads = graph, loss, norm, grads
+
+    def _grads(self):
+        return [(p, p.grad) for p in self._params if p.grad is not None]
+
+    # ---- the step itself ----
+
+    def _micro(self, batch, gather, first, last):
+        """Forward and backward of one batch; the update if it is the window's last."""
+        for p in self._params:
+            p.grad = None
+        if not first:
+            for p, grad in self._window_grads:
+                p.grad = grad
+        # A cast weight that an enclosing autocast remembers would be that of an earlier step.
+        torch.clear_autocast_cache()
+        with torch.enable_grad():
+            with self._autocast():
+                *inputs, target = self._loader.gather(*batch) if gather else batch
+                loss = self.loss_fn(self.model(*inputs), target)
+            scaled = loss / self.accumulate if self.accumulate > 1 else loss
+            if self._scales():
+                scaled = self.grad_scaler.scale(scaled)
+            scaled.backward()
+        torch.clear_autocast_cache()
+        if self.accumulate > 1 and self.device.type == "cuda":
+            self._keep_grads()
+        return loss.detach(), self._update() if last else None
+
+    def _autocast(self):
+        if self.autocast is None:
+            return contextlib.nullcontext()
+        if isinstance(self.autocast, torch.dtype):
+            return torch.autocast(self.device.type, self.autocast)
+        return self.autocast
+
+    def _keep_grads(self):
+        """Moves new gradients to where the window's other graphs find them."""
+        for p in self._params:
+            if p.grad is None or p.grad is self._buffers.get(p):
+                continue
+            if p not in self._buffers:
+                if torch.cuda.is_current_stream_capturing():
+                    raise RuntimeError("a parameter gets its first gradient during the capture")
+                self._buffers[p] = torch.empty_like(p.grad)
+            p.grad = self._buffers[p].copy_(p.grad)
+
+    def _update(self):
+        norm = None
+        if self.max_grad_norm is not None:
+            if self._scales():
+                self.grad_scaler.unscale_(self.optimizer)
+            norm = torch.nn.utils.clip_grad_norm_(self._params, self.max_grad_norm)
+        if self._scales():
+            self.grad_scaler.step(self.optimizer)
+            self.grad_scaler.update()
+        else:
+            self.optimizer.step()
+        return norm
+
+    def _clean_scaler(self):
+        """Lets the scaler forget an update that an exception has cut short."""
+        if self._scales():
+            self.grad_scaler._per_optimizer_states.pop(id(self.optimizer), None)
+            for name in ("grad_scale", "found_inf"):
+                self.optimizer.__dict__.pop(name, None)
+
+    # ---- saving ----
+
+    def state_dict(self):
+        """Everything that training goes on from: also within an epoch of :meth:`epoch`.
+
+        Returns:
+            Dict of "model", "optimizer", "grad_scaler", "loader" (None without) and "rng".
+
+        Raises:
+            RuntimeError: called within an accumulation window.
+        """
+        if self._micro_step:
+            raise RuntimeError(
+                "TrainStep: expected state_dict() between updates, but it came after micro-step "
+                f"{self._micro_step} of {self.accumulate}"
+            )
+        loader = None
+        if self._loader is not None:
+            state = self._epoch_state
+            loader = {
+                "generator": self._loader.get_state() if state is None else state,
+                "position": max(self._position, self._skip),
+            }
+        rng = {"cpu": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            rng["cuda"] = torch.cuda.get_rng_state(self.device)
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "grad_scaler": self.grad_scaler and self.grad_scaler.state_dict(),
+            "loader": loader,
+            "rng": rng,
+        }
+
+    def load_state_dict(self, state):
+        """Goes on from a :meth:`state_dict`, with the same model, optimizer and loader settings."""
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.grad_scaler is not None:
+            self.grad_scaler.load_state_dict(state["grad_scaler"])
+        if self._loader is not None and state["loader"] is not None:
+            self._loader.set_state(state["loader"]["generator"].cpu())
+            self._epoch_state, self._position = None, 0
+            self._skip = state["loader"]["position"]
+        # torch.load(map_location="cuda") has moved what belongs on the CPU.
+        torch.set_rng_state(state["rng"]["cpu"].cpu())
+        if self.device.type == "cuda" and "cuda" in state["rng"]:
+            torch.cuda.set_rng_state(state["rng"]["cuda"].cpu(), self.device)
+        self._micro_step = 0
+        self.recapture()

@@ -1,0 +1,628 @@
+"""braze.TrainStep against the plain loop: the same numbers, bit for bit."""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+
+import braze
+from braze._capture import HostState, Rates
+from braze.data import DeviceLoader
+
+CALLS = 8  # two eager, one captured and replayed, the rest replayed
+MAKERS = {
+    "braze SGD": lambda p, cuda: braze.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "torch SGD": lambda p, cuda: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5),
+    "torch SGD fused": lambda p, cuda: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "torch Adam": lambda p, cuda: torch.optim.Adam(p, lr=0.01, capturable=cuda),
+    "torch AdamW fused": lambda p, cuda: torch.optim.AdamW(p, 0.01, fused=True, capturable=cuda),
+}
+OPTIONS = {
+    "plain": {},
+    "clipped": {"max_grad_norm": 0.5},
+    "accumulated": {"accumulate": 3, "max_grad_norm": 0.5},
+    "autocast": {"autocast": torch.bfloat16},
+}
+
+
+@pytest.fixture(autouse=True)
+def _deterministic():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+class Net(torch.nn.Module):
+    """Buffers, dropout, and a parameter that gets no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = torch.nn.Sequential(
+            braze.nn.Conv2d(1, 4, 3, padding=1),
+            braze.nn.BatchNorm2d(4),
+            braze.nn.ReLU(),
+            torch.nn.Dropout(0.3),
+            torch.nn.Flatten(),
+            braze.nn.Linear(64, 5),
+        )
+        self.unused = torch.nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return self.body(x)
+
+
+def make(device, maker="braze SGD"):
+    torch.manual_seed(0)
+    model = Net().to(device)
+    return model, MAKERS[maker](model.parameters(), device == "cuda")
+
+
+def batches(device, count=CALLS, sizes=(6,)):
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (
+            torch.randn(sizes[i % len(sizes)], 1, 4, 4, generator=generator).to(device),
+            torch.randint(5, (sizes[i % len(sizes)],), generator=generator).to(device),
+        )
+        for i in range(count)
+    ]
+
+
+loss_fn = braze.nn.CrossEntropyLoss()
+
+
+def plain_loop(
+    model, optimizer, data, *, autocast=None, scaler=None, accumulate=1, max_grad_norm=None
+):
+    """The uncaptured loop; returns the losses."""
+    device, losses = next(model.parameters()).device.type, []
+    for i, (x, y) in enumerate(data):
+        context = torch.autocast(device, autocast) if autocast else contextlib.nullcontext()
+        with context:
+            loss = loss_fn(model(x), y)
+        losses.append(loss.detach())
+        loss = loss / accumulate if accumulate > 1 else loss
+        (scaler.scale(loss) if scaler else loss).backward()
+        if (i + 1) % accumulate:
+            continue
+        if max_grad_norm:
+            if scaler:
+                scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+        if scaler:
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def assert_same(model, losses, other_model, other_losses):
+    assert [float(x) for x in losses] == [float(x) for x in other_losses]
+    for (name, a), b in zip(
+        model.state_dict().items(), other_model.state_dict().values(), strict=True
+    ):
+        assert torch.equal(a, b), name
+
+
+def graphs(step):
+    return [entry.graph for entry in step._entries.values() if entry.graph is not None]
+
+
+def check(device, data, maker="braze SGD", **options):
+    """Trains both ways and compares. Returns the step."""
+    model, optimizer = make(device, maker)
+    torch.manual_seed(2)
+    expected = plain_loop(model, optimizer, data, **options)
+    mine, optimizer = make(device, maker)
+    torch.manual_seed(2)
+    step = braze.TrainStep(mine, loss_fn, optimizer, **options)
+    losses = [step(x, y) for x, y in data]  # read only afterwards: each has to stay as it is
+    assert_same(mine, losses, model, expected)
+    return step
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_equals_the_plain_loop(device, maker, options):
+    settings = OPTIONS[options]
+    step = check(device, batches(device, 4 * settings.get("accumulate", 1) + 2), maker, **settings)
+    if device == "cuda":
+        assert len(graphs(step)) == settings.get("accumulate", 1)
+    assert ("max_grad_norm" in settings) == (step.grad_norm is not None)
+
+
+def test_autocast_object_and_autocast_around_the_call(device):
+    data, context, results = batches(device), torch.autocast(device, torch.bfloat16), []
+    for how in ("dtype", "object", "around"):
+        model, optimizer = make(device)
+        settings = {"dtype": torch.bfloat16, "object": context, "around": None}
+        step = braze.TrainStep(model, loss_fn, optimizer, autocast=settings[how])
+        torch.manual_seed(2)
+        with context if how == "around" else contextlib.nullcontext():
+            losses = [step(x, y) for x, y in data]
+        results.append((model, losses))
+    assert_same(*results[0], *results[1])
+    assert_same(*results[0], *results[2])
+
+
+def test_a_wrong_loop_is_rejected(device):
+    model, optimizer = make(device)
+    losses = plain_loop(model, optimizer, batches(device))
+    mine, optimizer = make(device)
+    optimizer.param_groups[0]["lr"] *= 1.0001
+    step = braze.TrainStep(mine, loss_fn, optimizer)
+    with pytest.raises(AssertionError):
+        assert_same(mine, [step(x, y) for x, y in batches(device)], model, losses)
+
+
+def test_changing_shapes(device):
+    step = check(device, batches(device, 12, sizes=(6, 6, 3)))
+    assert len(graphs(step)) == (2 if device == "cuda" else 0)
+    check(device, batches(device, 10, sizes=(6, 6, 6, 2)), accumulate=2)
+
+
+@pytest.mark.parametrize("maker", ["braze SGD", "torch SGD fused", "torch Adam"])
+def test_learning_rate_schedule(device, maker):
+    """braze's optimizer follows in the same graph; torch's exactly only by another."""
+    if maker != "braze SGD":
+        torch.use_deterministic_algorithms(False)
+    data, results = batches(device, 10), []
+    for captured in (False, True):
+        model, optimizer = make(device, maker)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        step = braze.TrainStep(model, loss_fn, optimizer)
+        torch.manual_seed(2)
+        losses = []
+        for x, y in data:
+            losses += [step(x, y)] if captured else plain_loop(model, optimizer, [(x, y)])
+            scheduler.step()
+        assert isinstance(optimizer.param_groups[0]["lr"], float)
+        results += [model, losses]
+    if maker == "braze SGD":
+        assert_same(*results)
+    else:
+        # The graph's rate is rounded to float32, a change of 6e-8 that the steps amplify.
+        losses = [torch.stack(results[i]) for i in (1, 3)]
+        torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-5)
+    if device == "cuda":
+        assert len(graphs(step)) == 1
+
+
+def test_changed_hyper_parameters_modes_and_frozen_parameters(device):
+    data, results = batches(device, 16), []
+    for captured in (False, True):
+        model, optimizer = make(device)
+        step = braze.TrainStep(model, loss_fn, optimizer)
+        torch.manual_seed(2)
+        losses = []
+        for i, (x, y) in enumerate(data):
+            if i == 4:
+                optimizer.param_groups[0]["momentum"] = 0.5
+            if i == 8:
+                model.body[1].eval()
+            if i == 12:
+                model.body[0].requires_grad_(False)
+            losses += [step(x, y)] if captured else plain_loop(model, optimizer, [(x, y)])
+        results += [model, losses]
+    assert_same(*results)
+
+
+def test_grad_scaler_skips_infinities(device):
+    data = batches(device, 10)
+    data[5] = (data[5][0] * float("inf"), data[5][1])
+    for options in ({}, {"max_grad_norm": 0.5}, {"accumulate": 2, "max_grad_norm": 0.5}):
+        results, scales = [], []
+        for captured in (False, True):
+            model, optimizer = make(device)
+            model.body[1] = torch.nn.Identity()  # an infinity would stay in its running statistics
+            scaler = torch.amp.GradScaler(device, init_scale=1024.0, growth_interval=3)
+            torch.manual_seed(2)
+            if captured:
+                step = braze.TrainStep(model, loss_fn, optimizer, grad_scaler=scaler, **options)
+                losses = [step(x, y) for x, y in data]
+            else:
+                losses = plain_loop(model, optimizer, data, scaler=scaler, **options)
+            scales.append(scaler.get_scale())
+            results += [model, [x.nan_to_num(7.0) for x in losses]]
+            assert all(p.isfinite().all() for p in model.parameters())
+        assert_same(*results)
+        assert scales[0] == scales[1] != 1024
+
+
+def test_nan_batch_gives_what_the_loop_gives(device):
+    data = batches(device)
+    data[5] = (data[5][0] * float("nan"), data[5][1])
+    model, optimizer = make(device)
+    step = braze.TrainStep(model, loss_fn, optimizer)
+    losses = torch.stack([step(x, y) for x, y in data]).isnan().tolist()
+    assert losses == [False] * 5 + [True] * 3
+    # Healthy weights again, in the same memory: the same graph goes on with them.
+    model.load_state_dict(make(device)[0].state_dict())
+    optimizer.load_state_dict(make(device)[1].state_dict())
+    assert step(*data[0]).isfinite()
+
+
+def test_gradients_are_readable_and_written_anew(device):
+    model, optimizer = make(device)
+    step = braze.TrainStep(model, loss_fn, optimizer)
+    for x, y in batches(device):
+        other = copy.deepcopy(model)
+        other.body[3] = torch.nn.Identity()
+        model.body[3].p = 0.0
+        loss_fn(other(x), y).backward()
+        step(x, y)
+        for p, q in zip(model.parameters(), other.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None)
+            assert p.grad is None or torch.equal(p.grad, q.grad)
+        optimizer.zero_grad()  # does no harm
+
+
+def test_a_backward_through_weights_of_before_the_step_is_noticed(device):
+    model, optimizer = make(device)
+    step = braze.TrainStep(model, loss_fn, optimizer)
+    data = batches(device)
+    for x, y in data[:4]:
+        step(x, y)
+    x, y = data[4]
+    stale = loss_fn(model(x.requires_grad_()), y)
+    step(*data[5])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        stale.backward()
+
+
+def loader_for(device, **options):
+    generator = torch.Generator().manual_seed(3)
+    images = torch.randint(256, (20, 4, 4), dtype=torch.uint8, generator=generator)
+    labels = torch.randint(5, (20,), generator=generator)
+    return DeviceLoader(images, labels, 6, device=device, seed=5, mean=0.5, std=0.25, **options)
+
+
+def test_bound_to_a_loader(device):
+    model, optimizer = make(device)
+    torch.manual_seed(2)
+    loader, losses = loader_for(device), []
+    for _ in range(4):
+        losses += plain_loop(model, optimizer, loader)
+    mine, optimizer = make(device)
+    torch.manual_seed(2)
+    step = braze.TrainStep(mine, loss_fn, optimizer).bind(loader_for(device))
+    my_losses = [loss for _ in range(4) for loss in step.epoch()]
+    assert_same(mine, my_losses, model, losses)
+    if device == "cuda":
+        assert len(graphs(step)) == 2  # the full batch and the last one
+
+
+@pytest.mark.parametrize("saved_after", [6, 8], ids=["within an epoch", "after an epoch"])
+def test_state_dict(device, saved_after, tmp_path):
+    def build():
+        model, optimizer = make(device)
+        scaler = torch.amp.GradScaler(device, init_scale=64.0, growth_interval=3)
+        step = braze.TrainStep(model, loss_fn, optimizer, grad_scaler=scaler)
+        return model, step.bind(loader_for(device))
+
+    def run(step, count):
+        losses = []
+        while len(losses) < count:
+            losses += [loss for loss, _ in zip(step.epoch(), range(count), strict=False)]
+        return losses
+
+    model, step = build()
+    torch.manual_seed(2)
+    losses = []
+    for epoch in range(4):
+        for loss in step.epoch():
+            losses.append(loss)
+            if len(losses) == saved_after and epoch == 1 and saved_after % 4:
+                torch.save(step.state_dict(), tmp_path / "state.pt")
+        if len(losses) == saved_after:
+            torch.save(step.state_dict(), tmp_path / "state.pt")
+    other, step = build()
+    run(step, 4)  # has captured something else before
+    step.load_state_dict(torch.load(tmp_path / "state.pt", map_location=device))
+    rest = []
+    while len(rest) < len(losses) - saved_after:
+        rest += list(step.epoch())
+    assert_same(other, rest, model, losses[saved_after:])
+
+
+def test_state_dict_within_a_window_is_refused(device):
+    model, optimizer = make(device)
+    step = braze.TrainStep(model, loss_fn, optimizer, accumulate=2)
+    step(*batches(device)[0])
+    with pytest.raises(RuntimeError, match="micro-step 1 of 2"):
+        step.state_dict()
+
+
+def make_plain(device):
+    """Neither buffers nor dropout: a failed forward leaves no trace."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Flatten(), braze.nn.Linear(16, 5)).to(device)
+    return model, braze.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize("failing_call", [0, 2])
+def test_exception_in_user_code(device, failing_call):
+    """It passes through, nothing has been trained, and all goes on. Call 2 captures."""
+    data, calls = batches(device), []
+
+    def fails_once(output, target):
+        calls.append(1)
+        if len(calls) == failing_call + 1:
+            raise KeyError("user")
+        return loss_fn(output, target)
+
+    model, optimizer = make_plain(device)
+    losses = plain_loop(model, optimizer, data)
+    mine, optimizer = make_plain(device)
+    step, my_losses = braze.TrainStep(mine, fails_once, optimizer), []
+    for i, (x, y) in enumerate(data):
+        if i == failing_call:
+            with pytest.raises(KeyError, match="user"):
+                step(x, y)
+        my_losses.append(step(x, y))
+    assert_same(mine, my_losses, model, losses)
+
+
+def capturing():
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+class Synchronizes(torch.nn.Module):
+    def forward(self, x):
+        return x * 2 if x.sum().item() > 1e9 else x
+
+
+class ReplacesItsBuffer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x):
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean()
+        return x - self.mean
+
+
+class OutOfMemory(torch.nn.Module):
+    def forward(self, x):
+        if capturing():
+            torch.empty(1 << 46, dtype=torch.uint8, device=x.device)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("culprit", "error", "message"),
+    [
+        (Synchronizes, RuntimeError, "cannot be captured in a CUDA graph"),
+        (ReplacesItsBuffer, RuntimeError, "replaces its buffer 'mean'"),
+        (OutOfMemory, torch.OutOfMemoryError, "out of memory while capturing"),
+    ],
+)
+def test_what_cannot_be_captured(device, culprit, error, message):
+    """On a GPU refused at the capture, and everything is usable afterwards; on the CPU it runs."""
+    data = batches(device)
+    results = []
+    for captured in (False, True):
+        model, optimizer = make_plain(device)
+        model.insert(1, culprit().to(device))
+        step, losses = braze.TrainStep(model, loss_fn, optimizer), []
+        for i, (x, y) in enumerate(data):
+            if captured and device == "cuda" and i == 2:
+                for _ in range(2):
+                    with pytest.raises(error, match=message):
+                        step(x, y)
+                optimizer.zero_grad()  # a step leaves its gradients readable
+            if captured and (device == "cpu" or i < 2):
+                losses.append(step(x, y))
+            else:
+                losses += plain_loop(model, optimizer, [(x, y)])
+        results += [model, losses]
+    assert_same(*results)
+    # Neither the generator nor the allocator believes that a capture is still going on.
+    torch.nn.functional.dropout(torch.ones(5, device=device))
+    assert len(graphs(check(device, data))) == (device == "cuda")
+
+
+class CountsOnTheCPU(torch.optim.Optimizer):
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            state["step"] = state.get("step", 0) + 1
+            p -= self.param_groups[0]["lr"] / state["step"] * p.grad
+
+
+def test_optimizers_that_count_on_the_cpu_are_refused(device):
+    if device == "cpu":
+        pytest.skip("on the CPU they work")
+    model, _ = make_plain(device)
+    with pytest.raises(ValueError, match="capturable=True"):
+        braze.TrainStep(model, loss_fn, torch.optim.Adam(model.parameters()))
+    with pytest.raises(ValueError, match="Adagrad cannot be captured"):
+        braze.TrainStep(model, loss_fn, torch.optim.Adagrad(model.parameters()))
+    # One that nobody has announced is found at the capture.
+    step = braze.TrainStep(model, loss_fn, CountsOnTheCPU(model.parameters(), {"lr": 0.1}))
+    data = batches(device)
+    step(*data[0])
+    step(*data[1])
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(RuntimeError, match="CountsOnTheCPU counts 'step' on the CPU"):
+        step(*data[2])
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+    assert next(iter(step.optimizer.state.values()))["step"] == 2
+    scaler = torch.amp.GradScaler(device)
+    plain_sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="checks for infinities itself"):
+        braze.TrainStep(model, loss_fn, plain_sgd, grad_scaler=scaler)
+
+
+def test_rates_stay_numbers_outside_a_capture(device):
+    model, optimizer = make_plain(device)
+    rates, group = Rates(optimizer, torch.device(device)), optimizer.param_groups[0]
+    key = rates.key()
+    with rates.on_device():
+        tensor = group["lr"]
+        assert tensor.device.type == device
+    assert group["lr"] == 0.1
+    group["lr"] = 0.25
+    assert rates.key() == key
+    assert tensor == 0.1
+    rates.write()
+    assert tensor == 0.25
+    group["momentum"] = 0.5
+    assert rates.key() != key
+    stock = Rates(torch.optim.SGD(model.parameters(), lr=0.1), torch.device(device))
+    key = stock.key()
+    stock._optimizer.param_groups[0]["lr"] = 0.2
+    assert stock.key() != key
+
+
+def test_what_a_replay_cannot_repeat_is_found_and_undone(device):
+    model, _ = make_plain(device)
+    model.append(ReplacesItsBuffer().to(device))
+    optimizer = torch.optim.Adagrad(model.parameters())
+    params = list(model.parameters())
+    state, mean = HostState(model, optimizer, params), model[2].mean
+    state.verify()
+    model(torch.ones(2, 16, device=device)).sum().backward()
+    with pytest.raises(RuntimeError, match="ReplacesItsBuffer replaces its buffer 'mean'"):
+        state.verify()
+    state.restore()
+    state.verify()
+    assert model[2].mean is mean
+    assert params[0].grad is None
+    params[0].grad = torch.ones_like(params[0])
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="Adagrad counts 'step' on the CPU"):
+        state.verify()
+    state.restore()
+    state.verify()
+    params[0].data = params[0].data.clone()
+    with pytest.raises(RuntimeError, match="gives a parameter new memory"):
+        state.verify()
+
+
+def test_two_models_a_second_stream_and_empty_cache(device):
+    if device == "cpu":
+        pytest.skip("CUDA streams")
+    data, steps, losses = batches(device, 12), [], ([], [])
+    for _ in range(2):
+        model, optimizer = make_plain(device)
+        steps.append(braze.TrainStep(model, loss_fn, optimizer))
+    streams = [torch.cuda.Stream(), torch.cuda.current_stream()]
+    torch.cuda.synchronize()
+    for i, (x, y) in enumerate(data):
+        for step, mine in zip(steps, losses, strict=True):
+            with torch.cuda.stream(streams[i % 2]):
+                mine.append(step(x, y))
+        torch.cuda.empty_cache()
+    torch.cuda.synchronize()
+    model, optimizer = make_plain(device)
+    expected = plain_loop(model, optimizer, data)
+    for step, mine in zip(steps, losses, strict=True):
+        assert_same(step.model, mine, model, expected)
+
+
+def test_many_steps_leak_nothing(device):
+    if device == "cpu":
+        pytest.skip("counts GPU memory")
+    model, optimizer = make(device)
+    step, (x, y) = braze.TrainStep(model, loss_fn, optimizer), batches(device)[0]
+    for _ in range(10):
+        step(x, y)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for _ in range(10_000):
+        step(x, y)
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_label_out_of_range(device):
+    model, optimizer = make_plain(device)
+    step, data = braze.TrainStep(model, loss_fn, optimizer), batches(device)
+    for x, y in data[:4]:
+        step(x, y)
+    step.check()
+    bad = data[4][1].clone()
+    bad[0] = 5
+    if device == "cpu":
+        with pytest.raises(IndexError, match="Target 5 is out of bounds"):
+            step(data[4][0], bad)
+    else:
+        assert step(data[4][0], bad).isnan()
+        with pytest.raises(IndexError, match="Target 5 is out of bounds"):
+            step.check()
+    step.check()
+
+
+class TakesADict(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = braze.nn.Linear(16, 5)
+
+    def forward(self, inputs, sign):
+        return self.linear(inputs["x"].flatten(1)) * sign
+
+
+def test_nested_batches_from_the_host(device):
+    results = []
+    for captured in (False, True):
+        torch.manual_seed(0)
+        model = TakesADict().to(device)
+        optimizer = braze.optim.SGD(model.parameters(), lr=0.1)
+        step = braze.TrainStep(model, loss_fn, optimizer)
+        losses = []
+        for i, (x, y) in enumerate(batches("cpu" if captured else device)):
+            sign = 1 if i < 5 else -1
+            if captured:
+                losses.append(step({"x": x}, sign, y))
+                continue
+            loss = loss_fn(model({"x": x}, sign), y)
+            loss.backward()
+            losses.append(loss.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+        results += [model, losses]
+    assert_same(*results)
+
+
+def test_reloading_the_optimizer_or_moving_the_weights(device):
+    data, results = batches(device, 12), []
+    for captured in (False, True):
+        model, optimizer = make(device)
+        step, losses = braze.TrainStep(model, loss_fn, optimizer), []
+        torch.manual_seed(2)
+        for i, (x, y) in enumerate(data):
+            if i == 4:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            if i == 8:
+                for p in model.parameters():
+                    p.data = p.data.clone()
+            losses += [step(x, y)] if captured else plain_loop(model, optimizer, [(x, y)])
+        results += [model, losses]
+    assert_same(*results)
+
+
+def test_bad_arguments(device):
+    model, optimizer = make(device)
+    for settings, error, message in [
+        ({"accumulate": 0}, ValueError, "accumulate of at least 1, but got 0"),
+        ({"max_grad_norm": -1.0}, ValueError, "max_grad_norm above 0 or None, but got -1.0"),
+        ({"autocast": "bf16"}, TypeError, "a dtype, a torch.autocast or None, but got str"),
+    ]:
+        with pytest.raises(error, match=message):
+            braze.TrainStep(model, loss_fn, optimizer, **settings)
+    step = braze.TrainStep(model, loss_fn, optimizer)
+    with pytest.raises(TypeError, match="inputs and a target, but got 1"):
+        step(torch.ones(2))
+    with pytest.raises(RuntimeError, match=r"bind\(loader\) before epoch"):
+        next(step.epoch())
+    with pytest.raises(TypeError, match="DeviceLoader, but got list"):
+        step.bind([])
+    model.register_buffer("elsewhere", torch.ones(1, device="meta"))
+    with pytest.raises(ValueError, match=r"on one device, but found c.*, meta"):
+        braze.TrainStep(model, loss_fn, optimizer)
