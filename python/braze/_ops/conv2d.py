@@ -142,6 +142,8 @@ def pair(name, value):
     """An int, or a sequence of one or two of them, as (height, width)."""
     if type(value) is int:
         return value, value
+    if type(value) is tuple and len(value) == 2 and type(value[0]) is type(value[1]) is int:
+        return value
     values = tuple(value) if isinstance(value, (tuple, list)) else (value,)
     for v in values:
         if isinstance(v, bool) or not isinstance(v, (int, torch.SymInt)):
