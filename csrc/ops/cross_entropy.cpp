@@ -124,8 +124,7 @@ Tensor empty_loss(const Loss& loss, ScalarType dtype) {
 }
 
 Tensor empty_gradient(const Loss& loss) {
-  return loss.class_last ? dense_like(loss.input)
-                         : empty(sizes_of(loss.input), loss.input);
+  return loss.class_last ? dense_like(loss.input) : empty(sizes_of(loss.input), loss.input);
 }
 
 // grad_output has the loss's dtype: the input's, or float32 for a 16-bit input.
@@ -167,8 +166,7 @@ std::tuple<Tensor, Tensor, Tensor> cross_entropy(const Tensor& input, const Tens
   Tensor total_weight = empty({}, input, acc_type(loss.args));
   const Workspace workspace = workspace_of(loss.args, input);
   dev::cross_entropy(context.stream(), loss.args, result.mutable_data_ptr(),
-                     stats.mutable_data_ptr(), total_weight.mutable_data_ptr(),
-                     workspace.data());
+                     stats.mutable_data_ptr(), total_weight.mutable_data_ptr(), workspace.data());
   return {result, stats, total_weight};
 }
 

@@ -108,8 +108,7 @@ std::tuple<Tensor, Tensor, Tensor> conv_bn_relu_max_pool2d(
   const Tensor w = as_contiguous(weight);
   dev::small_k_forward(context.stream(), a, norm, input.const_data_ptr(), w.const_data_ptr(),
                        out.mutable_data_ptr(), static_cast<uint32_t*>(codes.mutable_data_ptr()),
-                       static_cast<double*>(saved.mutable_data_ptr()),
-                       workspace.data());
+                       static_cast<double*>(saved.mutable_data_ptr()), workspace.data());
   return {out, codes, saved};
 }
 

@@ -152,9 +152,7 @@ def _cross_entropy_autograd(
     input, target, weight=None, reduction=1, ignore_index=-100, label_smoothing=0.0, dtype=None
 ):
     refuse_weight_grad("cross_entropy", weight)
-    return _cross_entropy(
-        input, target, weight, reduction, ignore_index, label_smoothing, dtype
-    )
+    return _cross_entropy(input, target, weight, reduction, ignore_index, label_smoothing, dtype)
 
 
 def _fake_cross_entropy(

@@ -22,6 +22,11 @@ class Matmul(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         input, other = ctx.saved_tensors
+        if input.dim() == 2 and other.dim() == 2:
+            wants_input, wants_other = ctx.needs_input_grad[:2]
+            grad_input = _matmul(grad, other.mT, *ctx.settings) if wants_input else None
+            grad_other = _matmul(input.mT, grad, *ctx.settings) if wants_other else None
+            return grad_input, grad_other, None, None, None
         # As matrices: a vector on the left is a row, on the right a column.
         a, b = input, other
         if b.dim() == 1:
