@@ -3,7 +3,7 @@ csrc/kernels/cross_entropy/."""
 
 import torch
 
-from braze._ops._common import below_autograd, eager, register
+from braze._ops._common import autocast_dtype, below_autograd, eager, register
 from braze._ops._loss import (
     HALF_DTYPES,
     MEAN,
@@ -251,7 +251,7 @@ def cross_entropy(
     if label_smoothing > 1.0:
         raise RuntimeError(f"label_smoothing must be between 0.0 and 1.0. Got: {label_smoothing}")
     dtype = None
-    autocast = torch.is_autocast_enabled(input.device.type)
+    autocast = autocast_dtype(input) is not None
     if input.shape == target.shape:
         if not target.is_floating_point():
             raise RuntimeError(
