@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import braze
 import braze.nn.functional as F
@@ -209,6 +210,36 @@ def test_torch_func_is_refused(device, op):
     stacked = torch.stack([arguments[0], arguments[0]])
     with pytest.raises(RuntimeError, match=r"functorch|torch\.func|vmap"):
         torch.func.vmap(lambda t: call(OURS, t, *arguments[1:]))(stacked)
+
+
+@every_op
+def test_forward_mode_is_refused(device, op):
+    call, _ = OPS[op]
+    arguments = [t.detach() for t in arguments_of(op, device)]
+    with forward_ad.dual_level():
+        arguments[0] = forward_ad.make_dual(arguments[0], torch.ones_like(arguments[0]))
+        with pytest.raises(RuntimeError, match="jvp"):
+            call(OURS, *arguments)
+
+
+@every_op
+def test_without_recording(device, op):
+    """No node where nothing records, and then the same values and gradients."""
+    call, _ = OPS[op]
+    arguments = arguments_of(op, device)
+    recorded = call(OURS, *arguments)
+    assert recorded.grad_fn is not None
+    with torch.no_grad():
+        result = call(OURS, *arguments)
+    assert result.grad_fn is None
+    assert not result.requires_grad
+    assert torch.equal(result, recorded)
+    wanted = [t for t in arguments if t.requires_grad]
+    graph = torch.autograd.grad(recorded.sum(), wanted, create_graph=True)
+    plain = torch.autograd.grad(call(OURS, *arguments).sum(), wanted)
+    for p, g in zip(plain, graph, strict=True):
+        assert not p.requires_grad
+        assert torch.equal(p, g)
 
 
 @every_op

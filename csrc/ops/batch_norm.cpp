@@ -1,5 +1,6 @@
 #include "kernels/batch_norm/batch_norm.h"
 
+#include "ops/backend.h"
 #include "ops/common.h"
 
 namespace braze {
@@ -70,8 +71,8 @@ Tensor in_layout(const BatchNormShape& shape, const Tensor& t) {
   return with_layout_of(t, empty_like_input(shape, t));
 }
 
-Tensor workspace_of(const BatchNormShape& shape, const Tensor& input) {
-  return empty({dev::batch_norm_workspace_bytes(shape)}, input, ScalarType::Byte);
+Workspace workspace_of(const BatchNormShape& shape, const Tensor& input) {
+  return {dev::batch_norm_workspace_bytes(shape), input};
 }
 
 BatchNormAffine affine_of(const std::optional<Tensor>& weight, const std::optional<Tensor>& bias) {
@@ -132,10 +133,10 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm(const Tensor& input, std::optional
       running_mean ? dtype_of(op, "running_mean", *running_mean) : DType::kFloat32,
       static_cast<int64_t*>(data(num_batches_tracked)), momentum};
   if (training) {
-    const Tensor workspace = workspace_of(shape, input);
+    const Workspace workspace = workspace_of(shape, input);
     dev::batch_norm_training(context.stream(), shape, x.const_data_ptr(), affine_of(w, b), buffers,
                              eps, out.mutable_data_ptr(), mean.mutable_data_ptr(),
-                             rstd.mutable_data_ptr(), workspace.mutable_data_ptr());
+                             rstd.mutable_data_ptr(), workspace.data());
     copy_back(running_mean, mean_buffer);
     copy_back(running_var, var_buffer);
   } else {
@@ -177,7 +178,7 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_backward(
   const Tensor x = in_layout(shape, input), dy = in_layout(shape, grad_output);
   const auto w = dense(weight);
   const Tensor m = as_contiguous(mean), r = as_contiguous(rstd);
-  const Tensor workspace = workspace_of(shape, input);
+  const Workspace workspace = workspace_of(shape, input);
   BatchNormAffine affine = affine_of(w, std::nullopt);
   if (!weight) affine.dtype = dtype_of(op, "mean", mean);
   const auto result = [&](int i, Tensor& t) {
@@ -186,7 +187,7 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_backward(
   dev::batch_norm_backward(context.stream(), shape, training, dy.const_data_ptr(),
                            x.const_data_ptr(), affine, m.const_data_ptr(), r.const_data_ptr(),
                            result(0, grad_input), result(1, grad_weight), result(2, grad_bias),
-                           workspace.mutable_data_ptr());
+                           workspace.data());
   return {grad_input, grad_weight, grad_bias};
 }
 

@@ -8,6 +8,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <optional>
 #include <sstream>
 #include <stdexcept>
@@ -139,15 +140,49 @@ inline void check_same_shape(const char* op, const char* arg, const Tensor& t, c
               ", but got ", shape_string(t), " and ", shape_string(ref));
 }
 
-// An uninitialised tensor on the device of `like`, in its dtype unless given.
+// An uninitialised tensor on the device of `like`, in its dtype unless given. torch::stable's own
+// functions look an op up by its name and box the arguments, which costs more than the allocation.
+inline Tensor empty_strided(const int64_t* sizes, const int64_t* strides, int64_t dim,
+                            const Tensor& like, std::optional<ScalarType> dtype = std::nullopt) {
+  int32_t device_type, device_index, dtype_number;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(like.get(), &device_index));
+  if (dtype) {
+    using torch::stable::detail::from;
+    dtype_number = torch::stable::detail::to<int32_t>(from(*dtype));
+  } else {
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype_number));
+  }
+  AtenTensorHandle result;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(dim, sizes, strides, dtype_number, device_type,
+                                                  device_index, &result));
+  return Tensor(result);
+}
+
+// Dense, the dimensions in memory in the order `inner_to_outer`.
+inline Tensor empty_dense(const std::vector<int64_t>& sizes, const int* inner_to_outer,
+                          const Tensor& like, std::optional<ScalarType> dtype) {
+  std::vector<int64_t> strides(sizes.size());
+  int64_t stride = 1;
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    const size_t d = inner_to_outer ? inner_to_outer[i] : sizes.size() - 1 - i;
+    strides[d] = stride;
+    // An empty dimension keeps the strides of the others only in a contiguous tensor, as in torch.
+    stride *= inner_to_outer ? sizes[d] : std::max<int64_t>(1, sizes[d]);
+  }
+  return empty_strided(sizes.data(), strides.data(), sizes.size(), like, dtype);
+}
+
 inline Tensor empty(const std::vector<int64_t>& sizes, const Tensor& like,
                     std::optional<ScalarType> dtype = std::nullopt) {
-  return torch::stable::new_empty(like, sizes, dtype);
+  return empty_dense(sizes, nullptr, like, dtype);
 }
 
 inline Tensor zeros(const std::vector<int64_t>& sizes, const Tensor& like,
                     std::optional<ScalarType> dtype = std::nullopt) {
-  return torch::stable::new_zeros(like, sizes, dtype);
+  Tensor result = empty(sizes, like, dtype);
+  TORCH_ERROR_CODE_CHECK(aoti_torch_zero_(result.get()));
+  return result;
 }
 
 // Same sizes and the same strides wherever they matter (a dimension of size 1 may have any).
@@ -157,14 +192,6 @@ inline bool same_layout(const Tensor& a, const Tensor& b) {
     if (a.size(i) > 1 && a.stride(i) != b.stride(i)) return false;
   }
   return true;
-}
-
-// `t` laid out as the dense tensor `like` (same shape): itself if it already is, else a copy.
-inline Tensor with_layout_of(const Tensor& t, const Tensor& like) {
-  if (same_layout(t, like)) return t;
-  Tensor copy = torch::stable::empty_like(like);
-  torch::stable::copy_(copy, t);
-  return copy;
 }
 
 // Batch, channel, height and width of a 4-D tensor in NHWC order in memory. A tensor that is both
@@ -179,6 +206,20 @@ inline bool is_channels_last(const Tensor& t) {
   return true;
 }
 
+// torch.empty_like: dense in the order of `t`'s strides.
+inline Tensor dense_like(const Tensor& t) {
+  if (!t.is_contiguous() && !is_channels_last(t)) return torch::stable::empty_like(t);
+  return empty_strided(t.sizes().data(), t.strides().data(), t.dim(), t);
+}
+
+// `t` laid out as the dense tensor `like` (same shape): itself if it already is, else a copy.
+inline Tensor with_layout_of(const Tensor& t, const Tensor& like) {
+  if (same_layout(t, like)) return t;
+  Tensor copy = dense_like(like);
+  torch::stable::copy_(copy, t);
+  return copy;
+}
+
 inline Tensor as_contiguous(const Tensor& t) {
   return t.is_contiguous() ? t : torch::stable::contiguous(t);
 }
@@ -186,10 +227,8 @@ inline Tensor as_contiguous(const Tensor& t) {
 // A dense 4-D tensor of the given sizes, channels_last or contiguous.
 inline Tensor empty_4d(const std::vector<int64_t>& nchw, const Tensor& like, bool channels_last,
                        std::optional<ScalarType> dtype = std::nullopt) {
-  using torch::headeronly::MemoryFormat;
-  return torch::stable::empty(
-      nchw, dtype.value_or(like.scalar_type()), std::nullopt, like.device(), std::nullopt,
-      channels_last ? MemoryFormat::ChannelsLast : MemoryFormat::Contiguous);
+  static constexpr int kChannelsLast[] = {1, 3, 2, 0};
+  return empty_dense(nchw, channels_last ? kChannelsLast : nullptr, like, dtype);
 }
 
 }  // namespace braze

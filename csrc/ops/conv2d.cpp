@@ -275,9 +275,7 @@ std::tuple<Tensor, Tensor, Tensor> conv2d_backward(const Tensor& grad_output, co
 
   const DeviceContext context(input);
   const bool channels_last = suggests_channels_last(input) || suggests_channels_last(weight);
-  // Three tensors, also where they stay empty: results of an op must not alias.
-  Tensor grad_input = empty({0}, input), grad_weight = empty({0}, input);
-  Tensor grad_bias = empty({0}, input);
+  Tensor grad_input, grad_weight, grad_bias;
   const bool no_terms = shape.n == 0 || shape.c == 0;
   const Operand x = operand(input, channels_last, backend);
   const Operand w = dense(Operand(weight, channels_last), channels_last);
@@ -302,7 +300,7 @@ std::tuple<Tensor, Tensor, Tensor> conv2d_backward(const Tensor& grad_output, co
     }
   }
   if (output_mask[2]) {
-    grad_bias = zeros({shape.k}, input);
+    grad_bias = shape.n > 0 ? empty({shape.k}, input) : zeros({shape.k}, input);
     if (shape.n > 0) {
       Workspace workspace(
           dev::channel_sum_workspace_bytes(shape.dtype, shape.n, shape.k, shape.p, shape.q), input);
@@ -310,6 +308,10 @@ std::tuple<Tensor, Tensor, Tensor> conv2d_backward(const Tensor& grad_output, co
                        grad_bias.mutable_data_ptr(), workspace.data());
     }
   }
+  // An empty tensor each: results of an op must not alias.
+  if (!output_mask[0]) grad_input = empty({0}, input);
+  if (!output_mask[1]) grad_weight = empty({0}, input);
+  if (!output_mask[2]) grad_bias = empty({0}, input);
   return {grad_input, grad_weight, grad_bias};
 }
 

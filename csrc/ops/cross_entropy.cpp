@@ -2,6 +2,7 @@
 // order of the target's elements.
 #include "kernels/cross_entropy/cross_entropy.h"
 
+#include "ops/backend.h"
 #include "ops/common.h"
 
 namespace braze {
@@ -88,7 +89,7 @@ Loss make_loss(const char* op, const Tensor& input, const Tensor& target,
   if (allow_probs && same_sizes(input, target)) {
     args.target_kind = TargetKind::kProbability;
     if (!same_layout(target, loss.input)) {
-      loss.target = with_layout_of(target, torch::stable::empty_like(loss.input));
+      loss.target = with_layout_of(target, dense_like(loss.input));
     }
   } else {
     args.target_kind =
@@ -113,8 +114,8 @@ ScalarType acc_type(const LossArgs& args) {
   return args.dtype == DType::kFloat64 ? ScalarType::Double : ScalarType::Float;
 }
 
-Tensor empty_workspace(const LossArgs& args, const Tensor& like) {
-  return empty({dev::loss_workspace_bytes(args)}, like, ScalarType::Byte);
+Workspace workspace_of(const LossArgs& args, const Tensor& like) {
+  return {dev::loss_workspace_bytes(args), like};
 }
 
 Tensor empty_loss(const Loss& loss, ScalarType dtype) {
@@ -123,8 +124,7 @@ Tensor empty_loss(const Loss& loss, ScalarType dtype) {
 }
 
 Tensor empty_gradient(const Loss& loss) {
-  return loss.class_last ? torch::stable::empty_like(loss.input)
-                         : empty(sizes_of(loss.input), loss.input);
+  return loss.class_last ? dense_like(loss.input) : empty(sizes_of(loss.input), loss.input);
 }
 
 // grad_output has the loss's dtype: the input's, or float32 for a 16-bit input.
@@ -164,10 +164,9 @@ std::tuple<Tensor, Tensor, Tensor> cross_entropy(const Tensor& input, const Tens
   Tensor result = empty_loss(loss, result_dtype);
   Tensor stats = empty({3, loss.args.shape.rows()}, input, acc_type(loss.args));
   Tensor total_weight = empty({}, input, acc_type(loss.args));
-  Tensor workspace = empty_workspace(loss.args, input);
+  const Workspace workspace = workspace_of(loss.args, input);
   dev::cross_entropy(context.stream(), loss.args, result.mutable_data_ptr(),
-                     stats.mutable_data_ptr(), total_weight.mutable_data_ptr(),
-                     workspace.mutable_data_ptr());
+                     stats.mutable_data_ptr(), total_weight.mutable_data_ptr(), workspace.data());
   return {result, stats, total_weight};
 }
 
@@ -202,9 +201,9 @@ std::tuple<Tensor, Tensor> nll_loss(const Tensor& input, const Tensor& target,
   const DeviceContext context(input);
   Tensor result = empty_loss(loss, input.scalar_type());
   Tensor total_weight = empty({}, input, acc_type(loss.args));
-  Tensor workspace = empty_workspace(loss.args, input);
+  const Workspace workspace = workspace_of(loss.args, input);
   dev::nll_loss(context.stream(), loss.args, result.mutable_data_ptr(),
-                total_weight.mutable_data_ptr(), workspace.mutable_data_ptr());
+                total_weight.mutable_data_ptr(), workspace.data());
   return {result, total_weight};
 }
 

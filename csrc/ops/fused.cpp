@@ -1,6 +1,7 @@
 // The fused blocks: conv2d + batch norm + ReLU + max pool 2x2 from patch moments (small_k.h).
 #include "kernels/fused/small_k.h"
 
+#include "ops/backend.h"
 #include "ops/common.h"
 
 namespace braze {
@@ -103,12 +104,11 @@ std::tuple<Tensor, Tensor, Tensor> conv_bn_relu_max_pool2d(
   Tensor out = empty_4d({a.n, a.k, a.p / 2, a.q / 2}, input, a.channels_last);
   Tensor codes = empty({small_k_code_words(a)}, input, ScalarType::Int);
   Tensor saved = empty({small_k_saved_size(a)}, input, ScalarType::Double);
-  Tensor workspace = empty({dev::small_k_workspace_bytes(a)}, input, ScalarType::Byte);
+  const Workspace workspace(dev::small_k_workspace_bytes(a), input);
   const Tensor w = as_contiguous(weight);
   dev::small_k_forward(context.stream(), a, norm, input.const_data_ptr(), w.const_data_ptr(),
                        out.mutable_data_ptr(), static_cast<uint32_t*>(codes.mutable_data_ptr()),
-                       static_cast<double*>(saved.mutable_data_ptr()),
-                       workspace.mutable_data_ptr());
+                       static_cast<double*>(saved.mutable_data_ptr()), workspace.data());
   return {out, codes, saved};
 }
 
@@ -141,13 +141,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> conv_bn_relu_max_pool2d_backward(
   Tensor grad_beta = empty({a.k}, input, param_type);
   Tensor grad_bias = empty({a.k}, input);
   norm.param_dtype = dtype_of(kOp, "bn_weight", grad_gamma);
-  Tensor workspace = empty({dev::small_k_workspace_bytes(a)}, input, ScalarType::Byte);
+  const Workspace workspace(dev::small_k_workspace_bytes(a), input);
   dev::small_k_backward(context.stream(), a, norm, input.const_data_ptr(), w.const_data_ptr(),
                         dy.const_data_ptr(), static_cast<const uint32_t*>(codes.const_data_ptr()),
                         static_cast<const double*>(saved.const_data_ptr()),
                         grad_weight.mutable_data_ptr(), grad_gamma.mutable_data_ptr(),
                         grad_beta.mutable_data_ptr(), grad_bias.mutable_data_ptr(),
-                        workspace.mutable_data_ptr());
+                        workspace.data());
   return {grad_weight, grad_bias, grad_gamma, grad_beta};
 }
 

@@ -281,9 +281,7 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(const Tensor& grad_output, co
 
   const DeviceContext context(input);
   const Settings settings{allow_tf32, deterministic, backend};
-  // Three tensors, also where they stay empty: results of an op must not alias.
-  Tensor grad_input = empty({0}, input), grad_weight = empty({0}, input);
-  Tensor grad_bias = empty({0}, input);
+  Tensor grad_input, grad_weight, grad_bias;
   const Matrices dy = rows_of(grad_output);
   if (output_mask[0]) {
     Sizes sizes = expected;
@@ -298,13 +296,18 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward(const Tensor& grad_output, co
   }
   if (output_mask[2]) {
     const Tensor dense = as_contiguous(grad_output);
-    grad_bias = zeros({dy.cols}, input);
-    if (dense.numel() > 0) {
+    const bool no_terms = dense.numel() == 0;
+    grad_bias = no_terms ? zeros({dy.cols}, input) : empty({dy.cols}, input);
+    if (!no_terms) {
       Workspace workspace(dev::column_sum_workspace_bytes(dtype, dy.rows, dy.cols), input);
       dev::column_sum(context.stream(), dtype, dy.rows, dy.cols, dense.const_data_ptr(),
                       grad_bias.mutable_data_ptr(), workspace.data());
     }
   }
+  // An empty tensor each: results of an op must not alias.
+  if (!output_mask[0]) grad_input = empty({0}, input);
+  if (!output_mask[1]) grad_weight = empty({0}, input);
+  if (!output_mask[2]) grad_bias = empty({0}, input);
   return {grad_input, grad_weight, grad_bias};
 }
 

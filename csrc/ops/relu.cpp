@@ -10,7 +10,7 @@ namespace {
 Tensor relu(const Tensor& input) {
   const DType dtype = dtype_of("relu", "input", input);
   const DeviceContext context(input);
-  Tensor out = torch::stable::empty_like(input);
+  Tensor out = dense_like(input);
   const Tensor x = with_layout_of(input, out);
   dev::relu(context.stream(), dtype, x.const_data_ptr(), out.mutable_data_ptr(), out.numel());
   return out;
@@ -19,7 +19,8 @@ Tensor relu(const Tensor& input) {
 void relu_(Tensor input) {
   const DType dtype = dtype_of("relu_", "input", input);
   const DeviceContext context(input);
-  Tensor dense = with_layout_of(input, torch::stable::empty_like(input));
+  const bool is_dense = input.is_contiguous() || is_channels_last(input);
+  Tensor dense = is_dense ? input : with_layout_of(input, dense_like(input));
   dev::relu(context.stream(), dtype, dense.const_data_ptr(), dense.mutable_data_ptr(),
             dense.numel());
   if (dense.data_ptr() != input.data_ptr()) torch::stable::copy_(input, dense);
@@ -31,7 +32,7 @@ Tensor relu_backward(const Tensor& grad_output, const Tensor& result) {
   check_same_dtype("relu_backward", "grad_output", grad_output, "result", result);
   check_same_shape("relu_backward", "grad_output", grad_output, "result", result);
   const DeviceContext context(result);
-  Tensor grad_input = torch::stable::empty_like(result);
+  Tensor grad_input = dense_like(result);
   const Tensor y = with_layout_of(result, grad_input);
   const Tensor dy = with_layout_of(grad_output, grad_input);
   dev::relu_backward(context.stream(), dtype, dy.const_data_ptr(), y.const_data_ptr(),

@@ -89,12 +89,12 @@ void sgd_(const std::vector<Tensor>& params, const std::vector<Tensor>& grads,
     // The dense tensor that stands for t, laid out as `layout`.
     const auto in_layout = [&](const Tensor& t, const Tensor& layout) {
       if (same_layout(t, layout)) return t;
-      kept_alive.push_back(with_layout_of(t, torch::stable::empty_like(layout)));
+      kept_alive.push_back(with_layout_of(t, dense_like(layout)));
       return kept_alive.back();
     };
     Tensor param = params[i];
     if (!is_dense(param)) {
-      param = in_layout(param, torch::stable::empty_like(param));
+      param = in_layout(param, dense_like(param));
       to_copy.emplace_back(param, &params[i]);
     }
     const Tensor grad = in_layout(grads[i], param);

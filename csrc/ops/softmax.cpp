@@ -56,8 +56,7 @@ Tensor softmax_forward(const char* op, bool log, const Tensor& input, int64_t di
   dim = checked_dim(op, input, dim);
   const DeviceContext context(input);
   Tensor y = empty_like_as(input, dtype.value_or(input.scalar_type()));
-  const Tensor x =
-      same_layout(input, y) ? input : with_layout_of(input, torch::stable::empty_like(input));
+  const Tensor x = same_layout(input, y) ? input : with_layout_of(input, dense_like(input));
   dev::softmax(context.stream(), input_dtype, result_dtype, log, rows_along(y, dim),
                x.const_data_ptr(), y.mutable_data_ptr());
   return y;
@@ -77,9 +76,8 @@ Tensor softmax_backward_impl(const char* op, bool log, const Tensor& grad_output
       grad_dtype == result_dtype || (result_dtype == DType::kFloat32 && size_of(grad_dtype) == 2),
       op, ": expected input_dtype to be the output's, or a 16-bit type for a float32 output",
       ", but got ", scalar_type_name(input_dtype));
-  const Tensor y = same_layout(output, grad_input)
-                       ? output
-                       : with_layout_of(output, torch::stable::empty_like(output));
+  const Tensor y =
+      same_layout(output, grad_input) ? output : with_layout_of(output, dense_like(output));
   const Tensor dy = with_layout_of(grad_output, y);
   dev::softmax_backward(context.stream(), grad_dtype, result_dtype, log,
                         rows_along(grad_input, dim), dy.const_data_ptr(), y.const_data_ptr(),

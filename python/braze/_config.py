@@ -88,9 +88,10 @@ def allow_tf32(op, tensor):
 # set: compiled code keeps the setting that it was compiled under.
 @torch.compiler.assume_constant_result
 def _tf32_setting(op):
-    if op == "matmul":
-        return torch.backends.cuda.matmul.fp32_precision == "tf32"
-    return torch.backends.cudnn.conv.fp32_precision == "tf32"
+    # torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision: read for
+    # every op, and slow through these names.
+    name = "matmul" if op == "matmul" else "conv"
+    return torch._C._get_fp32_precision_getter("cuda", name) == "tf32"
 
 
 def deterministic():

@@ -3,6 +3,7 @@
 import operator
 
 import torch
+from torch.autograd import forward_ad
 
 from braze import _lib
 
@@ -13,6 +14,38 @@ _lib.define_missing_cuda_ops(_library)
 below_autograd = torch._C._AutoDispatchBelowAutograd
 
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+_functorch_is_active = torch._C._are_functorch_transforms_active
+
+
+def eager(function, op, tensors):
+    """What public functions and backwards call for `function.apply`: the same, but cheaper.
+
+    Where autograd records nothing (most of all in a backward without ``create_graph``), the op
+    runs without a node; where it does, without the Python part of ``apply``, which serves
+    ``torch.func`` only.
+
+    Args:
+        function: the op's autograd Function.
+        op: what its forward runs: same arguments, same results.
+        tensors: how many of the arguments, the first ones, are tensors or None.
+    """
+    record = super(torch.autograd.Function, function).apply
+
+    def call(*args):
+        if _functorch_is_active():
+            return function.apply(*args)  # which refuses
+        if torch.is_grad_enabled():
+            for tensor in args[:tensors]:
+                if tensor is not None and tensor.requires_grad:
+                    return record(*args)
+        if forward_ad._current_level >= 0:
+            return record(*args)  # which refuses tangents
+        with below_autograd():
+            return op(*args)
+
+    return call
 
 
 def register(name, *, fake, autograd=None, autocast=None):
@@ -62,6 +95,8 @@ def _autocast_kernel(op, cast, key):
 
 def autocast_dtype(tensor):
     """The dtype that autocast asks for on the tensor's device, or None where it is off."""
+    if not torch._C._is_any_autocast_enabled():
+        return None
     device = tensor.device.type
     if not torch.is_autocast_enabled(device):
         return None
@@ -83,9 +118,9 @@ def mark_written(*buffers):
     has to notice. While compiling, the functionalised graph takes care of it."""
     if torch.compiler.is_compiling():
         return
-    for buffer in buffers:
-        if buffer is not None and not buffer.is_inference():
-            torch.autograd.graph.increment_version(buffer)
+    written = [b for b in buffers if b is not None and not b.is_inference()]
+    if written:
+        torch.autograd.graph.increment_version(written)
 
 
 def is_channels_last(tensor):
@@ -105,7 +140,7 @@ def is_channels_last(tensor):
 
 def int_pair(function, argument, position, value):
     """`value` as a list of ints, as the ops take settings that torch allows as int or tuple."""
-    if isinstance(value, int) and not isinstance(value, bool):
+    if type(value) is int:
         return [value]
     try:
         return [operator.index(v) for v in value]

@@ -3,9 +3,17 @@ csrc/kernels/batch_norm/."""
 
 import torch
 
-from braze._ops._common import below_autograd, is_channels_last, mark_written, register
+from braze._ops._common import below_autograd, eager, is_channels_last, mark_written, register
 
 _ops = torch.ops.braze
+
+
+def _run(*args):
+    results = _ops.batch_norm.default(*args)
+    buffers, training = args[3:6], args[6]
+    if training:
+        mark_written(*buffers)
+    return results
 
 
 class BatchNorm(torch.autograd.Function):
@@ -25,7 +33,7 @@ class BatchNorm(torch.autograd.Function):
         eps,
     ):
         with below_autograd():
-            output, mean, rstd = _ops.batch_norm.default(
+            output, mean, rstd = _run(
                 input,
                 weight,
                 bias,
@@ -36,8 +44,6 @@ class BatchNorm(torch.autograd.Function):
                 momentum,
                 eps,
             )
-        if training:
-            mark_written(running_mean, running_var, num_batches_tracked)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(mean, rstd)
         ctx.save_for_backward(input, weight, mean, rstd)
@@ -51,14 +57,14 @@ class BatchNorm(torch.autograd.Function):
             return (None,) * 9
         input, weight, mean, rstd = ctx.saved_tensors
         mask = ctx.needs_input_grad[:3]
-        dx, dweight, dbias = BatchNormBackward.apply(
-            grad_output, input, weight, mean, rstd, ctx.training, list(mask)
+        dx, dweight, dbias = _batch_norm_backward(
+            grad_output, input, weight, mean, rstd, ctx.training, mask
         )
         return (
             dx if mask[0] else None,
             dweight if mask[1] else None,
             dbias.to(ctx.bias_dtype) if mask[2] else None,
-            *(None,) * 6,
+            *_NO_GRADS,
         )
 
 
@@ -71,6 +77,11 @@ class BatchNormBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         raise RuntimeError("braze::batch_norm is not twice differentiable")
+
+
+_NO_GRADS = (None,) * 6  # of the buffers and settings
+_batch_norm = eager(BatchNorm, _run, tensors=6)
+_batch_norm_backward = eager(BatchNormBackward, _ops.batch_norm_backward.default, tensors=5)
 
 
 def _empty_like_input(input):
@@ -96,9 +107,9 @@ def _backward_fake(grad_output, input, weight, mean, rstd, training, output_mask
 register(
     "batch_norm",
     fake=lambda input, *_: (_empty_like_input(input), _statistics(input), _statistics(input)),
-    autograd=BatchNorm.apply,
+    autograd=_batch_norm,
 )
-register("batch_norm_backward", fake=_backward_fake, autograd=BatchNormBackward.apply)
+register("batch_norm_backward", fake=_backward_fake, autograd=_batch_norm_backward)
 
 
 def check_settings(input, running_mean, running_var, training, eps):
@@ -186,7 +197,7 @@ def batch_norm_counting(
     check_settings(input, running_mean, running_var, training, eps)
     if num_batches_tracked is not None and input.numel() == 0:
         num_batches_tracked.add_(1)
-    apply = _ops.batch_norm.default if torch.compiler.is_compiling() else BatchNorm.apply
+    apply = _ops.batch_norm.default if torch.compiler.is_compiling() else _batch_norm
     return apply(
         input,
         weight,

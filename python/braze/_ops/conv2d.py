@@ -4,7 +4,7 @@ import torch
 
 from braze import _config
 from braze._ops._bilinear import check_tensor, double_backward, masked
-from braze._ops._common import autocast_dtype, below_autograd, cast_to, register
+from braze._ops._common import autocast_dtype, below_autograd, cast_to, eager, register
 
 _ops = torch.ops.braze
 
@@ -33,7 +33,7 @@ class Conv2d(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         mask = ctx.needs_input_grad[:3]
-        grads = Conv2dBackward.apply(grad, *ctx.saved_tensors, *ctx.geometry, mask, *ctx.settings)
+        grads = _conv2d_backward(grad, *ctx.saved_tensors, *ctx.geometry, mask, *ctx.settings)
         return *masked(grads, mask), None, None, None, None, None, None, None
 
 
@@ -69,11 +69,15 @@ class Conv2dBackward(torch.autograd.Function):
         d = double_backward(
             ctx,
             grads,
-            lambda x, w, b: Conv2d.apply(x, w, b, *geometry, *settings),
-            lambda g, x, w, mask: Conv2dBackward.apply(g, x, w, *geometry, mask, *settings),
+            lambda x, w, b: _conv2d(x, w, b, *geometry, *settings),
+            lambda g, x, w, mask: _conv2d_backward(g, x, w, *geometry, mask, *settings),
             lambda b, like: b.view(-1, 1, 1).expand_as(like),
         )
         return *d, None, None, None, None, None, None, None, None
+
+
+_conv2d = eager(Conv2d, _ops.conv2d.default, tensors=3)
+_conv2d_backward = eager(Conv2dBackward, _ops.conv2d_backward.default, tensors=3)
 
 
 def _suggests_channels_last(t):
@@ -130,12 +134,16 @@ def _cast(input, weight, bias=None, *rest):
     return *cast_to(autocast_dtype(input), input, weight, bias), *rest
 
 
-register("conv2d", fake=_fake_conv2d, autograd=Conv2d.apply, autocast=_cast)
-register("conv2d_backward", fake=_fake_conv2d_backward, autograd=Conv2dBackward.apply)
+register("conv2d", fake=_fake_conv2d, autograd=_conv2d, autocast=_cast)
+register("conv2d_backward", fake=_fake_conv2d_backward, autograd=_conv2d_backward)
 
 
 def pair(name, value):
     """An int, or a sequence of one or two of them, as (height, width)."""
+    if type(value) is int:
+        return value, value
+    if type(value) is tuple and len(value) == 2 and type(value[0]) is type(value[1]) is int:
+        return value
     values = tuple(value) if isinstance(value, (tuple, list)) else (value,)
     for v in values:
         if isinstance(v, bool) or not isinstance(v, (int, torch.SymInt)):
@@ -209,7 +217,7 @@ def conv2d(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
     dtype = autocast_dtype(input)
     if dtype is not None:
         input, weight, bias = cast_to(dtype, input, weight, bias)
-    function = _ops.conv2d if torch.compiler.is_compiling() else Conv2d.apply
+    function = _ops.conv2d if torch.compiler.is_compiling() else _conv2d
     return function(
         input,
         weight,

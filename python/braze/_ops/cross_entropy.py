@@ -3,7 +3,7 @@ csrc/kernels/cross_entropy/."""
 
 import torch
 
-from braze._ops._common import below_autograd, register
+from braze._ops._common import autocast_dtype, below_autograd, eager, register
 from braze._ops._loss import (
     HALF_DTYPES,
     MEAN,
@@ -43,7 +43,7 @@ class CrossEntropy(torch.autograd.Function):
         if grad_output is None:
             return (None,) * 7
         target_grad = ctx.needs_input_grad[1]
-        grad_input, grad_target = CrossEntropyBackward.apply(
+        grad_input, grad_target = _cross_entropy_backward(
             grad_output, *ctx.saved_tensors, *ctx.settings, target_grad
         )
         return grad_input, grad_target if target_grad else None, None, None, None, None, None
@@ -142,13 +142,17 @@ class CrossEntropyBackward(torch.autograd.Function):
         return tuple(grads)
 
 
+_cross_entropy = eager(CrossEntropy, _ops.cross_entropy.default, tensors=2)
+_cross_entropy_backward = eager(
+    CrossEntropyBackward, _ops.cross_entropy_backward.default, tensors=6
+)
+
+
 def _cross_entropy_autograd(
     input, target, weight=None, reduction=1, ignore_index=-100, label_smoothing=0.0, dtype=None
 ):
     refuse_weight_grad("cross_entropy", weight)
-    return CrossEntropy.apply(
-        input, target, weight, reduction, ignore_index, label_smoothing, dtype
-    )
+    return _cross_entropy(input, target, weight, reduction, ignore_index, label_smoothing, dtype)
 
 
 def _fake_cross_entropy(
@@ -204,7 +208,7 @@ register(
 register(
     "cross_entropy_backward",
     fake=_fake_cross_entropy_backward,
-    autograd=CrossEntropyBackward.apply,
+    autograd=_cross_entropy_backward,
 )
 
 
@@ -247,7 +251,7 @@ def cross_entropy(
     if label_smoothing > 1.0:
         raise RuntimeError(f"label_smoothing must be between 0.0 and 1.0. Got: {label_smoothing}")
     dtype = None
-    autocast = torch.is_autocast_enabled(input.device.type)
+    autocast = autocast_dtype(input) is not None
     if input.shape == target.shape:
         if not target.is_floating_point():
             raise RuntimeError(
@@ -277,7 +281,7 @@ def cross_entropy(
             input, target, weight, reduction, ignore_index, label_smoothing, dtype
         )[0]
     try:
-        return CrossEntropy.apply(
+        return _cross_entropy(
             input, target, weight, reduction, ignore_index, label_smoothing, dtype
         )[0]
     except RuntimeError as error:

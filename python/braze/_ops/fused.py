@@ -6,6 +6,7 @@ from braze._ops._common import (
     autocast_dtype,
     below_autograd,
     cast_to,
+    eager,
     is_channels_last,
     mark_written,
     register,
@@ -23,6 +24,14 @@ _FILTERS = {(3, 3): (1, 2, 3), (5, 5): (1,)}
 _MOST_FILTERS = 128
 
 
+def _run(*args):
+    results = _ops.conv_bn_relu_max_pool2d.default(*args)
+    buffers, training = args[5:8], args[9]
+    if training:
+        mark_written(*buffers)
+    return results
+
+
 class ConvBnReLUMaxPool2d(torch.autograd.Function):
     """Returns the result and what the backward needs of the forward: where each window's maximum
     was, and the moments of the input patches."""
@@ -36,11 +45,9 @@ class ConvBnReLUMaxPool2d(torch.autograd.Function):
             )
         padding, training, _, _ = settings
         with below_autograd():
-            output, codes, moments = _ops.conv_bn_relu_max_pool2d.default(
+            output, codes, moments = _run(
                 input, weight, bias, bn_weight, bn_bias, mean, var, batches, *settings
             )
-        if training:
-            mark_written(mean, var, batches)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(codes, moments)
         ctx.save_for_backward(input, weight, bn_weight, codes, moments)
@@ -51,7 +58,7 @@ class ConvBnReLUMaxPool2d(torch.autograd.Function):
     def backward(ctx, grad_output, *_):
         if grad_output is None:
             return (None,) * 12
-        grads = ConvBnReLUMaxPool2dBackward.apply(grad_output, *ctx.saved_tensors, *ctx.settings)
+        grads = _backward(grad_output, *ctx.saved_tensors, *ctx.settings)
         grads = (None, *grads, *(None,) * 7)
         wanted = ctx.needs_input_grad
         return tuple(g if need else None for g, need in zip(grads, wanted, strict=True))
@@ -66,6 +73,12 @@ class ConvBnReLUMaxPool2dBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         raise RuntimeError("braze::conv_bn_relu_max_pool2d is not twice differentiable")
+
+
+_forward = eager(ConvBnReLUMaxPool2d, _run, tensors=8)
+_backward = eager(
+    ConvBnReLUMaxPool2dBackward, _ops.conv_bn_relu_max_pool2d_backward.default, tensors=6
+)
 
 
 def _forward_fake(input, weight, bias, bn_weight, bn_bias, mean, var, batches, padding, *_):
@@ -93,11 +106,11 @@ def _backward_fake(grad_output, input, weight, bn_weight, codes, moments, paddin
     )
 
 
-register("conv_bn_relu_max_pool2d", fake=_forward_fake, autograd=ConvBnReLUMaxPool2d.apply)
+register("conv_bn_relu_max_pool2d", fake=_forward_fake, autograd=_forward)
 register(
     "conv_bn_relu_max_pool2d_backward",
     fake=_backward_fake,
-    autograd=ConvBnReLUMaxPool2dBackward.apply,
+    autograd=_backward,
 )
 
 
@@ -188,7 +201,7 @@ def conv_bn_relu_max_pool2d(
         if dtype is not None:
             input, weight, bias = cast_to(dtype, input, weight, bias)
         op = _ops.conv_bn_relu_max_pool2d.default
-        apply = op if torch.compiler.is_compiling() else ConvBnReLUMaxPool2d.apply
+        apply = op if torch.compiler.is_compiling() else _forward
         buffers = running_mean, running_var, num_batches_tracked
         settings = list(padding), training, momentum, eps
         return apply(input, weight, bias, bn_weight, bn_bias, *buffers, *settings)[0]

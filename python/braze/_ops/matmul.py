@@ -5,8 +5,8 @@ import torch
 
 from braze import _config
 from braze._ops._bilinear import check_tensor, double_backward, masked
-from braze._ops._common import autocast_dtype, below_autograd, cast_to, register
-from braze._ops.relu import ReLUBackward
+from braze._ops._common import autocast_dtype, below_autograd, cast_to, eager, register
+from braze._ops.relu import relu_backward
 
 _ops = torch.ops.braze
 
@@ -22,6 +22,11 @@ class Matmul(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         input, other = ctx.saved_tensors
+        if input.dim() == 2 and other.dim() == 2:
+            wants_input, wants_other = ctx.needs_input_grad[:2]
+            grad_input = _matmul(grad, other.mT, *ctx.settings) if wants_input else None
+            grad_other = _matmul(input.mT, grad, *ctx.settings) if wants_other else None
+            return grad_input, grad_other, None, None, None
         # As matrices: a vector on the left is a row, on the right a column.
         a, b = input, other
         if b.dim() == 1:
@@ -43,7 +48,7 @@ def _grad_left(grad, a, b, settings):
         # One A for a batch of B: the sum over the batch is a single product of all columns.
         grad = grad.movedim(-2, 0).flatten(1)
         b = b.movedim(-2, 0).flatten(1)
-    return _sum_to(Matmul.apply(grad, b.mT, *settings), a.shape)
+    return _sum_to(_matmul(grad, b.mT, *settings), a.shape)
 
 
 def _sum_to(t, shape):
@@ -76,9 +81,9 @@ class Linear(torch.autograd.Function):
     def backward(ctx, grad):
         input, weight = ctx.saved_tensors[:2]
         if ctx.relu:
-            grad = ReLUBackward.apply(grad, ctx.saved_tensors[2])
+            grad = relu_backward(grad, ctx.saved_tensors[2])
         mask = ctx.needs_input_grad[:3]
-        grads = LinearBackward.apply(grad, input, weight, mask, *ctx.settings)
+        grads = _linear_backward(grad, input, weight, mask, *ctx.settings)
         return *masked(grads, mask), None, None, None, None
 
 
@@ -109,11 +114,16 @@ class LinearBackward(torch.autograd.Function):
         d = double_backward(
             ctx,
             grads,
-            lambda x, w, b: Linear.apply(x, w, b, False, *settings),
-            lambda g, x, w, mask: LinearBackward.apply(g, x, w, mask, *settings),
+            lambda x, w, b: _linear(x, w, b, False, *settings),
+            lambda g, x, w, mask: _linear_backward(g, x, w, mask, *settings),
             lambda b, like: b.expand_as(like),
         )
         return *d, None, None, None, None
+
+
+_matmul = eager(Matmul, _ops.matmul.default, tensors=2)
+_linear = eager(Linear, _ops.linear.default, tensors=3)
+_linear_backward = eager(LinearBackward, _ops.linear_backward.default, tensors=3)
 
 
 def _fake_matmul(input, other, allow_tf32=False, deterministic=False, backend="auto"):
@@ -139,9 +149,9 @@ def _cast_three(input, weight, bias=None, *rest):
     return *cast_to(autocast_dtype(input), input, weight, bias), *rest
 
 
-register("matmul", fake=_fake_matmul, autograd=Matmul.apply, autocast=_cast_two)
-register("linear", fake=_fake_linear, autograd=Linear.apply, autocast=_cast_three)
-register("linear_backward", fake=_fake_linear_backward, autograd=LinearBackward.apply)
+register("matmul", fake=_fake_matmul, autograd=_matmul, autocast=_cast_two)
+register("linear", fake=_fake_linear, autograd=_linear, autocast=_cast_three)
+register("linear_backward", fake=_fake_linear_backward, autograd=_linear_backward)
 
 
 def _settings(input):
@@ -175,7 +185,7 @@ def matmul(input, other):
     dtype = autocast_dtype(input)
     if dtype is not None:
         input, other = cast_to(dtype, input, other)
-    function = _ops.matmul if torch.compiler.is_compiling() else Matmul.apply
+    function = _ops.matmul if torch.compiler.is_compiling() else _matmul
     return function(input, other, *_settings(input))
 
 
@@ -211,5 +221,5 @@ def linear(input, weight, bias=None):
         input, weight, bias = cast_to(dtype, input, weight, bias)
     if bias is not None and bias.numel() == 1:
         bias = bias.expand(weight.shape[0])
-    function = _ops.linear if torch.compiler.is_compiling() else Linear.apply
+    function = _ops.linear if torch.compiler.is_compiling() else _linear
     return function(input, weight, bias, False, *_settings(input))

@@ -2,7 +2,7 @@
 
 import torch
 
-from braze._ops._common import below_autograd, register
+from braze._ops._common import below_autograd, eager, register
 from braze._ops._loss import (
     NONE,
     acc_dtype,
@@ -36,7 +36,7 @@ class NLLLoss(torch.autograd.Function):
     def backward(ctx, grad_output, _total_weight):
         if grad_output is None:
             return (None,) * 5
-        grad = NLLLossBackward.apply(grad_output, *ctx.saved_tensors, *ctx.settings)
+        grad = _nll_loss_backward(grad_output, *ctx.saved_tensors, *ctx.settings)
         return grad, None, None, None, None
 
 
@@ -55,13 +55,17 @@ class NLLLossBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        loss, _ = NLLLoss.apply(grad, *ctx.saved_tensors, *ctx.settings)
+        loss, _ = _nll_loss(grad, *ctx.saved_tensors, *ctx.settings)
         return loss.view(ctx.shape), None, None, None, None, None, None
+
+
+_nll_loss = eager(NLLLoss, _ops.nll_loss.default, tensors=2)
+_nll_loss_backward = eager(NLLLossBackward, _ops.nll_loss_backward.default, tensors=5)
 
 
 def _nll_loss_autograd(input, target, weight=None, reduction=1, ignore_index=-100):
     refuse_weight_grad("nll_loss", weight)
-    return NLLLoss.apply(input, target, weight, reduction, ignore_index)
+    return _nll_loss(input, target, weight, reduction, ignore_index)
 
 
 def _fake_nll_loss(input, target, weight=None, reduction=1, ignore_index=-100):
@@ -80,7 +84,7 @@ def _autocast_nll_loss(input, target, weight=None, reduction=1, ignore_index=-10
 
 
 register("nll_loss", fake=_fake_nll_loss, autograd=_nll_loss_autograd, autocast=_autocast_nll_loss)
-register("nll_loss_backward", fake=_fake_nll_loss_backward, autograd=NLLLossBackward.apply)
+register("nll_loss_backward", fake=_fake_nll_loss_backward, autograd=_nll_loss_backward)
 
 
 def nll_loss(
@@ -121,6 +125,6 @@ def nll_loss(
     if torch.compiler.is_compiling():
         return _ops.nll_loss(input, target, weight, reduction, ignore_index)[0]
     try:
-        return NLLLoss.apply(input, target, weight, reduction, ignore_index)[0]
+        return _nll_loss(input, target, weight, reduction, ignore_index)[0]
     except RuntimeError as error:
         raise as_index_error(error) from None

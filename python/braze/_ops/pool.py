@@ -3,7 +3,7 @@ csrc/kernels/pool/."""
 
 import torch
 
-from braze._ops._common import below_autograd, int_pair, is_channels_last, register
+from braze._ops._common import below_autograd, eager, int_pair, is_channels_last, register
 
 _ops = torch.ops.braze
 #: windows of up to this many elements store the winner's place in a byte, larger ones in an int32
@@ -29,7 +29,7 @@ class MaxPool2d(torch.autograd.Function):
         if grad_output is None:
             return (None,) * 6
         (taps,) = ctx.saved_tensors
-        return MaxPool2dBackward.apply(grad_output, taps, *ctx.args), *(None,) * 5
+        return _max_pool2d_backward(grad_output, taps, *ctx.args), *(None,) * 5
 
 
 class MaxPool2dBackward(torch.autograd.Function):
@@ -52,7 +52,7 @@ class AvgPool2d(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_output):
-        return AvgPool2dBackward.apply(grad_output, *ctx.args), *(None,) * (len(ctx.args) - 2)
+        return _avg_pool2d_backward(grad_output, *ctx.args), *(None,) * (len(ctx.args) - 2)
 
 
 class AvgPool2dBackward(torch.autograd.Function):
@@ -66,7 +66,13 @@ class AvgPool2dBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return AvgPool2d.apply(grad, *ctx.settings), *(None,) * (len(ctx.settings) + 2)
+        return _avg_pool2d(grad, *ctx.settings), *(None,) * (len(ctx.settings) + 2)
+
+
+_max_pool2d = eager(MaxPool2d, _ops.max_pool2d.default, tensors=1)
+_max_pool2d_backward = eager(MaxPool2dBackward, _ops.max_pool2d_backward.default, tensors=2)
+_avg_pool2d = eager(AvgPool2d, _ops.avg_pool2d.default, tensors=1)
+_avg_pool2d_backward = eager(AvgPool2dBackward, _ops.avg_pool2d_backward.default, tensors=1)
 
 
 def _output_extent(size, kernel, stride, padding, dilation, ceil_mode):
@@ -111,13 +117,13 @@ def _max_pool2d_indices(taps, *args):
         return _ops.max_pool2d_indices.default(taps, *args)
 
 
-register("max_pool2d", fake=_max_pool2d_fake, autograd=MaxPool2d.apply)
+register("max_pool2d", fake=_max_pool2d_fake, autograd=_max_pool2d)
 register(
     "max_pool2d_backward",
     fake=lambda grad_output, taps, input_size, *args: _empty_planes(
         grad_output, input_size, args[-1]
     ),
-    autograd=MaxPool2dBackward.apply,
+    autograd=_max_pool2d_backward,
 )
 register(
     "max_pool2d_indices",
@@ -129,12 +135,12 @@ register(
     fake=lambda input, kernel_size, stride, padding, ceil_mode, *_: _pooled(
         input, kernel_size, stride, padding, [1], ceil_mode
     ),
-    autograd=AvgPool2d.apply,
+    autograd=_avg_pool2d,
 )
 register(
     "avg_pool2d_backward",
     fake=lambda grad_output, input_size, *args: _empty_planes(grad_output, input_size, args[-1]),
-    autograd=AvgPool2dBackward.apply,
+    autograd=_avg_pool2d_backward,
 )
 
 
@@ -174,7 +180,7 @@ def max_pool2d(
     padding = int_pair("max_pool2d", "padding", 4, padding)
     dilation = int_pair("max_pool2d", "dilation", 5, dilation)
     args = kernel_size, stride, padding, dilation, ceil_mode
-    op = _ops.max_pool2d.default if torch.compiler.is_compiling() else MaxPool2d.apply
+    op = _ops.max_pool2d.default if torch.compiler.is_compiling() else _max_pool2d
     output, taps = op(input, *args)
     if return_indices:
         return output, _ops.max_pool2d_indices.default(taps, input.shape, *args)
@@ -221,4 +227,4 @@ def avg_pool2d(
     args = kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override
     if torch.compiler.is_compiling():
         return _ops.avg_pool2d.default(input, *args)
-    return AvgPool2d.apply(input, *args)
+    return _avg_pool2d(input, *args)

@@ -2,7 +2,7 @@
 
 import torch
 
-from braze._ops._common import below_autograd, register
+from braze._ops._common import below_autograd, eager, mark_written, register
 
 _ops = torch.ops.braze
 
@@ -17,7 +17,7 @@ class ReLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_output):
-        return ReLUBackward.apply(grad_output, *ctx.saved_tensors)
+        return relu_backward(grad_output, *ctx.saved_tensors)
 
 
 class ReLUInplace(torch.autograd.Function):
@@ -31,7 +31,7 @@ class ReLUInplace(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_output):
-        return ReLUBackward.apply(grad_output, *ctx.saved_tensors)
+        return relu_backward(grad_output, *ctx.saved_tensors)
 
 
 class ReLUBackward(torch.autograd.Function):
@@ -45,19 +45,30 @@ class ReLUBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return ReLUBackward.apply(grad, *ctx.saved_tensors), None
+        return relu_backward(grad, *ctx.saved_tensors), None
+
+
+def _overwrite(input):
+    _ops.relu_.default(input)
+    mark_written(input)
+    return input
+
+
+_relu = eager(ReLU, _ops.relu.default, tensors=1)
+_relu_inplace = eager(ReLUInplace, _overwrite, tensors=1)
+relu_backward = eager(ReLUBackward, _ops.relu_backward.default, tensors=2)
 
 
 def _relu_(input):
-    ReLUInplace.apply(input)
+    _relu_inplace(input)
 
 
-register("relu", fake=torch.empty_like, autograd=ReLU.apply)
+register("relu", fake=torch.empty_like, autograd=_relu)
 register("relu_", fake=lambda input: None, autograd=_relu_)
 register(
     "relu_backward",
     fake=lambda grad_output, result: torch.empty_like(result),
-    autograd=ReLUBackward.apply,
+    autograd=relu_backward,
 )
 
 
@@ -77,4 +88,4 @@ def relu(input, inplace=False):
     if torch.compiler.is_compiling():
         # The compiler turns the copy into an overwrite where it can.
         return input.copy_(_ops.relu(input)) if inplace else _ops.relu(input)
-    return ReLUInplace.apply(input) if inplace else ReLU.apply(input)
+    return _relu_inplace(input) if inplace else _relu(input)

@@ -5,7 +5,7 @@ import warnings
 
 import torch
 
-from braze._ops._common import below_autograd, register
+from braze._ops._common import below_autograd, eager, register
 
 _ops = torch.ops.braze
 _HALF_DTYPES = (torch.bfloat16, torch.float16)
@@ -23,7 +23,7 @@ class Softmax(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_output):
         (result,) = ctx.saved_tensors
-        return SoftmaxBackward.apply(grad_output, result, ctx.dim, ctx.input_dtype), None, None
+        return _softmax_backward(grad_output, result, ctx.dim, ctx.input_dtype), None, None
 
 
 class SoftmaxBackward(torch.autograd.Function):
@@ -42,7 +42,7 @@ class SoftmaxBackward(torch.autograd.Function):
         v = grad.to(y.dtype)
         grad_dy = grad_y = None
         if ctx.needs_input_grad[0]:
-            grad_dy = SoftmaxBackward.apply(v, y, ctx.dim, y.dtype)
+            grad_dy = _softmax_backward(v, y, ctx.dim, y.dtype)
         if ctx.needs_input_grad[1]:
             inner = (dy * y).sum(ctx.dim, keepdim=True)
             grad_y = v * (dy - inner) - (v * y).sum(ctx.dim, keepdim=True) * dy
@@ -61,7 +61,7 @@ class LogSoftmax(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_output):
         (result,) = ctx.saved_tensors
-        return LogSoftmaxBackward.apply(grad_output, result, ctx.dim, ctx.input_dtype), None, None
+        return _log_softmax_backward(grad_output, result, ctx.dim, ctx.input_dtype), None, None
 
 
 class LogSoftmaxBackward(torch.autograd.Function):
@@ -87,6 +87,12 @@ class LogSoftmaxBackward(torch.autograd.Function):
         return grad_dy, grad_y, None, None
 
 
+_softmax = eager(Softmax, _ops.softmax.default, tensors=1)
+_softmax_backward = eager(SoftmaxBackward, _ops.softmax_backward.default, tensors=2)
+_log_softmax = eager(LogSoftmax, _ops.log_softmax.default, tensors=1)
+_log_softmax_backward = eager(LogSoftmaxBackward, _ops.log_softmax_backward.default, tensors=2)
+
+
 def _fake(input, dim, dtype=None):
     return torch.empty_like(input, dtype=dtype)
 
@@ -106,10 +112,10 @@ def _autocast(input, dim, dtype=None):
     return input, dim, _autocast_dtype(input) if dtype is None else dtype
 
 
-register("softmax", fake=_fake, autograd=Softmax.apply, autocast=_autocast)
-register("log_softmax", fake=_fake, autograd=LogSoftmax.apply, autocast=_autocast)
-register("softmax_backward", fake=_fake_backward, autograd=SoftmaxBackward.apply)
-register("log_softmax_backward", fake=_fake_backward, autograd=LogSoftmaxBackward.apply)
+register("softmax", fake=_fake, autograd=_softmax, autocast=_autocast)
+register("log_softmax", fake=_fake, autograd=_log_softmax, autocast=_autocast)
+register("softmax_backward", fake=_fake_backward, autograd=_softmax_backward)
+register("log_softmax_backward", fake=_fake_backward, autograd=_log_softmax_backward)
 
 
 def _apply(name, function, op, input, dim, stacklevel, dtype):
@@ -155,7 +161,7 @@ def softmax(input, dim=None, _stacklevel=3, dtype=None):
         IndexError: no such dimension.
         RuntimeError: other dtypes.
     """
-    return _apply("softmax", Softmax.apply, _ops.softmax, input, dim, _stacklevel, dtype)
+    return _apply("softmax", _softmax, _ops.softmax, input, dim, _stacklevel, dtype)
 
 
 def log_softmax(input, dim=None, _stacklevel=3, dtype=None):
@@ -163,4 +169,4 @@ def log_softmax(input, dim=None, _stacklevel=3, dtype=None):
 
     Arguments, result and errors as :func:`softmax`.
     """
-    return _apply("log_softmax", LogSoftmax.apply, _ops.log_softmax, input, dim, _stacklevel, dtype)
+    return _apply("log_softmax", _log_softmax, _ops.log_softmax, input, dim, _stacklevel, dtype)

@@ -3,7 +3,7 @@ csrc/kernels/transpose/."""
 
 import torch
 
-from braze._ops._common import below_autograd, register
+from braze._ops._common import below_autograd, eager, register
 
 _ops = torch.ops.braze
 
@@ -18,13 +18,14 @@ class TransposeCopy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_output):
-        return TransposeCopy.apply(grad_output)
+        return _transpose_copy(grad_output)
 
 
+_transpose_copy = eager(TransposeCopy, _ops.transpose_copy.default, tensors=1)
 register(
     "transpose_copy",
     fake=lambda input: input.new_empty((*input.shape[:-2], input.size(-1), input.size(-2))),
-    autograd=TransposeCopy.apply,
+    autograd=_transpose_copy,
 )
 
 
@@ -44,4 +45,4 @@ def transpose_copy(input):
     """
     if torch.compiler.is_compiling():
         return _ops.transpose_copy(input)
-    return TransposeCopy.apply(input)
+    return _transpose_copy(input)

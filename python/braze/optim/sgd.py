@@ -78,12 +78,12 @@ class SGD(torch.optim.SGD):
         launches = [
             (group, *launch) for group in self.param_groups for launch in self._launches(group)
         ]
-        for group, params, grads, first_step in launches:
-            self._update(group, params, grads, first_step, found_inf)
+        for launch in launches:
+            self._update(*launch, found_inf)
         return loss
 
     def _launches(self, group):
-        """(params, grads, whether their momentum buffers are still to be made), checked."""
+        """(params, grads, momentum buffers, whether those are still to be made), checked."""
         launches = {}
         with_momentum = group["momentum"] != 0
         for p in group["params"]:
@@ -97,23 +97,26 @@ class SGD(torch.optim.SGD):
                     "braze.optim.SGD: expected parameters of dtype float64, float32, bfloat16 or "
                     f"float16, but got {p.dtype}"
                 )
-            first_step = with_momentum and self.state[p].get("momentum_buffer") is None
+            buffer = self.state[p].get("momentum_buffer") if with_momentum else None
+            first_step = with_momentum and buffer is None
             key = (p.device, p.dtype, first_step)
-            params, grads, _ = launches.setdefault(key, ([], [], first_step))
-            params.append(p)
-            grads.append(grad)
+            launch = launches.get(key)
+            if launch is None:
+                launch = launches[key] = ([], [], [], first_step)
+            launch[0].append(p)
+            launch[1].append(grad)
+            if buffer is not None:
+                launch[2].append(buffer)
         return launches.values()
 
-    def _update(self, group, params, grads, first_step, found_inf):
+    def _update(self, group, params, grads, buffers, first_step, found_inf):
         device = params[0].device
-        buffers = []
         if first_step:
             # Zeros where the launch may find that it must not write.
             make = torch.empty_like if found_inf is None else torch.zeros_like
-            for p in params:
-                self.state[p]["momentum_buffer"] = make(p, requires_grad=False)
-        if group["momentum"] != 0:
-            buffers = [self.state[p]["momentum_buffer"] for p in params]
+            buffers = [make(p, requires_grad=False) for p in params]
+            for p, buffer in zip(params, buffers, strict=True):
+                self.state[p]["momentum_buffer"] = buffer
         lr, lr_tensor = group["lr"], None
         if isinstance(lr, torch.Tensor):
             if lr.device == device and lr.dtype in (torch.float32, torch.float64):
