@@ -101,7 +101,8 @@ def test_without_affine(device, dtype):
 def test_layouts(device, dtype, channels):
     z, gamma, beta = inputs((3, channels, 6, 9), device, dtype)
     for name, x in layouts(z.shape, device, dtype):
-        x.detach().copy_(z) if name != "expanded" else None
+        if name != "expanded":
+            x.copy_(z.detach())
         x = x.detach().requires_grad_()
         y = check_against_stock(fused, reference, [x, gamma, beta], **floors(dtype))
         fmt = torch.channels_last if name == "channels_last" else torch.contiguous_format
@@ -116,9 +117,8 @@ def test_layouts(device, dtype, channels):
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_unaligned_storage_offset(device, dtype, channels_last):
     z, gamma, beta = inputs((4, 8, 8, 16), device, dtype)
-    x = torch.empty(z.numel() + 1, device=device, dtype=dtype)[1:]
-    x = x.view(4, 8, 16, 8).permute(0, 3, 1, 2) if channels_last else x.view(z.shape)
-    x = x if not channels_last else x.view(4, 8, 8, 16)
+    storage = torch.empty(z.numel() + 1, device=device, dtype=dtype)[1:]
+    x = storage.view(4, 8, 16, 8).permute(0, 3, 1, 2) if channels_last else storage.view(z.shape)
     x.copy_(z.detach())
     check_against_stock(fused, reference, [x.requires_grad_(), gamma, beta], **floors(dtype))
 
