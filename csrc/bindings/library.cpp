@@ -41,6 +41,13 @@ STABLE_TORCH_LIBRARY(braze, m) {
 
   // fused
   m.def(
+      "bn_relu_max_pool2d(Tensor input, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, "
+      "Tensor(b!)? running_var, Tensor(c!)? num_batches_tracked, bool training, float? momentum, "
+      "float eps) -> (Tensor output, Tensor codes, Tensor mean, Tensor rstd)");
+  m.def(
+      "bn_relu_max_pool2d_backward(Tensor grad_output, Tensor input, Tensor? weight, Tensor codes, "
+      "Tensor mean, Tensor rstd, bool training, bool[] output_mask) -> (Tensor, Tensor, Tensor)");
+  m.def(
       "conv_bn_relu_max_pool2d(Tensor input, Tensor weight, Tensor? conv_bias, Tensor? bn_weight, "
       "Tensor? bn_bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
       "Tensor(c!)? num_batches_tracked, int[2] padding, bool training, float? momentum, float eps) "

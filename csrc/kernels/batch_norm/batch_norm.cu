@@ -9,14 +9,6 @@
 namespace braze::cuda {
 namespace {
 
-// Blocks of 256 threads per multiprocessor that the [n, c, inner] kernels aim at: all its threads.
-constexpr int kPlaneBlocksPerSm = 8;
-
-template <typename T>
-bool vectors_fit(const T* p, int width) {
-  return reinterpret_cast<uintptr_t>(p) % (sizeof(T) * width) == 0;
-}
-
 // Calls f(N): the widest vector, up to 16 bytes, that divides `extent` and suits the pointers.
 template <typename T, typename F, typename... Pointers>
 void with_vectors(int64_t extent, const F& f, const Pointers*... pointers) {
@@ -33,23 +25,6 @@ void with_vectors(int64_t extent, const F& f, const Pointers*... pointers) {
   f(std::integral_constant<int, 1>{});
 }
 
-// As many blocks per channel as fill the device, each with at least two rounds of vectors.
-int plane_splits(const BatchNormShape& shape, int width) {
-  const int64_t rounds = ceil_div(shape.count() / width, kPlaneThreads * 2);
-  const int64_t wanted = ceil_div(int64_t{sm_count()} * kPlaneBlocksPerSm, shape.c);
-  return static_cast<int>(std::min(rounds, wanted));
-}
-
-// At most one block per multiprocessor: each block of the second kernel reads all partial results
-// of its tile.
-int row_splits(const BatchNormShape& shape, int width) {
-  const int64_t vectors = shape.c / width;
-  const int64_t height = kRowThreads / std::min<int64_t>(vectors, kRowTile);
-  const int64_t rounds = ceil_div(shape.count(), height * 2);
-  const int64_t wanted = ceil_div(sm_count(), ceil_div(vectors, kRowTile));
-  return static_cast<int>(std::min(rounds, wanted));
-}
-
 // Runs planes(width, shape, grid) or rows(width, shape, grid), whichever the layout asks for.
 template <typename T, typename Planes, typename Rows, typename... Pointers>
 void with_layout(const BatchNormShape& shape, const Planes& planes, const Rows& rows,
@@ -58,7 +33,7 @@ void with_layout(const BatchNormShape& shape, const Planes& planes, const Rows& 
     with_vectors<T>(
         shape.c,
         [&](auto width) {
-          const int splits = row_splits(shape, width);
+          const int splits = row_splits(shape.count(), shape.c / width);
           const int64_t tiles = ceil_div(shape.c / width, kRowTile);
           rows(width, RowShape{shape.count(), shape.c, splits},
                dim3(splits, static_cast<unsigned int>(tiles)));
@@ -68,7 +43,7 @@ void with_layout(const BatchNormShape& shape, const Planes& planes, const Rows& 
     with_vectors<T>(
         shape.inner,
         [&](auto width) {
-          const int splits = plane_splits(shape, width);
+          const int splits = plane_splits(shape.count() / width, shape.c);
           planes(width, PlaneShape{shape.n, shape.c, shape.inner, splits},
                  dim3(static_cast<unsigned int>(shape.c), splits));
         },
@@ -88,6 +63,29 @@ ForwardArgs forward_args(const BatchNormAffine& affine, const BatchNormBuffers& 
           eps,
           mean,
           rstd};
+}
+
+constexpr int kCoefficientThreads = 128;
+
+// A warp per channel. `units` and `unit` as in merge_moments.
+template <typename A, bool kTraining>
+__global__ void __launch_bounds__(kCoefficientThreads)
+    coefficients_kernel(int64_t channels, const MomentsPartial* __restrict__ partials, int splits,
+                        int64_t units, int64_t unit, ForwardArgs args, A* __restrict__ scale,
+                        A* __restrict__ shift) {
+  const int64_t c = (blockIdx.x * int64_t{kCoefficientThreads} + threadIdx.x) / 32;
+  if (c >= channels) return;
+  const bool stores = threadIdx.x % 32 == 0;
+  ForwardCoefficients<A> k;
+  if constexpr (kTraining) {
+    k = merge_moments<A>(args, partials, splits, units, unit, c, true);
+  } else {
+    k = running_coefficients<A>(args, c, stores);
+  }
+  if (stores) {
+    scale[c] = k.scale;
+    shift[c] = k.shift;
+  }
 }
 
 const KernelEntry kPlanesEntry({"batch_norm", "planes", "float64 float32 bfloat16 float16",
@@ -160,6 +158,47 @@ void batch_norm_evaluation(Stream stream, const BatchNormShape& shape, const voi
         in, out);
   });
   check_launch("batch_norm");
+}
+
+void batch_norm_coefficients(Stream stream, const BatchNormShape& shape, bool training,
+                             const void* x, const BatchNormAffine& affine,
+                             const BatchNormBuffers& buffers, double eps, void* mean, void* rstd,
+                             void* scale, void* shift, void* workspace) {
+  const ForwardArgs args = forward_args(affine, buffers, eps, mean, rstd);
+  const cudaStream_t s = as_cuda(stream);
+  auto* partials = static_cast<MomentsPartial*>(workspace);
+  const auto blocks = static_cast<unsigned int>(ceil_div(shape.c, kCoefficientThreads / 32));
+  dispatch(shape.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    using A = acc_t<T>;
+    const T* in = static_cast<const T*>(x);
+    A* a = static_cast<A*>(scale);
+    A* b = static_cast<A*>(shift);
+    if (!training) {
+      coefficients_kernel<A, false>
+          <<<blocks, kCoefficientThreads, 0, s>>>(shape.c, nullptr, 0, 0, 0, args, a, b);
+      return;
+    }
+    with_layout<T>(
+        shape,
+        [&](auto width, const PlaneShape& planes, dim3 grid) {
+          constexpr int N = decltype(width)::value;
+          plane_moments_kernel<T, N>
+              <<<grid, kPlaneThreads, 0, s>>>(in, planes, partials, buffers.batches);
+          check_launch("batch_norm_coefficients");
+          coefficients_kernel<A, true><<<blocks, kCoefficientThreads, 0, s>>>(
+              shape.c, partials, planes.splits, shape.count() / N, N, args, a, b);
+        },
+        [&](auto width, const RowShape& rows, dim3 grid) {
+          row_moments_kernel<T, decltype(width)::value>
+              <<<grid, kRowThreads, 0, s>>>(in, rows, partials, buffers.batches);
+          check_launch("batch_norm_coefficients");
+          coefficients_kernel<A, true><<<blocks, kCoefficientThreads, 0, s>>>(
+              shape.c, partials, rows.splits, shape.count(), 1, args, a, b);
+        },
+        in);
+  });
+  check_launch("batch_norm_coefficients");
 }
 
 void batch_norm_backward(Stream stream, const BatchNormShape& shape, bool training, const void* dy,

@@ -50,6 +50,14 @@ void batch_norm_evaluation(Stream stream, const BatchNormShape& shape, const voi
                            const BatchNormAffine& affine, const BatchNormBuffers& buffers,
                            double eps, void* y, void* mean, void* rstd);
 
+// What the two above normalise with, for kernels that do more in the same pass: mean and rstd as
+// they return them and y = (x - mean) * scale + shift, all [c] in the statistics dtype. Training
+// updates the buffers; evaluation needs neither x nor a workspace.
+void batch_norm_coefficients(Stream stream, const BatchNormShape& shape, bool training,
+                             const void* x, const BatchNormAffine& affine,
+                             const BatchNormBuffers& buffers, double eps, void* mean, void* rstd,
+                             void* scale, void* shift, void* workspace);
+
 // Results that are nullptr are left out. mean and rstd as the forward returned them; `training`
 // tells whether they depend on x. dweight and dbias have affine.dtype.
 void batch_norm_backward(Stream stream, const BatchNormShape& shape, bool training, const void* dy,

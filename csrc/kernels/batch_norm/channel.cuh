@@ -42,6 +42,11 @@ struct BackwardArgs {
   bool has_sums;  // false: neither dweight nor dbias is wanted, nor does dx depend on the sums
 };
 
+template <typename T>
+bool vectors_fit(const T* p, int width) {
+  return reinterpret_cast<uintptr_t>(p) % (sizeof(T) * width) == 0;
+}
+
 __device__ __forceinline__ double load_as_double(const void* p, DType dtype, int64_t i) {
   switch (dtype) {
     case DType::kFloat64: return static_cast<const double*>(p)[i];

@@ -7,6 +7,15 @@
 namespace braze::cuda {
 
 constexpr int kPlaneThreads = 256;
+constexpr int kPlaneBlocksPerSm = 8;  // that the kernels aim at: all threads of a multiprocessor
+
+// Blocks per channel of `vectors` vectors: as many as fill the device, each with at least two
+// rounds.
+inline int plane_splits(int64_t vectors, int64_t channels) {
+  const int64_t rounds = ceil_div(vectors, kPlaneThreads * 2);
+  const int64_t wanted = ceil_div(int64_t{sm_count()} * kPlaneBlocksPerSm, channels);
+  return static_cast<int>(std::min(rounds, wanted));
+}
 
 // How many vectors a thread has in flight: 64 bytes, as far as eight loads go.
 template <typename T, int N>

@@ -15,6 +15,15 @@ constexpr int kRowTile = 32;  // vectors of channels per block, at most
 // How many vectors a thread has in flight: 64 bytes, as far as four loads go.
 constexpr int kRowUnroll = 4;
 
+// Blocks per tile, for rows of `vectors` vectors: at most one per multiprocessor, since each block
+// of the second kernel reads all partial results of its tile.
+inline int row_splits(int64_t rows, int64_t vectors) {
+  const int64_t height = kRowThreads / std::min<int64_t>(vectors, kRowTile);
+  const int64_t rounds = ceil_div(rows, height * 2);
+  const int64_t wanted = ceil_div(sm_count(), ceil_div(vectors, kRowTile));
+  return static_cast<int>(std::min(rounds, wanted));
+}
+
 struct RowShape {
   int64_t rows, c;
   int splits;  // blocks per tile

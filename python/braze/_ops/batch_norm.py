@@ -84,13 +84,15 @@ _batch_norm = eager(BatchNorm, _run, tensors=6)
 _batch_norm_backward = eager(BatchNormBackward, _ops.batch_norm_backward.default, tensors=5)
 
 
-def _empty_like_input(input):
+def empty_like_input(input):
+    """The shape function of what the kernels lay out as their input."""
     if is_channels_last(input):
         return torch.empty_like(input, memory_format=torch.channels_last)
     return torch.empty_like(input, memory_format=torch.contiguous_format)
 
 
-def _statistics(input):
+def statistics(input):
+    """The shape function of the mean and the reciprocal standard deviation."""
     dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
     return input.new_empty(input.shape[1], dtype=dtype)
 
@@ -99,14 +101,14 @@ def _backward_fake(grad_output, input, weight, mean, rstd, training, output_mask
     dtype = mean.dtype if weight is None else weight.dtype
     channels = input.shape[1]
     return (
-        _empty_like_input(input) if output_mask[0] else input.new_empty(0),
+        empty_like_input(input) if output_mask[0] else input.new_empty(0),
         *(input.new_empty(channels if wanted else 0, dtype=dtype) for wanted in output_mask[1:]),
     )
 
 
 register(
     "batch_norm",
-    fake=lambda input, *_: (_empty_like_input(input), _statistics(input), _statistics(input)),
+    fake=lambda input, *_: (empty_like_input(input), statistics(input), statistics(input)),
     autograd=_batch_norm,
 )
 register("batch_norm_backward", fake=_backward_fake, autograd=_batch_norm_backward)

@@ -1,4 +1,5 @@
-"""Fused blocks: public functions, autograd Function, fake kernels. Kernels: csrc/kernels/fused/."""
+"""Fused blocks: public functions, autograd Function, fake kernels. Kernels: csrc/kernels/fused/.
+What follows a convolution that is not fused itself is in bn_pool.py."""
 
 import torch
 
@@ -12,6 +13,8 @@ from braze._ops._common import (
     register,
 )
 from braze._ops.batch_norm import batch_norm_counting, check_settings
+from braze._ops.bn_pool import bn_relu_max_pool2d
+from braze._ops.bn_pool import takes as bn_pool_takes
 from braze._ops.conv2d import conv2d, pair
 from braze._ops.pool import max_pool2d
 from braze._ops.relu import relu
@@ -164,13 +167,14 @@ def conv_bn_relu_max_pool2d(
     ceil_mode=False,
     num_batches_tracked=None,
 ):
-    """``max_pool2d(relu(batch_norm(conv2d(input, weight, bias))))`` as one op.
+    """``max_pool2d(relu(batch_norm(conv2d(input, weight, bias))))`` in one or two ops.
 
-    Where the convolution has few inputs per output (3x3 over up to three channels, 5x5 over one;
-    stride 1), the pooling is 2x2 and the input needs no gradient (a network's first block), the
-    convolution's output never reaches memory: batch norm's statistics and all gradients follow from
-    the first two moments of the input patches, summed in float64. Everything else runs as the four
-    ops, with the same result.
+    With 2x2 pooling, everything after the convolution is one op: two passes over the convolution's
+    output, of which the normalised form never reaches memory. Where moreover the convolution has
+    few inputs per output (3x3 over up to three channels, 5x5 over one; stride 1) and the input
+    needs no gradient (a network's first block), the convolution's output never reaches memory
+    either: batch norm's statistics and all gradients follow from the first two moments of the input
+    patches, summed in float64. Other poolings run as the four ops, with the same result.
 
     Args:
         input: [N, C, H, W].
@@ -184,7 +188,7 @@ def conv_bn_relu_max_pool2d(
 
     Returns:
         What the four functions return. Differentiable once, with respect to every parameter, and to
-        the input where the four ops run. Bitwise repeatable.
+        the input. Bitwise repeatable.
 
     Raises:
         As the four functions do.
@@ -206,8 +210,7 @@ def conv_bn_relu_max_pool2d(
         settings = list(padding), training, momentum, eps
         return apply(input, weight, bias, bn_weight, bn_bias, *buffers, *settings)[0]
     output = conv2d(input, weight, bias, stride, padding, dilation, groups)
-    output = batch_norm_counting(
-        output,
+    buffers_and_settings = (
         running_mean,
         running_var,
         bn_weight,
@@ -217,4 +220,7 @@ def conv_bn_relu_max_pool2d(
         eps,
         num_batches_tracked,
     )
+    if _is_2x2(*pool) and bn_pool_takes(output):
+        return bn_relu_max_pool2d(output, *buffers_and_settings)
+    output = batch_norm_counting(output, *buffers_and_settings)
     return max_pool2d(relu(output), *pool)

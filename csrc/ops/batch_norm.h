@@ -1,0 +1,149 @@
+// What the front ends of batch norm and of the ops that fuse it share: shapes, argument checks.
+#pragma once
+
+#include "kernels/batch_norm/batch_norm.h"
+#include "ops/backend.h"
+#include "ops/common.h"
+
+namespace braze {
+
+inline ScalarType statistics_type(const Tensor& input) {
+  return input.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
+
+inline BatchNormShape batch_norm_shape(const char* op, const Tensor& input) {
+  const DType dtype = dtype_of(op, "input", input);
+  BRAZE_CHECK(input.dim() >= 2, op, ": expected input of at least 2 dimensions, but got shape ",
+              shape_string(input));
+  BatchNormShape shape{dtype, input.size(0), input.size(1), 1, false};
+  for (int64_t i = 2; i < input.dim(); ++i) shape.inner *= input.size(i);
+  // [n, c] and one-pixel images are rows of channels too.
+  shape.channels_last = is_channels_last(input) || shape.inner == 1;
+  return shape;
+}
+
+// One of weight, bias, running_mean, running_var: c elements on the input's device, in the input's
+// dtype or, for 16-bit input, float32.
+inline void check_channel_vector(const char* op, const char* arg, const std::optional<Tensor>& t,
+                                 const Tensor& input) {
+  if (!t) return;
+  check_same_device(op, arg, *t, "input", input);
+  BRAZE_CHECK(t->numel() == input.size(1), op, ": ", arg, " should contain ", input.size(1),
+              " elements not ", t->numel());
+  BRAZE_CHECK(t->scalar_type() == input.scalar_type() || t->scalar_type() == statistics_type(input),
+              op, ": expected ", arg, " of dtype ", scalar_type_name(input.scalar_type()), " or ",
+              scalar_type_name(statistics_type(input)), ", but got ",
+              scalar_type_name(t->scalar_type()));
+}
+
+inline void check_pair(const char* op, const char* a_name, const std::optional<Tensor>& a,
+                       const char* b_name, const std::optional<Tensor>& b) {
+  if (a && b) check_same_dtype(op, a_name, *a, b_name, *b);
+}
+
+inline std::optional<Tensor> dense(const std::optional<Tensor>& t) {
+  return t ? std::optional<Tensor>(as_contiguous(*t)) : std::nullopt;
+}
+
+inline const void* const_data(const std::optional<Tensor>& t) {
+  return t ? t->const_data_ptr() : nullptr;
+}
+inline void* mutable_data(const std::optional<Tensor>& t) {
+  return t ? t->mutable_data_ptr() : nullptr;
+}
+
+// A buffer that the kernel writes has to be dense; one that is not is copied there and back.
+inline void copy_back(const std::optional<Tensor>& buffer, const std::optional<Tensor>& written) {
+  if (!buffer || buffer->data_ptr() == written->data_ptr()) return;
+  Tensor target = *buffer;
+  torch::stable::copy_(target, *written);
+}
+
+inline bool keeps_channels_last(const BatchNormShape& shape) {
+  return shape.channels_last && shape.inner != 1;
+}
+
+// Dense, in the layout that the shape says: what results have, and arguments are brought to.
+inline Tensor empty_like_input(const BatchNormShape& shape, const Tensor& input) {
+  std::vector<int64_t> sizes(input.dim());
+  for (int64_t i = 0; i < input.dim(); ++i) sizes[i] = input.size(i);
+  if (input.dim() == 4) return empty_4d(sizes, input, keeps_channels_last(shape));
+  return empty(sizes, input);
+}
+
+inline Tensor in_layout(const BatchNormShape& shape, const Tensor& t) {
+  if (keeps_channels_last(shape) ? is_channels_last(t) : t.is_contiguous()) return t;
+  return with_layout_of(t, empty_like_input(shape, t));
+}
+
+inline Workspace workspace_of(const BatchNormShape& shape, const Tensor& input) {
+  return {dev::batch_norm_workspace_bytes(shape), input};
+}
+
+inline BatchNormAffine affine_of(const std::optional<Tensor>& weight,
+                                 const std::optional<Tensor>& bias) {
+  const DType dtype = weight ? dtype_of("batch_norm", "weight", *weight)
+                      : bias ? dtype_of("batch_norm", "bias", *bias)
+                             : DType::kFloat32;
+  return {const_data(weight), const_data(bias), dtype};
+}
+
+// `mean` and `var` are dense.
+inline BatchNormBuffers buffers_of(const std::optional<Tensor>& mean,
+                                   const std::optional<Tensor>& var,
+                                   const std::optional<Tensor>& num_batches_tracked,
+                                   std::optional<double> momentum) {
+  return {mutable_data(mean), mutable_data(var),
+          mean ? dtype_of("batch_norm", "running_mean", *mean) : DType::kFloat32,
+          static_cast<int64_t*>(mutable_data(num_batches_tracked)), momentum};
+}
+
+// Of the forward ops.
+inline void check_arguments(const char* op, const BatchNormShape& shape, const Tensor& input,
+                            const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
+                            const std::optional<Tensor>& running_mean,
+                            const std::optional<Tensor>& running_var,
+                            const std::optional<Tensor>& num_batches_tracked, bool training,
+                            std::optional<double> momentum) {
+  check_channel_vector(op, "running_mean", running_mean, input);
+  check_channel_vector(op, "running_var", running_var, input);
+  check_channel_vector(op, "weight", weight, input);
+  check_channel_vector(op, "bias", bias, input);
+  check_pair(op, "weight", weight, "bias", bias);
+  check_pair(op, "running_mean", running_mean, "running_var", running_var);
+  if (training) {
+    BRAZE_CHECK(running_mean.has_value() == running_var.has_value(), op,
+                ": running_mean and running_var must either both be None or neither be None");
+    BRAZE_CHECK(shape.count() != 1, op,
+                ": Expected more than 1 value per channel when training, got input size ",
+                shape_string(input));
+    BRAZE_CHECK(momentum || num_batches_tracked || !running_mean, op,
+                ": expected num_batches_tracked where momentum is None");
+  } else {
+    BRAZE_CHECK(running_mean, op, ": running_mean must be defined in evaluation mode");
+    BRAZE_CHECK(running_var, op, ": running_var must be defined in evaluation mode");
+  }
+  if (num_batches_tracked) {
+    check_same_device(op, "num_batches_tracked", *num_batches_tracked, "input", input);
+    BRAZE_CHECK(
+        num_batches_tracked->scalar_type() == ScalarType::Long && num_batches_tracked->numel() == 1,
+        op, ": expected num_batches_tracked of one int64 element, but got shape ",
+        shape_string(*num_batches_tracked), " and dtype ",
+        scalar_type_name(num_batches_tracked->scalar_type()));
+  }
+}
+
+// Of the backward ops.
+inline void check_statistics(const char* op, const Tensor& mean, const Tensor& rstd,
+                             const std::vector<bool>& output_mask, const Tensor& input) {
+  for (const auto& [name, t] : {std::pair("mean", mean), std::pair("rstd", rstd)}) {
+    check_channel_vector(op, name, t, input);
+    BRAZE_CHECK(t.scalar_type() == statistics_type(input), op, ": expected ", name, " of dtype ",
+                scalar_type_name(statistics_type(input)), ", but got ",
+                scalar_type_name(t.scalar_type()));
+  }
+  BRAZE_CHECK(output_mask.size() == 3, op, ": expected output_mask of 3 entries, but got ",
+              output_mask.size());
+}
+
+}  // namespace braze
