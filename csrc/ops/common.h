@@ -167,7 +167,7 @@ inline Tensor empty_dense(const std::vector<int64_t>& sizes, const int* inner_to
   for (size_t i = 0; i < sizes.size(); ++i) {
     const size_t d = inner_to_outer ? inner_to_outer[i] : sizes.size() - 1 - i;
     strides[d] = stride;
-    // An empty dimension keeps the strides of the others only in a contiguous tensor, as in torch.
+    // As torch has it: an empty dimension counts as 1 in contiguous strides, as 0 in channels_last.
     stride *= inner_to_outer ? sizes[d] : std::max<int64_t>(1, sizes[d]);
   }
   return empty_strided(sizes.data(), strides.data(), sizes.size(), like, dtype);

@@ -10,6 +10,7 @@ namespace {
 
 // empty_like with another dtype, which torch::stable::empty_like does not offer.
 Tensor empty_like_as(const Tensor& t, ScalarType dtype) {
+  if (dtype == t.scalar_type()) return dense_like(t);
   using torch::stable::detail::from;
   std::array<StableIValue, 6> stack{from(t),
                                     from(std::optional<ScalarType>(dtype)),
