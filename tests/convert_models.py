@@ -1,4 +1,4 @@
-"""Models for test_convert.py, at module level so that they pickle."""
+"""Models and helpers for the tests of convert. At module level, so that the models pickle."""
 
 import random
 
@@ -6,6 +6,27 @@ import numpy
 import torch
 import torch.nn.functional as stock
 from torch import nn
+
+BLOCK = "conv_bn_relu_max_pool2d"
+
+
+def images(device, n=4):
+    return torch.randn(n, 1, 16, 16, device=device)
+
+
+def ops_run(function):
+    """The names of braze's ops that a call runs."""
+    names = []
+
+    class Mode(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            if op.namespace == "braze":
+                names.append(op._schema.name.removeprefix("braze::"))
+            return op(*args, **(kwargs or {}))
+
+    with Mode():
+        function()
+    return names
 
 
 def mnist():
@@ -52,6 +73,11 @@ class FunctionalBlock(nn.Module):
 
     def forward(self, x):
         return stock.max_pool2d(torch.relu(self.bn(self.conv(x))), 3, stride=2, padding=1)
+
+
+class Inherits(FunctionalBlock):
+    def forward(self, x):
+        return super().forward(x) * 2
 
 
 class BasicBlock(nn.Module):
@@ -111,6 +137,7 @@ MODELS = {
     "mnist": mnist,
     "LeNet": LeNet,
     "FunctionalBlock": FunctionalBlock,
+    "Inherits": Inherits,
     "ResNet": ResNet,
     "VGG": VGG,
 }
@@ -204,6 +231,11 @@ UNTRACEABLE = {
     AsksForTypes: "isinstance",
     ReadsList: "'scales', a list",
 }
+
+
+class Halves(nn.Module):
+    def forward(self, x):
+        return x / 2 if isinstance(x, torch.Tensor) else [y / 2 for y in x]
 
 
 class Switchable(FunctionalBlock):

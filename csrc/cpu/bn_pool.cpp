@@ -30,10 +30,17 @@ void pack(const uint8_t* codes, int64_t first, int64_t count, uint32_t* words) {
 }
 
 void unpack(const uint32_t* words, int64_t first, int64_t count, uint8_t* codes) {
-  for (int64_t i = 0; i < count; ++i) {
-    const int64_t e = first + i;
-    codes[i] = static_cast<uint8_t>(words[e / 8] >> (4 * (e % 8)) & 7);
+  const auto code = [&](uint64_t e) {
+    return static_cast<uint8_t>(words[e / 8] >> (4 * (e % 8)) & 7);
+  };
+  int64_t i = 0;
+  for (; i < count && (first + i) % 8 != 0; ++i) codes[i] = code(first + i);
+  for (; i + 8 <= count; i += 8) {
+    const uint32_t word = words[(first + i) / 8];
+#pragma omp simd
+    for (int j = 0; j < 8; ++j) codes[i + j] = static_cast<uint8_t>(word >> (4 * j) & 7);
   }
+  for (; i < count; ++i) codes[i] = code(first + i);
 }
 
 // Where the elements of a run's windows are: element `j` of the run at position 0 to 3.
@@ -46,6 +53,12 @@ struct Run {
     return shape.channels_last ? Run{1, shape.c, shape.w * shape.c} : Run{2, 1, shape.w};
   }
 };
+
+// From position 0 to 1 with that step: a constant where loads of neighbours can be one.
+template <int64_t kStep>
+int64_t to_the_right(const Run& run) {
+  return kStep == 2 ? 1 : run.position;
+}
 
 // Calls f(step) with the run's step as a compile-time constant: loops over it vectorise.
 template <typename F>
@@ -67,32 +80,41 @@ void with_coefficients(const BnPoolShape& shape, int64_t channel, const F& f) {
   }
 }
 
-// One run of the forward pass: y and codes of `count` windows, the first at z.
+// One run of the forward pass: y and codes of `count` windows, the first at z. v: room for a run's
+// elements at each position; loops over one stream at a time are what compilers vectorise.
 template <int64_t kStep, typename T, typename At>
 void pool_run(const Run& run, int64_t count, const T* z, const acc_t<T>* mean,
-              const acc_t<T>* scale, const acc_t<T>* shift, const At& at, T* y, uint8_t* codes) {
+              const acc_t<T>* scale, const acc_t<T>* shift, const At& at,
+              std::vector<acc_t<T>> (&v)[4], T* y, uint8_t* codes) {
   using A = acc_t<T>;
-  const T* rows[2] = {z, z + run.row};
-  const int64_t right = run.position;
+  const int64_t right = to_the_right<kStep>(run);
+  const int64_t positions[4] = {0, right, run.row, run.row + right};
+  for (int i = 0; i < 4; ++i) {
+    const T* from = z + positions[i];
+    A* to = v[i].data();
+#pragma omp simd
+    for (int64_t j = 0; j < count; ++j) {
+      to[j] = (static_cast<A>(from[j * kStep]) - at(mean, j)) * at(scale, j) + at(shift, j);
+    }
+  }
+  A* best = v[0].data();
+  const A *v1 = v[1].data(), *v2 = v[2].data(), *v3 = v[3].data();
 #pragma omp simd
   for (int64_t j = 0; j < count; ++j) {
-    const A m = at(mean, j), a = at(scale, j), b = at(shift, j);
-    A best = (static_cast<A>(rows[0][j * kStep]) - m) * a + b;
-    int code = 0;
     // torch's rules: the first of equals wins, NaN beats every number.
-    const auto challenge = [&](T value, int position) {
-      const A v = (static_cast<A>(value) - m) * a + b;
-      const bool wins = (v > best) | (v != v);
-      best = wins ? v : best;
-      code = wins ? position : code;
-    };
-    challenge(rows[0][j * kStep + right], 1);
-    challenge(rows[1][j * kStep], 2);
-    challenge(rows[1][j * kStep + right], 3);
-    const bool stopped = best <= A(0);
-    y[j] = static_cast<T>(stopped ? A(0) : best);
+    const bool one = (v1[j] > best[j]) | (v1[j] != v1[j]);
+    const A best1 = one ? v1[j] : best[j];
+    const bool two = (v2[j] > best1) | (v2[j] != v2[j]);
+    const A best2 = two ? v2[j] : best1;
+    const bool three = (v3[j] > best2) | (v3[j] != v3[j]);
+    const A best3 = three ? v3[j] : best2;
+    const bool stopped = best3 <= A(0);
+    const int code = three ? 3 : two ? 2 : one ? 1 : 0;
+    best[j] = stopped ? A(0) : best3;
     codes[j] = static_cast<uint8_t>(stopped ? kStopped : code);
   }
+#pragma omp simd
+  for (int64_t j = 0; j < count; ++j) y[j] = static_cast<T>(best[j]);
 }
 
 // The deviation from the mean of the element that the code points to; 0 where it was stopped.
@@ -100,49 +122,58 @@ template <int64_t kStep, typename T>
 inline acc_t<T> deviation(const Run& run, const T* z, int64_t j, int code, acc_t<T> mean) {
   using A = acc_t<T>;
   const T* corner = z + j * kStep;
-  const A v[4] = {static_cast<A>(corner[0]), static_cast<A>(corner[run.position]),
-                  static_cast<A>(corner[run.row]), static_cast<A>(corner[run.row + run.position])};
+  const int64_t right = to_the_right<kStep>(run);
+  const A v[4] = {static_cast<A>(corner[0]), static_cast<A>(corner[right]),
+                  static_cast<A>(corner[run.row]), static_cast<A>(corner[run.row + right])};
   const A top = code == 1 ? v[1] : v[0], bottom = code == 3 ? v[3] : v[2];
   return code < kStopped ? (code < 2 ? top : bottom) - mean : A(0);
 }
 
-// A run of `count` windows of the backward pass: dz at all four positions.
-template <int64_t kStep, bool kTraining, typename T, typename At>
-void spread_run(const Run& run, int64_t count, const T* dy, const uint8_t* codes, const T* z,
-                const acc_t<T>* mean, const GradCoefficients<acc_t<T>>& k, const At& at, T* dz) {
+// dz of `count` adjacent elements with gradients `grads`, scaled already.
+template <bool kTraining, typename T, typename At>
+void input_grad_run(int64_t count, const acc_t<T>* grads, const T* z, const acc_t<T>* mean,
+                    const GradCoefficients<acc_t<T>>& k, const At& at, T* dz) {
   using A = acc_t<T>;
-  const int64_t positions[4] = {0, run.position, run.row, run.row + run.position};
 #pragma omp simd
   for (int64_t j = 0; j < count; ++j) {
-    const A grad = static_cast<A>(dy[j]) * at(k.by_grad, j);
-    const int code = codes[j];
-    const auto result = [&](int i) {
-      A value = code == i ? grad : A(0);
-      if constexpr (kTraining) {
-        value += (static_cast<A>(z[j * kStep + positions[i]]) - at(mean, j)) * at(k.by_input, j) +
-                 at(k.offset, j);
-      }
-      return static_cast<T>(value);
-    };
-    dz[j * kStep] = result(0);
-    dz[j * kStep + positions[1]] = result(1);
-    dz[j * kStep + positions[2]] = result(2);
-    dz[j * kStep + positions[3]] = result(3);
+    if constexpr (kTraining) {
+      dz[j] = static_cast<T>(grads[j] + (static_cast<A>(z[j]) - at(mean, j)) * at(k.by_input, j) +
+                             at(k.offset, j));
+    } else {
+      dz[j] = static_cast<T>(grads[j]);
+    }
   }
 }
 
-// dz of `count` adjacent elements that no window covers.
-template <bool kTraining, typename T, typename At>
-void uncovered_run(int64_t count, const T* z, const acc_t<T>* mean,
-                   const GradCoefficients<acc_t<T>>& k, const At& at, T* dz) {
+// A run of `count` windows of the backward pass: dz at all four positions. grads: room for the
+// gradients of adjacent elements.
+template <int64_t kStep, bool kTraining, typename T, typename At>
+void spread_run(const Run& run, int64_t count, const T* dy, const uint8_t* codes, const T* z,
+                const acc_t<T>* mean, const GradCoefficients<acc_t<T>>& k, const At& at,
+                acc_t<T>* grads, T* dz) {
   using A = acc_t<T>;
+  for (int row = 0; row < 2; ++row) {
+    if constexpr (kStep == 2) {
 #pragma omp simd
-  for (int64_t j = 0; j < count; ++j) {
-    A value = 0;
-    if constexpr (kTraining) {
-      value = (static_cast<A>(z[j]) - at(mean, j)) * at(k.by_input, j) + at(k.offset, j);
+      for (int64_t j = 0; j < count; ++j) {
+        const A grad = static_cast<A>(dy[j]) * at(k.by_grad, j);
+        grads[2 * j] = codes[j] == 2 * row ? grad : A(0);
+        grads[2 * j + 1] = codes[j] == 2 * row + 1 ? grad : A(0);
+      }
+      const int64_t offset = row * run.row;
+      input_grad_run<kTraining>(2 * count, grads, z + offset, mean, k, at, dz + offset);
+    } else {
+      for (int column = 0; column < 2; ++column) {
+        const int position = 2 * row + column;
+#pragma omp simd
+        for (int64_t j = 0; j < count; ++j) {
+          const A grad = static_cast<A>(dy[j]) * at(k.by_grad, j);
+          grads[j] = codes[j] == position ? grad : A(0);
+        }
+        const int64_t offset = row * run.row + column * run.position;
+        input_grad_run<kTraining>(count, grads, z + offset, mean, k, at, dz + offset);
+      }
     }
-    dz[j] = static_cast<T>(value);
   }
 }
 
@@ -222,6 +253,8 @@ void spread(const BnPoolShape& shape, const T* dy, const uint32_t* codes, const 
   const int64_t grain = std::max<int64_t>(1, kGrain / (2 * row_size));
   parallel_for(0, images * pairs.per_image, grain, [&](int64_t begin, int64_t end) {
     std::vector<uint8_t> unpacked(pooled_row);
+    // A run of adjacent elements is a row of z in NCHW, the channels of a pixel in NHWC.
+    std::vector<acc_t<T>> grads(shape.channels_last ? shape.c : shape.w), no_grads(grads.size());
     for (int64_t i = begin; i < end; ++i) {
       const int64_t image = i / pairs.per_image, row = i % pairs.per_image;
       const int64_t corner = (image * shape.h + 2 * row) * row_size;
@@ -230,7 +263,8 @@ void spread(const BnPoolShape& shape, const T* dy, const uint32_t* codes, const 
         const auto uncovered = [&](int64_t offset, int64_t count) {
           const int64_t length = shape.channels_last ? depth : count;
           for (int64_t at_run = offset; at_run < offset + count * depth; at_run += length) {
-            uncovered_run<kTraining>(length, z + at_run, mean, k, at, dz + at_run);
+            input_grad_run<kTraining>(length, no_grads.data(), z + at_run, mean, k, at,
+                                      dz + at_run);
           }
         };
         if (row == shape.p()) return uncovered(corner, shape.w);
@@ -242,7 +276,7 @@ void spread(const BnPoolShape& shape, const T* dy, const uint32_t* codes, const 
             const int64_t from = corner + r * 2 * depth, in_row = r * pairs.length;
             spread_run<kStep, kTraining>(run, pairs.length, dy + first + in_row,
                                          unpacked.data() + in_row, z + from, mean, k, at,
-                                         dz + from);
+                                         grads.data(), dz + from);
           }
         });
         if (shape.w % 2 != 0) {
@@ -290,6 +324,8 @@ void bn_pool_forward(Stream stream, const BnPoolShape& shape, bool training, con
     const int64_t grain = std::max<int64_t>(1, kGrain / (4 * pooled_row));
     parallel_for(0, images * p, grain, [&](int64_t begin, int64_t end) {
       std::vector<uint8_t> row_codes(pooled_row);
+      std::vector<A> v[4];
+      for (auto& values : v) values.resize(pairs.length);
       for (int64_t i = begin; i < end; ++i) {
         const int64_t image = i / p;
         const T* corner =
@@ -300,7 +336,7 @@ void bn_pool_forward(Stream stream, const BnPoolShape& shape, bool training, con
             for (int64_t r = 0; r < pairs.runs; ++r) {
               const int64_t in_row = r * pairs.length;
               pool_run<decltype(step)::value>(run, pairs.length, corner + r * 2 * depth, m, a, b,
-                                              at, out + in_row, row_codes.data() + in_row);
+                                              at, v, out + in_row, row_codes.data() + in_row);
             }
           });
         });

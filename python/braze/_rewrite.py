@@ -11,7 +11,7 @@ import weakref
 import torch
 
 import braze.nn
-from braze._trace import OWN_FORWARD, Recorder, Untraceable, containers, trace
+from braze._trace import OWN_FORWARD, Recorder, Untraceable, containers, names_used, trace
 from braze.nn import functional as F
 from braze.nn.modules import conv_bn_relu_max_pool2d
 
@@ -277,6 +277,12 @@ def plans(module, kind_of):
     return found
 
 
+def worth_rewriting(module, kind_of):
+    """Whether a forward that could not be traced may call anything that braze would replace."""
+    kinds = {kind_of(child) for _, children in containers(module) for child in children}
+    return {"Conv2d", "BatchNorm2d"} <= kinds or bool(names_used(module) & {*F.__all__, "relu_"})
+
+
 class Plans(list):
     """The plans of one module. No copy or pickle holds them: Rewritten.__setstate__ traces anew."""
 
@@ -328,6 +334,7 @@ def rewritten_class(own_class):
     """A subclass of the same name whose forward may be replaced by a rewritten one."""
     # torch.compile counts recompilations per code object, so each class has one of its own.
     forward = types.FunctionType(_forward.__code__.replace(), globals(), "forward")
+    forward = functools.wraps(own_class.forward)(forward)  # for inspect.signature
     attributes = {
         "forward": forward,
         "__doc__": own_class.__doc__,

@@ -26,10 +26,10 @@ _UNTRACEABLE = {
 #: Where a rewritten class keeps the forward that it stands for.
 OWN_FORWARD = "_forward_before_convert"
 _INTERNALS = frozenset(torch.nn.Module().__dict__) - {"training"}
-_CONSTANTS = (bool, int, float, str, type(None), torch.dtype, types.FunctionType)
-_CONSTANTS += (types.BuiltinFunctionType,)
-
-
+#: Settings that a later read can be compared with: nothing changes inside of them.
+_CONSTANTS = (bool, int, float, str, type(None), torch.dtype)
+_CONSTANTS += types.FunctionType, types.BuiltinFunctionType
+#: What a forward reads of a module without depending on its value.
 _NO_SETTINGS = types.MethodType, torch.nn.Module, torch.fx.Proxy
 _CONTAINERS = torch.nn.ModuleDict, torch.nn.ModuleList, torch.nn.Sequential
 
@@ -65,9 +65,18 @@ def _modes():
     )
 
 
-def _names_used(module, forward):
+def _own_forward(module):
+    """The forward of the module's class as the user wrote it, and the name it has there."""
+    name = OWN_FORWARD if hasattr(type(module), OWN_FORWARD) else "forward"
+    return getattr(type(module), name), name
+
+
+def names_used(module):
     """The names in the code of forward and of the methods and functions that it may reach."""
-    classes = {c for m in module.modules() for c in type(m).__mro__ if not _is_torchs(c)}
+    forward, _ = _own_forward(module)
+    if not isinstance(forward, types.FunctionType):
+        return set()
+    classes = {c for m in module.modules() for c in type(m).__mro__ if not _is_librarys(c)}
     names, seen, todo = set(), set(), [(forward.__code__, forward.__globals__)]
     while todo:
         code, scope = todo.pop()
@@ -80,13 +89,13 @@ def _names_used(module, forward):
             for found in (scope.get(name), *(vars(c).get(name) for c in classes)):
                 found = getattr(found, "__func__", found)  # of static and class methods
                 found = getattr(found, "__wrapped__", found)
-                if isinstance(found, types.FunctionType) and not _is_torchs(found):
+                if isinstance(found, types.FunctionType) and not _is_librarys(found):
                     todo.append((found.__code__, found.__globals__))
     return names
 
 
-def _is_torchs(thing):
-    return (thing.__module__ or "").split(".")[0] == "torch"
+def _is_librarys(thing):
+    return (thing.__module__ or "").split(".")[0] in ("torch", "braze")
 
 
 class Recorder:
@@ -147,11 +156,10 @@ def _required(forward):
 
 def trace(module, recorder):
     """The graph of a module's own forward, with optional arguments at their defaults."""
-    name = OWN_FORWARD if hasattr(type(module), OWN_FORWARD) else "forward"
-    forward = getattr(type(module), name)
+    forward, name = _own_forward(module)
     if not isinstance(forward, types.FunctionType):
         raise Untraceable("its forward is not a Python function")
-    refused = sorted(_names_used(module, forward) & _UNTRACEABLE)
+    refused = sorted(names_used(module) & _UNTRACEABLE)
     if refused:
         raise Untraceable(f"it uses {', '.join(refused)}")
     required, defaults = _required(forward)

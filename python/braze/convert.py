@@ -7,7 +7,7 @@ import torch
 
 import braze.nn
 from braze._ops._common import FLOAT_DTYPES
-from braze._rewrite import LAYERS, hooks, plans, rewrite
+from braze._rewrite import LAYERS, hooks, plans, rewrite, worth_rewriting
 
 _TO = {getattr(torch.nn, name): getattr(braze.nn, name) for name in LAYERS}
 _CONVERTED = {to: stock for stock, to in _TO.items()}
@@ -145,7 +145,10 @@ def _forward_entries(module, name, kind_of):
     kind = type(module).__qualname__
     reason = _why_not_rewritten(module)
     found = [] if reason else plans(module, kind_of)
-    reason = reason or next((plan.reason for plan in found if plan.reason), None)
+    untraceable = next((plan.reason for plan in found if plan.reason), None)
+    if untraceable and not worth_rewriting(module, kind_of):
+        return [], False
+    reason = reason or untraceable
     if reason:
         return [Entry(name, "left alone", f"{kind}.forward", reason=reason)], False
     prefix = f"{name}." if name else ""
