@@ -57,12 +57,14 @@ inline bool set_tiles(Args& a, int in_w, int in_h, int pixels, int row_bytes) {
   return true;
 }
 
+// round_to_tf32: fp32 is rounded on the way.
 inline CUtensorMap tensor_map(DType dtype, const Tensor4dRef& t, int64_t c, int64_t w, int64_t h,
-                              int64_t n, const uint32_t (&box)[4], int row_bytes) {
-  // TFLOAT32 rounds to TF32 on the way.
+                              int64_t n, const uint32_t (&box)[4], int row_bytes,
+                              bool round_to_tf32 = false) {
   const CUtensorMapDataType type = dtype == DType::kBFloat16  ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                    : dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-                                                              : CU_TENSOR_MAP_DATA_TYPE_TFLOAT32;
+                                   : round_to_tf32            ? CU_TENSOR_MAP_DATA_TYPE_TFLOAT32
+                                                              : CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
   const uint64_t size = size_of(dtype);
   return make_tensor_map(type, t.data,
                          {static_cast<uint64_t>(c), static_cast<uint64_t>(w),

@@ -6,8 +6,9 @@
 namespace braze::cuda::halo {
 namespace {
 
-const KernelEntry kEntry({"conv2d", "halo_wgmma", "float32 bfloat16 float16", "sm_90a", true,
-                          "taps are shifted reads of one tile in shared memory; float32 as TF32"});
+const KernelEntry kEntry(
+    {"conv2d", "halo_wgmma", "float32 bfloat16 float16", "sm_90a", true,
+     "taps are shifted reads of one tile in shared memory; float32 as TF32 or in bf16 parts"});
 
 // A pass as the kernel sees it, and its tiling.
 struct Plan {
@@ -15,6 +16,7 @@ struct Plan {
   int in_w, in_h;
   int pixels = 0;  // positions per tile; 0: the kernel does not take this pass
   int row_bytes;   // of shared memory: a channel block
+  int planes = 1;  // parts that each value is split into
   int shared_bytes;
   dim3 grid;
 };
@@ -23,19 +25,26 @@ struct Plan {
 bool tile(Plan& plan, int pixels, DType dtype) {
   Args& a = plan.args;
   if (!set_tiles(a, plan.in_w, plan.in_h, pixels, plan.row_bytes)) return false;
+  const auto aligned = [](int bytes) { return (bytes + 1023) / 1024 * 1024; };
   const int size = static_cast<int>(size_of(dtype));
   const int blocks = static_cast<int>(ceil_div(a.c * size, plan.row_bytes));
   const int weight_rows = a.k < kFilters ? (a.k + 7) / 8 * 8 : kFilters;
-  const int weights = (a.r * a.s * blocks * weight_rows * plan.row_bytes + 1023) / 1024 * 1024;
-  const int stage = blocks * ((a.plane_rows * plan.row_bytes + 1023) / 1024 * 1024);
-  const int fixed = 1024 + weights + (size == 2 ? kConsumers * pixels * 128 : 0);
+  // Parts are bf16: half as wide as the fp32 rows that they are made from.
+  const int operand_row = plan.planes == 1 ? plan.row_bytes : plan.row_bytes / 2;
+  const int weights = aligned(a.r * a.s * blocks * plan.planes * weight_rows * operand_row);
+  const int stage = blocks * aligned(a.plane_rows * plan.row_bytes);
+  const int parts = plan.planes == 1
+                        ? 0
+                        : kConsumers * blocks * plan.planes * aligned(a.plane_rows * operand_row);
+  const int fixed = 1024 + weights + parts + (size == 2 ? kConsumers * pixels * 128 : 0);
   a.stages = std::min(kMaxStages, (kSharedBytes - fixed) / stage);
   // wgmma may read a whole tile of weights past the last one: the stages follow.
   plan.shared_bytes = fixed + a.stages * stage;
   plan.pixels = pixels;
   const int filter_blocks = (a.k + kFilters - 1) / kFilters;
   plan.grid = dim3(std::min(a.tiles, std::max(1, sm_count() / filter_blocks)), filter_blocks);
-  return fixed < kSharedBytes && a.stages >= 2;
+  // A stage that is split is free again before its products begin: one is enough.
+  return fixed < kSharedBytes && a.stages >= (plan.planes == 1 ? 2 : 1);
 }
 
 Plan make_plan(Conv2dPass pass, const Conv2dShape& s) {
@@ -53,11 +62,13 @@ Plan make_plan(Conv2dPass pass, const Conv2dShape& s) {
   plan.in_h = static_cast<int>(dgrad ? s.p : s.h), plan.in_w = static_cast<int>(dgrad ? s.q : s.w);
   const int channel_bytes = a.c * static_cast<int>(size_of(s.dtype));
   plan.row_bytes = channel_bytes % 128 == 0 ? 128 : channel_bytes % 64 == 0 ? 64 : 32;
+  if (s.dtype == DType::kFloat32 && !s.allow_tf32) plan.planes = 3, plan.row_bytes = 128;
   // The tile size with the least work in the busiest block, a tile's fixed cost counted as 32
   // positions.
   int64_t best = 0;
   Plan chosen{};
-  for (int pixels : {256, 224, 128}) {
+  const std::initializer_list<int> sizes[2] = {{256, 224, 128}, {112, 64}};
+  for (int pixels : sizes[plan.planes > 1]) {
     Plan candidate = plan;
     if (!tile(candidate, pixels, s.dtype)) continue;
     const int64_t cost = ceil_div(candidate.args.tiles, candidate.grid.x) * (pixels + 32);
@@ -66,10 +77,10 @@ Plan make_plan(Conv2dPass pass, const Conv2dShape& s) {
   return chosen;
 }
 
-template <typename T, int kPixels, int kChannelBlock>
+template <typename T, int kPixels, int kChannelBlock, int kPlanes = 1>
 void launch(Stream stream, const Plan& plan, const CUtensorMap& x_map, const CUtensorMap& y_map,
             const void* w, const void* bias, const void* y, Moments* moments) {
-  const auto kernel = conv_kernel<T, kPixels, kChannelBlock>;
+  const auto kernel = conv_kernel<T, kPixels, kChannelBlock, kPlanes>;
   cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.shared_bytes);
   kernel<<<plan.grid, kThreads, plan.shared_bytes, as_cuda(stream)>>>(
       x_map, y_map, plan.args, static_cast<const T*>(w), static_cast<const T*>(bias),
@@ -85,10 +96,14 @@ constexpr auto launcher(int row_bytes) {
 }
 
 template <typename T>
-constexpr auto launcher(int pixels, int row_bytes) {
-  return pixels == 256   ? launcher<T, 256>(row_bytes)
-         : pixels == 224 ? launcher<T, 224>(row_bytes)
-                         : launcher<T, 128>(row_bytes);
+constexpr auto launcher(const Plan& plan) {
+  return plan.pixels == 256   ? launcher<T, 256>(plan.row_bytes)
+         : plan.pixels == 224 ? launcher<T, 224>(plan.row_bytes)
+                              : launcher<T, 128>(plan.row_bytes);
+}
+
+constexpr auto split_launcher(const Plan& plan) {
+  return plan.pixels == 112 ? launch<float, 112, 32, 3> : launch<float, 64, 32, 3>;
 }
 
 }  // namespace
@@ -100,7 +115,7 @@ bool supports(Conv2dPass pass, const Conv2dShape& s, const Tensor4dRef& in,
       s.dilation_w != 1 || s.pad_h >= s.r || s.pad_w >= s.s || s.n == 0) {
     return false;
   }
-  if (s.dtype == DType::kFloat64 || (s.dtype == DType::kFloat32 && !s.allow_tf32)) return false;
+  if (s.dtype == DType::kFloat64) return false;
   if (!tma_takes(s.dtype, in) || (size_of(s.dtype) == 2 && !tma_takes(s.dtype, out))) return false;
   return compute_capability() == 90 && make_plan(pass, s).pixels > 0;
 }
@@ -120,19 +135,20 @@ void conv(Stream stream, Conv2dPass pass, const Conv2dShape& s, const Tensor4dRe
   a.y_n = out.n, a.y_k = out.c, a.y_h = out.h, a.y_w = out.w;
   const auto extent = [](int v) { return static_cast<uint32_t>(v); };
   const uint32_t block = extent(plan.row_bytes / static_cast<int>(size_of(s.dtype)));
-  const CUtensorMap x_map = tensor_map(
-      s.dtype, in, a.c, plan.in_w, plan.in_h, a.images,
-      {block, extent(a.pitch), extent(a.load_rows), extent(a.tile_images)}, plan.row_bytes);
+  const CUtensorMap x_map =
+      tensor_map(s.dtype, in, a.c, plan.in_w, plan.in_h, a.images,
+                 {block, extent(a.pitch), extent(a.load_rows), extent(a.tile_images)},
+                 plan.row_bytes, plan.planes == 1);
   CUtensorMap y_map = x_map;  // unused where results are stored from registers
   if (size_of(s.dtype) == 2) {
     const int rows = a.tile_images > 1 ? a.image_rows : a.tile_rows;
     y_map = tensor_map(s.dtype, out, a.k, a.q, a.p, a.images,
                        {kFilters, extent(a.pitch), extent(rows), extent(a.tile_images)}, 128);
   }
-  const auto run = s.dtype == DType::kFloat32 ? launcher<float>(plan.pixels, plan.row_bytes)
-                   : s.dtype == DType::kBFloat16
-                       ? launcher<__nv_bfloat16>(plan.pixels, plan.row_bytes)
-                       : launcher<__half>(plan.pixels, plan.row_bytes);
+  const auto run = plan.planes > 1               ? split_launcher(plan)
+                   : s.dtype == DType::kFloat32  ? launcher<float>(plan)
+                   : s.dtype == DType::kBFloat16 ? launcher<__nv_bfloat16>(plan)
+                                                 : launcher<__half>(plan);
   run(stream, plan, x_map, y_map, w.data, bias, out.data, moments);
 }
 

@@ -11,8 +11,15 @@
 // D (64 filters x kPixels pixels) += W_tap (64 x C) X_tap (C x kPixels). Filters are the rows of
 // the accumulator, so that batch statistics are sums along a thread's own registers. The weights of
 // all taps stay in shared memory. Positions that are padding are computed and not stored.
+//
+// fp32 at fp32 accuracy: both operands are split into three bf16 parts that add up to the value
+// (8 + 8 + 8 bits of significand), and the six products of parts that matter are summed. A consumer
+// splits its tile while the other one multiplies. Each tap's sum is added to an fp32 register of
+// its own, so that the tensor cores' truncating additions stay few. Tiles with infinities or NaN,
+// whose parts would not add up, are computed on CUDA cores.
 #pragma once
 
+#include "halo_split.cuh"
 #include "halo_tiles.cuh"
 #include "kernels/common/numeric.cuh"
 #include "kernels/common/tma.cuh"
@@ -24,10 +31,10 @@ constexpr int kConsumers = 2;  // warpgroups; one warp more loads
 constexpr int kThreads = kConsumers * 128 + 32;
 constexpr int kFilters = 64;  // per block: the M of wgmma
 
-template <typename T, int kChannelBlock>
+// T: the type of the operands in shared memory; kPlanes: the parts that each value is split into.
+template <typename T, int kChannelBlock, int kPlanes = 1>
 struct Layout {
   static constexpr int kRowBytes = kChannelBlock * int{sizeof(T)};
-  static constexpr bool kStaged = sizeof(T) == 2;  // output through shared memory and TMA
   // One tap and channel block of weights. Fewer than 64 filters take fewer rows: wgmma then reads
   // on into the next tile, for rows of the result that nobody stores.
   __host__ __device__ static int weight_tile(const Args& a) {
@@ -37,13 +44,19 @@ struct Layout {
     return (a.c + kChannelBlock - 1) / kChannelBlock;
   }
   __host__ __device__ static int weight_bytes(const Args& a) {
-    return (a.r * a.s * blocks(a) * weight_tile(a) + 1023) / 1024 * 1024;
+    return (a.r * a.s * blocks(a) * kPlanes * weight_tile(a) + 1023) / 1024 * 1024;
   }
   __host__ __device__ static int plane_bytes(const Args& a) {
     return (a.plane_rows * kRowBytes + 1023) / 1024 * 1024;
   }
-  __host__ __device__ static int stage_bytes(const Args& a) { return blocks(a) * plane_bytes(a); }
+  __host__ __device__ static int stage_bytes(const Args& a) {
+    return blocks(a) * kPlanes * plane_bytes(a);
+  }
 };
+
+// fp32 inputs in three parts are bf16 operands.
+template <typename T, int kPlanes>
+using operand_t = std::conditional_t<kPlanes == 1, T, __nv_bfloat16>;
 
 // wgmma reads the upper 19 bits of TF32 operands: round instead of truncating.
 template <typename T>
@@ -58,13 +71,15 @@ __device__ __forceinline__ float round_operand(float v) {
 }
 
 // The block's weights into swizzled K-major tiles, one for each tap and channel block.
-template <typename T, int kChannelBlock>
-__device__ __forceinline__ void load_weights(const Args& a, const T* w, int k0,
+template <typename T, int kChannelBlock, int kPlanes>
+__device__ __forceinline__ bool load_weights(const Args& a, const T* w, int k0,
                                              unsigned char* shared) {
-  using L = Layout<T, kChannelBlock>;
+  using Op = operand_t<T, kPlanes>;
+  using L = Layout<Op, kChannelBlock, kPlanes>;
   constexpr int kBatch = 12;  // loads in flight
   const int taps = a.r * a.s, blocks = L::blocks(a), width = blocks * kChannelBlock;
   const int tile = L::weight_tile(a);
+  bool special = false;
   for (int i = threadIdx.x; i < tile / L::kRowBytes * width; i += kConsumers * 128) {
     const int k = i / width, c = i - k * width;
     const bool inside = k0 + k < a.k && c < a.c;
@@ -79,14 +94,44 @@ __device__ __forceinline__ void load_weights(const Args& a, const T* w, int k0,
       }
 #pragma unroll
       for (int t = 0; t < kBatch; ++t) {
+        if (first + t >= taps) continue;
         const int tap = a.flip ? taps - 1 - first - t : first + t;
-        uint32_t to = (tap * blocks + c / kChannelBlock) * tile + k * L::kRowBytes +
-                      c % kChannelBlock * static_cast<int>(sizeof(T));
+        uint32_t to = (tap * blocks + c / kChannelBlock) * kPlanes * tile + k * L::kRowBytes +
+                      c % kChannelBlock * static_cast<int>(sizeof(Op));
         to ^= (to >> 7 & (L::kRowBytes / 16 - 1)) << 4;
-        if (first + t < taps) *reinterpret_cast<T*>(shared + to) = round_operand(values[t]);
+        if constexpr (kPlanes == 1) {
+          *reinterpret_cast<T*>(shared + to) = round_operand(values[t]);
+        } else {
+          __nv_bfloat16 parts[3];
+          split(values[t], parts);
+          special |= !is_finite(values[t]);
+#pragma unroll
+          for (int p = 0; p < 3; ++p) {
+            *reinterpret_cast<__nv_bfloat16*>(shared + to + p * tile) = parts[p];
+          }
+        }
       }
     }
   }
+  return special;
+}
+
+// One result of a tile on CUDA cores, from the parts in shared memory: `position` in the tile,
+// `filter` in the block.
+__device__ __noinline__ float plain_sum(const Args& a, const unsigned char* weights,
+                                        int weight_tile, const unsigned char* planes,
+                                        int plane_bytes, int blocks, int position, int filter) {
+  float sum = 0;
+  for (int tap = 0; tap < a.r * a.s; ++tap) {
+    const int row = position + tap / a.s * a.pitch + tap % a.s;
+    for (int c = 0; c < a.c; ++c) {
+      const int block = c / 32;
+      sum += unsplit<3, 64>(weights + (tap * blocks + block) * 3 * weight_tile, weight_tile, filter,
+                            c % 32) *
+             unsplit<3, 64>(planes + block * 3 * plane_bytes, plane_bytes, row, c % 32);
+    }
+  }
+  return sum;
 }
 
 // Running moments of one row of the accumulator: sums of deviations from `shift`, a value of the
@@ -121,21 +166,27 @@ __device__ __forceinline__ Moments merge_quad(const Accumulator& a, int count) {
   return {static_cast<float>(n), static_cast<float>(mean), static_cast<float>(m2)};
 }
 
-template <typename T, int kPixels, int kChannelBlock>
+template <typename T, int kPixels, int kChannelBlock, int kPlanes>
 __global__ void __launch_bounds__(kThreads, 1)
     conv_kernel(const __grid_constant__ CUtensorMap x_map,
                 const __grid_constant__ CUtensorMap y_map, const Args a, const T* __restrict__ w,
                 const T* __restrict__ bias, T* __restrict__ y, Moments* __restrict__ moments) {
-  using L = Layout<T, kChannelBlock>;
+  using Op = operand_t<T, kPlanes>;
+  using L = Layout<Op, kChannelBlock, kPlanes>;
+  using Raw = Layout<T, kChannelBlock>;     // as TMA writes it
+  constexpr bool kStaged = sizeof(T) == 2;  // output through shared memory and TMA
   constexpr int kAcc = kPixels / 2;
   extern __shared__ unsigned char shared_bytes[];
   // Swizzled rows are found by absolute address, whose pattern repeats every 1024 bytes.
   unsigned char* shared = shared_bytes + (-shared_address(shared_bytes) & 1023);
   __shared__ uint64_t full[kMaxStages], empty[kMaxStages];
   __shared__ int offsets[kConsumers][kPixels];  // of a position's output in its tile, or -1
+  // Whether weights, or a consumer's tile, have infinities or NaN.
+  __shared__ int special_weights, special_tile[kConsumers];
 
   const int blocks = L::blocks(a), plane_bytes = L::plane_bytes(a);
-  const int stage_bytes = L::stage_bytes(a), weight_tile = L::weight_tile(a);
+  const int raw_plane_bytes = Raw::plane_bytes(a), stage_bytes = Raw::stage_bytes(a);
+  const int weight_tile = L::weight_tile(a);
   unsigned char* stages = shared + L::weight_bytes(a);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int k0 = blockIdx.y * kFilters;
@@ -148,12 +199,15 @@ __global__ void __launch_bounds__(kThreads, 1)
     mbarrier_init_fence();
   }
   // Zeros where no copy writes but a shifted read may go: the rest of each plane.
-  const int loaded = a.load_rows * a.tile_images * a.pitch * L::kRowBytes;
-  for (int plane = warp; plane < a.stages * blocks; plane += kThreads / 32) {
-    for (int i = loaded + lane * 16; i < plane_bytes; i += 32 * 16) {
-      *reinterpret_cast<uint4*>(stages + plane * plane_bytes + i) = uint4{0, 0, 0, 0};
+  const int loaded = a.load_rows * a.tile_images * a.pitch;
+  unsigned char* operands = kPlanes == 1 ? stages : stages + a.stages * stage_bytes;
+  const int operand_planes = blocks * (kPlanes == 1 ? a.stages : kConsumers * kPlanes);
+  for (int plane = warp; plane < operand_planes; plane += kThreads / 32) {
+    for (int i = loaded * L::kRowBytes + lane * 16; i < plane_bytes; i += 32 * 16) {
+      *reinterpret_cast<uint4*>(operands + plane * plane_bytes + i) = uint4{0, 0, 0, 0};
     }
   }
+  if (threadIdx.x == 0) special_weights = special_tile[0] = special_tile[1] = 0;
   fence_async_proxy();
   __syncthreads();
 
@@ -162,18 +216,18 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int j = 0, tile = blockIdx.x; tile < a.tiles; ++j, tile += gridDim.x) {
       const int stage = j % a.stages;
       if (j >= a.stages) mbarrier_wait(&empty[stage], (j / a.stages - 1) & 1);
-      mbarrier_expect(&full[stage], blocks * loaded);
+      mbarrier_expect(&full[stage], blocks * loaded * Raw::kRowBytes);
       const int image = tile / a.row_tiles, row = tile % a.row_tiles * a.tile_rows;
       for (int block = 0; block < blocks; ++block) {
         tma_load_4d(&x_map, &full[stage],
-                    shared_address(stages + stage * stage_bytes + block * plane_bytes),
+                    shared_address(stages + stage * stage_bytes + block * raw_plane_bytes),
                     block * kChannelBlock, -a.pad_l, row - a.pad_t, image * a.tile_images);
       }
     }
     return;
   }
 
-  load_weights<T, kChannelBlock>(a, w, k0, shared);
+  if (load_weights<T, kChannelBlock, kPlanes>(a, w, k0, shared)) special_weights = 1;
   fence_async_proxy();
   named_barrier(1, kConsumers * 128);
 
@@ -191,7 +245,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   int count = 0, rows_left_before = -1, images_left_before = -1;
   Accumulator row_moments[2];
   uint64_t valid = 0;  // bit i: this thread's position 8 * (i / 2) + 2 * (lane % 4) + i % 2
-  float acc[kAcc];
+  float acc[kAcc], part_sum[kPlanes == 1 ? 1 : kAcc];
 
   for (int j = group, tile = blockIdx.x + group * gridDim.x; tile < a.tiles;
        j += kConsumers, tile += kConsumers * gridDim.x) {
@@ -220,30 +274,75 @@ __global__ void __launch_bounds__(kThreads, 1)
 
     const int stage = j % a.stages;
     mbarrier_wait(&full[stage], (j / a.stages) & 1);
+    unsigned char* tile_operands = stages + stage * stage_bytes;
+    if constexpr (kPlanes > 1) {
+      tile_operands = operands + group * L::stage_bytes(a);
+      for (int block = 0; block < blocks; ++block) {
+        if (split_rows<kPlanes, L::kRowBytes>(
+                stages + stage * stage_bytes + block * raw_plane_bytes, raw_plane_bytes,
+                tile_operands + block * kPlanes * plane_bytes, plane_bytes, loaded, thread, 128)) {
+          special_tile[group] = 1;
+        }
+      }
+      fence_async_proxy();
+      named_barrier(2 + group, 128);  // split in full, and the stage is free
+      if (thread == 0) mbarrier_arrive(&empty[stage]);
+    }
     wgmma_touch(acc);
     const uint64_t w_desc = wgmma_descriptor<L::kRowBytes>(shared_address(shared));
-    const uint64_t x_desc =
-        wgmma_descriptor<L::kRowBytes>(shared_address(stages + stage * stage_bytes));
-    for (int i = 0, tap_row = 0, s = 0, block = 0; i < steps; ++i) {
-      const int w_offset = i * weight_tile;
-      const int x_offset = block * plane_bytes + (tap_row + s) * L::kRowBytes;
-      wgmma_fence();
+    const uint64_t x_desc = wgmma_descriptor<L::kRowBytes>(shared_address(tile_operands));
+    if (kPlanes > 1 && (special_weights || special_tile[group])) {
 #pragma unroll
-      for (int step = 0; step < L::kRowBytes; step += 32) {
-        Wgmma<T, kPixels>::template run<0, 0>(acc, w_desc + ((w_offset + step) >> 4),
-                                              x_desc + ((x_offset + step) >> 4), i + step > 0);
+      for (int i = 0; i < kAcc; ++i) {
+        acc[i] = plain_sum(a, shared, weight_tile, tile_operands, plane_bytes, blocks,
+                           i / 4 * 8 + lane % 4 * 2 + i % 2, row + i / 2 % 2 * 8);
       }
-      wgmma_commit();
-      if (++block == blocks) {
-        block = 0;
-        if (++s == a.s) s = 0, tap_row += a.pitch;
+    } else {
+      for (int i = 0, tap_row = 0, s = 0, block = 0; i < steps; ++i) {
+        const int w_offset = i * kPlanes * weight_tile;
+        const int x_offset = block * kPlanes * plane_bytes + (tap_row + s) * L::kRowBytes;
+        if constexpr (kPlanes == 1) {
+          wgmma_fence();
+#pragma unroll
+          for (int step = 0; step < L::kRowBytes; step += 32) {
+            Wgmma<Op, kPixels>::template run<0, 0>(acc, w_desc + ((w_offset + step) >> 4),
+                                                   x_desc + ((x_offset + step) >> 4), i + step > 0);
+          }
+          wgmma_commit();
+        } else {
+          using Pairs = PartPairs<kPlanes>;
+          wgmma_touch(part_sum);
+          wgmma_fence();
+#pragma unroll
+          for (int pair = 0; pair < Pairs::kCount; ++pair) {
+#pragma unroll
+            for (int step = 0; step < L::kRowBytes; step += 32) {
+              Wgmma<Op, kPixels>::template run<0, 0>(
+                  part_sum, w_desc + ((w_offset + Pairs::first(pair) * weight_tile + step) >> 4),
+                  x_desc + ((x_offset + Pairs::second(pair) * plane_bytes + step) >> 4),
+                  pair + step > 0);
+            }
+          }
+          wgmma_commit();
+          wgmma_wait<0>();
+          wgmma_touch(part_sum);
+#pragma unroll
+          for (int v = 0; v < kAcc; ++v) acc[v] = i > 0 ? acc[v] + part_sum[v] : part_sum[v];
+        }
+        if (++block == blocks) {
+          block = 0;
+          if (++s == a.s) s = 0, tap_row += a.pitch;
+        }
       }
     }
     wgmma_wait<0>();
     wgmma_touch(acc);
-    if (L::kStaged && thread == 0) tma_store_wait_read<0>();
-    named_barrier(2 + group, 128);  // all have read this stage, and `out` is free
-    if (thread == 0) mbarrier_arrive(&empty[stage]);
+    if (kStaged && thread == 0) tma_store_wait_read<0>();
+    named_barrier(2 + group, 128);  // all have read this tile, and `out` is free
+    if (thread == 0) {
+      if (kPlanes == 1) mbarrier_arrive(&empty[stage]);
+      special_tile[group] = 0;
+    }
 
     if (moments) {
       if (count == 0) row_moments[0].shift = acc[0], row_moments[1].shift = acc[2];
@@ -266,7 +365,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         if (a.relu) acc[i] = acc[i] < 0 ? 0.0f : acc[i];
       }
     }
-    if constexpr (L::kStaged) {
+    if constexpr (kStaged) {
       // Transposed to [pixel][filter] on the way to shared memory, then one copy.
       // Lane l addresses row l % 8 of 8x8 matrix l / 8: pixels 0..15 (+ 2 i), filters 0..15.
       const int pixel = lane / 16 * 8 + lane % 8, chunk = (warp % 4) * 2 + lane / 8 % 2;
@@ -313,7 +412,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
     }
   }
-  if (L::kStaged && thread == 0) tma_store_wait_read<0>();
+  if (kStaged && thread == 0) tma_store_wait_read<0>();
 }
 
 }  // namespace braze::cuda::halo

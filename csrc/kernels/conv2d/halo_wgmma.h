@@ -10,8 +10,8 @@ struct Moments {
 };
 
 // Whether the kernels take this pass: stride 1, dilation 1, one group, channels last (fp32 results:
-// any strides), compute capability 9.0, bf16 or fp16, and for fprop and dgrad TF32; weights and a
-// tile of input that fit shared memory together; for the weight gradient filters of one to three
+// any strides), compute capability 9.0, all but fp64; weights and a tile of input that fit shared
+// memory together; for the weight gradient filters of one to three
 // rows and three columns. `in` is what the pass convolves (x, or dy for dgrad), `other` the weights
 // (dy for the weight gradient).
 bool supports(Conv2dPass pass, const Conv2dShape& shape, const Tensor4dRef& in,
