@@ -194,16 +194,18 @@ inline bool same_layout(const Tensor& a, const Tensor& b) {
   return true;
 }
 
-// Batch, channel, height and width of a 4-D tensor in NHWC order in memory. A tensor that is both
-// contiguous and channels_last (one channel, or one pixel) counts as contiguous, as in torch.
+// Batch, channel, height and width of a 4-D tensor in NHWC order in memory. Where one channel or one
+// pixel makes a tensor both contiguous and channels_last, the strides of the extents of 1 decide, as
+// in torch: they are what torch.empty(..., memory_format=...) writes.
 inline bool is_channels_last(const Tensor& t) {
-  if (t.dim() != 4 || t.is_contiguous()) return false;
+  if (t.dim() != 4) return false;
   int64_t expected = 1;
   for (const int64_t d : {1, 3, 2, 0}) {
     if (t.size(d) != 1 && t.stride(d) != expected) return false;
     expected *= t.size(d);
   }
-  return true;
+  if (!t.is_contiguous()) return true;
+  return t.stride(1) == 1 && t.stride(3) == t.size(1) && t.stride(0) > 1;
 }
 
 // torch.empty_like: dense in the order of `t`'s strides.

@@ -125,17 +125,18 @@ def mark_written(*buffers):
 
 def is_channels_last(tensor):
     """Whether the kernels treat a tensor as channels_last: C++'s is_channels_last()."""
-    if tensor.dim() != 4 or tensor.is_contiguous():
+    if tensor.dim() != 4:
         return False
-    if tensor.is_contiguous(memory_format=torch.channels_last):
-        return True
     # torch 2.11 answers False for every tensor of symbolic sizes, so that only strides can tell.
     expected = 1
     for axis in (1, 3, 2, 0):
-        if tensor.stride(axis) != expected and tensor.shape[axis] != 1:
+        if tensor.shape[axis] != 1 and tensor.stride(axis) != expected:
             return False
         expected = expected * tensor.shape[axis]
-    return True
+    if not tensor.is_contiguous():
+        return True
+    n, c, _, w = tensor.stride()
+    return c == 1 and w == tensor.shape[1] and n > 1
 
 
 def int_pair(function, argument, position, value):
