@@ -329,7 +329,8 @@ def test_compile(device):
     out, expected = compiled(x), block(x)
     assert torch.equal(out, expected)
     grad, expected_grad = (torch.autograd.grad(t.square().sum(), x)[0] for t in (out, expected))
-    assert torch.equal(grad, expected_grad)
+    # The convolution's kernel may be another one: the compiler chooses its gradient's strides.
+    torch.testing.assert_close(grad, expected_grad, rtol=1e-5, atol=1e-5)
     assert torch.equal(compiled.bn.running_mean, block.bn.running_mean)
     assert compiled.bn.num_batches_tracked == block.bn.num_batches_tracked == 1
 

@@ -194,9 +194,9 @@ inline bool same_layout(const Tensor& a, const Tensor& b) {
   return true;
 }
 
-// Batch, channel, height and width of a 4-D tensor in NHWC order in memory. Where one channel or one
-// pixel makes a tensor both contiguous and channels_last, the strides of the extents of 1 decide, as
-// in torch: they are what torch.empty(..., memory_format=...) writes.
+// Batch, channel, height and width of a 4-D tensor in NHWC order in memory. Where one channel or
+// one pixel makes a tensor both contiguous and channels_last, the strides of the extents of 1
+// decide, as in torch: they are what torch.empty(..., memory_format=...) writes.
 inline bool is_channels_last(const Tensor& t) {
   if (t.dim() != 4) return false;
   int64_t expected = 1;

@@ -154,7 +154,6 @@ class TrainStep:
             )
         if self._stream is None or self._stream.device != self.device:
             self._stream = torch.cuda.Stream(self.device)
-            self._pool = torch.cuda.graph_pool_handle()
         if self._rates is None or self._rates.device != self.device:
             self._rates = Rates(self.optimizer, self.device)
         # Its eager steps are meant: no need to warn of them.
@@ -329,6 +328,9 @@ class TrainStep:
 
     def _capture(self, entry, gather, first, last):
         before = HostState(self.model, self.optimizer, self._params)
+        if not any(other.graph for other in self._entries.values()):
+            # torch retires a memory pool with the last graph that uses it.
+            self._pool = torch.cuda.graph_pool_handle()
         try:
             with self._rates.on_device():
                 graph, (loss, norm) = capture(
@@ -340,7 +342,7 @@ class TrainStep:
             before.verify()
         except BaseException as error:
             before.restore()
-            self._pool = torch.cuda.graph_pool_handle()
+            self._pool = torch.cuda.graph_pool_handle()  # the failed capture may hold the old one
             if isinstance(error, torch.OutOfMemoryError):
                 raise torch.OutOfMemoryError(
                     "TrainStep: out of memory while capturing; model and optimizer are unchanged. "

@@ -20,101 +20,14 @@
 #pragma once
 
 #include "halo_split.cuh"
-#include "halo_tiles.cuh"
+#include "halo_weights.cuh"
 #include "kernels/common/numeric.cuh"
 #include "kernels/common/tma.cuh"
 #include "kernels/common/wgmma.cuh"
 
 namespace braze::cuda::halo {
 
-constexpr int kConsumers = 2;  // warpgroups; one warp more loads
 constexpr int kThreads = kConsumers * 128 + 32;
-constexpr int kFilters = 64;  // per block: the M of wgmma
-
-// T: the type of the operands in shared memory; kPlanes: the parts that each value is split into.
-template <typename T, int kChannelBlock, int kPlanes = 1>
-struct Layout {
-  static constexpr int kRowBytes = kChannelBlock * int{sizeof(T)};
-  // One tap and channel block of weights. Fewer than 64 filters take fewer rows: wgmma then reads
-  // on into the next tile, for rows of the result that nobody stores.
-  __host__ __device__ static int weight_tile(const Args& a) {
-    return (a.k < kFilters ? (a.k + 7) / 8 * 8 : kFilters) * kRowBytes;
-  }
-  __host__ __device__ static int blocks(const Args& a) {
-    return (a.c + kChannelBlock - 1) / kChannelBlock;
-  }
-  __host__ __device__ static int weight_bytes(const Args& a) {
-    return (a.r * a.s * blocks(a) * kPlanes * weight_tile(a) + 1023) / 1024 * 1024;
-  }
-  __host__ __device__ static int plane_bytes(const Args& a) {
-    return (a.plane_rows * kRowBytes + 1023) / 1024 * 1024;
-  }
-  __host__ __device__ static int stage_bytes(const Args& a) {
-    return blocks(a) * kPlanes * plane_bytes(a);
-  }
-};
-
-// fp32 inputs in three parts are bf16 operands.
-template <typename T, int kPlanes>
-using operand_t = std::conditional_t<kPlanes == 1, T, __nv_bfloat16>;
-
-// wgmma reads the upper 19 bits of TF32 operands: round instead of truncating.
-template <typename T>
-__device__ __forceinline__ T round_operand(T v) {
-  return v;
-}
-template <>
-__device__ __forceinline__ float round_operand(float v) {
-  uint32_t bits;
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(v));
-  return __uint_as_float(bits);
-}
-
-// The block's weights into swizzled K-major tiles, one for each tap and channel block.
-template <typename T, int kChannelBlock, int kPlanes>
-__device__ __forceinline__ bool load_weights(const Args& a, const T* w, int k0,
-                                             unsigned char* shared) {
-  using Op = operand_t<T, kPlanes>;
-  using L = Layout<Op, kChannelBlock, kPlanes>;
-  constexpr int kBatch = 12;  // loads in flight
-  const int taps = a.r * a.s, blocks = L::blocks(a), width = blocks * kChannelBlock;
-  const int tile = L::weight_tile(a);
-  bool special = false;
-  for (int i = threadIdx.x; i < tile / L::kRowBytes * width; i += kConsumers * 128) {
-    const int k = i / width, c = i - k * width;
-    const bool inside = k0 + k < a.k && c < a.c;
-    const T* from = w + (k0 + k) * a.w_k + c * a.w_c;
-    for (int first = 0, r = 0, s = 0; first < taps; first += kBatch) {
-      T values[kBatch];
-#pragma unroll
-      for (int t = 0; t < kBatch; ++t) {
-        values[t] = convert<T>(0.0f);
-        if (inside && first + t < taps) values[t] = from[r * a.w_r + s * a.w_s];
-        if (++s == a.s) s = 0, ++r;
-      }
-#pragma unroll
-      for (int t = 0; t < kBatch; ++t) {
-        if (first + t >= taps) continue;
-        const int tap = a.flip ? taps - 1 - first - t : first + t;
-        uint32_t to = (tap * blocks + c / kChannelBlock) * kPlanes * tile + k * L::kRowBytes +
-                      c % kChannelBlock * static_cast<int>(sizeof(Op));
-        to ^= (to >> 7 & (L::kRowBytes / 16 - 1)) << 4;
-        if constexpr (kPlanes == 1) {
-          *reinterpret_cast<T*>(shared + to) = round_operand(values[t]);
-        } else {
-          __nv_bfloat16 parts[3];
-          split(values[t], parts);
-          special |= !is_finite(values[t]);
-#pragma unroll
-          for (int p = 0; p < 3; ++p) {
-            *reinterpret_cast<__nv_bfloat16*>(shared + to + p * tile) = parts[p];
-          }
-        }
-      }
-    }
-  }
-  return special;
-}
 
 // One result of a tile on CUDA cores, from the parts in shared memory: `position` in the tile,
 // `filter` in the block.

@@ -70,7 +70,9 @@ __global__ void __launch_bounds__(kMaxFilterRows * 128 + 32, 1)
     }
     mbarrier_init_fence();
   }
-  for (int i = threadIdx.x * 16; i < a.stages * stage_bytes; i += blockDim.x * 16) {
+  const int used =
+      min(a.stages, (a.tiles + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x));
+  for (int i = threadIdx.x * 16; i < used * stage_bytes; i += blockDim.x * 16) {
     *reinterpret_cast<uint4*>(shared + i) = uint4{0, 0, 0, 0};
   }
   fence_async_proxy();

@@ -1,0 +1,155 @@
+// The weights of halo_wgmma.cuh in shared memory: for each tap and channel block a swizzled K-major
+// tile. Every block of threads loads them once, which is a third of its time at small batches: so
+// loads are 16 bytes wide where the weights' layout allows, and many are in flight.
+#pragma once
+
+#include "halo_split.cuh"
+#include "halo_tiles.cuh"
+#include "kernels/common/launch.cuh"
+#include "kernels/common/numeric.cuh"
+
+namespace braze::cuda::halo {
+
+constexpr int kConsumers = 2;  // warpgroups; one warp more loads
+constexpr int kFilters = 64;   // per block: the M of wgmma
+
+// T: the type of the operands in shared memory; kPlanes: the parts that each value is split into.
+template <typename T, int kChannelBlock, int kPlanes = 1>
+struct Layout {
+  static constexpr int kRowBytes = kChannelBlock * int{sizeof(T)};
+  // One tap and channel block of weights. Fewer than 64 filters take fewer rows: wgmma then reads
+  // on into the next tile, for rows of the result that nobody stores.
+  __host__ __device__ static int weight_tile(const Args& a) {
+    return (a.k < kFilters ? (a.k + 7) / 8 * 8 : kFilters) * kRowBytes;
+  }
+  __host__ __device__ static int blocks(const Args& a) {
+    return (a.c + kChannelBlock - 1) / kChannelBlock;
+  }
+  __host__ __device__ static int weight_bytes(const Args& a) {
+    return (a.r * a.s * blocks(a) * kPlanes * weight_tile(a) + 1023) / 1024 * 1024;
+  }
+  __host__ __device__ static int plane_bytes(const Args& a) {
+    return (a.plane_rows * kRowBytes + 1023) / 1024 * 1024;
+  }
+  __host__ __device__ static int stage_bytes(const Args& a) {
+    return blocks(a) * kPlanes * plane_bytes(a);
+  }
+};
+
+// fp32 inputs in three parts are bf16 operands.
+template <typename T, int kPlanes>
+using operand_t = std::conditional_t<kPlanes == 1, T, __nv_bfloat16>;
+
+// wgmma reads the upper 19 bits of TF32 operands: round instead of truncating.
+template <typename T>
+__device__ __forceinline__ T round_operand(T v) {
+  return v;
+}
+template <>
+__device__ __forceinline__ float round_operand(float v) {
+  uint32_t bits;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(v));
+  return __uint_as_float(bits);
+}
+
+// Where weights go, and whether any of them is infinite or NaN.
+template <typename T, int kChannelBlock, int kPlanes>
+struct WeightTiles {
+  using Op = operand_t<T, kPlanes>;
+  using L = Layout<Op, kChannelBlock, kPlanes>;
+
+  unsigned char* shared;
+  int taps, blocks, tile;
+  bool flip, special = false;
+
+  // `N` consecutive channels of filter `k` at a tap of the weights, from channel `c` on.
+  template <int N>
+  __device__ void put(int tap, int k, int c, const Vec<T, N>& values) {
+    const int at = flip ? taps - 1 - tap : tap;
+    uint32_t to = (at * blocks + c / kChannelBlock) * kPlanes * tile + k * L::kRowBytes +
+                  c % kChannelBlock * static_cast<int>(sizeof(Op));
+    to ^= (to >> 7 & (L::kRowBytes / 16 - 1)) << 4;
+    if constexpr (kPlanes == 1) {
+      Vec<T, N> rounded;
+#pragma unroll
+      for (int i = 0; i < N; ++i) rounded.v[i] = round_operand(values.v[i]);
+      *reinterpret_cast<Vec<T, N>*>(shared + to) = rounded;
+    } else {
+      Vec<__nv_bfloat16, N> parts[3];
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        __nv_bfloat16 part[3];
+        split(values.v[i], part);
+        special |= !is_finite(values.v[i]);
+#pragma unroll
+        for (int p = 0; p < 3; ++p) parts[p].v[i] = part[p];
+      }
+#pragma unroll
+      for (int p = 0; p < 3; ++p) {
+        *reinterpret_cast<Vec<__nv_bfloat16, N>*>(shared + to + p * tile) = parts[p];
+      }
+    }
+  }
+};
+
+// Loads items of N values along channels (fprop of channels_last weights), else along filters
+// (their dgrad).
+template <typename T, int kChannelBlock, int kPlanes, int N, bool kAlongChannels>
+__device__ __forceinline__ bool load_items(const Args& a, const T* w, int k0,
+                                           unsigned char* shared) {
+  using Tiles = WeightTiles<T, kChannelBlock, kPlanes>;
+  constexpr int kBatch = 9;  // loads in flight
+  const int rows = Tiles::L::weight_tile(a) / Tiles::L::kRowBytes;
+  Tiles tiles{shared, a.r * a.s, Tiles::L::blocks(a), Tiles::L::weight_tile(a), a.flip};
+  const int channels = tiles.blocks * kChannelBlock;
+  // The innermost index first: consecutive threads read consecutive memory.
+  const int inner = (kAlongChannels ? channels : rows) / N;
+  const int items = inner * tiles.taps * (kAlongChannels ? rows : channels);
+  for (int first = threadIdx.x; first < items; first += kBatch * kConsumers * 128) {
+    Vec<T, N> values[kBatch];
+    int tap[kBatch], k[kBatch], c[kBatch];
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      const int i = first + b * kConsumers * 128, rest = i / inner, outer = rest / tiles.taps;
+      tap[b] = rest - outer * tiles.taps;
+      k[b] = kAlongChannels ? outer : (i - rest * inner) * N;
+      c[b] = kAlongChannels ? (i - rest * inner) * N : outer;
+#pragma unroll
+      for (int n = 0; n < N; ++n) values[b].v[n] = convert<T>(0.0f);
+      if (i < items && k0 + k[b] < a.k && c[b] < a.c) {
+        values[b] = load_vec<N>(w + (k0 + k[b]) * a.w_k + c[b] * a.w_c + tap[b] / a.s * a.w_r +
+                                tap[b] % a.s * a.w_s);
+      }
+    }
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      if (first + b * kConsumers * 128 >= items) break;
+      if constexpr (kAlongChannels) {
+        tiles.template put<N>(tap[b], k[b], c[b], values[b]);
+      } else {
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+          tiles.template put<1>(tap[b], k[b] + n, c[b], Vec<T, 1>{values[b].v[n]});
+        }
+      }
+    }
+  }
+  return tiles.special;
+}
+
+// Returns whether any of this thread's weights is infinite or NaN (only where they are split).
+template <typename T, int kChannelBlock, int kPlanes>
+__device__ __forceinline__ bool load_weights(const Args& a, const T* w, int k0,
+                                             unsigned char* shared) {
+  constexpr int N = 16 / sizeof(T);
+  const bool aligned = reinterpret_cast<uintptr_t>(w) % 16 == 0 && a.w_r % N == 0 && a.w_s % N == 0;
+  if (aligned && a.w_c == 1 && a.w_k % N == 0 && a.c % N == 0) {
+    return load_items<T, kChannelBlock, kPlanes, N, true>(a, w, k0, shared);
+  }
+  if (aligned && a.w_k == 1 && a.w_c % N == 0 && a.k % N == 0) {
+    return load_items<T, kChannelBlock, kPlanes, N, false>(a, w, k0, shared);
+  }
+  return load_items<T, kChannelBlock, kPlanes, 1, true>(a, w, k0, shared);
+}
+
+}  // namespace braze::cuda::halo
