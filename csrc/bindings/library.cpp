@@ -41,12 +41,26 @@ STABLE_TORCH_LIBRARY(braze, m) {
 
   // fused
   m.def(
-      "bn_relu_max_pool2d(Tensor input, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, "
+      "bn_relu2d(Tensor input, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, "
       "Tensor(b!)? running_var, Tensor(c!)? num_batches_tracked, bool training, float? momentum, "
-      "float eps) -> (Tensor output, Tensor codes, Tensor mean, Tensor rstd)");
+      "float eps, bool max_pool) -> (Tensor output, Tensor codes, Tensor statistics)");
   m.def(
-      "bn_relu_max_pool2d_backward(Tensor grad_output, Tensor input, Tensor? weight, Tensor codes, "
-      "Tensor mean, Tensor rstd, bool training, bool[] output_mask) -> (Tensor, Tensor, Tensor)");
+      "bn_relu2d_backward(Tensor grad_output, Tensor input, Tensor? weight, Tensor? bias, "
+      "Tensor codes, Tensor statistics, bool training, bool max_pool, bool[3] output_mask) "
+      "-> (Tensor, Tensor, Tensor)");
+  m.def(
+      "conv_bn_relu2d(Tensor input, Tensor weight, Tensor? conv_bias, Tensor? bn_weight, "
+      "Tensor? bn_bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
+      "Tensor(c!)? num_batches_tracked, int[2] stride, int[2] padding, int[2] dilation, "
+      "int groups, bool training, float? momentum, float eps, bool max_pool, "
+      "bool allow_tf32=False, bool deterministic=False, str backend=\"auto\") "
+      "-> (Tensor output, Tensor conv_output, Tensor codes, Tensor statistics)");
+  m.def(
+      "conv_bn_relu2d_backward(Tensor grad_output, Tensor input, Tensor weight, "
+      "Tensor? bn_weight, Tensor? bn_bias, Tensor conv_output, Tensor codes, Tensor statistics, "
+      "int[2] stride, int[2] padding, int[2] dilation, int groups, bool training, bool max_pool, "
+      "bool[5] output_mask, bool allow_tf32=False, bool deterministic=False, "
+      "str backend=\"auto\") -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "conv_bn_relu_max_pool2d(Tensor input, Tensor weight, Tensor? conv_bias, Tensor? bn_weight, "
       "Tensor? bn_bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, "

@@ -46,17 +46,44 @@ void moments_of_plane(const T* x, int64_t count, Partial* result) {
   }
 }
 
-template <typename T>
-void sums_of_plane(const T* dy, const T* x, acc_t<T> mean, int64_t count, Partial* result) {
+// The gradient that ReLU lets through, by the value that it had before, made as in the forward
+// pass. Without ReLU it is the gradient.
+template <bool kRelu, typename A>
+inline A gated(A grad, A deviation, A scale, A shift) {
+  return kRelu && deviation * scale + shift <= A(0) ? A(0) : grad;
+}
+
+// The arrays of BatchNormStatistics; without ReLU there may be no scale and shift, and others stand
+// in for them.
+template <typename A>
+struct Statistics {
+  const A* mean;
+  const A* rstd;
+  const A* scale;
+  const A* shift;
+
+  explicit Statistics(const BatchNormStatistics& s)
+      : mean(static_cast<const A*>(s.mean)),
+        rstd(static_cast<const A*>(s.rstd)),
+        scale(s.scale ? static_cast<const A*>(s.scale) : mean),
+        shift(s.shift ? static_cast<const A*>(s.shift) : mean) {}
+};
+
+template <bool kRelu, typename T>
+void sums_of_plane(const T* dy, const T* x, const Statistics<acc_t<T>>& statistics, int64_t channel,
+                   int64_t count, Partial* result) {
   using A = acc_t<T>;
+  const A mean = statistics.mean[channel];
+  const A scale = statistics.scale[channel], shift = statistics.shift[channel];
   for (int64_t begin = 0; begin < count; begin += kBlock) {
     const int64_t end = std::min(begin + kBlock, count);
     A sum = 0, dot = 0;
 #pragma omp simd reduction(+ : sum, dot)
     for (int64_t i = begin; i < end; ++i) {
-      const A g = dy[i];
+      const A deviation = static_cast<A>(x[i]) - mean;
+      const A g = gated<kRelu>(static_cast<A>(dy[i]), deviation, scale, shift);
       sum += g;
-      dot += g * (static_cast<A>(x[i]) - mean);
+      dot += g * deviation;
     }
     result->first += sum;
     result->second += dot;
@@ -92,10 +119,11 @@ void moments_of_rows(const T* x, int64_t rows, int64_t c, Partial* results) {
   }
 }
 
-template <typename T>
-void sums_of_rows(const T* dy, const T* x, const acc_t<T>* mean, int64_t rows, int64_t c,
-                  Partial* results) {
+template <bool kRelu, typename T>
+void sums_of_rows(const T* dy, const T* x, const Statistics<acc_t<T>>& statistics, int64_t rows,
+                  int64_t c, Partial* results) {
   using A = acc_t<T>;
+  const A *mean = statistics.mean, *scale = statistics.scale, *shift = statistics.shift;
   std::vector<A> sum(c), dot(c);
   for (int64_t begin = 0; begin < rows; begin += kRowBlock) {
     const int64_t end = std::min(begin + kRowBlock, rows);
@@ -104,9 +132,10 @@ void sums_of_rows(const T* dy, const T* x, const acc_t<T>* mean, int64_t rows, i
     for (int64_t i = begin; i < end; ++i) {
 #pragma omp simd
       for (int64_t j = 0; j < c; ++j) {
-        const A g = dy[i * c + j];
+        const A deviation = static_cast<A>(x[i * c + j]) - mean[j];
+        const A g = gated<kRelu>(static_cast<A>(dy[i * c + j]), deviation, scale[j], shift[j]);
         sum[j] += g;
-        dot[j] += g * (static_cast<A>(x[i * c + j]) - mean[j]);
+        dot[j] += g * deviation;
       }
     }
     for (int64_t j = 0; j < c; ++j) {
@@ -139,21 +168,21 @@ void apply(const BatchNormShape& shape, const F& f) {
   });
 }
 
-// y = (x - center) * scale + shift.
-void normalize(const BatchNormShape& shape, const void* x, const void* center, const void* scale,
-               const void* shift, void* y) {
+// y = (x - mean) * scale + shift, or 0 where that is negative. NaN stays NaN.
+template <bool kRelu>
+void normalize(const BatchNormShape& shape, const void* x, const BatchNormStatistics& statistics,
+               void* y) {
   dispatch(shape.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     using A = acc_t<T>;
-    const A* m = static_cast<const A*>(center);
-    const A* a = static_cast<const A*>(scale);
-    const A* b = static_cast<const A*>(shift);
+    const Statistics<A> k(statistics);
     apply(shape, [&](int64_t offset, int64_t count, auto at) {
       const T* in = static_cast<const T*>(x) + offset;
       T* out = static_cast<T*>(y) + offset;
 #pragma omp simd
       for (int64_t j = 0; j < count; ++j) {
-        out[j] = (static_cast<A>(in[j]) - at(m, j)) * at(a, j) + at(b, j);
+        const A v = (static_cast<A>(in[j]) - at(k.mean, j)) * at(k.scale, j) + at(k.shift, j);
+        out[j] = kRelu && v < A(0) ? A(0) : v;
       }
     });
   });
@@ -169,13 +198,19 @@ void update_buffer(void* buffer, DType dtype, int64_t channel, double momentum, 
   store_from_double(buffer, dtype, channel, (1 - momentum) * previous + momentum * value);
 }
 
-// Results of batch_norm_coefficients.
+// BatchNormStatistics to be written.
 template <typename A>
 struct Coefficients {
   A* mean;
   A* rstd;
   A* scale;
   A* shift;
+
+  explicit Coefficients(const BatchNormStatistics& s)
+      : mean(static_cast<A*>(s.mean)),
+        rstd(static_cast<A*>(s.rstd)),
+        scale(static_cast<A*>(s.scale)),
+        shift(static_cast<A*>(s.shift)) {}
 };
 
 template <typename T>
@@ -222,6 +257,56 @@ void running_coefficients(const BatchNormShape& shape, const BatchNormAffine& af
   }
 }
 
+template <bool kRelu>
+void backward(const BatchNormShape& shape, bool training, const void* dy, const void* x,
+              const BatchNormAffine& affine, const BatchNormStatistics& statistics, void* dx,
+              void* dweight, void* dbias, void* dconstant, void* workspace) {
+  dispatch(shape.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    using A = acc_t<T>;
+    const T* grad = static_cast<const T*>(dy);
+    const T* in = static_cast<const T*>(x);
+    const Statistics<A> from(statistics);
+    const int64_t splits = split_count(shape), c = shape.c;
+    Partial* partials = static_cast<Partial*>(workspace);
+    const bool with_sums = dweight || dbias || dconstant || (dx && training);
+    if (with_sums) {
+      reduce(
+          shape, partials,
+          [&](int64_t offset, int64_t channel, Partial* p) {
+            sums_of_plane<kRelu>(grad + offset, in + offset, from, channel, shape.inner, p);
+          },
+          [&](int64_t offset, int64_t rows, Partial* p) {
+            sums_of_rows<kRelu>(grad + offset, in + offset, from, rows, c, p);
+          });
+    }
+    const GradCoefficients<A> k(partials + splits * c, c);
+    const GradResults results{affine, dweight, dbias, dconstant, shape.dtype, training};
+    merge_grads(c, shape.count(), partials, with_sums ? splits : 0, from.rstd, results, k);
+    if (!dx) return;
+    T* out = static_cast<T*>(dx);
+    apply(shape, [&](int64_t first, int64_t n, auto at) {
+      const T* g = grad + first;
+      const T* v = in + first;
+      T* result = out + first;
+      const auto input_grad = [&](int64_t j) {
+        const A deviation = static_cast<A>(v[j]) - at(from.mean, j);
+        const A through =
+            gated<kRelu>(static_cast<A>(g[j]), deviation, at(from.scale, j), at(from.shift, j)) *
+            at(k.by_grad, j);
+        return training ? through + deviation * at(k.by_input, j) + at(k.offset, j) : through;
+      };
+      if (training) {
+#pragma omp simd
+        for (int64_t j = 0; j < n; ++j) result[j] = input_grad(j);
+      } else {
+#pragma omp simd
+        for (int64_t j = 0; j < n; ++j) result[j] = input_grad(j);
+      }
+    });
+  });
+}
+
 const KernelEntry kEntry({"batch_norm", "two_pass_blocks", "float64 float32 bfloat16 float16",
                           "cpu", true, "blocks in cache passed over twice, merged in float64"});
 
@@ -233,14 +318,12 @@ int64_t batch_norm_workspace_bytes(const BatchNormShape& shape) {
 }
 
 void batch_norm_coefficients(Stream, const BatchNormShape& shape, bool training, const void* x,
-                             const BatchNormAffine& affine, const BatchNormBuffers& buffers,
-                             double eps, void* mean, void* rstd, void* scale, void* shift,
-                             void* workspace) {
+                             const ChannelMoments&, const BatchNormAffine& affine,
+                             const BatchNormBuffers& buffers, double eps,
+                             const BatchNormStatistics& statistics, void* workspace) {
   dispatch(shape.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    using A = acc_t<T>;
-    const Coefficients<A> k{static_cast<A*>(mean), static_cast<A*>(rstd), static_cast<A*>(scale),
-                            static_cast<A*>(shift)};
+    const Coefficients<acc_t<T>> k(statistics);
     if (training) {
       batch_coefficients(shape, static_cast<const T*>(x), affine, buffers, eps, k,
                          static_cast<Partial*>(workspace));
@@ -255,64 +338,40 @@ void batch_norm_training(Stream stream, const BatchNormShape& shape, const void*
                          void* y, void* mean, void* rstd, void* workspace) {
   double* scale =
       reinterpret_cast<double*>(static_cast<Partial*>(workspace) + split_count(shape) * shape.c);
-  double* shift = scale + shape.c;
-  batch_norm_coefficients(stream, shape, true, x, affine, buffers, eps, mean, rstd, scale, shift,
-                          workspace);
-  normalize(shape, x, mean, scale, shift, y);
+  const BatchNormStatistics statistics{mean, rstd, scale, scale + shape.c};
+  batch_norm_coefficients(stream, shape, true, x, {}, affine, buffers, eps, statistics, workspace);
+  normalize<false>(shape, x, statistics, y);
 }
 
 void batch_norm_evaluation(Stream stream, const BatchNormShape& shape, const void* x,
                            const BatchNormAffine& affine, const BatchNormBuffers& buffers,
                            double eps, void* y, void* mean, void* rstd) {
   std::vector<double> scale(shape.c), shift(shape.c);
-  batch_norm_coefficients(stream, shape, false, x, affine, buffers, eps, mean, rstd, scale.data(),
-                          shift.data(), nullptr);
-  normalize(shape, x, mean, scale.data(), shift.data(), y);
+  const BatchNormStatistics statistics{mean, rstd, scale.data(), shift.data()};
+  batch_norm_coefficients(stream, shape, false, x, {}, affine, buffers, eps, statistics, nullptr);
+  normalize<false>(shape, x, statistics, y);
+}
+
+void batch_norm_relu(Stream, const BatchNormShape& shape, const void* x,
+                     const BatchNormStatistics& statistics, void* y) {
+  normalize<true>(shape, x, statistics, y);
 }
 
 void batch_norm_backward(Stream, const BatchNormShape& shape, bool training, const void* dy,
                          const void* x, const BatchNormAffine& affine, const void* mean,
                          const void* rstd, void* dx, void* dweight, void* dbias, void* workspace) {
-  dispatch(shape.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    using A = acc_t<T>;
-    const T* grad = static_cast<const T*>(dy);
-    const T* in = static_cast<const T*>(x);
-    const A* center = static_cast<const A*>(mean);
-    const A* r = static_cast<const A*>(rstd);
-    const int64_t splits = split_count(shape), c = shape.c;
-    Partial* partials = static_cast<Partial*>(workspace);
-    const bool with_sums = dweight || dbias || (dx && training);
-    if (with_sums) {
-      reduce(
-          shape, partials,
-          [&](int64_t offset, int64_t channel, Partial* p) {
-            sums_of_plane(grad + offset, in + offset, center[channel], shape.inner, p);
-          },
-          [&](int64_t offset, int64_t rows, Partial* p) {
-            sums_of_rows(grad + offset, in + offset, center, rows, c, p);
-          });
-    }
-    const GradCoefficients<A> k(partials + splits * c, c);
-    merge_grads(c, shape.count(), partials, with_sums ? splits : 0, affine, r, dweight, dbias, k);
-    if (!dx) return;
-    T* out = static_cast<T*>(dx);
-    apply(shape, [&](int64_t first, int64_t n, auto at) {
-      const T* g = grad + first;
-      const T* v = in + first;
-      T* result = out + first;
-      if (training) {
-#pragma omp simd
-        for (int64_t j = 0; j < n; ++j) {
-          result[j] = static_cast<A>(g[j]) * at(k.by_grad, j) +
-                      (static_cast<A>(v[j]) - at(center, j)) * at(k.by_input, j) + at(k.offset, j);
-        }
-      } else {
-#pragma omp simd
-        for (int64_t j = 0; j < n; ++j) result[j] = static_cast<A>(g[j]) * at(k.by_grad, j);
-      }
-    });
-  });
+  const BatchNormStatistics statistics{const_cast<void*>(mean), const_cast<void*>(rstd), nullptr,
+                                       nullptr};
+  backward<false>(shape, training, dy, x, affine, statistics, dx, dweight, dbias, nullptr,
+                  workspace);
+}
+
+void batch_norm_relu_backward(Stream, const BatchNormShape& shape, bool training, const void* dy,
+                              const void* x, const BatchNormAffine& affine,
+                              const BatchNormStatistics& statistics, void* dx, void* dweight,
+                              void* dbias, void* dconstant, void* workspace) {
+  backward<true>(shape, training, dy, x, affine, statistics, dx, dweight, dbias, dconstant,
+                 workspace);
 }
 
 }  // namespace braze::cpu

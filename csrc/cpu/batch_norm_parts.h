@@ -86,12 +86,22 @@ struct GradCoefficients {
       : by_grad(static_cast<A*>(memory)), by_input(by_grad + c), offset(by_input + c) {}
 };
 
-// The coefficients and the parameters' gradients (each left out where nullptr) from `splits` sums
-// that reduce() left in `partials` (none: of no use). count: elements per channel.
+// The parameters' gradients, each nullptr where not wanted; see batch_norm_relu_backward.
+struct GradResults {
+  BatchNormAffine affine;
+  void* dweight;
+  void* dbias;
+  void* dconstant;
+  DType constant_dtype;
+  bool training;
+};
+
+// The coefficients and the parameters' gradients from `splits` sums that reduce() left in
+// `partials` (none: of no use). count: elements per channel.
 template <typename A>
-void merge_grads(int64_t c, int64_t count, const Partial* partials, int64_t splits,
-                 const BatchNormAffine& affine, const A* rstd, void* dweight, void* dbias,
-                 const GradCoefficients<A>& k) {
+void merge_grads(int64_t c, int64_t count, const Partial* partials, int64_t splits, const A* rstd,
+                 const GradResults& results, const GradCoefficients<A>& k) {
+  const auto& [affine, dweight, dbias, dconstant, constant_dtype, training] = results;
   for (int64_t j = 0; j < c; ++j) {
     double sum = 0, dot = 0;
     for (int64_t s = 0; s < splits; ++s) {
@@ -101,6 +111,8 @@ void merge_grads(int64_t c, int64_t count, const Partial* partials, int64_t spli
     if (dweight) store_from_double(dweight, affine.dtype, j, dot * rstd[j]);
     if (dbias) store_from_double(dbias, affine.dtype, j, sum);
     const double scale = rstd[j] * weight_of(affine, j);
+    // In training dx sums to 0, or to NaN where a gradient is not finite.
+    if (dconstant) store_from_double(dconstant, constant_dtype, j, sum * (training ? 0 : scale));
     k.by_grad[j] = static_cast<A>(scale);
     k.by_input[j] = static_cast<A>(-scale * rstd[j] * rstd[j] * dot / static_cast<double>(count));
     k.offset[j] = static_cast<A>(-scale * sum / static_cast<double>(count));

@@ -292,31 +292,21 @@ BatchNormShape pooled_norm(const BnPoolShape& shape) {
   return {shape.dtype, shape.n, shape.c, shape.p() * shape.q(), shape.channels_last};
 }
 
-const KernelEntry kEntry({"bn_relu_max_pool2d", "bn_pool", "float64 float32 bfloat16 float16",
+const KernelEntry kEntry({"bn_relu2d", "bn_pool", "float64 float32 bfloat16 float16",
                           "cpu", true,
                           "normalises and pools in one pass; 4-bit codes for the backward pass"});
 
 }  // namespace
 
-int64_t bn_pool_workspace_bytes(const BnPoolShape& shape) {
-  // Room for coefficients first, then partial results, of which the pooled tensor has no more.
-  return 3 * shape.c * sizeof(double) + batch_norm_workspace_bytes(shape.norm());
-}
-
-void bn_pool_forward(Stream stream, const BnPoolShape& shape, bool training, const void* z,
-                     const BatchNormAffine& affine, const BatchNormBuffers& buffers, double eps,
-                     void* y, uint32_t* codes, void* mean, void* rstd, void* workspace) {
-  double* scale = static_cast<double*>(workspace);
-  double* shift = scale + shape.c;
-  batch_norm_coefficients(stream, shape.norm(), training, z, affine, buffers, eps, mean, rstd,
-                          scale, shift, shift + shape.c);
+void bn_pool_forward(Stream, const BnPoolShape& shape, const void* z,
+                     const BatchNormStatistics& statistics, void* y, uint32_t* codes) {
   std::fill_n(codes, bn_pool_code_words(shape), 0u);
   dispatch(shape.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     using A = acc_t<T>;
-    const auto* m = static_cast<const A*>(mean);
-    const A* a = reinterpret_cast<const A*>(scale);
-    const A* b = reinterpret_cast<const A*>(shift);
+    const auto* m = static_cast<const A*>(statistics.mean);
+    const auto* a = static_cast<const A*>(statistics.scale);
+    const auto* b = static_cast<const A*>(statistics.shift);
     const Run run = Run::of(shape);
     const RowPairs pairs(shape);
     const int64_t images = shape.channels_last ? shape.n : shape.n * shape.c, p = shape.p();
@@ -348,23 +338,24 @@ void bn_pool_forward(Stream stream, const BnPoolShape& shape, bool training, con
 
 void bn_pool_backward(Stream, const BnPoolShape& shape, bool training, const void* dy,
                       const void* z, const uint32_t* codes, const BatchNormAffine& affine,
-                      const void* mean, const void* rstd, void* dz, void* dweight, void* dbias,
-                      void* workspace) {
+                      const BatchNormStatistics& statistics, void* dz, void* dweight, void* dbias,
+                      void* dconstant, void* workspace) {
   dispatch(shape.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     using A = acc_t<T>;
     const T* grad = static_cast<const T*>(dy);
     const T* in = static_cast<const T*>(z);
-    const A* m = static_cast<const A*>(mean);
+    const A* m = static_cast<const A*>(statistics.mean);
     T* out = static_cast<T*>(dz);
-    double* doubles = static_cast<double*>(workspace);
-    const GradCoefficients<A> k(doubles, shape.c);
-    auto* partials = reinterpret_cast<Partial*>(doubles + 3 * shape.c);
     const BatchNormShape pooled = pooled_norm(shape);
-    const bool with_sums = dweight || dbias || (dz && training);
+    const int64_t splits = split_count(pooled);
+    auto* partials = static_cast<Partial*>(workspace);
+    const GradCoefficients<A> k(partials + splits * shape.c, shape.c);
+    const bool with_sums = dweight || dbias || dconstant || (dz && training);
     if (with_sums) pooled_sums(shape, pooled, grad, in, codes, m, partials);
-    merge_grads(shape.c, shape.norm().count(), partials, with_sums ? split_count(pooled) : 0,
-                affine, static_cast<const A*>(rstd), dweight, dbias, k);
+    const GradResults results{affine, dweight, dbias, dconstant, shape.dtype, training};
+    merge_grads(shape.c, shape.norm().count(), partials, with_sums ? splits : 0,
+                static_cast<const A*>(statistics.rstd), results, k);
     if (!dz) return;
     if (training) {
       spread<true>(shape, grad, codes, in, m, k, out);

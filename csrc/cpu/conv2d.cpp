@@ -246,9 +246,14 @@ int64_t conv2d_workspace_bytes(Conv2dPass pass, const Conv2dShape& s, const Tens
   return bytes;
 }
 
+int conv2d_moment_sets(const Conv2dShape&, const Tensor4dRef&, const Tensor4dRef&,
+                       const Tensor4dRef&, const std::string&) {
+  return 0;
+}
+
 void conv2d_fprop(Stream, const Conv2dShape& s, const Tensor4dRef& x, const Tensor4dRef& w,
                   const void* bias, const Tensor4dRef& y, const std::string& kernel,
-                  void* workspace) {
+                  void* workspace, Moments*) {
   dispatch(s.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     if (!is_direct(kernel)) {

@@ -1,5 +1,5 @@
 // conv2d and its backward: torch's checks, memory formats, choice of kernel.
-#include "kernels/conv2d/conv2d.h"
+#include "ops/conv2d.h"
 
 #include <algorithm>
 
@@ -22,13 +22,7 @@ std::string list_string(const Sizes& values) {
   return s + "]";
 }
 
-// Everything but the tensors.
-struct Arguments {
-  const Sizes &stride, &padding, &dilation;
-  int64_t groups;
-  bool allow_tf32, deterministic;
-  const std::string& backend;
-};
+using Arguments = Conv2dArguments;
 
 // torch's suggest_memory_format. Strides of dimensions of size 1 count: that is how one-channel
 // tensors say which format they want.
@@ -162,12 +156,21 @@ bool prefers_own(Conv2dPass pass, const Conv2dShape& s, const Tensor4dRef& x, co
 }
 #endif
 
+#ifdef BRAZE_CUDA
+// Whether a kernel of ours leaves the result's moments, which saves a pass over the result: more
+// than cuDNN is ahead anywhere.
+bool has_own_moments(const Conv2dShape& s, const Tensor4dRef& x, const Tensor4dRef& w,
+                     const Tensor4dRef& y) {
+  return s.c <= 128 && s.k <= 128 && dev::conv2d_moment_sets(s, x, w, y, "auto") > 0;
+}
+#endif
+
 // Which kernel runs a pass. "auto" takes the faster one of our own and cuDNN, where that is there
 // and has an engine; names of kernels and of libraries are obeyed or refused. Sets whether cuDNN
-// adds the bias.
+// adds the bias. wants_moments: of fprop's result.
 KernelChoice choose_conv2d(Conv2dPass pass, const Conv2dShape& shape, const Tensor4dRef& x,
                            const Tensor4dRef& w, const Tensor4dRef& y, const void* bias,
-                           const std::string& backend, bool* bias_fused) {
+                           const std::string& backend, bool wants_moments, bool* bias_fused) {
   *bias_fused = true;
 #ifdef BRAZE_CUDA
   const std::string& missing = vendor::cudnn_missing();
@@ -176,7 +179,8 @@ KernelChoice choose_conv2d(Conv2dPass pass, const Conv2dShape& shape, const Tens
     BRAZE_CHECK(missing.empty(), "conv2d: backend ", backend, " cannot be used: ", missing);
   }
   if (candidate >= 0 ||
-      (backend == "auto" && missing.empty() && !prefers_own(pass, shape, x, w, y))) {
+      (backend == "auto" && missing.empty() && !prefers_own(pass, shape, x, w, y) &&
+       !(wants_moments && has_own_moments(shape, x, w, y)))) {
     const int wanted = std::max(0, candidate);
     if (vendor::cudnn_supports(pass, shape, x, w, y, bias, wanted)) return {wanted, ""};
     if (bias && vendor::cudnn_supports(pass, shape, x, w, y, nullptr, wanted)) {
@@ -190,13 +194,15 @@ KernelChoice choose_conv2d(Conv2dPass pass, const Conv2dShape& shape, const Tens
   return own_kernel("conv2d", backend);
 }
 
-// Runs one pass; `result` is the tensor that it writes.
+// Runs one pass; `result` is the tensor that it writes. moments: as in conv2d_forward.
 void run(const DeviceContext& context, Conv2dPass pass, const Conv2dShape& shape,
          const Tensor4dRef& x, const Tensor4dRef& w, const Tensor4dRef& y, Tensor& result,
-         const std::optional<Tensor>& bias, const std::string& backend) {
+         const std::optional<Tensor>& bias, const std::string& backend,
+         OutputMoments* moments = nullptr) {
   const void* bias_data = bias ? bias->const_data_ptr() : nullptr;
   bool bias_fused = true;
-  const KernelChoice choice = choose_conv2d(pass, shape, x, w, y, bias_data, backend, &bias_fused);
+  const KernelChoice choice =
+      choose_conv2d(pass, shape, x, w, y, bias_data, backend, moments != nullptr, &bias_fused);
 #ifdef BRAZE_CUDA
   if (choice.vendor >= 0) {
     if (!bias_fused) bias_data = nullptr;
@@ -214,9 +220,19 @@ void run(const DeviceContext& context, Conv2dPass pass, const Conv2dShape& shape
   const std::string& kernel = choice.kernel;
   Workspace workspace(dev::conv2d_workspace_bytes(pass, shape, x, w, y, kernel), result);
   switch (pass) {
-    case Conv2dPass::kFprop:
+    case Conv2dPass::kFprop: {
+      Moments* sets = nullptr;
+      if (moments) {
+        moments->view.sets = dev::conv2d_moment_sets(shape, x, w, y, kernel);
+        if (moments->view.sets > 0) {
+          moments->memory = empty({shape.k, moments->view.sets, 3}, result, ScalarType::Float);
+          sets = static_cast<Moments*>(moments->memory.mutable_data_ptr());
+          moments->view.data = sets;
+        }
+      }
       return dev::conv2d_fprop(context.stream(), shape, x, w, bias_data, y, kernel,
-                               workspace.data());
+                               workspace.data(), sets);
+    }
     case Conv2dPass::kDgrad:
       return dev::conv2d_dgrad(context.stream(), shape, y, w, x, kernel, workspace.data());
     case Conv2dPass::kWgrad:
@@ -224,10 +240,10 @@ void run(const DeviceContext& context, Conv2dPass pass, const Conv2dShape& shape
   }
 }
 
-Tensor conv2d(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
-              const Sizes& stride, const Sizes& padding, const Sizes& dilation, int64_t groups,
-              bool allow_tf32, bool deterministic, const std::string& backend) {
-  const Arguments args{stride, padding, dilation, groups, allow_tf32, deterministic, backend};
+}  // namespace
+
+Tensor conv2d_forward(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
+                      const Arguments& args, OutputMoments* moments) {
   check_arguments(input, weight, args);
   const Conv2dShape shape = shape_of(input, weight, args);
   std::optional<Tensor> dense_bias;
@@ -248,21 +264,17 @@ Tensor conv2d(const Tensor& input, const Tensor& weight, const std::optional<Ten
     if (bias) torch::stable::copy_(out, torch::stable::view(*dense_bias, {1, shape.k, 1, 1}));
     return out;
   }
-  const Operand x = operand(input, channels_last, backend);
+  const Operand x = operand(input, channels_last, args.backend);
   const Operand w = dense(Operand(weight, channels_last), channels_last);
   const Operand y(out, channels_last);
-  run(context, Conv2dPass::kFprop, shape, x.ref, w.ref, y.ref, out, dense_bias, backend);
+  run(context, Conv2dPass::kFprop, shape, x.ref, w.ref, y.ref, out, dense_bias, args.backend,
+      moments);
   return out;
 }
 
-std::tuple<Tensor, Tensor, Tensor> conv2d_backward(const Tensor& grad_output, const Tensor& input,
-                                                   const Tensor& weight, const Sizes& stride,
-                                                   const Sizes& padding, const Sizes& dilation,
-                                                   int64_t groups,
-                                                   const std::vector<bool>& output_mask,
-                                                   bool allow_tf32, bool deterministic,
-                                                   const std::string& backend) {
-  const Arguments args{stride, padding, dilation, groups, allow_tf32, deterministic, backend};
+std::tuple<Tensor, Tensor, Tensor> conv2d_gradients(const Tensor& grad_output, const Tensor& input,
+                                                    const Tensor& weight, const Arguments& args,
+                                                    const std::vector<bool>& output_mask) {
   check_arguments(input, weight, args);
   const Conv2dShape shape = shape_of(input, weight, args);
   check_same_device("conv2d_backward", "grad_output", grad_output, "input", input);
@@ -277,7 +289,7 @@ std::tuple<Tensor, Tensor, Tensor> conv2d_backward(const Tensor& grad_output, co
   const bool channels_last = suggests_channels_last(input) || suggests_channels_last(weight);
   Tensor grad_input, grad_weight, grad_bias;
   const bool no_terms = shape.n == 0 || shape.c == 0;
-  const Operand x = operand(input, channels_last, backend);
+  const Operand x = operand(input, channels_last, args.backend);
   const Operand w = dense(Operand(weight, channels_last), channels_last);
   // As torch does: the kernels of both gradients want the convolution's own format.
   const Operand dy = dense(Operand(grad_output, channels_last), channels_last);
@@ -286,7 +298,7 @@ std::tuple<Tensor, Tensor, Tensor> conv2d_backward(const Tensor& grad_output, co
     if (!no_terms) {
       const Operand dx(grad_input, channels_last);
       run(context, Conv2dPass::kDgrad, shape, dx.ref, w.ref, dy.ref, grad_input, std::nullopt,
-          backend);
+          args.backend);
     }
   }
   if (output_mask[1]) {
@@ -296,7 +308,7 @@ std::tuple<Tensor, Tensor, Tensor> conv2d_backward(const Tensor& grad_output, co
     } else {
       const Operand dw(grad_weight, channels_last);
       run(context, Conv2dPass::kWgrad, shape, x.ref, dw.ref, dy.ref, grad_weight, std::nullopt,
-          backend);
+          args.backend);
     }
   }
   if (output_mask[2]) {
@@ -313,6 +325,28 @@ std::tuple<Tensor, Tensor, Tensor> conv2d_backward(const Tensor& grad_output, co
   if (!output_mask[1]) grad_weight = empty({0}, input);
   if (!output_mask[2]) grad_bias = empty({0}, input);
   return {grad_input, grad_weight, grad_bias};
+}
+
+namespace {
+
+Tensor conv2d(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
+              const Sizes& stride, const Sizes& padding, const Sizes& dilation, int64_t groups,
+              bool allow_tf32, bool deterministic, const std::string& backend) {
+  return conv2d_forward(input, weight, bias,
+                        {stride, padding, dilation, groups, allow_tf32, deterministic, backend},
+                        nullptr);
+}
+
+std::tuple<Tensor, Tensor, Tensor> conv2d_backward(const Tensor& grad_output, const Tensor& input,
+                                                   const Tensor& weight, const Sizes& stride,
+                                                   const Sizes& padding, const Sizes& dilation,
+                                                   int64_t groups,
+                                                   const std::vector<bool>& output_mask,
+                                                   bool allow_tf32, bool deterministic,
+                                                   const std::string& backend) {
+  return conv2d_gradients(grad_output, input, weight,
+                          {stride, padding, dilation, groups, allow_tf32, deterministic, backend},
+                          output_mask);
 }
 
 }  // namespace

@@ -52,7 +52,7 @@ void with_layout(const BatchNormShape& shape, const Planes& planes, const Rows& 
 }
 
 ForwardArgs forward_args(const BatchNormAffine& affine, const BatchNormBuffers& buffers, double eps,
-                         void* mean, void* rstd) {
+                         const BatchNormStatistics& statistics) {
   return {affine,
           buffers.mean,
           buffers.var,
@@ -61,31 +61,102 @@ ForwardArgs forward_args(const BatchNormAffine& affine, const BatchNormBuffers& 
           !buffers.momentum,
           buffers.momentum.value_or(0),
           eps,
-          mean,
-          rstd};
+          statistics};
 }
 
 constexpr int kCoefficientThreads = 128;
 
-// A warp per channel. `units` and `unit` as in merge_moments.
+// Calls f(channel) in a warp of its own for each channel.
+template <typename F>
+__device__ void for_each_channel(int64_t channels, const F& f) {
+  const int64_t c = (blockIdx.x * int64_t{kCoefficientThreads} + threadIdx.x) / 32;
+  if (c < channels) f(c);
+}
+
+// `units` and `unit` as in merge_moments.
 template <typename A, bool kTraining>
 __global__ void __launch_bounds__(kCoefficientThreads)
     coefficients_kernel(int64_t channels, const MomentsPartial* __restrict__ partials, int splits,
-                        int64_t units, int64_t unit, ForwardArgs args, A* __restrict__ scale,
-                        A* __restrict__ shift) {
-  const int64_t c = (blockIdx.x * int64_t{kCoefficientThreads} + threadIdx.x) / 32;
-  if (c >= channels) return;
-  const bool stores = threadIdx.x % 32 == 0;
-  ForwardCoefficients<A> k;
-  if constexpr (kTraining) {
-    k = merge_moments<A>(args, partials, splits, units, unit, c, true);
-  } else {
-    k = running_coefficients<A>(args, c, stores);
+                        int64_t units, int64_t unit, ForwardArgs args) {
+  for_each_channel(channels, [&](int64_t c) {
+    if constexpr (kTraining) {
+      merge_moments<A>(args, partials, splits, units, unit, c, true);
+    } else {
+      running_coefficients<A>(args, c, threadIdx.x % 32 == 0);
+    }
+  });
+}
+
+// batches: to be counted up here, or nullptr.
+template <typename A>
+__global__ void __launch_bounds__(kCoefficientThreads)
+    given_moments_kernel(int64_t channels, ChannelMoments moments, double count, ForwardArgs args,
+                         int64_t* batches) {
+  if (batches && blockIdx.x == 0 && threadIdx.x == 0) ++*batches;
+  for_each_channel(channels, [&](int64_t c) { merge_moments<A>(args, moments, count, c); });
+}
+
+__global__ void count_batch_kernel(int64_t* batches) { ++*batches; }
+
+void coefficients_of_moments(cudaStream_t s, const BatchNormShape& shape,
+                             const ChannelMoments& moments, const ForwardArgs& args,
+                             int64_t* batches) {
+  // Where every block reads the number of batches, none can count this one.
+  if (args.cumulative && batches) {
+    count_batch_kernel<<<1, 1, 0, s>>>(batches);
+    check_launch("batch_norm_coefficients");
+    batches = nullptr;
   }
-  if (stores) {
-    scale[c] = k.scale;
-    shift[c] = k.shift;
-  }
+  const auto blocks = static_cast<unsigned int>(ceil_div(shape.c, kCoefficientThreads / 32));
+  const auto kernel =
+      shape.dtype == DType::kFloat64 ? given_moments_kernel<double> : given_moments_kernel<float>;
+  kernel<<<blocks, kCoefficientThreads, 0, s>>>(shape.c, moments,
+                                                static_cast<double>(shape.count()), args, batches);
+  check_launch("batch_norm_coefficients");
+}
+
+template <bool kRelu>
+void backward(Stream stream, const BatchNormShape& shape, const void* dy, const void* x,
+              const BackwardArgs& args, void* dx, void* workspace) {
+  const cudaStream_t s = as_cuda(stream);
+  const bool training = args.training;
+  dispatch(shape.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    using A = acc_t<T>;
+    const T* grad = static_cast<const T*>(dy);
+    const T* in = static_cast<const T*>(x);
+    T* out = static_cast<T*>(dx);
+    auto* partials = static_cast<GradPartial<A>*>(workspace);
+    with_layout<T>(
+        shape,
+        [&](auto width, const PlaneShape& planes, dim3 grid) {
+          constexpr int N = decltype(width)::value;
+          if (args.has_sums) {
+            plane_grad_sums_kernel<T, N, kRelu>
+                <<<grid, kPlaneThreads, 0, s>>>(grad, in, args.statistics, planes, partials);
+            check_launch("batch_norm_backward");
+          }
+          const auto kernel = training ? plane_input_grad_kernel<T, N, true, kRelu>
+                                       : plane_input_grad_kernel<T, N, false, kRelu>;
+          // Without dx one block per channel stores what the sums give.
+          kernel<<<dim3(grid.x, dx ? grid.y : 1), kPlaneThreads, 0, s>>>(
+              grad, in, out, planes, partials, planes.splits, args);
+        },
+        [&](auto width, const RowShape& rows, dim3 grid) {
+          constexpr int N = decltype(width)::value;
+          if (args.has_sums) {
+            row_grad_sums_kernel<T, N, kRelu>
+                <<<grid, kRowThreads, 0, s>>>(grad, in, args.statistics, rows, partials);
+            check_launch("batch_norm_backward");
+          }
+          const auto kernel = training ? row_input_grad_kernel<T, N, true, kRelu>
+                                       : row_input_grad_kernel<T, N, false, kRelu>;
+          kernel<<<dim3(dx ? grid.x : 1, grid.y), kRowThreads, 0, s>>>(grad, in, out, rows,
+                                                                       partials, rows.splits, args);
+        },
+        grad, in, out);
+  });
+  check_launch("batch_norm_backward");
 }
 
 const KernelEntry kPlanesEntry({"batch_norm", "planes", "float64 float32 bfloat16 float16",
@@ -106,7 +177,7 @@ int64_t batch_norm_workspace_bytes(const BatchNormShape& shape) {
 void batch_norm_training(Stream stream, const BatchNormShape& shape, const void* x,
                          const BatchNormAffine& affine, const BatchNormBuffers& buffers, double eps,
                          void* y, void* mean, void* rstd, void* workspace) {
-  const ForwardArgs args = forward_args(affine, buffers, eps, mean, rstd);
+  const ForwardArgs args = forward_args(affine, buffers, eps, {mean, rstd, nullptr, nullptr});
   const cudaStream_t s = as_cuda(stream);
   auto* partials = static_cast<MomentsPartial*>(workspace);
   dispatch(shape.dtype, [&](auto tag) {
@@ -120,7 +191,7 @@ void batch_norm_training(Stream stream, const BatchNormShape& shape, const void*
           plane_moments_kernel<T, N>
               <<<grid, kPlaneThreads, 0, s>>>(in, planes, partials, buffers.batches);
           check_launch("batch_norm");
-          plane_normalize_kernel<T, N, true>
+          plane_normalize_kernel<T, N, Source::kBatch>
               <<<grid, kPlaneThreads, 0, s>>>(in, out, planes, partials, planes.splits, args);
         },
         [&](auto width, const RowShape& rows, dim3 grid) {
@@ -128,7 +199,7 @@ void batch_norm_training(Stream stream, const BatchNormShape& shape, const void*
           row_moments_kernel<T, N>
               <<<grid, kRowThreads, 0, s>>>(in, rows, partials, buffers.batches);
           check_launch("batch_norm");
-          row_normalize_kernel<T, N, true>
+          row_normalize_kernel<T, N, Source::kBatch>
               <<<grid, kRowThreads, 0, s>>>(in, out, rows, partials, rows.splits, args);
         },
         in, out);
@@ -139,7 +210,7 @@ void batch_norm_training(Stream stream, const BatchNormShape& shape, const void*
 void batch_norm_evaluation(Stream stream, const BatchNormShape& shape, const void* x,
                            const BatchNormAffine& affine, const BatchNormBuffers& buffers,
                            double eps, void* y, void* mean, void* rstd) {
-  const ForwardArgs args = forward_args(affine, buffers, eps, mean, rstd);
+  const ForwardArgs args = forward_args(affine, buffers, eps, {mean, rstd, nullptr, nullptr});
   const cudaStream_t s = as_cuda(stream);
   dispatch(shape.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
@@ -148,11 +219,11 @@ void batch_norm_evaluation(Stream stream, const BatchNormShape& shape, const voi
     with_layout<T>(
         shape,
         [&](auto width, const PlaneShape& planes, dim3 grid) {
-          plane_normalize_kernel<T, decltype(width)::value, false>
+          plane_normalize_kernel<T, decltype(width)::value, Source::kRunning>
               <<<grid, kPlaneThreads, 0, s>>>(in, out, planes, nullptr, 0, args);
         },
         [&](auto width, const RowShape& rows, dim3 grid) {
-          row_normalize_kernel<T, decltype(width)::value, false>
+          row_normalize_kernel<T, decltype(width)::value, Source::kRunning>
               <<<grid, kRowThreads, 0, s>>>(in, out, rows, nullptr, 0, args);
         },
         in, out);
@@ -161,22 +232,23 @@ void batch_norm_evaluation(Stream stream, const BatchNormShape& shape, const voi
 }
 
 void batch_norm_coefficients(Stream stream, const BatchNormShape& shape, bool training,
-                             const void* x, const BatchNormAffine& affine,
-                             const BatchNormBuffers& buffers, double eps, void* mean, void* rstd,
-                             void* scale, void* shift, void* workspace) {
-  const ForwardArgs args = forward_args(affine, buffers, eps, mean, rstd);
+                             const void* x, const ChannelMoments& moments,
+                             const BatchNormAffine& affine, const BatchNormBuffers& buffers,
+                             double eps, const BatchNormStatistics& statistics, void* workspace) {
+  const ForwardArgs args = forward_args(affine, buffers, eps, statistics);
   const cudaStream_t s = as_cuda(stream);
+  if (training && moments.sets > 0) {
+    return coefficients_of_moments(s, shape, moments, args, buffers.batches);
+  }
   auto* partials = static_cast<MomentsPartial*>(workspace);
   const auto blocks = static_cast<unsigned int>(ceil_div(shape.c, kCoefficientThreads / 32));
   dispatch(shape.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     using A = acc_t<T>;
     const T* in = static_cast<const T*>(x);
-    A* a = static_cast<A*>(scale);
-    A* b = static_cast<A*>(shift);
     if (!training) {
       coefficients_kernel<A, false>
-          <<<blocks, kCoefficientThreads, 0, s>>>(shape.c, nullptr, 0, 0, 0, args, a, b);
+          <<<blocks, kCoefficientThreads, 0, s>>>(shape.c, nullptr, 0, 0, 0, args);
       return;
     }
     with_layout<T>(
@@ -187,65 +259,65 @@ void batch_norm_coefficients(Stream stream, const BatchNormShape& shape, bool tr
               <<<grid, kPlaneThreads, 0, s>>>(in, planes, partials, buffers.batches);
           check_launch("batch_norm_coefficients");
           coefficients_kernel<A, true><<<blocks, kCoefficientThreads, 0, s>>>(
-              shape.c, partials, planes.splits, shape.count() / N, N, args, a, b);
+              shape.c, partials, planes.splits, shape.count() / N, N, args);
         },
         [&](auto width, const RowShape& rows, dim3 grid) {
           row_moments_kernel<T, decltype(width)::value>
               <<<grid, kRowThreads, 0, s>>>(in, rows, partials, buffers.batches);
           check_launch("batch_norm_coefficients");
           coefficients_kernel<A, true><<<blocks, kCoefficientThreads, 0, s>>>(
-              shape.c, partials, rows.splits, shape.count(), 1, args, a, b);
+              shape.c, partials, rows.splits, shape.count(), 1, args);
         },
         in);
   });
   check_launch("batch_norm_coefficients");
 }
 
+void batch_norm_relu(Stream stream, const BatchNormShape& shape, const void* x,
+                     const BatchNormStatistics& statistics, void* y) {
+  ForwardArgs args{};
+  args.statistics = statistics;
+  const cudaStream_t s = as_cuda(stream);
+  dispatch(shape.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const T* in = static_cast<const T*>(x);
+    T* out = static_cast<T*>(y);
+    with_layout<T>(
+        shape,
+        [&](auto width, const PlaneShape& planes, dim3 grid) {
+          plane_normalize_kernel<T, decltype(width)::value, Source::kGiven, true>
+              <<<grid, kPlaneThreads, 0, s>>>(in, out, planes, nullptr, 0, args);
+        },
+        [&](auto width, const RowShape& rows, dim3 grid) {
+          row_normalize_kernel<T, decltype(width)::value, Source::kGiven, true>
+              <<<grid, kRowThreads, 0, s>>>(in, out, rows, nullptr, 0, args);
+        },
+        in, out);
+  });
+  check_launch("batch_norm_relu");
+}
+
 void batch_norm_backward(Stream stream, const BatchNormShape& shape, bool training, const void* dy,
                          const void* x, const BatchNormAffine& affine, const void* mean,
                          const void* rstd, void* dx, void* dweight, void* dbias, void* workspace) {
   if (!dx && !dweight && !dbias) return;
+  const BatchNormStatistics statistics{const_cast<void*>(mean), const_cast<void*>(rstd), nullptr,
+                                       nullptr};
   const bool has_sums = dweight || dbias || training;
-  const BackwardArgs args{affine, mean, rstd, dweight, dbias, has_sums};
-  const cudaStream_t s = as_cuda(stream);
-  dispatch(shape.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    using A = acc_t<T>;
-    const T* grad = static_cast<const T*>(dy);
-    const T* in = static_cast<const T*>(x);
-    const A* center = static_cast<const A*>(mean);
-    T* out = static_cast<T*>(dx);
-    auto* partials = static_cast<GradPartial<A>*>(workspace);
-    with_layout<T>(
-        shape,
-        [&](auto width, const PlaneShape& planes, dim3 grid) {
-          constexpr int N = decltype(width)::value;
-          if (has_sums) {
-            plane_grad_sums_kernel<T, N>
-                <<<grid, kPlaneThreads, 0, s>>>(grad, in, center, planes, partials);
-            check_launch("batch_norm_backward");
-          }
-          const auto kernel =
-              training ? plane_input_grad_kernel<T, N, true> : plane_input_grad_kernel<T, N, false>;
-          // Without dx one block per channel stores what the sums give.
-          kernel<<<dim3(grid.x, dx ? grid.y : 1), kPlaneThreads, 0, s>>>(
-              grad, in, out, planes, partials, planes.splits, args);
-        },
-        [&](auto width, const RowShape& rows, dim3 grid) {
-          constexpr int N = decltype(width)::value;
-          if (has_sums) {
-            row_grad_sums_kernel<T, N>
-                <<<grid, kRowThreads, 0, s>>>(grad, in, center, rows, partials);
-            check_launch("batch_norm_backward");
-          }
-          const auto kernel =
-              training ? row_input_grad_kernel<T, N, true> : row_input_grad_kernel<T, N, false>;
-          kernel<<<dim3(dx ? grid.x : 1, grid.y), kRowThreads, 0, s>>>(grad, in, out, rows,
-                                                                       partials, rows.splits, args);
-        },
-        grad, in, out);
-  });
-  check_launch("batch_norm_backward");
+  backward<false>(stream, shape, dy, x,
+                  {affine, statistics, dweight, dbias, nullptr, shape.dtype, training, has_sums},
+                  dx, workspace);
+}
+
+void batch_norm_relu_backward(Stream stream, const BatchNormShape& shape, bool training,
+                              const void* dy, const void* x, const BatchNormAffine& affine,
+                              const BatchNormStatistics& statistics, void* dx, void* dweight,
+                              void* dbias, void* dconstant, void* workspace) {
+  if (!dx && !dweight && !dbias && !dconstant) return;
+  const bool has_sums = dweight || dbias || dconstant || training;
+  backward<true>(stream, shape, dy, x,
+                 {affine, statistics, dweight, dbias, dconstant, shape.dtype, training, has_sums},
+                 dx, workspace);
 }
 
 }  // namespace braze::cuda

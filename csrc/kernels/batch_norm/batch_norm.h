@@ -2,6 +2,7 @@
 
 #include <optional>
 
+#include "kernels/common/moments.h"
 #include "kernels/common/types.h"
 
 namespace braze {
@@ -35,6 +36,15 @@ struct BatchNormBuffers {
   std::optional<double> momentum;
 };
 
+// What an input was normalised with, [c] each in the statistics dtype: y = (x - mean) * scale +
+// shift, where scale is rstd * weight, and rstd = 1 / sqrt(biased variance + eps).
+struct BatchNormStatistics {
+  void* mean;
+  void* rstd;
+  void* scale;
+  void* shift;
+};
+
 namespace BRAZE_DEVICE {
 
 int64_t batch_norm_workspace_bytes(const BatchNormShape& shape);
@@ -50,19 +60,30 @@ void batch_norm_evaluation(Stream stream, const BatchNormShape& shape, const voi
                            const BatchNormAffine& affine, const BatchNormBuffers& buffers,
                            double eps, void* y, void* mean, void* rstd);
 
-// What the two above normalise with, for kernels that do more in the same pass: mean and rstd as
-// they return them and y = (x - mean) * scale + shift, all [c] in the statistics dtype. Training
-// updates the buffers; evaluation needs neither x nor a workspace.
+// What the two above normalise with, for kernels that do more in the same pass. Training updates
+// the buffers, and reads x only where there are no moments of it; evaluation needs neither x nor a
+// workspace.
 void batch_norm_coefficients(Stream stream, const BatchNormShape& shape, bool training,
-                             const void* x, const BatchNormAffine& affine,
-                             const BatchNormBuffers& buffers, double eps, void* mean, void* rstd,
-                             void* scale, void* shift, void* workspace);
+                             const void* x, const ChannelMoments& moments,
+                             const BatchNormAffine& affine, const BatchNormBuffers& buffers,
+                             double eps, const BatchNormStatistics& statistics, void* workspace);
+
+// y = max(0, (x - mean) * scale + shift).
+void batch_norm_relu(Stream stream, const BatchNormShape& shape, const void* x,
+                     const BatchNormStatistics& statistics, void* y);
 
 // Results that are nullptr are left out. mean and rstd as the forward returned them; `training`
 // tells whether they depend on x. dweight and dbias have affine.dtype.
 void batch_norm_backward(Stream stream, const BatchNormShape& shape, bool training, const void* dy,
                          const void* x, const BatchNormAffine& affine, const void* mean,
                          const void* rstd, void* dx, void* dweight, void* dbias, void* workspace);
+
+// The same for batch_norm_relu. dconstant: the gradient of a constant added to each channel of x,
+// in shape.dtype: 0 in training, where it cancels.
+void batch_norm_relu_backward(Stream stream, const BatchNormShape& shape, bool training,
+                              const void* dy, const void* x, const BatchNormAffine& affine,
+                              const BatchNormStatistics& statistics, void* dx, void* dweight,
+                              void* dbias, void* dconstant, void* workspace);
 
 }  // namespace BRAZE_DEVICE
 }  // namespace braze

@@ -14,6 +14,10 @@ struct MomentsPartial {
   double mean, squares;
 };
 
+// Where the coefficients of a pass over x come from: merged partial results, the running
+// statistics, or arrays of them.
+enum class Source { kBatch, kRunning, kGiven };
+
 // Sums of dy and of dy * (x - mean) over a part of a channel.
 template <typename A>
 struct GradPartial {
@@ -29,17 +33,18 @@ struct ForwardArgs {
   const int64_t* batches;  // read where `cumulative`
   bool cumulative;         // momentum = 1 / *batches
   double momentum, eps;
-  void* mean;  // results, in the statistics dtype
-  void* rstd;
+  BatchNormStatistics statistics;  // results; scale and shift may be nullptr
 };
 
 struct BackwardArgs {
-  BatchNormAffine affine;  // its bias is not read
-  const void* mean;
-  const void* rstd;
+  BatchNormAffine affine;          // its bias is not read
+  BatchNormStatistics statistics;  // scale and shift are read where ReLU follows
   void* dweight;
   void* dbias;
-  bool has_sums;  // false: neither dweight nor dbias is wanted, nor does dx depend on the sums
+  void* dconstant;
+  DType constant_dtype;
+  bool training;
+  bool has_sums;  // false: nothing depends on the sums
 };
 
 template <typename T>
@@ -89,15 +94,90 @@ struct ForwardCoefficients {
   A center, scale, shift;
 };
 
+template <typename A>
+__device__ __forceinline__ ForwardCoefficients<A> given_coefficients(
+    const BatchNormStatistics& statistics, int64_t c) {
+  return {static_cast<const A*>(statistics.mean)[c], static_cast<const A*>(statistics.scale)[c],
+          static_cast<const A*>(statistics.shift)[c]};
+}
+
+// The gradient that ReLU lets through, by the value that it had before, made as in the forward
+// pass. Without ReLU it is the gradient.
+template <typename A, bool kRelu>
+struct ReluGate {
+  ReluGate() = default;
+  __device__ ReluGate(const BatchNormStatistics&, int64_t) {}
+  __device__ A operator()(A grad, A) const { return grad; }
+};
+template <typename A>
+struct ReluGate<A, true> {
+  ReluGate() = default;
+  __device__ ReluGate(const BatchNormStatistics& statistics, int64_t c)
+      : scale(static_cast<const A*>(statistics.scale)[c]),
+        shift(static_cast<const A*>(statistics.shift)[c]) {}
+  __device__ A operator()(A grad, A deviation) const {
+    return deviation * scale + shift <= A(0) ? A(0) : grad;
+  }
+  A scale, shift;
+};
+
+// NaN stays NaN.
+template <bool kRelu, typename A>
+__device__ __forceinline__ A normalized(A x, const ForwardCoefficients<A>& k) {
+  const A y = (x - k.center) * k.scale + k.shift;
+  return kRelu && y < A(0) ? A(0) : y;
+}
+
 // dx = dy * by_grad + (x - center) * by_input + offset.
 template <typename A>
 struct BackwardCoefficients {
   A by_grad, center, by_input, offset;
 };
 
-// Training: a whole warp merges channel c's partial results, the s-th of which is over part s of
-// `units` units of `unit` elements. Lane 0's result counts. `first` is set in one block per
-// channel, which stores the statistics.
+template <typename A>
+__device__ ForwardCoefficients<A> store_statistics(const ForwardArgs& args, int64_t c, bool first,
+                                                   double rstd,
+                                                   const ForwardCoefficients<A>& result) {
+  if (first) {
+    const BatchNormStatistics& to = args.statistics;
+    static_cast<A*>(to.mean)[c] = result.center;
+    static_cast<A*>(to.rstd)[c] = static_cast<A>(rstd);
+    if (to.scale) static_cast<A*>(to.scale)[c] = result.scale;
+    if (to.shift) static_cast<A*>(to.shift)[c] = result.shift;
+  }
+  return result;
+}
+
+// Training: what follows from the `count` elements of channel c, one thread. squares: about the
+// mean. `first` is set in one block per channel, which stores the statistics.
+template <typename A>
+__device__ ForwardCoefficients<A> batch_coefficients(const ForwardArgs& args, double count,
+                                                     double mean, double squares, int64_t c,
+                                                     bool first) {
+  const double rstd = 1 / sqrt(squares / count + args.eps);
+  const BatchNormAffine& affine = args.affine;
+  const double weight = affine.weight ? load_as_double(affine.weight, affine.dtype, c) : 1;
+  const double bias = affine.bias ? load_as_double(affine.bias, affine.dtype, c) : 0;
+  const A center = static_cast<A>(mean);
+  if (first && args.running_mean) {
+    const double momentum =
+        args.cumulative ? 1 / static_cast<double>(*args.batches) : args.momentum;
+    const auto update = [&](void* buffer, double value) {
+      const double previous = load_as_double(buffer, args.buffer_dtype, c);
+      store_from_double(buffer, args.buffer_dtype, c, (1 - momentum) * previous + momentum * value);
+    };
+    update(args.running_mean, mean);
+    update(args.running_var, squares / (count - 1));
+  }
+  // What rounding the mean took away goes into the shift.
+  return store_statistics<A>(
+      args, c, first, rstd,
+      {center, static_cast<A>(rstd * weight),
+       static_cast<A>(bias - (mean - static_cast<double>(center)) * rstd * weight)});
+}
+
+// A whole warp merges channel c's partial results, the s-th of which is over part s of `units`
+// units of `unit` elements. Lane 0's result counts.
 template <typename A>
 __device__ ForwardCoefficients<A> merge_moments(const ForwardArgs& args,
                                                 const MomentsPartial* partials, int splits,
@@ -120,30 +200,29 @@ __device__ ForwardCoefficients<A> merge_moments(const ForwardArgs& args,
   }
   squares = warp_sum(squares);
   if (lane != 0) return {};
+  return batch_coefficients<A>(args, count, mean, squares, c, first);
+}
 
-  const double rstd = 1 / sqrt(squares / count + args.eps);
-  const BatchNormAffine& affine = args.affine;
-  const double weight = affine.weight ? load_as_double(affine.weight, affine.dtype, c) : 1;
-  const double bias = affine.bias ? load_as_double(affine.bias, affine.dtype, c) : 0;
-  const A center = static_cast<A>(mean);
-  if (first) {
-    static_cast<A*>(args.mean)[c] = center;
-    static_cast<A*>(args.rstd)[c] = static_cast<A>(rstd);
-    if (args.running_mean) {
-      const double momentum =
-          args.cumulative ? 1 / static_cast<double>(*args.batches) : args.momentum;
-      const auto update = [&](void* buffer, double value) {
-        const double previous = load_as_double(buffer, args.buffer_dtype, c);
-        store_from_double(buffer, args.buffer_dtype, c,
-                          (1 - momentum) * previous + momentum * value);
-      };
-      update(args.running_mean, mean);
-      update(args.running_var, squares / (count - 1));
-    }
+// The same with moments that the kernel which made x left of its `count` elements per channel.
+template <typename A>
+__device__ ForwardCoefficients<A> merge_moments(const ForwardArgs& args,
+                                                const ChannelMoments& moments, double count,
+                                                int64_t c) {
+  const int lane = threadIdx.x % 32;
+  const Moments* sets = moments.data + c * moments.sets;
+  double mean = 0;
+  for (int s = lane; s < moments.sets; s += 32) {
+    mean += static_cast<double>(sets[s].mean) * (sets[s].count / count);
   }
-  // What rounding the mean took away goes into the shift.
-  return {center, static_cast<A>(rstd * weight),
-          static_cast<A>(bias - (mean - static_cast<double>(center)) * rstd * weight)};
+  mean = warp_sum(mean);
+  double squares = 0;
+  for (int s = lane; s < moments.sets; s += 32) {
+    const double delta = sets[s].mean - mean;
+    squares += sets[s].m2 + delta * delta * sets[s].count;
+  }
+  squares = warp_sum(squares);
+  if (lane != 0) return {};
+  return batch_coefficients<A>(args, count, mean, squares, c, true);
 }
 
 // Evaluation, one thread.
@@ -155,11 +234,8 @@ __device__ ForwardCoefficients<A> running_coefficients(const ForwardArgs& args, 
   const double weight = affine.weight ? load_as_double(affine.weight, affine.dtype, c) : 1;
   const double bias = affine.bias ? load_as_double(affine.bias, affine.dtype, c) : 0;
   const A center = static_cast<A>(load_as_double(args.running_mean, args.buffer_dtype, c));
-  if (first) {
-    static_cast<A*>(args.mean)[c] = center;
-    static_cast<A*>(args.rstd)[c] = static_cast<A>(rstd);
-  }
-  return {center, static_cast<A>(rstd * weight), static_cast<A>(bias)};
+  return store_statistics<A>(args, c, first, rstd,
+                             {center, static_cast<A>(rstd * weight), static_cast<A>(bias)});
 }
 
 // A whole warp; lane 0's result counts.
@@ -180,14 +256,19 @@ __device__ BackwardCoefficients<A> merge_grads(const BackwardArgs& args,
   }
   if (lane != 0) return {};
   const BatchNormAffine& affine = args.affine;
-  const double rstd = static_cast<const A*>(args.rstd)[c];
+  const double rstd = static_cast<const A*>(args.statistics.rstd)[c];
+  const double weight = affine.weight ? load_as_double(affine.weight, affine.dtype, c) : 1;
+  const double scale = rstd * weight, n = static_cast<double>(count);
   if (first) {
     if (args.dweight) store_from_double(args.dweight, affine.dtype, c, dot * rstd);
     if (args.dbias) store_from_double(args.dbias, affine.dtype, c, sum);
+    if (args.dconstant) {
+      // In training dx sums to 0, or to NaN where a gradient is not finite.
+      const double through = args.training ? 0 : scale;
+      store_from_double(args.dconstant, args.constant_dtype, c, sum * through);
+    }
   }
-  const double weight = affine.weight ? load_as_double(affine.weight, affine.dtype, c) : 1;
-  const double scale = rstd * weight, n = static_cast<double>(count);
-  return {static_cast<A>(scale), static_cast<const A*>(args.mean)[c],
+  return {static_cast<A>(scale), static_cast<const A*>(args.statistics.mean)[c],
           static_cast<A>(-scale * rstd * rstd * dot / n), static_cast<A>(-scale * sum / n)};
 }
 

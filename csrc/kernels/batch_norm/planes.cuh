@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(kPlaneThreads)
   }
 }
 
-template <typename T, int N, bool kTraining>
+template <typename T, int N, Source kSource, bool kRelu = false>
 __global__ void __launch_bounds__(kPlaneThreads)
     plane_normalize_kernel(const T* __restrict__ x, T* __restrict__ y, PlaneShape shape,
                            const MomentsPartial* __restrict__ partials, int partial_splits,
@@ -141,9 +141,11 @@ __global__ void __launch_bounds__(kPlaneThreads)
   if (threadIdx.x < 32) {
     const bool first = blockIdx.y == 0;
     ForwardCoefficients<A> result;
-    if constexpr (kTraining) {
+    if constexpr (kSource == Source::kBatch) {
       result = merge_moments<A>(args, partials, partial_splits, shape.n * (shape.inner / N), N,
                                 blockIdx.x, first);
+    } else if constexpr (kSource == Source::kGiven) {
+      result = given_coefficients<A>(args.statistics, blockIdx.x);
     } else {
       result = running_coefficients<A>(args, blockIdx.x, first && threadIdx.x == 0);
     }
@@ -168,22 +170,24 @@ __global__ void __launch_bounds__(kPlaneThreads)
       if (!valid[u]) continue;
 #pragma unroll
       for (int j = 0; j < N; ++j) {
-        v[u].v[j] = convert<T>((convert<A>(v[u].v[j]) - k.center) * k.scale + k.shift);
+        v[u].v[j] = convert<T>(normalized<kRelu>(convert<A>(v[u].v[j]), k));
       }
       *reinterpret_cast<Vec<T, N>*>(y + offset[u]) = v[u];
     }
   }
 }
 
-template <typename T, int N>
+// kRelu: of dy where ReLU let x's normalised value through.
+template <typename T, int N, bool kRelu>
 __global__ void __launch_bounds__(kPlaneThreads)
     plane_grad_sums_kernel(const T* __restrict__ dy, const T* __restrict__ x,
-                           const acc_t<T>* __restrict__ mean, PlaneShape shape,
+                           BatchNormStatistics statistics, PlaneShape shape,
                            GradPartial<acc_t<T>>* __restrict__ partials) {
   using A = acc_t<T>;
   constexpr int U = kPlaneUnroll<T, N> / 2;  // two tensors
   __shared__ A shared[kPlaneThreads / 32];
-  const A center = mean[blockIdx.x];
+  const ReluGate<A, kRelu> gate(statistics, blockIdx.x);
+  const A center = static_cast<const A*>(statistics.mean)[blockIdx.x];
   A sum = 0, dot = 0;
   PlaneCursor<N> cursor(shape);
   while (cursor.valid()) {
@@ -203,9 +207,10 @@ __global__ void __launch_bounds__(kPlaneThreads)
       if (!valid[u]) continue;
 #pragma unroll
       for (int k = 0; k < N; ++k) {
-        const A grad = convert<A>(g[u].v[k]);
+        const A deviation = convert<A>(v[u].v[k]) - center;
+        const A grad = gate(convert<A>(g[u].v[k]), deviation);
         sum += grad;
-        dot += grad * (convert<A>(v[u].v[k]) - center);
+        dot += grad * deviation;
       }
     }
   }
@@ -217,7 +222,7 @@ __global__ void __launch_bounds__(kPlaneThreads)
 }
 
 // dx may be nullptr: then only dweight and dbias are made.
-template <typename T, int N, bool kTraining>
+template <typename T, int N, bool kTraining, bool kRelu>
 __global__ void __launch_bounds__(kPlaneThreads)
     plane_input_grad_kernel(const T* __restrict__ dy, const T* __restrict__ x, T* __restrict__ dx,
                             PlaneShape shape, const GradPartial<acc_t<T>>* __restrict__ partials,
@@ -233,6 +238,7 @@ __global__ void __launch_bounds__(kPlaneThreads)
   __syncthreads();
   if (!dx) return;
   const BackwardCoefficients<A> k = shared;
+  const ReluGate<A, kRelu> gate(args.statistics, blockIdx.x);
   PlaneCursor<N> cursor(shape);
   while (cursor.valid()) {
     Vec<T, N> g[U], v[U];
@@ -244,7 +250,9 @@ __global__ void __launch_bounds__(kPlaneThreads)
       offset[u] = cursor.offset();
       if (valid[u]) {
         g[u] = *reinterpret_cast<const Vec<T, N>*>(dy + offset[u]);
-        if constexpr (kTraining) v[u] = *reinterpret_cast<const Vec<T, N>*>(x + offset[u]);
+        if constexpr (kTraining || kRelu) {
+          v[u] = *reinterpret_cast<const Vec<T, N>*>(x + offset[u]);
+        }
       }
       cursor.advance();
     }
@@ -253,10 +261,10 @@ __global__ void __launch_bounds__(kPlaneThreads)
       if (!valid[u]) continue;
 #pragma unroll
       for (int j = 0; j < N; ++j) {
-        A grad = convert<A>(g[u].v[j]) * k.by_grad;
-        if constexpr (kTraining) {
-          grad += (convert<A>(v[u].v[j]) - k.center) * k.by_input + k.offset;
-        }
+        A deviation = 0;
+        if constexpr (kTraining || kRelu) deviation = convert<A>(v[u].v[j]) - k.center;
+        A grad = gate(convert<A>(g[u].v[j]), deviation) * k.by_grad;
+        if constexpr (kTraining) grad += deviation * k.by_input + k.offset;
         g[u].v[j] = convert<T>(grad);
       }
       *reinterpret_cast<Vec<T, N>*>(dx + offset[u]) = g[u];

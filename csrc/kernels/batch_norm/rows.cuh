@@ -146,7 +146,7 @@ __device__ void tile_coefficients(Coefficients* shared, const RowPlace<N>& place
   __syncthreads();
 }
 
-template <typename T, int N, bool kTraining>
+template <typename T, int N, Source kSource, bool kRelu = false>
 __global__ void __launch_bounds__(kRowThreads)
     row_normalize_kernel(const T* __restrict__ x, T* __restrict__ y, RowShape shape,
                          const MomentsPartial* __restrict__ partials, int partial_splits,
@@ -157,8 +157,10 @@ __global__ void __launch_bounds__(kRowThreads)
   const RowPlace<N> place(shape);
   const bool first = blockIdx.x == 0;
   tile_coefficients(shared, place, [&](int64_t c) {
-    if constexpr (kTraining) {
+    if constexpr (kSource == Source::kBatch) {
       return merge_moments<A>(args, partials, partial_splits, shape.rows, 1, c, first);
+    } else if constexpr (kSource == Source::kGiven) {
+      return given_coefficients<A>(args.statistics, c);
     } else {
       return running_coefficients<A>(args, c, first && threadIdx.x % 32 == 0);
     }
@@ -181,18 +183,18 @@ __global__ void __launch_bounds__(kRowThreads)
       if (r >= place.end) break;
 #pragma unroll
       for (int k = 0; k < N; ++k) {
-        const ForwardCoefficients<A>& c = coefficients[k];
-        v[u].v[k] = convert<T>((convert<A>(v[u].v[k]) - c.center) * c.scale + c.shift);
+        v[u].v[k] = convert<T>(normalized<kRelu>(convert<A>(v[u].v[k]), coefficients[k]));
       }
       *reinterpret_cast<Vec<T, N>*>(y + r * shape.c + column) = v[u];
     }
   }
 }
 
-template <typename T, int N>
+// kRelu: of dy where ReLU let x's normalised value through.
+template <typename T, int N, bool kRelu>
 __global__ void __launch_bounds__(kRowThreads)
     row_grad_sums_kernel(const T* __restrict__ dy, const T* __restrict__ x,
-                         const acc_t<T>* __restrict__ mean, RowShape shape,
+                         BatchNormStatistics statistics, RowShape shape,
                          GradPartial<acc_t<T>>* __restrict__ partials) {
   using A = acc_t<T>;
   constexpr int U = kRowUnroll / 2;  // two tensors
@@ -200,11 +202,15 @@ __global__ void __launch_bounds__(kRowThreads)
   const RowPlace<N> place(shape);
   const int64_t column = place.channel();
   A center[N] = {}, sum[N] = {}, dot[N] = {};
+  ReluGate<A, kRelu> gate[N];
   int64_t row = place.end;
   if (place.works()) {
     row = place.begin + place.line;
 #pragma unroll
-    for (int k = 0; k < N; ++k) center[k] = mean[column + k];
+    for (int k = 0; k < N; ++k) {
+      center[k] = static_cast<const A*>(statistics.mean)[column + k];
+      gate[k] = ReluGate<A, kRelu>(statistics, column + k);
+    }
   }
   for (; row < place.end; row += int64_t{place.height} * U) {
     Vec<T, N> g[U], v[U];
@@ -220,9 +226,10 @@ __global__ void __launch_bounds__(kRowThreads)
       if (row + u * place.height >= place.end) break;
 #pragma unroll
       for (int k = 0; k < N; ++k) {
-        const A grad = convert<A>(g[u].v[k]);
+        const A deviation = convert<A>(v[u].v[k]) - center[k];
+        const A grad = gate[k](convert<A>(g[u].v[k]), deviation);
         sum[k] += grad;
-        dot[k] += grad * (convert<A>(v[u].v[k]) - center[k]);
+        dot[k] += grad * deviation;
       }
     }
   }
@@ -237,7 +244,7 @@ __global__ void __launch_bounds__(kRowThreads)
 }
 
 // dx may be nullptr: then only dweight and dbias are made.
-template <typename T, int N, bool kTraining>
+template <typename T, int N, bool kTraining, bool kRelu>
 __global__ void __launch_bounds__(kRowThreads)
     row_input_grad_kernel(const T* __restrict__ dy, const T* __restrict__ x, T* __restrict__ dx,
                           RowShape shape, const GradPartial<acc_t<T>>* __restrict__ partials,
@@ -256,6 +263,12 @@ __global__ void __launch_bounds__(kRowThreads)
 #pragma unroll
   for (int k = 0; k < N; ++k) coefficients[k] = shared[place.column * N + k];
   const int64_t column = place.channel();
+  ReluGate<A, kRelu> gate[N];
+#pragma unroll
+  for (int k = 0; k < N; ++k) {
+    gate[k] = ReluGate<A, kRelu>(args.statistics, column + k);
+    if constexpr (kRelu) coefficients[k].by_grad = gate[k].scale;  // one register for both
+  }
   for (int64_t row = place.begin + place.line; row < place.end; row += int64_t{place.height} * U) {
     Vec<T, N> g[U], v[U];
 #pragma unroll
@@ -263,7 +276,7 @@ __global__ void __launch_bounds__(kRowThreads)
       const int64_t r = row + u * place.height;
       if (r >= place.end) break;
       g[u] = *reinterpret_cast<const Vec<T, N>*>(dy + r * shape.c + column);
-      if constexpr (kTraining) {
+      if constexpr (kTraining || kRelu) {
         v[u] = *reinterpret_cast<const Vec<T, N>*>(x + r * shape.c + column);
       }
     }
@@ -274,10 +287,10 @@ __global__ void __launch_bounds__(kRowThreads)
 #pragma unroll
       for (int k = 0; k < N; ++k) {
         const BackwardCoefficients<A>& c = coefficients[k];
-        A grad = convert<A>(g[u].v[k]) * c.by_grad;
-        if constexpr (kTraining) {
-          grad += (convert<A>(v[u].v[k]) - c.center) * c.by_input + c.offset;
-        }
+        A deviation = 0;
+        if constexpr (kTraining || kRelu) deviation = convert<A>(v[u].v[k]) - c.center;
+        A grad = gate[k](convert<A>(g[u].v[k]), deviation) * c.by_grad;
+        if constexpr (kTraining) grad += deviation * c.by_input + c.offset;
         g[u].v[k] = convert<T>(grad);
       }
       *reinterpret_cast<Vec<T, N>*>(dx + r * shape.c + column) = g[u];

@@ -131,7 +131,7 @@ void run_halo(Stream stream, const Conv2dArgs& args, void* workspace) {
     return halo::wgrad(stream, args.shape, args.other, args.gathered, args.out, workspace);
   }
   halo::conv(stream, args.pass, args.shape, args.gathered, args.other, args.bias, false, args.out,
-             nullptr);
+             args.moments);
 }
 
 // f(part) for parts of the batch small enough for 32-bit offsets: fprop and dgrad treat images one
@@ -214,6 +214,18 @@ int64_t conv2d_workspace_bytes(Conv2dPass pass, const Conv2dShape& shape, const 
   return workspace_bytes(make_args(pass, shape, x, w, y), kernel);
 }
 
+int conv2d_moment_sets(const Conv2dShape& shape, const Tensor4dRef& x, const Tensor4dRef& w,
+                       const Tensor4dRef& y, const std::string& kernel) {
+  const Conv2dArgs args = make_args(Conv2dPass::kFprop, shape, x, w, y);
+  if (is_empty(args)) return 0;
+  int parts = 0, sets = 0;
+  for_each_part(args, [&](const Conv2dArgs& part) {
+    ++parts;
+    if (choose(part, kernel) == Choice::kHalo) sets = halo::moment_sets(part.pass, part.shape);
+  });
+  return parts == 1 ? sets : 0;
+}
+
 const char* conv2d_auto_kernel(Conv2dPass pass, const Conv2dShape& shape, const Tensor4dRef& x,
                                const Tensor4dRef& w, const Tensor4dRef& y) {
   return name_of(choose(make_args(pass, shape, x, w, y), "auto"));
@@ -221,8 +233,8 @@ const char* conv2d_auto_kernel(Conv2dPass pass, const Conv2dShape& shape, const 
 
 void conv2d_fprop(Stream stream, const Conv2dShape& shape, const Tensor4dRef& x,
                   const Tensor4dRef& w, const void* bias, const Tensor4dRef& y,
-                  const std::string& kernel, void* workspace) {
-  run(stream, {Conv2dPass::kFprop, shape, x, w, y, bias}, kernel, workspace);
+                  const std::string& kernel, void* workspace, Moments* moments) {
+  run(stream, {Conv2dPass::kFprop, shape, x, w, y, bias, moments}, kernel, workspace);
 }
 
 void conv2d_dgrad(Stream stream, const Conv2dShape& shape, const Tensor4dRef& dy,

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "kernels/common/moments.h"
 #include "kernels/common/types.h"
 
 namespace braze {
@@ -44,12 +45,17 @@ const char* conv2d_auto_kernel(Conv2dPass pass, const Conv2dShape& shape, const 
                                const Tensor4dRef& w, const Tensor4dRef& y);
 #endif
 
+// How many sets of moments per filter that kernel leaves of fprop's result; 0: none.
+int conv2d_moment_sets(const Conv2dShape& shape, const Tensor4dRef& x, const Tensor4dRef& w,
+                       const Tensor4dRef& y, const std::string& kernel);
+
 // kernel: "auto" picks by shape, dtype and architecture among the shipped kernels; else the
 // registered name of one kernel. Throws where that kernel cannot take the arguments. In each pass
-// the data pointer of the result's reference is written in full and never read.
+// the data pointer of the result's reference is written in full and never read. moments: nullptr,
+// or room for conv2d_moment_sets (not 0) of them for each filter.
 void conv2d_fprop(Stream stream, const Conv2dShape& shape, const Tensor4dRef& x,
                   const Tensor4dRef& w, const void* bias, const Tensor4dRef& y,
-                  const std::string& kernel, void* workspace);
+                  const std::string& kernel, void* workspace, Moments* moments = nullptr);
 void conv2d_dgrad(Stream stream, const Conv2dShape& shape, const Tensor4dRef& dy,
                   const Tensor4dRef& w, const Tensor4dRef& dx, const std::string& kernel,
                   void* workspace);

@@ -26,6 +26,7 @@ struct Conv2dArgs {
   Conv2dShape shape;
   Tensor4dRef gathered, other, out;
   const void* bias;
+  Moments* moments = nullptr;  // of fprop's result
 };
 
 // Channels are the fastest dimension of the gathered tensor.

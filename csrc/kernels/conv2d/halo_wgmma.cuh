@@ -257,7 +257,17 @@ __global__ void __launch_bounds__(kThreads, 1)
       special_tile[group] = 0;
     }
 
+    if (bias || a.relu) {
+#pragma unroll
+      for (int i = 0; i < kAcc; ++i) {
+        acc[i] += bias_values[i / 2 % 2];
+        if (a.relu) acc[i] = acc[i] < 0 ? 0.0f : acc[i];
+      }
+    }
     if (moments) {
+      // Of what is stored: a channel of one value then has that mean, and no variance.
+#pragma unroll
+      for (int i = 0; i < kAcc; ++i) acc[i] = convert<float>(convert<T>(acc[i]));
       if (count == 0) row_moments[0].shift = acc[0], row_moments[1].shift = acc[2];
       count += __popcll(valid);
 #pragma unroll
@@ -269,13 +279,6 @@ __global__ void __launch_bounds__(kThreads, 1)
             row_moments[1].add(acc[i + 2 + v]);
           }
         }
-      }
-    }
-    if (bias || a.relu) {
-#pragma unroll
-      for (int i = 0; i < kAcc; ++i) {
-        acc[i] += bias_values[i / 2 % 2];
-        if (a.relu) acc[i] = acc[i] < 0 ? 0.0f : acc[i];
       }
     }
     if constexpr (kStaged) {

@@ -4,11 +4,6 @@
 
 namespace braze::cuda::halo {
 
-// What batch norm needs of a set of values: count, mean, sum of squared deviations.
-struct Moments {
-  float count, mean, m2;
-};
-
 // Whether the kernels take this pass: stride 1, dilation 1, one group, channels last (fp32 results:
 // any strides), compute capability 9.0, all but fp64; weights and a tile of input that fit shared
 // memory together; for the weight gradient filters of one to three
@@ -20,7 +15,8 @@ bool supports(Conv2dPass pass, const Conv2dShape& shape, const Tensor4dRef& in,
 // fprop and dgrad. Sets of moments that conv writes for each computed channel.
 int moment_sets(Conv2dPass pass, const Conv2dShape& shape);
 
-// bias, moments: may be null. moments: [computed channels][moment_sets].
+// bias, moments: may be null. moments: [computed channels][moment_sets], of the results as they are
+// stored.
 void conv(Stream stream, Conv2dPass pass, const Conv2dShape& shape, const Tensor4dRef& in,
           const Tensor4dRef& w, const void* bias, bool relu, const Tensor4dRef& out,
           Moments* moments);

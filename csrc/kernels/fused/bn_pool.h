@@ -1,6 +1,7 @@
 // Batch norm + ReLU + 2x2 max pool of a convolution's output z: what follows a convolution in a
-// block. The normalised tensor never reaches memory: forward reads z for its statistics and once
-// more for the pooled result; backward reads it for two sums per channel and once more for dz.
+// block. The normalised tensor never reaches memory: forward reads z once for the pooled result,
+// and before that for its statistics where the convolution left no moments; backward reads it for
+// two sums per channel and once more for dz.
 //
 // With g the pooled gradient where ReLU lets it through, and xhat = (z - mean) rstd at the window's
 // maximum, S1 = sum(g) and S2 = sum(g xhat) give
@@ -39,20 +40,17 @@ inline int64_t bn_pool_code_words(const BnPoolShape& shape) { return ceil_div(sh
 
 namespace BRAZE_DEVICE {
 
-int64_t bn_pool_workspace_bytes(const BnPoolShape& shape);
+// pooled() is at least 1 and tiles() at most kBnPoolMostTiles. y: the pooled result. statistics: of
+// batch_norm_coefficients.
+void bn_pool_forward(Stream stream, const BnPoolShape& shape, const void* z,
+                     const BatchNormStatistics& statistics, void* y, uint32_t* codes);
 
-// pooled() is at least 1 and tiles() at most kBnPoolMostTiles. y: the pooled result. mean, rstd:
-// what z was normalised with, in the statistics dtype of batch_norm.h; `buffers` as there.
-void bn_pool_forward(Stream stream, const BnPoolShape& shape, bool training, const void* z,
-                     const BatchNormAffine& affine, const BatchNormBuffers& buffers, double eps,
-                     void* y, uint32_t* codes, void* mean, void* rstd, void* workspace);
-
-// dy: the pooled gradient. Results that are nullptr are left out; dweight and dbias have
-// affine.dtype.
+// dy: the pooled gradient. The rest as in batch_norm_relu_backward, the workspace's size being that
+// of batch_norm_workspace_bytes for norm().
 void bn_pool_backward(Stream stream, const BnPoolShape& shape, bool training, const void* dy,
                       const void* z, const uint32_t* codes, const BatchNormAffine& affine,
-                      const void* mean, const void* rstd, void* dz, void* dweight, void* dbias,
-                      void* workspace);
+                      const BatchNormStatistics& statistics, void* dz, void* dweight, void* dbias,
+                      void* dconstant, void* workspace);
 
 }  // namespace BRAZE_DEVICE
 }  // namespace braze

@@ -1,4 +1,4 @@
-// Forward of bn_pool.h: batch norm's statistics, then one pass that normalises and pools.
+// Forward of bn_pool.h: one pass that normalises and pools.
 #include "bn_pool.cuh"
 #include "kernels/common/registry.h"
 
@@ -104,31 +104,26 @@ __global__ void __launch_bounds__(kBnPoolThreads)
   store_codes<N>(codes, step * N, valid, bits);
 }
 
-const KernelEntry kEntry({"bn_relu_max_pool2d", "bn_pool", "float64 float32 bfloat16 float16",
+const KernelEntry kEntry({"bn_relu2d", "bn_pool", "float64 float32 bfloat16 float16",
                           "sm_80+", true,
                           "normalises and pools in one pass; 4-bit codes for the backward pass"});
 
 }  // namespace
 
-void bn_pool_forward(Stream stream, const BnPoolShape& shape, bool training, const void* z,
-                     const BatchNormAffine& affine, const BatchNormBuffers& buffers, double eps,
-                     void* y, uint32_t* codes, void* mean, void* rstd, void* workspace) {
+void bn_pool_forward(Stream stream, const BnPoolShape& shape, const void* z,
+                     const BatchNormStatistics& statistics, void* y, uint32_t* codes) {
   const cudaStream_t s = as_cuda(stream);
-  // Room for the coefficients first: it keeps them aligned.
-  char* scale = static_cast<char*>(workspace);
-  char* shift = scale + shape.c * sizeof(double);
-  batch_norm_coefficients(stream, shape.norm(), training, z, affine, buffers, eps, mean, rstd,
-                          scale, shift, shift + shape.c * sizeof(double));
   dispatch(shape.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     using A = acc_t<T>;
     const T* in = static_cast<const T*>(z);
     T* out = static_cast<T*>(y);
     const BnPoolGeometry geometry(shape);
-    const Coefficients<A> k{static_cast<const A*>(mean), reinterpret_cast<const A*>(scale),
-                            reinterpret_cast<const A*>(shift)};
+    const Coefficients<A> k{static_cast<const A*>(statistics.mean),
+                            static_cast<const A*>(statistics.scale),
+                            static_cast<const A*>(statistics.shift)};
     if (shape.channels_last) {
-      with_channels<T>(shape, {z, y, mean, scale, shift}, [&](auto width) {
+      with_channels<T>(shape, {z, y, k.center, k.scale, k.shift}, [&](auto width) {
         constexpr int N = decltype(width)::value;
         const int64_t steps = shape.pooled() / N;
         const auto blocks = static_cast<unsigned int>(ceil_div(steps, kBnPoolThreads));
@@ -147,7 +142,7 @@ void bn_pool_forward(Stream stream, const BnPoolShape& shape, bool training, con
       });
     }
   });
-  check_launch("bn_relu_max_pool2d");
+  check_launch("bn_relu2d");
 }
 
 }  // namespace braze::cuda

@@ -114,18 +114,21 @@ register(
 register("batch_norm_backward", fake=_backward_fake, autograd=_batch_norm_backward)
 
 
-def check_settings(input, running_mean, running_var, training, eps):
-    """torch's checks that raise something else than RuntimeError."""
+def _check_count(input):
+    if input.dim() < 2 or input.numel() == input.shape[1]:
+        values = input.shape[0]
+        for extent in input.shape[2:]:
+            values *= extent
+        if values == 1:
+            raise ValueError(
+                "Expected more than 1 value per channel when training, "
+                f"got input size {input.shape}"
+            )
+
+
+def check_settings(running_mean, running_var, training, eps):
+    """torch's checks of them that raise something else than RuntimeError."""
     if training:
-        if input.dim() < 2 or input.numel() == input.shape[1]:
-            values = input.shape[0]
-            for extent in input.shape[2:]:
-                values *= extent
-            if values == 1:
-                raise ValueError(
-                    "Expected more than 1 value per channel when training, "
-                    f"got input size {input.shape}"
-                )
         if eps <= 0.0:
             raise ValueError(f"batch_norm eps must be positive during training, but got {eps}")
         if (running_mean is None) != (running_var is None):
@@ -196,7 +199,9 @@ def batch_norm_counting(
 ):
     """:func:`batch_norm` that in training also adds one to the int64 `num_batches_tracked`, if not
     None; without a momentum, the running statistics become the average over that many batches."""
-    check_settings(input, running_mean, running_var, training, eps)
+    if training:
+        _check_count(input)
+    check_settings(running_mean, running_var, training, eps)
     if num_batches_tracked is not None and input.numel() == 0:
         num_batches_tracked.add_(1)
     apply = _ops.batch_norm.default if torch.compiler.is_compiling() else _batch_norm

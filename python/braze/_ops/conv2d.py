@@ -65,12 +65,11 @@ class Conv2dBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        geometry, settings = ctx.geometry, ctx.settings
         d = double_backward(
             ctx,
             grads,
-            lambda x, w, b: _conv2d(x, w, b, *geometry, *settings),
-            lambda g, x, w, mask: _conv2d_backward(g, x, w, *geometry, mask, *settings),
+            lambda x, w, b: _conv2d(x, w, b, *ctx.geometry, *ctx.settings),
+            lambda g, x, w, mask: _conv2d_backward(g, x, w, *ctx.geometry, mask, *ctx.settings),
             lambda b, like: b.view(-1, 1, 1).expand_as(like),
         )
         return *d, None, None, None, None, None, None, None, None
@@ -100,7 +99,7 @@ def _memory_format(input, weight):
     return torch.contiguous_format
 
 
-def _fake_conv2d(
+def fake_conv2d(
     input, weight, bias=None, stride=(1,), padding=(0,), dilation=(1,), groups=1, *settings
 ):
     if input.dim() != 4:
@@ -114,7 +113,7 @@ def _fake_conv2d(
     )
 
 
-def _fake_conv2d_backward(
+def fake_conv2d_backward(
     grad_output, input, weight, stride, padding, dilation, groups, output_mask, *settings
 ):
     memory_format = _memory_format(input, weight)
@@ -134,8 +133,8 @@ def _cast(input, weight, bias=None, *rest):
     return *cast_to(autocast_dtype(input), input, weight, bias), *rest
 
 
-register("conv2d", fake=_fake_conv2d, autograd=_conv2d, autocast=_cast)
-register("conv2d_backward", fake=_fake_conv2d_backward, autograd=_conv2d_backward)
+register("conv2d", fake=fake_conv2d, autograd=_conv2d, autocast=_cast)
+register("conv2d_backward", fake=fake_conv2d_backward, autograd=_conv2d_backward)
 
 
 def pair(name, value):
@@ -169,6 +168,35 @@ def _same_padding(input, weight, stride, dilation):
     return input, padding
 
 
+def geometry(input, weight, stride, padding, dilation):
+    """The input, extended where padding="same" has to be uneven, and the rest as pairs."""
+    stride, dilation = pair("stride", stride), pair("dilation", dilation)
+    if not isinstance(padding, str):
+        padding = pair("padding", padding)
+    elif padding == "valid":
+        padding = (0, 0)
+    elif padding == "same" and weight.dim() == 4:
+        input, padding = _same_padding(input, weight, stride, dilation)
+    elif padding == "same":
+        raise RuntimeError(
+            f"Expected {weight.dim()}-dimensional input for {weight.dim()}-dimensional weight "
+            f"{list(weight.shape)}, but got {input.dim()}-dimensional input of size "
+            f"{list(input.shape)} instead"
+        )
+    else:
+        raise RuntimeError(f"Invalid padding string: '{padding}'")
+    return input, stride, padding, dilation
+
+
+def settings(input):
+    """The op's arguments that the user sets for a whole scope."""
+    return (
+        _config.allow_tf32("conv2d", input),
+        _config.deterministic(),
+        _config.chosen_backend("conv2d"),
+    )
+
+
 def conv2d(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
     """2-D cross-correlation, as ``torch.nn.functional.conv2d``.
 
@@ -199,34 +227,9 @@ def conv2d(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
     if input.dim() == 3:
         batch = conv2d(input.unsqueeze(0), weight, bias, stride, padding, dilation, groups)
         return batch.squeeze(0)
-    stride, dilation = pair("stride", stride), pair("dilation", dilation)
-    if not isinstance(padding, str):
-        padding = pair("padding", padding)
-    elif padding == "valid":
-        padding = (0, 0)
-    elif padding == "same" and weight.dim() == 4:
-        input, padding = _same_padding(input, weight, stride, dilation)
-    elif padding == "same":
-        raise RuntimeError(
-            f"Expected {weight.dim()}-dimensional input for {weight.dim()}-dimensional weight "
-            f"{list(weight.shape)}, but got {input.dim()}-dimensional input of size "
-            f"{list(input.shape)} instead"
-        )
-    else:
-        raise RuntimeError(f"Invalid padding string: '{padding}'")
+    input, stride, padding, dilation = geometry(input, weight, stride, padding, dilation)
     dtype = autocast_dtype(input)
     if dtype is not None:
         input, weight, bias = cast_to(dtype, input, weight, bias)
     function = _ops.conv2d if torch.compiler.is_compiling() else _conv2d
-    return function(
-        input,
-        weight,
-        bias,
-        stride,
-        padding,
-        dilation,
-        groups,
-        _config.allow_tf32("conv2d", input),
-        _config.deterministic(),
-        _config.chosen_backend("conv2d"),
-    )
+    return function(input, weight, bias, stride, padding, dilation, groups, *settings(input))

@@ -1,8 +1,10 @@
-"""Fused blocks: public functions, autograd Function, fake kernels. Kernels: csrc/kernels/fused/.
-What follows a convolution that is not fused itself is in bn_pool.py."""
+"""Fused blocks: public functions; autograd Function and fake kernels of the block of few inputs per
+output (csrc/kernels/fused/small_k.h). Those of every other one are in bn_relu.py."""
 
 import torch
 
+from braze._ops import bn_relu
+from braze._ops._bilinear import check_tensor
 from braze._ops._common import (
     autocast_dtype,
     below_autograd,
@@ -13,9 +15,9 @@ from braze._ops._common import (
     register,
 )
 from braze._ops.batch_norm import batch_norm_counting, check_settings
-from braze._ops.bn_pool import bn_relu_max_pool2d
-from braze._ops.bn_pool import takes as bn_pool_takes
-from braze._ops.conv2d import conv2d, pair
+from braze._ops.conv2d import conv2d
+from braze._ops.conv2d import geometry as conv2d_geometry
+from braze._ops.conv2d import settings as conv2d_settings
 from braze._ops.pool import max_pool2d
 from braze._ops.relu import relu
 
@@ -23,6 +25,8 @@ _ops = torch.ops.braze
 # Input channels of the filters that the kernels have, by height and width: small_k_supports() in
 # csrc/kernels/fused/small_k.cu.
 _FILTERS = {(3, 3): (1, 2, 3), (5, 5): (1,)}
+# The kernels number 2x2 tiles in 31 bits: kBnPoolMostTiles.
+_MOST_TILES = 2**31 - 1
 # Whose weights fit the shared memory that every block has, in float64 too.
 _MOST_FILTERS = 128
 
@@ -126,10 +130,8 @@ def _is_2x2(kernel_size, stride, padding, dilation, ceil_mode):
     ] and not ceil_mode  # fmt: skip
 
 
-def _takes(input, weight, stride, padding, dilation, groups, pool):
-    """Whether the fused kernels take these arguments."""
-    if input.dim() != 4 or weight.dim() != 4:
-        return False
+def _takes_small_k(input, weight, stride, padding, dilation, groups):
+    """Whether the fused kernels for few inputs per output take these arguments."""
     k, c, r, s = weight.shape
     return (
         not (torch.is_grad_enabled() and input.requires_grad)
@@ -138,10 +140,113 @@ def _takes(input, weight, stride, padding, dilation, groups, pool):
         and input.shape[0] > 0
         and input.shape[1] == c
         and (stride, dilation, groups) == ((1, 1), (1, 1), 1)
-        and _is_2x2(*pool)
         and input.shape[2] + 2 * padding[0] - r >= 1
         and input.shape[3] + 2 * padding[1] - s >= 1
     )
+
+
+def _takes(input, weight, stride, padding, dilation, max_pool):
+    """Whether there is anything for the general op to normalise, and to pool. Arguments that a
+    convolution refuses are for conv2d to refuse."""
+    if min(stride) < 1:
+        return False
+    n, _, *extents = input.shape
+    k, _, *filters = weight.shape
+    p, q = (
+        (extent + 2 * pad - d * (size - 1) - 1) // step + 1
+        for extent, size, step, pad, d in zip(
+            extents, filters, stride, padding, dilation, strict=True
+        )
+    )
+    if not max_pool:
+        return min(p, q) > 0 and n * p * q > 1 and k > 0
+    return min(p, q) > 1 and 0 < n * k * ((p + 1) // 2) * ((q + 1) // 2) <= _MOST_TILES
+
+
+def _as_one_op(
+    max_pool, input, weight, bias, running_mean, running_var, bn_weight, bn_bias, stride, padding,
+    dilation, groups, training, momentum, eps, num_batches_tracked
+):  # fmt: skip
+    """The block's result where one op makes it, else None."""
+    check_tensor("conv2d", "input", 1, input)
+    check_tensor("conv2d", "weight", 2, weight)
+    if input.dim() != 4 or weight.dim() != 4:
+        return None
+    input, stride, padding, dilation = conv2d_geometry(input, weight, stride, padding, dilation)
+    small_k = max_pool and _takes_small_k(input, weight, stride, padding, dilation, groups)
+    if not small_k and not _takes(input, weight, stride, padding, dilation, max_pool):
+        return None
+    check_settings(running_mean, running_var, training, eps)
+    dtype = autocast_dtype(input)
+    if dtype is not None:
+        input, weight, bias = cast_to(dtype, input, weight, bias)
+    tensors = input, weight, bias, bn_weight, bn_bias
+    buffers = running_mean, running_var, num_batches_tracked
+    norm = training, momentum, eps
+    if not small_k:
+        geometry = stride, padding, dilation, groups
+        settings = conv2d_settings(input)
+        return bn_relu.conv_bn_relu2d(*tensors, *buffers, *geometry, *norm, max_pool, *settings)
+    op = _ops.conv_bn_relu_max_pool2d.default
+    apply = op if torch.compiler.is_compiling() else _forward
+    return apply(*tensors, *buffers, list(padding), *norm)[0]
+
+
+def conv_bn_relu2d(
+    input,
+    weight,
+    bias=None,
+    running_mean=None,
+    running_var=None,
+    bn_weight=None,
+    bn_bias=None,
+    *,
+    stride=1,
+    padding=0,
+    dilation=1,
+    groups=1,
+    training=False,
+    momentum=0.1,
+    eps=1e-5,
+    num_batches_tracked=None,
+):
+    """``relu(batch_norm(conv2d(input, weight, bias)))`` as one op.
+
+    The convolution leaves batch norm's statistics where its kernel can (Hopper's tensor-core kernel
+    for channels_last tensors, of its results as they are stored); one pass over its output does the
+    rest. In the backward pass ReLU's mask is found again from the convolution's output.
+
+    Args:
+        input: [N, C, H, W].
+        weight, bias, stride, padding, dilation, groups: as in :func:`braze.nn.functional.conv2d`.
+        running_mean, running_var, bn_weight, bn_bias, training, momentum, eps: as in
+            :func:`braze.nn.functional.batch_norm`.
+        num_batches_tracked: an int64 tensor that training adds one to, or None; with
+            ``momentum=None`` the running statistics are the average over that many batches.
+
+    Returns:
+        What the three functions return. Differentiable once, with respect to every parameter and
+        the input; in training the gradient of `bias`, which batch norm cancels, is exactly zero.
+        Bitwise repeatable as conv2d is.
+
+    Raises:
+        As the three functions do.
+    """
+    block = (
+        input, weight, bias, running_mean, running_var, bn_weight, bn_bias, stride, padding,
+        dilation, groups, training, momentum, eps, num_batches_tracked
+    )  # fmt: skip
+    output = _as_one_op(False, *block)
+    return relu(_conv_bn(*block)) if output is None else output
+
+
+def _conv_bn(
+    input, weight, bias, running_mean, running_var, bn_weight, bn_bias, stride, padding, dilation,
+    groups, training, momentum, eps, num_batches_tracked
+):  # fmt: skip
+    output = conv2d(input, weight, bias, stride, padding, dilation, groups)
+    norm = bn_weight, bn_bias, training, momentum, eps, num_batches_tracked
+    return batch_norm_counting(output, running_mean, running_var, *norm)
 
 
 def conv_bn_relu_max_pool2d(
@@ -167,14 +272,15 @@ def conv_bn_relu_max_pool2d(
     ceil_mode=False,
     num_batches_tracked=None,
 ):
-    """``max_pool2d(relu(batch_norm(conv2d(input, weight, bias))))`` in one or two ops.
+    """``max_pool2d(relu(batch_norm(conv2d(input, weight, bias))))``; one op if pooling is 2x2.
 
-    With 2x2 pooling, everything after the convolution is one op: two passes over the convolution's
-    output, of which the normalised form never reaches memory. Where moreover the convolution has
-    few inputs per output (3x3 over up to three channels, 5x5 over one; stride 1) and the input
-    needs no gradient (a network's first block), the convolution's output never reaches memory
-    either: batch norm's statistics and all gradients follow from the first two moments of the input
-    patches, summed in float64. Other poolings run as the four ops, with the same result.
+    With 2x2 pooling, what follows the convolution is one pass over its output, of which the
+    normalised form never reaches memory; batch norm's statistics are as in :func:`conv_bn_relu2d`.
+    Where the convolution has few inputs per output (3x3 over up to three channels, 5x5 over one;
+    stride 1) and the input needs no gradient (a network's first block), the convolution's output
+    never reaches memory either: batch norm's statistics and all gradients follow from the first two
+    moments of the input patches, summed in float64. With other poolings, :func:`conv_bn_relu2d`
+    and :func:`max_pool2d` run.
 
     Args:
         input: [N, C, H, W].
@@ -183,44 +289,24 @@ def conv_bn_relu_max_pool2d(
             :func:`braze.nn.functional.batch_norm`.
         kernel_size, pool_stride, pool_padding, pool_dilation, ceil_mode: as in
             :func:`braze.nn.functional.max_pool2d`.
-        num_batches_tracked: an int64 tensor that training adds one to, or None; with
-            ``momentum=None`` the running statistics are the average over that many batches.
+        num_batches_tracked: as in :func:`conv_bn_relu2d`.
 
     Returns:
-        What the four functions return. Differentiable once, with respect to every parameter, and to
-        the input. Bitwise repeatable.
+        What the four functions return. Differentiable once, with respect to every parameter and
+        the input; in training the gradient of `bias`, which batch norm cancels, is exactly zero.
+        Bitwise repeatable as conv2d is.
 
     Raises:
         As the four functions do.
     """
-    stride, dilation = pair("stride", stride), pair("dilation", dilation)
-    if not isinstance(padding, str):
-        padding = pair("padding", padding)
+    block = (
+        input, weight, bias, running_mean, running_var, bn_weight, bn_bias, stride, padding,
+        dilation, groups, training, momentum, eps, num_batches_tracked
+    )  # fmt: skip
     pool = kernel_size, pool_stride, pool_padding, pool_dilation, ceil_mode
-    if isinstance(padding, tuple) and _takes(
-        input, weight, stride, padding, dilation, groups, pool
-    ):
-        check_settings(input, running_mean, running_var, training, eps)
-        dtype = autocast_dtype(input)
-        if dtype is not None:
-            input, weight, bias = cast_to(dtype, input, weight, bias)
-        op = _ops.conv_bn_relu_max_pool2d.default
-        apply = op if torch.compiler.is_compiling() else _forward
-        buffers = running_mean, running_var, num_batches_tracked
-        settings = list(padding), training, momentum, eps
-        return apply(input, weight, bias, bn_weight, bn_bias, *buffers, *settings)[0]
-    output = conv2d(input, weight, bias, stride, padding, dilation, groups)
-    buffers_and_settings = (
-        running_mean,
-        running_var,
-        bn_weight,
-        bn_bias,
-        training,
-        momentum,
-        eps,
-        num_batches_tracked,
-    )
-    if _is_2x2(*pool) and bn_pool_takes(output):
-        return bn_relu_max_pool2d(output, *buffers_and_settings)
-    output = batch_norm_counting(output, *buffers_and_settings)
-    return max_pool2d(relu(output), *pool)
+    if _is_2x2(*pool):
+        output = _as_one_op(True, *block)
+        if output is not None:
+            return output
+    output = _as_one_op(False, *block)
+    return max_pool2d(relu(_conv_bn(*block)) if output is None else output, *pool)

@@ -80,45 +80,52 @@ class Conv2d(torch.nn.Conv2d):
         return F.conv2d(input, weight, bias, self.stride, padding, self.dilation, self.groups)
 
 
+def _block_arguments(conv, bn):
+    """The parameters, buffers and settings of two layers, as the fused functions want them."""
+    statistics = batch_norm_state(bn)
+    tensors = conv.weight, conv.bias, statistics.mean, statistics.var, bn.weight, bn.bias
+    return tensors, {
+        "stride": conv.stride,
+        "padding": conv.padding,
+        "dilation": conv.dilation,
+        "groups": conv.groups,
+        "training": statistics.training,
+        "momentum": bn.momentum,
+        "eps": bn.eps,
+        "num_batches_tracked": statistics.batches,
+    }
+
+
+def conv_bn_relu2d(input, conv, bn):
+    """The fused block on the parameters, buffers and settings of two layers."""
+    tensors, settings = _block_arguments(conv, bn)
+    return F.conv_bn_relu2d(input, *tensors, **settings)
+
+
 def conv_bn_relu_max_pool2d(input, conv, bn, pool):
     """The fused block on the parameters, buffers and settings of three layers."""
-    statistics = batch_norm_state(bn)
+    tensors, settings = _block_arguments(conv, bn)
     return F.conv_bn_relu_max_pool2d(
         input,
-        conv.weight,
-        conv.bias,
-        statistics.mean,
-        statistics.var,
-        bn.weight,
-        bn.bias,
-        stride=conv.stride,
-        padding=conv.padding,
-        dilation=conv.dilation,
-        groups=conv.groups,
-        training=statistics.training,
-        momentum=bn.momentum,
-        eps=bn.eps,
+        *tensors,
+        **settings,
         kernel_size=pool.kernel_size,
         pool_stride=pool.stride,
         pool_padding=pool.padding,
         pool_dilation=pool.dilation,
         ceil_mode=pool.ceil_mode,
-        num_batches_tracked=statistics.batches,
     )
 
 
-class ConvBnReLUMaxPool2d(torch.nn.Module):
-    """Convolution, batch norm, ReLU and max pooling as one op:
-    :func:`braze.nn.functional.conv_bn_relu_max_pool2d`.
+class ConvBnReLU2d(torch.nn.Module):
+    """Convolution, batch norm and ReLU as one op: :func:`braze.nn.functional.conv_bn_relu2d`.
 
-    Holds the layers as `conv`, `bn` and `pool`, whose parameters, buffers and settings it uses.
+    Holds the layers as `conv` and `bn`, whose parameters, buffers and settings it uses.
 
     Args:
         in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias: as in
             ``torch.nn.Conv2d``.
         eps, momentum, affine, track_running_stats: as in ``torch.nn.BatchNorm2d``.
-        pool_size, pool_stride, pool_padding, pool_dilation, ceil_mode: as in
-            ``torch.nn.MaxPool2d``.
         device, dtype: of the parameters.
     """
 
@@ -137,11 +144,6 @@ class ConvBnReLUMaxPool2d(torch.nn.Module):
         momentum=0.1,
         affine=True,
         track_running_stats=True,
-        pool_size=2,
-        pool_stride=None,
-        pool_padding=0,
-        pool_dilation=1,
-        ceil_mode=False,
         device=None,
         dtype=None,
     ):
@@ -151,6 +153,67 @@ class ConvBnReLUMaxPool2d(torch.nn.Module):
             in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, **place
         )
         self.bn = BatchNorm2d(out_channels, eps, momentum, affine, track_running_stats, **place)
+
+    @classmethod
+    def from_modules(cls, conv, bn):
+        """The block made of existing layers, torch's or braze's, whose parameters it shares.
+
+        Raises:
+            ValueError: a convolution that pads with anything but zeros, or a batch norm over
+                another number of channels.
+        """
+        if conv.padding_mode != "zeros":
+            raise ValueError(f"expected padding_mode='zeros', but got {conv.padding_mode!r}")
+        if bn.num_features != conv.out_channels:
+            raise ValueError(
+                f"expected batch norm over {conv.out_channels} channels, but got {bn.num_features}"
+            )
+        block = cls.__new__(cls)
+        torch.nn.Module.__init__(block)
+        block.conv, block.bn = conv, bn
+        block.training = conv.training
+        return block
+
+    def forward(self, input):
+        return conv_bn_relu2d(input, self.conv, self.bn)
+
+
+class ConvBnReLUMaxPool2d(ConvBnReLU2d):
+    """Convolution, batch norm, ReLU and max pooling as one op:
+    :func:`braze.nn.functional.conv_bn_relu_max_pool2d`.
+
+    Holds the layers as `conv`, `bn` and `pool`, whose parameters, buffers and settings it uses.
+
+    Args:
+        in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias: as in
+            ``torch.nn.Conv2d``.
+        pool_size, pool_stride, pool_padding, pool_dilation, ceil_mode: as in
+            ``torch.nn.MaxPool2d``.
+        norm: the keyword arguments of :class:`ConvBnReLU2d`: eps, momentum, affine,
+            track_running_stats, device, dtype.
+    """
+
+    def __init__(
+        self,
+        in_channels,
+        out_channels,
+        kernel_size,
+        stride=1,
+        padding=0,
+        dilation=1,
+        groups=1,
+        bias=True,
+        *,
+        pool_size=2,
+        pool_stride=None,
+        pool_padding=0,
+        pool_dilation=1,
+        ceil_mode=False,
+        **norm,
+    ):
+        super().__init__(
+            in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, **norm
+        )
         self.pool = MaxPool2d(
             pool_size, pool_stride, pool_padding, pool_dilation, ceil_mode=ceil_mode
         )
@@ -160,21 +223,12 @@ class ConvBnReLUMaxPool2d(torch.nn.Module):
         """The block made of existing layers, torch's or braze's, whose parameters it shares.
 
         Raises:
-            ValueError: a convolution that pads with anything but zeros, a pooling that returns
-                indices, or a batch norm over another number of channels.
+            ValueError: as :meth:`ConvBnReLU2d.from_modules`, or a pooling that returns indices.
         """
-        if conv.padding_mode != "zeros":
-            raise ValueError(f"expected padding_mode='zeros', but got {conv.padding_mode!r}")
         if pool.return_indices:
             raise ValueError("expected a max pool with return_indices=False")
-        if bn.num_features != conv.out_channels:
-            raise ValueError(
-                f"expected batch norm over {conv.out_channels} channels, but got {bn.num_features}"
-            )
-        block = cls.__new__(cls)
-        torch.nn.Module.__init__(block)
-        block.conv, block.bn, block.pool = conv, bn, pool
-        block.training = conv.training
+        block = super().from_modules(conv, bn)
+        block.pool = pool
         return block
 
     def forward(self, input):

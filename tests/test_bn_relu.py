@@ -1,6 +1,7 @@
-"""bn_relu_max_pool2d: what follows a convolution in a block, and the block that uses it."""
+"""bn_relu2d: what follows a convolution in a block, with and without 2x2 pooling."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -8,9 +9,7 @@ import torch.nn.functional as stock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import braze
-import braze.nn.functional as F
-from braze._ops.bn_pool import BnReLUMaxPool2d, bn_relu_max_pool2d
+from braze._ops.bn_relu import BnReLU2d
 from common import assert_by_rule, check_against_stock, layouts
 
 # n, c, h, w: vectors of several widths, odd extents, several blocks per channel and per row
@@ -27,15 +26,35 @@ SHAPES = [
 ]
 
 
-def fused(z, gamma, beta, mean=None, var=None, training=True, momentum=0.1, batches=None):
-    return bn_relu_max_pool2d(z, mean, var, gamma, beta, training, momentum, 1e-5, batches)
+op = torch.ops.braze.bn_relu2d.default
+backward = torch.ops.braze.bn_relu2d_backward.default
 
 
-def reference(z, gamma, beta, mean=None, var=None, training=True):
-    if mean is not None:
+def apply(z, gamma, beta, mean=None, var=None, training=True, momentum=0.1, batches=None, *, pool):
+    return op(z, gamma, beta, mean, var, batches, training, momentum, 1e-5, pool)[0]
+
+
+def stock_apply(z, gamma, beta, mean=None, var=None, training=True, *, pool):
+    if mean is not None and gamma is not None:
         mean, var = mean.to(gamma.dtype), var.to(gamma.dtype)
     z = z.clone()  # cuDNN's batch norm faults on unaligned memory
-    return stock.max_pool2d(stock.batch_norm(z, mean, var, gamma, beta, training).relu(), 2)
+    y = stock.batch_norm(z, mean, var, gamma, beta, training).relu()
+    return stock.max_pool2d(y, 2) if pool else y
+
+
+@pytest.fixture(params=[True, False], ids=["pool", "no pool"])
+def pool(request):
+    return request.param
+
+
+@pytest.fixture
+def fused(pool):
+    return functools.partial(apply, pool=pool)
+
+
+@pytest.fixture
+def reference(pool):
+    return functools.partial(stock_apply, pool=pool)
 
 
 def inputs(shape, device, dtype, parameter_dtype=None):
@@ -62,7 +81,7 @@ def parameter_dtypes(dtype):
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_matches_stock(device, dtype, shape, training, channels_last):
+def test_matches_stock(device, dtype, shape, training, channels_last, fused, reference):
     for parameter_dtype in parameter_dtypes(dtype):
         args = inputs(shape, device, dtype, parameter_dtype)
         mean = torch.randn(shape[1], device=device).to(parameter_dtype) * 0.2
@@ -78,7 +97,7 @@ def test_matches_stock(device, dtype, shape, training, channels_last):
         )
 
 
-def test_without_affine(device, dtype):
+def test_without_affine(device, dtype, fused, reference):
     z, gamma, beta = inputs((4, 6, 5, 8), device, dtype)
     mean, var = torch.zeros(6, device=device).to(dtype), torch.ones(6, device=device).to(dtype)
     for w, b in [(None, None), (gamma, None), (None, beta)]:
@@ -86,9 +105,7 @@ def test_without_affine(device, dtype):
 
             def run(f, t, w=w, b=b, training=training):
                 w, b, m, v = (None if p is None else p.to(t.dtype) for p in (w, b, mean, var))
-                if f is fused:
-                    return f(t, w, b, m, v, training)
-                return stock.max_pool2d(stock.batch_norm(t, m, v, w, b, training).relu(), 2)
+                return f(t, w, b, m, v, training)
 
             check_against_stock(
                 lambda t, run=run: run(fused, t),
@@ -99,7 +116,7 @@ def test_without_affine(device, dtype):
 
 
 @pytest.mark.parametrize("channels", [5, 16])
-def test_layouts(device, dtype, channels):
+def test_layouts(device, dtype, channels, fused, reference):
     z, gamma, beta = inputs((3, channels, 6, 9), device, dtype)
     for name, x in layouts(z.shape, device, dtype):
         if name != "expanded":
@@ -109,14 +126,16 @@ def test_layouts(device, dtype, channels):
         fmt = torch.channels_last if name == "channels_last" else torch.contiguous_format
         assert y.is_contiguous(memory_format=fmt), name
         y = fused(x, gamma, beta)
-        upstream = torch.randn(3, 3, channels, 4, device=device).to(dtype).transpose(1, 2)
+        n, c, *extents = y.shape
+        upstream = torch.randn(n, extents[0], c, extents[1], device=device).to(dtype)
+        upstream = upstream.transpose(1, 2)
         (grad,) = torch.autograd.grad(y, x, upstream, retain_graph=True)
         assert grad.is_contiguous(memory_format=fmt), name
         assert torch.equal(grad, torch.autograd.grad(y, x, upstream.contiguous())[0]), name
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_unaligned_storage_offset(device, dtype, channels_last):
+def test_unaligned_storage_offset(device, dtype, channels_last, fused, reference):
     z, gamma, beta = inputs((4, 8, 8, 16), device, dtype)
     storage = torch.empty(z.numel() + 1, device=device, dtype=dtype)[1:]
     x = storage.view(4, 8, 16, 8).permute(0, 3, 1, 2) if channels_last else storage.view(z.shape)
@@ -125,7 +144,7 @@ def test_unaligned_storage_offset(device, dtype, channels_last):
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
-def test_running_statistics(device, dtype, momentum):
+def test_running_statistics(device, dtype, momentum, fused):
     for parameter_dtype in parameter_dtypes(dtype):
         z, gamma, beta = inputs((6, 5, 7, 4), device, dtype, parameter_dtype)
         bn = torch.nn.BatchNorm2d(5, momentum=momentum, device=device, dtype=parameter_dtype)
@@ -145,7 +164,7 @@ def test_running_statistics(device, dtype, momentum):
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_ties_and_special_values(device, dtype, channels_last):
+def test_ties_and_special_values(device, dtype, channels_last, fused, reference):
     """Gradients say which element was taken for the maximum: of equals the first."""
     fmt = torch.channels_last if channels_last else torch.contiguous_format
     z = torch.randint(-2, 3, (4, 8, 9, 6), device=device).to(dtype)
@@ -167,7 +186,7 @@ def test_ties_and_special_values(device, dtype, channels_last):
     check_against_stock(fused, reference, args, **floors(dtype))
 
 
-def test_nan_in_training(device):
+def test_nan_in_training(device, fused, reference):
     z, gamma, beta = inputs((3, 4, 6, 6), device, torch.float32)
     with torch.no_grad():
         z[1, 2, 3, 4] = float("nan")
@@ -176,13 +195,13 @@ def test_nan_in_training(device):
     assert y[:, 2].isnan().all()
 
 
-def test_mean_much_larger_than_the_deviation(device):
+def test_mean_much_larger_than_the_deviation(device, fused, reference):
     z, gamma, beta = inputs((8, 6, 12, 12), device, torch.float32)
     z = (z.detach() + 1000).requires_grad_()
     check_against_stock(fused, reference, [z, gamma, beta], grad_ulps=8)
 
 
-def test_repeatable_and_the_same_for_any_number_of_threads():
+def test_repeatable_and_the_same_for_any_number_of_threads(fused):
     z, gamma, beta = inputs((16, 24, 15, 16), "cpu", torch.float32)
     threads = torch.get_num_threads()
     results = []
@@ -195,7 +214,7 @@ def test_repeatable_and_the_same_for_any_number_of_threads():
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
-def test_partial_gradients(device):
+def test_partial_gradients(device, fused):
     z, gamma, beta = inputs((4, 8, 6, 7), device, torch.float32)
     mean, var = torch.zeros(8, device=device), torch.ones(8, device=device)
     for training in (True, False):
@@ -209,17 +228,18 @@ def test_partial_gradients(device):
     shape=st.tuples(*(st.integers(1, m) for m in (5, 17)), *[st.integers(2, 13)] * 2),
     channels_last=st.booleans(),
     training=st.booleans(),
+    pool=st.booleans(),
 )
 @settings(max_examples=25, deadline=None)
-def test_fuzzed_shapes(shape, channels_last, training):
+def test_fuzzed_shapes(shape, channels_last, training, pool):
     for device in ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]:
         z, gamma, beta = inputs(shape, device, torch.float64)
         if channels_last:
             z = z.detach().to(memory_format=torch.channels_last).requires_grad_()
         mean, var = torch.zeros_like(gamma), torch.ones_like(gamma)
         check_against_stock(
-            lambda *t, m=mean, v=var: fused(*t, m.detach(), v.detach(), training),
-            lambda *t, m=mean, v=var: reference(*t, m.detach(), v.detach(), training),
+            lambda *t, m=mean, v=var: apply(*t, m.detach(), v.detach(), training, pool=pool),
+            lambda *t, m=mean, v=var: stock_apply(*t, m.detach(), v.detach(), training, pool=pool),
             [z, gamma, beta],
             ulps=64,
             grad_ulps=4096,
@@ -227,7 +247,7 @@ def test_fuzzed_shapes(shape, channels_last, training):
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_gradcheck(device, channels_last):
+def test_gradcheck(device, channels_last, fused):
     z, gamma, beta = inputs((2, 3, 5, 6), device, torch.float64)
     if channels_last:
         z = z.detach().to(memory_format=torch.channels_last).requires_grad_()
@@ -239,159 +259,71 @@ def test_gradcheck(device, channels_last):
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_opcheck(device, dtype, channels_last):
+def test_opcheck(device, dtype, channels_last, pool):
     z, gamma, beta = inputs((2, 8, 5, 6), device, dtype)
     if channels_last:
         z = z.detach().to(memory_format=torch.channels_last).requires_grad_()
-    op = torch.ops.braze.bn_relu_max_pool2d.default
     buffers = [torch.zeros(8, device=device).to(dtype), torch.ones(8, device=device).to(dtype)]
     batches = torch.zeros((), dtype=torch.int64, device=device)
-    torch.library.opcheck(op, (z, gamma, beta, None, None, None, True, 0.1, 1e-5))
+    torch.library.opcheck(op, (z, gamma, beta, None, None, None, True, 0.1, 1e-5, pool))
     with torch.no_grad():
         args = z.detach(), gamma.detach(), beta.detach()
-        torch.library.opcheck(op, (*args, *buffers, batches, True, 0.1, 1e-5))
-        y, codes, mean, rstd = op(*args, *buffers, batches, True, 0.1, 1e-5)
-        backward = torch.ops.braze.bn_relu_max_pool2d_backward.default
+        torch.library.opcheck(op, (*args, *buffers, batches, True, 0.1, 1e-5, pool))
+        y, *saved = op(*args, *buffers, batches, True, 0.1, 1e-5, pool)
         for mask in ([True, True, True], [True, False, False], [False, True, False]):
-            for weight in (gamma.detach(), None):
+            for parameters in (args[1:], (None, args[2]), (None, None)):
+                dy = torch.randn_like(y)
                 torch.library.opcheck(
-                    backward,
-                    (torch.randn_like(y), args[0], weight, codes, mean, rstd, True, mask),
+                    backward, (dy, args[0], *parameters, *saved, True, pool, mask)
                 )
 
 
-def block_of(device, **options):
-    block = braze.nn.ConvBnReLUMaxPool2d(16, 24, 3, padding=1, **options)
-    return block.to(device)
-
-
-@pytest.mark.parametrize("channels_last", [False, True])
-def test_block(device, channels_last):
-    """A convolution with many inputs per output: conv2d and one op."""
-    fmt = torch.channels_last if channels_last else torch.contiguous_format
-    block = block_of(device)
-    layers = torch.nn.Sequential(
-        *copy.deepcopy((block.conv, block.bn)), torch.nn.ReLU(), torch.nn.MaxPool2d(2)
-    )
-    x = torch.randn(4, 16, 9, 10, device=device).to(memory_format=fmt).requires_grad_()
-    y = block(x)
-    assert "BnReLUMaxPool2d" in y.grad_fn.name()
-    wide = copy.deepcopy(layers).double()
-    stock_layers = torch.nn.Sequential(
-        torch.nn.Conv2d(16, 24, 3, padding=1), torch.nn.BatchNorm2d(24), *layers[2:]
-    ).to(device)
-    stock_layers.load_state_dict(layers.state_dict())
-    wide = copy.deepcopy(stock_layers).double()
-    expected, exact = stock_layers(x), wide(x.double())
-    assert_by_rule(y, expected, exact, ulps=16)
-    upstream = torch.randn_like(y)
-    results = [
-        torch.autograd.grad(t, [x, *m.parameters()], upstream.to(t))
-        for t, m in ((y, block), (expected, stock_layers))
-    ]
-    results.append(torch.autograd.grad(exact, [x, *wide.parameters()], upstream.double()))
-    names = ["input", *(name for name, _ in stock_layers.named_parameters())]
-    for name, actual, theirs, r in zip(names, *results, strict=True):
-        if name != "0.bias":  # zero in exact arithmetic
-            assert_by_rule(actual, theirs, r, ulps=32, what=name)
-    assert_by_rule(block.bn.running_var, stock_layers[1].running_var, wide[1].running_var, ulps=8)
-    assert block.bn.num_batches_tracked == 1
-
-
-@pytest.mark.parametrize("shape", [(4, 16, 2, 2), (1, 16, 3, 2), (2, 16, 1, 8), (0, 16, 8, 8)])
-def test_block_of_other_shapes_behaves_as_the_four_ops(device, shape):
-    block = block_of(device, bias=False).eval()
-    x = torch.randn(shape, device=device)
-
-    def outcome(f):
-        try:
-            return tuple(f().shape)
-        except Exception as error:
-            return type(error)
-
-    expected = outcome(
-        lambda: F.max_pool2d(
-            F.batch_norm(
-                F.conv2d(x, block.conv.weight, None, padding=1),
-                block.bn.running_mean,
-                block.bn.running_var,
-            ).relu(),
-            2,
-        )
-    )
-    assert outcome(lambda: block(x)) == expected
-
-
-def test_compile(device):
-    block = block_of(device)
-    x = torch.randn(4, 16, 12, 13, device=device, requires_grad=True)
-    compiled = torch.compile(copy.deepcopy(block), fullgraph=True)
-    out, expected = compiled(x), block(x)
-    assert torch.equal(out, expected)
-    grad, expected_grad = (torch.autograd.grad(t.square().sum(), x)[0] for t in (out, expected))
-    # The convolution's kernel may be another one: the compiler chooses its gradient's strides.
-    torch.testing.assert_close(grad, expected_grad, rtol=1e-5, atol=1e-5)
-    assert torch.equal(compiled.bn.running_mean, block.bn.running_mean)
-    assert compiled.bn.num_batches_tracked == block.bn.num_batches_tracked == 1
-
-
-def test_autocast(device):
-    block = block_of(device)
-    x = torch.randn(4, 16, 12, 12, device=device)
-    with torch.autocast(device, torch.bfloat16):
-        out = block(x)
-    assert out.dtype == torch.bfloat16
-    out.sum().backward()
-    assert all(p.grad.dtype == torch.float32 for p in block.parameters())
-
-
-def test_bad_input(device):
+def test_bad_input(device, fused, pool):
     z, gamma, beta = inputs((2, 4, 6, 6), device, torch.float32)
-    op, backward = torch.ops.braze.bn_relu_max_pool2d, torch.ops.braze.bn_relu_max_pool2d_backward
     mean, var = torch.zeros(4, device=device), torch.ones(4, device=device)
-    settings = None, True, 0.1, 1e-5
-    with pytest.raises(ValueError, match="eps must be positive"):
-        bn_relu_max_pool2d(z, None, None, gamma, beta, True, 0.1, 0.0, None)
+    settings = None, True, 0.1, 1e-5, pool
     with pytest.raises(RuntimeError, match="weight should contain 4 elements not 3"):
         op(z, gamma[:3], beta, mean, var, *settings)
     with pytest.raises(RuntimeError, match="expected running_mean of dtype float32"):
         op(z, gamma, beta, mean.double(), var.double(), *settings)
-    with pytest.raises(RuntimeError, match="at least one 2x2 window"):
-        op(z[..., :1], gamma, beta, mean, var, *settings)
-    with pytest.raises(RuntimeError, match="expected a 4-D input"):
-        op(z[0], gamma, beta, mean, var, *settings)
+    if pool:
+        with pytest.raises(RuntimeError, match="at least one 2x2 window"):
+            op(z[..., :1], gamma, beta, mean, var, *settings)
+    for bad in (z[0], z[:0]):
+        with pytest.raises(RuntimeError, match="expected a 4-D input that is not empty"):
+            op(bad, gamma, beta, mean, var, *settings)
     with pytest.raises(RuntimeError, match="expected input of dtype float64"):
         op(z.long(), None, None, mean, var, *settings)
     with pytest.raises(RuntimeError, match="running_mean must be defined in evaluation"):
-        op(z, gamma, beta, None, None, None, False, 0.1, 1e-5)
+        op(z, gamma, beta, None, None, None, False, 0.1, 1e-5, pool)
     with pytest.raises(RuntimeError, match="expected num_batches_tracked where momentum is None"):
-        op(z, gamma, beta, mean, var, None, True, None, 1e-5)
+        op(z, gamma, beta, mean, var, None, True, None, 1e-5, pool)
     assert torch.equal(mean, torch.zeros_like(mean))
     with torch.no_grad():
-        y, codes, m, r = op(z, gamma, beta, mean, var, *settings)
-        mask = [True, True, True]
+        y, codes, statistics = op(z, gamma, beta, mean, var, *settings)
+        rest = True, pool, [True, True, True]
         with pytest.raises(RuntimeError, match="grad_output to have the same shape"):
-            backward(y[..., :1], z, gamma, codes, m, r, True, mask)
-        with pytest.raises(RuntimeError, match="expected codes of 9 int32 elements"):
-            backward(y, z, gamma, codes[1:], m, r, True, mask)
-        with pytest.raises(RuntimeError, match="expected mean of dtype float32"):
-            backward(y, z, gamma, codes, m.double(), r, True, mask)
+            backward(y[..., :1], z, gamma, beta, codes, statistics, *rest)
+        with pytest.raises(RuntimeError, match="expected codes of"):
+            backward(y, z, gamma, beta, codes.new_empty(3), statistics, *rest)
+        with pytest.raises(RuntimeError, match="expected statistics of shape"):
+            backward(y, z, gamma, beta, codes, statistics.double(), *rest)
     grad = torch.autograd.grad(fused(z, gamma, beta).sum(), z, create_graph=True)[0]
-    with pytest.raises(RuntimeError, match="braze::bn_relu_max_pool2d is not twice"):
+    with pytest.raises(RuntimeError, match="braze::bn_relu2d is not twice"):
         grad.sum().backward()
 
 
-def test_the_tests_reject_a_wrong_kernel(device):
+def test_the_tests_reject_a_wrong_kernel(device, pool, reference):
     """Gradients without batch norm's correction terms: the comparison must fail."""
 
-    class Wrong(BnReLUMaxPool2d):
+    class Wrong(BnReLU2d):
         @staticmethod
         def backward(ctx, grad_output, *_):
-            ctx.training = False
-            return BnReLUMaxPool2d.backward(ctx, grad_output)
+            ctx.settings = False, ctx.settings[1]
+            return BnReLU2d.backward(ctx, grad_output)
 
     args = inputs((2, 4, 7, 8), device, torch.float32)
     with pytest.raises(AssertionError, match="gradient 0"):
         check_against_stock(
-            lambda *t: Wrong.apply(*t, None, None, None, True, 0.1, 1e-5)[0], reference, args
+            lambda *t: Wrong.apply(*t, None, None, None, True, 0.1, 1e-5, pool)[0], reference, args
         )

@@ -1,0 +1,211 @@
+"""Batch norm + ReLU (+ 2x2 max pool), alone and behind a convolution: autograd Functions, fake
+kernels. Front end: csrc/ops/bn_relu.cpp."""
+
+import torch
+
+from braze._ops._bilinear import masked
+from braze._ops._common import below_autograd, eager, is_channels_last, mark_written, register
+from braze._ops.batch_norm import empty_like_input
+from braze._ops.conv2d import fake_conv2d, fake_conv2d_backward
+
+_ops = torch.ops.braze
+
+
+def _run_bn_relu2d(*args):
+    results = _ops.bn_relu2d.default(*args)
+    buffers, training = args[3:6], args[6]
+    if training:
+        mark_written(*buffers)
+    return results
+
+
+class BnReLU2d(torch.autograd.Function):
+    """Returns the result and what the backward needs of the forward, which is not differentiable:
+    where each window's maximum was, and what the input was normalised with."""
+
+    @staticmethod
+    def forward(
+        ctx, input, weight, bias, mean, var, batches, training, momentum, eps, max_pool
+    ):  # fmt: skip
+        with below_autograd():
+            output, codes, statistics = _run_bn_relu2d(
+                input, weight, bias, mean, var, batches, training, momentum, eps, max_pool
+            )
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(codes, statistics)
+        ctx.save_for_backward(input, weight, bias, codes, statistics)
+        ctx.settings = training, max_pool
+        return output, codes, statistics
+
+    @staticmethod
+    def backward(ctx, grad_output, *_):
+        if grad_output is None:
+            return (None,) * 10
+        mask = ctx.needs_input_grad[:3]
+        grads = _bn_relu2d_backward(grad_output, *ctx.saved_tensors, *ctx.settings, mask)
+        return *masked(grads, mask), *(None,) * 7
+
+
+class BnReLU2dBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *args):
+        with below_autograd():
+            return _ops.bn_relu2d_backward.default(*args)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise RuntimeError("braze::bn_relu2d is not twice differentiable")
+
+
+def _run_conv_bn_relu2d(*args):
+    results = _ops.conv_bn_relu2d.default(*args)
+    buffers, training = args[5:8], args[12]
+    if training:
+        mark_written(*buffers)
+    return results
+
+
+class ConvBnReLU2d(torch.autograd.Function):
+    """Returns the result and, not differentiable, the convolution's output and the rest as
+    :class:`BnReLU2d`."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        input,
+        weight,
+        conv_bias,
+        bn_weight,
+        bn_bias,
+        mean,
+        var,
+        batches,
+        stride,
+        padding,
+        dilation,
+        groups,
+        training,
+        momentum,
+        eps,
+        max_pool,
+        allow_tf32=False,
+        deterministic=False,
+        backend="auto",
+    ):
+        geometry = stride, padding, dilation, groups
+        settings = allow_tf32, deterministic, backend
+        with below_autograd():
+            output, *saved = _run_conv_bn_relu2d(
+                input,
+                weight,
+                conv_bias,
+                bn_weight,
+                bn_bias,
+                mean,
+                var,
+                batches,
+                *geometry,
+                training,
+                momentum,
+                eps,
+                max_pool,
+                *settings,
+            )
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*saved)
+        ctx.save_for_backward(input, weight, bn_weight, bn_bias, *saved)
+        ctx.geometry = *geometry, training, max_pool
+        ctx.settings = settings
+        return output, *saved
+
+    @staticmethod
+    def backward(ctx, grad_output, *_):
+        if grad_output is None:
+            return (None,) * 19
+        mask = ctx.needs_input_grad[:5]
+        grads = _conv_bn_relu2d_backward(
+            grad_output, *ctx.saved_tensors, *ctx.geometry, mask, *ctx.settings
+        )
+        return *masked(grads, mask), *(None,) * 14
+
+
+class ConvBnReLU2dBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *args):
+        with below_autograd():
+            return _ops.conv_bn_relu2d_backward.default(*args)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise RuntimeError("braze::conv_bn_relu2d is not twice differentiable")
+
+
+_bn_relu2d = eager(BnReLU2d, _run_bn_relu2d, tensors=6)
+_bn_relu2d_backward = eager(BnReLU2dBackward, _ops.bn_relu2d_backward.default, tensors=6)
+_conv_bn_relu2d = eager(ConvBnReLU2d, _run_conv_bn_relu2d, tensors=8)
+_conv_bn_relu2d_backward = eager(
+    ConvBnReLU2dBackward, _ops.conv_bn_relu2d_backward.default, tensors=8
+)
+
+
+def _fake(input, weight, bias, mean, var, batches, training, momentum, eps, max_pool):
+    output = empty_like_input(input)
+    if max_pool:
+        n, c, h, w = input.shape
+        memory_format = torch.channels_last if is_channels_last(input) else torch.contiguous_format
+        output = torch.empty(
+            (n, c, h // 2, w // 2),
+            dtype=input.dtype,
+            device=input.device,
+            memory_format=memory_format,
+        )
+    codes = input.new_empty((output.numel() + 7) // 8 if max_pool else 0, dtype=torch.int32)
+    dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
+    return output, codes, input.new_empty((4, input.shape[1]), dtype=dtype)
+
+
+def _parameter_gradients(weight, bias, statistics, output_mask):
+    like = statistics if weight is None and bias is None else bias if weight is None else weight
+    channels = statistics.shape[1]
+    return tuple(
+        statistics.new_empty(channels if wanted else 0, dtype=like.dtype) for wanted in output_mask
+    )
+
+
+def _fake_backward(
+    grad_output, input, weight, bias, codes, statistics, training, max_pool, output_mask
+):
+    return (
+        empty_like_input(input) if output_mask[0] else input.new_empty(0),
+        *_parameter_gradients(weight, bias, statistics, output_mask[1:]),
+    )
+
+
+def _fake_conv(
+    input, weight, conv_bias, bn_weight, bn_bias, mean, var, batches, stride, padding, dilation,
+    groups, training, momentum, eps, max_pool, *settings
+):  # fmt: skip
+    z = fake_conv2d(input, weight, conv_bias, stride, padding, dilation, groups)
+    output, codes, statistics = _fake(z, *(None,) * 8, max_pool)
+    return output, z, codes, statistics
+
+
+def _fake_conv_backward(
+    grad_output, input, weight, bn_weight, bn_bias, conv_output, codes, statistics, stride,
+    padding, dilation, groups, training, max_pool, output_mask, *settings
+):  # fmt: skip
+    geometry = stride, padding, dilation, groups
+    conv = fake_conv2d_backward(conv_output, input, weight, *geometry, output_mask[:3])
+    return *conv, *_parameter_gradients(bn_weight, bn_bias, statistics, output_mask[3:])
+
+
+register("bn_relu2d", fake=_fake, autograd=_bn_relu2d)
+register("bn_relu2d_backward", fake=_fake_backward, autograd=_bn_relu2d_backward)
+register("conv_bn_relu2d", fake=_fake_conv, autograd=_conv_bn_relu2d)
+register("conv_bn_relu2d_backward", fake=_fake_conv_backward, autograd=_conv_bn_relu2d_backward)
+
+
+def conv_bn_relu2d(*args):
+    """The op's result; its arguments."""
+    apply = _ops.conv_bn_relu2d.default if torch.compiler.is_compiling() else _conv_bn_relu2d
+    return apply(*args)[0]
