@@ -626,3 +626,42 @@ def test_bad_arguments(device):
     model.register_buffer("elsewhere", torch.ones(1, device="meta"))
     with pytest.raises(ValueError, match=r"on one device, but found c.*, meta"):
         braze.TrainStep(model, loss_fn, optimizer)
+
+
+class Tied(torch.nn.Module):
+    """A layer used twice, one used once, and one that autocast leaves alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.twice, self.once = braze.nn.Linear(6, 6), braze.nn.Linear(6, 3)
+        self.norm = torch.nn.LayerNorm(6)
+
+    def forward(self, x):
+        return self.once(self.norm(self.twice(self.twice(x))))
+
+
+def test_parameters_are_cast_together(device):
+    """Autocast's casts share a launch, and give what separate casts give."""
+    torch.manual_seed(0)
+    model = Tied().to(device)
+    plain = copy.deepcopy(model)
+    loss_fn = braze.nn.CrossEntropyLoss()
+    step = braze.TrainStep(
+        model, loss_fn, braze.optim.SGD(model.parameters(), lr=0.1), autocast=torch.bfloat16
+    )
+    optimizer = braze.optim.SGD(plain.parameters(), lr=0.1)
+    x, target = torch.randn(8, 6, device=device), torch.randint(3, (8,), device=device)
+    for _ in range(4):
+        with torch.profiler.profile() as profile:
+            loss = step(x, target)
+        with torch.autocast(device, torch.bfloat16):
+            expected = loss_fn(plain(x), target)
+        expected.backward()
+        assert torch.equal(loss, expected)
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(p.grad, q.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+    if device == "cpu":  # a captured step calls nothing
+        counts = {event.key: event.count for event in profile.key_averages()}
+        assert counts["aten::_foreach_copy_"] == 2

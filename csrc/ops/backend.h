@@ -35,6 +35,7 @@ inline KernelChoice own_kernel(const std::string& op, const std::string& backend
 // Memory for a launcher that wants `bytes` of it; a null pointer for none.
 class Workspace {
  public:
+  Workspace() = default;
   Workspace(int64_t bytes, const Tensor& like) {
     if (bytes <= 0) return;
     memory_ = empty({bytes}, like, ScalarType::Byte);

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "kernels/common/fork.h"
 #include "ops/backend.h"
 #include "ops/common.h"
 
@@ -194,11 +195,12 @@ KernelChoice choose_conv2d(Conv2dPass pass, const Conv2dShape& shape, const Tens
   return own_kernel("conv2d", backend);
 }
 
-// Runs one pass; `result` is the tensor that it writes. moments: as in conv2d_forward.
-void run(const DeviceContext& context, Conv2dPass pass, const Conv2dShape& shape,
-         const Tensor4dRef& x, const Tensor4dRef& w, const Tensor4dRef& y, Tensor& result,
-         const std::optional<Tensor>& bias, const std::string& backend,
-         OutputMoments* moments = nullptr) {
+// Runs one pass; `result` is the tensor that it writes. moments: as in conv2d_forward. Returns the
+// memory that the kernels work in: only for `stream` may it be anything else's from now on.
+Workspace run(Stream stream, Conv2dPass pass, const Conv2dShape& shape, const Tensor4dRef& x,
+              const Tensor4dRef& w, const Tensor4dRef& y, Tensor& result,
+              const std::optional<Tensor>& bias, const std::string& backend,
+              OutputMoments* moments = nullptr) {
   const void* bias_data = bias ? bias->const_data_ptr() : nullptr;
   bool bias_fused = true;
   const KernelChoice choice =
@@ -208,13 +210,12 @@ void run(const DeviceContext& context, Conv2dPass pass, const Conv2dShape& shape
     if (!bias_fused) bias_data = nullptr;
     Workspace workspace(
         vendor::cudnn_workspace_bytes(pass, shape, x, w, y, bias_data, choice.vendor), result);
-    vendor::cudnn_conv2d(context.stream(), pass, shape, x, w, y, workspace.data(), bias_data,
-                         choice.vendor);
+    vendor::cudnn_conv2d(stream, pass, shape, x, w, y, workspace.data(), bias_data, choice.vendor);
     if (!bias_fused) {
       result =
           torch::stable::subtract(result, torch::stable::view(*bias, {1, shape.k, 1, 1}), -1.0);
     }
-    return;
+    return workspace;
   }
 #endif
   const std::string& kernel = choice.kernel;
@@ -230,14 +231,17 @@ void run(const DeviceContext& context, Conv2dPass pass, const Conv2dShape& shape
           moments->view.data = sets;
         }
       }
-      return dev::conv2d_fprop(context.stream(), shape, x, w, bias_data, y, kernel,
-                               workspace.data(), sets);
+      dev::conv2d_fprop(stream, shape, x, w, bias_data, y, kernel, workspace.data(), sets);
+      break;
     }
     case Conv2dPass::kDgrad:
-      return dev::conv2d_dgrad(context.stream(), shape, y, w, x, kernel, workspace.data());
+      dev::conv2d_dgrad(stream, shape, y, w, x, kernel, workspace.data());
+      break;
     case Conv2dPass::kWgrad:
-      return dev::conv2d_wgrad(context.stream(), shape, y, x, w, kernel, workspace.data());
+      dev::conv2d_wgrad(stream, shape, y, x, w, kernel, workspace.data());
+      break;
   }
+  return workspace;
 }
 
 }  // namespace
@@ -267,8 +271,8 @@ Tensor conv2d_forward(const Tensor& input, const Tensor& weight, const std::opti
   const Operand x = operand(input, channels_last, args.backend);
   const Operand w = dense(Operand(weight, channels_last), channels_last);
   const Operand y(out, channels_last);
-  run(context, Conv2dPass::kFprop, shape, x.ref, w.ref, y.ref, out, dense_bias, args.backend,
-      moments);
+  run(context.stream(), Conv2dPass::kFprop, shape, x.ref, w.ref, y.ref, out, dense_bias,
+      args.backend, moments);
   return out;
 }
 
@@ -293,24 +297,28 @@ std::tuple<Tensor, Tensor, Tensor> conv2d_gradients(const Tensor& grad_output, c
   const Operand w = dense(Operand(weight, channels_last), channels_last);
   // As torch does: the kernels of both gradients want the convolution's own format.
   const Operand dy = dense(Operand(grad_output, channels_last), channels_last);
-  if (output_mask[0]) {
-    grad_input = empty_4d({shape.n, shape.c, shape.h, shape.w}, input, channels_last);
-    if (!no_terms) {
-      const Operand dx(grad_input, channels_last);
-      run(context, Conv2dPass::kDgrad, shape, dx.ref, w.ref, dy.ref, grad_input, std::nullopt,
-          args.backend);
-    }
-  }
+  // The two convolutions need nothing of each other. The branch's memory is kept until they join.
+  dev::Fork fork(context.stream());
+  Workspace kept;
   if (output_mask[1]) {
     grad_weight = empty_4d({shape.k, weight.size(1), shape.r, shape.s}, input, channels_last);
     if (no_terms) {
       torch::stable::zero_(grad_weight);
     } else {
       const Operand dw(grad_weight, channels_last);
-      run(context, Conv2dPass::kWgrad, shape, x.ref, dw.ref, dy.ref, grad_weight, std::nullopt,
-          args.backend);
+      kept = run(fork.branch(), Conv2dPass::kWgrad, shape, x.ref, dw.ref, dy.ref, grad_weight,
+                 std::nullopt, args.backend);
     }
   }
+  if (output_mask[0]) {
+    grad_input = empty_4d({shape.n, shape.c, shape.h, shape.w}, input, channels_last);
+    if (!no_terms) {
+      const Operand dx(grad_input, channels_last);
+      run(context.stream(), Conv2dPass::kDgrad, shape, dx.ref, w.ref, dy.ref, grad_input,
+          std::nullopt, args.backend);
+    }
+  }
+  fork.join();
   if (output_mask[2]) {
     grad_bias = shape.n > 0 ? empty({shape.k}, input) : zeros({shape.k}, input);
     if (shape.n > 0) {

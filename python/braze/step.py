@@ -9,6 +9,7 @@ from torch.utils import _pytree as pytree
 
 from braze import _config
 from braze._capture import HostState, Rates, capture
+from braze._ops._casts import SharedCasts
 from braze._ops.cross_entropy import check_errors
 
 # Steps that run eagerly, as true training steps, before their shape is captured: they create what
@@ -118,6 +119,8 @@ class TrainStep:
         self._window_grads = []  # (parameter, gradient) as the last micro-step left them
         self._epoch_state, self._position, self._skip = None, 0, 0
         self._entries = {}
+        self._casts = SharedCasts()
+        self._ones = {}  # the gradient of the loss, for each dtype and device
         self._stream = self._last_stream = self._rates = None
         self._inspect()
         # Loading gives the optimizer's state new memory, of which the graphs know nothing.
@@ -240,6 +243,7 @@ class TrainStep:
         if self._entries and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # a graph may still be running
         self._entries.clear()
+        self._casts = SharedCasts()
 
     def _run(self, batch, gather):
         if self._params[0].device != self.device:
@@ -368,17 +372,28 @@ class TrainStep:
         # A cast weight that an enclosing autocast remembers would be that of an earlier step.
         torch.clear_autocast_cache()
         with torch.enable_grad():
-            with self._autocast():
+            with self._autocast(), self._casts.active():
                 *inputs, target = self._loader.gather(*batch) if gather else batch
                 loss = self.loss_fn(self.model(*inputs), target)
             scaled = loss / self.accumulate if self.accumulate > 1 else loss
             if self._scales():
                 scaled = self.grad_scaler.scale(scaled)
-            scaled.backward()
+            scaled.backward(self._one_like(scaled))
         torch.clear_autocast_cache()
         if self.accumulate > 1 and self.device.type == "cuda":
             self._keep_grads()
         return loss.detach(), self._update() if last else None
+
+    def _one_like(self, loss):
+        """What backward() would fill a new tensor with in every step."""
+        if loss.dim() or not loss.is_floating_point():
+            return None  # for backward() to refuse
+        key = loss.dtype, loss.device
+        if key not in self._ones and not (
+            loss.is_cuda and torch.cuda.is_current_stream_capturing()
+        ):
+            self._ones[key] = torch.ones_like(loss)
+        return self._ones.get(key)
 
     def _autocast(self):
         if self.autocast is None:

@@ -6,6 +6,7 @@ import torch
 from torch.autograd import forward_ad
 
 from braze import _lib
+from braze._ops._casts import shared_cast
 
 _library = torch.library.Library("braze", "IMPL")
 _lib.define_missing_cuda_ops(_library)
@@ -106,7 +107,7 @@ def autocast_dtype(tensor):
 def cast_to(dtype, *tensors):
     """Each tensor in `dtype` where autocast may cast it (floating, not float64), else as it is."""
     return tuple(
-        t.to(dtype)
+        shared_cast(t, dtype)
         if t is not None and t.is_floating_point() and t.dtype not in (dtype, torch.float64)
         else t
         for t in tensors
