@@ -28,6 +28,7 @@ class Recipe:
     lr: float
     momentum: float
     warm_up: int
+    weight_decay: float = 0.0
 
     def rate(self, step):
         """The learning rate of a step, counted from 0."""
@@ -36,19 +37,24 @@ class Recipe:
         return self.lr * min(rising, falling)
 
 
-RECIPE = Recipe(batch=512, steps=600, lr=0.1, momentum=0.9, warm_up=100)
+# Chosen on the held-out images (benchmarks/mnist_recipe.py). On a CPU, one seed each, in fp32:
+#   batch  steps  peak rate  momentum  held-out accuracy
+#     512    350     0.5        0         10.6 % (diverges)
+#     512    350     0.15       0         98.2 %
+#     512    350     0.03       0.9       98.75 %
+#     512    350     0.06       0.9       98.97 %
+#     512    600     0.05       0.9       99.00 %
+#     512    600     0.1        0.9       98.2 %
+#     256    500     0.02       0.9       98.77 %
+#    1024    200     0.06       0.9       98.78 %
+RECIPE = Recipe(batch=512, steps=600, lr=0.05, momentum=0.9, warm_up=100)
 
 
 def run(args, console, device, digits, about, load_seconds):
     """Trains with several seeds, prints the table and writes JSON."""
     recipe = _recipe(args)
     seeds = args.seeds or (10 if device.type == "cuda" else 3)
-    if args.held_out:
-        train_set = (digits.train_images[:-_HELD_OUT], digits.train_labels[:-_HELD_OUT])
-        test_set = (digits.train_images[-_HELD_OUT:], digits.train_labels[-_HELD_OUT:])
-    else:
-        train_set = (digits.train_images, digits.train_labels)
-        test_set = (digits.test_images, digits.test_labels)
+    train_set, test_set = image_sets(digits, args.held_out)
     if len(train_set[0]) < recipe.batch:
         raise ValueError(
             f"--to-accuracy: there are only {len(train_set[0])} training images, but the recipe "
@@ -58,7 +64,7 @@ def run(args, console, device, digits, about, load_seconds):
         f"{about['device']}, {args.precision}, {recipe.steps} steps of {recipe.batch} images, "
         f"learning rate {recipe.lr:g}, {seeds} seeds"
     )
-    trainer = _Trainer(recipe, device, args.precision, train_set, test_set)
+    trainer = Trainer(recipe, device, args.precision, train_set, test_set)
     runs = []
     with console.status("") as status:
         for seed in range(args.seed, args.seed + seeds):
@@ -81,6 +87,18 @@ def run(args, console, device, digits, about, load_seconds):
     console.print(f"Figures: {path.resolve()}")
 
 
+def image_sets(digits, held_out):
+    """(images, labels) to train on and to test on.
+
+    Args:
+        held_out: leave the test images alone: train without the last 10,000, test on those.
+    """
+    if not held_out:
+        return (digits.train_images, digits.train_labels), (digits.test_images, digits.test_labels)
+    images, labels = digits.train_images, digits.train_labels
+    return (images[:-_HELD_OUT], labels[:-_HELD_OUT]), (images[-_HELD_OUT:], labels[-_HELD_OUT:])
+
+
 def _recipe(args):
     chosen = {"batch": args.batch, "steps": args.steps, "lr": args.lr}
     chosen = {name: value for name, value in chosen.items() if value is not None}
@@ -94,7 +112,7 @@ def _recipe(args):
     return Recipe(**recipe)
 
 
-class _Trainer:
+class Trainer:
     """Model, data and captured step, made once; each seed starts them anew in place."""
 
     def __init__(self, recipe, device, precision, train_set, test_set):
@@ -110,7 +128,11 @@ class _Trainer:
         self.before["transfer"] = time.perf_counter() - start
         self.dtype = torch.bfloat16 if precision == "bf16" else None
         self.optimizer = braze.optim.SGD(
-            self.model.parameters(), lr=recipe.lr, momentum=recipe.momentum, nesterov=True
+            self.model.parameters(),
+            lr=recipe.lr,
+            momentum=recipe.momentum,
+            weight_decay=recipe.weight_decay,
+            nesterov=recipe.momentum > 0,
         )
         loss_function = braze.nn.CrossEntropyLoss()
         self.step = braze.TrainStep(

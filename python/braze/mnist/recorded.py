@@ -25,6 +25,8 @@ def sweep(folder, device, cpu, batch, precision):
     """
     for path in sorted(Path(folder).glob("*/mnist*.json")):
         run = json.loads(path.read_text())
+        if "timings" not in run:
+            continue
         info = run["info"]
         same = (run["device"], run["batch"], run["precision"], info["torch"]["version"])
         if same != (device, batch, precision, torch.__version__):
