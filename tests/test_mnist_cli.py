@@ -137,7 +137,8 @@ def test_to_accuracy_trains_each_seed_anew(data, device, monkeypatch, tmp_path):
     figures = []
     for seed in (0, 1):
         arguments = ["mnist", "--device", device, "--seed", seed, *options]
-        assert main([str(argument) for argument in arguments]) == 0
+        with braze.backend(matmul="braze", conv2d="braze"):  # repeatable
+            assert main([str(argument) for argument in arguments]) == 0
         figures.append(json.loads((tmp_path / "mnist_to_accuracy.json").read_text()))
     first, second = figures
     assert [run["seed"] for run in first["runs"]] == [0, 1]
@@ -147,7 +148,7 @@ def test_to_accuracy_trains_each_seed_anew(data, device, monkeypatch, tmp_path):
     # Seed 1 gives the same after seed 0 as it gives alone: nothing is left of the run before.
     alone, after = second["runs"][0], first["runs"][1]
     assert alone["accuracy"] == after["accuracy"]
-    assert alone["loss"] == pytest.approx(after["loss"], rel=1e-3)
+    assert alone["loss"] == after["loss"]
     assert set(first["before_training"]) == {"load", "transfer", "first steps and capture"}
     assert_publishable(first)
 
