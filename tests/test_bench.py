@@ -116,7 +116,7 @@ def test_mnist_table(tmp_path):
                 "flop": 2e6,
             },
             {
-                "op": "(copy)",
+                "op": "(other)",
                 "kernels": ["c"],
                 "us": 2.0,
                 "floor_us": None,

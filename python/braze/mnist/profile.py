@@ -169,7 +169,7 @@ def _by_op(parts, device, precision):
     for kernels in calls.values():
         first = kernels[0]
         entry = {
-            "op": first["op"] or "(copy)",
+            "op": first["op"] or "(other)",
             "kernels": [part["name"] for part in kernels],
             "us": sum(part["us"] for part in kernels),
             "bytes": None,

@@ -81,15 +81,18 @@ def write_timeline(path, parts, title):
     axes = figure.subplots()
     colours = {}
     for row, part in enumerate(parts):
-        name = part["op"] or "(copy)"
+        name = part["op"] or "(other)"
         colour = colours.setdefault(name, f"C{len(colours) % 10}")
         axes.barh(row, part["us"], left=part["start_us"], color=colour, height=0.8)
         label = f"{part['name']}  {part['us']:.1f}"
         if part["op"] and part["op"] != part["name"]:
             label += f"  ({part['op']})"
-        late = part["start_us"] > 0.6 * end
-        where = part["start_us"] - 0.005 * end if late else part["start_us"] + part["us"]
-        axes.text(where, row, f" {label} ", va="center", ha="right" if late else "left", fontsize=7)
+        start, stop = part["start_us"], part["start_us"] + part["us"]
+        # Behind the bar; before it where there is no room; within one that fills the picture.
+        where, side = (stop, "left") if stop < 0.6 * end else (start, "right")
+        if side == "right" and start < 0.35 * end:
+            side = "left"
+        axes.text(where, row, f" {label} ", va="center", ha=side, fontsize=7)
     axes.set(xlabel="µs", title=title, xlim=(-0.01 * end, 1.02 * end), yticks=[])
     axes.invert_yaxis()
     figure.savefig(path, dpi=150)
