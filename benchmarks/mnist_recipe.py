@@ -16,7 +16,7 @@ from braze.data import load_mnist
 from braze.mnist.accuracy import Recipe, Trainer, image_sets
 
 #: images per step, passes over the 50,000 images
-SIZES = [(128, 4), (256, 4), (256, 6), (512, 6), (512, 8)]
+SIZES = [(128, 4), (256, 5), (256, 8), (512, 6), (512, 9), (512, 12), (1024, 12)]
 #: peak learning rate at a batch of 512; it goes with the square root of the batch
 RATES = [0.03, 0.05, 0.07]
 WEIGHT_DECAYS = [0.0, 2e-3]

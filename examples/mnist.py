@@ -97,14 +97,17 @@ def main():
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     digits = load_mnist()
-    model = braze.convert(make_model().to(device, memory_format=torch.channels_last))
+    layout = {"memory_format": torch.channels_last}  # the faster one for convolutions
+    model = braze.convert(make_model().to(device, **layout))
     loss_function = CountingLoss(braze.nn.functional.cross_entropy, device)
     optimizer = braze.optim.SGD(model.parameters(), lr=0.1)
-    loader = make_loader(digits.train_images, digits.train_labels, 64, device, drop_last=True)
+    images, labels = digits.train_images, digits.train_labels
+    loader = make_loader(images, labels, 64, device, drop_last=True, **layout)
     step = braze.TrainStep(model, loss_function, optimizer).bind(loader)
     train(step, loss_function, loader, epochs=4)
-    test = make_loader(digits.test_images, digits.test_labels, 1000, device, shuffle=False)
-    print(f"{evaluate(model, test):.2%} of {len(digits.test_labels)} test images are right")
+    images, labels = digits.test_images, digits.test_labels
+    test = make_loader(images, labels, 1000, device, shuffle=False, **layout)
+    print(f"{evaluate(model, test):.2%} of {len(labels)} test images are right")
 
 
 if __name__ == "__main__":

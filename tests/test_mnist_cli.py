@@ -131,6 +131,14 @@ def test_braze_alone_learns(environment, data, tmp_path):
     assert (out / "mnist.png").read_bytes().startswith(PNG)
 
 
+def test_the_example_alone(environment, data, monkeypatch):
+    monkeypatch.setenv("BRAZE_DATA", str(data))
+    example = Path(braze.mnist.example.__file__).resolve()
+    done = subprocess.run([sys.executable, example], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].endswith("of 200 test images are right")
+
+
 def test_to_accuracy_trains_each_seed_anew(data, device, monkeypatch, tmp_path):
     monkeypatch.setattr(accuracy, "RECIPE", accuracy.Recipe(20, 40, 0.02, 0.9, 10))
     options = ["--to-accuracy", "0.8", "--seeds", "2", "--data", data, "--out", tmp_path]

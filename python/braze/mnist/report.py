@@ -16,8 +16,8 @@ def table(rows, title):
         (r.milliseconds()[0] for r in rows if r.name == "stock" and r.seconds), default=0
     )
     result = Table(title=title)
-    result.add_column("", no_wrap=True)
-    result.add_column("layout")
+    result.add_column("")
+    result.add_column("layout", no_wrap=True)
     for name in ("ms/step", "p20", "p80", "best stock / this"):
         result.add_column(name, justify="right")
     for row in rows:
