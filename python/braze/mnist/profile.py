@@ -95,18 +95,35 @@ def _trace(call, device_type):
 
 def _kernels(events):
     """The kernels of a trace with the ops that launched them."""
-    ops = {
-        e["args"]["External id"]: e
+    ops = [e for e in events if e.get("cat") == "cpu_op"]
+    by_id = {e["args"]["External id"]: e for e in ops if "External id" in e.get("args", {})}
+    launches = {
+        e["args"]["correlation"]: e
         for e in events
-        if e.get("cat") == "cpu_op" and "External id" in e.get("args", {})
+        if e.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in e.get("args", {})
     }
     found = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     found.sort(key=lambda e: e["ts"])
     parts = []
     for event in found:
-        op = ops.get(event.get("args", {}).get("External id"))
+        args = event.get("args", {})
+        op = by_id.get(args.get("External id")) or _around(
+            launches.get(args.get("correlation")), ops
+        )
         parts.append(_part(event, found[0]["ts"], op))
     return parts
+
+
+def _around(launch, ops):
+    """The innermost op during which a kernel was launched, or None."""
+    if launch is None:
+        return None
+    around = [
+        op
+        for op in ops
+        if op.get("tid") == launch.get("tid") and op["ts"] <= launch["ts"] <= op["ts"] + op["dur"]
+    ]
+    return min(around, key=lambda op: op["dur"], default=None)
 
 
 def _ops(events):
