@@ -1,7 +1,7 @@
 """Writes the tables of README.md and docs/*.md from the results.
 
-A table stands between ``<!-- bench:NAME -->`` and ``<!-- /bench -->``, NAME being an op, ``mnist``
-or ``ladder:OP``. Figures in the documents are never typed by hand.
+A table stands between ``<!-- bench:NAME -->`` and ``<!-- /bench -->``, NAME being an op, one of
+MNIST's tables or ``ladder:OP``. Figures in the documents are never typed by hand.
 """
 
 import json
@@ -30,8 +30,8 @@ def render(root, folder, write=True):
 
 def text_of(name, folder):
     """The Markdown between the markers of table `name`."""
-    if name == "mnist":
-        sections = mnist_sections(folder)
+    if name in MNIST:
+        sections = MNIST[name](folder)
     elif name.startswith("ladder:"):
         sections = op_sections(folder, name.replace(":", "_"), ladder_table)
     else:
@@ -107,12 +107,17 @@ def ladder_table(rows):
     return table(head, body)
 
 
-def mnist_sections(folder):
-    """Tables of the MNIST runs (`mnist*.json`, what ``python -m braze mnist`` writes), one per
-    device and version; of the memory layouts the faster one is shown."""
+def mnist_runs(folder, key):
+    """What ``python -m braze mnist`` has written (`mnist*.json`), grouped by device and versions.
+
+    Args:
+        key: what the wanted files hold: "timings", "ops" (--profile) or "recipe" (--to-accuracy).
+    """
     groups = {}
     for path in sorted(Path(folder).glob("*/mnist*.json")):
         run = json.loads(path.read_text())
+        if key not in run:
+            continue
         versions = run["info"]["torch"]
         about = dict.fromkeys(LABELS, "") | {
             "device": run["device"],
@@ -122,29 +127,140 @@ def mnist_sections(folder):
             "commit": run["info"]["braze"]["commit"],
         }
         groups.setdefault(described(about), []).append(run)
+    for runs in groups.values():
+        runs.sort(key=lambda run: (run.get("batch", 0), PRECISIONS.index(run["precision"])))
+    return groups
+
+
+def mnist_sections(folder):
+    """Tables of the MNIST runs, one per device and versions: braze beside the best of stock."""
+    head = ["batch", "precision", "best stock", "|", "ms", "braze ms", "stock / braze"]
+    head += ["braze with auto ms", "stock / braze"]
     sections = []
-    for about, runs in groups.items():
-        runs.sort(key=lambda run: (run["batch"], PRECISIONS.index(run["precision"])))
-        best = [best_of_modes(run["timings"]) for run in runs]
-        modes = list(dict.fromkeys(mode for ms in best for mode in ms))
+    for about, runs in mnist_runs(folder, "timings").items():
         body = []
-        for run, ms in zip(runs, best, strict=True):
-            ours = [value for (name, _), value in ms.items() if name == "braze"]
-            stock = [value for (name, _), value in ms.items() if name != "braze"]
-            ratio = f"{min(stock) / min(ours):.2f}" if ours and stock else ""
-            cells = [f"{ms[mode]:.3g}" if mode in ms else "" for mode in modes]
-            body.append([run["batch"], run["precision"], *cells, ratio])
-        names = [" ".join(mode) for mode in modes]
-        head = ["batch", "precision", "|", *names, "best stock / best braze"]
+        for run in runs:
+            ms = best_of_modes(run["timings"])
+            stock = {mode: value for (name, mode, _), value in ms.items() if name == "stock"}
+            mode = min(stock, key=stock.get, default="")
+            cells = [run["batch"], run["precision"], mode, f"{stock[mode]:.3g}" if mode else ""]
+            for backend in ("braze", "auto"):
+                ours = [value for key, value in ms.items() if key[::2] == ("braze", backend)]
+                cells.append(f"{min(ours):.3g}" if ours else "")
+                cells.append(f"{stock[mode] / min(ours):.2f}" if ours and mode else "")
+            body.append(cells)
         sections += [about, table(head, body)]
     return sections
 
 
+def mnist_modes_sections(folder):
+    """Every mode that was timed; of the memory layouts the faster one."""
+    sections = []
+    for about, runs in mnist_runs(folder, "timings").items():
+        best = [best_of_modes(run["timings"]) for run in runs]
+        # The full sweep, where this run has timed the best two of it only.
+        for run, ms in zip(runs, best, strict=True):
+            for key, value in best_of_modes(run.get("stock_sweep", [])).items():
+                ms.setdefault(key, value)
+        modes = list(dict.fromkeys(mode for ms in best for mode in ms))
+        modes.sort(key=lambda mode: mode[0] != "stock")
+        body = []
+        for run, ms in zip(runs, best, strict=True):
+            cells = [f"{ms[mode]:.3g}" if mode in ms else "" for mode in modes]
+            body.append([run["batch"], run["precision"], *cells])
+        names = [f"{name} {mode}" for name, mode, _ in modes]
+        sections += [about, table(["batch", "precision", "|", *names], body)]
+    return sections
+
+
+def mnist_gains_sections(folder):
+    """Where the speed comes from: fusion, graph, kernels."""
+    sections = []
+    for about, runs in mnist_runs(folder, "timings").items():
+        runs = [run for run in runs if run.get("gains")]
+        names = list(dict.fromkeys(name for run in runs for name in run["gains"]))
+        body = [
+            [
+                run["batch"],
+                run["precision"],
+                *(f"{run['gains'][name]:.2f}" if name in run["gains"] else "" for name in names),
+            ]
+            for run in runs
+        ]
+        if body:
+            sections += [about, table(["batch", "precision", "|", *names], body)]
+    return sections
+
+
+def mnist_profile_sections(folder):
+    """Each op of a step with its kernels, its time and its floor."""
+    head = ["op", "kernels", "|", "µs", "floor µs", "µs / floor", "MB", "GFLOP"]
+    sections = []
+    for about, runs in mnist_runs(folder, "ops").items():
+        for run in runs:
+            busy = sum(op["us"] for op in run["ops"])
+            floor = sum(op["floor_us"] or 0 for op in run["ops"])
+            sections.append(
+                f"Batch {run['batch']}, {run['precision']}: {run['step_us']:.1f} µs from the first "
+                f"kernel to the last, {busy:.1f} µs in kernels, floor {floor:.1f} µs. {about}"
+            )
+            sections.append(table(head, [profiled(op) for op in run["ops"]]))
+    return sections
+
+
+def profiled(op):
+    kernels = ", ".join(dict.fromkeys(op["kernels"]))
+    cells = [op["op"].removeprefix("braze::"), kernels, f"{op['us']:.1f}"]
+    floor = op["floor_us"]
+    cells += [f"{floor:.2f}", f"{op['us'] / floor:.1f}"] if floor else ["", ""]
+    if op["bytes"] is None:
+        return [*cells, "", ""]
+    return [*cells, f"{op['bytes'] / 1e6:.3g}", f"{op['flop'] / 1e9:.3g}"]
+
+
+def mnist_accuracy_sections(folder):
+    """How long training takes to an accuracy."""
+    head = ["precision", "batch", "steps", "target", "|", "median seconds of training"]
+    head += ["runs that reach it", "median accuracy", "seconds before training"]
+    sections = []
+    for about, runs in mnist_runs(folder, "recipe").items():
+        body = []
+        for run in runs:
+            if run["images"] != "test":
+                continue
+            body.append(
+                [
+                    run["precision"],
+                    run["recipe"]["batch"],
+                    run["recipe"]["steps"],
+                    f"{run['target']:.1%}",
+                    f"{run['median_seconds']:.3f}",
+                    f"{run['reached']} of {len(run['runs'])}",
+                    f"{run['median_accuracy']:.2%}",
+                    f"{sum(run['before_training'].values()):.1f}",
+                ]
+            )
+        if body:
+            sections += [about, table(head, body)]
+    return sections
+
+
 def best_of_modes(timings):
-    """(implementation, mode) -> median ms in the faster layout, for what was measured."""
+    """(implementation, mode, backend) -> median ms in the faster layout, for what was measured."""
     best = {}
     for row in timings:
         if row.get("ms") is not None:
-            key = row["name"], row["mode"]
+            # Earlier files do not say that braze ran with "auto".
+            backend = row.get("backend") or ("auto" if row["name"] == "braze" else None)
+            key = row["name"], row["mode"], backend
             best[key] = min(row["ms"], best.get(key, row["ms"]))
     return best
+
+
+MNIST = {
+    "mnist": mnist_sections,
+    "mnist_modes": mnist_modes_sections,
+    "mnist_gains": mnist_gains_sections,
+    "mnist_profile": mnist_profile_sections,
+    "mnist_accuracy": mnist_accuracy_sections,
+}

@@ -93,17 +93,50 @@ def test_mnist_table(tmp_path):
         "batch": 64,
         "precision": "bf16",
         "timings": [
-            row | {"name": "braze", "ms": 0.1234},
+            row | {"name": "braze", "mode": "fused eager", "backend": "braze", "ms": 0.25},
+            row | {"name": "braze", "mode": "fused eager, auto", "backend": "auto", "ms": 0.2},
+            row | {"name": "braze", "mode": "CUDA graph", "ms": 0.1234},
             row,
             row | {"layout": "channels_last", "ms": 1.5},
             {"name": "stock", "mode": "compile", "layout": "contiguous", "error": "no compiler"},
         ],
+        "stock_sweep": [row, row | {"mode": "whole", "ms": 7.0}],
+        "gains": {"best stock": 6.0, "fusion": 1.25},
     }
     (folder / "mnist_64_bf16.json").write_text(json.dumps(run))
+    profile = {key: run[key] for key in ("device", "info", "batch", "precision")} | {
+        "step_us": 50.0,
+        "ops": [
+            {
+                "op": "braze::relu",
+                "kernels": ["a", "b"],
+                "us": 30.0,
+                "floor_us": 20.0,
+                "bytes": 1e6,
+                "flop": 2e6,
+            },
+            {
+                "op": "(other)",
+                "kernels": ["c"],
+                "us": 2.0,
+                "floor_us": None,
+                "bytes": None,
+                "flop": None,
+            },
+        ],
+    }
+    (folder / "mnist_profile_64_bf16.json").write_text(json.dumps(profile))
     text = render.text_of("mnist", tmp_path)
     assert "**some GPU** (torch 2.13.0, CUDA 13.0, commit abc)" in text
-    assert "| batch | precision | braze eager | stock eager | best stock / best braze |" in text
-    assert "| 64 | bf16 | 0.123 | 1.5 | 12.16 |" in text
+    assert "| 64 | bf16 | eager | 1.5 | 0.25 | 6.00 | 0.123 | 12.16 |" in text
+    text = render.text_of("mnist_modes", tmp_path)
+    assert "| stock eager | stock whole | braze fused eager | braze fused eager, auto |" in text
+    assert "| 64 | bf16 | 1.5 | 7 | 0.25 | 0.2 | 0.123 |" in text
+    assert "| 64 | bf16 | 6.00 | 1.25 |" in render.text_of("mnist_gains", tmp_path)
+    text = render.text_of("mnist_profile", tmp_path)
+    assert "Batch 64, bf16: 50.0 µs from the first kernel to the last, 32.0 µs in kernels" in text
+    assert "| relu | a, b | 30.0 | 20.00 | 1.5 | 1 | 0.002 |" in text
+    assert render.text_of("mnist_accuracy", tmp_path) == render.NOTHING + "\n"
 
 
 def test_documents_equal_a_fresh_rendering():

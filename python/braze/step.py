@@ -9,6 +9,7 @@ from torch.utils import _pytree as pytree
 
 from braze import _config
 from braze._capture import HostState, Rates, capture
+from braze._nvtx import ranged
 from braze._ops._casts import SharedCasts
 from braze._ops.cross_entropy import check_errors
 
@@ -262,6 +263,8 @@ class TrainStep:
             raise
         self._micro_step = 0 if last else self._micro_step + 1
         return loss
+
+    _run = ranged("TrainStep", _run)
 
     def _run_cuda(self, batch, gather, first, last):
         if torch.cuda.is_current_stream_capturing():

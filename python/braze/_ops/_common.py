@@ -6,6 +6,7 @@ import torch
 from torch.autograd import forward_ad
 
 from braze import _lib
+from braze._nvtx import ranged
 from braze._ops._casts import shared_cast
 
 _library = torch.library.Library("braze", "IMPL")
@@ -46,7 +47,7 @@ def eager(function, op, tensors):
         with below_autograd():
             return op(*args)
 
-    return call
+    return ranged(function.__name__, call)
 
 
 def register(name, *, fake, autograd=None, autocast=None):

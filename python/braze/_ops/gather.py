@@ -3,6 +3,7 @@ csrc/kernels/gather/."""
 
 import torch
 
+from braze._nvtx import ranged
 from braze._ops._common import below_autograd, mark_written, register
 
 _ops = torch.ops.braze
@@ -99,3 +100,7 @@ def gather_next(images, labels, order, position, batch, scale, shift, dtype, cha
         return _gather_next_autograd(*arguments)
     except RuntimeError as error:
         raise _as_torch_error(error) from None
+
+
+gather_images = ranged("gather_images", gather_images)
+gather_next = ranged("gather_next", gather_next)

@@ -2,6 +2,7 @@
 
 import torch
 
+from braze._nvtx import ranged
 from braze._ops._common import below_autograd, register
 
 _op = torch.ops.braze.sgd_.default
@@ -20,4 +21,5 @@ def _autograd(params, grads, momentum_buffers, *settings):
     sgd_(params, grads, momentum_buffers, *settings)
 
 
+sgd_ = ranged("SGD", sgd_)
 register("sgd_", fake=lambda *args, **kwargs: None, autograd=_autograd)

@@ -1,6 +1,8 @@
 """``python -m braze mnist``: trains the CNN of examples/mnist.py with braze and with stock PyTorch
 from the same initial weights, then times a step of both in every mode."""
 
+import dataclasses
+import itertools
 import math
 import time
 import warnings
@@ -12,36 +14,89 @@ from rich.console import Console
 from braze import _lib
 from braze.data import load_mnist
 from braze.info import info
-from braze.mnist import report, timing
-from braze.mnist.example import evaluate, make_loader, make_model, train
+from braze.mnist import accuracy, honesty, profile, recorded, report, timing
+from braze.mnist.example import CountingLoss, evaluate, make_loader, train
+from braze.mnist.steps import BrazeStep, Setup, StockStep
 
 _DESCRIPTION = """Trains a small CNN on MNIST with braze, and with stock PyTorch from the same
-weights, and times their training steps."""
+weights, and times their training steps. With --to-accuracy it times the training itself, with
+--profile it shows what one step consists of."""
 
 
 def add_arguments(parser):
     """Adds the options of ``braze mnist`` to an argparse parser."""
     parser.description = _DESCRIPTION
     add = parser.add_argument
-    add("--batch", type=_positive(int), default=64, help="images per step (default: %(default)s)")
+    add("--batch", type=_positive(int), help="images per step (default: 64)")
     add("--precision", choices=["fp32", "tf32", "bf16"], default="fp32", help="bf16 is autocast")
     add("--device", help="cpu, cuda or cuda:1 (default: cuda where there is one)")
     add("--data", type=Path, metavar="DIR", help="the four MNIST files (default: $BRAZE_DATA, ...)")
     add("--epochs", type=_positive(int), help="default: by batch size and device")
-    add("--lr", type=_positive(float), default=0.1, help="learning rate (default: %(default)s)")
+    add("--lr", type=_positive(float), help="learning rate of the training (default: 0.1)")
     add("--seed", type=int, default=0, help="of the weights and of the order (default: 0)")
     add("--limit", type=_positive(int), metavar="N", help="train on the first N images only")
     add("--steps", type=_positive(int), help="timed steps per row (default: 100; fewer on a CPU)")
-    add("--skip-stock", action="store_true", help="train and time braze alone")
+    add(
+        "--stock",
+        choices=["all", "best", "none"],
+        default="all",
+        help="what of stock PyTorch is timed: every mode, the best two of a recorded run (every "
+        "mode where none is recorded), or nothing (default: all)",
+    )
     add("--all-modes", action="store_true", help="also torch.compile's max-autotune (minutes)")
-    add("--out", type=Path, default=Path("braze_mnist"), metavar="DIR", help="for JSON and plot")
+    add(
+        "--to-accuracy",
+        type=_share,
+        metavar="SHARE",
+        help="time braze's training by the fixed recipe instead; how often it reaches this test "
+        "accuracy, for example 0.99",
+    )
+    add("--seeds", type=_positive(int), help="with --to-accuracy: runs (default: 10; 3 on a CPU)")
+    add(
+        "--held-out",
+        action="store_true",
+        help="with --to-accuracy: train without the last 10,000 training images and measure the "
+        "accuracy on them, as the recipe was chosen; --batch, --lr, --steps try another",
+    )
+    add("--profile", action="store_true", help="timeline and roofline of one step of braze instead")
+    add("--out", type=Path, default=Path("braze_mnist"), metavar="DIR", help="for JSON and plots")
 
 
 def run(args):
     """Runs with parsed arguments. Raises ValueError or OSError for what the user can put right."""
     console = Console()
+    _check_options(args)
     device = _device(args.device, args.precision)
     _set_precision(args.precision)
+    start = time.perf_counter()
+    digits = _load(args, console)
+    place = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    args.out.mkdir(parents=True, exist_ok=True)  # now, so that a bad --out costs no training
+    about = {
+        "device": place,
+        "precision": args.precision,
+        "seed": args.seed,
+        "data": digits.source,
+        "info": info(),
+    }
+    if args.to_accuracy is not None:
+        loaded = time.perf_counter() - start
+        accuracy.run(args, console, device, digits, about, loaded)
+    elif args.profile:
+        profile.run(args, console, _setup(args, device, digits), about)
+    else:
+        _train_and_time(args, console, _setup(args, device, digits), about)
+
+
+def _check_options(args):
+    if args.to_accuracy is not None and args.profile:
+        raise ValueError("--to-accuracy and --profile: expected one of them")
+    for option in ("seeds", "held_out"):
+        if getattr(args, option) and args.to_accuracy is None:
+            raise ValueError(f"--{option.replace('_', '-')}: only with --to-accuracy")
+
+
+def _load(args, console):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         warnings.showwarning = lambda message, *rest, **_: console.print(f"Note: {message}")
@@ -52,31 +107,29 @@ def run(args):
             train_images=digits.train_images[: args.limit],
             train_labels=digits.train_labels[: args.limit],
         )
-    count = len(digits.train_images)
-    if args.batch > count:
-        raise ValueError(f"--batch {args.batch}: there are only {count} training images")
-    args.out.mkdir(parents=True, exist_ok=True)  # now, so that a bad --out costs no training
-    lr = args.lr
-    epochs = args.epochs or _epochs(args.batch, device, count)
-    steps = args.steps or (100 if device.type == "cuda" else min(20, max(4, 1280 // args.batch)))
-    place = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     console.print(
-        f"{count} training and {len(digits.test_images)} test images: {digits.source}"
-        f"{f' in {digits.directory}' if digits.directory else ''}\n"
-        f"{place}, {args.precision}, batch {args.batch}, lr {lr:g}, {epochs} epochs, "
+        f"{len(digits.train_images)} training and {len(digits.test_images)} test images: "
+        f"{digits.source}{f' in {digits.directory}' if digits.directory else ''}"
+    )
+    return digits
+
+
+def _setup(args, device, digits):
+    count, batch = len(digits.train_images), args.batch or 64
+    if batch > count:
+        raise ValueError(f"--batch {batch}: there are only {count} training images")
+    return Setup(digits, device, args.precision, batch, args.lr or 0.1, args.seed)
+
+
+def _train_and_time(args, console, setup, about):
+    device, batch = setup.device, setup.batch_size
+    epochs = args.epochs or _epochs(batch, device, len(setup.digits.train_images))
+    steps = args.steps or (100 if device.type == "cuda" else min(20, max(4, 1280 // batch)))
+    console.print(
+        f"{about['device']}, {args.precision}, batch {batch}, lr {setup.lr:g}, {epochs} epochs, "
         f"{steps} timed steps"
     )
-
-    torch.manual_seed(args.seed)
-    initial = make_model(torch.nn).state_dict()
-
-    def initialised(nn):
-        model = make_model(nn)
-        model.load_state_dict(initial)
-        return model
-
-    setup = timing.Setup(initialised, digits, device, args.precision, args.batch, lr, args.seed)
-    names = ["braze"] if args.skip_stock else ["braze", "stock"]
+    names = ["braze"] if args.stock == "none" else ["braze", "stock"]
     if device.type == "cpu":
         _print_plan(console, setup, names, epochs)
     trained = {name: _train(name, setup, epochs) for name in names}
@@ -86,26 +139,33 @@ def run(args):
             f"in {result['seconds']:.1f} s"
         )
 
+    chosen, known = _choose(args, console, setup, about)
+    timed = dataclasses.replace(setup, lr=honesty.RATE)
     with console.status("") as status:
-        rows = timing.measure(setup, names, steps, args.all_modes, lambda text: status.update(text))
-    title = f"MNIST CNN, {place}, {args.precision}, batch {args.batch}"
+        rows = timing.measure(timed, chosen, steps, args.all_modes, status.update)
+    title = f"MNIST CNN, {about['device']}, {args.precision}, batch {batch}"
     console.print(report.table(rows, f"{title}: one training step"))
+    factors = timing.gains(rows)
+    if factors:
+        parts = ", ".join(f"{name} {factor:.2f}x" for name, factor in factors.items())
+        console.print(f"braze, own kernels, against: {parts}")
 
     json_path, plot_path = args.out / "mnist.json", args.out / "mnist.png"
+    rows_as_dicts = [row.as_dict() for row in rows]
+    stock_rows = [row for row in rows_as_dicts if row["name"] == "stock"]
     report.write_json(
         json_path,
-        {
-            "device": place,
-            "precision": args.precision,
-            "batch": args.batch,
-            "lr": lr,
+        about
+        | {
+            "batch": batch,
+            "lr": setup.lr,
             "epochs": epochs,
-            "seed": args.seed,
-            "data": digits.source,
             "training": trained,
             "steps": steps,
-            "timings": [row.as_dict() for row in rows],
-            "info": info(),
+            "checked_steps": honesty.checked_steps(setup),
+            "timings": rows_as_dicts,
+            "gains": factors,
+            "stock_sweep": known or stock_rows,
         },
     )
     losses = {name: result["losses"] for name, result in trained.items()}
@@ -113,41 +173,64 @@ def run(args):
     console.print(f"Figures: {json_path.resolve()}\nPlot:    {plot_path.resolve()}")
 
 
-def _train(name, setup, epochs):
-    step = timing.Step(setup, name, _training_layout(setup))
-    start = time.perf_counter()
-    losses = train(
-        step.model,
-        step.loss_function,
-        step.optimizer,
-        step.loader,
-        epochs,
-        step.autocast,
-        label=f"training {name}",
+def _choose(args, console, setup, about):
+    """Which modes are timed in which layouts, as timing.measure takes it; the recorded sweep."""
+    if args.stock == "none":
+        return lambda mode: timing.every_layout(mode) if mode.name == "braze" else [], []
+    root = recorded.checkout() if args.stock == "best" else None
+    known = root and recorded.sweep(
+        root / "benchmarks" / "results",
+        about["device"],
+        about["info"]["cpu"],
+        setup.batch_size,
+        args.precision,
     )
+    if not known:
+        if args.stock == "best":
+            console.print("No full run is recorded for this: timing every mode of stock")
+        return timing.every_layout, []
+    best = recorded.best(known, 2)
+    console.print(f"Stock's best, as recorded: {', '.join(best)}")
+
+    def chosen(mode):
+        if mode.name == "braze":
+            return timing.every_layout(mode)
+        return [best[mode.mode]] if mode.mode in best else []
+
+    return chosen, known
+
+
+def _train(name, setup, epochs):
+    device, layout = setup.device, "channels_last"
+    if name == "braze":
+        eager = BrazeStep(setup, layout)
+        counting = eager.loss_function = CountingLoss(eager.loss_function, device)
+        step = eager.captured(setup)
+    else:
+        step = eager = StockStep(setup, layout)
+        counting = eager.loss_function = CountingLoss(eager.loss_function, device)
+    start = time.perf_counter()
+    losses = train(step, counting, eager.loader, epochs, label=f"training {name}")
     seconds = time.perf_counter() - start
     digits = setup.digits
-    loader = make_loader(digits.test_images, digits.test_labels, 1000, setup.device, shuffle=False)
-    loader.memory_format = step.loader.memory_format
-    accuracy = evaluate(step.model, loader, step.autocast)
-    return {"accuracy": accuracy, "seconds": seconds, "losses": losses}
-
-
-def _training_layout(setup):
-    """CPUs train faster in channels_last; GPUs at small batches are bound by the launches."""
-    return "channels_last" if setup.device.type == "cpu" else "contiguous"
+    test = make_loader(digits.test_images, digits.test_labels, 1000, device, shuffle=False)
+    test.memory_format = eager.loader.memory_format
+    with setup.autocast():
+        right = evaluate(eager.model, test)
+    return {"accuracy": right, "seconds": seconds, "losses": losses}
 
 
 def _print_plan(console, setup, names, epochs):
     """Says how long training will take, from two steps after a first one."""
     parts = []
     for name in names:
-        step, batches = timing.Step(setup, name, _training_layout(setup)), setup.index_batches()
-        step(next(batches))
+        step = (BrazeStep if name == "braze" else StockStep)(setup, "channels_last")
+        batches = step.epoch()
+        next(batches)
         start = time.perf_counter()
-        for _ in range(2):
-            step(next(batches))
-        seconds = (time.perf_counter() - start) / 2 * epochs * len(setup.loader)
+        # A data set may be a single batch.
+        done = sum(1 for _ in itertools.islice(batches, 2)) or 1
+        seconds = (time.perf_counter() - start) / done * epochs * len(setup.loader)
         parts.append(f"{name} {seconds:.0f} s")
     console.print(f"Plan: training {', '.join(parts)}; then timing, about a minute")
 
@@ -161,6 +244,16 @@ def _positive(kind):
 
     parse.__name__ = f"positive {kind.__name__}"
     return parse
+
+
+def _share(text):
+    value = float(text)
+    if not 0 < value < 1:
+        raise ValueError
+    return value
+
+
+_share.__name__ = "share between 0 and 1"
 
 
 def _device(name, precision):

@@ -5,6 +5,8 @@ import json
 import numpy as np
 from rich.table import Table
 
+from braze.mnist.roofline import peak_rate
+
 _COLOURS = {"braze": "#d1495b", "stock": "#30638e"}
 
 
@@ -15,7 +17,7 @@ def table(rows, title):
     )
     result = Table(title=title)
     result.add_column("")
-    result.add_column("layout")
+    result.add_column("layout", no_wrap=True)
     for name in ("ms/step", "p20", "p80", "best stock / this"):
         result.add_column(name, justify="right")
     for row in rows:
@@ -67,4 +69,53 @@ def write_plot(path, losses, rows, title):
     bars.bar_label(drawn, [f"{ms:.3g}" for ms in medians], padding=3)
     bars.set(xlabel="ms per training step")
     bars.margins(x=0.15)
+    figure.savefig(path, dpi=150)
+
+
+def write_timeline(path, parts, title):
+    """What ran when: one bar per kernel (on a CPU per op), the longest with their names."""
+    from matplotlib.figure import Figure
+
+    end = max(part["start_us"] + part["us"] for part in parts)
+    figure = Figure(figsize=(11, 0.8 + 0.24 * len(parts)), layout="constrained")
+    axes = figure.subplots()
+    colours = {}
+    for row, part in enumerate(parts):
+        name = part["op"] or "(other)"
+        colour = colours.setdefault(name, f"C{len(colours) % 10}")
+        axes.barh(row, part["us"], left=part["start_us"], color=colour, height=0.8)
+        label = f"{part['name']}  {part['us']:.1f}"
+        if part["op"] and part["op"] != part["name"]:
+            label += f"  ({part['op']})"
+        start, stop = part["start_us"], part["start_us"] + part["us"]
+        # Behind the bar; before it where there is no room; within one that fills the picture.
+        where, side = (stop, "left") if stop < 0.6 * end else (start, "right")
+        if side == "right" and start < 0.35 * end:
+            side = "left"
+        axes.text(where, row, f" {label} ", va="center", ha=side, fontsize=7)
+    axes.set(xlabel="µs", title=title, xlim=(-0.01 * end, 1.02 * end), yticks=[])
+    axes.invert_yaxis()
+    figure.savefig(path, dpi=150)
+
+
+def write_roofline(path, ops, device, precision, title):
+    """Each op's rate over its operations per byte, below the two limits of the device."""
+    from matplotlib.figure import Figure
+
+    peak, bandwidth = peak_rate(device, precision), device["bandwidth"]
+    known = [op for op in ops if op["bytes"] and op["flop"]]
+    figure = Figure(figsize=(8, 5.5), layout="constrained")
+    axes = figure.subplots()
+    intensities = [op["flop"] / op["bytes"] for op in known]
+    ridge = peak / bandwidth
+    least, most = min([*intensities, ridge]) / 3, max([*intensities, ridge]) * 3
+    xs = np.geomspace(least, most, 200)
+    axes.loglog(xs, np.minimum(peak, xs * bandwidth) / 1e12, color="black", linewidth=1)
+    for index, (op, x) in enumerate(zip(known, intensities, strict=True)):
+        rate = op["flop"] / (op["us"] * 1e-6) / 1e12
+        label = f"{op['op'].removeprefix('braze::')}: {op['us']:.1f} µs, floor {op['floor_us']:.1f}"
+        marker = "osD^vP*X"[index // 10 % 8]
+        axes.loglog(x, rate, marker, color=f"C{index % 10}", label=label)
+    axes.set(xlabel="operations per byte that has to be moved", ylabel="TFLOP/s", title=title)
+    axes.legend(fontsize=7)
     figure.savefig(path, dpi=150)
