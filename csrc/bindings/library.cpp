@@ -91,6 +91,10 @@ STABLE_TORCH_LIBRARY(braze, m) {
       "linear_backward(Tensor grad_output, Tensor input, Tensor weight, bool[3] output_mask, "
       "bool allow_tf32=False, bool deterministic=False, str backend=\"auto\") "
       "-> (Tensor, Tensor, Tensor)");
+  m.def(
+      "linear_relu_backward(Tensor grad_output, Tensor result, Tensor input, Tensor weight, "
+      "bool[3] output_mask, bool allow_tf32=False, bool deterministic=False, "
+      "str backend=\"auto\") -> (Tensor, Tensor, Tensor)");
 
   // pool
   m.def(

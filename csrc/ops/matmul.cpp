@@ -1,4 +1,5 @@
-// matmul, linear and linear's backward: from torch's shapes and strides to batches of matrices.
+// matmul, linear (with ReLU or without) and its backward: from torch's shapes and strides to
+// batches of matrices.
 #include "kernels/matmul/matmul.h"
 
 #include <algorithm>
@@ -142,22 +143,30 @@ KernelChoice choose_matmul(const MatmulArgs& args, const std::string& backend) {
   return own_kernel("matmul", backend);
 }
 
+MatmulArgs arguments(DType dtype, const Matrices& a, const Matrices& b, void* out,
+                     const Settings& settings) {
+  return {dtype,
+          1,
+          a.rows,
+          b.cols,
+          a.cols,
+          a.ref,
+          b.ref,
+          out,
+          nullptr,
+          false,
+          settings.allow_tf32,
+          settings.deterministic};
+}
+
 // out = epilogue(a * b); `out` is dense, with batch * a.rows * b.cols elements.
 void multiply(const DeviceContext& context, DType dtype, int64_t batch, const Matrices& a,
               const Matrices& b, Tensor& out, const void* bias, bool relu,
               const Settings& settings) {
-  MatmulArgs args{dtype,
-                  batch,
-                  a.rows,
-                  b.cols,
-                  a.cols,
-                  a.ref,
-                  b.ref,
-                  out.mutable_data_ptr(),
-                  bias,
-                  relu,
-                  settings.allow_tf32,
-                  settings.deterministic};
+  MatmulArgs args = arguments(dtype, a, b, out.mutable_data_ptr(), settings);
+  args.batch = batch;
+  args.bias = bias;
+  args.relu = relu;
   if (batch == 1) args.a.batch = args.b.batch = 0;
   if (args.b.batch == 0 && batch > 1 && args.a.batch != 0 &&
       (args.m == 1 || args.a.batch == args.m * args.a.row)) {
@@ -259,56 +268,95 @@ Tensor linear(const Tensor& input, const Tensor& weight, const std::optional<Ten
   return out;
 }
 
+void check_of_output_shape(const char* op, const char* arg, const Tensor& t, const Tensor& input,
+                           const Tensor& weight) {
+  check_same_device(op, arg, t, "input", input);
+  check_same_dtype(op, arg, t, "input", input);
+  const Sizes expected = linear_output_sizes(input, weight);
+  bool matches = t.dim() == input.dim();
+  for (int64_t i = 0; matches && i < input.dim(); ++i) matches = t.size(i) == expected[i];
+  BRAZE_CHECK(matches, op, ": expected ", arg, " of the forward's output shape, but got ",
+              shape_string(t), " for input ", shape_string(input), " and weight ",
+              shape_string(weight));
+}
+
+// The gradients of linear, or with the result of a ReLU given, of both: one pass over grad_output
+// makes the gradient that passes the ReLU, and the bias's.
+std::tuple<Tensor, Tensor, Tensor> gradients(const char* op, const Tensor& grad_output,
+                                             const Tensor* result, const Tensor& input,
+                                             const Tensor& weight,
+                                             const std::vector<bool>& output_mask,
+                                             const Settings& settings) {
+  const DType dtype = dtype_of(op, "input", input);
+  check_linear(op, input, weight);
+  check_of_output_shape(op, "grad_output", grad_output, input, weight);
+  if (result) check_of_output_shape(op, "result", *result, input, weight);
+
+  const DeviceContext context(input);
+  // An empty tensor for what is not wanted: results of an op must not alias.
+  Sizes input_sizes = linear_output_sizes(input, weight);
+  input_sizes.back() = weight.size(1);
+  Tensor grad_input = empty(output_mask[0] ? input_sizes : Sizes{0}, input);
+  Tensor grad_weight =
+      empty(output_mask[1] ? Sizes{weight.size(0), weight.size(1)} : Sizes{0}, input);
+  Tensor grad_bias = empty({output_mask[2] ? weight.size(0) : 0}, input);
+  Tensor passed = result || output_mask[2] ? as_contiguous(grad_output) : grad_output;
+  const Tensor dense_result = result ? as_contiguous(*result) : passed;
+  // Few rows: both products, and the rest as far as it is still to be done, in one launch.
+  const bool own = settings.backend == "auto" || settings.backend == "braze";
+  const auto in_one_launch = [&](const Tensor& dy_tensor, const void* relu_result, void* bias) {
+    if (!own || !output_mask[0] || !output_mask[1]) return false;
+    const Matrices dy = rows_of(dy_tensor), x = rows_of(input), w = rows_of(weight);
+    return dev::linear_gradients(
+        context.stream(),
+        {arguments(dtype, dy, w, grad_input.mutable_data_ptr(), settings),
+         arguments(dtype, dy.transposed(), x, grad_weight.mutable_data_ptr(), settings),
+         relu_result, bias});
+  };
+  void* const bias_data = output_mask[2] ? grad_bias.mutable_data_ptr() : nullptr;
+  const void* const result_data = result ? dense_result.const_data_ptr() : nullptr;
+  if (in_one_launch(passed, result_data, bias_data)) return {grad_input, grad_weight, grad_bias};
+  if (passed.numel() == 0) {
+    if (output_mask[2]) TORCH_ERROR_CODE_CHECK(aoti_torch_zero_(grad_bias.get()));
+  } else if (result || output_mask[2]) {
+    const Tensor dense = passed;
+    if (result) passed = empty(linear_output_sizes(input, weight), input);
+    const ColumnSumArgs sum{dtype,          dense.numel() / weight.size(0),
+                            weight.size(0), dense.const_data_ptr(),
+                            result_data,    result ? passed.mutable_data_ptr() : nullptr,
+                            bias_data};
+    Workspace workspace(dev::column_sum_workspace_bytes(sum), input);
+    dev::column_sum(context.stream(), sum, workspace.data());
+    if (in_one_launch(passed, nullptr, nullptr)) return {grad_input, grad_weight, grad_bias};
+  }
+  const Matrices dy = rows_of(passed);
+  if (output_mask[0]) {
+    multiply(context, dtype, 1, dy, rows_of(weight), grad_input, nullptr, false, settings);
+  }
+  if (output_mask[1]) {
+    multiply(context, dtype, 1, dy.transposed(), rows_of(input), grad_weight, nullptr, false,
+             settings);
+  }
+  return {grad_input, grad_weight, grad_bias};
+}
+
 std::tuple<Tensor, Tensor, Tensor> linear_backward(const Tensor& grad_output, const Tensor& input,
                                                    const Tensor& weight,
                                                    const std::vector<bool>& output_mask,
                                                    bool allow_tf32, bool deterministic,
                                                    const std::string& backend) {
-  const DType dtype = dtype_of("linear_backward", "input", input);
-  check_linear("linear_backward", input, weight);
-  check_same_device("linear_backward", "grad_output", grad_output, "input", input);
-  check_same_dtype("linear_backward", "grad_output", grad_output, "input", input);
-  const Sizes expected = linear_output_sizes(input, weight);
-  bool matches = grad_output.dim() == input.dim();
-  for (int64_t i = 0; matches && i < input.dim(); ++i) {
-    matches = grad_output.size(i) == expected[i];
-  }
-  BRAZE_CHECK(matches,
-              "linear_backward: expected grad_output of the forward's output shape, "
-              "but got ",
-              shape_string(grad_output), " for input ", shape_string(input), " and weight ",
-              shape_string(weight));
+  return gradients("linear_backward", grad_output, nullptr, input, weight, output_mask,
+                   {allow_tf32, deterministic, backend});
+}
 
-  const DeviceContext context(input);
-  const Settings settings{allow_tf32, deterministic, backend};
-  Tensor grad_input, grad_weight, grad_bias;
-  const Matrices dy = rows_of(grad_output);
-  if (output_mask[0]) {
-    Sizes sizes = expected;
-    sizes.back() = weight.size(1);
-    grad_input = empty(sizes, input);
-    multiply(context, dtype, 1, dy, rows_of(weight), grad_input, nullptr, false, settings);
-  }
-  if (output_mask[1]) {
-    grad_weight = empty({weight.size(0), weight.size(1)}, input);
-    multiply(context, dtype, 1, dy.transposed(), rows_of(input), grad_weight, nullptr, false,
-             settings);
-  }
-  if (output_mask[2]) {
-    const Tensor dense = as_contiguous(grad_output);
-    const bool no_terms = dense.numel() == 0;
-    grad_bias = no_terms ? zeros({dy.cols}, input) : empty({dy.cols}, input);
-    if (!no_terms) {
-      Workspace workspace(dev::column_sum_workspace_bytes(dtype, dy.rows, dy.cols), input);
-      dev::column_sum(context.stream(), dtype, dy.rows, dy.cols, dense.const_data_ptr(),
-                      grad_bias.mutable_data_ptr(), workspace.data());
-    }
-  }
-  // An empty tensor each: results of an op must not alias.
-  if (!output_mask[0]) grad_input = empty({0}, input);
-  if (!output_mask[1]) grad_weight = empty({0}, input);
-  if (!output_mask[2]) grad_bias = empty({0}, input);
-  return {grad_input, grad_weight, grad_bias};
+std::tuple<Tensor, Tensor, Tensor> linear_relu_backward(const Tensor& grad_output,
+                                                        const Tensor& result, const Tensor& input,
+                                                        const Tensor& weight,
+                                                        const std::vector<bool>& output_mask,
+                                                        bool allow_tf32, bool deterministic,
+                                                        const std::string& backend) {
+  return gradients("linear_relu_backward", grad_output, &result, input, weight, output_mask,
+                   {allow_tf32, deterministic, backend});
 }
 
 }  // namespace
@@ -317,6 +365,7 @@ BRAZE_IMPL(m) {
   m.impl("matmul", TORCH_BOX(&matmul));
   m.impl("linear", TORCH_BOX(&linear));
   m.impl("linear_backward", TORCH_BOX(&linear_backward));
+  m.impl("linear_relu_backward", TORCH_BOX(&linear_relu_backward));
 }
 
 }  // namespace braze

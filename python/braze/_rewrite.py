@@ -52,6 +52,23 @@ class Pooling(typing.NamedTuple):
     ceil_mode: bool
 
 
+class Block(typing.NamedTuple):
+    """A fused run."""
+
+    parts: tuple  # names of its layers, of functions where they are no layers
+    before: str
+    after: str
+
+
+#: The runs that are fused, by the layers' names, and the modules that stand for them.
+_RUNS = {
+    ("Conv2d", "BatchNorm2d", "ReLU", "MaxPool2d"): "ConvBnReLUMaxPool2d",
+    ("Linear", "ReLU"): "LinearReLU",
+}
+#: Layers that a run has to be the only caller of.
+_ONCE = ("Conv2d", "BatchNorm2d", "Linear")
+
+
 def hooks(module):
     """Which hooks a module has, by the names of their dictionaries."""
     return [
@@ -95,6 +112,23 @@ def run_block(input, conv, bn, relu, pool):
     return F.max_pool2d(output, *pool) if isinstance(pool, Pooling) else pool(output)
 
 
+def run_linear_relu(input, linear, relu):
+    """A linear layer and ReLU as one op, or one by one, as :func:`run_block` does.
+
+    Args:
+        relu: a layer, or None for the function.
+    """
+    as_one = (
+        _runs_as(linear, braze.nn.Linear)
+        and (relu is None or _runs_as(relu, braze.nn.ReLU))
+        and not torch.nn.modules.module._has_any_global_hook()
+    )
+    if as_one:
+        return F.linear_relu(input, linear.weight, linear.bias)
+    output = linear(input)
+    return F.relu(output) if relu is None else relu(output)
+
+
 def layer_kind(module):
     """The name of the converted layer that a module is, or None."""
     kind = _KINDS.get(type(module))
@@ -108,7 +142,7 @@ class Plan:
         function: takes the module and its inputs; None where the module's own forward is to run.
         inputs: how many tensors it takes.
         reason: why the forward could not be traced, or None.
-        blocks: the names of each fused run's layers, of functions where they are no layers.
+        blocks: each fused run as :class:`Block`.
         functions: the names of torch.nn.functional's functions that were replaced.
     """
 
@@ -157,10 +191,18 @@ class Plan:
             return None
 
         for node in list(graph.nodes):
-            run = _match(node, kind)
-            if run and all(calls[n.target] == 1 for n in run[:2]) and _fits(module, run):
-                self.blocks.append(tuple(_name(n) for n in run))
-                _fuse(graph, run)
+            for wanted, after in _RUNS.items():
+                run = _match(node, kind, wanted)
+                if not run or any(calls[n.target] > 1 for n in run if kind(n) in _ONCE):
+                    continue
+                if wanted[0] == "Linear":
+                    _fuse(graph, run, run_linear_relu, _layers(graph, run))
+                elif _fits(module, run):
+                    *layers, pool = _layers(graph, run)
+                    _fuse(graph, run, run_block, (*layers, pool or _pooling(run[3])))
+                else:
+                    continue
+                self.blocks.append(Block(tuple(map(_name, run)), ", ".join(wanted), after))
         for node in list(graph.nodes):
             name = _replace_function(node)
             if name:
@@ -186,11 +228,11 @@ def _relu_options(node):
     return None
 
 
-def _match(first, kind):
-    """The four nodes of a run that starts at `first`. They follow each other, so that nothing else
-    can have changed the input in between, and each is used by the next one only."""
+def _match(first, kind, kinds):
+    """The nodes of a run of such `kinds` that starts at `first`. They follow each other, so that
+    nothing else can have changed the input in between, and each is used by the next one only."""
     run, node = [], first
-    for wanted in ("Conv2d", "BatchNorm2d", "ReLU", "MaxPool2d"):
+    for wanted in kinds:
         if kind(node) != wanted or len(node.all_input_nodes) != 1 or not node.args:
             return None
         if node.op == "call_module" and (len(node.args) != 1 or node.kwargs):
@@ -233,15 +275,19 @@ def _function_name(node):
     return "max_pool2d" if node.target is torch.nn.functional.max_pool2d else name.rstrip("_")
 
 
-def _fuse(graph, run):
-    conv, pool = run[0], run[3]
-    with graph.inserting_before(pool):
-        layers = [
+def _layers(graph, run):
+    """Nodes that get a run's layers from the module; None in the place of functions."""
+    with graph.inserting_before(run[-1]):
+        return [
             graph.create_node("get_attr", n.target) if n.op == "call_module" else None for n in run
         ]
-        settings = layers[3] or _pooling(pool)
-        block = graph.call_function(run_block, (conv.args[0], *layers[:3], settings))
-    pool.replace_all_uses_with(block)
+
+
+def _fuse(graph, run, function, layers):
+    last = run[-1]
+    with graph.inserting_before(last):
+        block = graph.call_function(function, (run[0].args[0], *layers))
+    last.replace_all_uses_with(block)
     for node in reversed(run):
         graph.erase_node(node)
 
@@ -280,7 +326,8 @@ def plans(module, kind_of):
 def worth_rewriting(module, kind_of):
     """Whether a forward that could not be traced may call anything that braze would replace."""
     kinds = {kind_of(child) for _, children in containers(module) for child in children}
-    return {"Conv2d", "BatchNorm2d"} <= kinds or bool(names_used(module) & {*F.__all__, "relu_"})
+    fused = {"Conv2d", "BatchNorm2d"} <= kinds or {"Linear", "ReLU"} <= kinds
+    return fused or bool(names_used(module) & {*F.__all__, "relu_"})
 
 
 class Plans(list):

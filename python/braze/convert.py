@@ -155,9 +155,8 @@ def _forward_entries(module, name, kind_of):
     entries = {}
     for plan in found:
         for block in plan.blocks:
-            parts = ", ".join(p if p.endswith("()") else prefix + p for p in block)
-            before = "Conv2d, BatchNorm2d, ReLU, MaxPool2d"
-            entries[parts] = Entry(parts, "fused", before, "ConvBnReLUMaxPool2d")
+            parts = ", ".join(p if p.endswith("()") else prefix + p for p in block.parts)
+            entries[parts] = Entry(parts, "fused", block.before, block.after)
         for function in plan.functions:
             before, after = f"functional {function}", f"braze.nn.functional.{function}"
             entries[name, function] = Entry(name, "swapped", before, after)

@@ -46,7 +46,7 @@ struct OuterMajorLayout {
 };
 
 // Outer coordinates that a thread needs again for every tile: gathered ones cost divisions, so they
-// are worked out once into shared memory; a matrix's are cheaper to recompute.
+// are worked out once into shared memory. A matrix has none (MatrixCopies).
 template <typename Op, int kOuter>
 class OuterTable {
  public:
@@ -55,22 +55,14 @@ class OuterTable {
 
   // The caller synchronises the block before the first at().
   __device__ OuterTable(const Op& op, int outer0, void* shared)
-      : op_(op), outer0_(outer0), table_(static_cast<Coord*>(shared)) {
+      : table_(static_cast<Coord*>(shared)) {
     if constexpr (Op::kGathered) {
       for (int o = threadIdx.x; o < kOuter; o += blockDim.x) table_[o] = op.outer(outer0 + o);
     }
   }
-  __device__ __forceinline__ Coord at(int o) const {
-    if constexpr (Op::kGathered) {
-      return table_[o];
-    } else {
-      return op_.outer(outer0_ + o);
-    }
-  }
+  __device__ __forceinline__ Coord at(int o) const { return table_[o]; }
 
  private:
-  const Op& op_;
-  int outer0_;
   Coord* table_;
 };
 
@@ -93,20 +85,85 @@ __device__ __forceinline__ void copy_element(T* shared, const T* global, bool va
   }
 }
 
+// Access: one element, or 16 bytes of them. Through registers, or by cp.async.
+template <typename Access, bool kMasked, typename Op>
+__device__ __forceinline__ void copy_from(const Op& op, typename Op::T* shared,
+                                          const typename Op::T* global, bool valid) {
+  if constexpr (kMasked) {
+    Access v{};
+    if (valid) v = op.template load<Access>(global);
+    *reinterpret_cast<Access*>(shared) = v;
+  } else if constexpr (sizeof(Access) == 16) {
+    cp_async<16>(shared, global, valid);
+  } else {
+    copy_element(shared, global, valid);
+  }
+}
+
+// f(whether the operand is masked, as a constant): asked once a tile, not once a copy.
+template <typename Op, typename F>
+__device__ __forceinline__ void dispatch_mask(const Op& op, F f) {
+  if constexpr (Op::kMasked) {
+    if (op.mask != 0) return f(std::true_type{});
+  }
+  f(std::false_type{});
+}
+
+// A thread's copies of a matrix's tile: rows x columns of them, evenly spaced along one axis each,
+// so that an address costs one addition.
+template <typename Op>
+class MatrixCopies {
+  using T = typename Op::T;
+
+ public:
+  // The first copy is of element (outer, depth), counted from outer index outer0 and depth 0.
+  __device__ MatrixCopies(const Op& op, const T* data, int outer0, int outer, int depth)
+      : first_(data + (int64_t{outer0} + outer) * op.outer_stride +
+               int64_t{depth} * op.depth_stride),
+        outer_stride_(op.outer_stride),
+        depth_stride_(op.depth_stride),
+        outers_(op.outer_extent - outer0 - outer),
+        depths_(op.depth_extent - depth) {}
+
+  // copy(i, j, address, whether the element exists) for elements i * kOuterStep, j * kDepthStep
+  // further on.
+  template <int kOuters, int kOuterStep, int kDepths, int kDepthStep, typename Copy>
+  __device__ __forceinline__ void for_each(int k0, Copy copy) const {
+    // enough loads in flight, few enough addresses to stay in registers
+    constexpr int kUnrollOuters = kOuters < 8 ? kOuters : 8;
+    constexpr int kUnrollDepths = kDepths * kUnrollOuters <= 8 ? kDepths : 8 / kUnrollOuters;
+    const T* row = first_ + k0 * depth_stride_;
+    const int depths = depths_ - k0;
+#pragma unroll(kUnrollDepths)
+    for (int j = 0; j < kDepths; ++j, row += kDepthStep * depth_stride_) {
+      const T* p = row;
+#pragma unroll(kUnrollOuters)
+      for (int i = 0; i < kOuters; ++i, p += kOuterStep * outer_stride_) {
+        copy(i, j, p, i * kOuterStep < outers_ && j * kDepthStep < depths);
+      }
+    }
+  }
+
+ private:
+  const T* first_;
+  int64_t outer_stride_, depth_stride_;
+  int outers_, depths_;
+};
+
 // One element at a time, for any strides. kDepthFast: neighbouring threads take neighbouring
 // depths, else neighbouring outer indices, whichever are closer in memory.
 template <typename Op, int kOuter, int kDepth, bool kDepthFast, int kThreads, typename Layout>
-class ElementLoader {
+class GatheredElements {
   using T = typename Op::T;
   static constexpr int kWarps = kThreads / 32;
-  // Gathered outer coordinates that a thread needs for every depth stay in registers.
-  static constexpr bool kKeep = !kDepthFast && Op::kGathered;
+  // Outer coordinates that a thread needs for every depth stay in registers.
+  static constexpr bool kKeep = !kDepthFast;
   static constexpr int kLaneOuters = kOuter / 32;
   static_assert(kDepthFast ? kThreads % kDepth == 0 : kOuter % 32 == 0 && kDepth % kWarps == 0);
 
  public:
-  __device__ ElementLoader(const Op& op, const T* data, int outer0,
-                           const OuterTable<Op, kOuter>& table)
+  __device__ GatheredElements(const Op& op, const T* data, int outer0,
+                              const OuterTable<Op, kOuter>& table)
       : op_(op), data_(data), table_(table) {
     if constexpr (kKeep) {
 #pragma unroll
@@ -125,25 +182,13 @@ class ElementLoader {
     } else {
       const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
       constexpr int kSteps = kDepth / kWarps;
-      if constexpr (kKeep) {
-        const Coord lanes = op_.depth(k0 + warp + lane % kSteps * kWarps);
+      const Coord lanes = op_.depth(k0 + warp + lane % kSteps * kWarps);
 #pragma unroll
-        for (int i = 0; i < kSteps; ++i) {
-          const Coord depth = from_lane(lanes, i);
+      for (int i = 0; i < kSteps; ++i) {
+        const Coord depth = from_lane(lanes, i);
 #pragma unroll
-          for (int j = 0; j < kLaneOuters; ++j) {
-            copy(tile, lane + 32 * j, warp + i * kWarps, kept_[j], depth);
-          }
-        }
-      } else {
-#pragma unroll(kSteps <= 2 ? kSteps : 1)
-        for (int i = 0; i < kSteps; ++i) {
-          const Coord depth = op_.depth(k0 + warp + i * kWarps);
-#pragma unroll
-          for (int j = 0; j < kLaneOuters; ++j) {
-            const int o = lane + 32 * j;
-            copy(tile, o, warp + i * kWarps, table_.at(o), depth);
-          }
+        for (int j = 0; j < kLaneOuters; ++j) {
+          copy(tile, lane + 32 * j, warp + i * kWarps, kept_[j], depth);
         }
       }
     }
@@ -164,21 +209,61 @@ class ElementLoader {
   Coord kept_[kKeep ? kLaneOuters : 1];
 };
 
+template <typename Op, int kOuter, int kDepth, bool kDepthFast, int kThreads, typename Layout>
+class MatrixElements {
+  using T = typename Op::T;
+  // Threads along the depth and along the outer axis.
+  static constexpr int kAlongDepth = kDepthFast ? kDepth : kThreads / 32;
+  static constexpr int kAlongOuter = kThreads / kAlongDepth;
+  static_assert(kThreads % kAlongDepth == 0 && kOuter % kAlongOuter == 0 &&
+                kDepth % kAlongDepth == 0);
+
+ public:
+  __device__ MatrixElements(const Op& op, const T* data, int outer0, const OuterTable<Op, kOuter>&)
+      : op_(op), copies_(op, data, outer0, outer(), depth()) {}
+
+  __device__ __forceinline__ void load(T* tile, int k0) const {
+    dispatch_mask(op_, [&](auto masked) {
+      copies_
+          .template for_each<kOuter / kAlongOuter, kAlongOuter, kDepth / kAlongDepth, kAlongDepth>(
+              k0, [&](int i, int j, const T* from, bool valid) {
+                const int o = outer() + i * kAlongOuter, k = depth() + j * kAlongDepth;
+                copy_from<T, masked.value>(op_, tile + Layout::offset(o, k), from, valid);
+              });
+    });
+  }
+
+ private:
+  static __device__ __forceinline__ int outer() {
+    return kDepthFast ? threadIdx.x / kDepth : threadIdx.x % 32;
+  }
+  static __device__ __forceinline__ int depth() {
+    return kDepthFast ? threadIdx.x % kDepth : threadIdx.x / 32;
+  }
+  const Op& op_;
+  MatrixCopies<Op> copies_;
+};
+
+template <typename Op, int kOuter, int kDepth, bool kDepthFast, int kThreads, typename Layout>
+using ElementLoader =
+    std::conditional_t<Op::kGathered,
+                       GatheredElements<Op, kOuter, kDepth, kDepthFast, kThreads, Layout>,
+                       MatrixElements<Op, kOuter, kDepth, kDepthFast, kThreads, Layout>>;
+
 // 16 bytes at a time along the layout's rows; the operand's `vectors` must hold.
 template <typename Op, int kOuter, int kDepth, int kThreads, typename Layout>
-class VectorLoader {
+class GatheredVectors {
   using T = typename Op::T;
   static constexpr int kVec = kVecWidth<T>;
   static constexpr int kChunks = (Layout::kDepthMajor ? kDepth : kOuter) / kVec;  // of a row
   static constexpr int kRows = Layout::kDepthMajor ? kOuter : kDepth;
-  static constexpr bool kKeep = !Layout::kDepthMajor && Op::kGathered;
   static_assert(kThreads % kChunks == 0 && kRows % (kThreads / kChunks) == 0);
 
  public:
-  __device__ VectorLoader(const Op& op, const T* data, int outer0,
-                          const OuterTable<Op, kOuter>& table)
+  __device__ GatheredVectors(const Op& op, const T* data, int outer0,
+                             const OuterTable<Op, kOuter>& table)
       : op_(op), data_(data), table_(table) {
-    if constexpr (kKeep) kept_ = op.outer(outer0 + threadIdx.x % kChunks * kVec);
+    if constexpr (!Layout::kDepthMajor) kept_ = op.outer(outer0 + threadIdx.x % kChunks * kVec);
   }
 
   __device__ __forceinline__ void load(T* tile, int k0) const {
@@ -190,7 +275,7 @@ class VectorLoader {
       for (int i = 0; i < kRows / (kThreads / kChunks); ++i, row += kThreads / kChunks) {
         copy(tile + Layout::offset(row, chunk), table_.at(row), depth);
       }
-    } else if constexpr (kKeep) {
+    } else {
       // the warp's rows: kWarpRows in each of kSteps steps
       constexpr int kWarpRows = 32 / kChunks, kSteps = kRows / (kThreads / kChunks);
       static_assert(kWarpRows >= 1 && kWarpRows * kSteps <= 32);
@@ -201,11 +286,6 @@ class VectorLoader {
       for (int i = 0; i < kSteps; ++i, row += kThreads / kChunks) {
         copy(tile + Layout::offset(chunk, row), kept_,
              from_lane(lanes, i * kWarpRows + lane / kChunks));
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < kRows / (kThreads / kChunks); ++i, row += kThreads / kChunks) {
-        copy(tile + Layout::offset(chunk, row), table_.at(chunk), op_.depth(k0 + row));
       }
     }
   }
@@ -223,5 +303,49 @@ class VectorLoader {
   const OuterTable<Op, kOuter>& table_;
   Coord kept_;
 };
+
+template <typename Op, int kOuter, int kDepth, int kThreads, typename Layout>
+class MatrixVectors {
+  using T = typename Op::T;
+  static constexpr int kVec = kVecWidth<T>;
+  static constexpr bool kDepthMajor = Layout::kDepthMajor;
+  static constexpr int kChunks = (kDepthMajor ? kDepth : kOuter) / kVec;  // of a row
+  static constexpr int kRows = kDepthMajor ? kOuter : kDepth;
+  static constexpr int kStep = kThreads / kChunks;
+  static_assert(kThreads % kChunks == 0 && kRows % kStep == 0);
+
+ public:
+  __device__ MatrixVectors(const Op& op, const T* data, int outer0, const OuterTable<Op, kOuter>&)
+      : op_(op),
+        copies_(op, data, outer0, kDepthMajor ? row() : chunk(), kDepthMajor ? chunk() : row()) {}
+
+  __device__ __forceinline__ void load(T* tile, int k0) const {
+    constexpr int kSteps = kRows / kStep;
+    dispatch_mask(op_, [&](auto masked) {
+      const auto copy = [&](int i, int j, const T* from, bool valid) {
+        const int r = row() + (i + j) * kStep;  // one of i and j is 0
+        T* const to =
+            tile + (kDepthMajor ? Layout::offset(r, chunk()) : Layout::offset(chunk(), r));
+        copy_from<Vec<T, kVec>, masked.value>(op_, to, from, valid);
+      };
+      if constexpr (kDepthMajor) {
+        copies_.template for_each<kSteps, kStep, 1, 1>(k0, copy);
+      } else {
+        copies_.template for_each<1, 1, kSteps, kStep>(k0, copy);
+      }
+    });
+  }
+
+ private:
+  static __device__ __forceinline__ int row() { return threadIdx.x / kChunks; }
+  static __device__ __forceinline__ int chunk() { return threadIdx.x % kChunks * kVec; }
+  const Op& op_;
+  MatrixCopies<Op> copies_;
+};
+
+template <typename Op, int kOuter, int kDepth, int kThreads, typename Layout>
+using VectorLoader =
+    std::conditional_t<Op::kGathered, GatheredVectors<Op, kOuter, kDepth, kThreads, Layout>,
+                       MatrixVectors<Op, kOuter, kDepth, kThreads, Layout>>;
 
 }  // namespace braze::cuda

@@ -9,10 +9,10 @@
 
 namespace braze::cuda {
 
-template <int kM_, int kN_, int kWarpM_, int kWarpN_>
+template <int kM_, int kN_, int kWarpM_, int kWarpN_, int kStages_ = 3>
 struct MmaTile {
   static constexpr int kM = kM_, kN = kN_, kWarpM = kWarpM_, kWarpN = kWarpN_;
-  static constexpr int kStages = 3;
+  static constexpr int kStages = kStages_;
   static constexpr int kThreads = (kM / kWarpM) * (kN / kWarpN) * 32;
   static_assert(kM % kWarpM == 0 && kN % kWarpN == 0 && kWarpM % 16 == 0 && kWarpN % 16 == 0);
 };
@@ -89,8 +89,10 @@ struct MmaKernel {
   static constexpr int kTileM = Tile::kM, kTileN = Tile::kN;
   static constexpr int kSizeA = A::Layout::kSize, kStageSize = kSizeA + B::Layout::kSize;
   static constexpr int kTables = A::Table::kBytes + B::Table::kBytes;
+  // the stages and the tables, then the tile of C
   static constexpr int kSharedBytes =
-      Tile::kStages * kStageSize * static_cast<int>(sizeof(T)) + kTables;
+      std::max(Tile::kStages * kStageSize * static_cast<int>(sizeof(T)) + kTables,
+               GemmProblem<OpA, OpB>::template shared_bytes<kTileM, kTileN>());
   static constexpr int kFragmentsM = Tile::kWarpM / 16, kFragmentsN = Tile::kWarpN / 8;
 
   static __device__ __forceinline__ void run(const GemmProblem<OpA, OpB>& p) {
@@ -98,7 +100,7 @@ struct MmaKernel {
     extern __shared__ __align__(128) unsigned char shared[];
     const GemmBlock block = p.template block<kTileM, kTileN>();
     T* const stages = reinterpret_cast<T*>(shared);
-    unsigned char* const tables = shared + kSharedBytes - kTables;
+    unsigned char* const tables = shared + Tile::kStages * kStageSize * static_cast<int>(sizeof(T));
     const typename A::Table table_a(p.a, block.m0, tables);
     const typename B::Table table_b(p.b, block.n0, tables + A::Table::kBytes);
     __syncthreads();
@@ -150,17 +152,19 @@ struct MmaKernel {
     const bool odd = lane % 2;
     const int m = block.m0 + warp_m + lane / 4 + (odd ? 8 : 0);
     const int n = block.n0 + warp_n + lane % 4 / 2 * 4;
+    p.template store_tile<kTileM, kTileN, kThreads>(block, shared, [&](auto store) {
 #pragma unroll
-    for (int i = 0; i < kFragmentsM; ++i) {
+      for (int i = 0; i < kFragmentsM; ++i) {
 #pragma unroll
-      for (int j = 0; j < kFragmentsN; ++j) {
-        const float(&f)[4] = c[i][j];
-        const float x = __shfl_xor_sync(0xffffffff, odd ? f[0] : f[2], 1);
-        const float y = __shfl_xor_sync(0xffffffff, odd ? f[1] : f[3], 1);
-        const float v[4] = {odd ? x : f[0], odd ? y : f[1], odd ? f[2] : x, odd ? f[3] : y};
-        p.store4(v, block, m + i * 16, n + j * 8);
+        for (int j = 0; j < kFragmentsN; ++j) {
+          const float(&f)[4] = c[i][j];
+          const float x = __shfl_xor_sync(0xffffffff, odd ? f[0] : f[2], 1);
+          const float y = __shfl_xor_sync(0xffffffff, odd ? f[1] : f[3], 1);
+          const float v[4] = {odd ? x : f[0], odd ? y : f[1], odd ? f[2] : x, odd ? f[3] : y};
+          store(v, m + i * 16, n + j * 8);
+        }
       }
-    }
+    });
   }
 };
 

@@ -6,7 +6,10 @@
 #pragma once
 
 #include <climits>
+#include <cstddef>
 #include <cstdint>
+#include <cstring>
+#include <type_traits>
 
 #include "fast_div.cuh"
 #include "numeric.cuh"
@@ -17,26 +20,44 @@ template <typename T_>
 struct MatrixOperand {
   using T = T_;
   using Offset = int64_t;
-  static constexpr bool kGathered = false;
-  struct Coord {
-    int64_t offset;
-    bool inside;
-  };
+  static constexpr bool kGathered = false, kMasked = false;
+  struct Coord {};
 
   const T* data;
   int64_t batch, outer_stride, depth_stride;
   int outer_extent, depth_extent;
   bool vectors;  // 16-byte loads along the unit stride are aligned and never straddle an edge
+};
 
-  __device__ __forceinline__ Coord outer(int i) const {
-    return {i * outer_stride, i < outer_extent};
-  }
-  __device__ __forceinline__ Coord depth(int i) const {
-    return {i * depth_stride, i < depth_extent};
-  }
-  __device__ __forceinline__ bool locate(const Coord& o, const Coord& d, int64_t& offset) const {
-    offset = o.offset + d.offset;
-    return o.inside && d.inside;
+// A matrix whose elements count as 0 where those of another one with the same strides, the result
+// of a ReLU, are not positive (NaN is, as in torch).
+template <typename T>
+struct MaskedOperand : MatrixOperand<T> {
+  static constexpr bool kMasked = true;
+  ptrdiff_t mask;  // bytes from an element to the other matrix's; 0 without one
+
+  // Access: T, or a Vec of them. Through the read-only path, so that many loads may be under way.
+  template <typename Access>
+  __device__ __forceinline__ Access load(const T* from) const {
+    using Bits = std::conditional_t<sizeof(Access) == 16, uint4,
+                                    std::conditional_t<sizeof(Access) == 4, uint32_t, uint16_t>>;
+    union Value {
+      Bits bits;
+      T elements[sizeof(Access) / sizeof(T)];
+    };
+    const char* const result = reinterpret_cast<const char*>(from) + mask;
+    Value v, r;
+    v.bits = __ldg(reinterpret_cast<const Bits*>(from));
+    r.bits = __ldg(reinterpret_cast<const Bits*>(result));
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(Access) / sizeof(T)); ++i) {
+      if (convert<acc_t<T>>(r.elements[i]) <= acc_t<T>(0)) {
+        v.elements[i] = convert<T>(acc_t<T>(0));
+      }
+    }
+    Access access;
+    memcpy(&access, &v, sizeof(access));
+    return access;
   }
 };
 
@@ -136,7 +157,8 @@ struct Output {
   T* data;
   int64_t batch;
   Axis<int64_t> rows, columns;
-  bool vectors = false;  // 4 columns from a multiple of 4 are contiguous and aligned
+  int64_t row_stride = 0;  // if not 0: row-major, and the axes are not asked
+  bool vectors = false;    // 4 columns from a multiple of 4 are contiguous and aligned
   const T* bias = nullptr;
   bool bias_by_row = false;
   int64_t bias_batch = 0;
@@ -151,10 +173,11 @@ struct Output {
   // Four columns from n on, a multiple of 4; those at n_end and beyond do not exist.
   __device__ __forceinline__ void store4(const acc_t<T> (&v)[4], int64_t z, int m, int n,
                                          int n_end) const {
-    T* const row = data + z * batch + rows.at(m).offset;
+    const auto column = [&](int j) { return row_stride ? j : columns.at(j).offset; };
+    T* const row = data + z * batch + (row_stride ? m * row_stride : rows.at(m).offset);
     if (vectors && n + 4 <= n_end) {
       constexpr int kWidth = sizeof(T) == 8 ? 2 : 4;
-      T* const p = row + columns.at(n).offset;
+      T* const p = row + column(n);
 #pragma unroll
       for (int i = 0; i < 4; i += kWidth) {
         Vec<T, kWidth> out;
@@ -165,7 +188,7 @@ struct Output {
     } else {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        if (n + i < n_end) row[columns.at(n + i).offset] = finish(v[i], z, m, n + i);
+        if (n + i < n_end) row[column(n + i)] = finish(v[i], z, m, n + i);
       }
     }
   }

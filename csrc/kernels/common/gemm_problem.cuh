@@ -4,6 +4,7 @@
 
 #include <atomic>
 
+#include "cluster.cuh"
 #include "gemm_operand.cuh"
 #include "launch.cuh"
 
@@ -23,9 +24,12 @@ struct GemmProblem {
   int64_t batch;
   int m, n, k;
   // Set by launch_gemm. With more than one split every block writes its part of C, in the
-  // accumulation type, to partial[split][batch][m][n].
+  // accumulation type, to partial[split][batch][m][n]; or, clustered, keeps it in shared memory,
+  // where the blocks of the other splits, all of one cluster, find it.
   int splits, depth_tiles;
   acc_t<T>* partial;
+  bool clustered;
+  unsigned first_block;  // of the launch that works on this product
 
   // What the calling block works on. Blocks run down groups of 8 row tiles before the next column
   // tile, so that the blocks in flight share rows and columns in L2.
@@ -34,14 +38,16 @@ struct GemmProblem {
     constexpr int kGroup = 8;
     const int tiles_m = (m - 1) / kTileM + 1, tiles_n = (n - 1) / kTileN + 1;
     const unsigned per_part = static_cast<unsigned>(tiles_m) * tiles_n;
-    const unsigned part = blockIdx.x / per_part;
-    const int tile = static_cast<int>(blockIdx.x - part * per_part);
+    const unsigned number = blockIdx.x - first_block;
+    const unsigned index = clustered ? number / splits : number;
+    const unsigned part = index / per_part;
+    const int tile = static_cast<int>(index - part * per_part);
     const int group = tile / (kGroup * tiles_n);
     const int rows = min(kGroup, tiles_m - group * kGroup);
     const int in_group = tile - group * kGroup * tiles_n;
     GemmBlock result;
-    result.split = static_cast<int>(part % splits);
-    result.batch = part / splits;
+    result.split = static_cast<int>((clustered ? number : part) % splits);
+    result.batch = clustered ? part : part / splits;
     result.m0 = (group * kGroup + in_group % rows) * kTileM;
     result.n0 = in_group / rows * kTileN;
     result.first_tile = static_cast<int>(int64_t{depth_tiles} * result.split / splits);
@@ -50,11 +56,74 @@ struct GemmProblem {
     return result;
   }
 
-  // Four columns of row `row`, from a multiple of 4 on; what lies outside C is dropped.
+  // The end of a kernel: visit(store) calls store(v, m, n) with four neighbouring values of C each,
+  // n a multiple of 4, until every element of the block's tile has been given; what lies outside C
+  // is dropped. `shared` holds shared_bytes() and is free to be written once all threads have
+  // arrived: threads trade the values they have for whole rows, which memory takes faster. With
+  // kGroups groups of threads each gives a part of every element.
+  template <int kTileM, int kTileN, int kThreads, int kGroups = 1, typename Visit>
+  __device__ __forceinline__ void store_tile(const GemmBlock& block, void* shared,
+                                             Visit visit) const {
+    using Acc = acc_t<T>;
+    constexpr int kRow = tile_row<kTileN>();
+    constexpr int kTile = kTileM * kRow;
+    Acc* const tile = static_cast<Acc*>(shared);
+    Acc* const mine_of_group = tile + threadIdx.x / (kThreads / kGroups) * kTile;
+    __syncthreads();
+    visit([&](const Acc(&v)[4], int row, int column) {
+      Acc* const to = mine_of_group + (row - block.m0) * kRow + column - block.n0;
+      constexpr int kWidth = sizeof(Acc) == 8 ? 2 : 4;
+#pragma unroll
+      for (int i = 0; i < 4; i += kWidth) {
+        Vec<Acc, kWidth> part;
+#pragma unroll
+        for (int j = 0; j < kWidth; ++j) part.v[j] = v[i + j];
+        *reinterpret_cast<Vec<Acc, kWidth>*>(to + i) = part;
+      }
+    });
+    if (clustered) {
+      cluster_sync();
+    } else {
+      __syncthreads();
+    }
+    // In a cluster every block adds up its share of the tile, always in the order of the splits.
+    const int parts = clustered ? splits : 1, mine = clustered ? block.split : 0;
+    constexpr int kQuads = kTileM * kTileN / 4;
+    const int end = kQuads * (mine + 1) / parts;
+    for (int quad = kQuads * mine / parts + threadIdx.x; quad < end; quad += kThreads) {
+      const int row = quad / (kTileN / 4), column = quad % (kTileN / 4) * 4;
+      if (block.m0 + row >= m || block.n0 + column >= n) continue;
+      Acc sum[4] = {};
+      const Acc* from = tile + row * kRow + column;
+#pragma unroll 4
+      for (int s = 0; s < parts; ++s) {
+        const Acc* const of_split = clustered ? in_cluster(from, s) : from;
+#pragma unroll
+        for (int g = 0; g < kGroups; ++g) {
+          const auto part = *reinterpret_cast<const Vec<Acc, 4>*>(of_split + g * kTile);
+#pragma unroll
+          for (int j = 0; j < 4; ++j) sum[j] += part.v[j];
+        }
+      }
+      store4(sum, block, block.m0 + row, block.n0 + column);
+    }
+    if (clustered) cluster_sync();  // no block ends while another may read its shared memory
+  }
+
+  template <int kTileM, int kTileN, int kGroups = 1>
+  static constexpr int shared_bytes() {
+    return kGroups * kTileM * tile_row<kTileN>() * static_cast<int>(sizeof(acc_t<T>));
+  }
+
+ private:
+  // Padded, so that the eight rows that a warp writes at once spread over the banks.
+  template <int kTileN>
+  static constexpr int tile_row() {
+    return kTileN + 8;
+  }
   __device__ __forceinline__ void store4(const acc_t<T> (&v)[4], const GemmBlock& block, int row,
                                          int column) const {
-    if (row >= m || column >= n) return;
-    if (splits == 1) {
+    if (splits == 1 || clustered) {
       out.store4(v, block.batch, row, column, n);
       return;
     }
@@ -82,6 +151,7 @@ __global__ void gemm_reduce_kernel(const acc_t<T>* __restrict__ partial, Output<
     const int64_t row = i / quads;  // batch * m + row of C
     const int column = static_cast<int>(i - row * quads) * 4;
     acc_t<T> sum[4] = {};
+#pragma unroll 4
     for (int s = 0; s < splits; ++s) {
       const acc_t<T>* const from = partial + (s * batch * m + row) * n + column;
 #pragma unroll
@@ -117,35 +187,42 @@ void launch_gemm_reduce(Stream stream, const acc_t<T>* partial, const Output<T>&
   check_launch("gemm_reduce");
 }
 
-// A kernel must be told once per device that it may use more than 48 KiB of shared memory.
-template <typename Kernel, typename Problem>
-void allow_shared_memory() {
-  static std::atomic<uint64_t> done{0};
+// A kernel must be told once per device that it may use more than 48 KiB of shared memory; `done`
+// is its own set of devices.
+inline void allow_shared_memory(const void* kernel, int bytes, std::atomic<uint64_t>& done) {
   int device = 0;
   cudaGetDevice(&device);
   const uint64_t bit = uint64_t{1} << (device % 64);
   if (done.load(std::memory_order_relaxed) & bit) return;
   const cudaError_t error =
-      cudaFuncSetAttribute(gemm_kernel<Kernel, Problem>,
-                           cudaFuncAttributeMaxDynamicSharedMemorySize, Kernel::kSharedBytes);
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error != cudaSuccess) {
-    throw std::runtime_error(std::string("gemm: ") + std::to_string(Kernel::kSharedBytes) +
+    throw std::runtime_error(std::string("gemm: ") + std::to_string(bytes) +
                              " bytes of shared memory refused: " + cudaGetErrorString(error));
   }
   done.fetch_or(bit, std::memory_order_relaxed);
 }
 
-// `workspace` holds split_bytes(splits, ...).
+// `workspace` holds split_bytes(splits, ...), unless the splits' blocks form clusters.
 template <typename Kernel, typename Problem>
-void launch_gemm(Stream stream, Problem problem, int splits, void* workspace) {
+void launch_gemm(Stream stream, Problem problem, int splits, void* workspace,
+                 bool clustered = false) {
   using T = typename Problem::T;
-  problem.splits = workspace ? splits : 1;
+  problem.splits = workspace || clustered ? splits : 1;
   problem.depth_tiles = static_cast<int>(ceil_div(problem.k, Kernel::kDepth));
   problem.partial = static_cast<acc_t<T>*>(workspace);
+  problem.clustered = clustered && problem.splits > 1;
   const int64_t blocks = ceil_div(problem.m, Kernel::kTileM) * ceil_div(problem.n, Kernel::kTileN) *
                          problem.batch * problem.splits;
   if (blocks > INT_MAX) throw std::runtime_error("gemm: more than 2^31 - 1 tiles");
-  allow_shared_memory<Kernel, Problem>();
+  static std::atomic<uint64_t> done{0};
+  allow_shared_memory(reinterpret_cast<const void*>(gemm_kernel<Kernel, Problem>),
+                      Kernel::kSharedBytes, done);
+  if (problem.clustered) {
+    launch_clusters("gemm", stream, gemm_kernel<Kernel, Problem>, static_cast<unsigned>(blocks),
+                    Kernel::kThreads, Kernel::kSharedBytes, problem.splits, problem);
+    return;
+  }
   gemm_kernel<Kernel>
       <<<static_cast<unsigned>(blocks), Kernel::kThreads, Kernel::kSharedBytes, as_cuda(stream)>>>(
           problem);

@@ -9,11 +9,13 @@
 
 namespace braze::cuda {
 
-template <int kM_, int kN_, int kThreadM_, int kThreadN_>
+// kGroups groups of threads share out the depth of every tile, where C alone occupies too few.
+template <int kM_, int kN_, int kThreadM_, int kThreadN_, int kStages_ = 3, int kGroups_ = 1>
 struct SimtTile {
   static constexpr int kM = kM_, kN = kN_, kThreadM = kThreadM_, kThreadN = kThreadN_;
-  static constexpr int kDepth = 16, kStages = 3;
-  static constexpr int kThreads = (kM / kThreadM) * (kN / kThreadN);
+  static constexpr int kDepth = 16, kStages = kStages_, kGroups = kGroups_;
+  static constexpr int kGroupThreads = (kM / kThreadM) * (kN / kThreadN);
+  static constexpr int kThreads = kGroupThreads * kGroups;
   // A warp's 4 x 8 threads take pieces of 4 x 4 that lie side by side, so that its 16-byte reads of
   // shared memory are free of bank conflicts.
   static constexpr int kWarpM = 4 * kThreadM, kWarpN = 8 * kThreadN;
@@ -44,8 +46,10 @@ struct SimtKernel {
   static constexpr int kThreads = Tile::kThreads;
   static constexpr int kTileM = Tile::kM, kTileN = Tile::kN;
   static constexpr int kStageSize = LayoutA::kSize + LayoutB::kSize;
-  static constexpr int kSharedBytes =
-      Tile::kStages * kStageSize * static_cast<int>(sizeof(T)) + TableA::kBytes + TableB::kBytes;
+  // the stages and the tables, then the tile of C
+  static constexpr int kSharedBytes = std::max(
+      Tile::kStages * kStageSize * static_cast<int>(sizeof(T)) + TableA::kBytes + TableB::kBytes,
+      GemmProblem<OpA, OpB>::template shared_bytes<kTileM, kTileN, Tile::kGroups>());
 
   static __device__ __forceinline__ void run(const GemmProblem<OpA, OpB>& p) {
     extern __shared__ __align__(16) unsigned char shared[];
@@ -57,7 +61,9 @@ struct SimtKernel {
     const LoaderA loader_a(p.a, p.a.data + block.batch * p.a.batch, block.m0, table_a);
     const LoaderB loader_b(p.b, p.b.data + block.batch * p.b.batch, block.n0, table_b);
 
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    constexpr int kGroupDepth = kDepth / Tile::kGroups;
+    const int group = threadIdx.x / Tile::kGroupThreads;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x % Tile::kGroupThreads / 32;
     const int m_in_tile = warp / (kTileN / Tile::kWarpN) * Tile::kWarpM + lane / 8 * 4;
     const int n_in_tile = warp % (kTileN / Tile::kWarpN) * Tile::kWarpN + lane % 8 * 4;
     T c[Tile::kThreadM][Tile::kThreadN] = {};
@@ -70,10 +76,12 @@ struct SimtKernel {
           loader_b.load(stages + stage * kStageSize + LayoutA::kSize, k0);
         },
         [&](int stage) {
-          const T* const as = stages + stage * kStageSize + m_in_tile;
-          const T* const bs = stages + stage * kStageSize + LayoutA::kSize + n_in_tile;
+          const T* const tile = stages + stage * kStageSize;
+          const T* const as = tile + LayoutA::offset(m_in_tile, group * kGroupDepth);
+          const T* const bs =
+              tile + LayoutA::kSize + LayoutB::offset(n_in_tile, group * kGroupDepth);
 #pragma unroll
-          for (int k = 0; k < kDepth; ++k) {
+          for (int k = 0; k < kGroupDepth; ++k) {
             T a[Tile::kThreadM], b[Tile::kThreadN];
 #pragma unroll
             for (int i = 0; i < Tile::kThreadM; i += 4) {
@@ -91,15 +99,17 @@ struct SimtKernel {
           }
         });
 
+    p.template store_tile<kTileM, kTileN, kThreads, Tile::kGroups>(block, shared, [&](auto store) {
 #pragma unroll
-    for (int i = 0; i < Tile::kThreadM; ++i) {
-      const int m = block.m0 + m_in_tile + i / 4 * 16 + i % 4;
+      for (int i = 0; i < Tile::kThreadM; ++i) {
+        const int m = block.m0 + m_in_tile + i / 4 * 16 + i % 4;
 #pragma unroll
-      for (int j = 0; j < Tile::kThreadN; j += 4) {
-        const T v[4] = {c[i][j], c[i][j + 1], c[i][j + 2], c[i][j + 3]};
-        p.store4(v, block, m, block.n0 + n_in_tile + j * 8);
+        for (int j = 0; j < Tile::kThreadN; j += 4) {
+          const T v[4] = {c[i][j], c[i][j + 1], c[i][j + 2], c[i][j + 3]};
+          store(v, m, block.n0 + n_in_tile + j * 8);
+        }
       }
-    }
+    });
   }
 };
 

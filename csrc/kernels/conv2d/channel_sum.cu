@@ -44,15 +44,15 @@ bool as_columns(int64_t c, int64_t h, int64_t w, const Tensor4dRef& t) {
 int64_t channel_sum_workspace_bytes(DType dtype, int64_t n, int64_t c, int64_t h, int64_t w) {
   if (c == 0) return 0;
   const int64_t accumulator = dtype == DType::kFloat64 ? 8 : 4;
-  return std::max(column_sum_workspace_bytes(dtype, n * h * w, c),
-                  plan(c, n * h * w) * c * accumulator);
+  const ColumnSumArgs columns{dtype, n * h * w, c, nullptr, nullptr, nullptr, nullptr};
+  return std::max(column_sum_workspace_bytes(columns), plan(c, n * h * w) * c * accumulator);
 }
 
 void channel_sum(Stream stream, DType dtype, int64_t n, int64_t c, int64_t h, int64_t w,
                  const Tensor4dRef& dy, void* out, void* workspace) {
   if (c == 0) return;
   if (as_columns(c, h, w, dy)) {
-    return column_sum(stream, dtype, n * h * w, c, dy.data, out, workspace);
+    return column_sum(stream, {dtype, n * h * w, c, dy.data, nullptr, nullptr, out}, workspace);
   }
   if (n * h * w > INT_MAX - kThreads || c > INT_MAX / 1024) {
     throw std::runtime_error("conv2d: bias gradient: more than 2^31 pixels or 2^21 channels");

@@ -168,7 +168,6 @@ __global__ void __launch_bounds__(kMaxTeamThreads)
 template <typename T>
 void launch_partials(Stream stream, const LossArgs& args, const Pair<double>* partials, int count,
                      void* loss, void* total_weight) {
-  if (count == 1 || args.reduction == Reduction::kNone) return;
   reduce_partials_kernel<T>
       <<<1, 256, 0, as_cuda(stream)>>>(args, partials, count, loss, total_weight);
 }
@@ -212,19 +211,25 @@ void cross_entropy(Stream stream, const LossArgs& args, void* loss, void* stats,
   dispatch(args.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const bool vectors = rows_take_vectors<T>(args, {args.input});
-    const TeamLaunch launch = choose_loss_team(args, vectors ? kVecWidth<T> : 1);
-    Pair<double>* partials = static_cast<Pair<double>*>(workspace);
+    const LossLaunch launch = choose_loss_team(args, vectors ? kVecWidth<T> : 1);
+    Pair<double>* const partials =
+        launch.meeting == Meeting::kPartials ? static_cast<Pair<double>*>(workspace) : nullptr;
     dispatch_rows<kVecWidth<T>>(launch.team, vectors, [&](auto team, auto width) {
       constexpr Team kTeam = decltype(team)::value;
       constexpr int N = decltype(width)::value;
       const auto kernel = args.target_kind == TargetKind::kProbability
                               ? cross_entropy_kernel<kTeam, N, true, T>
                               : cross_entropy_kernel<kTeam, N, false, T>;
+      if (launch.meeting == Meeting::kCluster) {
+        launch_clusters("cross_entropy", stream, kernel, launch.grid, launch.block, 0, launch.grid,
+                        args, launch.lanes, loss, stats, total_weight, partials);
+        return;
+      }
       kernel<<<launch.grid, launch.block, 0, as_cuda(stream)>>>(args, launch.lanes, loss, stats,
                                                                 total_weight, partials);
     });
     check_launch("cross_entropy");
-    launch_partials<T>(stream, args, partials, launch.grid, loss, total_weight);
+    if (partials) launch_partials<T>(stream, args, partials, launch.grid, loss, total_weight);
     check_launch("cross_entropy");
   });
 }
@@ -256,10 +261,12 @@ void nll_loss(Stream stream, const LossArgs& args, void* loss, void* total_weigh
   dispatch(args.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const int blocks = nll_blocks(args);
-    Pair<double>* partials = static_cast<Pair<double>*>(workspace);
+    Pair<double>* const partials = meeting_of(args, blocks, false) == Meeting::kPartials
+                                       ? static_cast<Pair<double>*>(workspace)
+                                       : nullptr;
     nll_loss_kernel<T><<<blocks, 256, 0, as_cuda(stream)>>>(args, loss, total_weight, partials);
     check_launch("nll_loss");
-    launch_partials<T>(stream, args, partials, blocks, loss, total_weight);
+    if (partials) launch_partials<T>(stream, args, partials, blocks, loss, total_weight);
     check_launch("nll_loss");
   });
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cross_entropy.h"
+#include "kernels/common/cluster.cuh"
 #include "kernels/softmax/row_team.cuh"
 
 namespace braze::cuda {
@@ -85,8 +86,9 @@ __device__ void store_reduced(const LossArgs& args, Pair<double> sum, void* loss
   *static_cast<acc_t<T>*>(total_weight) = static_cast<acc_t<T>>(mean ? sum.second : 1.0);
 }
 
-// The end of a forward kernel: `mine` is this thread's sum of row losses and weights. One block
-// finishes the reduction itself; several leave partial sums to reduce_partials_kernel.
+// The end of a forward kernel: `mine` is this thread's sum of row losses and weights. One block, or
+// a cluster that is the whole grid (no partials then), finishes the reduction itself; other blocks
+// leave partial sums to reduce_partials_kernel.
 template <typename T>
 __device__ void reduce_rows(const LossArgs& args, Pair<double> mine, void* loss, void* total_weight,
                             Pair<double>* partials) {
@@ -95,13 +97,23 @@ __device__ void reduce_rows(const LossArgs& args, Pair<double> mine, void* loss,
     if (first && blockIdx.x == 0) *static_cast<acc_t<T>*>(total_weight) = acc_t<T>(1);
     return;
   }
-  const Pair<double> sum = block_sum(mine);
-  if (!first) return;
-  if (gridDim.x == 1) {
-    store_reduced<T>(args, sum, loss, total_weight);
-  } else {
-    partials[blockIdx.x] = sum;
+  Pair<double> sum = block_sum(mine);
+  if (partials) {
+    if (first) partials[blockIdx.x] = sum;
+    return;
   }
+  if (gridDim.x > 1) {
+    __shared__ Pair<double> of_block;
+    if (first) of_block = sum;
+    cluster_sync();
+    if (first && blockIdx.x == 0) {
+      for (int i = 1; i < static_cast<int>(gridDim.x); ++i) {
+        sum = AddPairs{}(sum, *in_cluster(&of_block, i));
+      }
+    }
+    cluster_sync();  // no block ends while another may read its shared memory
+  }
+  if (first && blockIdx.x == 0) store_reduced<T>(args, sum, loss, total_weight);
 }
 
 template <typename T>
@@ -115,19 +127,37 @@ __global__ void reduce_partials_kernel(LossArgs args, const Pair<double>* partia
 
 constexpr int kMaxPartials = 2048;
 
-// Few short rows: one block of all threads, so that the reduction needs no second launch. Else as
-// many blocks as there are partial sums for.
-inline TeamLaunch choose_loss_team(const LossArgs& args, int vector) {
-  TeamLaunch launch = choose_team(args.shape, vector);
+// How the blocks of a launch come to one sum.
+enum class Meeting { kBlock, kCluster, kPartials };
+
+struct LossLaunch : TeamLaunch {
+  Meeting meeting;
+};
+
+inline Meeting meeting_of(const LossArgs& args, int blocks, bool clustered) {
+  if (blocks == 1 || args.reduction == Reduction::kNone) return Meeting::kBlock;
+  return clustered ? Meeting::kCluster : Meeting::kPartials;
+}
+
+// Few short rows: one block, or one cluster of blocks, so that the reduction needs no second
+// launch. Else as many blocks as there are partial sums for.
+inline LossLaunch choose_loss_team(const LossArgs& args, int vector) {
+  LossLaunch launch{choose_team(args.shape, vector), Meeting::kPartials};
   launch.grid = std::max(1, std::min(launch.grid, kMaxPartials));  // no rows: mean is NaN, sum 0
-  if (launch.team == Team::kLanes && args.shape.rows() <= 1024 && args.shape.size <= 64) {
-    constexpr int kPasses = 4;  // over the rows, at most
-    while (launch.lanes > 1 && args.shape.rows() * launch.lanes > kPasses * kMaxTeamThreads) {
-      launch.lanes /= 2;
+  const int64_t rows = args.shape.rows();
+  bool clustered = false;
+  if (launch.team == Team::kLanes && args.shape.size <= 64) {
+    const int most = clusters_available() ? kMaxCluster : 1;
+    int lanes = launch.lanes;
+    while (lanes > 2 && rows * lanes > int64_t{most} * kMaxTeamThreads) lanes /= 2;
+    if (rows * lanes <= int64_t{most} * kMaxTeamThreads) {
+      launch.lanes = lanes;
+      launch.block = dim3(kMaxTeamThreads);
+      launch.grid = static_cast<int>(std::max<int64_t>(1, ceil_div(rows * lanes, kMaxTeamThreads)));
+      clustered = true;
     }
-    launch.block = dim3(kMaxTeamThreads);
-    launch.grid = 1;
   }
+  launch.meeting = meeting_of(args, launch.grid, clustered);
   return launch;
 }
 

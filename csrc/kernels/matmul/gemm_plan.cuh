@@ -6,36 +6,67 @@
 
 namespace braze::cuda {
 
-// A tile of C is kLarge for speed, kSmall where large ones would leave multiprocessors idle, kTall
-// or kWide where C has few columns or rows.
-enum class TileShape { kLarge, kSmall, kTall, kWide };
+// A tile of C is kLarge (128 x 128) for speed, kSmall (64 x 64) and kTiny (32 x 32) where larger
+// ones would leave multiprocessors idle, kTall (128 x 32) or kWide (32 x 128) where C has few
+// columns or rows.
+enum class TileShape { kLarge, kSmall, kTiny, kTall, kWide };
 
 struct MatmulPlan {
   TileShape tile;
   int splits;
+  bool clustered;  // the blocks of all splits of a tile add up their parts by themselves
 };
 
-// kTall and kWide are 128 x 32 and 32 x 128.
-inline MatmulPlan plan_matmul(const MatmulArgs& p, int depth, bool narrow_tiles, bool large_tiles) {
-  const int64_t depth_tiles = ceil_div(p.k, depth);
-  TileShape tile = TileShape::kSmall;
-  if (narrow_tiles && p.n <= 32) {
-    tile = TileShape::kTall;
-  } else if (narrow_tiles && p.m <= 32) {
-    tile = TileShape::kWide;
-  } else if (large_tiles && p.m > 64 && p.n > 64) {
-    const int64_t blocks = p.batch * ceil_div(p.m, 128) * ceil_div(p.n, 128);
-    if (blocks * std::max<int64_t>(1, depth_tiles / 8) >= sm_count()) tile = TileShape::kLarge;
+// What the kernels of one kind offer the plan.
+struct GemmKernels {
+  int depth;             // of a tile
+  bool large, narrow;    // whether there are kLarge, and kTall and kWide
+  bool clusters;         // whether splits may form clusters
+  int64_t long_product;  // multiply-adds that take about 20 us
+};
+
+inline MatmulPlan plan_matmul(const MatmulArgs& p, const GemmKernels& kernels) {
+  struct Shape {
+    TileShape tile;
+    int m, n, per_sm;
+  };
+  constexpr Shape kLarge{TileShape::kLarge, 128, 128, 2}, kSmall{TileShape::kSmall, 64, 64, 3},
+      kTiny{TileShape::kTiny, 32, 32, 4}, kTall{TileShape::kTall, 128, 32, 3},
+      kWide{TileShape::kWide, 32, 128, 3};
+  const int64_t depth_tiles = ceil_div(p.k, kernels.depth);
+  const auto blocks = [&](const Shape& s) {
+    return p.batch * ceil_div(p.m, s.m) * ceil_div(p.n, s.n);
+  };
+  // The sum in a cluster costs little, so that its parts may be short.
+  const int64_t most_splits =
+      std::max<int64_t>(1, kernels.clusters ? std::min<int64_t>(kMaxCluster, depth_tiles / 2)
+                                            : std::min<int64_t>(256, depth_tiles / 4));
+  const auto fills = [&](const Shape& s) {
+    return blocks(s) * most_splits >= int64_t{sm_count()} * 3 / 4;
+  };
+  Shape shape = kTiny;
+  if (kernels.narrow && p.n <= 32 && fills(kTall)) {
+    shape = kTall;
+  } else if (kernels.narrow && p.m <= 32 && fills(kWide)) {
+    shape = kWide;
+  } else if (kernels.large && p.m > 64 && p.n > 64 && fills(kLarge)) {
+    shape = kLarge;
+  } else if (p.m > 32 && p.n > 32 && fills(kSmall)) {
+    shape = kSmall;
   }
-  const bool large = tile == TileShape::kLarge;
-  const int64_t tile_m = large || tile == TileShape::kTall ? 128
-                         : tile == TileShape::kWide        ? 32
-                                                           : 64;
-  const int64_t tile_n = large || tile == TileShape::kWide ? 128
-                         : tile == TileShape::kTall        ? 32
-                                                           : 64;
-  const int64_t blocks = p.batch * ceil_div(p.m, tile_m) * ceil_div(p.n, tile_n);
-  return {tile, plan_splits(blocks, depth_tiles, large ? 2 : 3)};
+  const int64_t slots = int64_t{sm_count()} * shape.per_sm, count = blocks(shape);
+  int64_t splits = 1;
+  if (count > 0 && 2 * count <= slots) splits = std::min(slots / count, most_splits);
+  // A second launch pays where it lets blocks be more and shorter than clusters can, and where the
+  // product takes long: blocks that need not start together spread more evenly.
+  const int64_t more =
+      std::min({slots / std::max<int64_t>(1, count), depth_tiles / 4, int64_t{64}});
+  const bool long_sums = more >= 4 * splits && depth_tiles >= 12 * splits;
+  const bool long_product = more > 1 && p.batch * p.m * p.n * p.k >= kernels.long_product;
+  if (kernels.clusters && splits > 1 && (long_sums || long_product)) {
+    return {shape.tile, static_cast<int>(more), false};
+  }
+  return {shape.tile, static_cast<int>(splits), kernels.clusters};
 }
 
 template <typename T>
@@ -69,14 +100,18 @@ GemmProblem<MatrixOperand<T>, MatrixOperand<T>> matmul_problem(const MatmulArgs&
   Output<T>& out = problem.out;
   out.data = static_cast<T*>(p.c);
   out.batch = p.m * p.n;
-  out.rows.inner = FastDiv(p.m);
-  out.rows.offset_step[2] = p.n;
-  out.columns.inner = FastDiv(p.n);
-  out.columns.offset_step[2] = 1;
+  out.row_stride = p.n;
   out.vectors = p.n % 4 == 0 && is_vec_aligned(out.data);
   out.bias = static_cast<const T*>(p.bias);
   out.relu = p.relu;
   return problem;
+}
+
+// Whether both operands are read 16 bytes at a time.
+template <typename T>
+bool takes_vectors(const MatmulArgs& p) {
+  return matrix_operand<T>(p.a, p.batch, p.m, p.k, p.a.row, p.a.col).vectors &&
+         matrix_operand<T>(p.b, p.batch, p.n, p.k, p.b.col, p.b.row).vectors;
 }
 
 // Whether the operand's tile is stored, and read from global memory, along the depth.

@@ -64,8 +64,10 @@ int64_t matmul_workspace_bytes(const MatmulArgs& args, const std::string& kernel
   switch (choose(args, kernel)) {
     case Choice::kNaive: return 0;
     case Choice::kSimt: return simt_matmul_workspace_bytes(args);
-    case Choice::kMma:
-      return split_bytes<float>(plan_mma_matmul(args).splits, args.batch, args.m, args.n);
+    case Choice::kMma: {
+      const MatmulPlan plan = plan_mma_matmul(args);
+      return plan.clustered ? 0 : split_bytes<float>(plan.splits, args.batch, args.m, args.n);
+    }
   }
   return 0;
 }

@@ -25,6 +25,26 @@ struct MatmulArgs {
   bool deterministic;  // measured kernel choices are ignored
 };
 
+// out[j] = sum over i of x[i * n + j]: the gradient of a bias. With the result of a ReLU given, x
+// is the gradient that reaches it, and elements where the result is not positive count as 0 (NaN is
+// as torch has it: positive); what they became is written to `masked`. All dense, m x n.
+struct ColumnSumArgs {
+  DType dtype;
+  int64_t m, n;
+  const void* x;
+  const void* result;  // or nullptr
+  void* masked;        // nullptr without a result
+  void* out;           // n sums, or nullptr if only `masked` is wanted
+};
+
+// The gradients of a linear layer of few rows: the two products, both of the gradient dy that
+// reaches the layer (A of the one, transposed A of the other), and the column sums of dy.
+struct LinearGradArgs {
+  MatmulArgs input, weight;
+  const void* result;  // of a ReLU that follows, with dy's strides; or nullptr
+  void* bias;          // or nullptr
+};
+
 namespace BRAZE_DEVICE {
 
 // Bytes of workspace that `matmul` wants for these arguments (0: none), for example for split-K.
@@ -35,11 +55,13 @@ int64_t matmul_workspace_bytes(const MatmulArgs& args, const std::string& kernel
 // the epilogue of zero.
 void matmul(Stream stream, const MatmulArgs& args, const std::string& kernel, void* workspace);
 
-// out[j] = sum over i of x[i * n + j], x dense m x n, summed in fp32 (fp64 for fp64): the gradient
-// of a bias. Deterministic. The workspace holds column_sum_workspace_bytes.
-int64_t column_sum_workspace_bytes(DType dtype, int64_t m, int64_t n);
-void column_sum(Stream stream, DType dtype, int64_t m, int64_t n, const void* x, void* out,
-                void* workspace);
+// The sums of columns, in fp32 (fp64 for fp64), always in the same order.
+int64_t column_sum_workspace_bytes(const ColumnSumArgs& args);
+void column_sum(Stream stream, const ColumnSumArgs& args, void* workspace);
+
+// Everything in one launch where the device, the sizes and the strides are such that it is the
+// fastest way; else nothing, and false.
+bool linear_gradients(Stream stream, const LinearGradArgs& args);
 
 }  // namespace BRAZE_DEVICE
 }  // namespace braze

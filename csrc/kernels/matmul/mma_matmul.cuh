@@ -6,26 +6,38 @@
 
 namespace braze::cuda {
 
+constexpr int64_t kLongProduct = int64_t{1} << 31;
+
 inline MatmulPlan plan_mma_matmul(const MatmulArgs& args) {
-  return plan_matmul(args, 128 / static_cast<int>(size_of(args.dtype)), false, true);
+  const bool vectors =
+      args.dtype == DType::kFloat32 ? takes_vectors<float>(args) : takes_vectors<__half>(args);
+  return plan_matmul(args, {128 / static_cast<int>(size_of(args.dtype)), vectors, false,
+                            clusters_available(), kLongProduct});
+}
+
+template <typename T>
+void mma_matmul(Stream stream, const MatmulArgs& args, const MatmulPlan& plan, void* workspace) {
+  dispatch_majors(args, [&](auto a_depth, auto b_depth) {
+    using Op = MatrixOperand<T>;
+    constexpr bool kA = a_depth.value, kB = b_depth.value;
+    const auto launch = [&](auto tile, auto load) {
+      constexpr Load kLoad = decltype(load)::value;
+      using Kernel = MmaKernel<decltype(tile), kA, kB, kLoad, kLoad, Op, Op>;
+      launch_gemm<Kernel>(stream, matmul_problem<T>(args), plan.splits, workspace, plan.clustered);
+    };
+    constexpr std::integral_constant<Load, Load::kVectors> kVectors{};
+    constexpr std::integral_constant<Load, Load::kEither> kEither{};
+    switch (plan.tile) {
+      case TileShape::kLarge: return launch(MmaTile<128, 128, 64, 32>{}, kVectors);
+      case TileShape::kTiny: return launch(MmaTile<32, 32, 16, 16, 6>{}, kEither);
+      default: return launch(MmaTile<64, 64, 32, 32>{}, kEither);
+    }
+  });
 }
 
 template <typename T>
 void mma_matmul(Stream stream, const MatmulArgs& args, void* workspace) {
-  const MatmulPlan plan = plan_mma_matmul(args);
-  dispatch_majors(args, [&](auto a_depth, auto b_depth) {
-    using Op = MatrixOperand<T>;
-    constexpr bool kA = a_depth.value, kB = b_depth.value;
-    if (plan.tile == TileShape::kLarge) {
-      using Kernel =
-          MmaKernel<MmaTile<128, 128, 64, 32>, kA, kB, Load::kEither, Load::kEither, Op, Op>;
-      launch_gemm<Kernel>(stream, matmul_problem<T>(args), plan.splits, workspace);
-    } else {
-      using Kernel =
-          MmaKernel<MmaTile<64, 64, 32, 32>, kA, kB, Load::kEither, Load::kEither, Op, Op>;
-      launch_gemm<Kernel>(stream, matmul_problem<T>(args), plan.splits, workspace);
-    }
-  });
+  mma_matmul<T>(stream, args, plan_mma_matmul(args), workspace);
 }
 
 }  // namespace braze::cuda

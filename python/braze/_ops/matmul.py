@@ -1,12 +1,14 @@
 """matmul and linear: public functions, autograd Functions, fake kernels. Kernels:
 csrc/kernels/matmul/."""
 
+import typing
+
 import torch
 
 from braze import _config
 from braze._ops._bilinear import check_tensor, double_backward, masked
 from braze._ops._common import autocast_dtype, below_autograd, cast_to, eager, register
-from braze._ops.relu import relu_backward
+from braze._ops.relu import relu, relu_backward
 
 _ops = torch.ops.braze
 
@@ -68,7 +70,6 @@ class Linear(torch.autograd.Function):
         backend="auto",
     ):
         ctx.settings = (allow_tf32, deterministic, backend)
-        ctx.relu = relu
         with below_autograd():
             out = _ops.linear.default(input, weight, bias, relu, *ctx.settings)
         if relu:
@@ -79,11 +80,12 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        input, weight = ctx.saved_tensors[:2]
-        if ctx.relu:
-            grad = relu_backward(grad, ctx.saved_tensors[2])
+        input, weight, *result = ctx.saved_tensors
         mask = ctx.needs_input_grad[:3]
-        grads = _linear_backward(grad, input, weight, mask, *ctx.settings)
+        if result:
+            grads = _linear_relu_backward(grad, *result, input, weight, mask, *ctx.settings)
+        else:
+            grads = _linear_backward(grad, input, weight, mask, *ctx.settings)
         return *masked(grads, mask), None, None, None, None
 
 
@@ -110,20 +112,70 @@ class LinearBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        settings = ctx.settings
-        d = double_backward(
-            ctx,
-            grads,
-            lambda x, w, b: _linear(x, w, b, False, *settings),
-            lambda g, x, w, mask: _linear_backward(g, x, w, mask, *settings),
-            lambda b, like: b.expand_as(like),
+        return *_linear_double_backward(ctx, grads, ctx.settings), None, None, None, None
+
+
+class LinearReLUBackward(torch.autograd.Function):
+    """LinearBackward of relu_backward(grad_output, result), in fewer kernels; its own derivatives
+    are those of the two ops. The result enters through its sign only."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        grad_output,
+        result,
+        input,
+        weight,
+        output_mask,
+        allow_tf32=False,
+        deterministic=False,
+        backend="auto",
+    ):
+        ctx.settings = (allow_tf32, deterministic, backend)
+        ctx.output_mask = output_mask
+        ctx.save_for_backward(grad_output, result, input, weight)
+        ctx.set_materialize_grads(False)
+        with below_autograd():
+            return _ops.linear_relu_backward.default(
+                grad_output, result, input, weight, output_mask, *ctx.settings
+            )
+
+    @staticmethod
+    def backward(ctx, *grads):
+        grad_output, result, input, weight = ctx.saved_tensors
+        wanted = ctx.needs_input_grad
+        passed = _Saved(
+            (relu_backward(grad_output, result), input, weight),
+            ctx.output_mask,
+            (wanted[0], *wanted[2:4]),
         )
-        return *d, None, None, None, None
+        d_passed, *d = _linear_double_backward(passed, grads, ctx.settings)
+        d_grad = None if d_passed is None else relu_backward(d_passed, result)
+        return d_grad, None, *d, None, None, None, None
+
+
+class _Saved(typing.NamedTuple):
+    """What double_backward() reads of a LinearBackward's ctx."""
+
+    saved_tensors: tuple
+    output_mask: tuple
+    needs_input_grad: tuple
+
+
+def _linear_double_backward(ctx, grads, settings):
+    return double_backward(
+        ctx,
+        grads,
+        lambda x, w, b: _linear(x, w, b, False, *settings),
+        lambda g, x, w, mask: _linear_backward(g, x, w, mask, *settings),
+        lambda b, like: b.expand_as(like),
+    )
 
 
 _matmul = eager(Matmul, _ops.matmul.default, tensors=2)
 _linear = eager(Linear, _ops.linear.default, tensors=3)
 _linear_backward = eager(LinearBackward, _ops.linear_backward.default, tensors=3)
+_linear_relu_backward = eager(LinearReLUBackward, _ops.linear_relu_backward.default, tensors=4)
 
 
 def _fake_matmul(input, other, allow_tf32=False, deterministic=False, backend="auto"):
@@ -141,6 +193,10 @@ def _fake_linear_backward(grad_output, input, weight, output_mask, *settings):
     )
 
 
+def _fake_linear_relu_backward(grad_output, result, input, weight, output_mask, *settings):
+    return _fake_linear_backward(grad_output, input, weight, output_mask)
+
+
 def _cast_two(input, other, *rest):
     return *cast_to(autocast_dtype(input), input, other), *rest
 
@@ -152,6 +208,7 @@ def _cast_three(input, weight, bias=None, *rest):
 register("matmul", fake=_fake_matmul, autograd=_matmul, autocast=_cast_two)
 register("linear", fake=_fake_linear, autograd=_linear, autocast=_cast_three)
 register("linear_backward", fake=_fake_linear_backward, autograd=_linear_backward)
+register("linear_relu_backward", fake=_fake_linear_relu_backward, autograd=_linear_relu_backward)
 
 
 def _settings(input):
@@ -206,8 +263,29 @@ def linear(input, weight, bias=None):
         TypeError: input or weight is not a tensor.
         RuntimeError: as :func:`braze.matmul`.
     """
-    check_tensor("linear", "input", 1, input)
-    check_tensor("linear", "weight", 2, weight)
+    return _checked_linear("linear", input, weight, bias, False)
+
+
+def linear_relu(input, weight, bias=None):
+    """max(linear(input, weight, bias), 0) as one op; NaN stays NaN.
+
+    The backward zeroes the gradient where the result is, and sums it for the bias, in one pass.
+
+    Args:
+        input, weight, bias: as in :func:`linear`.
+
+    Returns:
+        As :func:`linear`: the ReLU comes before the result is rounded. Twice differentiable.
+
+    Raises:
+        TypeError, RuntimeError: as :func:`linear`.
+    """
+    return _checked_linear("linear_relu", input, weight, bias, True)
+
+
+def _checked_linear(name, input, weight, bias, with_relu):
+    check_tensor(name, "input", 1, input)
+    check_tensor(name, "weight", 2, weight)
     if input.dim() == 0 or weight.dim() == 0:
         raise RuntimeError(
             f"both arguments to linear need to be at least 1D, but they are {input.dim()}D and "
@@ -215,11 +293,12 @@ def linear(input, weight, bias=None):
         )
     if weight.dim() == 1:
         out = matmul(input, weight)
-        return out if bias is None else out + bias
+        out = out if bias is None else out + bias
+        return relu(out) if with_relu else out
     dtype = autocast_dtype(input)
     if dtype is not None:
         input, weight, bias = cast_to(dtype, input, weight, bias)
     if bias is not None and bias.numel() == 1:
         bias = bias.expand(weight.shape[0])
     function = _ops.linear if torch.compiler.is_compiling() else _linear
-    return function(input, weight, bias, False, *_settings(input))
+    return function(input, weight, bias, with_relu, *_settings(input))

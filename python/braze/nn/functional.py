@@ -4,7 +4,7 @@ from braze._ops.batch_norm import batch_norm
 from braze._ops.conv2d import conv2d
 from braze._ops.cross_entropy import cross_entropy
 from braze._ops.fused import conv_bn_relu2d, conv_bn_relu_max_pool2d
-from braze._ops.matmul import linear
+from braze._ops.matmul import linear, linear_relu
 from braze._ops.nll_loss import nll_loss
 from braze._ops.pool import avg_pool2d, max_pool2d
 from braze._ops.relu import relu
@@ -18,6 +18,7 @@ __all__ = [
     "conv_bn_relu_max_pool2d",
     "cross_entropy",
     "linear",
+    "linear_relu",
     "log_softmax",
     "max_pool2d",
     "nll_loss",

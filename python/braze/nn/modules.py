@@ -260,6 +260,32 @@ class Linear(torch.nn.Linear):
         return F.linear(input, self.weight, self.bias)
 
 
+class LinearReLU(Linear):
+    """A linear layer and ReLU as one op: :func:`braze.nn.functional.linear_relu`. Constructor and
+    state are ``torch.nn.Linear``'s."""
+
+    @classmethod
+    def from_modules(cls, linear, relu):
+        """The layer made of an existing linear layer, torch's or braze's, whose parameters it
+        shares, and the ReLU that follows it.
+
+        Raises:
+            TypeError: modules of other classes.
+        """
+        for module, kind in ((linear, torch.nn.Linear), (relu, torch.nn.ReLU)):
+            if not isinstance(module, kind):
+                raise TypeError(f"expected a torch.nn.{kind.__name__}, not {type(module).__name__}")
+        layer = cls.__new__(cls)
+        torch.nn.Module.__init__(layer)
+        layer.in_features, layer.out_features = linear.in_features, linear.out_features
+        layer.weight, layer.bias = linear.weight, linear.bias
+        layer.training = linear.training
+        return layer
+
+    def forward(self, input):
+        return F.linear_relu(input, self.weight, self.bias)
+
+
 class LogSoftmax(torch.nn.LogSoftmax):
     """``torch.nn.LogSoftmax`` on :func:`braze.nn.functional.log_softmax`."""
 

@@ -1,0 +1,73 @@
+// Thread block clusters (sm_90): blocks that run at the same time and read each other's shared
+// memory, so that parts of a sum meet without a workspace and a second launch.
+#pragma once
+
+#include <atomic>
+
+#include "launch.cuh"
+
+namespace braze::cuda {
+
+constexpr int kMaxCluster = 8;  // what every device with clusters takes
+
+// Asked for the architecture it was compiled for; never launched. Each file has its own.
+static __global__ void cluster_probe() {}
+
+// Whether clusters can be launched: the device runs code compiled for sm_90 or later.
+static inline bool clusters_available() {
+  static std::atomic<uint64_t> asked{0}, yes{0};
+  int device = 0;
+  cudaGetDevice(&device);
+  const uint64_t bit = uint64_t{1} << (device % 64);
+  if (!(asked.load(std::memory_order_acquire) & bit)) {
+    cudaFuncAttributes attributes{};
+    const cudaError_t error = cudaFuncGetAttributes(&attributes, cluster_probe);
+    if (error != cudaSuccess) cudaGetLastError();  // no code for the device: any launch reports it
+    if (error == cudaSuccess && attributes.ptxVersion >= 90) yes.fetch_or(bit);
+    asked.fetch_or(bit, std::memory_order_release);
+  }
+  return yes.load(std::memory_order_relaxed) & bit;
+}
+
+// Every thread of the cluster arrives; what they wrote before is visible to all after it.
+__device__ __forceinline__ void cluster_sync() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "barrier.cluster.arrive.release.aligned;\n"
+      "barrier.cluster.wait.acquire.aligned;" ::
+          : "memory");
+#endif
+}
+
+// The address that block `rank` of the cluster has `shared` at.
+template <typename T>
+__device__ __forceinline__ const T* in_cluster(const T* shared, int rank) {
+#if __CUDA_ARCH__ >= 900
+  uint64_t address;
+  asm("mapa.u64 %0, %1, %2;" : "=l"(address) : "l"(reinterpret_cast<uint64_t>(shared)), "r"(rank));
+  return reinterpret_cast<const T*>(address);
+#else
+  return shared;
+#endif
+}
+
+// Launches in clusters of `cluster` blocks with neighbouring numbers; `blocks` is a multiple of it.
+template <typename... Params, typename... Args>
+void launch_clusters(const char* name, Stream stream, void (*kernel)(Params...), unsigned blocks,
+                     dim3 threads, int shared_bytes, int cluster, Args... args) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(blocks);
+  config.blockDim = threads;
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = as_cuda(stream);
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = cluster;
+  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  cudaLaunchKernelEx(&config, kernel, Params(args)...);
+  check_launch(name);
+}
+
+}  // namespace braze::cuda
