@@ -51,22 +51,12 @@ __device__ __forceinline__ const T* in_cluster(const T* shared, int rank) {
 #endif
 }
 
-// Launches in clusters of `cluster` blocks with neighbouring numbers; `blocks` is a multiple of it.
+// launch_early() in clusters of `cluster` blocks with neighbouring numbers; `blocks` is a multiple
+// of it.
 template <typename... Params, typename... Args>
 void launch_clusters(const char* name, Stream stream, void (*kernel)(Params...), unsigned blocks,
                      dim3 threads, int shared_bytes, int cluster, Args... args) {
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(blocks);
-  config.blockDim = threads;
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = as_cuda(stream);
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim.x = cluster;
-  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  cudaLaunchKernelEx(&config, kernel, Params(args)...);
+  launch_early_in_clusters(kernel, blocks, threads, shared_bytes, stream, cluster, Params(args)...);
   check_launch(name);
 }
 

@@ -138,6 +138,7 @@ struct GemmProblem {
 template <typename Kernel, typename Problem>
 __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kThreads == 256 ? 2 : 3)
     gemm_kernel(const __grid_constant__ Problem problem) {
+  wait_for_earlier_kernels();
   Kernel::run(problem);
 }
 
@@ -145,6 +146,7 @@ __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kThreads == 256 ? 2 
 template <typename T>
 __global__ void gemm_reduce_kernel(const acc_t<T>* __restrict__ partial, Output<T> out,
                                    int64_t batch, int m, int n, int splits) {
+  wait_for_earlier_kernels();
   const int64_t quads = (n + 3) / 4, total = batch * m * quads;
   const int64_t stride = int64_t{gridDim.x} * blockDim.x;
   for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < total; i += stride) {
@@ -182,8 +184,8 @@ void launch_gemm_reduce(Stream stream, const acc_t<T>* partial, const Output<T>&
                         int m, int n, int splits) {
   constexpr int kThreads = 128;
   const int blocks = grid_stride_blocks(batch * m * ceil_div(n, 4), kThreads);
-  gemm_reduce_kernel<T>
-      <<<blocks, kThreads, 0, as_cuda(stream)>>>(partial, out, batch, m, n, splits);
+  launch_early(gemm_reduce_kernel<T>, blocks, kThreads, 0, stream, partial, out, batch, m, n,
+               splits);
   check_launch("gemm_reduce");
 }
 
@@ -223,9 +225,8 @@ void launch_gemm(Stream stream, Problem problem, int splits, void* workspace,
                     Kernel::kThreads, Kernel::kSharedBytes, problem.splits, problem);
     return;
   }
-  gemm_kernel<Kernel>
-      <<<static_cast<unsigned>(blocks), Kernel::kThreads, Kernel::kSharedBytes, as_cuda(stream)>>>(
-          problem);
+  launch_early(gemm_kernel<Kernel, Problem>, static_cast<unsigned>(blocks), Kernel::kThreads,
+               Kernel::kSharedBytes, stream, problem);
   check_launch("gemm");
   if (problem.splits > 1) {
     launch_gemm_reduce<T>(stream, problem.partial, problem.out, problem.batch, problem.m, problem.n,

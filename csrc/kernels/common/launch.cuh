@@ -6,7 +6,9 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <string>
+#include <utility>
 
 #include "types.h"
 
@@ -47,6 +49,55 @@ inline int compute_capability() {
   cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
   return 10 * major + minor;
 }
+
+// Launches a kernel that begins with wait_for_earlier_kernels(): on compute capability 9.0 and
+// later it may start while the kernel before it on the stream still runs (programmatic dependent
+// launch), which hides most of a launch's latency inside a CUDA graph. Call check_launch() after
+// it. cluster: blocks with neighbouring numbers that form a cluster; 1: none.
+template <typename... Params, typename... Args>
+void launch_early_in_clusters(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes,
+                              Stream stream, int cluster, Args&&... args) {
+  cudaLaunchAttribute attributes[2] = {};
+  unsigned count = 0;
+  static const bool off = std::getenv("BRAZE_NO_PDL") != nullptr;
+  if (compute_capability() >= 90 && !off) {
+    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (cluster > 1) {
+    attributes[count].id = cudaLaunchAttributeClusterDimension;
+    attributes[count].val.clusterDim.x = cluster;
+    attributes[count].val.clusterDim.y = attributes[count].val.clusterDim.z = 1;
+    ++count;
+  }
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = as_cuda(stream);
+  config.attrs = attributes;
+  config.numAttrs = count;
+  cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...);
+}
+
+template <typename... Params, typename... Args>
+void launch_early(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes,
+                  Stream stream, Args&&... args) {
+  launch_early_in_clusters(kernel, grid, block, shared_bytes, stream, 1,
+                           std::forward<Args>(args)...);
+}
+
+#ifdef __CUDACC__
+// The first statement of a kernel launched by launch_early(), before it touches global memory:
+// waits until all earlier kernels are done and their writes visible. The next kernel may be
+// scheduled from here on, as far as there is room; it waits in the same way.
+__device__ __forceinline__ void wait_for_earlier_kernels() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+#endif
 
 // Blocks for a grid-stride loop over `work` items: enough to fill the device eight times over, no
 // more, so that the loop amortises the block's start.

@@ -27,6 +27,7 @@ __device__ __forceinline__ Acc block_sum(Acc v) {
 template <typename T>
 __global__ void ordered_sum_kernel(const acc_t<T>* __restrict__ partial, int splits, int64_t n,
                                    T* __restrict__ out) {
+  wait_for_earlier_kernels();
   const int64_t stride = int64_t{gridDim.x} * blockDim.x;
   for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < n; i += stride) {
     double sum = 0;
@@ -39,8 +40,8 @@ __global__ void ordered_sum_kernel(const acc_t<T>* __restrict__ partial, int spl
 template <typename T>
 void launch_ordered_sum(Stream stream, const acc_t<T>* partial, int splits, int64_t n, T* out) {
   constexpr int kThreads = 128;
-  ordered_sum_kernel<T>
-      <<<grid_stride_blocks(n, kThreads), kThreads, 0, as_cuda(stream)>>>(partial, splits, n, out);
+  launch_early(ordered_sum_kernel<T>, grid_stride_blocks(n, kThreads), kThreads, 0, stream, partial,
+               splits, n, out);
   check_launch("ordered_sum");
 }
 

@@ -82,9 +82,9 @@ void launch(Stream stream, const Plan& plan, const CUtensorMap& x_map, const CUt
             const void* w, const void* bias, const void* y, Moments* moments) {
   const auto kernel = conv_kernel<T, kPixels, kChannelBlock, kPlanes>;
   cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.shared_bytes);
-  kernel<<<plan.grid, kThreads, plan.shared_bytes, as_cuda(stream)>>>(
-      x_map, y_map, plan.args, static_cast<const T*>(w), static_cast<const T*>(bias),
-      static_cast<T*>(const_cast<void*>(y)), moments);
+  launch_early(kernel, plan.grid, kThreads, plan.shared_bytes, stream, x_map, y_map, plan.args,
+               static_cast<const T*>(w), static_cast<const T*>(bias),
+               static_cast<T*>(const_cast<void*>(y)), moments);
   check_launch("conv2d halo_wgmma");
 }
 

@@ -123,6 +123,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) special_weights = special_tile[0] = special_tile[1] = 0;
   fence_async_proxy();
   __syncthreads();
+  wait_for_earlier_kernels();
 
   if (warp == kConsumers * 4) {
     if (lane != 0) return;

@@ -77,6 +77,7 @@ __global__ void __launch_bounds__(kMaxFilterRows * 128 + 32, 1)
   }
   fence_async_proxy();
   __syncthreads();
+  wait_for_earlier_kernels();
 
   if (warp == a.r * 4) {
     if (lane != 0) return;
@@ -177,6 +178,7 @@ __global__ void __launch_bounds__(kMaxFilterRows * 128 + 32, 1)
   }
   fence_async_proxy();
   __syncthreads();
+  wait_for_earlier_kernels();
 
   const int dy_rows = a.tile_images > 1 ? a.image_rows * a.tile_images : a.tile_rows;
   const int dy_positions = dy_rows * a.pitch;
@@ -268,6 +270,7 @@ __global__ void __launch_bounds__(kMaxFilterRows * 128 + 32, 1)
 template <typename T>
 __global__ void __launch_bounds__(256)
     reduce_kernel(const Args a, int parts, const float* __restrict__ partial, T* __restrict__ dw) {
+  wait_for_earlier_kernels();
   __shared__ float sums[8][33];
   const int size = a.k * a.r * a.s * a.c;
   const int slice = threadIdx.x / 32, lane = threadIdx.x % 32, i = blockIdx.x * 32 + lane;
@@ -344,8 +347,8 @@ template <typename T>
 void launch_reduce(Stream stream, const WgradPlan& plan, const float* partial, void* dw) {
   const Args& a = plan.args;
   const int size = a.k * a.r * a.s * a.c;
-  reduce_kernel<<<(size + 31) / 32, 256, 0, as_cuda(stream)>>>(a, static_cast<int>(plan.grid.x),
-                                                               partial, static_cast<T*>(dw));
+  launch_early(reduce_kernel<T>, (size + 31) / 32, 256, 0, stream, a, static_cast<int>(plan.grid.x),
+               partial, static_cast<T*>(dw));
   check_launch("conv2d halo_wgmma wgrad reduce");
 }
 
@@ -354,8 +357,8 @@ void launch_parts(Stream stream, const WgradPlan& plan, const CUtensorMap& x_map
                   const CUtensorMap& dy_map, void* dw, float* partial) {
   const auto kernel = split_wgrad_kernel<kParts>;
   cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.shared_bytes);
-  kernel<<<plan.grid, plan.args.r * 128 + 32, plan.shared_bytes, as_cuda(stream)>>>(
-      x_map, dy_map, plan.args, plan, partial);
+  launch_early(kernel, plan.grid, plan.args.r * 128 + 32, plan.shared_bytes, stream, x_map, dy_map,
+               plan.args, plan, partial);
   check_launch("conv2d halo_wgmma wgrad");
   launch_reduce<float>(stream, plan, partial, dw);
 }
@@ -366,8 +369,8 @@ void launch(Stream stream, const WgradPlan& plan, const CUtensorMap& x_map,
   const Args& a = plan.args;
   const auto kernel = plan.row_bytes == 128 ? wgrad_kernel<T, 64> : wgrad_kernel<T, 32>;
   cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.shared_bytes);
-  kernel<<<plan.grid, a.r * 128 + 32, plan.shared_bytes, as_cuda(stream)>>>(
-      x_map, dy_map, a, plan.stage_bytes, plan.dy_bytes, plan.steps, partial);
+  launch_early(kernel, plan.grid, a.r * 128 + 32, plan.shared_bytes, stream, x_map, dy_map, a,
+               plan.stage_bytes, plan.dy_bytes, plan.steps, partial);
   check_launch("conv2d halo_wgmma wgrad");
   launch_reduce<T>(stream, plan, partial, dw);
 }

@@ -23,6 +23,7 @@ template <Team kTeam, int N, bool kProbability, typename T>
 __global__ void __launch_bounds__(kMaxTeamThreads)
     cross_entropy_kernel(LossArgs args, int lanes, void* loss, void* stats, void* total_weight,
                          Pair<double>* partials) {
+  wait_for_earlier_kernels();
   using A = acc_t<T>;
   const T* x = static_cast<const T*>(args.input);
   A* stat = static_cast<A*>(stats);
@@ -83,6 +84,7 @@ __global__ void __launch_bounds__(kMaxTeamThreads)
     cross_entropy_backward_kernel(LossArgs args, int lanes, const void* grad_output,
                                   const void* stats, const void* total_weight, T* grad_input,
                                   T* grad_target) {
+  wait_for_earlier_kernels();
   using A = acc_t<T>;
   const T* x = static_cast<const T*>(args.input);
   const A* stat = static_cast<const A*>(stats);
@@ -168,8 +170,8 @@ __global__ void __launch_bounds__(kMaxTeamThreads)
 template <typename T>
 void launch_partials(Stream stream, const LossArgs& args, const Pair<double>* partials, int count,
                      void* loss, void* total_weight) {
-  reduce_partials_kernel<T>
-      <<<1, 256, 0, as_cuda(stream)>>>(args, partials, count, loss, total_weight);
+  launch_early(reduce_partials_kernel<T>, 1, 256, 0, stream, args, partials, count, loss,
+               total_weight);
 }
 
 // f(team constant, vector width constant).
@@ -225,8 +227,8 @@ void cross_entropy(Stream stream, const LossArgs& args, void* loss, void* stats,
                         args, launch.lanes, loss, stats, total_weight, partials);
         return;
       }
-      kernel<<<launch.grid, launch.block, 0, as_cuda(stream)>>>(args, launch.lanes, loss, stats,
-                                                                total_weight, partials);
+      launch_early(kernel, launch.grid, launch.block, 0, stream, args, launch.lanes, loss, stats,
+                   total_weight, partials);
     });
     check_launch("cross_entropy");
     if (partials) launch_partials<T>(stream, args, partials, launch.grid, loss, total_weight);
@@ -248,9 +250,8 @@ void cross_entropy_backward(Stream stream, const LossArgs& args, const void* gra
       const auto kernel = args.target_kind == TargetKind::kProbability
                               ? cross_entropy_backward_kernel<kTeam, N, true, T>
                               : cross_entropy_backward_kernel<kTeam, N, false, T>;
-      kernel<<<launch.grid, launch.block, 0, as_cuda(stream)>>>(
-          args, launch.lanes, grad_output, stats, total_weight, static_cast<T*>(grad_input),
-          static_cast<T*>(grad_target));
+      launch_early(kernel, launch.grid, launch.block, 0, stream, args, launch.lanes, grad_output,
+                   stats, total_weight, static_cast<T*>(grad_input), static_cast<T*>(grad_target));
     });
     check_launch("cross_entropy_backward");
   });

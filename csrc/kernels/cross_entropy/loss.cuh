@@ -119,6 +119,7 @@ __device__ void reduce_rows(const LossArgs& args, Pair<double> mine, void* loss,
 template <typename T>
 __global__ void reduce_partials_kernel(LossArgs args, const Pair<double>* partials, int count,
                                        void* loss, void* total_weight) {
+  wait_for_earlier_kernels();
   Pair<double> mine{0, 0};
   for (int i = threadIdx.x; i < count; i += blockDim.x) mine = AddPairs{}(mine, partials[i]);
   const Pair<double> sum = block_sum(mine);

@@ -92,6 +92,7 @@ template <bool kInterleaved, int N, typename T>
 __global__ void __launch_bounds__(kThreads)
     gather_kernel(const __grid_constant__ Gather g, T* __restrict__ batch_images,
                   int64_t* __restrict__ batch_labels) {
+  wait_for_earlier_kernels();
   const int64_t first = take_batch(g.args);
   const int64_t thread = blockIdx.x * int64_t{kThreads} + threadIdx.x;
   int64_t b = thread / g.vectors;
@@ -128,8 +129,8 @@ void launch(Stream stream, Gather g, T* batch_images, int64_t* batch_labels) {
   const int64_t threads = int64_t{blocks} * kThreads;
   g.step = threads / g.vectors;
   g.step_vectors = static_cast<int>(threads % g.vectors);
-  gather_kernel<kInterleaved, N>
-      <<<blocks, kThreads, 0, as_cuda(stream)>>>(g, batch_images, batch_labels);
+  launch_early(gather_kernel<kInterleaved, N, T>, blocks, kThreads, 0, stream, g, batch_images,
+               batch_labels);
   check_launch("gather_images");
 }
 

@@ -22,6 +22,7 @@ __global__ void __launch_bounds__(kThreads)
     column_sum_kernel(const T* __restrict__ x, const T* __restrict__ result, T* __restrict__ masked,
                       T* __restrict__ out, int64_t m, int64_t n, int splits, Finish finish,
                       acc_t<T>* __restrict__ partial) {
+  wait_for_earlier_kernels();
   using Acc = acc_t<T>;
   constexpr int kLanes = kColumns / N;  // that share a row
   __shared__ __align__(16) Acc sums[kWarps][kColumns];
@@ -124,8 +125,8 @@ void launch(Stream stream, const ColumnSumArgs& args, void* workspace) {
                     p.finish, partial);
     return;
   }
-  column_sum_kernel<T, N><<<static_cast<unsigned>(blocks), kThreads, 0, as_cuda(stream)>>>(
-      x, result, masked, out, args.m, args.n, p.splits, p.finish, partial);
+  launch_early(column_sum_kernel<T, N>, static_cast<unsigned>(blocks), kThreads, 0, stream, x,
+               result, masked, out, args.m, args.n, p.splits, p.finish, partial);
   check_launch("column_sum");
   if (p.finish == Finish::kPartials && args.out) {
     launch_ordered_sum(stream, partial, p.splits, args.n, static_cast<T*>(args.out));

@@ -41,6 +41,7 @@ template <typename Input, typename Weight, typename Problem, typename T>
 __global__ void __launch_bounds__(Input::kThreads, 3)
     linear_gradients_kernel(const __grid_constant__ Problem input,
                             const __grid_constant__ Problem weight, unsigned bias_block, T* bias) {
+  wait_for_earlier_kernels();
   if (blockIdx.x < weight.first_block) {
     Input::run(input);
   } else if (blockIdx.x < bias_block) {
@@ -92,8 +93,8 @@ void launch(Stream stream, const LinearGradArgs& args) {
   const auto kernel = linear_gradients_kernel<Input, Weight, Problem<T>, T>;
   static std::atomic<uint64_t> done{0};
   allow_shared_memory(reinterpret_cast<const void*>(kernel), kShared, done);
-  kernel<<<bias_block + bias_blocks, Input::kThreads, kShared, as_cuda(stream)>>>(
-      input, weight, bias_block, static_cast<T*>(args.bias));
+  launch_early(kernel, bias_block + bias_blocks, Input::kThreads, kShared, stream, input, weight,
+               bias_block, static_cast<T*>(args.bias));
   check_launch("linear_gradients");
 }
 

@@ -80,6 +80,7 @@ __device__ void update_range(const Update<acc_t<T>>& update, const SgdTensor& t,
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads) sgd_kernel(const __grid_constant__ SgdBatch batch) {
+  wait_for_earlier_kernels();
   if (batch.options.found_inf != nullptr && *batch.options.found_inf != 0.0f) return;
   // The last tensor whose first block is not after this one.
   int low = 0, high = batch.count - 1;
@@ -120,7 +121,7 @@ void sgd(Stream stream, DType dtype, const SgdTensor* tensors, int64_t count,
     if (batch.count == 0) return;
     dispatch(dtype, [&](auto tag) {
       using T = typename decltype(tag)::type;
-      sgd_kernel<T><<<batch.first_block[batch.count], kThreads, 0, as_cuda(stream)>>>(batch);
+      launch_early(sgd_kernel<T>, batch.first_block[batch.count], kThreads, 0, stream, batch);
     });
     check_launch("sgd");
     batch.count = 0;
