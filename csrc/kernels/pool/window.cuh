@@ -124,13 +124,4 @@ __device__ __forceinline__ int64_t global_thread() {
   return blockIdx.x * int64_t{kPoolThreads} + threadIdx.x;
 }
 
-template <int N, typename T>
-__device__ __forceinline__ Vec<T, N> load_vec(const T* p) {
-  return *reinterpret_cast<const Vec<T, N>*>(p);
-}
-template <int N, typename T>
-__device__ __forceinline__ void store_vec(T* p, const Vec<T, N>& v) {
-  *reinterpret_cast<Vec<T, N>*>(p) = v;
-}
-
 }  // namespace braze::cuda
