@@ -13,7 +13,7 @@ import torch
 import braze.nn
 from braze._trace import OWN_FORWARD, Recorder, Untraceable, containers, names_used, trace
 from braze.nn import functional as F
-from braze.nn.modules import conv_bn_relu_max_pool2d
+from braze.nn.modules import conv_bn_relu2d, conv_bn_relu_max_pool2d
 
 #: The layers that have a counterpart of the same name in torch.nn.
 LAYERS = (
@@ -60,9 +60,11 @@ class Block(typing.NamedTuple):
     after: str
 
 
-#: The runs that are fused, by the layers' names, and the modules that stand for them.
+#: The runs that are fused, by the layers' names, and the modules that stand for them; the longer
+#: ones first.
 _RUNS = {
     ("Conv2d", "BatchNorm2d", "ReLU", "MaxPool2d"): "ConvBnReLUMaxPool2d",
+    ("Conv2d", "BatchNorm2d", "ReLU"): "ConvBnReLU2d",
     ("Linear", "ReLU"): "LinearReLU",
 }
 #: Layers that a run has to be the only caller of.
@@ -95,20 +97,24 @@ def run_block(input, conv, bn, relu, pool):
 
     Args:
         relu: a layer, or None for the function.
-        pool: a layer, or :class:`Pooling` for the function.
+        pool: a layer, :class:`Pooling` for the function, or None for no pooling.
     """
     as_one = (
         _runs_as(conv, braze.nn.Conv2d)
         and _runs_as(bn, braze.nn.BatchNorm2d)
         and (relu is None or _runs_as(relu, braze.nn.ReLU))
-        and (isinstance(pool, Pooling) or _runs_as(pool, braze.nn.MaxPool2d))
+        and (pool is None or isinstance(pool, Pooling) or _runs_as(pool, braze.nn.MaxPool2d))
         and input.dim() == 4
         and not torch.nn.modules.module._has_any_global_hook()
     )
+    if as_one and pool is None:
+        return conv_bn_relu2d(input, conv, bn)
     if as_one:
         return conv_bn_relu_max_pool2d(input, conv, bn, pool)
     output = bn(conv(input))
     output = F.relu(output) if relu is None else relu(output)
+    if pool is None:
+        return output
     return F.max_pool2d(output, *pool) if isinstance(pool, Pooling) else pool(output)
 
 
@@ -198,11 +204,13 @@ class Plan:
                 if wanted[0] == "Linear":
                     _fuse(graph, run, run_linear_relu, _layers(graph, run))
                 elif _fits(module, run):
-                    *layers, pool = _layers(graph, run)
-                    _fuse(graph, run, run_block, (*layers, pool or _pooling(run[3])))
+                    layers = _layers(graph, run)
+                    pool = (layers[3] or _pooling(run[3])) if len(run) > 3 else None
+                    _fuse(graph, run, run_block, (*layers[:3], pool))
                 else:
                     continue
                 self.blocks.append(Block(tuple(map(_name, run)), ", ".join(wanted), after))
+                break
         for node in list(graph.nodes):
             name = _replace_function(node)
             if name:
@@ -229,8 +237,8 @@ def _relu_options(node):
 
 
 def _match(first, kind, kinds):
-    """The nodes of a run of such `kinds` that starts at `first`. They follow each other, so that
-    nothing else can have changed the input in between, and each is used by the next one only."""
+    """The nodes of a run of such `kinds` that starts at `first`, or None. They follow each other, so
+    that nothing else can have changed the input in between, and each is used by the next one only."""
     run, node = [], first
     for wanted in kinds:
         if kind(node) != wanted or len(node.all_input_nodes) != 1 or not node.args:
@@ -256,14 +264,18 @@ def _pooling(node):
     return settings(*node.args[1:], **node.kwargs)
 
 
+def _pool_fits(module, pool):
+    """Whether a pooling returns nothing but its result."""
+    if pool.op == "call_module":
+        return not module.get_submodule(pool.target).return_indices
+    return _pooling(pool) is not None
+
+
 def _fits(module, run):
-    """Whether the layers of a run have settings that the block has too."""
+    """Whether a run's layers have settings that the block has too."""
     conv, bn = (module.get_submodule(node.target) for node in run[:2])
-    if run[3].op == "call_module":
-        indices = module.get_submodule(run[3].target).return_indices
-    else:
-        indices = _pooling(run[3]) is None
-    return conv.padding_mode == "zeros" and bn.num_features == conv.out_channels and not indices
+    fits = conv.padding_mode == "zeros" and bn.num_features == conv.out_channels
+    return fits and (len(run) < 4 or _pool_fits(module, run[3]))
 
 
 def _name(node):
