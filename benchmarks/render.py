@@ -198,11 +198,11 @@ def mnist_profile_sections(folder):
     sections = []
     for about, runs in mnist_runs(folder, "ops").items():
         for run in runs:
-            busy = sum(op["us"] for op in run["ops"])
             floor = sum(op["floor_us"] or 0 for op in run["ops"])
             sections.append(
                 f"Batch {run['batch']}, {run['precision']}: {run['step_us']:.1f} µs from the first "
-                f"kernel to the last, {busy:.1f} µs in kernels, floor {floor:.1f} µs. {about}"
+                f"kernel to the last, {run['busy_us']:.1f} µs in kernels, floor {floor:.1f} µs. "
+                + about
             )
             sections.append(table(head, [profiled(op) for op in run["ops"]]))
     return sections

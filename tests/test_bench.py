@@ -106,6 +106,7 @@ def test_mnist_table(tmp_path):
     (folder / "mnist_64_bf16.json").write_text(json.dumps(run))
     profile = {key: run[key] for key in ("device", "info", "batch", "precision")} | {
         "step_us": 50.0,
+        "busy_us": 32.0,
         "ops": [
             {
                 "op": "braze::relu",

@@ -33,18 +33,34 @@ def test_kernels_find_the_op_that_launched_them():
     assert parts[0]["shapes"] == [[2, 3]]
 
 
-def test_kernels_of_one_call_are_one_entry():
-    def part(name, op, call, us):
-        return {"name": name, "op": op, "call": call, "start_us": 0, "us": us} | {
-            "shapes": [[64, 128]],
-            "types": ["float"],
-        }
+def part(name, op, call, start, us):
+    part = {"name": name, "op": op, "call": call, "start_us": start, "us": us}
+    return part | {"shapes": [[64, 128]], "types": ["float"]}
 
+
+def test_kernels_of_a_replay_get_the_ops_of_an_eager_step():
+    names = [("copy", "x"), ("fprop", "conv"), ("dgrad", "grad"), ("wgrad", "grad"), ("sgd", "sgd")]
+    eager = [part(name, op, i, i, 1.0) for i, (name, op) in enumerate(names)]
+    # The two gradients run side by side, the second begins first; one kernel is the graph's own.
+    order = ["copy", "own", "fprop", "wgrad", "dgrad", "sgd"]
+    replays = [part(name, "of the replay", 1, i, 1.0) for i, name in enumerate(order)]
+    profile._label(replays, eager)
+    assert [p["op"] for p in replays] == ["x", None, "conv", "grad", "grad", "sgd"]
+    assert [p["call"] for p in replays] == [0, None, 1, 3, 2, 4]
+
+
+def test_time_of_kernels_side_by_side_counts_once():
+    assert profile.busy([part("a", None, None, 0, 10), part("b", None, None, 4, 10)]) == 14
+    assert profile.busy([part("a", None, None, 0, 10), part("b", None, None, 4, 2)]) == 10
+    assert profile.busy([part("a", None, None, 20, 1), part("b", None, None, 0, 2)]) == 3
+
+
+def test_kernels_of_one_call_are_one_entry():
     parts = [
-        part("a", "braze::relu", 1, 2.0),
-        part("b", "braze::relu", 1, 3.0),
-        part("a", "braze::relu", 2, 2.0),
-        part("c", None, None, 1.0),
+        part("a", "braze::relu", 1, 0, 2.0),
+        part("b", "braze::relu", 1, 2, 3.0),
+        part("a", "braze::relu", 2, 5, 2.0),
+        part("c", None, None, 7, 1.0),
     ]
     device = {"bandwidth": 1e12, "peak": {"bf16": 1e15}}
     ops = profile._by_op(parts, device, "bf16")

@@ -35,9 +35,15 @@ def run(args, console, setup, about):
     ops = _by_op(parts, device, args.precision)
     title = f"One step, {about['device']}, {args.precision}, batch {setup.batch_size}"
     end = max(part["start_us"] + part["us"] for part in parts)
-    console.print(_table(ops, end, title))
+    console.print(_table(ops, busy(parts), end, title))
     path = args.out / "mnist_profile.json"
-    figures = {"batch": setup.batch_size, "step_us": end, "parts": parts, "ops": ops}
+    figures = {
+        "batch": setup.batch_size,
+        "step_us": end,
+        "busy_us": busy(parts),
+        "parts": parts,
+        "ops": ops,
+    }
     report.write_json(path, about | figures)
     console.print(f"Figures: {path.resolve()}")
     pictures = {"Timeline": "mnist_timeline.png", "Roofline": "mnist_roofline.png"}
@@ -67,14 +73,30 @@ def _profile(setup):
     # A TrainStep's second call is the last one that runs eagerly.
     eager = _kernels(traces[0])
     replays = _median([_kernels(trace) for trace in traces[2:]])
-    for part in replays:
-        part["call"] = None  # counted from another trace's beginning
-    names = [[part["name"] for part in parts] for parts in (eager, replays)]
-    for match in difflib.SequenceMatcher(None, *names, autojunk=False).get_matching_blocks():
-        for i in range(match.size):
-            known = eager[match.a + i]
-            replays[match.b + i] |= {key: known[key] for key in ("op", "call", "shapes", "types")}
+    _label(replays, eager)
     return replays
+
+
+def _label(replays, eager):
+    """Gives the kernels of a replay the ops that launched the same kernels in an eager step.
+
+    The order is the same but for branches of the graph that run side by side; those are matched by
+    name, in the order of their own.
+    """
+    names = [[part["name"] for part in parts] for parts in (eager, replays)]
+    blocks = difflib.SequenceMatcher(None, *names, autojunk=False).get_matching_blocks()
+    pairs = {m.b + i: eager[m.a + i] for m in blocks for i in range(m.size)}
+    used = {id(part) for part in pairs.values()}
+    left = [part for part in eager if id(part) not in used]
+    for index, part in enumerate(replays):
+        same = pairs.get(index)
+        if same is None:
+            same = next((known for known in left if known["name"] == part["name"]), None)
+            left = [known for known in left if known is not same]
+        if same is None:
+            part |= {"op": None, "call": None}  # counted from another trace's beginning
+        else:
+            part |= {key: same[key] for key in ("op", "call", "shapes", "types")}
 
 
 def _trace(call, device_type):
@@ -167,9 +189,10 @@ def short_name(name):
 
 
 def _median(runs):
-    """One run with the median times of those that have as many parts as most have."""
-    length = statistics.mode([len(run) for run in runs])
-    runs = [run for run in runs if len(run) == length]
+    """One run with the median times of those that have the parts, in the order, that most have."""
+    orders = [[part["name"] for part in run] for run in runs]
+    usual = max(orders, key=orders.count)
+    runs = [run for run, order in zip(runs, orders, strict=True) if order == usual]
     parts = []
     for same in zip(*runs, strict=True):
         times = {key: statistics.median(p[key] for p in same) for key in ("start_us", "us")}
@@ -188,7 +211,7 @@ def _by_op(parts, device, precision):
         entry = {
             "op": first["op"] or "(other)",
             "kernels": [part["name"] for part in kernels],
-            "us": sum(part["us"] for part in kernels),
+            "us": busy(kernels),
             "bytes": None,
             "flop": None,
             "floor_us": None,
@@ -203,7 +226,17 @@ def _by_op(parts, device, precision):
     return ops
 
 
-def _table(ops, end, title):
+def busy(parts):
+    """Microseconds during which at least one of them runs."""
+    total, until = 0.0, float("-inf")
+    for part in sorted(parts, key=lambda part: part["start_us"]):
+        end = part["start_us"] + part["us"]
+        total += max(0.0, end - max(until, part["start_us"]))
+        until = max(until, end)
+    return total
+
+
+def _table(ops, together, end, title):
     table = Table(title=title)
     for name, justify in [
         ("op", "left"),
@@ -223,7 +256,7 @@ def _table(ops, end, title):
         name = op["op"].removeprefix("braze::")
         table.add_row(name, f"{op['us']:.2f}", floor, *amounts, kernels)
     table.add_section()
-    busy, floor = (sum(op[key] or 0 for op in ops) for key in ("us", "floor_us"))
-    table.add_row("together", f"{busy:.2f}", f"{floor:.2f}" if floor else "")
+    floor = sum(op["floor_us"] or 0 for op in ops)
+    table.add_row("together", f"{together:.2f}", f"{floor:.2f}" if floor else "")
     table.add_row("from first to last", f"{end:.2f}")
     return table
