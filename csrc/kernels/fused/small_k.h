@@ -47,8 +47,9 @@ inline int64_t small_k_saved_size(const SmallKShape& a) {
   return kk + kk * kk + 2 * a.k;
 }
 
-// One 4-bit code per pooled element: the position of the maximum in the window (0 to 3), or 4
-// where ReLU stops the gradient. Eight filters to a word, [n * p/2 * q/2][ceil(k / 8)].
+// A code per pooled element, for backward: the position of the maximum in the window, and whether
+// ReLU stops the gradient. Eight filters to a word, [n * p/2 * q/2][ceil(k / 8)]; what a word looks
+// like is the device's own affair.
 inline int64_t small_k_code_words(const SmallKShape& a) {
   return a.n * (a.p / 2) * (a.q / 2) * ceil_div(a.k, 8);
 }

@@ -1,0 +1,293 @@
+// What the kernels of small_k.h share: filter extents, tiles of the input in shared memory, the
+// format of the codes.
+//
+// A window is the input under a 2x2 square of convolution outputs: (R+1) x (S+1) values of each
+// channel. Position j of the square, 0 to 3 in reading order, sees the window from row j / 2 and
+// column j % 2 on.
+#pragma once
+
+#include "kernels/common/fast_div.cuh"
+#include "kernels/common/launch.cuh"
+#include "kernels/common/numeric.cuh"
+#include "small_k.h"
+
+namespace braze::cuda {
+
+// The filter extents as compile-time constants, so that patches live in registers.
+template <int C_, int R_, int S_>
+struct Taps {
+  static constexpr int C = C_, R = R_, S = S_;
+  static constexpr int K = C * R * S;
+  static constexpr int kPairs = K * (K + 1) / 2;
+  static constexpr int kMoments = K + kPairs;
+  static constexpr int kWinH = R + 1, kWinW = S + 1, kWin = C * kWinH * kWinW;
+  // 16-deep steps of a tensor-core product over a window
+  static constexpr int kSteps = (kWin + 15) / 16;
+
+  // Where tap t of position 0 lies in the window, and how much further position j's does.
+  static __host__ __device__ constexpr int in_window(int t) {
+    return (t / (R * S) * kWinH + t / S % R) * kWinW + t % S;
+  }
+  static __host__ __device__ constexpr int shift(int j) { return j / 2 * kWinW + j % 2; }
+  // The tap of position j that window element e is, or -1.
+  static __host__ __device__ constexpr int tap(int e, int j) {
+    const int c = e / (kWinH * kWinW), r = e / kWinW % kWinH - j / 2, s = e % kWinW - j % 2;
+    const bool inside = e < kWin && r >= 0 && r < R && s >= 0 && s < S;
+    return inside ? (c * R + r) * S + s : -1;
+  }
+};
+
+template <typename F>
+void dispatch_taps(const SmallKShape& a, F&& f) {
+  if (a.r == 3 && a.s == 3) {
+    if (a.c == 1) return f(Taps<1, 3, 3>{});
+    if (a.c == 2) return f(Taps<2, 3, 3>{});
+    if (a.c == 3) return f(Taps<3, 3, 3>{});
+  }
+  if (a.r == 5 && a.s == 5 && a.c == 1) return f(Taps<1, 5, 5>{});
+  throw std::runtime_error("small_k: no kernel for these filter extents");
+}
+
+// Workspace of the two passes, in doubles.
+int64_t small_k_forward_workspace(const SmallKShape& a);
+int64_t small_k_backward_workspace(const SmallKShape& a);
+
+// 2x2 squares of convolution outputs: where the first begins, and how many there are.
+struct Squares {
+  int row, column, rows, columns;
+
+  static Squares pooled(const SmallKShape& a) {
+    return {0, 0, static_cast<int>(a.p / 2), static_cast<int>(a.q / 2)};
+  }
+};
+
+constexpr int kMaxTileSquares = 256, kMaxTileWarps = 8;
+constexpr int kMaxTileColumns = 14;  // whose input is a row of at most 32
+constexpr int kMaxStagedBytes = 10 * 1024;
+
+// Squares are dealt out in tiles of rows x columns of an image. A tile's input lies in shared
+// memory, zero padding included, in rows of `pitch` elements. Holds the shape in 32 bits.
+struct Tiling {
+  Squares squares;
+  int h, w, pad_h, pad_w, x_c, x_h, x_w;
+  int64_t x_n;
+  int k, words, plane;       // filters, words of codes of an output, outputs in a plane
+  int tiles, bands, strips;  // in all, down and across an image
+  int rows, columns;         // of a tile; those at the bottom and the right edge have fewer
+  int height, pitch;         // of a tile's input
+  int groups, warps;         // groups of 16 squares in a tile; warps of a block
+  bool pairs, quads;  // whether 2 or 4 outputs with adjacent numbers, the first a multiple of
+                      // 2 or 4, are adjacent in NCHW memory and aligned like a vector
+  FastDiv by_columns, by_strips, by_bands;
+
+  // Tiles get smaller until there are `wanted`, or until their input, of elements of that many
+  // bytes, is small enough.
+  Tiling(const SmallKShape& a, const Squares& squares, int64_t wanted, int element_bytes);
+
+  __host__ __device__ int staged(int channels) const { return channels * height * pitch; }
+};
+
+inline Tiling::Tiling(const SmallKShape& a, const Squares& squares, int64_t wanted,
+                      int element_bytes)
+    : squares(squares),
+      h(static_cast<int>(a.h)),
+      w(static_cast<int>(a.w)),
+      pad_h(static_cast<int>(a.pad_h)),
+      pad_w(static_cast<int>(a.pad_w)),
+      x_c(static_cast<int>(a.x_c)),
+      x_h(static_cast<int>(a.x_h)),
+      x_w(static_cast<int>(a.x_w)),
+      x_n(a.x_n),
+      k(static_cast<int>(a.k)),
+      words(static_cast<int>(ceil_div(a.k, 8))),
+      plane(static_cast<int>((a.p / 2) * (a.q / 2))) {
+  columns = squares.columns;
+  if (columns > kMaxTileColumns) {  // multiples of 4, for the sake of quads
+    const auto unused = [&](int width) { return (width - squares.columns % width) % width; };
+    columns = unused(8) < unused(12) ? 8 : 12;
+  }
+  strips = static_cast<int>(ceil_div(squares.columns, columns));
+  rows = std::min(squares.rows, kMaxTileSquares / columns);
+  const auto too_large = [&] {
+    const int64_t elements = a.c * (2 * rows + a.r - 1) * (2 * columns + a.s);
+    return elements * element_bytes > kMaxStagedBytes ||
+           a.n * strips * ceil_div(squares.rows, rows) < wanted;
+  };
+  while (rows > 2 && too_large()) rows = (rows + 3) / 4 * 2;  // even, for the sake of pairs
+  bands = static_cast<int>(ceil_div(squares.rows, rows));
+  tiles = static_cast<int>(a.n * bands * strips);
+  height = 2 * rows + static_cast<int>(a.r) - 1;
+  pitch = (2 * columns + static_cast<int>(a.s)) / 2 * 2;  // even: windows begin at even columns
+  groups = static_cast<int>(ceil_div(rows * columns, 16));
+  warps = static_cast<int>(ceil_div(groups, ceil_div(groups, kMaxTileWarps)));
+  const auto adjacent = [&](int count) {
+    if (strips > 1) return squares.columns % count == 0;
+    return plane % count == 0 && (bands == 1 || rows * columns % count == 0);
+  };
+  pairs = adjacent(2);
+  quads = adjacent(4);
+  by_columns = FastDiv(columns);
+  by_strips = FastDiv(strips);
+  by_bands = FastDiv(bands);
+}
+
+// The tile that a block works on.
+struct Tile {
+  int image;
+  int row, column;    // of its first square
+  int rows, columns;  // squares it really has
+
+  __device__ __forceinline__ Tile(const Tiling& tiling, int index) {
+    int band, strip;
+    image = tiling.by_bands.div(tiling.by_strips.div(index, strip), band);
+    row = band * tiling.rows;
+    column = strip * tiling.columns;
+    rows = min(tiling.rows, tiling.squares.rows - row);
+    columns = min(tiling.columns, tiling.squares.columns - column);
+  }
+
+  // Square `number` of the tile: its place in the pooled plane, and where its window begins in
+  // shared memory. Numbers that are no square begin at 0 and return false.
+  __device__ __forceinline__ bool locate(const Tiling& tiling, int number, int* in_plane,
+                                         int* corner) const {
+    int c;
+    const int r = tiling.by_columns.div(number, c);
+    const bool valid = r < rows && c < columns;
+    *in_plane = (row + r) * tiling.squares.columns + column + c;
+    *corner = valid ? 2 * (r * tiling.pitch + c) : 0;
+    return valid;
+  }
+};
+
+// Copies tiles of input to shared memory, a row to a warp. load() only starts the loads, as many as
+// fit the registers, so that they are under way during other work.
+template <typename Tp, typename T>
+class InputLoader {
+ public:
+  __device__ __forceinline__ InputLoader(const Tiling& tiling, const T* x)
+      : tiling_(tiling),
+        x_(x),
+        lane_(threadIdx.x % 32),
+        warp_(threadIdx.x / 32),
+        warps_(blockDim.x / 32) {}
+
+  __device__ __forceinline__ void load(const Tile& tile) {
+    const Source from(*this, tile, warp_);
+#pragma unroll
+    for (int c = 0; c < Tp::C; ++c) {
+      const T* row = from.row + int64_t{c} * tiling_.x_c;
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i, row += int64_t{warps_} * tiling_.x_h) {
+        ahead_[c][i] = from.inside(i * warps_) ? *row : convert<T>(0.0f);
+      }
+    }
+  }
+
+  // `put(i, value)` stores element i of the tile.
+  template <typename Put>
+  __device__ __forceinline__ void store(const Tile& tile, const Put& put) const {
+    if (lane_ >= tiling_.pitch) return;
+#pragma unroll
+    for (int c = 0; c < Tp::C; ++c) {
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        const int row = warp_ + i * warps_;
+        if (row < tiling_.height) put(element(c, row), ahead_[c][i]);
+      }
+      for (int row = warp_ + kAhead * warps_; row < tiling_.height; row += warps_) {
+        const Source from(*this, tile, row);
+        const T* source = from.row + int64_t{c} * tiling_.x_c;
+        put(element(c, row), from.inside(0) ? *source : convert<T>(0.0f));
+      }
+    }
+  }
+
+ private:
+  static constexpr int kAhead = 5;
+
+  // Where a lane reads its element of a row of the tile's input, in the first channel.
+  struct Source {
+    int h, rows;  // row of the image; where the rows to load end, 0 for lanes outside
+    const T* row;
+
+    __device__ __forceinline__ Source(const InputLoader& loader, const Tile& tile, int from) {
+      const Tiling& tiling = loader.tiling_;
+      const int top = tiling.squares.row + 2 * tile.row - tiling.pad_h;
+      const int w = tiling.squares.column + 2 * tile.column - tiling.pad_w + loader.lane_;
+      h = top + from;
+      rows = static_cast<unsigned>(w) < static_cast<unsigned>(tiling.w)
+                 ? min(tiling.h, top + tiling.height)
+                 : 0;
+      row = loader.x_ + tile.image * tiling.x_n + int64_t{h} * tiling.x_h + int64_t{w} * tiling.x_w;
+    }
+    __device__ __forceinline__ bool inside(int further) const {
+      return h + further >= 0 && h + further < rows;
+    }
+  };
+
+  __device__ __forceinline__ int element(int c, int row) const {
+    return (c * tiling_.height + row) * tiling_.pitch + lane_;
+  }
+
+  const Tiling& tiling_;
+  const T* x_;
+  int lane_, warp_, warps_;
+  T ahead_[Tp::C][kAhead];
+};
+
+// Where window element e lies in a staged tile, from the window's corner on.
+template <typename Tp>
+__device__ __forceinline__ int staged_offset(const Tiling& tiling, int e) {
+  const int c = e / (Tp::kWinH * Tp::kWinW), r = e / Tp::kWinW % Tp::kWinH, s = e % Tp::kWinW;
+  return (c * tiling.height + r) * tiling.pitch + s;
+}
+
+// The code of a pooled output: three bits, each in a byte of its own of the word that eight filters
+// share, the first filter's in the byte's top bit. A shift by a filter's number (0 to 7) brings its
+// bits to the tops of the bytes, from where one instruction spreads them to masks.
+struct Codes {
+  static constexpr int kRight = 0, kBelow = 1, kActive = 2;  // bytes of a word
+  // Active: the gradient passes ReLU. Right, below: the maximum's place in the 2x2 square.
+  uint32_t right = 0, below = 0, active = 0;
+
+  // Appends a filter's bits, given as the signs of three words.
+  __device__ __forceinline__ void append(uint32_t right_sign, uint32_t below_sign,
+                                         uint32_t active_sign) {
+    right = __funnelshift_l(right_sign, right, 1);
+    below = __funnelshift_l(below_sign, below, 1);
+    active = __funnelshift_l(active_sign, active, 1);
+  }
+  __device__ __forceinline__ uint32_t word() const { return right | below << 8 | active << 16; }
+};
+
+__device__ __forceinline__ double warp_sum(double v) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) v += __shfl_xor_sync(~0u, v, offset);
+  return v;
+}
+
+// Element i of a vector of parameters, which may be absent.
+__device__ __forceinline__ double param(const void* values, DType dtype, int64_t i, double absent) {
+  if (!values) return absent;
+  switch (dtype) {
+    case DType::kFloat64: return static_cast<const double*>(values)[i];
+    case DType::kFloat32: return static_cast<const float*>(values)[i];
+    case DType::kBFloat16: return convert<double>(static_cast<const __nv_bfloat16*>(values)[i]);
+    case DType::kFloat16: return convert<double>(static_cast<const __half*>(values)[i]);
+  }
+  return absent;
+}
+
+__device__ __forceinline__ void set_param(void* values, DType dtype, int64_t i, double value) {
+  if (!values) return;
+  switch (dtype) {
+    case DType::kFloat64: static_cast<double*>(values)[i] = value; break;
+    case DType::kFloat32: static_cast<float*>(values)[i] = static_cast<float>(value); break;
+    case DType::kBFloat16:
+      static_cast<__nv_bfloat16*>(values)[i] = convert<__nv_bfloat16>(value);
+      break;
+    case DType::kFloat16: static_cast<__half*>(values)[i] = convert<__half>(value); break;
+  }
+}
+
+}  // namespace braze::cuda

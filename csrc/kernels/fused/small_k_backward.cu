@@ -1,0 +1,456 @@
+// Backward of small_k.h in two launches: one pass over the pooled gradient that sums Q and S1 (a
+// partial sum for each block, in fp64), then the formulas. 16-bit gradients go through the tensor
+// cores, others through multiply-adds with a lane for each filter.
+#include "kernels/common/mma.cuh"
+#include "small_k.cuh"
+
+namespace braze::cuda {
+namespace {
+
+constexpr int kFinalizeThreads = 256;
+constexpr int kResident = 2;  // blocks of a multiprocessor
+// Bounds the number of fp32 additions behind a partial sum, and so their rounding.
+constexpr int kMaxTilesPerBlock = 64;
+constexpr int kMaxRun = 4;  // groups of 8 outputs that multiply-adds sum up in fp32
+
+constexpr int kFilters = 32, kFilterTiles = kFilters / 8;  // of a block: blockIdx.y picks them
+
+// The gradients and codes of one lane's part of 16 outputs: outputs 4t to 4t + 3, filters 4g to
+// 4g + 3 of the block's. Kept in the words that they were loaded in: taking them apart at once
+// would wait for the loads.
+template <typename T, bool kChannelsLast>
+struct Gradients {
+  uint2 raw[4];  // four 16-bit values. NHWC: filters of raw[output]; NCHW: outputs of raw[filter]
+  uint32_t codes[4];
+
+  __device__ __forceinline__ void load(const Tiling& tiling, int image, const int (&in_plane)[4],
+                                       const bool (&valid)[4], bool vectors, int k,
+                                       const T* __restrict__ dy,
+                                       const uint32_t* __restrict__ words) {
+    const int64_t first = int64_t{image} * tiling.plane;
+    words += first * tiling.words + k / 8;
+    dy += kChannelsLast ? first * tiling.k + k : (int64_t{image} * tiling.k + k) * tiling.plane;
+#pragma unroll
+    for (int o = 0; o < 4; ++o) {
+      codes[o] = valid[o] && k < tiling.k ? words[in_plane[o] * tiling.words] : 0;
+      raw[o] = {0, 0};
+    }
+    if (vectors) {
+#pragma unroll
+      for (int v = 0; v < 4; ++v) {
+        const int at = kChannelsLast ? in_plane[v] * tiling.k : v * tiling.plane + in_plane[0];
+        const bool there = kChannelsLast ? valid[v] && k < tiling.k : valid[0] && k + v < tiling.k;
+        if (there) raw[v] = *reinterpret_cast<const uint2*>(dy + at);
+      }
+      return;
+    }
+#pragma unroll
+    for (int v = 0; v < 4; ++v) {
+      Vec<T, 4> values;
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int o = kChannelsLast ? v : e, f = kChannelsLast ? e : v;
+        const int at = kChannelsLast ? in_plane[o] * tiling.k + f : f * tiling.plane + in_plane[o];
+        values.v[e] = valid[o] && k + f < tiling.k ? dy[at] : convert<T>(0.0f);
+      }
+      raw[v] = reinterpret_cast<const uint2&>(values);
+    }
+  }
+
+  // Outputs 2 * half and 2 * half + 1 of a filter, the first in the low half.
+  __device__ __forceinline__ uint32_t pair(int filter, int half) const {
+    if constexpr (!kChannelsLast) return half ? raw[filter].y : raw[filter].x;
+    const uint2 first = raw[2 * half], second = raw[2 * half + 1];
+    return __byte_perm(filter / 2 ? first.y : first.x, filter / 2 ? second.y : second.x,
+                       filter % 2 ? 0x7632 : 0x5410);
+  }
+};
+
+// A mask for two outputs from the top bits of byte kByte of their words.
+template <int kByte>
+__device__ __forceinline__ uint32_t spread(uint32_t first, uint32_t second) {
+  // Selectors 8 to 15: a byte's sign, from `first` and then from `second`.
+  constexpr uint32_t kFirst = 8 | kByte, kSecond = 12 | kByte;
+  uint32_t mask;
+  asm("prmt.b32 %0, %1, %2, %3;"
+      : "=r"(mask)
+      : "r"(first), "r"(second), "n"(kFirst | kFirst << 4 | kSecond << 8 | kSecond << 12));
+  return mask;
+}
+
+// A block's tiles, one after the other, and in each the warp's groups of outputs.
+struct Cursor {
+  int index, group;
+
+  __device__ __forceinline__ bool next(const Tiling& tiling, int groups) {
+    group += tiling.warps;
+    if (group < groups) return true;
+    group = static_cast<int>(threadIdx.x / 32);
+    index += static_cast<int>(gridDim.x);
+    return index < tiling.tiles;
+  }
+};
+
+// Sums over 16 outputs at a time on tensor cores: (patches and a row of ones, transposed) x
+// gradients, once for each of the four positions, with gradients that are zero where the maximum is
+// elsewhere. Words of the staged input hold two adjacent values, so that a load serves the two
+// positions side by side.
+template <typename Tp, typename T, bool kChannelsLast>
+__global__ void __launch_bounds__(32 * kMaxTileWarps, kResident)
+    backward_tensor_kernel(const __grid_constant__ Tiling tiling, bool vectors,
+                           const T* __restrict__ x, const T* __restrict__ dy,
+                           const uint32_t* __restrict__ codes, double* __restrict__ partial) {
+  constexpr int kSums = Tp::K + 1, kRowTiles = (kSums + 15) / 16;
+  extern __shared__ __align__(16) unsigned char shared_bytes[];
+  uint32_t* const staged = reinterpret_cast<uint32_t*>(shared_bytes);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int g = lane / 4, t = lane % 4;
+  const int k = static_cast<int>(blockIdx.y) * kFilters + 4 * g;
+
+  // Behind the two buffers of input: a pair of ones and a pair of zeros.
+  const int size = tiling.staged(Tp::C);
+  if (threadIdx.x < 2) {
+    const Vec<T, 2> pair{convert<T>(threadIdx.x ? 0.0f : 1.0f),
+                         convert<T>(threadIdx.x ? 0.0f : 1.0f)};
+    staged[2 * size + threadIdx.x] = reinterpret_cast<const uint32_t&>(pair);
+  }
+  // Where rows g and g + 8 of each tile of sums find their tap: moves * (buffer + corner) + place.
+  int place[kRowTiles][2], moves[kRowTiles][2];
+#pragma unroll
+  for (int i = 0; i < 2 * kRowTiles; ++i) {
+    const int tap = 8 * i + g;
+    moves[i / 2][i % 2] = tap < Tp::K;
+    place[i / 2][i % 2] = tap < Tp::K    ? staged_offset<Tp>(tiling, Tp::in_window(tap))
+                          : tap == Tp::K ? 2 * size
+                                         : 2 * size + 1;
+  }
+
+  float sum[kRowTiles][kFilterTiles][4] = {};
+  int in_plane[4], corner[4];
+  bool valid[4];
+  Gradients<T, kChannelsLast> next;
+  const auto load = [&](const Cursor& at) {
+    const Tile tile(tiling, at.index);
+#pragma unroll
+    for (int o = 0; o < 4; ++o) {
+      valid[o] = tile.locate(tiling, 16 * at.group + 4 * t + o, &in_plane[o], &corner[o]);
+    }
+    next.load(tiling, tile.image, in_plane, valid, vectors, k, dy, codes);
+  };
+  InputLoader<Tp, T> loader(tiling, x);
+  Cursor cursor{static_cast<int>(blockIdx.x), warp};
+  loader.load(Tile(tiling, cursor.index));
+  load(cursor);
+  int buffer = 0;
+  for (int index = cursor.index; index < tiling.tiles; index += gridDim.x) {
+    T* const input = reinterpret_cast<T*>(staged + buffer);
+    loader.store(Tile(tiling, index), [&](int i, T value) {
+      input[2 * i] = value;
+      if (i > 0) input[2 * i - 1] = value;
+    });
+    const int next_index = index + static_cast<int>(gridDim.x);
+    if (next_index < tiling.tiles) loader.load(Tile(tiling, next_index));
+    __syncthreads();
+    for (int group = warp; group < tiling.groups; group += tiling.warps) {
+      const Gradients<T, kChannelsLast> now = next;
+      uint32_t patches[kRowTiles][4][4];  // position, then as mma wants it
+#pragma unroll
+      for (int i = 0; i < kRowTiles * 8; ++i) {
+        const int tile = i / 8, half = i / 4 % 2, row = i / 2 % 2, below = i % 2;
+        uint32_t words[2];
+#pragma unroll
+        for (int o = 0; o < 2; ++o) {
+          words[o] =
+              staged[moves[tile][row] * (buffer + corner[2 * half + o] + below * tiling.pitch) +
+                     place[tile][row]];
+        }
+        patches[tile][2 * below][row + 2 * half] = __byte_perm(words[0], words[1], 0x5410);
+        patches[tile][2 * below + 1][row + 2 * half] = __byte_perm(words[0], words[1], 0x7632);
+      }
+      if (cursor.next(tiling, tiling.groups)) load(cursor);
+#pragma unroll
+      for (int i = 0; i < kFilterTiles; ++i) {
+        uint32_t masked[4][2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int shift = k % 8 + i;
+          const uint32_t first = now.codes[2 * half] << shift;
+          const uint32_t second = now.codes[2 * half + 1] << shift;
+          const uint32_t right = spread<Codes::kRight>(first, second);
+          const uint32_t below = spread<Codes::kBelow>(first, second);
+          const uint32_t active = now.pair(i, half) & spread<Codes::kActive>(first, second);
+          masked[0][half] = active & ~below & ~right;
+          masked[1][half] = active & ~below & right;
+          masked[2][half] = active & below & ~right;
+          masked[3][half] = active & below & right;
+        }
+#pragma unroll
+        for (int tile = 0; tile < kRowTiles; ++tile) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) mma_m16n8<T>(sum[tile][i], patches[tile][j], masked[j]);
+        }
+      }
+    }
+    buffer = size - buffer;  // one barrier a tile is enough
+  }
+
+  // The block's sums, warp after warp.
+  constexpr int kPitch = kFilters + 1;
+  float* const dump = reinterpret_cast<float*>(shared_bytes);  // [warps][16 * kRowTiles][kPitch]
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kRowTiles * kFilterTiles * 4; ++i) {
+    const int tile = i / (4 * kFilterTiles), column = i / 4 % kFilterTiles, e = i % 4;
+    const int row = 16 * tile + g + e / 2 * 8, filter = 4 * (2 * t + e % 2) + column;
+    dump[(warp * 16 * kRowTiles + row) * kPitch + filter] = sum[tile][column][e];
+  }
+  __syncthreads();
+  partial += (int64_t{blockIdx.x} * gridDim.y + blockIdx.y) * kFilters * kSums;
+  for (int i = threadIdx.x; i < kFilters * kSums; i += blockDim.x) {
+    double total = 0;
+    for (int v = 0; v < tiling.warps; ++v) {
+      total += dump[(v * 16 * kRowTiles + i % kSums) * kPitch + i / kSums];
+    }
+    partial[i] = total;
+  }
+}
+
+template <typename Tp>
+int tensor_dump_bytes(const Tiling& tiling) {
+  const int rows = (Tp::K + 16) / 16 * 16;  // K + 1 in whole tiles
+  return tiling.warps * rows * (kFilters + 1) * static_cast<int>(sizeof(float));
+}
+
+// fp32 and fp64: a lane owns a filter, a warp walks over outputs, 8 at a time; lanes read the patch
+// at their maximum from shared memory.
+template <typename Tp, typename T, bool kChannelsLast>
+__global__ void __launch_bounds__(32 * kMaxTileWarps, Tp::K * sizeof(T) <= 36 ? 2 : 1)
+    backward_scalar_kernel(const __grid_constant__ Tiling tiling, bool vectors,
+                           const T* __restrict__ x, const T* __restrict__ dy,
+                           const uint32_t* __restrict__ codes, double* __restrict__ partial) {
+  constexpr int kSums = Tp::K + 1, kOutputs = 8;
+  extern __shared__ __align__(16) unsigned char shared_bytes[];
+  T* const staged = reinterpret_cast<T*>(shared_bytes);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int k = static_cast<int>(blockIdx.y) * kFilters + lane;
+  const bool owner = k < tiling.k;
+  double total[kSums] = {};
+
+  int corner[kOutputs];
+  T grad[kOutputs];
+  uint32_t bits[kOutputs];
+  const auto load = [&](const Cursor& at) {
+    const Tile tile(tiling, at.index);
+    const int64_t first = int64_t{tile.image} * tiling.plane;
+    const uint32_t* words = codes + first * tiling.words + k / 8;
+    const T* from = dy + (kChannelsLast ? first * tiling.k + k
+                                        : (int64_t{tile.image} * tiling.k + k) * tiling.plane);
+    int in_plane[kOutputs];
+    bool valid[kOutputs];
+#pragma unroll
+    for (int o = 0; o < kOutputs; ++o) {
+      valid[o] = tile.locate(tiling, kOutputs * at.group + o, &in_plane[o], &corner[o]) && owner;
+      bits[o] = valid[o] ? words[in_plane[o] * tiling.words] : 0;
+    }
+    if (!kChannelsLast && vectors) {
+#pragma unroll
+      for (int o = 0; o < kOutputs; o += 4) {
+        Vec<T, 4> four{};
+        if (valid[o]) four = *reinterpret_cast<const Vec<T, 4>*>(from + in_plane[o]);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) grad[o + e] = four.v[e];
+      }
+    } else {
+#pragma unroll
+      for (int o = 0; o < kOutputs; ++o) {
+        grad[o] = valid[o] ? from[in_plane[o] * (kChannelsLast ? tiling.k : 1)] : T(0);
+      }
+    }
+  };
+  const int size = tiling.staged(Tp::C), groups = 2 * tiling.groups;
+  InputLoader<Tp, T> loader(tiling, x);
+  Cursor cursor{static_cast<int>(blockIdx.x), warp};
+  loader.load(Tile(tiling, cursor.index));
+  load(cursor);
+  T* input = staged;
+  T sum[kSums] = {};
+  int run = 0;
+  for (int index = cursor.index; index < tiling.tiles; index += gridDim.x) {
+    loader.store(Tile(tiling, index), [&](int i, T value) { input[i] = value; });
+    const int next_index = index + static_cast<int>(gridDim.x);
+    if (next_index < tiling.tiles) loader.load(Tile(tiling, next_index));
+    __syncthreads();
+    for (int group = warp; group < groups; group += tiling.warps) {
+      const T* patch[kOutputs];
+      T active[kOutputs];
+#pragma unroll
+      for (int o = 0; o < kOutputs; ++o) {
+        const uint32_t code = bits[o] << (lane % 8);
+        const auto bit = [&](int byte) { return code >> (8 * byte + 7) & 1; };
+        active[o] = bit(Codes::kActive) ? grad[o] : T(0);
+        patch[o] = input + corner[o] + bit(Codes::kRight) + (bit(Codes::kBelow) ? tiling.pitch : 0);
+      }
+      if (cursor.next(tiling, groups)) load(cursor);
+#pragma unroll
+      for (int o = 0; o < kOutputs; ++o) {
+#pragma unroll
+        for (int i = 0; i < Tp::K; ++i) {
+          sum[i] += active[o] * patch[o][staged_offset<Tp>(tiling, Tp::in_window(i))];
+        }
+        sum[Tp::K] += active[o];
+      }
+      if (++run == kMaxRun) {
+#pragma unroll
+        for (int i = 0; i < kSums; ++i) {
+          total[i] += static_cast<double>(sum[i]);
+          sum[i] = 0;
+        }
+        run = 0;
+      }
+    }
+    input = input == staged ? staged + size : staged;  // one barrier a tile is enough
+  }
+#pragma unroll
+  for (int i = 0; i < kSums; ++i) total[i] += static_cast<double>(sum[i]);
+
+  // The block's sums, warp after warp, some of the taps at a time.
+  constexpr int kChunk = 10;
+  __shared__ double dump[kMaxTileWarps][kChunk][kFilters];
+  partial += (int64_t{blockIdx.x} * gridDim.y + blockIdx.y) * kFilters * kSums;
+#pragma unroll
+  for (int first = 0; first < kSums; first += kChunk) {
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) {
+      if (first + i < kSums) dump[warp][i][lane] = total[first + i];
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < kChunk * kFilters; i += blockDim.x) {
+      const int filter = i / kChunk, tap = first + i % kChunk;
+      if (tap >= kSums) continue;
+      double value = 0;
+      for (int v = 0; v < tiling.warps; ++v) value += dump[v][i % kChunk][filter];
+      partial[filter * kSums + tap] = value;
+    }
+  }
+}
+
+// A block per filter: sums the partial Q and S1, then the formulas of small_k.h. `pitch`: sums in a
+// block's partial.
+template <typename Tp, typename T>
+__global__ void __launch_bounds__(kFinalizeThreads)
+    backward_finalize_kernel(SmallKShape a, SmallKNorm norm, const T* __restrict__ w,
+                             const double* __restrict__ partial, int blocks, int64_t pitch,
+                             const double* __restrict__ saved, T* __restrict__ dw,
+                             void* __restrict__ dgamma, void* __restrict__ dbeta,
+                             T* __restrict__ dbias) {
+  constexpr int K = Tp::K, kSums = K + 1, kRows = kFinalizeThreads / kSums;
+  __shared__ double parts[kRows][kSums];
+  __shared__ double sums[kSums], weights[K], covariance[K * K];
+  const int64_t k = blockIdx.x;
+  const int row = threadIdx.x / kSums, column = threadIdx.x % kSums;
+  // All loads first, so that their latencies overlap.
+  const double mu = saved[K + K * K + k], rstd = saved[K + K * K + a.k + k];
+  const double scale = param(norm.gamma, norm.param_dtype, k, 1) * rstd;
+  const int i = min(static_cast<int>(threadIdx.x), K - 1);
+  const double mean = norm.training ? saved[i] : 0;
+  if (threadIdx.x < K) weights[i] = convert<double>(w[k * K + i]);
+  if (norm.training) {
+    for (int c = threadIdx.x; c < K * K; c += kFinalizeThreads) covariance[c] = saved[K + c];
+  }
+  if (row < kRows) {
+    double sum = 0;
+#pragma unroll 12
+    for (int b = row; b < blocks; b += kRows) sum += partial[b * pitch + k * kSums + column];
+    parts[row][column] = sum;
+  }
+  __syncthreads();
+  if (threadIdx.x >= 32) return;
+  if (threadIdx.x < kSums) {
+    double sum = 0;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) sum += parts[r][threadIdx.x];
+    sums[threadIdx.x] = sum;
+  }
+  __syncwarp();
+  const double s1 = sums[K];
+  const double wq = warp_sum(threadIdx.x < K ? weights[i] * sums[i] : 0.0);
+  const double s2 = rstd * (wq - mu * s1);
+  double grad = sums[i];
+  if (norm.training) {
+    double cw = 0;
+#pragma unroll
+    for (int j = 0; j < K; ++j) cw += covariance[i * K + j] * weights[j];
+    grad -= s1 * mean + s2 * rstd * cw;
+  }
+  if (threadIdx.x < K) dw[k * K + i] = convert<T>(scale * grad);
+  if (threadIdx.x == 0) {
+    set_param(dgamma, norm.param_dtype, k, s2);
+    set_param(dbeta, norm.param_dtype, k, s1);
+    // In training a bias before batch norm cancels.
+    if (dbias) dbias[k] = convert<T>(norm.training ? 0.0 : scale * s1);
+  }
+}
+
+int filter_groups(const SmallKShape& a) { return static_cast<int>(ceil_div(a.k, kFilters)); }
+
+Tiling backward_tiling(const SmallKShape& a) {
+  return Tiling(a, Squares::pooled(a), ceil_div(2 * sm_count(), filter_groups(a)),
+                std::max(static_cast<int>(size_of(a.dtype)), 4));
+}
+
+// Blocks side by side over the tiles: as many as are resident, or more where each would have to add
+// up too much.
+int backward_blocks(const Tiling& tiling) {
+  return std::min(tiling.tiles,
+                  std::max(kResident * sm_count(),
+                           static_cast<int>(ceil_div(tiling.tiles, kMaxTilesPerBlock))));
+}
+
+}  // namespace
+
+int64_t small_k_backward_workspace(const SmallKShape& a) {
+  const int64_t sums = a.c * a.r * a.s + 1;
+  return int64_t{backward_blocks(backward_tiling(a))} * filter_groups(a) * kFilters * sums;
+}
+
+void small_k_backward(Stream stream, const SmallKShape& a, const SmallKNorm& norm, const void* x,
+                      const void* w, const void* dy, const uint32_t* codes, const double* saved,
+                      void* dw, void* dgamma, void* dbeta, void* dbias, void* workspace) {
+  double* partial = static_cast<double*>(workspace);
+  const Tiling tiling = backward_tiling(a);
+  const dim3 grid(backward_blocks(tiling), filter_groups(a));
+  dispatch(a.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    dispatch_taps(a, [&](auto taps) {
+      using Tp = decltype(taps);
+      // Lanes take four outputs of a plane at once, or four filters of an output.
+      const bool vectors = is_vec_aligned(static_cast<const T*>(dy)) &&
+                           (a.channels_last ? a.k % 4 == 0 : tiling.quads);
+      const auto launch = [&](auto kernel, int shared) {
+        kernel<<<grid, 32 * tiling.warps, shared, as_cuda(stream)>>>(
+            tiling, vectors, static_cast<const T*>(x), static_cast<const T*>(dy), codes, partial);
+        check_launch("small_k backward");
+      };
+      const int staged = 2 * tiling.staged(Tp::C);
+      if constexpr (sizeof(T) == 2) {
+        const int shared = static_cast<int>((staged + 2) * sizeof(uint32_t));
+        launch(a.channels_last ? backward_tensor_kernel<Tp, T, true>
+                               : backward_tensor_kernel<Tp, T, false>,
+               std::max(shared, tensor_dump_bytes<Tp>(tiling)));
+      } else {
+        launch(a.channels_last ? backward_scalar_kernel<Tp, T, true>
+                               : backward_scalar_kernel<Tp, T, false>,
+               staged * static_cast<int>(sizeof(T)));
+      }
+      const int64_t pitch = int64_t{grid.y} * kFilters * (Tp::K + 1);
+      backward_finalize_kernel<Tp, T>
+          <<<static_cast<unsigned>(a.k), kFinalizeThreads, 0, as_cuda(stream)>>>(
+              a, norm, static_cast<const T*>(w), partial, static_cast<int>(grid.x), pitch, saved,
+              static_cast<T*>(dw), dgamma, dbeta, static_cast<T*>(dbias));
+      check_launch("small_k backward finalize");
+    });
+  });
+}
+
+}  // namespace braze::cuda
