@@ -237,8 +237,11 @@ def _relu_options(node):
 
 
 def _match(first, kind, kinds):
-    """The nodes of a run of such `kinds` that starts at `first`, or None. They follow each other, so
-    that nothing else can have changed the input in between, and each is used by the next one only."""
+    """The nodes of a run of such `kinds` that starts at `first`, or None.
+
+    They follow each other, so that nothing else can have changed the input in between, and each is
+    used by the next one only.
+    """
     run, node = [], first
     for wanted in kinds:
         if kind(node) != wanted or len(node.all_input_nodes) != 1 or not node.args:

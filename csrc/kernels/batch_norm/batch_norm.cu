@@ -92,6 +92,7 @@ template <typename A>
 __global__ void __launch_bounds__(kCoefficientThreads)
     given_moments_kernel(int64_t channels, ChannelMoments moments, double count, ForwardArgs args,
                          int64_t* batches) {
+  wait_for_earlier_kernels();
   if (batches && blockIdx.x == 0 && threadIdx.x == 0) ++*batches;
   for_each_channel(channels, [&](int64_t c) { merge_moments<A>(args, moments, count, c); });
 }
@@ -110,8 +111,8 @@ void coefficients_of_moments(cudaStream_t s, const BatchNormShape& shape,
   const auto blocks = static_cast<unsigned int>(ceil_div(shape.c, kCoefficientThreads / 32));
   const auto kernel =
       shape.dtype == DType::kFloat64 ? given_moments_kernel<double> : given_moments_kernel<float>;
-  kernel<<<blocks, kCoefficientThreads, 0, s>>>(shape.c, moments,
-                                                static_cast<double>(shape.count()), args, batches);
+  launch_early(kernel, blocks, kCoefficientThreads, 0, s, shape.c, moments,
+               static_cast<double>(shape.count()), args, batches);
   check_launch("batch_norm_coefficients");
 }
 

@@ -24,6 +24,7 @@ __global__ void __launch_bounds__(kPlaneThreads)
                              const uint32_t* __restrict__ codes, const acc_t<T>* __restrict__ mean,
                              int64_t steps, int splits, BnPoolSplit split, BnPoolGeometry geometry,
                              GradPartial<acc_t<T>>* __restrict__ partials) {
+  wait_for_earlier_kernels();
   using A = acc_t<T>;
   __shared__ A shared[kPlaneThreads / 32];
   const A center = mean[blockIdx.x];
@@ -76,6 +77,7 @@ __global__ void __launch_bounds__(kRowThreads)
                            const uint32_t* __restrict__ codes, const acc_t<T>* __restrict__ mean,
                            RowShape shape, BnPoolSplit split, BnPoolGeometry geometry,
                            GradPartial<acc_t<T>>* __restrict__ partials) {
+  wait_for_earlier_kernels();
   using A = acc_t<T>;
   __shared__ A shared[N][kRowThreads];
   const RowPlace<N> place(shape);
@@ -129,6 +131,7 @@ __global__ void __launch_bounds__(kPlaneThreads)
                          BnPoolSplit split, BnPoolGeometry geometry, int64_t count,
                          const GradPartial<acc_t<T>>* __restrict__ partials, int partial_splits,
                          BackwardArgs args) {
+  wait_for_earlier_kernels();
   using A = acc_t<T>;
   __shared__ BackwardCoefficients<A> shared;
   if (threadIdx.x < 32) {
@@ -199,6 +202,7 @@ __global__ void __launch_bounds__(kRowThreads)
                          BnPoolSplit split, BnPoolGeometry geometry, int64_t count,
                          const GradPartial<acc_t<T>>* __restrict__ partials, int partial_splits,
                          BackwardArgs args) {
+  wait_for_earlier_kernels();
   using A = acc_t<T>;
   constexpr bool kFolded = sizeof(T) == 2;
   __shared__ BackwardCoefficients<A> shared[kRowTile * N];
@@ -269,9 +273,9 @@ int launch_sums(cudaStream_t s, const BnPoolShape& shape, const T* dy, const T* 
       const int64_t vectors = shape.c / N, pixels = shape.n * shape.p() * shape.q();
       splits = row_splits(pixels, vectors);
       const dim3 grid(splits, static_cast<unsigned int>(ceil_div(vectors, kRowTile)));
-      pooled_row_sums_kernel<T, N>
-          <<<grid, kRowThreads, 0, s>>>(dy, z, codes, mean, RowShape{pixels, shape.c, splits},
-                                        BnPoolSplit(1, shape.q(), shape.p()), geometry, partials);
+      launch_early(pooled_row_sums_kernel<T, N>, grid, kRowThreads, 0, s, dy, z, codes, mean,
+                   RowShape{pixels, shape.c, splits}, BnPoolSplit(1, shape.q(), shape.p()),
+                   geometry, partials);
     });
   } else {
     with_windows<T>(shape, {z}, {dy}, [&](auto windows, auto vector) {
@@ -279,9 +283,9 @@ int launch_sums(cudaStream_t s, const BnPoolShape& shape, const T* dy, const T* 
       const int64_t steps = shape.n * shape.p() * (shape.q() / V);
       splits = plane_splits(steps, shape.c);
       const dim3 grid(static_cast<unsigned int>(shape.c), splits);
-      pooled_plane_sums_kernel<T, V, decltype(vector)::value><<<grid, kPlaneThreads, 0, s>>>(
-          dy, z, codes, mean, steps, splits, BnPoolSplit(1, shape.q() / V, shape.p()), geometry,
-          partials);
+      launch_early(pooled_plane_sums_kernel<T, V, decltype(vector)::value>, grid, kPlaneThreads, 0,
+                   s, dy, z, codes, mean, steps, splits, BnPoolSplit(1, shape.q() / V, shape.p()),
+                   geometry, partials);
     });
   }
   check_launch("bn_relu2d_backward");
@@ -302,18 +306,17 @@ void launch_spread(cudaStream_t s, const BnPoolShape& shape, const T* dy, const 
       const int64_t vectors = shape.c / N, tiles = shape.n * rows * columns;
       const RowShape parts{tiles, shape.c, dz ? row_splits(tiles, vectors) : 1};
       const dim3 grid(parts.splits, static_cast<unsigned int>(ceil_div(vectors, kRowTile)));
-      spread_pixels_kernel<T, N, kTraining>
-          <<<grid, kRowThreads, 0, s>>>(dy, z, codes, dz, parts, BnPoolSplit(1, columns, rows),
-                                        geometry, count, partials, splits, args);
+      launch_early(spread_pixels_kernel<T, N, kTraining>, grid, kRowThreads, 0, s, dy, z, codes, dz,
+                   parts, BnPoolSplit(1, columns, rows), geometry, count, partials, splits, args);
     });
   } else {
     with_windows<T>(shape, {z, dz}, {dy}, [&](auto windows, auto vector) {
       constexpr int V = decltype(windows)::value;
       const int64_t steps = shape.n * rows * (columns / V);
       const dim3 grid(static_cast<unsigned int>(shape.c), dz ? plane_splits(steps, shape.c) : 1);
-      spread_planes_kernel<T, V, decltype(vector)::value, kTraining><<<grid, kPlaneThreads, 0, s>>>(
-          dy, z, codes, dz, steps, BnPoolSplit(1, columns / V, rows), geometry, count, partials,
-          splits, args);
+      launch_early(spread_planes_kernel<T, V, decltype(vector)::value, kTraining>, grid,
+                   kPlaneThreads, 0, s, dy, z, codes, dz, steps, BnPoolSplit(1, columns / V, rows),
+                   geometry, count, partials, splits, args);
     });
   }
   check_launch("bn_relu2d_backward");

@@ -20,6 +20,7 @@ __global__ void __launch_bounds__(kBnPoolThreads)
     pool_planes_kernel(const T* __restrict__ z, T* __restrict__ y, uint32_t* __restrict__ codes,
                        int64_t steps, BnPoolSplit split, FastDiv channels, BnPoolGeometry geometry,
                        Coefficients<acc_t<T>> k) {
+  wait_for_earlier_kernels();
   using A = acc_t<T>;
   constexpr int U = kPlaneUnrollForward;
   const int64_t first = blockIdx.x * int64_t{kBnPoolThreads * U} + threadIdx.x;
@@ -71,6 +72,7 @@ __global__ void __launch_bounds__(kBnPoolThreads)
     pool_pixels_kernel(const T* __restrict__ z, T* __restrict__ y, uint32_t* __restrict__ codes,
                        int64_t steps, BnPoolSplit split, BnPoolGeometry geometry,
                        Coefficients<acc_t<T>> k) {
+  wait_for_earlier_kernels();
   using A = acc_t<T>;
   const int64_t step = blockIdx.x * int64_t{kBnPoolThreads} + threadIdx.x;
   const bool valid = step < steps;
@@ -127,8 +129,8 @@ void bn_pool_forward(Stream stream, const BnPoolShape& shape, const void* z,
         constexpr int N = decltype(width)::value;
         const int64_t steps = shape.pooled() / N;
         const auto blocks = static_cast<unsigned int>(ceil_div(steps, kBnPoolThreads));
-        pool_pixels_kernel<T, N><<<blocks, kBnPoolThreads, 0, s>>>(
-            in, out, codes, steps, BnPoolSplit(shape.c / N, shape.q(), shape.p()), geometry, k);
+        launch_early(pool_pixels_kernel<T, N>, blocks, kBnPoolThreads, 0, s, in, out, codes, steps,
+                     BnPoolSplit(shape.c / N, shape.q(), shape.p()), geometry, k);
       });
     } else {
       with_windows<T>(shape, {z}, {y}, [&](auto windows, auto vector) {
@@ -136,9 +138,9 @@ void bn_pool_forward(Stream stream, const BnPoolShape& shape, const void* z,
         const int64_t steps = shape.pooled() / V;
         const auto blocks = static_cast<unsigned int>(
             ceil_div(steps, int64_t{kBnPoolThreads} * kPlaneUnrollForward));
-        pool_planes_kernel<T, V, decltype(vector)::value><<<blocks, kBnPoolThreads, 0, s>>>(
-            in, out, codes, steps, BnPoolSplit(1, shape.q() / V, shape.p()), FastDiv(shape.c),
-            geometry, k);
+        launch_early(pool_planes_kernel<T, V, decltype(vector)::value>, blocks, kBnPoolThreads, 0,
+                     s, in, out, codes, steps, BnPoolSplit(1, shape.q() / V, shape.p()),
+                     FastDiv(shape.c), geometry, k);
       });
     }
   });

@@ -100,6 +100,7 @@ __global__ void __launch_bounds__(32 * kMaxTileWarps, kResident)
     backward_tensor_kernel(const __grid_constant__ Tiling tiling, bool vectors,
                            const T* __restrict__ x, const T* __restrict__ dy,
                            const uint32_t* __restrict__ codes, double* __restrict__ partial) {
+  wait_for_earlier_kernels();
   constexpr int kSums = Tp::K + 1, kRowTiles = (kSums + 15) / 16;
   extern __shared__ __align__(16) unsigned char shared_bytes[];
   uint32_t* const staged = reinterpret_cast<uint32_t*>(shared_bytes);
@@ -228,6 +229,7 @@ __global__ void __launch_bounds__(32 * kMaxTileWarps, Tp::K * sizeof(T) <= 36 ? 
     backward_scalar_kernel(const __grid_constant__ Tiling tiling, bool vectors,
                            const T* __restrict__ x, const T* __restrict__ dy,
                            const uint32_t* __restrict__ codes, double* __restrict__ partial) {
+  wait_for_earlier_kernels();
   constexpr int kSums = Tp::K + 1, kOutputs = 8;
   extern __shared__ __align__(16) unsigned char shared_bytes[];
   T* const staged = reinterpret_cast<T*>(shared_bytes);
@@ -344,6 +346,7 @@ __global__ void __launch_bounds__(kFinalizeThreads)
                              const double* __restrict__ saved, T* __restrict__ dw,
                              void* __restrict__ dgamma, void* __restrict__ dbeta,
                              T* __restrict__ dbias) {
+  wait_for_earlier_kernels();
   constexpr int K = Tp::K, kSums = K + 1, kRows = kFinalizeThreads / kSums;
   __shared__ double parts[kRows][kSums];
   __shared__ double sums[kSums], weights[K], covariance[K * K];
@@ -428,8 +431,8 @@ void small_k_backward(Stream stream, const SmallKShape& a, const SmallKNorm& nor
       const bool vectors = is_vec_aligned(static_cast<const T*>(dy)) &&
                            (a.channels_last ? a.k % 4 == 0 : tiling.quads);
       const auto launch = [&](auto kernel, int shared) {
-        kernel<<<grid, 32 * tiling.warps, shared, as_cuda(stream)>>>(
-            tiling, vectors, static_cast<const T*>(x), static_cast<const T*>(dy), codes, partial);
+        launch_early(kernel, grid, 32 * tiling.warps, shared, stream, tiling, vectors,
+                     static_cast<const T*>(x), static_cast<const T*>(dy), codes, partial);
         check_launch("small_k backward");
       };
       const int staged = 2 * tiling.staged(Tp::C);
@@ -444,10 +447,9 @@ void small_k_backward(Stream stream, const SmallKShape& a, const SmallKNorm& nor
                staged * static_cast<int>(sizeof(T)));
       }
       const int64_t pitch = int64_t{grid.y} * kFilters * (Tp::K + 1);
-      backward_finalize_kernel<Tp, T>
-          <<<static_cast<unsigned>(a.k), kFinalizeThreads, 0, as_cuda(stream)>>>(
-              a, norm, static_cast<const T*>(w), partial, static_cast<int>(grid.x), pitch, saved,
-              static_cast<T*>(dw), dgamma, dbeta, static_cast<T*>(dbias));
+      launch_early(backward_finalize_kernel<Tp, T>, static_cast<unsigned>(a.k), kFinalizeThreads, 0,
+                   stream, a, norm, static_cast<const T*>(w), partial, static_cast<int>(grid.x),
+                   pitch, saved, static_cast<T*>(dw), dgamma, dbeta, static_cast<T*>(dbias));
       check_launch("small_k backward finalize");
     });
   });

@@ -388,6 +388,7 @@ __global__ void __launch_bounds__(32 * kMaxTileWarps, Products<Tp, T>::kBlocks)
                    const __grid_constant__ Tiling tiling, const T* __restrict__ x,
                    const T* __restrict__ w, const double* __restrict__ partial, int moment_blocks,
                    double* __restrict__ saved, T* __restrict__ y, uint32_t* __restrict__ codes) {
+  wait_for_earlier_kernels();
   using A = acc_t<T>;
   using P = Products<Tp, T>;
   using Staged = typename P::Staged;
@@ -495,8 +496,8 @@ void small_k_forward(Stream stream, const SmallKShape& a, const SmallKNorm& norm
         const MomentWork work(a);
         const dim3 grid(work.blocks, work.kinds);
         moment_blocks = work.blocks * work.kinds;
-        moments_kernel<Tp, T><<<grid, kMomentThreads, work.shared_bytes(Tp::C), as_cuda(stream)>>>(
-            work, in, partial, norm.batches);
+        launch_early(moments_kernel<Tp, T>, grid, kMomentThreads, work.shared_bytes(Tp::C), stream,
+                     work, in, partial, norm.batches);
         check_launch("small_k moments");
       }
       const int64_t groups = filter_groups(a);
@@ -507,9 +508,9 @@ void small_k_forward(Stream stream, const SmallKShape& a, const SmallKNorm& norm
       const int warps = tiling.groups <= kMaxTileWarps ? kMaxTileWarps : tiling.warps;
       const auto kernel =
           a.channels_last ? forward_kernel<Tp, T, true> : forward_kernel<Tp, T, false>;
-      kernel<<<grid, 32 * warps, 2 * tiling.staged(Tp::C) * sizeof(Staged), as_cuda(stream)>>>(
-          a, norm, tiling, in, static_cast<const T*>(w), partial, moment_blocks, saved,
-          static_cast<T*>(y), codes);
+      launch_early(kernel, grid, 32 * warps, 2 * tiling.staged(Tp::C) * sizeof(Staged), stream, a,
+                   norm, tiling, in, static_cast<const T*>(w), partial, moment_blocks, saved,
+                   static_cast<T*>(y), codes);
       check_launch("small_k forward");
     });
   });

@@ -77,6 +77,7 @@ template <typename Tp, typename T>
 __global__ void __launch_bounds__(kMomentThreads)
     moments_kernel(const __grid_constant__ MomentWork work, const T* __restrict__ x,
                    double* __restrict__ partial, int64_t* __restrict__ batches) {
+  wait_for_earlier_kernels();
   using M = MomentTiles<Tp>;
   extern __shared__ double staged[];
   const Tiling& tiling = work.tilings[blockIdx.y];
