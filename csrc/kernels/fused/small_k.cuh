@@ -13,6 +13,14 @@
 
 namespace braze::cuda {
 
+// Workspace of the two passes, in doubles.
+int64_t small_k_forward_workspace(const SmallKShape& a);
+int64_t small_k_backward_workspace(const SmallKShape& a);
+
+namespace small_k {
+
+constexpr int kFilters = 32;  // of a block: blockIdx.y picks them
+
 // The filter extents as compile-time constants, so that patches live in registers.
 template <int C_, int R_, int S_>
 struct Taps {
@@ -47,10 +55,6 @@ void dispatch_taps(const SmallKShape& a, F&& f) {
   if (a.r == 5 && a.s == 5 && a.c == 1) return f(Taps<1, 5, 5>{});
   throw std::runtime_error("small_k: no kernel for these filter extents");
 }
-
-// Workspace of the two passes, in doubles.
-int64_t small_k_forward_workspace(const SmallKShape& a);
-int64_t small_k_backward_workspace(const SmallKShape& a);
 
 // 2x2 squares of convolution outputs: where the first begins, and how many there are.
 struct Squares {
@@ -156,6 +160,19 @@ struct Tile {
     *in_plane = (row + r) * tiling.squares.columns + column + c;
     *corner = valid ? 2 * (r * tiling.pitch + c) : 0;
     return valid;
+  }
+};
+
+// A block's tiles, one after the other, and in each the warp's groups of outputs.
+struct Cursor {
+  int index, group;
+
+  __device__ __forceinline__ bool next(const Tiling& tiling, int groups) {
+    group += tiling.warps;
+    if (group < groups) return true;
+    group = static_cast<int>(threadIdx.x / 32);
+    index += static_cast<int>(gridDim.x);
+    return index < tiling.tiles;
   }
 };
 
@@ -266,6 +283,24 @@ __device__ __forceinline__ double warp_sum(double v) {
   return v;
 }
 
+// The sum of values[i * pitch] for i = first, first + step, ... below count, in this order; many
+// loads at once.
+template <int kAtOnce>
+__device__ __forceinline__ double strided_sum(const double* __restrict__ values, int64_t pitch,
+                                              int first, int step, int count) {
+  double sum = 0;
+  for (int i = first; i < count; i += kAtOnce * step) {
+    double loaded[kAtOnce];
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u) {
+      loaded[u] = i + u * step < count ? values[(i + u * step) * pitch] : 0;
+    }
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u) sum += loaded[u];
+  }
+  return sum;
+}
+
 // Element i of a vector of parameters, which may be absent.
 __device__ __forceinline__ double param(const void* values, DType dtype, int64_t i, double absent) {
   if (!values) return absent;
@@ -290,4 +325,5 @@ __device__ __forceinline__ void set_param(void* values, DType dtype, int64_t i, 
   }
 }
 
+}  // namespace small_k
 }  // namespace braze::cuda

@@ -1,226 +1,17 @@
 // Backward of small_k.h in two launches: one pass over the pooled gradient that sums Q and S1 (a
 // partial sum for each block, in fp64), then the formulas. 16-bit gradients go through the tensor
 // cores, others through multiply-adds with a lane for each filter.
-#include "kernels/common/mma.cuh"
-#include "small_k.cuh"
+#include "small_k_backward_tensor.cuh"
 
 namespace braze::cuda {
 namespace {
 
+using namespace small_k;
+
 constexpr int kFinalizeThreads = 256;
-constexpr int kResident = 2;  // blocks of a multiprocessor
 // Bounds the number of fp32 additions behind a partial sum, and so their rounding.
 constexpr int kMaxTilesPerBlock = 64;
 constexpr int kMaxRun = 4;  // groups of 8 outputs that multiply-adds sum up in fp32
-
-constexpr int kFilters = 32, kFilterTiles = kFilters / 8;  // of a block: blockIdx.y picks them
-
-// The gradients and codes of one lane's part of 16 outputs: outputs 4t to 4t + 3, filters 4g to
-// 4g + 3 of the block's. Kept in the words that they were loaded in: taking them apart at once
-// would wait for the loads.
-template <typename T, bool kChannelsLast>
-struct Gradients {
-  uint2 raw[4];  // four 16-bit values. NHWC: filters of raw[output]; NCHW: outputs of raw[filter]
-  uint32_t codes[4];
-
-  __device__ __forceinline__ void load(const Tiling& tiling, int image, const int (&in_plane)[4],
-                                       const bool (&valid)[4], bool vectors, int k,
-                                       const T* __restrict__ dy,
-                                       const uint32_t* __restrict__ words) {
-    const int64_t first = int64_t{image} * tiling.plane;
-    words += first * tiling.words + k / 8;
-    dy += kChannelsLast ? first * tiling.k + k : (int64_t{image} * tiling.k + k) * tiling.plane;
-#pragma unroll
-    for (int o = 0; o < 4; ++o) {
-      codes[o] = valid[o] && k < tiling.k ? words[in_plane[o] * tiling.words] : 0;
-      raw[o] = {0, 0};
-    }
-    if (vectors) {
-#pragma unroll
-      for (int v = 0; v < 4; ++v) {
-        const int at = kChannelsLast ? in_plane[v] * tiling.k : v * tiling.plane + in_plane[0];
-        const bool there = kChannelsLast ? valid[v] && k < tiling.k : valid[0] && k + v < tiling.k;
-        if (there) raw[v] = *reinterpret_cast<const uint2*>(dy + at);
-      }
-      return;
-    }
-#pragma unroll
-    for (int v = 0; v < 4; ++v) {
-      Vec<T, 4> values;
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int o = kChannelsLast ? v : e, f = kChannelsLast ? e : v;
-        const int at = kChannelsLast ? in_plane[o] * tiling.k + f : f * tiling.plane + in_plane[o];
-        values.v[e] = valid[o] && k + f < tiling.k ? dy[at] : convert<T>(0.0f);
-      }
-      raw[v] = reinterpret_cast<const uint2&>(values);
-    }
-  }
-
-  // Outputs 2 * half and 2 * half + 1 of a filter, the first in the low half.
-  __device__ __forceinline__ uint32_t pair(int filter, int half) const {
-    if constexpr (!kChannelsLast) return half ? raw[filter].y : raw[filter].x;
-    const uint2 first = raw[2 * half], second = raw[2 * half + 1];
-    return __byte_perm(filter / 2 ? first.y : first.x, filter / 2 ? second.y : second.x,
-                       filter % 2 ? 0x7632 : 0x5410);
-  }
-};
-
-// A mask for two outputs from the top bits of byte kByte of their words.
-template <int kByte>
-__device__ __forceinline__ uint32_t spread(uint32_t first, uint32_t second) {
-  // Selectors 8 to 15: a byte's sign, from `first` and then from `second`.
-  constexpr uint32_t kFirst = 8 | kByte, kSecond = 12 | kByte;
-  uint32_t mask;
-  asm("prmt.b32 %0, %1, %2, %3;"
-      : "=r"(mask)
-      : "r"(first), "r"(second), "n"(kFirst | kFirst << 4 | kSecond << 8 | kSecond << 12));
-  return mask;
-}
-
-// A block's tiles, one after the other, and in each the warp's groups of outputs.
-struct Cursor {
-  int index, group;
-
-  __device__ __forceinline__ bool next(const Tiling& tiling, int groups) {
-    group += tiling.warps;
-    if (group < groups) return true;
-    group = static_cast<int>(threadIdx.x / 32);
-    index += static_cast<int>(gridDim.x);
-    return index < tiling.tiles;
-  }
-};
-
-// Sums over 16 outputs at a time on tensor cores: (patches and a row of ones, transposed) x
-// gradients, once for each of the four positions, with gradients that are zero where the maximum is
-// elsewhere. Words of the staged input hold two adjacent values, so that a load serves the two
-// positions side by side.
-template <typename Tp, typename T, bool kChannelsLast>
-__global__ void __launch_bounds__(32 * kMaxTileWarps, kResident)
-    backward_tensor_kernel(const __grid_constant__ Tiling tiling, bool vectors,
-                           const T* __restrict__ x, const T* __restrict__ dy,
-                           const uint32_t* __restrict__ codes, double* __restrict__ partial) {
-  wait_for_earlier_kernels();
-  constexpr int kSums = Tp::K + 1, kRowTiles = (kSums + 15) / 16;
-  extern __shared__ __align__(16) unsigned char shared_bytes[];
-  uint32_t* const staged = reinterpret_cast<uint32_t*>(shared_bytes);
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int g = lane / 4, t = lane % 4;
-  const int k = static_cast<int>(blockIdx.y) * kFilters + 4 * g;
-
-  // Behind the two buffers of input: a pair of ones and a pair of zeros.
-  const int size = tiling.staged(Tp::C);
-  if (threadIdx.x < 2) {
-    const Vec<T, 2> pair{convert<T>(threadIdx.x ? 0.0f : 1.0f),
-                         convert<T>(threadIdx.x ? 0.0f : 1.0f)};
-    staged[2 * size + threadIdx.x] = reinterpret_cast<const uint32_t&>(pair);
-  }
-  // Where rows g and g + 8 of each tile of sums find their tap: moves * (buffer + corner) + place.
-  int place[kRowTiles][2], moves[kRowTiles][2];
-#pragma unroll
-  for (int i = 0; i < 2 * kRowTiles; ++i) {
-    const int tap = 8 * i + g;
-    moves[i / 2][i % 2] = tap < Tp::K;
-    place[i / 2][i % 2] = tap < Tp::K    ? staged_offset<Tp>(tiling, Tp::in_window(tap))
-                          : tap == Tp::K ? 2 * size
-                                         : 2 * size + 1;
-  }
-
-  float sum[kRowTiles][kFilterTiles][4] = {};
-  int in_plane[4], corner[4];
-  bool valid[4];
-  Gradients<T, kChannelsLast> next;
-  const auto load = [&](const Cursor& at) {
-    const Tile tile(tiling, at.index);
-#pragma unroll
-    for (int o = 0; o < 4; ++o) {
-      valid[o] = tile.locate(tiling, 16 * at.group + 4 * t + o, &in_plane[o], &corner[o]);
-    }
-    next.load(tiling, tile.image, in_plane, valid, vectors, k, dy, codes);
-  };
-  InputLoader<Tp, T> loader(tiling, x);
-  Cursor cursor{static_cast<int>(blockIdx.x), warp};
-  loader.load(Tile(tiling, cursor.index));
-  load(cursor);
-  int buffer = 0;
-  for (int index = cursor.index; index < tiling.tiles; index += gridDim.x) {
-    T* const input = reinterpret_cast<T*>(staged + buffer);
-    loader.store(Tile(tiling, index), [&](int i, T value) {
-      input[2 * i] = value;
-      if (i > 0) input[2 * i - 1] = value;
-    });
-    const int next_index = index + static_cast<int>(gridDim.x);
-    if (next_index < tiling.tiles) loader.load(Tile(tiling, next_index));
-    __syncthreads();
-    for (int group = warp; group < tiling.groups; group += tiling.warps) {
-      const Gradients<T, kChannelsLast> now = next;
-      uint32_t patches[kRowTiles][4][4];  // position, then as mma wants it
-#pragma unroll
-      for (int i = 0; i < kRowTiles * 8; ++i) {
-        const int tile = i / 8, half = i / 4 % 2, row = i / 2 % 2, below = i % 2;
-        uint32_t words[2];
-#pragma unroll
-        for (int o = 0; o < 2; ++o) {
-          words[o] =
-              staged[moves[tile][row] * (buffer + corner[2 * half + o] + below * tiling.pitch) +
-                     place[tile][row]];
-        }
-        patches[tile][2 * below][row + 2 * half] = __byte_perm(words[0], words[1], 0x5410);
-        patches[tile][2 * below + 1][row + 2 * half] = __byte_perm(words[0], words[1], 0x7632);
-      }
-      if (cursor.next(tiling, tiling.groups)) load(cursor);
-#pragma unroll
-      for (int i = 0; i < kFilterTiles; ++i) {
-        uint32_t masked[4][2];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int shift = k % 8 + i;
-          const uint32_t first = now.codes[2 * half] << shift;
-          const uint32_t second = now.codes[2 * half + 1] << shift;
-          const uint32_t right = spread<Codes::kRight>(first, second);
-          const uint32_t below = spread<Codes::kBelow>(first, second);
-          const uint32_t active = now.pair(i, half) & spread<Codes::kActive>(first, second);
-          masked[0][half] = active & ~below & ~right;
-          masked[1][half] = active & ~below & right;
-          masked[2][half] = active & below & ~right;
-          masked[3][half] = active & below & right;
-        }
-#pragma unroll
-        for (int tile = 0; tile < kRowTiles; ++tile) {
-#pragma unroll
-          for (int j = 0; j < 4; ++j) mma_m16n8<T>(sum[tile][i], patches[tile][j], masked[j]);
-        }
-      }
-    }
-    buffer = size - buffer;  // one barrier a tile is enough
-  }
-
-  // The block's sums, warp after warp.
-  constexpr int kPitch = kFilters + 1;
-  float* const dump = reinterpret_cast<float*>(shared_bytes);  // [warps][16 * kRowTiles][kPitch]
-  __syncthreads();
-#pragma unroll
-  for (int i = 0; i < kRowTiles * kFilterTiles * 4; ++i) {
-    const int tile = i / (4 * kFilterTiles), column = i / 4 % kFilterTiles, e = i % 4;
-    const int row = 16 * tile + g + e / 2 * 8, filter = 4 * (2 * t + e % 2) + column;
-    dump[(warp * 16 * kRowTiles + row) * kPitch + filter] = sum[tile][column][e];
-  }
-  __syncthreads();
-  partial += (int64_t{blockIdx.x} * gridDim.y + blockIdx.y) * kFilters * kSums;
-  for (int i = threadIdx.x; i < kFilters * kSums; i += blockDim.x) {
-    double total = 0;
-    for (int v = 0; v < tiling.warps; ++v) {
-      total += dump[(v * 16 * kRowTiles + i % kSums) * kPitch + i / kSums];
-    }
-    partial[i] = total;
-  }
-}
-
-template <typename Tp>
-int tensor_dump_bytes(const Tiling& tiling) {
-  const int rows = (Tp::K + 16) / 16 * 16;  // K + 1 in whole tiles
-  return tiling.warps * rows * (kFilters + 1) * static_cast<int>(sizeof(float));
-}
 
 // fp32 and fp64: a lane owns a filter, a warp walks over outputs, 8 at a time; lanes read the patch
 // at their maximum from shared memory.
@@ -349,7 +140,7 @@ __global__ void __launch_bounds__(kFinalizeThreads)
   wait_for_earlier_kernels();
   constexpr int K = Tp::K, kSums = K + 1, kRows = kFinalizeThreads / kSums;
   __shared__ double parts[kRows][kSums];
-  __shared__ double sums[kSums], weights[K], covariance[K * K];
+  __shared__ double sums[kSums], weights[K];
   const int64_t k = blockIdx.x;
   const int row = threadIdx.x / kSums, column = threadIdx.x % kSums;
   // All loads first, so that their latencies overlap.
@@ -357,18 +148,16 @@ __global__ void __launch_bounds__(kFinalizeThreads)
   const double scale = param(norm.gamma, norm.param_dtype, k, 1) * rstd;
   const int i = min(static_cast<int>(threadIdx.x), K - 1);
   const double mean = norm.training ? saved[i] : 0;
-  if (threadIdx.x < K) weights[i] = convert<double>(w[k * K + i]);
-  if (norm.training) {
-    for (int c = threadIdx.x; c < K * K; c += kFinalizeThreads) covariance[c] = saved[K + c];
-  }
+  const T weight = w[k * K + i];
   if (row < kRows) {
-    double sum = 0;
-#pragma unroll 12
-    for (int b = row; b < blocks; b += kRows) sum += partial[b * pitch + k * kSums + column];
-    parts[row][column] = sum;
+    parts[row][column] = strided_sum<8>(partial + k * kSums + column, pitch, row, kRows, blocks);
   }
+  if (threadIdx.x < K) weights[i] = convert<double>(weight);
   __syncthreads();
   if (threadIdx.x >= 32) return;
+  double row_of_covariance[K];  // in flight during the sums
+#pragma unroll
+  for (int j = 0; j < K; ++j) row_of_covariance[j] = norm.training ? saved[K + i * K + j] : 0;
   if (threadIdx.x < kSums) {
     double sum = 0;
 #pragma unroll
@@ -383,7 +172,7 @@ __global__ void __launch_bounds__(kFinalizeThreads)
   if (norm.training) {
     double cw = 0;
 #pragma unroll
-    for (int j = 0; j < K; ++j) cw += covariance[i * K + j] * weights[j];
+    for (int j = 0; j < K; ++j) cw += row_of_covariance[j] * weights[j];
     grad -= s1 * mean + s2 * rstd * cw;
   }
   if (threadIdx.x < K) dw[k * K + i] = convert<T>(scale * grad);

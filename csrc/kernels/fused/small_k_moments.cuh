@@ -1,4 +1,4 @@
-// Moments of the input patches (small_k.h), and batch norm's statistics from them.
+// Moments of the input patches (small_k.h).
 //
 // With v the window under a 2x2 square of convolution outputs, the sum of v v' over all squares
 // holds every product of two taps at each of the four positions: a quarter of the products that
@@ -11,9 +11,9 @@
 
 #include "small_k.cuh"
 
-namespace braze::cuda {
+namespace braze::cuda::small_k {
 
-constexpr int kMomentThreads = 256, kMomentWarps = kMomentThreads / 32;
+constexpr int kMomentThreads = 256, kMomentWarps = kMomentThreads / 32;  // 512 measured slower
 constexpr int kDumpTiles = kMomentThreads / 64;  // tiles of sums that a block adds up at a time
 
 template <typename Tp>
@@ -37,21 +37,7 @@ struct MomentWork {
   int right[4], below[4];  // whether those positions exist
   int kinds, blocks;       // blocks for each kind
 
-  explicit MomentWork(const SmallKShape& a)
-      : tilings{tiling(a, 1, 1), tiling(a, 0, 1), tiling(a, 1, 0), tiling(a, 0, 0)} {
-    kinds = 0;
-    blocks = 0;
-    for (int i = 0; i < 4; ++i) {
-      right[i] = i % 2 == 0;
-      below[i] = i / 2 == 0;
-      if ((right[i] || a.q % 2) && (below[i] || a.p % 2)) {
-        blocks = std::max(blocks, std::min(tilings[i].tiles, 2 * sm_count()));
-        tilings[kinds] = tilings[i];
-        right[kinds] = right[i];
-        below[kinds++] = below[i];
-      }
-    }
-  }
+  explicit MomentWork(const SmallKShape& a) : MomentWork(a, sm_count()) {}
 
   int shared_bytes(int channels) const {
     int elements = kMomentWarps * kDumpTiles * 64;
@@ -62,12 +48,27 @@ struct MomentWork {
   }
 
  private:
-  static Tiling tiling(const SmallKShape& a, bool right, bool below) {
+  MomentWork(const SmallKShape& a, int multiprocessors) : tilings(fill(whole(a, multiprocessors))) {
     const int p = static_cast<int>(a.p), q = static_cast<int>(a.q);
-    const Squares squares{below ? 0 : p - 1, right ? 0 : q - 1, below ? p / 2 : 1,
-                          right ? q / 2 : 1};
-    return Tiling(a, squares, sm_count(), sizeof(double));
+    kinds = 0;
+    blocks = 0;
+    for (int i = 0; i < 4; ++i) {
+      const bool to_right = i % 2 == 0, to_below = i / 2 == 0;
+      if ((!to_right && q % 2 == 0) || (!to_below && p % 2 == 0)) continue;
+      const Squares squares{to_below ? 0 : p - 1, to_right ? 0 : q - 1, to_below ? p / 2 : 1,
+                            to_right ? q / 2 : 1};
+      if (i > 0) tilings[kinds] = Tiling(a, squares, multiprocessors, sizeof(double));
+      right[kinds] = to_right;
+      below[kinds] = to_below;
+      blocks = std::max(blocks, std::min(tilings[kinds].tiles, 2 * multiprocessors));
+      ++kinds;
+    }
   }
+
+  static Tiling whole(const SmallKShape& a, int multiprocessors) {
+    return Tiling(a, Squares::pooled(a), multiprocessors, sizeof(double));
+  }
+  static std::array<Tiling, 4> fill(const Tiling& t) { return {t, t, t, t}; }
 };
 
 // Leaves the sums of p_i and of p_i p_j (j >= i) of each block's squares in
@@ -186,43 +187,4 @@ __global__ void __launch_bounds__(kMomentThreads)
   }
 }
 
-// Mean and covariance of the patches, in shared memory.
-template <typename Tp>
-struct PatchStatistics {
-  double mean[Tp::K];
-  double covariance[Tp::K][Tp::K];
-};
-
-// Adds up the partial moments, in every block that needs them: less work than another launch. Ends
-// with a barrier.
-template <typename Tp>
-__device__ __forceinline__ void patch_statistics(const double* __restrict__ partial, int blocks,
-                                                 double by_count, PatchStatistics<Tp>& result) {
-  constexpr int kMaxThreads = 32 * kMaxTileWarps;
-  __shared__ double sums[Tp::kMoments > kMaxThreads ? Tp::kMoments : kMaxThreads];
-  const int threads = static_cast<int>(blockDim.x);
-  const int parts = max(threads / Tp::kMoments, 1);
-  for (int i = threadIdx.x; i < parts * Tp::kMoments; i += threads) {
-    const int m = i % Tp::kMoments, part = i / Tp::kMoments;
-    double sum = 0;
-#pragma unroll 16
-    for (int b = part; b < blocks; b += parts) sum += partial[int64_t{b} * Tp::kMoments + m];
-    sums[i] = sum;
-  }
-  __syncthreads();
-  const auto total = [&](int m) {
-    double sum = 0;
-    for (int part = 0; part < parts; ++part) sum += sums[part * Tp::kMoments + m];
-    return sum * by_count;
-  };
-  for (int ij = threadIdx.x; ij < Tp::K * Tp::K; ij += threads) {
-    const int i = min(ij / Tp::K, ij % Tp::K), j = max(ij / Tp::K, ij % Tp::K);
-    const int pair = i * Tp::K - i * (i - 1) / 2 + (j - i);
-    const double mean = total(i);
-    result.covariance[ij / Tp::K][ij % Tp::K] = total(Tp::K + pair) - mean * total(j);
-    if (ij < Tp::K) result.mean[ij] = total(ij);
-  }
-  __syncthreads();
-}
-
-}  // namespace braze::cuda
+}  // namespace braze::cuda::small_k
