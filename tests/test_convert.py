@@ -97,6 +97,32 @@ def test_what_runs(name, blocks):
     assert "batch_norm" not in ran or name == "ResNet"
 
 
+class Head(nn.Module):
+    """Linear and ReLU in every form that fuses, with one ReLU for two layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(5, 7), nn.Linear(7, 6, bias=False), nn.Linear(6, 4)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        return stock.relu(self.c(self.relu(self.b(self.relu(self.a(x))))))
+
+
+def test_linear_and_relu(device):
+    original = Head().to(device)
+    model = braze.convert(copy.deepcopy(original), strict=True)
+    report = braze.convert_report(model)
+    assert [e.name for e in report.fused] == ["a, relu", "b, relu", "c, relu()"]
+    assert {(e.before, e.after) for e in report.fused} == {("Linear, ReLU", "LinearReLU")}
+    x = torch.randn(3, 5, device=device)
+    assert ops_run(lambda: model(x)) == ["linear"] * 3
+    assert_same_as_stock(model, original, x)
+    model.b.register_forward_hook(lambda module, args, output: output + 1)
+    original.b.register_forward_hook(lambda module, args, output: output + 1)
+    assert_same_as_stock(model, original, x)
+
+
 def test_functions_of_a_forward_run_on_braze():
     model = braze.convert(LeNet().eval())
     ran = ops_run(lambda: model(images("cpu")))

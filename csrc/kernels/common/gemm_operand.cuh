@@ -157,7 +157,7 @@ struct Output {
   T* data;
   int64_t batch;
   Axis<int64_t> rows, columns;
-  int64_t row_stride = 0;  // if not 0: row-major, and the axes are not asked
+  int64_t row_stride = 0;  // if not 0: row-major with the bias by column, and axes are not asked
   bool vectors = false;    // 4 columns from a multiple of 4 are contiguous and aligned
   const T* bias = nullptr;
   bool bias_by_row = false;
@@ -173,11 +173,10 @@ struct Output {
   // Four columns from n on, a multiple of 4; those at n_end and beyond do not exist.
   __device__ __forceinline__ void store4(const acc_t<T> (&v)[4], int64_t z, int m, int n,
                                          int n_end) const {
-    const auto column = [&](int j) { return row_stride ? j : columns.at(j).offset; };
-    T* const row = data + z * batch + (row_stride ? m * row_stride : rows.at(m).offset);
+    T* const row = data + z * batch + rows.at(m).offset;
     if (vectors && n + 4 <= n_end) {
       constexpr int kWidth = sizeof(T) == 8 ? 2 : 4;
-      T* const p = row + column(n);
+      T* const p = row + columns.at(n).offset;
 #pragma unroll
       for (int i = 0; i < 4; i += kWidth) {
         Vec<T, kWidth> out;
@@ -188,10 +187,64 @@ struct Output {
     } else {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        if (n + i < n_end) row[column(n + i)] = finish(v[i], z, m, n + i);
+        if (n + i < n_end) row[columns.at(n + i).offset] = finish(v[i], z, m, n + i);
       }
     }
   }
+};
+
+// Four columns of C from a multiple of 4 on, for a thread that stores them in many rows: what does
+// not change from row to row is worked out once.
+template <typename T>
+class OutputQuad {
+  using Acc = acc_t<T>;
+
+ public:
+  __device__ OutputQuad(const Output<T>& out, int64_t z, int column, int n_end)
+      : out_(out), z_(z), column_(column), n_end_(n_end) {
+    row_major_ = out.row_stride != 0;
+    to_ = out.data + z * out.batch + column;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const bool has_bias = row_major_ && out.bias && column + i < n_end;
+      bias_[i] = has_bias ? convert<Acc>(out.bias[z * out.bias_batch + column + i]) : Acc(0);
+    }
+  }
+
+  __device__ __forceinline__ void store(const Acc (&v)[4], int row) const {
+    if (!row_major_) {
+      out_.store4(v, z_, row, column_, n_end_);
+      return;
+    }
+    T* const to = to_ + row * out_.row_stride;
+    constexpr int kWidth = sizeof(T) == 8 ? 2 : 4;
+    Vec<T, kWidth> values[4 / kWidth];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      Acc x = v[i] + bias_[i];
+      if (out_.relu && x < Acc(0)) x = 0;  // NaN stays NaN
+      values[i / kWidth].v[i % kWidth] = convert<T>(x);
+    }
+    if (out_.vectors && column_ + 4 <= n_end_) {
+#pragma unroll
+      for (int i = 0; i < 4; i += kWidth) {
+        *reinterpret_cast<Vec<T, kWidth>*>(to + i) = values[i / kWidth];
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (column_ + i < n_end_) to[i] = values[i / kWidth].v[i % kWidth];
+      }
+    }
+  }
+
+ private:
+  const Output<T>& out_;
+  T* to_;
+  int64_t z_;
+  int column_, n_end_;
+  bool row_major_;
+  Acc bias_[4];
 };
 
 }  // namespace braze::cuda

@@ -81,33 +81,44 @@ struct GemmProblem {
         *reinterpret_cast<Vec<Acc, kWidth>*>(to + i) = part;
       }
     });
-    if (clustered) {
-      cluster_sync();
-    } else {
-      __syncthreads();
-    }
-    // In a cluster every block adds up its share of the tile, always in the order of the splits.
-    const int parts = clustered ? splits : 1, mine = clustered ? block.split : 0;
-    constexpr int kQuads = kTileM * kTileN / 4;
-    const int end = kQuads * (mine + 1) / parts;
-    for (int quad = kQuads * mine / parts + threadIdx.x; quad < end; quad += kThreads) {
-      const int row = quad / (kTileN / 4), column = quad % (kTileN / 4) * 4;
-      if (block.m0 + row >= m || block.n0 + column >= n) continue;
-      Acc sum[4] = {};
-      const Acc* from = tile + row * kRow + column;
-#pragma unroll 4
-      for (int s = 0; s < parts; ++s) {
-        const Acc* const of_split = clustered ? in_cluster(from, s) : from;
+    // A thread stays in four columns.
+    constexpr int kRowQuads = kTileN / 4, kStep = kThreads / kRowQuads;
+    static_assert(kThreads % kRowQuads == 0);
+    const int first = threadIdx.x / kRowQuads, column = threadIdx.x % kRowQuads * 4;
+    const int rows = min(kTileM, m - block.m0);
+    const auto sum_groups = [&](const Acc* from, Acc(&sum)[4]) {
 #pragma unroll
-        for (int g = 0; g < kGroups; ++g) {
-          const auto part = *reinterpret_cast<const Vec<Acc, 4>*>(of_split + g * kTile);
+      for (int g = 0; g < kGroups; ++g) {
+        const auto part = *reinterpret_cast<const Vec<Acc, 4>*>(from + g * kTile);
 #pragma unroll
-          for (int j = 0; j < 4; ++j) sum[j] += part.v[j];
-        }
+        for (int j = 0; j < 4; ++j) sum[j] += part.v[j];
       }
-      store4(sum, block, block.m0 + row, block.n0 + column);
+    };
+    const auto store = row_store(block, block.n0 + column);  // reads the bias meanwhile
+    const bool inside = block.n0 + column < n;
+    if (!clustered) {
+      __syncthreads();
+      if (!inside) return;
+#pragma unroll 4
+      for (int row = first; row < rows; row += kStep) {
+        Acc sum[4] = {};
+        sum_groups(tile + row * kRow + column, sum);
+        store(sum, block.m0 + row);
+      }
+      return;
     }
-    if (clustered) cluster_sync();  // no block ends while another may read its shared memory
+    // In a cluster every block adds up its share of the rows, always in the order of the splits.
+    cluster_sync();
+    const int end = inside ? min(rows, kTileM * (block.split + 1) / splits) : 0;
+    for (int row = kTileM * block.split / splits + first; row < end; row += kStep) {
+      Acc sum[4] = {};
+#pragma unroll 4
+      for (int s = 0; s < splits; ++s) {
+        sum_groups(in_cluster(tile + row * kRow + column, s), sum);
+      }
+      store(sum, block.m0 + row);
+    }
+    cluster_sync();  // no block ends while another may read its shared memory
   }
 
   template <int kTileM, int kTileN, int kGroups = 1>
@@ -121,17 +132,21 @@ struct GemmProblem {
   static constexpr int tile_row() {
     return kTileN + 8;
   }
-  __device__ __forceinline__ void store4(const acc_t<T> (&v)[4], const GemmBlock& block, int row,
-                                         int column) const {
-    if (splits == 1 || clustered) {
-      out.store4(v, block.batch, row, column, n);
-      return;
-    }
-    acc_t<T>* const to = partial + ((block.split * batch + block.batch) * m + row) * n + column;
+  // A function (sum, row) that stores four columns from `column` on.
+  __device__ __forceinline__ auto row_store(const GemmBlock& block, int column) const {
+    const bool final = splits == 1 || clustered;
+    const OutputQuad<T> quad(out, block.batch, column, n);
+    acc_t<T>* const part = partial + (block.split * batch + block.batch) * m * n + column;
+    return [=](const acc_t<T>(&v)[4], int row) {
+      if (final) {
+        quad.store(v, row);
+        return;
+      }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (column + i < n) to[i] = v[i];
-    }
+      for (int i = 0; i < 4; ++i) {
+        if (column + i < n) part[int64_t{row} * n + i] = v[i];
+      }
+    };
   }
 };
 
@@ -161,7 +176,7 @@ __global__ void gemm_reduce_kernel(const acc_t<T>* __restrict__ partial, Output<
         if (column + j < n) sum[j] += from[j];
       }
     }
-    out.store4(sum, row / m, static_cast<int>(row % m), column, n);
+    OutputQuad<T>(out, row / m, column, n).store(sum, static_cast<int>(row % m));
   }
 }
 

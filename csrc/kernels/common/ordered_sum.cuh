@@ -22,25 +22,38 @@ __device__ __forceinline__ Acc block_sum(Acc v) {
   return v;
 }
 
+constexpr int kSumColumns = 32, kSumRows = 8;
+
 // out[i] = sum over s of partial[s * n + i], added up in fp64: there are few terms, and they are
-// the last chance to lose accuracy.
+// the last chance to lose accuracy. kSumRows threads share out the terms of a sum.
 template <typename T>
-__global__ void ordered_sum_kernel(const acc_t<T>* __restrict__ partial, int splits, int64_t n,
-                                   T* __restrict__ out) {
+__global__ void __launch_bounds__(kSumColumns* kSumRows)
+    ordered_sum_kernel(const acc_t<T>* __restrict__ partial, int splits, int64_t n,
+                       T* __restrict__ out) {
   wait_for_earlier_kernels();
-  const int64_t stride = int64_t{gridDim.x} * blockDim.x;
-  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < n; i += stride) {
+  __shared__ double parts[kSumRows][kSumColumns];
+  const int64_t stride = int64_t{gridDim.x} * kSumColumns;
+  for (int64_t first = blockIdx.x * int64_t{kSumColumns}; first < n; first += stride) {
+    const int64_t i = first + threadIdx.x;
     double sum = 0;
+    if (i < n) {
 #pragma unroll 8
-    for (int s = 0; s < splits; ++s) sum += partial[s * n + i];
-    out[i] = convert<T>(static_cast<acc_t<T>>(sum));
+      for (int s = threadIdx.y; s < splits; s += kSumRows) sum += partial[s * n + i];
+    }
+    parts[threadIdx.y][threadIdx.x] = sum;
+    __syncthreads();
+    if (threadIdx.y == 0 && i < n) {
+      for (int row = 1; row < kSumRows; ++row) sum += parts[row][threadIdx.x];
+      out[i] = convert<T>(static_cast<acc_t<T>>(sum));
+    }
+    __syncthreads();  // the next columns write `parts` again
   }
 }
 
 template <typename T>
 void launch_ordered_sum(Stream stream, const acc_t<T>* partial, int splits, int64_t n, T* out) {
-  constexpr int kThreads = 128;
-  launch_early(ordered_sum_kernel<T>, grid_stride_blocks(n, kThreads), kThreads, 0, stream, partial,
+  const int blocks = grid_stride_blocks(n, kSumColumns);
+  launch_early(ordered_sum_kernel<T>, blocks, dim3(kSumColumns, kSumRows), 0, stream, partial,
                splits, n, out);
   check_launch("ordered_sum");
 }

@@ -46,7 +46,7 @@ void simt_matmul(Stream stream, const MatmulArgs& args, void* workspace) {
     case TileShape::kSmall:
       return launch<float, SimtTile<64, 64, 8, 4>>(stream, args, p, workspace);
     case TileShape::kTiny:
-      return launch<float, SimtTile<32, 32, 4, 4, 4, 4>>(stream, args, p, workspace);
+      return launch<float, SimtTile<32, 32, 4, 4, 8, 2>>(stream, args, p, workspace);
     case TileShape::kTall:
       return launch<float, SimtTile<128, 32, 8, 4>>(stream, args, p, workspace);
     case TileShape::kWide:
