@@ -36,7 +36,8 @@ struct MaskedOperand : MatrixOperand<T> {
   static constexpr bool kMasked = true;
   ptrdiff_t mask;  // bytes from an element to the other matrix's; 0 without one
 
-  // Access: T, or a Vec of them. Through the read-only path, so that many loads may be under way.
+  // Access: T, or a Vec of them. Not by the read-only path: what this kernel reads may be written
+  // while it already waits to begin (launch_early).
   template <typename Access>
   __device__ __forceinline__ Access load(const T* from) const {
     using Bits = std::conditional_t<sizeof(Access) == 16, uint4,
@@ -47,8 +48,8 @@ struct MaskedOperand : MatrixOperand<T> {
     };
     const char* const result = reinterpret_cast<const char*>(from) + mask;
     Value v, r;
-    v.bits = __ldg(reinterpret_cast<const Bits*>(from));
-    r.bits = __ldg(reinterpret_cast<const Bits*>(result));
+    v.bits = *reinterpret_cast<const Bits*>(from);
+    r.bits = *reinterpret_cast<const Bits*>(result);
 #pragma unroll
     for (int i = 0; i < static_cast<int>(sizeof(Access) / sizeof(T)); ++i) {
       if (convert<acc_t<T>>(r.elements[i]) <= acc_t<T>(0)) {
