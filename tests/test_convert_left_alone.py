@@ -134,11 +134,10 @@ def test_layers_changed_after_conversion():
     "change",
     [
         lambda m: setattr(m[0], "padding_mode", "reflect"),
-        lambda m: m.__setitem__(3, nn.MaxPool2d(2, return_indices=True)),
         lambda m: m.__setitem__(2, nn.LeakyReLU()),
         lambda m: m.__setitem__(1, nn.SyncBatchNorm(8)),
     ],
-    ids=["padding_mode", "return_indices", "LeakyReLU", "SyncBatchNorm"],
+    ids=["padding_mode", "LeakyReLU", "SyncBatchNorm"],
 )
 def test_runs_that_are_not_the_block(change):
     model = convert_models.mnist()[:4]
@@ -146,6 +145,26 @@ def test_runs_that_are_not_the_block(change):
     assert not braze.convert_report(model).fused
     assert not isinstance(braze.convert(model), Rewritten)
     assert type(model[0]) is braze.nn.Conv2d
+
+
+@pytest.mark.parametrize("last", [nn.MaxPool2d(2, return_indices=True), nn.AvgPool2d(2), None])
+def test_runs_without_a_pooling_that_fits(last):
+    model = convert_models.mnist()[:4]
+    model = model[:3] if last is None else model
+    if last is not None:
+        model[3] = last
+    original = copy.deepcopy(model)
+    (entry,) = braze.convert_report(model).fused
+    assert (entry.name, entry.after) == ("0, 1, 2", "ConvBnReLU2d")
+    assert entry.before == "Conv2d, BatchNorm2d, ReLU"
+    x = images("cpu")
+    ran = ops_run(lambda: braze.convert(model)(x))
+    assert ran[0] == "conv_bn_relu2d"
+    assert "relu" not in ran
+    original(x)  # both have counted one batch
+    ours, theirs = model(x), original(x)
+    torch.testing.assert_close(ours, theirs)
+    assert torch.equal(model[1].num_batches_tracked, original[1].num_batches_tracked)
 
 
 def test_parts_used_twice_are_not_fused():

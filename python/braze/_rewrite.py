@@ -13,7 +13,7 @@ import torch
 import braze.nn
 from braze._trace import OWN_FORWARD, Recorder, Untraceable, containers, names_used, trace
 from braze.nn import functional as F
-from braze.nn.modules import conv_bn_relu_max_pool2d
+from braze.nn.modules import conv_bn_relu2d, conv_bn_relu_max_pool2d
 
 #: The layers that have a counterpart of the same name in torch.nn.
 LAYERS = (
@@ -78,20 +78,24 @@ def run_block(input, conv, bn, relu, pool):
 
     Args:
         relu: a layer, or None for the function.
-        pool: a layer, or :class:`Pooling` for the function.
+        pool: a layer, :class:`Pooling` for the function, or None for no pooling.
     """
     as_one = (
         _runs_as(conv, braze.nn.Conv2d)
         and _runs_as(bn, braze.nn.BatchNorm2d)
         and (relu is None or _runs_as(relu, braze.nn.ReLU))
-        and (isinstance(pool, Pooling) or _runs_as(pool, braze.nn.MaxPool2d))
+        and (pool is None or isinstance(pool, Pooling) or _runs_as(pool, braze.nn.MaxPool2d))
         and input.dim() == 4
         and not torch.nn.modules.module._has_any_global_hook()
     )
+    if as_one and pool is None:
+        return conv_bn_relu2d(input, conv, bn)
     if as_one:
         return conv_bn_relu_max_pool2d(input, conv, bn, pool)
     output = bn(conv(input))
     output = F.relu(output) if relu is None else relu(output)
+    if pool is None:
+        return output
     return F.max_pool2d(output, *pool) if isinstance(pool, Pooling) else pool(output)
 
 
@@ -158,6 +162,8 @@ class Plan:
 
         for node in list(graph.nodes):
             run = _match(node, kind)
+            if run and len(run) == 4 and not _pool_fits(module, run[3]):
+                run = run[:3]
             if run and all(calls[n.target] == 1 for n in run[:2]) and _fits(module, run):
                 self.blocks.append(tuple(_name(n) for n in run))
                 _fuse(graph, run)
@@ -187,19 +193,20 @@ def _relu_options(node):
 
 
 def _match(first, kind):
-    """The four nodes of a run that starts at `first`. They follow each other, so that nothing else
-    can have changed the input in between, and each is used by the next one only."""
+    """The nodes of a run that starts at `first`, with pooling or without, or None. They follow each
+    other, so that nothing else can have changed the input in between, and each is used by the next
+    one only."""
     run, node = [], first
     for wanted in ("Conv2d", "BatchNorm2d", "ReLU", "MaxPool2d"):
         if kind(node) != wanted or len(node.all_input_nodes) != 1 or not node.args:
-            return None
+            break
         if node.op == "call_module" and (len(node.args) != 1 or node.kwargs):
-            return None
+            break
         if run and (node.args[0] is not run[-1] or len(run[-1].users) != 1):
-            return None
+            break
         run.append(node)
         node = node.next
-    return run
+    return run if len(run) >= 3 else None
 
 
 def _pooling(node):
@@ -214,14 +221,17 @@ def _pooling(node):
     return settings(*node.args[1:], **node.kwargs)
 
 
+def _pool_fits(module, pool):
+    """Whether a pooling returns nothing but its result."""
+    if pool.op == "call_module":
+        return not module.get_submodule(pool.target).return_indices
+    return _pooling(pool) is not None
+
+
 def _fits(module, run):
-    """Whether the layers of a run have settings that the block has too."""
+    """Whether a run's convolution and batch norm have settings that the block has too."""
     conv, bn = (module.get_submodule(node.target) for node in run[:2])
-    if run[3].op == "call_module":
-        indices = module.get_submodule(run[3].target).return_indices
-    else:
-        indices = _pooling(run[3]) is None
-    return conv.padding_mode == "zeros" and bn.num_features == conv.out_channels and not indices
+    return conv.padding_mode == "zeros" and bn.num_features == conv.out_channels
 
 
 def _name(node):
@@ -234,14 +244,14 @@ def _function_name(node):
 
 
 def _fuse(graph, run):
-    conv, pool = run[0], run[3]
-    with graph.inserting_before(pool):
+    conv, last = run[0], run[-1]
+    with graph.inserting_before(last):
         layers = [
             graph.create_node("get_attr", n.target) if n.op == "call_module" else None for n in run
         ]
-        settings = layers[3] or _pooling(pool)
-        block = graph.call_function(run_block, (conv.args[0], *layers[:3], settings))
-    pool.replace_all_uses_with(block)
+        pool = (layers[3] or _pooling(last)) if len(run) == 4 else None
+        block = graph.call_function(run_block, (conv.args[0], *layers[:3], pool))
+    last.replace_all_uses_with(block)
     for node in reversed(run):
         graph.erase_node(node)
 

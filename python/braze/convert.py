@@ -156,8 +156,10 @@ def _forward_entries(module, name, kind_of):
     for plan in found:
         for block in plan.blocks:
             parts = ", ".join(p if p.endswith("()") else prefix + p for p in block)
-            before = "Conv2d, BatchNorm2d, ReLU, MaxPool2d"
-            entries[parts] = Entry(parts, "fused", before, "ConvBnReLUMaxPool2d")
+            before, after = "Conv2d, BatchNorm2d, ReLU", "ConvBnReLU2d"
+            if len(block) == 4:
+                before, after = f"{before}, MaxPool2d", "ConvBnReLUMaxPool2d"
+            entries[parts] = Entry(parts, "fused", before, after)
         for function in plan.functions:
             before, after = f"functional {function}", f"braze.nn.functional.{function}"
             entries[name, function] = Entry(name, "swapped", before, after)
@@ -213,10 +215,10 @@ def convert(model, *, strict=False):
 
     Layers of torch.nn become braze.nn's of the same name by changing their class, so that
     parameters, buffers, optimizers, state dicts and names stay what they are. Runs of Conv2d,
-    BatchNorm2d, ReLU and MaxPool2d (layers, or functions in the forward of a module) become one
-    fused op, and functions of ``torch.nn.functional`` that a forward calls become braze's: the
-    module that runs them, a ``Sequential`` or one with a forward of its own, gets a rewritten
-    `forward` by way of a subclass of the same name; its children stay.
+    BatchNorm2d, ReLU and, if it follows, MaxPool2d (layers, or functions in the forward of a
+    module) become one fused op, and functions of ``torch.nn.functional`` that a forward calls
+    become braze's: the module that runs them, a ``Sequential`` or one with a forward of its own,
+    gets a rewritten `forward` by way of a subclass of the same name; its children stay.
 
     A forward is rewritten where torch.fx traces it. What it reads of the module is watched: where
     `training`, another setting or the children change, it is traced anew. Forwards that would be

@@ -175,6 +175,7 @@ class ConvBnReLU2d(torch.nn.Module):
         return block
 
     def forward(self, input):
+        self.bn._check_input_dim(input)
         return conv_bn_relu2d(input, self.conv, self.bn)
 
 
@@ -232,6 +233,7 @@ class ConvBnReLUMaxPool2d(ConvBnReLU2d):
         return block
 
     def forward(self, input):
+        self.bn._check_input_dim(input)
         return conv_bn_relu_max_pool2d(input, self.conv, self.bn, self.pool)
 
 
