@@ -84,7 +84,9 @@ def test_hooks_run_and_keep_a_run_from_being_fused(index):
     model = convert_models.mnist()
     model[index].register_forward_hook(lambda *_: calls.append(index))
     braze.convert(model)
-    assert [e.name for e in braze.convert_report(model).fused] == ["4, 5, 6, 7"]
+    # A run without its pooling is a run too.
+    first = ["0, 1, 2"] if index == 3 else []
+    assert [e.name for e in braze.convert_report(model).fused] == [*first, "4, 5, 6, 7"]
     assert not type(model[index]).__module__.startswith("braze")
     model(images("cpu"))
     assert calls == [index]

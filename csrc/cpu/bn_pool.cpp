@@ -1,8 +1,10 @@
-// bn_pool.h on the CPU. A run is what loops go over: the windows of a row of one plane in NCHW, the
-// channels of one window in NHWC.
+// bn_pool.h on the CPU. In NHWC loops go over the channels of one window. In NCHW rows may be
+// short: loops go over the windows of a band, pairs of rows of one plane, found by a table of their
+// corners.
 #include "kernels/fused/bn_pool.h"
 
 #include <algorithm>
+#include <cstring>
 #include <vector>
 
 #include "cpu/batch_norm_parts.h"
@@ -11,18 +13,35 @@
 namespace braze::cpu {
 namespace {
 
-constexpr int kStopped = 4;  // the code where ReLU stops the gradient
+constexpr int kStopped = 4;              // the code where ReLU stops the gradient
+constexpr int64_t kBandElements = 4096;  // of z, at most, where that is a pair of rows or more
+
+// Eight codes, one to a byte, as the nibbles of a word, and back.
+uint32_t pack8(const uint8_t* codes) {
+  uint64_t x;
+  std::memcpy(&x, codes, 8);
+  x = (x | x >> 4) & 0x00ff00ff00ff00ff;
+  x = (x | x >> 8) & 0x0000ffff0000ffff;
+  return static_cast<uint32_t>(x | x >> 16);
+}
+void unpack8(uint32_t word, uint8_t* codes) {
+  uint64_t x = word;
+  x = (x | x << 16) & 0x0000ffff0000ffff;
+  x = (x | x << 8) & 0x00ff00ff00ff00ff;
+  x = (x | x << 4) & 0x0f0f0f0f0f0f0f0f;
+  std::memcpy(codes, &x, 8);
+}
 
 // Codes of elements [first, first + count), one to a byte, into words that were zero. Other threads
 // may write the other codes of the first and the last word.
 void pack(const uint8_t* codes, int64_t first, int64_t count, uint32_t* words) {
   for (int64_t i = 0; i < count;) {
     const int64_t e = first + i, in_word = std::min(8 - e % 8, count - i);
-    uint32_t word = 0;
-    for (int64_t j = 0; j < in_word; ++j) word |= uint32_t{codes[i + j]} << (4 * (e % 8 + j));
     if (in_word == 8) {
-      words[e / 8] = word;
+      words[e / 8] = pack8(codes + i);
     } else {
+      uint32_t word = 0;
+      for (int64_t j = 0; j < in_word; ++j) word |= uint32_t{codes[i + j]} << (4 * (e % 8 + j));
       __atomic_fetch_or(&words[e / 8], word, __ATOMIC_RELAXED);
     }
     i += in_word;
@@ -30,103 +49,57 @@ void pack(const uint8_t* codes, int64_t first, int64_t count, uint32_t* words) {
 }
 
 void unpack(const uint32_t* words, int64_t first, int64_t count, uint8_t* codes) {
-  const auto code = [&](uint64_t e) {
-    return static_cast<uint8_t>(words[e / 8] >> (4 * (e % 8)) & 7);
-  };
-  int64_t i = 0;
-  for (; i < count && (first + i) % 8 != 0; ++i) codes[i] = code(first + i);
-  for (; i + 8 <= count; i += 8) {
-    const uint32_t word = words[(first + i) / 8];
-#pragma omp simd
-    for (int j = 0; j < 8; ++j) codes[i + j] = static_cast<uint8_t>(word >> (4 * j) & 7);
+  for (int64_t i = 0; i < count;) {
+    const int64_t e = first + i, in_word = std::min(8 - e % 8, count - i);
+    if (in_word == 8) {
+      unpack8(words[e / 8], codes + i);
+    } else {
+      const uint32_t word = words[e / 8] >> (4 * (e % 8));
+      for (int64_t j = 0; j < in_word; ++j) codes[i + j] = word >> (4 * j) & 7;
+    }
+    i += in_word;
   }
-  for (; i < count; ++i) codes[i] = code(first + i);
 }
 
-// Where the elements of a run's windows are: element `j` of the run at position 0 to 3.
-struct Run {
-  int64_t step;      // from one element of the run to the next
-  int64_t position;  // from position 0 to 1
-  int64_t row;       // from position 0 to 2
+// Max and ReLU of normalised values at the four positions. Torch's rules: the first of equals wins,
+// NaN beats every number.
+template <typename A>
+inline A pool_window(A v0, A v1, A v2, A v3, uint8_t* code) {
+  const bool one = (v1 > v0) | (v1 != v1);
+  const A best1 = one ? v1 : v0;
+  const bool two = (v2 > best1) | (v2 != v2);
+  const A best2 = two ? v2 : best1;
+  const bool three = (v3 > best2) | (v3 != v3);
+  const A best3 = three ? v3 : best2;
+  const bool stopped = best3 <= A(0);
+  const int position = three ? 3 : two ? 2 : one ? 1 : 0;
+  *code = static_cast<uint8_t>(stopped ? kStopped : position);
+  return stopped ? A(0) : best3;
+}
 
-  static Run of(const BnPoolShape& shape) {
-    return shape.channels_last ? Run{1, shape.c, shape.w * shape.c} : Run{2, 1, shape.w};
+// The coefficient of a run's j-th element: its own in NHWC, the channel's in NCHW.
+struct Each {
+  template <typename A>
+  A operator()(const A* k, int64_t j) const {
+    return k[j];
+  }
+};
+struct Same {
+  int64_t channel;
+  template <typename A>
+  A operator()(const A* k, int64_t) const {
+    return k[channel];
   }
 };
 
-// From position 0 to 1 with that step: a constant where loads of neighbours can be one.
-template <int64_t kStep>
-int64_t to_the_right(const Run& run) {
-  return kStep == 2 ? 1 : run.position;
-}
-
-// Calls f(step) with the run's step as a compile-time constant: loops over it vectorise.
-template <typename F>
-void with_step(const Run& run, const F& f) {
-  if (run.step == 1) {
-    f(std::integral_constant<int64_t, 1>{});
-  } else {
-    f(std::integral_constant<int64_t, 2>{});
-  }
-}
-
-// at(coefficients, j) is that of a run's j-th element; the same one throughout in NCHW.
-template <typename F>
-void with_coefficients(const BnPoolShape& shape, int64_t channel, const F& f) {
-  if (shape.channels_last) {
-    f([](const auto* k, int64_t j) { return k[j]; });
-  } else {
-    f([channel](const auto* k, int64_t) { return k[channel]; });
-  }
-}
-
-// One run of the forward pass: y and codes of `count` windows, the first at z. v: room for a run's
-// elements at each position; loops over one stream at a time are what compilers vectorise.
-template <int64_t kStep, typename T, typename At>
-void pool_run(const Run& run, int64_t count, const T* z, const acc_t<T>* mean,
-              const acc_t<T>* scale, const acc_t<T>* shift, const At& at,
-              std::vector<acc_t<T>> (&v)[4], T* y, uint8_t* codes) {
-  using A = acc_t<T>;
-  const int64_t right = to_the_right<kStep>(run);
-  const int64_t positions[4] = {0, right, run.row, run.row + right};
-  for (int i = 0; i < 4; ++i) {
-    const T* from = z + positions[i];
-    A* to = v[i].data();
-#pragma omp simd
-    for (int64_t j = 0; j < count; ++j) {
-      to[j] = (static_cast<A>(from[j * kStep]) - at(mean, j)) * at(scale, j) + at(shift, j);
-    }
-  }
-  A* best = v[0].data();
-  const A *v1 = v[1].data(), *v2 = v[2].data(), *v3 = v[3].data();
+// to = (from - mean) * scale + shift, of `count` adjacent elements.
+template <typename T, typename At>
+void normalize_run(int64_t count, const T* from, const acc_t<T>* mean, const acc_t<T>* scale,
+                   const acc_t<T>* shift, const At& at, acc_t<T>* to) {
 #pragma omp simd
   for (int64_t j = 0; j < count; ++j) {
-    // torch's rules: the first of equals wins, NaN beats every number.
-    const bool one = (v1[j] > best[j]) | (v1[j] != v1[j]);
-    const A best1 = one ? v1[j] : best[j];
-    const bool two = (v2[j] > best1) | (v2[j] != v2[j]);
-    const A best2 = two ? v2[j] : best1;
-    const bool three = (v3[j] > best2) | (v3[j] != v3[j]);
-    const A best3 = three ? v3[j] : best2;
-    const bool stopped = best3 <= A(0);
-    const int code = three ? 3 : two ? 2 : one ? 1 : 0;
-    best[j] = stopped ? A(0) : best3;
-    codes[j] = static_cast<uint8_t>(stopped ? kStopped : code);
+    to[j] = (static_cast<acc_t<T>>(from[j]) - at(mean, j)) * at(scale, j) + at(shift, j);
   }
-#pragma omp simd
-  for (int64_t j = 0; j < count; ++j) y[j] = static_cast<T>(best[j]);
-}
-
-// The deviation from the mean of the element that the code points to; 0 where it was stopped.
-template <int64_t kStep, typename T>
-inline acc_t<T> deviation(const Run& run, const T* z, int64_t j, int code, acc_t<T> mean) {
-  using A = acc_t<T>;
-  const T* corner = z + j * kStep;
-  const int64_t right = to_the_right<kStep>(run);
-  const A v[4] = {static_cast<A>(corner[0]), static_cast<A>(corner[right]),
-                  static_cast<A>(corner[run.row]), static_cast<A>(corner[run.row + right])};
-  const A top = code == 1 ? v[1] : v[0], bottom = code == 3 ? v[3] : v[2];
-  return code < kStopped ? (code < 2 ? top : bottom) - mean : A(0);
 }
 
 // dz of `count` adjacent elements with gradients `grads`, scaled already.
@@ -145,36 +118,190 @@ void input_grad_run(int64_t count, const acc_t<T>* grads, const T* z, const acc_
   }
 }
 
-// A run of `count` windows of the backward pass: dz at all four positions. grads: room for the
-// gradients of adjacent elements.
-template <int64_t kStep, bool kTraining, typename T, typename At>
-void spread_run(const Run& run, int64_t count, const T* dy, const uint8_t* codes, const T* z,
-                const acc_t<T>* mean, const GradCoefficients<acc_t<T>>& k, const At& at,
-                acc_t<T>* grads, T* dz) {
-  using A = acc_t<T>;
-  for (int row = 0; row < 2; ++row) {
-    if constexpr (kStep == 2) {
-#pragma omp simd
-      for (int64_t j = 0; j < count; ++j) {
-        const A grad = static_cast<A>(dy[j]) * at(k.by_grad, j);
-        grads[2 * j] = codes[j] == 2 * row ? grad : A(0);
-        grads[2 * j + 1] = codes[j] == 2 * row + 1 ? grad : A(0);
-      }
-      const int64_t offset = row * run.row;
-      input_grad_run<kTraining>(2 * count, grads, z + offset, mean, k, at, dz + offset);
-    } else {
-      for (int column = 0; column < 2; ++column) {
-        const int position = 2 * row + column;
-#pragma omp simd
-        for (int64_t j = 0; j < count; ++j) {
-          const A grad = static_cast<A>(dy[j]) * at(k.by_grad, j);
-          grads[j] = codes[j] == position ? grad : A(0);
-        }
-        const int64_t offset = row * run.row + column * run.position;
-        input_grad_run<kTraining>(count, grads, z + offset, mean, k, at, dz + offset);
-      }
+// How planes are cut into bands: `pairs` pairs of rows each, the last one of a plane what is left.
+struct Bands {
+  int64_t w, q, pairs, per_plane;
+  int64_t rows, pooled_rows;     // of a plane
+  std::vector<int32_t> corners;  // of a band's windows, from the band's first element on
+
+  explicit Bands(const BnPoolShape& shape)
+      : w(shape.w), q(shape.q()), rows(shape.h), pooled_rows(shape.p()) {
+    const int64_t all = ceil_div(rows, 2);
+    pairs = std::clamp<int64_t>(kBandElements / (2 * w), 1, all);
+    per_plane = ceil_div(all, pairs);
+    corners.resize(pairs * q);
+    for (int64_t e = 0; e < pairs * q; ++e) {
+      corners[e] = static_cast<int32_t>(e / q * 2 * w + e % q * 2);
     }
   }
+  int64_t most_elements() const { return 2 * pairs * w; }
+
+  // f(offset, elements, pooled offset, windows) of band i.
+  template <typename F>
+  void operator()(int64_t i, const F& f) const {
+    const int64_t plane = i / per_plane, first = i % per_plane * pairs;
+    const int64_t band_rows = std::min(2 * pairs, rows - 2 * first);
+    const int64_t pooled = std::min(pairs, pooled_rows - first);
+    f((plane * rows + 2 * first) * w, band_rows * w, (plane * pooled_rows + first) * q, pooled * q);
+  }
+  int64_t grain() const { return std::max<int64_t>(1, kGrain / most_elements()); }
+};
+
+template <typename T>
+void pool_bands(const BnPoolShape& shape, const T* z, const acc_t<T>* mean, const acc_t<T>* scale,
+                const acc_t<T>* shift, T* y, uint32_t* codes) {
+  using A = acc_t<T>;
+  const Bands bands(shape);
+  parallel_for(0, shape.n * shape.c * bands.per_plane, bands.grain(), [&](int64_t b, int64_t end) {
+    std::vector<A> values(bands.most_elements()), results(bands.corners.size());
+    std::vector<uint8_t> unpacked(bands.corners.size());
+    for (; b < end; ++b) {
+      bands(b, [&](int64_t offset, int64_t elements, int64_t pooled, int64_t windows) {
+        const Same at{b / bands.per_plane % shape.c};
+        normalize_run(elements, z + offset, mean, scale, shift, at, values.data());
+        const int32_t* corners = bands.corners.data();
+        const A *v0 = values.data(), *v1 = v0 + 1, *v2 = v0 + bands.w, *v3 = v2 + 1;
+        A* best = results.data();
+        uint8_t* code = unpacked.data();
+#pragma omp simd
+        for (int64_t e = 0; e < windows; ++e) {
+          const int32_t i = corners[e];
+          best[e] = pool_window(v0[i], v1[i], v2[i], v3[i], &code[e]);
+        }
+#pragma omp simd
+        for (int64_t e = 0; e < windows; ++e) y[pooled + e] = static_cast<T>(best[e]);
+        pack(code, pooled, windows, codes);
+      });
+    }
+  });
+}
+
+// z's offset from a window's corner at the position that the code names (any, where stopped).
+inline int32_t position_of(int code, int32_t w) { return (code & 1) + (code >> 1 & 1) * w; }
+
+template <bool kTraining, typename T>
+void spread_bands(const BnPoolShape& shape, const T* dy, const uint32_t* codes, const T* z,
+                  const acc_t<T>* mean, const GradCoefficients<acc_t<T>>& k, T* dz) {
+  using A = acc_t<T>;
+  const Bands bands(shape);
+  parallel_for(0, shape.n * shape.c * bands.per_plane, bands.grain(), [&](int64_t b, int64_t end) {
+    std::vector<A> grads(bands.most_elements());
+    std::vector<uint8_t> unpacked(bands.corners.size());
+    for (; b < end; ++b) {
+      bands(b, [&](int64_t offset, int64_t elements, int64_t pooled, int64_t windows) {
+        const int64_t channel = b / bands.per_plane % shape.c;
+        unpack(codes, pooled, windows, unpacked.data());
+        std::fill_n(grads.data(), elements, A(0));
+        for (int64_t e = 0; e < windows; ++e) {
+          const int code = unpacked[e];
+          const A grad = static_cast<A>(dy[pooled + e]) * k.by_grad[channel];
+          // The corner itself where it was stopped: no branch to mispredict.
+          grads[bands.corners[e] + position_of(code, static_cast<int32_t>(bands.w))] =
+              code < kStopped ? grad : A(0);
+        }
+        input_grad_run<kTraining>(elements, grads.data(), z + offset, mean, k, Same{channel},
+                                  dz + offset);
+      });
+    }
+  });
+}
+
+// The same windows, `count` of them from the pooled element `first` on, of one plane's band at z.
+template <typename T>
+void sums_of_band(const Bands& bands, const T* dy, const uint8_t* codes, const T* z, acc_t<T> mean,
+                  int64_t count, Partial* result) {
+  using A = acc_t<T>;
+  const int32_t* corners = bands.corners.data();
+  const int32_t w = static_cast<int32_t>(bands.w);
+  A sum = 0, dot = 0;
+#pragma omp simd reduction(+ : sum, dot)
+  for (int64_t e = 0; e < count; ++e) {
+    const int code = codes[e];
+    const bool passed = code < kStopped;
+    const A g = passed ? static_cast<A>(dy[e]) : A(0);
+    const A deviation = static_cast<A>(z[corners[e] + position_of(code, w)]) - mean;
+    sum += g;
+    dot += g * (passed ? deviation : A(0));
+  }
+  result->first += sum;
+  result->second += dot;
+}
+
+// From one position of a window to the others, NHWC.
+struct Steps {
+  int64_t right, down;
+  explicit Steps(const BnPoolShape& shape) : right(shape.c), down(shape.w * shape.c) {}
+  int64_t operator()(int position) const { return position % 2 * right + position / 2 * down; }
+};
+
+template <typename T>
+void pool_pixels(const BnPoolShape& shape, const T* z, const acc_t<T>* mean, const acc_t<T>* scale,
+                 const acc_t<T>* shift, T* y, uint32_t* codes) {
+  using A = acc_t<T>;
+  const Steps steps(shape);
+  const int64_t c = shape.c, p = shape.p(), q = shape.q();
+  const int64_t grain = std::max<int64_t>(1, kGrain / (4 * q * c));
+  parallel_for(0, shape.n * p, grain, [&](int64_t row, int64_t end) {
+    std::vector<uint8_t> row_codes(q * c);
+    // Room for the channels at each position; loops over one stream at a time vectorise best.
+    std::vector<A> v[4];
+    for (auto& values : v) values.resize(c);
+    for (; row < end; ++row) {
+      const T* corner = z + (row / p * shape.h + 2 * (row % p)) * steps.down;
+      for (int64_t column = 0; column < q; ++column, corner += 2 * c) {
+        for (int i = 0; i < 4; ++i) {
+          normalize_run(c, corner + steps(i), mean, scale, shift, Each{}, v[i].data());
+        }
+        A* best = v[0].data();
+        const A *v1 = v[1].data(), *v2 = v[2].data(), *v3 = v[3].data();
+        uint8_t* code = row_codes.data() + column * c;
+        T* out = y + (row * q + column) * c;
+#pragma omp simd
+        for (int64_t j = 0; j < c; ++j) {
+          best[j] = pool_window(best[j], v1[j], v2[j], v3[j], &code[j]);
+        }
+#pragma omp simd
+        for (int64_t j = 0; j < c; ++j) out[j] = static_cast<T>(best[j]);
+      }
+      pack(row_codes.data(), row * q * c, q * c, codes);
+    }
+  });
+}
+
+template <bool kTraining, typename T>
+void spread_pixels(const BnPoolShape& shape, const T* dy, const uint32_t* codes, const T* z,
+                   const acc_t<T>* mean, const GradCoefficients<acc_t<T>>& k, T* dz) {
+  using A = acc_t<T>;
+  const Steps steps(shape);
+  const int64_t c = shape.c, p = shape.p(), q = shape.q(), pairs = ceil_div(shape.h, 2);
+  const int64_t grain = std::max<int64_t>(1, kGrain / (2 * steps.down));
+  parallel_for(0, shape.n * pairs, grain, [&](int64_t pair, int64_t end) {
+    std::vector<uint8_t> unpacked(c);
+    std::vector<A> grads(c), no_grads(c);
+    for (; pair < end; ++pair) {
+      const int64_t image = pair / pairs, row = pair % pairs;
+      const int64_t rows = std::min<int64_t>(2, shape.h - 2 * row);
+      for (int64_t column = 0; column < ceil_div(shape.w, 2); ++column) {
+        const int64_t corner = (image * shape.h + 2 * row) * steps.down + 2 * column * c;
+        const int64_t columns = std::min<int64_t>(2, shape.w - 2 * column);
+        const bool covered = rows == 2 && columns == 2;
+        const int64_t pooled = ((image * p + row) * q + column) * c;
+        if (covered) unpack(codes, pooled, c, unpacked.data());
+        for (int i = 0; i < 4; ++i) {
+          if (i / 2 >= rows || i % 2 >= columns) continue;
+          if (covered) {
+#pragma omp simd
+            for (int64_t j = 0; j < c; ++j) {
+              const A grad = static_cast<A>(dy[pooled + j]) * k.by_grad[j];
+              grads[j] = unpacked[j] == i ? grad : A(0);
+            }
+          }
+          input_grad_run<kTraining>(c, covered ? grads.data() : no_grads.data(),
+                                    z + corner + steps(i), mean, k, Each{}, dz + corner + steps(i));
+        }
+      }
+    }
+  });
 }
 
 // Fills partials with the sums of g and of g * (z - mean) at the maxima.
@@ -182,27 +309,20 @@ template <typename T>
 void pooled_sums(const BnPoolShape& shape, const BatchNormShape& pooled, const T* dy, const T* z,
                  const uint32_t* codes, const acc_t<T>* mean, Partial* partials) {
   using A = acc_t<T>;
-  const Run run = Run::of(shape);
   const int64_t c = shape.c, p = shape.p(), q = shape.q();
+  const Bands bands(shape);
+  const Steps steps(shape);
   reduce(
       pooled, partials,
       [&](int64_t offset, int64_t channel, Partial* result) {
-        std::vector<uint8_t> unpacked(q);
-        const T* plane = z + offset / pooled.inner * shape.h * shape.w;
-        for (int64_t row = 0; row < p; ++row) {
-          const int64_t first = offset + row * q;
-          unpack(codes, first, q, unpacked.data());
-          const T* corner = plane + 2 * row * shape.w;
-          const uint8_t* code = unpacked.data();
-          A sum = 0, dot = 0;
-#pragma omp simd reduction(+ : sum, dot)
-          for (int64_t j = 0; j < q; ++j) {
-            const A g = code[j] < kStopped ? static_cast<A>(dy[first + j]) : A(0);
-            sum += g;
-            dot += g * deviation<2>(run, corner, j, code[j], mean[channel]);
-          }
-          result->first += sum;
-          result->second += dot;
+        std::vector<uint8_t> unpacked(bands.corners.size());
+        const int64_t plane = offset / pooled.inner;
+        for (int64_t b = plane * bands.per_plane; b < (plane + 1) * bands.per_plane; ++b) {
+          bands(b, [&](int64_t from, int64_t, int64_t first, int64_t windows) {
+            unpack(codes, first, windows, unpacked.data());
+            sums_of_band(bands, dy + first, unpacked.data(), z + from, mean[channel], windows,
+                         result);
+          });
         }
       },
       [&](int64_t offset, int64_t pixels, Partial* results) {
@@ -215,13 +335,18 @@ void pooled_sums(const BnPoolShape& shape, const BatchNormShape& pooled, const T
             const int64_t first = offset + i * c, pixel = first / c;
             const int64_t image = pixel / (p * q), row = pixel / q % p, column = pixel % q;
             unpack(codes, first, c, unpacked.data());
-            const T* corner = z + ((image * shape.h + 2 * row) * shape.w + 2 * column) * c;
+            const T* z0 = z + ((image * shape.h + 2 * row) * shape.w + 2 * column) * c;
+            const T *z1 = z0 + steps(1), *z2 = z0 + steps(2), *z3 = z0 + steps(3);
             const uint8_t* code = unpacked.data();
 #pragma omp simd
             for (int64_t j = 0; j < c; ++j) {
-              const A g = code[j] < kStopped ? static_cast<A>(dy[first + j]) : A(0);
+              const A v[4] = {static_cast<A>(z0[j]), static_cast<A>(z1[j]), static_cast<A>(z2[j]),
+                              static_cast<A>(z3[j])};
+              const A top = code[j] == 1 ? v[1] : v[0], bottom = code[j] == 3 ? v[3] : v[2];
+              const bool passed = code[j] < kStopped;
+              const A g = passed ? static_cast<A>(dy[first + j]) : A(0);
               sum[j] += g;
-              dot[j] += g * deviation<1>(run, corner, j, code[j], mean[j]);
+              dot[j] += g * (passed ? (code[j] < 2 ? top : bottom) - mean[j] : A(0));
             }
           }
           for (int64_t j = 0; j < c; ++j) {
@@ -232,68 +357,11 @@ void pooled_sums(const BnPoolShape& shape, const BatchNormShape& pooled, const T
       });
 }
 
-// Pairs of rows of z: `count` of them, cut-off ones included, each `runs` runs of `length` windows.
-struct RowPairs {
-  int64_t per_image, runs, length;
-
-  explicit RowPairs(const BnPoolShape& shape)
-      : per_image((shape.h + 1) / 2),
-        runs(shape.channels_last ? shape.q() : 1),
-        length(shape.channels_last ? shape.c : shape.q()) {}
-};
-
-template <bool kTraining, typename T>
-void spread(const BnPoolShape& shape, const T* dy, const uint32_t* codes, const T* z,
-            const acc_t<T>* mean, const GradCoefficients<acc_t<T>>& k, T* dz) {
-  const Run run = Run::of(shape);
-  const RowPairs pairs(shape);
-  const int64_t images = shape.channels_last ? shape.n : shape.n * shape.c;
-  const int64_t depth = shape.channels_last ? shape.c : 1, row_size = shape.w * depth;
-  const int64_t pooled_row = shape.q() * depth;
-  const int64_t grain = std::max<int64_t>(1, kGrain / (2 * row_size));
-  parallel_for(0, images * pairs.per_image, grain, [&](int64_t begin, int64_t end) {
-    std::vector<uint8_t> unpacked(pooled_row);
-    // A run of adjacent elements is a row of z in NCHW, the channels of a pixel in NHWC.
-    std::vector<acc_t<T>> grads(shape.channels_last ? shape.c : shape.w), no_grads(grads.size());
-    for (int64_t i = begin; i < end; ++i) {
-      const int64_t image = i / pairs.per_image, row = i % pairs.per_image;
-      const int64_t corner = (image * shape.h + 2 * row) * row_size;
-      with_coefficients(shape, image % shape.c, [&](const auto& at) {
-        // `count` pixels (NHWC) or elements (NCHW) from `offset` on.
-        const auto uncovered = [&](int64_t offset, int64_t count) {
-          const int64_t length = shape.channels_last ? depth : count;
-          for (int64_t at_run = offset; at_run < offset + count * depth; at_run += length) {
-            input_grad_run<kTraining>(length, no_grads.data(), z + at_run, mean, k, at,
-                                      dz + at_run);
-          }
-        };
-        if (row == shape.p()) return uncovered(corner, shape.w);
-        const int64_t first = (image * shape.p() + row) * pooled_row;
-        unpack(codes, first, pooled_row, unpacked.data());
-        with_step(run, [&](auto step) {
-          constexpr int64_t kStep = decltype(step)::value;
-          for (int64_t r = 0; r < pairs.runs; ++r) {
-            const int64_t from = corner + r * 2 * depth, in_row = r * pairs.length;
-            spread_run<kStep, kTraining>(run, pairs.length, dy + first + in_row,
-                                         unpacked.data() + in_row, z + from, mean, k, at,
-                                         grads.data(), dz + from);
-          }
-        });
-        if (shape.w % 2 != 0) {
-          uncovered(corner + row_size - depth, 1);
-          uncovered(corner + 2 * row_size - depth, 1);
-        }
-      });
-    }
-  });
-}
-
 BatchNormShape pooled_norm(const BnPoolShape& shape) {
   return {shape.dtype, shape.n, shape.c, shape.p() * shape.q(), shape.channels_last};
 }
 
-const KernelEntry kEntry({"bn_relu2d", "bn_pool", "float64 float32 bfloat16 float16",
-                          "cpu", true,
+const KernelEntry kEntry({"bn_relu2d", "bn_pool", "float64 float32 bfloat16 float16", "cpu", true,
                           "normalises and pools in one pass; 4-bit codes for the backward pass"});
 
 }  // namespace
@@ -304,35 +372,10 @@ void bn_pool_forward(Stream, const BnPoolShape& shape, const void* z,
   dispatch(shape.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     using A = acc_t<T>;
-    const auto* m = static_cast<const A*>(statistics.mean);
-    const auto* a = static_cast<const A*>(statistics.scale);
-    const auto* b = static_cast<const A*>(statistics.shift);
-    const Run run = Run::of(shape);
-    const RowPairs pairs(shape);
-    const int64_t images = shape.channels_last ? shape.n : shape.n * shape.c, p = shape.p();
-    const int64_t depth = shape.channels_last ? shape.c : 1, pooled_row = shape.q() * depth;
-    const int64_t grain = std::max<int64_t>(1, kGrain / (4 * pooled_row));
-    parallel_for(0, images * p, grain, [&](int64_t begin, int64_t end) {
-      std::vector<uint8_t> row_codes(pooled_row);
-      std::vector<A> v[4];
-      for (auto& values : v) values.resize(pairs.length);
-      for (int64_t i = begin; i < end; ++i) {
-        const int64_t image = i / p;
-        const T* corner =
-            static_cast<const T*>(z) + (image * shape.h + 2 * (i % p)) * shape.w * depth;
-        T* out = static_cast<T*>(y) + i * pooled_row;
-        with_coefficients(shape, image % shape.c, [&](const auto& at) {
-          with_step(run, [&](auto step) {
-            for (int64_t r = 0; r < pairs.runs; ++r) {
-              const int64_t in_row = r * pairs.length;
-              pool_run<decltype(step)::value>(run, pairs.length, corner + r * 2 * depth, m, a, b,
-                                              at, v, out + in_row, row_codes.data() + in_row);
-            }
-          });
-        });
-        pack(row_codes.data(), i * pooled_row, pooled_row, codes);
-      }
-    });
+    const auto pool = shape.channels_last ? pool_pixels<T> : pool_bands<T>;
+    pool(shape, static_cast<const T*>(z), static_cast<const A*>(statistics.mean),
+         static_cast<const A*>(statistics.scale), static_cast<const A*>(statistics.shift),
+         static_cast<T*>(y), codes);
   });
 }
 
@@ -357,11 +400,10 @@ void bn_pool_backward(Stream, const BnPoolShape& shape, bool training, const voi
     merge_grads(shape.c, shape.norm().count(), partials, with_sums ? splits : 0,
                 static_cast<const A*>(statistics.rstd), results, k);
     if (!dz) return;
-    if (training) {
-      spread<true>(shape, grad, codes, in, m, k, out);
-    } else {
-      spread<false>(shape, grad, codes, in, m, k, out);
-    }
+    const auto spread = shape.channels_last
+                            ? (training ? spread_pixels<true, T> : spread_pixels<false, T>)
+                            : (training ? spread_bands<true, T> : spread_bands<false, T>);
+    spread(shape, grad, codes, in, m, k, out);
   });
 }
 

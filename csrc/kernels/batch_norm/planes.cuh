@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kPlaneThreads)
   const int64_t count = cursor.count();
   A first = 0;
   if (cursor.valid()) {
-    const Vec<T, N> v = *reinterpret_cast<const Vec<T, N>*>(x + cursor.offset());
+    const Vec<T, N> v = load_vec<N>(x + cursor.offset());
 #pragma unroll
     for (int k = 0; k < N; ++k) first += convert<A>(v.v[k]);
   }
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(kPlaneThreads)
 #pragma unroll
     for (int u = 0; u < U; ++u) {
       valid[u] = cursor.valid();
-      if (valid[u]) v[u] = *reinterpret_cast<const Vec<T, N>*>(x + cursor.offset());
+      if (valid[u]) v[u] = load_vec<N>(x + cursor.offset());
       cursor.advance();
     }
 #pragma unroll
@@ -162,7 +162,7 @@ __global__ void __launch_bounds__(kPlaneThreads)
     for (int u = 0; u < U; ++u) {
       valid[u] = cursor.valid();
       offset[u] = cursor.offset();
-      if (valid[u]) v[u] = *reinterpret_cast<const Vec<T, N>*>(x + offset[u]);
+      if (valid[u]) v[u] = load_vec<N>(x + offset[u]);
       cursor.advance();
     }
 #pragma unroll
@@ -172,7 +172,7 @@ __global__ void __launch_bounds__(kPlaneThreads)
       for (int j = 0; j < N; ++j) {
         v[u].v[j] = convert<T>(normalized<kRelu>(convert<A>(v[u].v[j]), k));
       }
-      *reinterpret_cast<Vec<T, N>*>(y + offset[u]) = v[u];
+      store_vec(y + offset[u], v[u]);
     }
   }
 }
@@ -197,8 +197,8 @@ __global__ void __launch_bounds__(kPlaneThreads)
     for (int u = 0; u < U; ++u) {
       valid[u] = cursor.valid();
       if (valid[u]) {
-        g[u] = *reinterpret_cast<const Vec<T, N>*>(dy + cursor.offset());
-        v[u] = *reinterpret_cast<const Vec<T, N>*>(x + cursor.offset());
+        g[u] = load_vec<N>(dy + cursor.offset());
+        v[u] = load_vec<N>(x + cursor.offset());
       }
       cursor.advance();
     }
@@ -249,9 +249,9 @@ __global__ void __launch_bounds__(kPlaneThreads)
       valid[u] = cursor.valid();
       offset[u] = cursor.offset();
       if (valid[u]) {
-        g[u] = *reinterpret_cast<const Vec<T, N>*>(dy + offset[u]);
+        g[u] = load_vec<N>(dy + offset[u]);
         if constexpr (kTraining || kRelu) {
-          v[u] = *reinterpret_cast<const Vec<T, N>*>(x + offset[u]);
+          v[u] = load_vec<N>(x + offset[u]);
         }
       }
       cursor.advance();
@@ -267,7 +267,7 @@ __global__ void __launch_bounds__(kPlaneThreads)
         if constexpr (kTraining) grad += deviation * k.by_input + k.offset;
         g[u].v[j] = convert<T>(grad);
       }
-      *reinterpret_cast<Vec<T, N>*>(dx + offset[u]) = g[u];
+      store_vec(dx + offset[u], g[u]);
     }
   }
 }

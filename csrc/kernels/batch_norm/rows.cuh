@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(kRowThreads)
   A center[N] = {}, sum[N] = {}, squares[N] = {};
   int64_t row = place.works() ? place.begin + place.line : place.end;
   if (row < place.end) {
-    const Vec<T, N> v = *reinterpret_cast<const Vec<T, N>*>(base + row * shape.c);
+    const Vec<T, N> v = load_vec<N>(base + row * shape.c);
 #pragma unroll
     for (int k = 0; k < N; ++k) center[k] = convert<A>(v.v[k]);
   }
@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(kRowThreads)
 #pragma unroll
     for (int u = 0; u < U; ++u) {
       const int64_t r = row + u * place.height;
-      if (r < place.end) v[u] = *reinterpret_cast<const Vec<T, N>*>(base + r * shape.c);
+      if (r < place.end) v[u] = load_vec<N>(base + r * shape.c);
     }
 #pragma unroll
     for (int u = 0; u < U; ++u) {
@@ -175,7 +175,7 @@ __global__ void __launch_bounds__(kRowThreads)
 #pragma unroll
     for (int u = 0; u < U; ++u) {
       const int64_t r = row + u * place.height;
-      if (r < place.end) v[u] = *reinterpret_cast<const Vec<T, N>*>(x + r * shape.c + column);
+      if (r < place.end) v[u] = load_vec<N>(x + r * shape.c + column);
     }
 #pragma unroll
     for (int u = 0; u < U; ++u) {
@@ -185,7 +185,7 @@ __global__ void __launch_bounds__(kRowThreads)
       for (int k = 0; k < N; ++k) {
         v[u].v[k] = convert<T>(normalized<kRelu>(convert<A>(v[u].v[k]), coefficients[k]));
       }
-      *reinterpret_cast<Vec<T, N>*>(y + r * shape.c + column) = v[u];
+      store_vec(y + r * shape.c + column, v[u]);
     }
   }
 }
@@ -218,8 +218,8 @@ __global__ void __launch_bounds__(kRowThreads)
     for (int u = 0; u < U; ++u) {
       const int64_t r = row + u * place.height;
       if (r >= place.end) break;
-      g[u] = *reinterpret_cast<const Vec<T, N>*>(dy + r * shape.c + column);
-      v[u] = *reinterpret_cast<const Vec<T, N>*>(x + r * shape.c + column);
+      g[u] = load_vec<N>(dy + r * shape.c + column);
+      v[u] = load_vec<N>(x + r * shape.c + column);
     }
 #pragma unroll
     for (int u = 0; u < U; ++u) {
@@ -275,9 +275,9 @@ __global__ void __launch_bounds__(kRowThreads)
     for (int u = 0; u < U; ++u) {
       const int64_t r = row + u * place.height;
       if (r >= place.end) break;
-      g[u] = *reinterpret_cast<const Vec<T, N>*>(dy + r * shape.c + column);
+      g[u] = load_vec<N>(dy + r * shape.c + column);
       if constexpr (kTraining || kRelu) {
-        v[u] = *reinterpret_cast<const Vec<T, N>*>(x + r * shape.c + column);
+        v[u] = load_vec<N>(x + r * shape.c + column);
       }
     }
 #pragma unroll
@@ -293,7 +293,7 @@ __global__ void __launch_bounds__(kRowThreads)
         if constexpr (kTraining) grad += deviation * c.by_input + c.offset;
         g[u].v[k] = convert<T>(grad);
       }
-      *reinterpret_cast<Vec<T, N>*>(dx + r * shape.c + column) = g[u];
+      store_vec(dx + r * shape.c + column, g[u]);
     }
   }
 }

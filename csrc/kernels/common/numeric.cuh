@@ -82,4 +82,58 @@ inline bool is_vec_aligned(const T* p) {
   return reinterpret_cast<uintptr_t>(p) % 16 == 0;
 }
 
+// Integers of kBytes, up to 16, as one access.
+template <int kBytes>
+struct RawAccess;
+template <>
+struct RawAccess<2> {
+  using type = uint16_t;
+};
+template <>
+struct RawAccess<4> {
+  using type = uint32_t;
+};
+template <>
+struct RawAccess<8> {
+  using type = uint2;
+};
+template <>
+struct RawAccess<16> {
+  using type = uint4;
+};
+
+// The N elements at p, which is aligned to a Vec of them. As integers: a copy of a Vec goes element
+// by element, which the compiler does not always merge for 16-bit types.
+template <int N, typename T>
+__device__ __forceinline__ Vec<T, N> load_vec(const T* p) {
+  using V = Vec<T, N>;
+  using Raw = typename RawAccess<alignof(V)>::type;
+  constexpr int kCount = sizeof(V) / sizeof(Raw);
+  Raw raw[kCount];
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) raw[i] = reinterpret_cast<const Raw*>(p)[i];
+  return *reinterpret_cast<const V*>(raw);
+}
+
+__device__ __forceinline__ void store_raw(uint4* p, const uint4& v) {
+  // Assembler, because a store of values that were put together is taken apart again.
+  asm volatile("st.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+template <typename Raw>
+__device__ __forceinline__ void store_raw(Raw* p, const Raw& v) {
+  *p = v;
+}
+
+template <int N, typename T>
+__device__ __forceinline__ void store_vec(T* p, const Vec<T, N>& v) {
+  using V = Vec<T, N>;
+  using Raw = typename RawAccess<alignof(V)>::type;
+  constexpr int kCount = sizeof(V) / sizeof(Raw);
+  Raw raw[kCount];
+  *reinterpret_cast<V*>(raw) = v;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) store_raw(reinterpret_cast<Raw*>(p) + i, raw[i]);
+}
+
 }  // namespace braze::cuda

@@ -104,8 +104,8 @@ __global__ void __launch_bounds__(kBnPoolThreads)
   store_codes<N>(codes, step * N, valid, bits);
 }
 
-const KernelEntry kEntry({"bn_relu2d", "bn_pool", "float64 float32 bfloat16 float16",
-                          "sm_80+", true,
+const KernelEntry kEntry({"bn_relu2d", "bn_pool", "float64 float32 bfloat16 float16", "sm_80+",
+                          true,
                           "normalises and pools in one pass; 4-bit codes for the backward pass"});
 
 }  // namespace
