@@ -86,6 +86,10 @@ inline bool is_vec_aligned(const T* p) {
 template <int kBytes>
 struct RawAccess;
 template <>
+struct RawAccess<1> {
+  using type = uint8_t;
+};
+template <>
 struct RawAccess<2> {
   using type = uint16_t;
 };
