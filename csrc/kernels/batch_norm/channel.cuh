@@ -212,9 +212,9 @@ __device__ ForwardCoefficients<A> merge_moments(const ForwardArgs& args,
   const Moments* sets = moments.data + c * moments.sets;
   double mean = 0;
   for (int s = lane; s < moments.sets; s += 32) {
-    mean += static_cast<double>(sets[s].mean) * (sets[s].count / count);
+    mean += static_cast<double>(sets[s].mean) * sets[s].count;
   }
-  mean = warp_sum(mean);
+  mean = warp_sum(mean) / count;
   double squares = 0;
   for (int s = lane; s < moments.sets; s += 32) {
     const double delta = sets[s].mean - mean;
