@@ -376,6 +376,13 @@ def test_halo_wgmma(dtype, case, tf32):
         return
     x.requires_grad_()
     weight.requires_grad_()
+    if dtype == torch.float32 and not tf32 and w == 56:
+        # The parts of a row of 64 channels and the weights do not: forward only.
+        with braze.backend(conv2d="halo_wgmma"):
+            y = F.conv2d(x, weight, bias, padding=padding)
+        with pytest.raises(RuntimeError, match="cannot take"):
+            y.sum().backward()
+        return
     with braze.backend(conv2d="halo_wgmma"):
         assert "halo" in cuda_kernels_of(lambda: F.conv2d(x, weight, bias, padding=padding))
         check_against_stock(

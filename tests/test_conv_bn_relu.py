@@ -155,11 +155,12 @@ def test_gradient_of_the_bias(device, pool):
 def test_gradcheck(device, channels_last, pool):
     args = inputs((2, 5, 5, 6, 3, 3, {}), device, torch.float64)
     args = leaves([torch.randn_like(t) for t in args], channels_last)
-    assert torch.autograd.gradcheck(lambda *t: fused(*t, pool=pool, padding=1), args)
     mean, var = torch.randn(3, device=device).double(), torch.rand(3, device=device).double() + 0.5
-    assert torch.autograd.gradcheck(
-        lambda *t: fused(*t, mean, var, pool=pool, training=False, padding=1), args
-    )
+    with braze.backend(conv2d="braze"):  # cuDNN's float64 gradients are not repeatable
+        assert torch.autograd.gradcheck(lambda *t: fused(*t, pool=pool, padding=1), args)
+        assert torch.autograd.gradcheck(
+            lambda *t: fused(*t, mean, var, pool=pool, training=False, padding=1), args
+        )
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
@@ -306,7 +307,8 @@ def test_compile(device, pool):
     out, expected = compiled(x), block(x)
     assert torch.equal(out, expected)
     grad, expected_grad = (torch.autograd.grad(t.square().sum(), x)[0] for t in (out, expected))
-    assert torch.equal(grad, expected_grad)
+    # The convolution's kernel may be another one: the compiler chooses its gradient's strides.
+    torch.testing.assert_close(grad, expected_grad, rtol=1e-5, atol=1e-5)
     assert torch.equal(compiled.bn.running_mean, block.bn.running_mean)
     assert compiled.bn.num_batches_tracked == block.bn.num_batches_tracked == 1
 
