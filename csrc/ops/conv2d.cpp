@@ -152,8 +152,10 @@ bool prefers_own(Conv2dPass pass, const Conv2dShape& s, const Tensor4dRef& x, co
   if (s.c > 128 || s.k > 128) return false;  // not measured
   // cuDNN's weight gradients split the sum over pixels badly.
   if (wgrad) return is_channels_last || (pixels >= 1 << 16 && (is_16_bit || s.allow_tf32));
-  return is_channels_last && pixels >= 1 << 17 && (is_16_bit || s.allow_tf32) &&
-         dev::conv2d_auto_kernel(pass, s, x, w, y) == std::string("halo_wgmma");
+  if (!is_channels_last || dev::conv2d_auto_kernel(pass, s, x, w, y) != std::string("halo_wgmma")) {
+    return false;
+  }
+  return pixels >= 1 << 17 || (!is_16_bit && !s.allow_tf32);
 }
 #endif
 

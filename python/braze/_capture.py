@@ -42,6 +42,9 @@ def capture(work, stream, pool):
                 _end(graph, stream, pool)
             raise
         _end(graph, stream, pool)
+    # Beginning the capture has queued a reset of the random number generator's offset on `stream`,
+    # which must not come after that of the first replay.
+    torch.cuda.current_stream(stream.device).wait_stream(stream)
     return graph, result
 
 

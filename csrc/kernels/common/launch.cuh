@@ -6,7 +6,6 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <string>
 #include <utility>
 
@@ -59,8 +58,7 @@ void launch_early_in_clusters(void (*kernel)(Params...), dim3 grid, dim3 block, 
                               Stream stream, int cluster, Args&&... args) {
   cudaLaunchAttribute attributes[2] = {};
   unsigned count = 0;
-  static const bool off = std::getenv("BRAZE_NO_PDL") != nullptr;
-  if (compute_capability() >= 90 && !off) {
+  if (compute_capability() >= 90) {
     attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[count++].val.programmaticStreamSerializationAllowed = 1;
   }
