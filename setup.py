@@ -131,6 +131,8 @@ def gencode(archs):
             sys.exit(f"TORCH_CUDA_ARCH_LIST: expected entries like 8.0, 9.0a, 9.0+PTX; got {arch}")
         code = "compute" if arch.endswith("+PTX") else "sm"
         flags.append(f"-gencode=arch=compute_{number},code={code}_{number}")
+        if number == "90a":
+            flags.append("-DBRAZE_SM90A")  # has_wgmma() in csrc/kernels/common/launch.cuh
     return flags
 
 

@@ -97,6 +97,16 @@ __device__ __forceinline__ void wait_for_earlier_kernels() {
 }
 #endif
 
+// Whether kernels that use wgmma run here: only code made for sm_90a has them, which the binary
+// does not tell from sm_90.
+inline bool has_wgmma() {
+#ifdef BRAZE_SM90A
+  return compute_capability() == 90;
+#else
+  return false;
+#endif
+}
+
 // Blocks for a grid-stride loop over `work` items: enough to fill the device eight times over, no
 // more, so that the loop amortises the block's start.
 inline int grid_stride_blocks(int64_t work, int threads) {

@@ -117,7 +117,7 @@ bool supports(Conv2dPass pass, const Conv2dShape& s, const Tensor4dRef& in,
   }
   if (s.dtype == DType::kFloat64) return false;
   if (!tma_takes(s.dtype, in) || (size_of(s.dtype) == 2 && !tma_takes(s.dtype, out))) return false;
-  return compute_capability() == 90 && make_plan(pass, s).pixels > 0;
+  return has_wgmma() && make_plan(pass, s).pixels > 0;
 }
 
 int moment_sets(Conv2dPass pass, const Conv2dShape& s) {

@@ -84,6 +84,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     conv_kernel(const __grid_constant__ CUtensorMap x_map,
                 const __grid_constant__ CUtensorMap y_map, const Args a, const T* __restrict__ w,
                 const T* __restrict__ bias, T* __restrict__ y, Moments* __restrict__ moments) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL  // as has_wgmma() asks
   using Op = operand_t<T, kPlanes>;
   using L = Layout<Op, kChannelBlock, kPlanes>;
   using Raw = Layout<T, kChannelBlock>;     // as TMA writes it
@@ -330,6 +331,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   }
   if (kStaged && thread == 0) tma_store_wait_read<0>();
+#endif
 }
 
 }  // namespace braze::cuda::halo

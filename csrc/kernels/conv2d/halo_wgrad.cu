@@ -53,6 +53,7 @@ __global__ void __launch_bounds__(kMaxFilterRows * 128 + 32, 1)
     wgrad_kernel(const __grid_constant__ CUtensorMap x_map,
                  const __grid_constant__ CUtensorMap dy_map, const Args a, int stage_bytes,
                  int dy_bytes, int steps, float* __restrict__ partial) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL  // as has_wgmma() asks
   constexpr int kRowBytes = kChannelBlock * int{sizeof(T)};
   constexpr int kColumns = kTapColumns * kChannelBlock;
   extern __shared__ unsigned char shared_bytes[];
@@ -122,6 +123,7 @@ __global__ void __launch_bounds__(kMaxFilterRows * 128 + 32, 1)
     if (threadIdx.x % 128 == 0) mbarrier_arrive(&empty[stage]);
   }
   store_partial<kChannelBlock>(a, acc, r, k0, c0, partial);
+#endif
 }
 
 // One sum of a tile on CUDA cores, from the parts in shared memory. Only true outputs count: beside
@@ -152,6 +154,7 @@ __global__ void __launch_bounds__(kMaxFilterRows * 128 + 32, 1)
     split_wgrad_kernel(const __grid_constant__ CUtensorMap x_map,
                        const __grid_constant__ CUtensorMap dy_map, const Args a,
                        const WgradPlan plan, float* __restrict__ partial) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL  // as has_wgmma() asks
   constexpr int kChannelBlock = 32, kColumns = kTapColumns * kChannelBlock;
   using Pairs = PartPairs<kParts>;
   extern __shared__ unsigned char shared_bytes[];
@@ -264,6 +267,7 @@ __global__ void __launch_bounds__(kMaxFilterRows * 128 + 32, 1)
     }
   }
   store_partial<kChannelBlock>(a, acc, r, k0, c0, partial);
+#endif
 }
 
 // dW = sum of the blocks' partial gradients: 32 weights a block, eight threads to each.
@@ -382,7 +386,7 @@ bool supports_wgrad(const Conv2dShape& s, const Tensor4dRef& x, const Tensor4dRe
   return s.dtype != DType::kFloat64 && s.groups == 1 && s.stride_h == 1 && s.stride_w == 1 &&
          s.dilation_h == 1 && s.dilation_w == 1 && s.pad_h < s.r && s.pad_w < s.s && s.n > 0 &&
          s.s == kTapColumns && s.r <= kMaxFilterRows && tma_takes(s.dtype, x) &&
-         tma_takes(s.dtype, dy) && compute_capability() == 90 && make_plan(s, plan);
+         tma_takes(s.dtype, dy) && has_wgmma() && make_plan(s, plan);
 }
 
 int64_t wgrad_workspace_bytes(const Conv2dShape& s) {
