@@ -118,9 +118,11 @@ def mnist_runs(folder, key):
         run = json.loads(path.read_text())
         if key not in run:
             continue
-        versions = run["info"]["torch"]
+        versions, device = run["info"]["torch"], run["device"]
+        if device == "CPU":
+            device = "{name}, {threads} threads".format_map(run["info"]["cpu"])
         about = dict.fromkeys(LABELS, "") | {
-            "device": run["device"],
+            "device": device,
             "torch": versions["version"],
             "cuda": versions["cuda"],
             "cudnn": versions["cudnn"],
