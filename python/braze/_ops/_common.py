@@ -50,6 +50,28 @@ def eager(function, op, tensors):
     return ranged(function.__name__, call)
 
 
+def eager_backward(function, op, tensors):
+    """:func:`eager` of a backward op that is not differentiable itself, which its error says.
+
+    Args:
+        function: the forward's autograd Function.
+        op: the backward op, named after the forward's.
+        tensors: as in :func:`eager`.
+    """
+
+    def forward(ctx, *args):
+        with below_autograd():
+            return op(*args)
+
+    def backward(ctx, *grads):
+        name = op._schema.name.removesuffix("_backward")
+        raise RuntimeError(f"{name} is not twice differentiable")
+
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    name = f"{function.__name__}Backward"
+    return eager(type(name, (torch.autograd.Function,), methods), op, tensors)
+
+
 def register(name, *, fake, autograd=None, autocast=None):
     """Registers the Python kernels of ``torch.ops.braze.<name>``.
 

@@ -3,7 +3,14 @@ csrc/kernels/batch_norm/."""
 
 import torch
 
-from braze._ops._common import below_autograd, eager, is_channels_last, mark_written, register
+from braze._ops._common import (
+    below_autograd,
+    eager,
+    eager_backward,
+    is_channels_last,
+    mark_written,
+    register,
+)
 
 _ops = torch.ops.braze
 
@@ -68,20 +75,9 @@ class BatchNorm(torch.autograd.Function):
         )
 
 
-class BatchNormBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, *args):
-        with below_autograd():
-            return _ops.batch_norm_backward.default(*args)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        raise RuntimeError("braze::batch_norm is not twice differentiable")
-
-
 _NO_GRADS = (None,) * 6  # of the buffers and settings
 _batch_norm = eager(BatchNorm, _run, tensors=6)
-_batch_norm_backward = eager(BatchNormBackward, _ops.batch_norm_backward.default, tensors=5)
+_batch_norm_backward = eager_backward(BatchNorm, _ops.batch_norm_backward.default, tensors=5)
 
 
 def empty_like_input(input):

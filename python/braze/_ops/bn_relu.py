@@ -4,7 +4,14 @@ kernels. Front end: csrc/ops/bn_relu.cpp."""
 import torch
 
 from braze._ops._bilinear import masked
-from braze._ops._common import below_autograd, eager, is_channels_last, mark_written, register
+from braze._ops._common import (
+    below_autograd,
+    eager,
+    eager_backward,
+    is_channels_last,
+    mark_written,
+    register,
+)
 from braze._ops.batch_norm import empty_like_input
 from braze._ops.conv2d import fake_conv2d, fake_conv2d_backward
 
@@ -44,17 +51,6 @@ class BnReLU2d(torch.autograd.Function):
         mask = ctx.needs_input_grad[:3]
         grads = _bn_relu2d_backward(grad_output, *ctx.saved_tensors, *ctx.settings, mask)
         return *masked(grads, mask), *(None,) * 7
-
-
-class BnReLU2dBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, *args):
-        with below_autograd():
-            return _ops.bn_relu2d_backward.default(*args)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        raise RuntimeError("braze::bn_relu2d is not twice differentiable")
 
 
 def _run_conv_bn_relu2d(*args):
@@ -129,22 +125,11 @@ class ConvBnReLU2d(torch.autograd.Function):
         return *masked(grads, mask), *(None,) * 14
 
 
-class ConvBnReLU2dBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, *args):
-        with below_autograd():
-            return _ops.conv_bn_relu2d_backward.default(*args)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        raise RuntimeError("braze::conv_bn_relu2d is not twice differentiable")
-
-
 _bn_relu2d = eager(BnReLU2d, _run_bn_relu2d, tensors=6)
-_bn_relu2d_backward = eager(BnReLU2dBackward, _ops.bn_relu2d_backward.default, tensors=6)
+_bn_relu2d_backward = eager_backward(BnReLU2d, _ops.bn_relu2d_backward.default, tensors=6)
 _conv_bn_relu2d = eager(ConvBnReLU2d, _run_conv_bn_relu2d, tensors=8)
-_conv_bn_relu2d_backward = eager(
-    ConvBnReLU2dBackward, _ops.conv_bn_relu2d_backward.default, tensors=8
+_conv_bn_relu2d_backward = eager_backward(
+    ConvBnReLU2d, _ops.conv_bn_relu2d_backward.default, tensors=8
 )
 
 

@@ -10,6 +10,7 @@ from braze._ops._common import (
     below_autograd,
     cast_to,
     eager,
+    eager_backward,
     is_channels_last,
     mark_written,
     register,
@@ -71,20 +72,9 @@ class ConvBnReLUMaxPool2d(torch.autograd.Function):
         return tuple(g if need else None for g, need in zip(grads, wanted, strict=True))
 
 
-class ConvBnReLUMaxPool2dBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, *args):
-        with below_autograd():
-            return _ops.conv_bn_relu_max_pool2d_backward.default(*args)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        raise RuntimeError("braze::conv_bn_relu_max_pool2d is not twice differentiable")
-
-
 _forward = eager(ConvBnReLUMaxPool2d, _run, tensors=8)
-_backward = eager(
-    ConvBnReLUMaxPool2dBackward, _ops.conv_bn_relu_max_pool2d_backward.default, tensors=6
+_backward = eager_backward(
+    ConvBnReLUMaxPool2d, _ops.conv_bn_relu_max_pool2d_backward.default, tensors=6
 )
 
 

@@ -3,7 +3,14 @@ csrc/kernels/pool/."""
 
 import torch
 
-from braze._ops._common import below_autograd, eager, int_pair, is_channels_last, register
+from braze._ops._common import (
+    below_autograd,
+    eager,
+    eager_backward,
+    int_pair,
+    is_channels_last,
+    register,
+)
 
 _ops = torch.ops.braze
 #: windows of up to this many elements store the winner's place in a byte, larger ones in an int32
@@ -30,17 +37,6 @@ class MaxPool2d(torch.autograd.Function):
             return (None,) * 6
         (taps,) = ctx.saved_tensors
         return _max_pool2d_backward(grad_output, taps, *ctx.args), *(None,) * 5
-
-
-class MaxPool2dBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, grad_output, taps, *args):
-        with below_autograd():
-            return _ops.max_pool2d_backward.default(grad_output, taps, *args)
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise RuntimeError("braze::max_pool2d is not twice differentiable")
 
 
 class AvgPool2d(torch.autograd.Function):
@@ -70,7 +66,7 @@ class AvgPool2dBackward(torch.autograd.Function):
 
 
 _max_pool2d = eager(MaxPool2d, _ops.max_pool2d.default, tensors=1)
-_max_pool2d_backward = eager(MaxPool2dBackward, _ops.max_pool2d_backward.default, tensors=2)
+_max_pool2d_backward = eager_backward(MaxPool2d, _ops.max_pool2d_backward.default, tensors=2)
 _avg_pool2d = eager(AvgPool2d, _ops.avg_pool2d.default, tensors=1)
 _avg_pool2d_backward = eager(AvgPool2dBackward, _ops.avg_pool2d_backward.default, tensors=1)
 
