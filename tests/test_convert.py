@@ -13,6 +13,7 @@ import torch.nn.functional as stock
 from torch import nn
 
 import braze
+import braze.nn.functional as F
 import convert_models
 from common import assert_by_rule
 from convert_models import BLOCK, MODELS, FunctionalBlock, LeNet, Switchable, images, ops_run
@@ -327,3 +328,61 @@ def test_torchvision_resnet18(device):
     assert len(braze.convert_report(model).fused) == 9  # the stem, and half of each of 8 blocks
     x = torch.randn(2, 3, 64, 64, device=device)
     torch.testing.assert_close(model(x), original(x), rtol=1e-3, atol=1e-3)
+
+
+class Flattened(torch.nn.Module):
+    """The ways to flatten what goes into a linear layer."""
+
+    def __init__(self, how, relu):
+        super().__init__()
+        self.pool = torch.nn.MaxPool2d(2)
+        self.flatten, self.linear = torch.nn.Flatten(), torch.nn.Linear(6 * 3 * 2, 4)
+        self.how, self.relu = how, relu
+
+    def forward(self, x):
+        x = self.pool(x)
+        if self.how == "layer":
+            x = self.flatten(x)
+        else:
+            x = torch.flatten(x, 1) if self.how == "function" else x.flatten(1)
+        x = self.linear(x)
+        return torch.relu(x) if self.relu else x
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("how", ["layer", "function", "method"])
+def test_flatten_before_linear(device, how, relu, autocast, monkeypatch):
+    """A channels_last batch larger than the weight is not copied: the weight is."""
+    original = Flattened(how, relu).to(device)
+    model = braze.convert(copy.deepcopy(original))
+    assert len(braze.convert_report(original).fused) == relu
+    seen = []
+    for name in ("linear", "linear_relu"):
+        function = getattr(F, name)
+
+        def watched(x, *args, function=function):
+            seen.append(x)
+            return function(x, *args)
+
+        monkeypatch.setattr(F, name, watched)
+    for n, fmt in [
+        (9, torch.channels_last),
+        (3, torch.channels_last),
+        (9, torch.contiguous_format),
+    ]:
+        x = torch.randn(n, 6, 6, 4, device=device).to(memory_format=fmt)
+        seen.clear()
+        with torch.autocast(device, torch.bfloat16, enabled=autocast):
+            y, expected = model(x), original(x)
+        upstream = torch.randn_like(y)
+        grads, expected_grads = (
+            torch.autograd.grad(t, m.parameters(), upstream.to(t))
+            for t, m in ((y, model), (expected, original))
+        )
+        tolerance = {"rtol": 0.02, "atol": 0.02} if autocast else {}
+        torch.testing.assert_close((y, *grads), (expected, *expected_grads), **tolerance)
+        pooled = stock.max_pool2d(x, 2)
+        if n > 4 and fmt == torch.channels_last:
+            pooled = pooled.permute(0, 2, 3, 1)
+        assert (seen[0].float() - pooled.flatten(1)).abs().max() < 0.02

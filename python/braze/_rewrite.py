@@ -11,6 +11,7 @@ import weakref
 import torch
 
 import braze.nn
+from braze._ops._common import autocast_dtype, cast_to, is_channels_last
 from braze._trace import OWN_FORWARD, Recorder, Untraceable, containers, names_used, trace
 from braze.nn import functional as F
 from braze.nn.modules import conv_bn_relu2d, conv_bn_relu_max_pool2d
@@ -60,11 +61,13 @@ class Block(typing.NamedTuple):
     after: str
 
 
-#: The runs that are fused, by the layers' names, and the modules that stand for them; the longer
-#: ones first.
+#: The runs that are fused, by the layers' names, and the modules that stand for them (None: not
+#: worth reporting); the longer ones first.
 _RUNS = {
     ("Conv2d", "BatchNorm2d", "ReLU", "MaxPool2d"): "ConvBnReLUMaxPool2d",
     ("Conv2d", "BatchNorm2d", "ReLU"): "ConvBnReLU2d",
+    ("Flatten", "Linear", "ReLU"): "LinearReLU",
+    ("Flatten", "Linear"): None,
     ("Linear", "ReLU"): "LinearReLU",
 }
 #: Layers that a run has to be the only caller of.
@@ -135,6 +138,36 @@ def run_linear_relu(input, linear, relu):
     return F.relu(output) if relu is None else relu(output)
 
 
+def run_flat_linear(input, flatten, linear, relu=None, has_relu=False):
+    """Flatten from dimension 1 on, a linear layer and perhaps ReLU; fused as in :func:`run_block`.
+
+    Flattening a channels_last tensor copies it. Where the weight is the smaller of the two, the
+    weight is brought into the tensor's order instead.
+
+    Args:
+        flatten, relu: a layer, or None for the function.
+        has_relu: whether there is a ReLU.
+    """
+    if (
+        (flatten is None or _is_flatten(flatten))
+        and _runs_as(linear, braze.nn.Linear)
+        and is_channels_last(input)
+        and not input.is_contiguous()
+        and input.shape[0] > linear.out_features
+        and input[0].numel() == linear.in_features
+        and (relu is None or _runs_as(relu, braze.nn.ReLU))
+        and not torch.nn.modules.module._has_any_global_hook()
+    ):
+        weight, dtype = linear.weight, autocast_dtype(input)
+        if dtype is not None:
+            (weight,) = cast_to(dtype, weight)
+        weight = weight.unflatten(1, input.shape[1:]).permute(0, 2, 3, 1).flatten(1)
+        function = F.linear_relu if has_relu else F.linear
+        return function(input.permute(0, 2, 3, 1).flatten(1), weight, linear.bias)
+    output = torch.flatten(input, 1) if flatten is None else flatten(input)
+    return run_linear_relu(output, linear, relu) if has_relu else linear(output)
+
+
 def layer_kind(module):
     """The name of the converted layer that a module is, or None."""
     kind = _KINDS.get(type(module))
@@ -189,39 +222,63 @@ class Plan:
         def kind(node):
             """The layer or function that a node calls, by the layer's name."""
             if node.op == "call_module":
-                return kind_of(module.get_submodule(node.target))
+                layer = module.get_submodule(node.target)
+                return "Flatten" if _is_flatten(layer) else kind_of(layer)
+            if (node.target is torch.flatten or node.target == "flatten") and (
+                node.args[1:] == (1,) and not node.kwargs
+            ):
+                return "Flatten"
             if _relu_options(node) is not None:
                 return "ReLU"
             if node.target is torch.nn.functional.max_pool2d:
                 return "MaxPool2d"
             return None
 
+        fused = set()
         for node in list(graph.nodes):
             for wanted, after in _RUNS.items():
-                run = _match(node, kind, wanted)
+                run = None if node in fused else _match(node, kind, wanted)
                 if not run or any(calls[n.target] > 1 for n in run if kind(n) in _ONCE):
                     continue
                 if wanted[0] == "Linear":
                     _fuse(graph, run, run_linear_relu, _layers(graph, run))
+                elif wanted[0] == "Flatten":
+                    has_relu = len(run) > 2
+                    layers = (*_layers(graph, run), None)[:3]
+                    _fuse(graph, run, run_flat_linear, (*layers, has_relu))
                 elif _fits(module, run):
                     layers = _layers(graph, run)
                     pool = (layers[3] or _pooling(run[3])) if len(run) > 3 else None
                     _fuse(graph, run, run_block, (*layers[:3], pool))
                 else:
                     continue
-                self.blocks.append(Block(tuple(map(_name, run)), ", ".join(wanted), after))
+                fused.update(run)
+                if after:
+                    named = range(wanted[0] == "Flatten", len(run))
+                    parts = tuple(_name(run[i]) for i in named)
+                    self.blocks.append(Block(parts, ", ".join(wanted[i] for i in named), after))
                 break
         for node in list(graph.nodes):
             name = _replace_function(node)
             if name:
                 self.functions.append(name)
-        if self.blocks or self.functions:
+        if fused or self.functions:
             graph.lint()
             source = graph.python_code("self")
             scope = dict(source.globals)
             where = f"<forward of {type(module).__qualname__}, rewritten by braze.convert>"
             exec(compile(source.src, where, "exec"), scope)
             self.function = scope["forward"]
+
+
+def _is_flatten(module):
+    """Whether a layer flattens all dimensions but the first, and nothing watches it."""
+    return (
+        type(module) in (torch.nn.Flatten, braze.nn.Flatten)
+        and (module.start_dim, module.end_dim) == (1, -1)
+        and not hooks(module)
+        and "forward" not in module.__dict__
+    )
 
 
 def _relu_options(node):

@@ -160,7 +160,7 @@ def _forward_entries(module, name, kind_of):
         for function in plan.functions:
             before, after = f"functional {function}", f"braze.nn.functional.{function}"
             entries[name, function] = Entry(name, "swapped", before, after)
-    return list(entries.values()), bool(entries)
+    return list(entries.values()), any(plan.function for plan in found)
 
 
 def _analyse(model):
