@@ -12,6 +12,9 @@ STABLE_TORCH_LIBRARY(braze, m) {
       "batch_norm_backward(Tensor grad_output, Tensor input, Tensor? weight, Tensor mean, "
       "Tensor rstd, bool training, bool[] output_mask) -> (Tensor, Tensor, Tensor)");
 
+  // cast: all of a list in one launch; outputs have their inputs' strides
+  m.def("cast_(Tensor(a!)[] outputs, Tensor[] inputs) -> ()");
+
   // conv2d
   m.def(
       "conv2d(Tensor input, Tensor weight, Tensor? bias=None, int[2] stride=1, int[2] padding=0, "

@@ -1,28 +1,9 @@
 #include "kernels/sgd/sgd.h"
 
-#include <algorithm>
-#include <numeric>
-
 #include "ops/common.h"
 
 namespace braze {
 namespace {
-
-// Every element at its own place in one gapless block of memory, in whatever order.
-bool is_dense(const Tensor& t) {
-  if (t.is_contiguous()) return true;
-  std::vector<int64_t> dims(t.dim());
-  std::iota(dims.begin(), dims.end(), 0);
-  std::sort(dims.begin(), dims.end(),
-            [&](int64_t a, int64_t b) { return t.stride(a) < t.stride(b); });
-  int64_t expected = 1;
-  for (const int64_t d : dims) {
-    if (t.size(d) == 1) continue;
-    if (t.stride(d) != expected) return false;
-    expected *= t.size(d);
-  }
-  return true;
-}
 
 void check_no_overlap(const char* arg, const Tensor& t) {
   for (int64_t d = 0; d < t.dim(); ++d) {

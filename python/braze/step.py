@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 from braze import _config
 from braze._capture import HostState, Rates, capture
 from braze._nvtx import ranged
-from braze._ops._casts import SharedCasts
+from braze._ops.cast import SharedCasts
 from braze._ops.cross_entropy import check_errors
 
 # Steps that run eagerly, as true training steps, before their shape is captured: they create what

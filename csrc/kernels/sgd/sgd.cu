@@ -1,24 +1,19 @@
-// The SGD update of a whole parameter list in one launch: the pointers travel as kernel parameters,
-// so that there is no table to copy to the device first and a captured graph holds them.
+// The SGD update of a whole parameter list in one launch.
 #include "sgd.h"
 
 #include "kernels/common/launch.cuh"
 #include "kernels/common/numeric.cuh"
 #include "kernels/common/registry.h"
+#include "kernels/common/tensor_list.cuh"
 
 namespace braze::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int64_t kBlockElements = 4096;
-// What fits into the 4 KB of kernel parameters that every architecture has.
-constexpr int kTensorsPerLaunch = 96;
 
 struct SgdBatch {
   SgdOptions options;
-  int count;
-  int first_block[kTensorsPerLaunch + 1];  // blocks of tensor i: [first_block[i], first_block[i+1])
-  SgdTensor tensors[kTensorsPerLaunch];
+  TensorList<SgdTensor, 96, 4096> list;
 };
 static_assert(sizeof(SgdBatch) <= 4096, "kernel parameters");
 
@@ -82,20 +77,9 @@ template <typename T>
 __global__ void __launch_bounds__(kThreads) sgd_kernel(const __grid_constant__ SgdBatch batch) {
   wait_for_earlier_kernels();
   if (batch.options.found_inf != nullptr && *batch.options.found_inf != 0.0f) return;
-  // The last tensor whose first block is not after this one.
-  int low = 0, high = batch.count - 1;
-  while (low < high) {
-    const int middle = (low + high + 1) / 2;
-    if (batch.first_block[middle] <= static_cast<int>(blockIdx.x)) {
-      low = middle;
-    } else {
-      high = middle - 1;
-    }
-  }
-  const SgdTensor t = batch.tensors[low];
+  int64_t begin, end;
+  const SgdTensor& t = batch.list.of_block(&begin, &end);
   const Update<acc_t<T>> update(batch.options);
-  const int64_t begin = (int64_t{blockIdx.x} - batch.first_block[low]) * kBlockElements;
-  const int64_t end = min(begin + kBlockElements, t.numel);
   constexpr int N = kVecWidth<T>;
   const auto address = reinterpret_cast<uintptr_t>(t.param) | reinterpret_cast<uintptr_t>(t.grad) |
                        reinterpret_cast<uintptr_t>(t.momentum);
@@ -117,28 +101,13 @@ void sgd(Stream stream, DType dtype, const SgdTensor* tensors, int64_t count,
          const SgdOptions& options) {
   SgdBatch batch{};
   batch.options = options;
-  const auto flush = [&] {
-    if (batch.count == 0) return;
+  batch.list.for_each_launch(tensors, count, [&] {
     dispatch(dtype, [&](auto tag) {
       using T = typename decltype(tag)::type;
-      launch_early(sgd_kernel<T>, batch.first_block[batch.count], kThreads, 0, stream, batch);
+      launch_early(sgd_kernel<T>, batch.list.blocks(), kThreads, 0, stream, batch);
     });
     check_launch("sgd");
-    batch.count = 0;
-  };
-  for (int64_t i = 0; i < count; ++i) {
-    if (tensors[i].numel == 0) continue;
-    const int64_t blocks = ceil_div(tensors[i].numel, kBlockElements);
-    const int64_t limit = int64_t{1} << 31;
-    if (batch.count == kTensorsPerLaunch ||
-        (batch.count > 0 && batch.first_block[batch.count] + blocks >= limit)) {
-      flush();
-    }
-    batch.tensors[batch.count] = tensors[i];
-    batch.first_block[batch.count + 1] = static_cast<int>(batch.first_block[batch.count] + blocks);
-    ++batch.count;
-  }
-  flush();
+  });
 }
 
 }  // namespace braze::cuda

@@ -1,13 +1,13 @@
 """What every op's Python side shares: registration, autograd guard, autocast, argument checks."""
 
 import operator
+import threading
 
 import torch
 from torch.autograd import forward_ad
 
 from braze import _lib
 from braze._nvtx import ranged
-from braze._ops._casts import shared_cast
 
 _library = torch.library.Library("braze", "IMPL")
 _lib.define_missing_cuda_ops(_library)
@@ -127,10 +127,26 @@ def autocast_dtype(tensor):
     return torch.get_autocast_dtype(device)
 
 
+class _Current(threading.local):
+    casts = None
+
+
+#: `casts`: the SharedCasts (cast.py) in whose scope this thread is, or None
+current = _Current()
+
+
+def _cast(tensor, dtype):
+    if current.casts is not None and not torch.compiler.is_compiling():
+        cast = current.casts.take(tensor, dtype)
+        if cast is not None:
+            return cast
+    return tensor.to(dtype)
+
+
 def cast_to(dtype, *tensors):
     """Each tensor in `dtype` where autocast may cast it (floating, not float64), else as it is."""
     return tuple(
-        shared_cast(t, dtype)
+        _cast(t, dtype)
         if t is not None and t.is_floating_point() and t.dtype not in (dtype, torch.float64)
         else t
         for t in tensors

@@ -1,9 +1,31 @@
-"""Casts of parameters under autocast: all of a model's in one launch forward, one backward."""
+"""Casts of many tensors in one launch, and autocast's casts of a model's parameters made that way.
+Kernels: csrc/kernels/cast/."""
 
 import contextlib
-import threading
 
 import torch
+
+from braze._nvtx import ranged
+from braze._ops._common import below_autograd, current, is_channels_last, register
+
+_op = torch.ops.braze.cast_.default
+
+
+def cast_(outputs, inputs):
+    """Writes `inputs` (dense, of one dtype) into `outputs` (of one dtype, with their strides)."""
+    with below_autograd():
+        _op(outputs, inputs)
+    torch.autograd.graph.increment_version(outputs)
+
+
+def _autograd(outputs, inputs):
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (*outputs, *inputs)):
+        raise RuntimeError("braze::cast_ is not differentiable; call it under torch.no_grad()")
+    cast_(outputs, inputs)
+
+
+cast_ = ranged("cast", cast_)
+register("cast_", fake=lambda outputs, inputs: None, autograd=_autograd)
 
 
 class _Casts(torch.autograd.Function):
@@ -22,9 +44,11 @@ class _Casts(torch.autograd.Function):
 
 
 def _cast(tensors, dtype):
+    # A gradient may be a view with gaps, or of any strides.
+    tensors = [t if t.is_contiguous() or is_channels_last(t) else t.contiguous() for t in tensors]
     results = [torch.empty_like(t, dtype=dtype) for t in tensors]
     if results:
-        torch._foreach_copy_(results, list(tensors))
+        cast_(results, tensors)
     return results
 
 
@@ -40,7 +64,7 @@ class SharedCasts:
     @contextlib.contextmanager
     def active(self):
         """The scope of a forward pass."""
-        outer, _current.casts = _current.casts, self
+        outer, current.casts = current.casts, self
         try:
             together = {}
             for (_, dtype), p in self._wanted.items():
@@ -51,7 +75,7 @@ class SharedCasts:
             yield
         finally:
             self._ready.clear()
-            _current.casts = outer
+            current.casts = outer
 
     def take(self, tensor, dtype):
         """The cast parameter, or None where the caller has to cast."""
@@ -59,19 +83,3 @@ class SharedCasts:
         if key not in self._wanted and isinstance(tensor, torch.nn.Parameter):
             self._wanted[key] = tensor
         return self._ready.pop(key, None)
-
-
-class _Current(threading.local):
-    casts = None  # the SharedCasts of this thread's forward pass
-
-
-_current = _Current()
-
-
-def shared_cast(tensor, dtype):
-    """`tensor` in `dtype`, from the SharedCasts in whose scope this thread is if that has it."""
-    if _current.casts is not None and not torch.compiler.is_compiling():
-        cast = _current.casts.take(tensor, dtype)
-        if cast is not None:
-            return cast
-    return tensor.to(dtype)

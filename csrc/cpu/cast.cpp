@@ -1,0 +1,32 @@
+#include "kernels/cast/cast.h"
+
+#include "cpu/numeric.h"
+#include "cpu/parallel.h"
+#include "kernels/common/registry.h"
+
+namespace braze::cpu {
+namespace {
+
+const KernelEntry kEntry({"cast", "simd", "float64 float32 bfloat16 float16", "cpu", true,
+                          "vectorised"});
+
+}  // namespace
+
+void cast(Stream, DType from, DType to, const CastTensor* tensors, int64_t count) {
+  dispatch(from, [&](auto source) {
+    dispatch(to, [&](auto target) {
+      using From = typename decltype(source)::type;
+      using To = typename decltype(target)::type;
+      for (int64_t i = 0; i < count; ++i) {
+        const From* const in = static_cast<const From*>(tensors[i].from);
+        To* const out = static_cast<To*>(tensors[i].to);
+        parallel_for(0, tensors[i].numel, 32768, [&](int64_t begin, int64_t end) {
+#pragma omp simd
+          for (int64_t j = begin; j < end; ++j) out[j] = To(acc_t<From>(in[j]));
+        });
+      }
+    });
+  });
+}
+
+}  // namespace braze::cpu
