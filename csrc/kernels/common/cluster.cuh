@@ -2,32 +2,11 @@
 // memory, so that parts of a sum meet without a workspace and a second launch.
 #pragma once
 
-#include <atomic>
-
 #include "launch.cuh"
 
 namespace braze::cuda {
 
 constexpr int kMaxCluster = 8;  // what every device with clusters takes
-
-// Asked for the architecture it was compiled for; never launched. Each file has its own.
-static __global__ void cluster_probe() {}
-
-// Whether clusters can be launched: the device runs code compiled for sm_90 or later.
-static inline bool clusters_available() {
-  static std::atomic<uint64_t> asked{0}, yes{0};
-  int device = 0;
-  cudaGetDevice(&device);
-  const uint64_t bit = uint64_t{1} << (device % 64);
-  if (!(asked.load(std::memory_order_acquire) & bit)) {
-    cudaFuncAttributes attributes{};
-    const cudaError_t error = cudaFuncGetAttributes(&attributes, cluster_probe);
-    if (error != cudaSuccess) cudaGetLastError();  // no code for the device: any launch reports it
-    if (error == cudaSuccess && attributes.ptxVersion >= 90) yes.fetch_or(bit);
-    asked.fetch_or(bit, std::memory_order_release);
-  }
-  return yes.load(std::memory_order_relaxed) & bit;
-}
 
 // Every thread of the cluster arrives; what they wrote before is visible to all after it.
 __device__ __forceinline__ void cluster_sync() {

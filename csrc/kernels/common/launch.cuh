@@ -6,6 +6,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <atomic>
 #include <string>
 #include <utility>
 
@@ -49,7 +50,28 @@ inline int compute_capability() {
   return 10 * major + minor;
 }
 
-// Launches a kernel that begins with wait_for_earlier_kernels(): on compute capability 9.0 and
+#ifdef __CUDACC__
+// Asked for the architecture it was compiled for; never launched. Each file has its own.
+static __global__ void architecture_probe() {}
+
+// Whether the device runs code compiled for sm_90 or later: not that for sm_80, which the driver
+// may have compiled for it, and which has neither clusters nor wait_for_earlier_kernels().
+static inline bool runs_sm90_code() {
+  static std::atomic<uint64_t> asked{0}, yes{0};
+  int device = 0;
+  cudaGetDevice(&device);
+  const uint64_t bit = uint64_t{1} << (device % 64);
+  if (!(asked.load(std::memory_order_acquire) & bit)) {
+    cudaFuncAttributes attributes{};
+    const cudaError_t error = cudaFuncGetAttributes(&attributes, architecture_probe);
+    if (error != cudaSuccess) cudaGetLastError();  // no code for the device: any launch reports it
+    if (error == cudaSuccess && attributes.ptxVersion >= 90) yes.fetch_or(bit);
+    asked.fetch_or(bit, std::memory_order_release);
+  }
+  return yes.load(std::memory_order_relaxed) & bit;
+}
+
+// Launches a kernel that begins with wait_for_earlier_kernels(): in code for sm_90 and
 // later it may start while the kernel before it on the stream still runs (programmatic dependent
 // launch), which hides most of a launch's latency inside a CUDA graph. Call check_launch() after
 // it. cluster: blocks with neighbouring numbers that form a cluster; 1: none.
@@ -58,7 +80,7 @@ void launch_early_in_clusters(void (*kernel)(Params...), dim3 grid, dim3 block, 
                               Stream stream, int cluster, Args&&... args) {
   cudaLaunchAttribute attributes[2] = {};
   unsigned count = 0;
-  if (compute_capability() >= 90) {
+  if (runs_sm90_code()) {
     attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[count++].val.programmaticStreamSerializationAllowed = 1;
   }
@@ -85,7 +107,6 @@ void launch_early(void (*kernel)(Params...), dim3 grid, dim3 block, size_t share
                            std::forward<Args>(args)...);
 }
 
-#ifdef __CUDACC__
 // The first statement of a kernel launched by launch_early(), before it touches global memory:
 // waits until all earlier kernels are done and their writes visible. The next kernel may be
 // scheduled from here on, as far as there is room; it waits in the same way.

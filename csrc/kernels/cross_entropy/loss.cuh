@@ -148,7 +148,7 @@ inline LossLaunch choose_loss_team(const LossArgs& args, int vector) {
   const int64_t rows = args.shape.rows();
   bool clustered = false;
   if (launch.team == Team::kLanes && args.shape.size <= 64) {
-    const int most = clusters_available() ? kMaxCluster : 1;
+    const int most = runs_sm90_code() ? kMaxCluster : 1;
     int lanes = launch.lanes;
     while (lanes > 2 && rows * lanes > int64_t{most} * kMaxTeamThreads) lanes /= 2;
     if (rows * lanes <= int64_t{most} * kMaxTeamThreads) {

@@ -95,7 +95,7 @@ Plan plan(const ColumnSumArgs& args) {
   if (wanted == 1) return {static_cast<int>(wanted), Finish::kDirect};
   // Up to here a cluster is done before a second launch would have started.
   const int64_t most_rows = (args.result ? 256 : 2048) * kMaxCluster;
-  if (args.m <= most_rows && clusters_available()) {
+  if (args.m <= most_rows && runs_sm90_code()) {
     return {static_cast<int>(std::min<int64_t>(wanted, kMaxCluster)), Finish::kCluster};
   }
   return {static_cast<int>(wanted), Finish::kPartials};

@@ -12,7 +12,7 @@ inline MatmulPlan plan_mma_matmul(const MatmulArgs& args) {
   const bool vectors =
       args.dtype == DType::kFloat32 ? takes_vectors<float>(args) : takes_vectors<__half>(args);
   return plan_matmul(args, {128 / static_cast<int>(size_of(args.dtype)), vectors, false,
-                            clusters_available(), kLongProduct});
+                            runs_sm90_code(), kLongProduct});
 }
 
 template <typename T>

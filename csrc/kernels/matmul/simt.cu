@@ -10,7 +10,7 @@ constexpr int kDepth = 16;
 MatmulPlan plan(const MatmulArgs& args) {
   // fp64 has small tiles only: nothing but gradient checks computes in it
   const bool fp32 = args.dtype == DType::kFloat32;
-  return plan_matmul(args, {kDepth, fp32, fp32, clusters_available(), int64_t{1} << 28});
+  return plan_matmul(args, {kDepth, fp32, fp32, runs_sm90_code(), int64_t{1} << 28});
 }
 
 template <typename T, typename Tile>
