@@ -40,16 +40,18 @@ def main(args, root):
     for op in ops:
         benchmarks = importlib.import_module(f"benchmarks.{op}").BENCHMARKS
         rows = []
-        for benchmark in benchmarks:
-            run = ladder.run_ladder if is_ladder else run_benchmark
-            for row in run(benchmark, device, args):
-                print(results.line(row), flush=True)
-                rows.append(row)
+        try:
+            for benchmark in benchmarks:
+                run = ladder.run_ladder if is_ladder else run_benchmark
+                for row in run(benchmark, device, args):
+                    print(results.line(row), flush=True)
+                    rows.append(row)
+        finally:  # an interrupted run keeps the rows it has
+            if rows and not args.quick:
+                name = f"ladder_{op}" if is_ladder else op
+                path = results.save(folder, device, name, rows)
+                print(f"written: {path}")
         wrong += sum(bool(row["error"]) for row in rows)
-        if not args.quick:
-            name = f"ladder_{op}" if is_ladder else op
-            path = results.save(folder, device, name, rows)
-            print(f"written: {path}")
     if wrong:
         print(f"{wrong} rows have no figures: the result was wrong or the call failed, see above")
     return 1 if wrong else 0

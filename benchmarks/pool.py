@@ -15,15 +15,19 @@ def case(shape, kernel, stride=None, padding=0, **kwargs):
     return Case(name, inputs, settings, **kwargs)
 
 
-CASES = [
+SQUARES = [
     case((64, 32, 28, 28), 2),
     case((64, 64, 14, 14), 2),
     case((1024, 32, 28, 28), 2),
     case((1024, 64, 14, 14), 2),
     case((8192, 32, 28, 28), 2, gpu_only=True),
     case((8192, 64, 14, 14), 2, gpu_only=True),
-    case((32, 64, 112, 112), 3, 2, 1),
 ]
+CASES = {
+    "max_pool2d": [*SQUARES, case((32, 64, 112, 112), 3, 2, 1)],
+    # Not padded: stock's gradient of padded windows is wrong in channels_last on CUDA.
+    "avg_pool2d": [*SQUARES, case((32, 64, 112, 112), 3, 2)],
+}
 
 BENCHMARKS = [
     Benchmark(
@@ -33,7 +37,7 @@ BENCHMARKS = [
         layouts=("contiguous", "channels_last"),
         # Max pool reads window indices, which implementations store in 1 to 8 bytes: not counted.
         saved=None,
-        cases=CASES,
+        cases=cases,
     )
-    for name in ("max_pool2d", "avg_pool2d")
+    for name, cases in CASES.items()
 ]

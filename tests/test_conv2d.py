@@ -428,6 +428,19 @@ def test_which_library_runs_on_cuda(device):
         assert ("braze" in names) == own, names
 
 
+@pytest.mark.parametrize("backend", ["auto", "cudnn"])
+def test_accuracy_of_long_sums(device, backend):
+    """A weight gradient over 64 x 14 x 14 pixels, which cuDNN offers as Winograd first."""
+    if device == "cpu" and backend == "cudnn":
+        pytest.skip("cuDNN is for CUDA tensors")
+    x = torch.randn(64, 32, 14, 14, device=device, requires_grad=True)
+    weight = (torch.randn(64, 32, 3, 3, device=device) / 17).requires_grad_()
+    with braze.backend(conv2d=backend):
+        check_against_stock(
+            lambda *t: F.conv2d(*t, padding=1), lambda *t: stock.conv2d(*t, padding=1), [x, weight]
+        )
+
+
 def test_bad_backend(device):
     x, w = torch.randn(1, 1, 3, 3, device=device), torch.randn(1, 1, 3, 3, device=device)
     with pytest.raises(ValueError, match="expected conv2d to be one of auto, braze, cudnn"):

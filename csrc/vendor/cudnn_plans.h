@@ -320,14 +320,14 @@ class Plans {
       }
       const int64_t count = results(raw.size(), raw.data());
       for (int64_t i = 0; i < count; ++i) {
-        if (allowed(p.shape, found[i])) configs_.push_back(std::move(found[i]));
+        if (allowed(p, found[i])) configs_.push_back(std::move(found[i]));
       }
     } catch (const CudnnError&) {
       return;  // this heuristic knows nothing about such a graph; the other one may
     }
   }
 
-  static bool allowed(const Conv2dShape& shape, const Descriptor& config) {
+  static bool allowed(const Problem& p, const Descriptor& config) {
     const Descriptor engine(CUDNN_BACKEND_ENGINE_DESCRIPTOR);
     cudnnBackendDescriptor_t raw = engine.raw();
     config.get(CUDNN_ATTR_ENGINECFG_ENGINE, CUDNN_TYPE_BACKEND_DESCRIPTOR, 1, &raw);
@@ -340,8 +340,11 @@ class Plans {
         case CUDNN_NUMERICAL_NOTE_REDUCED_PRECISION_REDUCTION: return true;
         // fp32 on tensor cores is TF32.
         case CUDNN_NUMERICAL_NOTE_TENSOR_CORE:
-          return shape.dtype == DType::kFloat32 && !shape.allow_tf32;
-        case CUDNN_NUMERICAL_NOTE_NONDETERMINISTIC: return shape.deterministic;
+          return p.shape.dtype == DType::kFloat32 && !p.shape.allow_tf32;
+        case CUDNN_NUMERICAL_NOTE_NONDETERMINISTIC: return p.shape.deterministic;
+        // Their weight gradients can be 70 times less accurate than plain sums.
+        case CUDNN_NUMERICAL_NOTE_FFT:
+        case CUDNN_NUMERICAL_NOTE_WINOGRAD: return p.pass == Conv2dPass::kWgrad;
         default: return false;
       }
     });

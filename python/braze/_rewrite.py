@@ -84,7 +84,7 @@ def hooks(module):
 
 
 def _runs_as(module, kind):
-    """Whether calling a layer does nothing but run the forward of braze's `kind`."""
+    """Whether calling a layer does nothing but run the forward of `kind`."""
     return type(module) is kind and not (
         module._forward_hooks
         or module._forward_pre_hooks
@@ -273,12 +273,10 @@ class Plan:
 
 def _is_flatten(module):
     """Whether a layer flattens all dimensions but the first, and nothing watches it."""
-    return (
-        type(module) in (torch.nn.Flatten, braze.nn.Flatten)
-        and (module.start_dim, module.end_dim) == (1, -1)
-        and not hooks(module)
-        and "forward" not in module.__dict__
-    )
+    return (_runs_as(module, torch.nn.Flatten) or _runs_as(module, braze.nn.Flatten)) and (
+        module.start_dim,
+        module.end_dim,
+    ) == (1, -1)
 
 
 def _relu_options(node):
