@@ -63,7 +63,7 @@ def run_ladder(benchmark, device, args):
             with contextlib.ExitStack() as stack:
                 stack.enter_context(braze.backend(**{op: name}))
                 try:
-                    check_same_result(benchmark, inputs, case.kwargs)
+                    check_same_result(benchmark, inputs, case.kwargs, case.ulps)
                 except (AssertionError, RuntimeError) as problem:
                     errors[name] = f"{type(problem).__name__}: {problem}".splitlines()[0]
         for pass_name in benchmark.passes:

@@ -342,9 +342,9 @@ class Plans {
         case CUDNN_NUMERICAL_NOTE_TENSOR_CORE:
           return p.shape.dtype == DType::kFloat32 && !p.shape.allow_tf32;
         case CUDNN_NUMERICAL_NOTE_NONDETERMINISTIC: return p.shape.deterministic;
-        // Their weight gradients can be 70 times less accurate than plain sums.
+        // Up to 70 times less accurate than plain sums in gradients.
         case CUDNN_NUMERICAL_NOTE_FFT:
-        case CUDNN_NUMERICAL_NOTE_WINOGRAD: return p.pass == Conv2dPass::kWgrad;
+        case CUDNN_NUMERICAL_NOTE_WINOGRAD: return p.pass != Conv2dPass::kFprop;
         default: return false;
       }
     });
