@@ -75,12 +75,34 @@ __device__ __forceinline__ void store_from_double(void* p, DType dtype, int64_t 
   }
 }
 
-// The sum over the warp, in every lane; the same order in every run.
+// Sums over teams of kLanes neighbouring lanes, in every lane; the same order in every run. A whole
+// team calls it.
+template <int kLanes, typename A>
+__device__ __forceinline__ A team_sum(A v) {
+  const unsigned team =
+      kLanes == 32 ? ~0u : ((1u << kLanes % 32) - 1) << (threadIdx.x % 32 / kLanes * kLanes);
+#pragma unroll
+  for (int offset = kLanes / 2; offset > 0; offset /= 2) v += __shfl_xor_sync(team, v, offset);
+  return v;
+}
 template <typename A>
 __device__ __forceinline__ A warp_sum(A v) {
+  return team_sum<32>(v);
+}
+
+// Calls f(item) for items[lane], items[lane + kLanes], ... below count, in this order; the loads of
+// kAtOnce of them are in flight together. Beyond count f is called with zeros.
+template <int kLanes, int kAtOnce, typename Item, typename F>
+__device__ __forceinline__ void for_each_item(const Item* items, int count, const F& f) {
+  for (int i = threadIdx.x % kLanes; i < count; i += kLanes * kAtOnce) {
+    Item loaded[kAtOnce];
 #pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) v += __shfl_xor_sync(0xffffffffu, v, offset);
-  return v;
+    for (int u = 0; u < kAtOnce; ++u) {
+      loaded[u] = i + u * kLanes < count ? items[i + u * kLanes] : Item{};
+    }
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u) f(loaded[u]);
+  }
 }
 
 // The part of `total` that split `s` of `splits` starts with.
@@ -154,7 +176,7 @@ template <typename A>
 __device__ ForwardCoefficients<A> batch_coefficients(const ForwardArgs& args, double count,
                                                      double mean, double squares, int64_t c,
                                                      bool first) {
-  const double rstd = 1 / sqrt(squares / count + args.eps);
+  const double rstd = rsqrt(squares / count + args.eps);
   const BatchNormAffine& affine = args.affine;
   const double weight = affine.weight ? load_as_double(affine.weight, affine.dtype, c) : 1;
   const double bias = affine.bias ? load_as_double(affine.bias, affine.dtype, c) : 0;
@@ -203,26 +225,25 @@ __device__ ForwardCoefficients<A> merge_moments(const ForwardArgs& args,
   return batch_coefficients<A>(args, count, mean, squares, c, first);
 }
 
-// The same with moments that the kernel which made x left of its `count` elements per channel.
+// The same with moments that the kernel which made x left of its `count` elements per channel. In
+// one pass: deviations are from the first set's mean, which the spread of the sets' means bounds.
 template <typename A>
 __device__ ForwardCoefficients<A> merge_moments(const ForwardArgs& args,
                                                 const ChannelMoments& moments, double count,
                                                 int64_t c) {
-  const int lane = threadIdx.x % 32;
   const Moments* sets = moments.data + c * moments.sets;
-  double mean = 0;
-  for (int s = lane; s < moments.sets; s += 32) {
-    mean += static_cast<double>(sets[s].mean) * sets[s].count;
-  }
-  mean = warp_sum(mean) / count;
-  double squares = 0;
-  for (int s = lane; s < moments.sets; s += 32) {
-    const double delta = sets[s].mean - mean;
-    squares += sets[s].m2 + delta * delta * sets[s].count;
-  }
+  const double origin = sets->mean, by_count = 1 / count;
+  double sum = 0, squares = 0;
+  for_each_item<32, 9>(sets, moments.sets, [&](const Moments& set) {
+    const double delta = set.count > 0 ? set.mean - origin : 0;
+    sum += delta * set.count;
+    squares += set.m2 + delta * delta * set.count;
+  });
+  sum = warp_sum(sum);
   squares = warp_sum(squares);
-  if (lane != 0) return {};
-  return batch_coefficients<A>(args, count, mean, squares, c, true);
+  if (threadIdx.x % 32 != 0) return {};
+  const double offset = sum * by_count;
+  return batch_coefficients<A>(args, count, origin + offset, squares - sum * offset, c, true);
 }
 
 // Evaluation, one thread.
@@ -238,27 +259,26 @@ __device__ ForwardCoefficients<A> running_coefficients(const ForwardArgs& args, 
                              {center, static_cast<A>(rstd * weight), static_cast<A>(bias)});
 }
 
-// A whole warp; lane 0's result counts.
-template <typename A>
+// A team of kLanes lanes; the first one's result counts.
+template <typename A, int kLanes = 32>
 __device__ BackwardCoefficients<A> merge_grads(const BackwardArgs& args,
                                                const GradPartial<A>* partials, int splits,
                                                int64_t count, int64_t c, bool first) {
-  const int lane = threadIdx.x % 32;
-  double sum = 0, dot = 0;
-  if (args.has_sums) {
-    partials += c * splits;
-    for (int s = lane; s < splits; s += 32) {
-      sum += partials[s].sum;
-      dot += partials[s].dot;
-    }
-    sum = warp_sum(sum);
-    dot = warp_sum(dot);
-  }
-  if (lane != 0) return {};
   const BatchNormAffine& affine = args.affine;
   const double rstd = static_cast<const A*>(args.statistics.rstd)[c];
+  const A center = static_cast<const A*>(args.statistics.mean)[c];
   const double weight = affine.weight ? load_as_double(affine.weight, affine.dtype, c) : 1;
-  const double scale = rstd * weight, n = static_cast<double>(count);
+  const double scale = rstd * weight, by_count = 1 / static_cast<double>(count);
+  double sum = 0, dot = 0;
+  if (args.has_sums) {
+    for_each_item<kLanes, 9>(partials + c * splits, splits, [&](const GradPartial<A>& part) {
+      sum += part.sum;
+      dot += part.dot;
+    });
+    sum = team_sum<kLanes>(sum);
+    dot = team_sum<kLanes>(dot);
+  }
+  if (threadIdx.x % kLanes != 0) return {};
   if (first) {
     if (args.dweight) store_from_double(args.dweight, affine.dtype, c, dot * rstd);
     if (args.dbias) store_from_double(args.dbias, affine.dtype, c, sum);
@@ -268,8 +288,8 @@ __device__ BackwardCoefficients<A> merge_grads(const BackwardArgs& args,
       store_from_double(args.dconstant, args.constant_dtype, c, sum * through);
     }
   }
-  return {static_cast<A>(scale), static_cast<const A*>(args.statistics.mean)[c],
-          static_cast<A>(-scale * rstd * rstd * dot / n), static_cast<A>(-scale * sum / n)};
+  return {static_cast<A>(scale), center, static_cast<A>(-scale * rstd * rstd * dot * by_count),
+          static_cast<A>(-scale * sum * by_count)};
 }
 
 }  // namespace braze::cuda

@@ -1,6 +1,6 @@
 // Batch norm over [n * inner, c]: rows of channels (channels_last, and [n, c]). A thread keeps to
-// one vector of N channels and walks down the rows; a block takes part of the rows for a tile of up
-// to 32 vectors of channels.
+// one vector of N channels and walks down the rows; a block takes part of the rows for a tile of
+// vectors of channels. A line of threads is as long as the tile, made up to a power of two.
 #pragma once
 
 #include "channel.cuh"
@@ -15,10 +15,17 @@ constexpr int kRowTile = 32;  // vectors of channels per block, at most
 // How many vectors a thread has in flight: 64 bytes, as far as four loads go.
 constexpr int kRowUnroll = 4;
 
+// Threads in a line.
+inline int64_t row_pitch(int64_t vectors, int64_t tile) {
+  int64_t pitch = 1;
+  while (pitch < std::min(vectors, tile)) pitch *= 2;
+  return pitch;
+}
+
 // Blocks per tile, for rows of `vectors` vectors: at most one per multiprocessor, since each block
 // of the second kernel reads all partial results of its tile.
 inline int row_splits(int64_t rows, int64_t vectors) {
-  const int64_t height = kRowThreads / std::min<int64_t>(vectors, kRowTile);
+  const int64_t height = kRowThreads / row_pitch(vectors, kRowTile);
   const int64_t rounds = ceil_div(rows, height * 2);
   const int64_t wanted = ceil_div(sm_count(), ceil_div(vectors, kRowTile));
   return static_cast<int>(std::min(rounds, wanted));
@@ -26,58 +33,70 @@ inline int row_splits(int64_t rows, int64_t vectors) {
 
 struct RowShape {
   int64_t rows, c;
-  int splits;  // blocks per tile
+  int splits;           // blocks per tile
+  int tile = kRowTile;  // vectors of channels per block, at most; a power of two
 };
 
 // Where a thread stands: vector `column` of the block's tile, row `line` of those that the block
 // takes at a time.
 template <int N>
 struct RowPlace {
-  int width;   // vectors in the tile
-  int height;  // rows the block takes at a time
+  int width;      // vectors in the tile
+  int height;     // rows the block takes at a time
+  int log_pitch;  // of the threads in a line
   int column, line;
   int tile_channels;   // channels in the tile
   int64_t tile_begin;  // first channel of the tile
   int64_t begin, end;  // the block's rows
 
   __device__ explicit RowPlace(const RowShape& shape) {
-    const int64_t vectors = shape.c / N;
-    const int64_t left = vectors - int64_t{blockIdx.y} * kRowTile;
-    width = static_cast<int>(left < kRowTile ? left : kRowTile);
-    height = kRowThreads / width;
-    column = threadIdx.x % width;
-    line = threadIdx.x / width;
-    tile_begin = int64_t{blockIdx.y} * kRowTile * N;
+    const int64_t left = shape.c / N - int64_t{blockIdx.y} * shape.tile;
+    width = static_cast<int>(left < shape.tile ? left : shape.tile);
+    log_pitch = 32 - __clz(width - 1);
+    height = static_cast<int>(blockDim.x) >> log_pitch;
+    column = static_cast<int>(threadIdx.x) & ((1 << log_pitch) - 1);
+    line = static_cast<int>(threadIdx.x) >> log_pitch;
+    tile_begin = int64_t{blockIdx.y} * shape.tile * N;
     tile_channels = width * N;
     begin = split_begin(shape.rows, blockIdx.x, shape.splits);
     end = split_begin(shape.rows, blockIdx.x + 1, shape.splits);
   }
 
-  // The last few threads are left over where the width does not divide their number.
-  __device__ bool works() const { return line < height; }
+  // Not the threads behind the end of the tile.
+  __device__ bool works() const { return column < width; }
   __device__ int64_t channel() const { return tile_begin + column * N; }
 };
 
-// v[k] = sum over the block's lines, per column, in every working thread. A tree, so that the order
-// is fixed. shared: [N][kRowThreads], each thread's k-th value at its own place.
+// Shared memory of row_block_sum: a line of up to 32 vectors from each warp.
 template <typename A, int N>
-__device__ void row_block_sum(A (&v)[N], A (*shared)[kRowThreads], const RowPlace<N>& place) {
+using RowSums = A[kRowThreads / 32][N][32];
+
+// v[k] = sum over the block's lines, per column, in every thread: within warps, then over warps.
+// The order is fixed.
+template <typename A, int N>
+__device__ void row_block_sum(A (&v)[N], RowSums<A, N>& shared, const RowPlace<N>& place) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, pitch = 1 << place.log_pitch;
+  for (int lanes = pitch; lanes < 32; lanes *= 2) {
 #pragma unroll
-  for (int k = 0; k < N; ++k) shared[k][threadIdx.x] = v[k];
-  int lines = place.height;
-  while (lines > 1) {
-    const int half = (lines + 1) / 2;
-    __syncthreads();
-    if (place.line + half < lines) {
-      const int other = threadIdx.x + half * place.width;
+    for (int k = 0; k < N; ++k) v[k] += __shfl_xor_sync(~0u, v[k], lanes);
+  }
 #pragma unroll
-      for (int k = 0; k < N; ++k) shared[k][threadIdx.x] += shared[k][other];
+  for (int k = 0; k < N; ++k) {
+    if (lane < pitch) shared[warp][k][lane] = v[k];
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < N * pitch; i += blockDim.x) {
+    const int k = i >> place.log_pitch, column = i & (pitch - 1);
+    A sum = 0;
+#pragma unroll
+    for (int w = 0; w < kRowThreads / 32; ++w) {
+      if (w < static_cast<int>(blockDim.x / 32)) sum += shared[w][k][column];
     }
-    lines = half;
+    shared[0][k][column] = sum;
   }
   __syncthreads();
 #pragma unroll
-  for (int k = 0; k < N; ++k) v[k] = shared[k][place.column];
+  for (int k = 0; k < N; ++k) v[k] = shared[0][k][place.column];
   __syncthreads();
 }
 
@@ -87,7 +106,7 @@ __global__ void __launch_bounds__(kRowThreads)
                        MomentsPartial* __restrict__ partials, int64_t* batches) {
   using A = acc_t<T>;
   constexpr int U = kRowUnroll;
-  __shared__ A shared[N][kRowThreads];
+  __shared__ RowSums<A, N> shared;
   if (batches && blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) ++*batches;
   const RowPlace<N> place(shape);
   const T* base = x + place.channel();
@@ -99,7 +118,7 @@ __global__ void __launch_bounds__(kRowThreads)
     for (int k = 0; k < N; ++k) center[k] = convert<A>(v.v[k]);
   }
   // Sums about the mean of the block's first rows; see plane_moments_kernel.
-  row_block_sum<A, N>(center, shared, place);
+  row_block_sum(center, shared, place);
   const int64_t count = place.end - place.begin;
   const A first_rows = static_cast<A>(count < place.height ? count : place.height);
 #pragma unroll
@@ -122,9 +141,9 @@ __global__ void __launch_bounds__(kRowThreads)
       }
     }
   }
-  row_block_sum<A, N>(sum, shared, place);
-  row_block_sum<A, N>(squares, shared, place);
-  if (place.line == 0) {
+  row_block_sum(sum, shared, place);
+  row_block_sum(squares, shared, place);
+  if (place.line == 0 && place.works()) {
 #pragma unroll
     for (int k = 0; k < N; ++k) {
       const double offset = static_cast<double>(sum[k]) / static_cast<double>(count);
@@ -135,13 +154,13 @@ __global__ void __launch_bounds__(kRowThreads)
   }
 }
 
-// Each warp makes the coefficients of every 32nd channel of the tile; f(channel) is called by whole
-// warps and returns them in lane 0.
-template <typename Coefficients, int N, typename F>
+// The coefficients of the tile's channels, a team of kLanes lanes to each; f(channel) is called by
+// whole teams and returns them in the first lane.
+template <int kLanes = 32, typename Coefficients, int N, typename F>
 __device__ void tile_coefficients(Coefficients* shared, const RowPlace<N>& place, const F& f) {
-  for (int i = threadIdx.x / 32; i < place.tile_channels; i += kRowThreads / 32) {
+  for (int i = threadIdx.x / kLanes; i < place.tile_channels; i += blockDim.x / kLanes) {
     const Coefficients result = f(place.tile_begin + i);
-    if (threadIdx.x % 32 == 0) shared[i] = result;
+    if (threadIdx.x % kLanes == 0) shared[i] = result;
   }
   __syncthreads();
 }
@@ -198,7 +217,7 @@ __global__ void __launch_bounds__(kRowThreads)
                          GradPartial<acc_t<T>>* __restrict__ partials) {
   using A = acc_t<T>;
   constexpr int U = kRowUnroll / 2;  // two tensors
-  __shared__ A shared[N][kRowThreads];
+  __shared__ RowSums<A, N> shared;
   const RowPlace<N> place(shape);
   const int64_t column = place.channel();
   A center[N] = {}, sum[N] = {}, dot[N] = {};
@@ -233,9 +252,9 @@ __global__ void __launch_bounds__(kRowThreads)
       }
     }
   }
-  row_block_sum<A, N>(sum, shared, place);
-  row_block_sum<A, N>(dot, shared, place);
-  if (place.line == 0) {
+  row_block_sum(sum, shared, place);
+  row_block_sum(dot, shared, place);
+  if (place.line == 0 && place.works()) {
 #pragma unroll
     for (int k = 0; k < N; ++k) {
       partials[(column + k) * shape.splits + blockIdx.x] = {sum[k], dot[k]};

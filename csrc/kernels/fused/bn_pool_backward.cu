@@ -10,6 +10,40 @@ namespace {
 
 constexpr int kUnroll = 2;  // vectors of a plane that a thread has in flight, of each tensor
 
+// Threads of the kernels over pixels: as many as a multiprocessor has registers for, or, where
+// small blocks take all there is in one round, so many.
+constexpr int kSumThreads = kRowThreads, kSpreadThreads = 512, kFewPixelsThreads = 256;
+constexpr int kMergeLanes = 8;  // that merge a channel's partial sums
+
+// How pixels are shared out. rows.rows: pixels.
+struct PixelPlan {
+  RowShape rows;
+  int threads, tiles;
+
+  dim3 grid() const {
+    return dim3(static_cast<unsigned>(rows.splits), static_cast<unsigned>(tiles));
+  }
+};
+
+// most_threads: of a block where there is much to do. Then its tile is wide, for the memory's sake;
+// where there is little, 64 bytes, since a block merges the partial sums of its tile.
+template <typename T, int N>
+PixelPlan plan_pixels(int64_t pixels, int64_t c, int most_threads) {
+  const int64_t vectors = c / N, sms = sm_count();
+  const auto plan = [&](int threads, int tile, int64_t most_blocks) {
+    const int64_t tiles = ceil_div(vectors, tile);
+    const int64_t rounds = ceil_div(pixels, threads / row_pitch(vectors, tile));
+    // No more than the workspace has room for.
+    const int64_t most = std::min(sms, std::max<int64_t>(1, most_blocks / tiles));
+    const int64_t splits = std::min(rounds, most);
+    return std::pair(
+        PixelPlan{{pixels, c, static_cast<int>(splits), tile}, threads, static_cast<int>(tiles)},
+        splits == rounds);
+  };
+  const auto [few, fits] = plan(kFewPixelsThreads, 64 / (N * sizeof(T)), 2 * sms);
+  return fits ? few : plan(most_threads, kRowTile, sms).first;
+}
+
 // The element of a window that the code points to.
 template <typename T>
 __device__ __forceinline__ T coded(uint32_t code, T a, T b, T c, T d) {
@@ -72,21 +106,20 @@ __global__ void __launch_bounds__(kPlaneThreads)
 
 // A block per part of the pooled pixels and tile of channels, as in row_grad_sums_kernel.
 template <typename T, int N>
-__global__ void __launch_bounds__(kRowThreads)
+__global__ void __launch_bounds__(kSumThreads)
     pooled_row_sums_kernel(const T* __restrict__ dy, const T* __restrict__ z,
                            const uint32_t* __restrict__ codes, const acc_t<T>* __restrict__ mean,
                            RowShape shape, BnPoolSplit split, BnPoolGeometry geometry,
                            GradPartial<acc_t<T>>* __restrict__ partials) {
-  wait_for_earlier_kernels();
   using A = acc_t<T>;
-  __shared__ A shared[N][kRowThreads];
+  __shared__ RowSums<A, N> shared;
   const RowPlace<N> place(shape);
   const int64_t channel = place.channel();
   const int64_t right = geometry.depth, down = geometry.w * geometry.depth;
+  int64_t pixel = place.works() ? place.begin + place.line : place.end;
+  wait_for_earlier_kernels();
   A center[N] = {}, sum[N] = {}, dot[N] = {};
-  int64_t pixel = place.end;
   if (place.works()) {
-    pixel = place.begin + place.line;
 #pragma unroll
     for (int k = 0; k < N; ++k) center[k] = mean[channel + k];
   }
@@ -112,9 +145,9 @@ __global__ void __launch_bounds__(kRowThreads)
            center[k]);
     }
   }
-  row_block_sum<A, N>(sum, shared, place);
-  row_block_sum<A, N>(dot, shared, place);
-  if (place.line == 0) {
+  row_block_sum(sum, shared, place);
+  row_block_sum(dot, shared, place);
+  if (place.line == 0 && place.works()) {
 #pragma unroll
     for (int k = 0; k < N; ++k) {
       partials[(channel + k) * shape.splits + blockIdx.x] = {sum[k], dot[k]};
@@ -196,21 +229,57 @@ __global__ void __launch_bounds__(kPlaneThreads)
 // A block per part of the 2x2 tiles of pixels, cut-off ones included, and tile of channels, as in
 // row_input_grad_kernel.
 template <typename T, int N, bool kTraining>
-__global__ void __launch_bounds__(kRowThreads)
+__global__ void __launch_bounds__(kSpreadThreads)
     spread_pixels_kernel(const T* __restrict__ dy, const T* __restrict__ z,
                          const uint32_t* __restrict__ codes, T* __restrict__ dz, RowShape shape,
                          BnPoolSplit split, BnPoolGeometry geometry, int64_t count,
                          const GradPartial<acc_t<T>>* __restrict__ partials, int partial_splits,
                          BackwardArgs args) {
-  wait_for_earlier_kernels();
   using A = acc_t<T>;
   constexpr bool kFolded = sizeof(T) == 2;
   __shared__ BackwardCoefficients<A> shared[kRowTile * N];
   const RowPlace<N> place(shape);
-  tile_coefficients(shared, place, [&](int64_t c) {
-    return merge_grads<A>(args, partials, partial_splits, count, c, blockIdx.x == 0);
+  int64_t tile = place.works() && dz ? place.begin + place.line : place.end;
+  wait_for_earlier_kernels();
+
+  const auto position = [&](int i) { return (i / 2 * geometry.w + i % 2) * geometry.depth; };
+  struct Window {
+    int64_t corner;
+    bool right, below;  // whether those positions exist
+    uint32_t bits;
+    Vec<T, N> g, z[4];
+
+    __device__ bool inside(int i) const { return (i % 2 == 0 || right) && (i / 2 == 0 || below); }
+  };
+  const auto load = [&](int64_t at) {
+    Window window;
+    int64_t image;
+    int row, column, group;
+    split(at, &image, &row, &column, &group);
+    window.corner = geometry.input(image, 2 * row, 2 * column) + place.channel();
+    window.right = column < geometry.q;
+    window.below = row < geometry.p;
+    window.bits = kAllStopped;
+    if (window.inside(3)) {
+      const int64_t pooled = geometry.pooled(image, row, column) + place.channel();
+      window.g = load_vec<N>(dy + pooled);
+      window.bits = load_codes<N>(codes, pooled);
+    }
+    if constexpr (kTraining) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (window.inside(i)) window.z[i] = load_vec<N>(z + window.corner + position(i));
+      }
+    }
+    return window;
+  };
+  Window next;
+  if (tile < place.end) next = load(tile);  // in flight during the merge
+
+  tile_coefficients<kMergeLanes>(shared, place, [&](int64_t c) {
+    return merge_grads<A, kMergeLanes>(args, partials, partial_splits, count, c, blockIdx.x == 0);
   });
-  if (!dz || !place.works()) return;
+  if (tile >= place.end) return;
   BackwardCoefficients<A> k[N];
 #pragma unroll
   for (int j = 0; j < N; ++j) {
@@ -219,44 +288,27 @@ __global__ void __launch_bounds__(kRowThreads)
     // than 16-bit values lose.
     if constexpr (kFolded) k[j].offset -= k[j].center * k[j].by_input;
   }
-  for (int64_t tile = place.begin + place.line; tile < place.end; tile += place.height) {
-    int64_t image;
-    int row, column, group;
-    split(tile, &image, &row, &column, &group);
-    const int64_t corner = geometry.input(image, 2 * row, 2 * column) + place.channel();
-    const bool right = column < geometry.q, below = row < geometry.p;
-    const bool inside[4] = {true, right, below, right && below};
-    const auto position = [&](int i) { return (i / 2 * geometry.w + i % 2) * geometry.depth; };
-    uint32_t bits = kAllStopped;
-    Vec<T, N> g, window[4];
-    if (inside[3]) {
-      const int64_t pooled = geometry.pooled(image, row, column) + place.channel();
-      g = load_vec<N>(dy + pooled);
-      bits = load_codes<N>(codes, pooled);
-    }
-    if constexpr (kTraining) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (inside[i]) window[i] = load_vec<N>(z + corner + position(i));
-      }
-    }
+  while (tile < place.end) {
+    Window now = next;
+    tile += place.height;
+    if (tile < place.end) next = load(tile);
 #pragma unroll
     for (int j = 0; j < N; ++j) {
-      const uint32_t code = bits >> (4 * j) & 7;
-      const A through = code == kStopped ? A(0) : convert<A>(g.v[j]) * k[j].by_grad;
+      const uint32_t code = now.bits >> (4 * j) & 7;
+      const A through = code == kStopped ? A(0) : convert<A>(now.g.v[j]) * k[j].by_grad;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         A grad = code == i ? through : A(0);
         if constexpr (kTraining) {
-          const A value = convert<A>(window[i].v[j]);
+          const A value = convert<A>(now.z[i].v[j]);
           grad += (kFolded ? value : value - k[j].center) * k[j].by_input + k[j].offset;
         }
-        window[i].v[j] = convert<T>(grad);
+        now.z[i].v[j] = convert<T>(grad);
       }
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if (inside[i]) store_vec(dz + corner + position(i), window[i]);
+      if (now.inside(i)) store_vec(dz + now.corner + position(i), now.z[i]);
     }
   }
 }
@@ -270,12 +322,11 @@ int launch_sums(cudaStream_t s, const BnPoolShape& shape, const T* dy, const T* 
   if (shape.channels_last) {
     with_channels<T>(shape, {dy, z}, [&](auto width) {
       constexpr int N = decltype(width)::value;
-      const int64_t vectors = shape.c / N, pixels = shape.n * shape.p() * shape.q();
-      splits = row_splits(pixels, vectors);
-      const dim3 grid(splits, static_cast<unsigned int>(ceil_div(vectors, kRowTile)));
-      launch_early(pooled_row_sums_kernel<T, N>, grid, kRowThreads, 0, s, dy, z, codes, mean,
-                   RowShape{pixels, shape.c, splits}, BnPoolSplit(1, shape.q(), shape.p()),
-                   geometry, partials);
+      const PixelPlan plan =
+          plan_pixels<T, N>(shape.n * shape.p() * shape.q(), shape.c, kSumThreads);
+      splits = plan.rows.splits;
+      launch_early(pooled_row_sums_kernel<T, N>, plan.grid(), plan.threads, 0, s, dy, z, codes,
+                   mean, plan.rows, BnPoolSplit(1, shape.q(), shape.p()), geometry, partials);
     });
   } else {
     with_windows<T>(shape, {z}, {dy}, [&](auto windows, auto vector) {
@@ -303,11 +354,11 @@ void launch_spread(cudaStream_t s, const BnPoolShape& shape, const T* dy, const 
   if (shape.channels_last) {
     with_channels<T>(shape, {dy, z, dz}, [&](auto width) {
       constexpr int N = decltype(width)::value;
-      const int64_t vectors = shape.c / N, tiles = shape.n * rows * columns;
-      const RowShape parts{tiles, shape.c, dz ? row_splits(tiles, vectors) : 1};
-      const dim3 grid(parts.splits, static_cast<unsigned int>(ceil_div(vectors, kRowTile)));
-      launch_early(spread_pixels_kernel<T, N, kTraining>, grid, kRowThreads, 0, s, dy, z, codes, dz,
-                   parts, BnPoolSplit(1, columns, rows), geometry, count, partials, splits, args);
+      PixelPlan plan = plan_pixels<T, N>(shape.n * rows * columns, shape.c, kSpreadThreads);
+      if (!dz) plan.rows.splits = 1;
+      launch_early(spread_pixels_kernel<T, N, kTraining>, plan.grid(), plan.threads, 0, s, dy, z,
+                   codes, dz, plan.rows, BnPoolSplit(1, columns, rows), geometry, count, partials,
+                   splits, args);
     });
   } else {
     with_windows<T>(shape, {z, dz}, {dy}, [&](auto windows, auto vector) {
