@@ -37,6 +37,10 @@ struct Taps {
     return (t / (R * S) * kWinH + t / S % R) * kWinW + t % S;
   }
   static __host__ __device__ constexpr int shift(int j) { return j / 2 * kWinW + j % 2; }
+  // Where the moment of taps i <= j is among the moments.
+  static __host__ __device__ constexpr int pair(int i, int j) {
+    return K + i * K - i * (i - 1) / 2 + (j - i);
+  }
   // The tap of position j that window element e is, or -1.
   static __host__ __device__ constexpr int tap(int e, int j) {
     const int c = e / (kWinH * kWinW), r = e / kWinW % kWinH - j / 2, s = e % kWinW - j % 2;
@@ -64,6 +68,10 @@ struct Squares {
     return {0, 0, static_cast<int>(a.p / 2), static_cast<int>(a.q / 2)};
   }
 };
+
+// Tiles that keep the device busy, where blockIdx.y goes over `groups`: one to a multiprocessor, or
+// nearly so, since half a tile takes more than half as long.
+inline int64_t wanted_tiles(int64_t groups) { return ceil_div(sm_count() * 3 / 4, groups); }
 
 constexpr int kMaxTileSquares = 256, kMaxTileWarps = 8;
 constexpr int kMaxTileColumns = 14;  // whose input is a row of at most 32
@@ -176,9 +184,9 @@ struct Cursor {
   }
 };
 
-// Copies tiles of input to shared memory, a row to a warp. load() only starts the loads, as many as
-// fit the registers, so that they are under way during other work.
-template <typename Tp, typename T>
+// Copies tiles of input to shared memory, a row to a warp. load() only starts the loads, kAhead of
+// a warp's rows, so that they are under way during other work.
+template <typename Tp, typename T, int kAhead = 5>
 class InputLoader {
  public:
   __device__ __forceinline__ InputLoader(const Tiling& tiling, const T* x)
@@ -195,7 +203,8 @@ class InputLoader {
       const T* row = from.row + int64_t{c} * tiling_.x_c;
 #pragma unroll
       for (int i = 0; i < kAhead; ++i, row += int64_t{warps_} * tiling_.x_h) {
-        ahead_[c][i] = from.inside(i * warps_) ? *row : convert<T>(0.0f);
+        ahead_[c][i] = Held{};
+        if (from.inside(i * warps_)) ahead_[c][i] = *reinterpret_cast<const Raw*>(row);
       }
     }
   }
@@ -209,7 +218,8 @@ class InputLoader {
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
         const int row = warp_ + i * warps_;
-        if (row < tiling_.height) put(element(c, row), ahead_[c][i]);
+        const Raw raw = static_cast<Raw>(ahead_[c][i]);
+        if (row < tiling_.height) put(element(c, row), reinterpret_cast<const T&>(raw));
       }
       for (int row = warp_ + kAhead * warps_; row < tiling_.height; row += warps_) {
         const Source from(*this, tile, row);
@@ -220,7 +230,10 @@ class InputLoader {
   }
 
  private:
-  static constexpr int kAhead = 5;
+  // 16-bit values in whole registers: a half of one is set to zero after the load is back, and so
+  // would wait for it.
+  using Raw = std::conditional_t<sizeof(T) == 2, uint16_t, T>;
+  using Held = std::conditional_t<sizeof(T) == 2, uint32_t, T>;
 
   // Where a lane reads its element of a row of the tile's input, in the first channel.
   struct Source {
@@ -249,7 +262,7 @@ class InputLoader {
   const Tiling& tiling_;
   const T* x_;
   int lane_, warp_, warps_;
-  T ahead_[Tp::C][kAhead];
+  Held ahead_[Tp::C][kAhead];
 };
 
 // Where window element e lies in a staged tile, from the window's corner on.
@@ -301,17 +314,40 @@ __device__ __forceinline__ double strided_sum(const double* __restrict__ values,
   return sum;
 }
 
-// Element i of a vector of parameters, which may be absent.
-__device__ __forceinline__ double param(const void* values, DType dtype, int64_t i, double absent) {
-  if (!values) return absent;
-  switch (dtype) {
-    case DType::kFloat64: return static_cast<const double*>(values)[i];
-    case DType::kFloat32: return static_cast<const float*>(values)[i];
-    case DType::kBFloat16: return convert<double>(static_cast<const __nv_bfloat16*>(values)[i]);
-    case DType::kFloat16: return convert<double>(static_cast<const __half*>(values)[i]);
+// An element of a vector of parameters, or a constant where there is no vector. It is converted
+// when it is used, so that several loads are in flight together: a conversion next to its load
+// would wait for it.
+class LoadedValue {
+ public:
+  __device__ __forceinline__ LoadedValue(const void* values, DType dtype, int64_t i, double absent)
+      : dtype_(values ? dtype : DType::kFloat64) {
+    if (!values) {
+      bits_ = static_cast<uint64_t>(__double_as_longlong(absent));
+    } else if (dtype == DType::kFloat64) {
+      bits_ = static_cast<const uint64_t*>(values)[i];
+    } else if (dtype == DType::kFloat32) {
+      bits_ = static_cast<const uint32_t*>(values)[i];
+    } else {
+      bits_ = static_cast<const uint16_t*>(values)[i];
+    }
   }
-  return absent;
-}
+
+  __device__ __forceinline__ operator double() const {
+    const auto word = static_cast<uint32_t>(bits_);
+    const auto half = static_cast<uint16_t>(bits_);
+    switch (dtype_) {
+      case DType::kFloat64: return __longlong_as_double(static_cast<long long>(bits_));
+      case DType::kFloat32: return __uint_as_float(word);
+      case DType::kBFloat16: return __bfloat162float(__ushort_as_bfloat16(half));
+      case DType::kFloat16: return __half2float(__ushort_as_half(half));
+    }
+    return 0;
+  }
+
+ private:
+  DType dtype_;
+  uint64_t bits_;
+};
 
 __device__ __forceinline__ void set_param(void* values, DType dtype, int64_t i, double value) {
   if (!values) return;

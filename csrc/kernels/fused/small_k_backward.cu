@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(kFinalizeThreads)
   const int row = threadIdx.x / kSums, column = threadIdx.x % kSums;
   // All loads first, so that their latencies overlap.
   const double mu = saved[K + K * K + k], rstd = saved[K + K * K + a.k + k];
-  const double scale = param(norm.gamma, norm.param_dtype, k, 1) * rstd;
+  const LoadedValue gamma(norm.gamma, norm.param_dtype, k, 1);
   const int i = min(static_cast<int>(threadIdx.x), K - 1);
   const double mean = norm.training ? saved[i] : 0;
   const T weight = w[k * K + i];
@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(kFinalizeThreads)
   __syncwarp();
   const double s1 = sums[K];
   const double wq = warp_sum(threadIdx.x < K ? weights[i] * sums[i] : 0.0);
-  const double s2 = rstd * (wq - mu * s1);
+  const double s2 = rstd * (wq - mu * s1), scale = gamma * rstd;
   double grad = sums[i];
   if (norm.training) {
     double cw = 0;
@@ -187,7 +187,7 @@ __global__ void __launch_bounds__(kFinalizeThreads)
 int filter_groups(const SmallKShape& a) { return static_cast<int>(ceil_div(a.k, kFilters)); }
 
 Tiling backward_tiling(const SmallKShape& a) {
-  return Tiling(a, Squares::pooled(a), ceil_div(2 * sm_count(), filter_groups(a)),
+  return Tiling(a, Squares::pooled(a), wanted_tiles(filter_groups(a)),
                 std::max(static_cast<int>(size_of(a.dtype)), 4));
 }
 

@@ -12,34 +12,41 @@ struct PatchStatistics {
   double covariance[Tp::K][Tp::K];
 };
 
-// Adds up the partial moments, in every block that needs them: less work than another launch. Ends
-// with a barrier.
+// The moments on their way: a block's threads have summed a part of the sets each, `parts` to a
+// moment. Every block that needs them does so: less work than another launch.
 template <typename Tp>
-__device__ __forceinline__ void patch_statistics(const double* __restrict__ partial, int blocks,
-                                                 double by_count, PatchStatistics<Tp>& result) {
-  constexpr int kMaxThreads = 32 * kMaxTileWarps;
-  __shared__ double sums[Tp::kMoments > kMaxThreads ? Tp::kMoments : kMaxThreads];
-  const int threads = static_cast<int>(blockDim.x);
-  const int parts = max(threads / Tp::kMoments, 1);
-  for (int i = threadIdx.x; i < parts * Tp::kMoments; i += threads) {
-    const int m = i % Tp::kMoments, part = i / Tp::kMoments;
-    sums[i] = strided_sum<16>(partial + m, Tp::kMoments, part, parts, blocks);
+struct MomentSums {
+  static constexpr int kMaxThreads = 32 * kMaxTileWarps;
+  double sums[Tp::kMoments > kMaxThreads ? Tp::kMoments : kMaxThreads];
+
+  static __device__ __forceinline__ int parts() {
+    return max(static_cast<int>(blockDim.x) / Tp::kMoments, 1);
   }
-  __syncthreads();
-  const auto total = [&](int m) {
-    double sum = 0;
-    for (int part = 0; part < parts; ++part) sum += sums[part * Tp::kMoments + m];
-    return sum * by_count;
-  };
-  for (int ij = threadIdx.x; ij < Tp::K * Tp::K; ij += threads) {
-    const int i = min(ij / Tp::K, ij % Tp::K), j = max(ij / Tp::K, ij % Tp::K);
-    const int pair = i * Tp::K - i * (i - 1) / 2 + (j - i);
-    const double mean = total(i);
-    result.covariance[ij / Tp::K][ij % Tp::K] = total(Tp::K + pair) - mean * total(j);
-    if (ij < Tp::K) result.mean[ij] = total(ij);
+
+  // A barrier has to follow.
+  __device__ __forceinline__ void add(const double* __restrict__ partial, int sets) {
+    for (int i = threadIdx.x; i < parts() * Tp::kMoments; i += blockDim.x) {
+      sums[i] = strided_sum<18>(partial + i % Tp::kMoments, Tp::kMoments, i / Tp::kMoments, parts(),
+                                sets);
+    }
   }
-  __syncthreads();
-}
+
+  // Ends with a barrier.
+  __device__ __forceinline__ void finish(double by_count, PatchStatistics<Tp>& result) const {
+    const auto total = [&](int m) {
+      double sum = 0;
+      for (int part = 0; part < parts(); ++part) sum += sums[part * Tp::kMoments + m];
+      return sum * by_count;
+    };
+    for (int ij = threadIdx.x; ij < Tp::K * Tp::K; ij += blockDim.x) {
+      const int i = min(ij / Tp::K, ij % Tp::K), j = max(ij / Tp::K, ij % Tp::K);
+      const double mean = total(i);
+      result.covariance[ij / Tp::K][ij % Tp::K] = total(Tp::pair(i, j)) - mean * total(j);
+      if (ij < Tp::K) result.mean[ij] = total(ij);
+    }
+    __syncthreads();
+  }
+};
 
 // The block's filters. The sign of batch norm's scale is folded into the weights (0 for 0), so that
 // the maximum of the normalised values is the maximum of the convolution.
@@ -53,62 +60,88 @@ struct Filters {
   alignas(16) Affine affine[kFilters];
 };
 
-// Mean and variance of each filter's convolution (one thread a filter), what backward needs of
-// them, the running statistics. Blocks that differ in blockIdx.x do the same; the first one stores.
-// Ends with a barrier.
+// Mean and variance of each filter's convolution (kFilterLanes threads a filter), what backward
+// needs of them, the running statistics. Blocks that differ in blockIdx.x do the same; the first
+// one stores. Ends with a barrier.
+constexpr int kFilterLanes = 4;
+constexpr int kLeastThreads = 32 * (kMaxTileWarps / 2 + 1);  // of a forward block
+
 template <typename Tp, typename T>
 __device__ __forceinline__ void prepare_filters(const SmallKShape& a, const SmallKNorm& norm,
                                                 const T* __restrict__ w,
-                                                const double* __restrict__ partial, int blocks,
+                                                const double* __restrict__ partial, int sets,
                                                 double* __restrict__ saved,
                                                 Filters<Tp, acc_t<T>>& filters) {
   using A = acc_t<T>;
   constexpr int K = Tp::K;
+  __shared__ MomentSums<Tp> moments;
   __shared__ PatchStatistics<Tp> patches;
-  __shared__ A signs[kFilters];
   const int first = static_cast<int>(blockIdx.y) * kFilters;
   const int there = min(kFilters, static_cast<int>(a.k) - first);
-  const int f = threadIdx.x, k = first + f;
+  const int f = threadIdx.x / kFilterLanes, lane = threadIdx.x % kFilterLanes, k = first + f;
   const bool owner = f < there, stores = blockIdx.x == 0;
-  double bias = 0, gamma = 0, beta = 0, old_mean = 0, old_var = 0;
-  if (owner) {
-    bias = param(norm.conv_bias, a.dtype, k, 0);
-    gamma = param(norm.gamma, norm.param_dtype, k, 1);
-    beta = param(norm.beta, norm.param_dtype, k, 0);
-    old_mean = param(norm.running_mean, norm.param_dtype, k, 0);
-    old_var = param(norm.running_var, norm.param_dtype, k, 1);
+  const int64_t at = owner ? k : first;  // others' results are never used
+  const LoadedValue bias(norm.conv_bias, a.dtype, at, 0);
+  const LoadedValue gamma(norm.gamma, norm.param_dtype, at, 1);
+  const LoadedValue beta(norm.beta, norm.param_dtype, at, 0);
+  const LoadedValue old_mean(norm.running_mean, norm.param_dtype, at, 0);
+  const LoadedValue old_var(norm.running_var, norm.param_dtype, at, 1);
+  // Everything is loaded before the first of it is used. Whole registers, so without conditions: a
+  // zero would wait for the load that it stands in for.
+  constexpr int kHeld = (kFilters * K + kLeastThreads - 1) / kLeastThreads;
+  T held[kHeld];
+#pragma unroll
+  for (int u = 0; u < kHeld; ++u) {
+    const int i = static_cast<int>(threadIdx.x + u * blockDim.x);
+    held[u] = w[int64_t{first} * K + min(i, there * K - 1)];
   }
-  for (int i = threadIdx.x; i < kFilters * K; i += blockDim.x) {
-    filters.weights[i / K][i % K] = i < there * K ? convert<A>(w[int64_t{first} * K + i]) : A(0);
+  const double count = static_cast<double>(a.n * a.p * a.q), by_count = 1 / count;
+  if (norm.training) moments.add(partial, sets);
+#pragma unroll
+  for (int u = 0; u < kHeld; ++u) {
+    const int i = static_cast<int>(threadIdx.x + u * blockDim.x);
+    if (i < kFilters * K) {
+      filters.weights[i / K][i % K] = i < there * K ? convert<A>(held[u]) : A(0);
+    }
   }
-  const double count = static_cast<double>(a.n * a.p * a.q);
-  if (norm.training) {
-    patch_statistics<Tp>(partial, blocks, 1 / count, patches);
-  } else {
-    __syncthreads();
-  }
-  if (f < kFilters) {
+  __syncthreads();
+  if (norm.training) moments.finish(by_count, patches);
+  if (f < kFilters) {                              // whole warps
     double mean = old_mean - bias, var = old_var;  // of the bias-free convolution
     if (norm.training) {
       mean = var = 0;
-      double weight[K];
 #pragma unroll
-      for (int i = 0; i < K; ++i) weight[i] = static_cast<double>(filters.weights[f][i]);
+      for (int step = 0; step < K; step += kFilterLanes) {
+        const int i = step + lane;
+        if (i >= K) break;
+        double row = 0;
 #pragma unroll
-      for (int i = 0; i < K; ++i) {
-        double row = 0.5 * patches.covariance[i][i] * weight[i];
+        for (int j = 0; j < K; ++j) {
+          row += patches.covariance[i][j] * static_cast<double>(filters.weights[f][j]);
+        }
+        const double weight = static_cast<double>(filters.weights[f][i]);
+        mean += weight * patches.mean[i];
+        var += weight * row;
+      }
 #pragma unroll
-        for (int j = i + 1; j < K; ++j) row += patches.covariance[i][j] * weight[j];
-        mean += weight[i] * patches.mean[i];
-        var += 2 * weight[i] * row;
+      for (int lanes = 1; lanes < kFilterLanes; lanes *= 2) {
+        mean += __shfl_xor_sync(~0u, mean, lanes);
+        var += __shfl_xor_sync(~0u, var, lanes);
       }
       var = var < 0 ? 0 : var;  // NaN stays
     }
     const double rstd = rsqrt(var + norm.eps);
-    const double scale = gamma * rstd;
-    filters.affine[f] = {static_cast<A>(fabs(scale)), static_cast<A>(beta - mean * scale)};
-    signs[f] = static_cast<A>(scale > 0 ? 1 : scale < 0 ? -1 : scale);
-    if (owner && stores) {
+    const double scale = owner ? gamma * rstd : 0;
+    const A sign = static_cast<A>(scale > 0 ? 1 : scale < 0 ? -1 : scale);
+    __syncwarp();  // the other lanes have read the weights
+#pragma unroll
+    for (int step = 0; step < K; step += kFilterLanes) {
+      if (step + lane < K) filters.weights[f][step + lane] *= sign;
+    }
+    if (lane == 0) {
+      filters.affine[f] = {static_cast<A>(fabs(scale)), static_cast<A>(beta - mean * scale)};
+    }
+    if (owner && stores && lane == 0) {
       saved[K + K * K + k] = mean;
       saved[K + K * K + a.k + k] = rstd;
       if (norm.training) {
@@ -127,10 +160,6 @@ __device__ __forceinline__ void prepare_filters(const SmallKShape& a, const Smal
     for (int i = threadIdx.x; i < K * K; i += blockDim.x) {
       saved[K + i] = patches.covariance[i / K][i % K];
     }
-  }
-  __syncthreads();
-  for (int i = threadIdx.x; i < kFilters * K; i += blockDim.x) {
-    filters.weights[i / K][i % K] *= signs[i / K];
   }
   __syncthreads();
 }

@@ -150,9 +150,8 @@ template <typename Tp, typename T, bool kChannelsLast>
 __global__ void __launch_bounds__(32 * kMaxTileWarps, Products<Tp, T>::kBlocks)
     forward_kernel(const __grid_constant__ SmallKShape a, const __grid_constant__ SmallKNorm norm,
                    const __grid_constant__ Tiling tiling, const T* __restrict__ x,
-                   const T* __restrict__ w, const double* __restrict__ partial, int moment_blocks,
+                   const T* __restrict__ w, const double* __restrict__ partial, int sets,
                    double* __restrict__ saved, T* __restrict__ y, uint32_t* __restrict__ codes) {
-  wait_for_earlier_kernels();
   using A = acc_t<T>;
   using P = Products<Tp, T>;
   using Staged = typename P::Staged;
@@ -162,8 +161,10 @@ __global__ void __launch_bounds__(32 * kMaxTileWarps, Products<Tp, T>::kBlocks)
   Staged* const staged = reinterpret_cast<Staged*>(shared_bytes);
   int index = blockIdx.x;
   InputLoader<Tp, T> loader(tiling, x);
-  loader.load(Tile(tiling, index));
-  prepare_filters<Tp, T>(a, norm, w, partial, moment_blocks, saved, filters);
+  const Tile first(tiling, index);
+  wait_for_earlier_kernels();
+  loader.load(first);
+  prepare_filters<Tp, T>(a, norm, w, partial, sets, saved, filters);
   P::prepare(filters, shared_products);
   __syncthreads();
   P products(tiling, filters, shared_products);
@@ -242,8 +243,9 @@ int64_t filter_groups(const SmallKShape& a) { return ceil_div(a.k, kFilters); }
 
 int64_t small_k_forward_workspace(const SmallKShape& a) {
   const int64_t taps = a.c * a.r * a.s;
-  const MomentWork work(a);
-  return int64_t{work.kinds} * work.blocks * (taps + taps * (taps + 1) / 2);
+  int64_t sets = 0;
+  for (const MomentPart& part : moment_parts(a)) sets += part.sets();
+  return sets * (taps + taps * (taps + 1) / 2);
 }
 
 void small_k_forward(Stream stream, const SmallKShape& a, const SmallKNorm& norm, const void* x,
@@ -255,17 +257,21 @@ void small_k_forward(Stream stream, const SmallKShape& a, const SmallKNorm& norm
       using Tp = decltype(taps);
       using Staged = typename Products<Tp, T>::Staged;
       const T* in = static_cast<const T*>(x);
-      int moment_blocks = 0;
+      int sets = 0;
       if (norm.training) {
-        const MomentWork work(a);
-        const dim3 grid(work.blocks, work.kinds);
-        moment_blocks = work.blocks * work.kinds;
-        launch_early(moments_kernel<Tp, T>, grid, kMomentThreads, work.shared_bytes(Tp::C), stream,
-                     work, in, partial, norm.batches);
-        check_launch("small_k moments");
+        int64_t* batches = norm.batches;
+        for (const MomentPart& part : moment_parts(a)) {
+          launch_early_in_clusters(moments_kernel<Tp, T>, part.blocks, kMomentThreads,
+                                   part.shared_bytes(Tp::C), stream, part.cluster, part.tiling,
+                                   part.right, part.below, part.cluster, in,
+                                   partial + int64_t{sets} * Tp::kMoments, batches);
+          check_launch("small_k moments");
+          sets += part.sets();
+          batches = nullptr;
+        }
       }
       const int64_t groups = filter_groups(a);
-      const Tiling tiling(a, Squares::pooled(a), ceil_div(2 * sm_count(), groups), sizeof(Staged));
+      const Tiling tiling(a, Squares::pooled(a), wanted_tiles(groups), sizeof(Staged));
       const int blocks = std::min(tiling.tiles, Products<Tp, T>::kBlocks * sm_count());
       const dim3 grid(blocks, static_cast<unsigned>(groups));
       // Small tiles: more warps than they have groups, for the sake of prepare_filters().
@@ -273,7 +279,7 @@ void small_k_forward(Stream stream, const SmallKShape& a, const SmallKNorm& norm
       const auto kernel =
           a.channels_last ? forward_kernel<Tp, T, true> : forward_kernel<Tp, T, false>;
       launch_early(kernel, grid, 32 * warps, 2 * tiling.staged(Tp::C) * sizeof(Staged), stream, a,
-                   norm, tiling, in, static_cast<const T*>(w), partial, moment_blocks, saved,
+                   norm, tiling, in, static_cast<const T*>(w), partial, sets, saved,
                    static_cast<T*>(y), codes);
       check_launch("small_k forward");
     });

@@ -4,17 +4,20 @@
 // holds every product of two taps at each of the four positions: a quarter of the products that
 // patches need, and a plain matrix product, for which the fp64 tensor cores (mma.m8n8k4, sm_80+)
 // take their two operands from the same register. Rows or columns of outputs that are left over at
-// an odd extent are squares of which only some positions count; they are summed apart.
+// an odd extent are squares of which only some positions count; they are summed by launches of
+// their own.
 #pragma once
 
-#include <array>
+#include <vector>
 
+#include "kernels/common/cluster.cuh"
 #include "small_k.cuh"
 
 namespace braze::cuda::small_k {
 
-constexpr int kMomentThreads = 256, kMomentWarps = kMomentThreads / 32;  // 512 measured slower
-constexpr int kDumpTiles = kMomentThreads / 64;  // tiles of sums that a block adds up at a time
+constexpr int kMomentThreads = 128, kMomentWarps = kMomentThreads / 32;
+constexpr int kMomentBlocks = 4;  // of a multiprocessor
+constexpr int kDumpTiles = 4;     // tiles of sums that a block adds up at a time
 
 template <typename Tp>
 struct MomentTiles {
@@ -30,88 +33,109 @@ __device__ __forceinline__ void mma_f64(double (&c)[2], double a, double b) {
       : "d"(a), "d"(b));
 }
 
-// The squares of outputs: whole ones first; then, where an extent is odd, those cut off at the
-// right, at the bottom, or both.
-struct MomentWork {
-  std::array<Tiling, 4> tilings;
-  int right[4], below[4];  // whether those positions exist
-  int kinds, blocks;       // blocks for each kind
+// The double at that address in shared memory, or 0 where `inside` is negative. Assembler: at a
+// load under a condition the compiler works out anew where the block's shared memory begins.
+__device__ __forceinline__ double load_shared(uint32_t address, int inside) {
+  double value;
+  asm volatile(
+      "{\n"
+      ".reg .pred inside;\n"
+      "setp.ge.s32 inside, %2, 0;\n"
+      "mov.f64 %0, 0d0000000000000000;\n"
+      "@inside ld.shared.f64 %0, [%1];\n"
+      "}"
+      : "=d"(value)
+      : "r"(address), "r"(inside)
+      : "memory");
+  return value;
+}
 
-  explicit MomentWork(const SmallKShape& a) : MomentWork(a, sm_count()) {}
+// Squares of outputs of which the same positions exist, and the blocks that take them. The blocks
+// of a cluster leave one set of moments.
+struct MomentPart {
+  Tiling tiling;
+  bool right, below;  // whether those positions exist
+  int blocks, cluster;
 
+  int sets() const { return blocks / cluster; }
   int shared_bytes(int channels) const {
-    int elements = kMomentWarps * kDumpTiles * 64;
-    for (int i = 0; i < kinds; ++i) {
-      elements = std::max(elements, 2 * tilings[i].staged(channels));
-    }
-    return elements * static_cast<int>(sizeof(double));
+    return std::max(kMomentWarps * kDumpTiles * 64, 2 * tiling.staged(channels)) *
+           static_cast<int>(sizeof(double));
   }
-
- private:
-  MomentWork(const SmallKShape& a, int multiprocessors) : tilings(fill(whole(a, multiprocessors))) {
-    const int p = static_cast<int>(a.p), q = static_cast<int>(a.q);
-    kinds = 0;
-    blocks = 0;
-    for (int i = 0; i < 4; ++i) {
-      const bool to_right = i % 2 == 0, to_below = i / 2 == 0;
-      if ((!to_right && q % 2 == 0) || (!to_below && p % 2 == 0)) continue;
-      const Squares squares{to_below ? 0 : p - 1, to_right ? 0 : q - 1, to_below ? p / 2 : 1,
-                            to_right ? q / 2 : 1};
-      if (i > 0) tilings[kinds] = Tiling(a, squares, multiprocessors, sizeof(double));
-      right[kinds] = to_right;
-      below[kinds] = to_below;
-      blocks = std::max(blocks, std::min(tilings[kinds].tiles, 2 * multiprocessors));
-      ++kinds;
-    }
-  }
-
-  static Tiling whole(const SmallKShape& a, int multiprocessors) {
-    return Tiling(a, Squares::pooled(a), multiprocessors, sizeof(double));
-  }
-  static std::array<Tiling, 4> fill(const Tiling& t) { return {t, t, t, t}; }
 };
 
-// Leaves the sums of p_i and of p_i p_j (j >= i) of each block's squares in
-// partial[blockIdx.y * gridDim.x + blockIdx.x][kMoments]. blockIdx.y: the kind of squares. Counts
-// the batch, where `batches` is not null.
+// Whole squares first; then, where an extent is odd, those cut off at the right, at the bottom, or
+// both.
+inline std::vector<MomentPart> moment_parts(const SmallKShape& a) {
+  const int p = static_cast<int>(a.p), q = static_cast<int>(a.q), multiprocessors = sm_count();
+  const int cluster = runs_sm90_code() ? kMaxCluster : 1;
+  std::vector<MomentPart> parts;
+  for (int i = 0; i < 4; ++i) {
+    const bool right = i % 2 == 0, below = i / 2 == 0;
+    if ((!right && q % 2 == 0) || (!below && p % 2 == 0)) continue;
+    const Squares squares{below ? 0 : p - 1, right ? 0 : q - 1, below ? p / 2 : 1,
+                          right ? q / 2 : 1};
+    const Tiling tiling(a, squares, wanted_tiles(1), sizeof(double));
+    const int blocks = std::min(tiling.tiles, kMomentBlocks * multiprocessors);
+    parts.push_back(
+        {tiling, right, below, static_cast<int>(ceil_div(blocks, cluster)) * cluster, cluster});
+  }
+  return parts;
+}
+
+// Leaves the sums of p_i and of p_i p_j (j >= i) of each cluster's squares in
+// partial[set][kMoments]. Counts the batch, where `batches` is not null.
 template <typename Tp, typename T>
 __global__ void __launch_bounds__(kMomentThreads)
-    moments_kernel(const __grid_constant__ MomentWork work, const T* __restrict__ x,
-                   double* __restrict__ partial, int64_t* __restrict__ batches) {
-  wait_for_earlier_kernels();
+    moments_kernel(const __grid_constant__ Tiling tiling, bool right, bool below, int cluster,
+                   const T* __restrict__ x, double* __restrict__ partial,
+                   int64_t* __restrict__ batches) {
   using M = MomentTiles<Tp>;
   extern __shared__ double staged[];
-  const Tiling& tiling = work.tilings[blockIdx.y];
+  // Where the squares' windows begin in a buffer, in bytes; negative: no square.
+  __shared__ int corners[2][kMaxTileSquares];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  if (batches && blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) *batches += 1;
 
-  int place[M::kTiles];  // of the window elements 8i + lane / 4
+  constexpr int kBytes = sizeof(double);
+  uint32_t place[M::kTiles];  // of the window elements 8i + lane / 4
 #pragma unroll
   for (int i = 0; i < M::kTiles; ++i) {
     const int e = 8 * i + lane / 4;
-    place[i] = e < Tp::kWin ? staged_offset<Tp>(tiling, e) : 0;  // others are never picked
+    const int offset = e < Tp::kWin ? staged_offset<Tp>(tiling, e) : 0;  // others are never picked
+    place[i] = static_cast<uint32_t>(__cvta_generic_to_shared(staged + offset));
   }
   double products[M::kProducts][2] = {};
   double sums[M::kTiles] = {};
-  InputLoader<Tp, T> loader(tiling, x);
+  int2 extent{}, other_extent{};  // of the tiles that `corners` is for, this buffer's and the other
+  InputLoader<Tp, T, 8> loader(tiling, x);
   int index = blockIdx.x, size = tiling.staged(Tp::C);
+  wait_for_earlier_kernels();
+  if (batches && blockIdx.x == 0 && threadIdx.x == 0) *batches += 1;
   if (index < tiling.tiles) loader.load(Tile(tiling, index));
-  double* input = staged;
-  for (; index < tiling.tiles; index += gridDim.x) {
+  for (int buffer = 0; index < tiling.tiles; index += gridDim.x) {
     const Tile tile(tiling, index);
+    double* const input = staged + buffer * size;
+    if (extent.x != tile.rows || extent.y != tile.columns) {
+      extent = {tile.rows, tile.columns};
+      for (int square = threadIdx.x; square < kMaxTileSquares; square += kMomentThreads) {
+        int in_plane, corner;
+        const bool valid = tile.locate(tiling, square, &in_plane, &corner);
+        corners[buffer][square] = valid ? corner * kBytes : -1;
+      }
+    }
     loader.store(tile, [&](int i, T value) { input[i] = convert<double>(value); });
     const int next = index + static_cast<int>(gridDim.x);
     if (next < tiling.tiles) loader.load(Tile(tiling, next));
-    __syncthreads();
+    __syncthreads();  // one a tile: the next one goes to the other buffer
     // Four squares a step, one to each of the lanes that differ in lane % 4.
-#pragma unroll 2
-    for (int square = 4 * warp; square < tiling.rows * tiling.columns; square += 4 * kMomentWarps) {
-      int in_plane, corner;
-      const bool valid = tile.locate(tiling, square + lane % 4, &in_plane, &corner);
+    const int squares = tiling.rows * tiling.columns, from = buffer * size * kBytes;
+#pragma unroll 4
+    for (int square = 4 * warp; square < squares; square += 4 * kMomentWarps) {
+      const int corner = corners[buffer][square + lane % 4];
       double v[M::kTiles];
 #pragma unroll
       for (int i = 0; i < M::kTiles; ++i) {
-        v[i] = valid ? input[corner + place[i]] : 0.0;
+        v[i] = load_shared(place[i] + from + corner, corner);
         sums[i] += v[i];
       }
       int product = 0;
@@ -121,7 +145,10 @@ __global__ void __launch_bounds__(kMomentThreads)
         for (int j = i; j < M::kTiles; ++j, ++product) mma_f64(products[product], v[i], v[j]);
       }
     }
-    input = input == staged ? staged + size : staged;  // the other buffer: one barrier a tile
+    buffer ^= 1;
+    const int2 previous = extent;
+    extent = other_extent;
+    other_extent = previous;
   }
 
   // The block's sums, warp after warp in a fixed order, some tiles at a time. The sums of the
@@ -149,13 +176,15 @@ __global__ void __launch_bounds__(kMomentThreads)
       }
     }
     __syncthreads();
-    const int entry = threadIdx.x % 64;
-    int j = first + static_cast<int>(threadIdx.x) / 64, i = 0;
-    const bool elements = j == M::kProducts;
-    if (j < M::kProducts || (elements && entry < kExtent)) {
+#pragma unroll
+    for (int part = 0; part < kDumpTiles * 64; part += kMomentThreads) {
+      const int at = part + static_cast<int>(threadIdx.x), entry = at % 64;
+      int j = first + at / 64, i = 0;
+      const bool elements = j == M::kProducts;
+      if (j > M::kProducts || (elements && entry >= kExtent)) continue;
       double total = 0;
 #pragma unroll
-      for (int v = 0; v < kMomentWarps; ++v) total += dump[v * kDumpTiles * 64 + threadIdx.x];
+      for (int v = 0; v < kMomentWarps; ++v) total += dump[v * kDumpTiles * 64 + at];
       while (j >= M::kTiles - i && !elements) j -= M::kTiles - i++;
       if (elements) {
         gram[entry][kExtent] = total;
@@ -167,24 +196,41 @@ __global__ void __launch_bounds__(kMomentThreads)
   __syncthreads();
 
   // From windows to patches: each position that exists sees the window from another corner on.
-  partial += (int64_t{blockIdx.y} * gridDim.x + blockIdx.x) * Tp::kMoments;
-  for (int m = threadIdx.x; m < Tp::kMoments; m += kMomentThreads) {
-    int row = m, column = -1;  // m < K: the sum of p_m
-    if (m >= Tp::K) {
-      row = 0;
-      column = m - Tp::K;
-      while (column >= Tp::K - row) column -= Tp::K - row++;
-      column += row;
-    }
+  __shared__ double moments[Tp::kMoments];
+  for (int m = threadIdx.x; m < Tp::K * (Tp::K + 1); m += kMomentThreads) {
+    const int row = m % Tp::K, column = m / Tp::K - 1;  // column -1: the sum of p_row
+    if (column >= 0 && column < row) continue;
     double total = 0;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      if ((j % 2 && !work.right[blockIdx.y]) || (j / 2 && !work.below[blockIdx.y])) continue;
+      if ((j % 2 && !right) || (j / 2 && !below)) continue;
       const int e = Tp::in_window(row) + Tp::shift(j);
       total += gram[e][column < 0 ? kExtent : Tp::in_window(column) + Tp::shift(j)];
     }
-    partial[m] = total;
+    moments[column < 0 ? row : Tp::pair(row, column)] = total;
   }
+
+  // The cluster's blocks in their order.
+  const auto sync = [&] {
+    if (cluster > 1) {
+      cluster_sync();
+    } else {
+      __syncthreads();
+    }
+  };
+  sync();
+  if (blockIdx.x % cluster == 0) {
+    partial += int64_t{blockIdx.x / cluster} * Tp::kMoments;
+    for (int m = threadIdx.x; m < Tp::kMoments; m += kMomentThreads) {
+      double total = 0;
+#pragma unroll
+      for (int rank = 0; rank < kMaxCluster; ++rank) {
+        if (rank < cluster) total += in_cluster(moments, rank)[m];
+      }
+      partial[m] = total;
+    }
+  }
+  sync();  // no block may leave before its sums are read
 }
 
 }  // namespace braze::cuda::small_k
