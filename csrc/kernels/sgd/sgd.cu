@@ -13,7 +13,7 @@ constexpr int kThreads = 256;
 
 struct SgdBatch {
   SgdOptions options;
-  TensorList<SgdTensor, 96, 4096> list;
+  TensorList<SgdTensor, 96, 2048> list;
 };
 static_assert(sizeof(SgdBatch) <= 4096, "kernel parameters");
 
@@ -56,29 +56,44 @@ __device__ void update_range(const Update<acc_t<T>>& update, const SgdTensor& t,
   const T* grad = static_cast<const T*>(t.grad);
   T* momentum = static_cast<T*>(t.momentum);
   const bool has_momentum = momentum != nullptr;
-  for (int64_t i = begin + int64_t{threadIdx.x} * N; i < end; i += int64_t{kThreads} * N) {
-    Vector p = *reinterpret_cast<const Vector*>(param + i);
-    const Vector g = *reinterpret_cast<const Vector*>(grad + i);
-    Vector m{};
-    if (has_momentum && !update.first_step) m = *reinterpret_cast<const Vector*>(momentum + i);
+  constexpr int kBatch = 2;  // vectors that are loaded before the first is stored
+  constexpr int64_t kStep = int64_t{kThreads} * N;
+#pragma unroll 1
+  for (int64_t i = begin + int64_t{threadIdx.x} * N; i < end; i += kBatch * kStep) {
+    Vector p[kBatch], g[kBatch], m[kBatch] = {};
 #pragma unroll
-    for (int k = 0; k < N; ++k) {
-      A value = convert<A>(p.v[k]), velocity = convert<A>(m.v[k]);
-      update(value, convert<A>(g.v[k]), velocity, has_momentum);
-      p.v[k] = convert<T>(value);
-      m.v[k] = convert<T>(velocity);
+    for (int b = 0; b < kBatch; ++b) {
+      const int64_t at = i + b * kStep;
+      if (at >= end) break;
+      p[b] = *reinterpret_cast<const Vector*>(param + at);
+      g[b] = *reinterpret_cast<const Vector*>(grad + at);
+      if (has_momentum && !update.first_step) {
+        m[b] = *reinterpret_cast<const Vector*>(momentum + at);
+      }
     }
-    *reinterpret_cast<Vector*>(param + i) = p;
-    if (has_momentum) *reinterpret_cast<Vector*>(momentum + i) = m;
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      const int64_t at = i + b * kStep;
+      if (at >= end) break;
+#pragma unroll
+      for (int k = 0; k < N; ++k) {
+        A value = convert<A>(p[b].v[k]), velocity = convert<A>(m[b].v[k]);
+        update(value, convert<A>(g[b].v[k]), velocity, has_momentum);
+        p[b].v[k] = convert<T>(value);
+        m[b].v[k] = convert<T>(velocity);
+      }
+      *reinterpret_cast<Vector*>(param + at) = p[b];
+      if (has_momentum) *reinterpret_cast<Vector*>(momentum + at) = m[b];
+    }
   }
 }
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads) sgd_kernel(const __grid_constant__ SgdBatch batch) {
-  wait_for_earlier_kernels();
-  if (batch.options.found_inf != nullptr && *batch.options.found_inf != 0.0f) return;
   int64_t begin, end;
   const SgdTensor& t = batch.list.of_block(&begin, &end);
+  wait_for_earlier_kernels();
+  if (batch.options.found_inf != nullptr && *batch.options.found_inf != 0.0f) return;
   const Update<acc_t<T>> update(batch.options);
   constexpr int N = kVecWidth<T>;
   const auto address = reinterpret_cast<uintptr_t>(t.param) | reinterpret_cast<uintptr_t>(t.grad) |
