@@ -37,9 +37,10 @@ __device__ __forceinline__ void cp_async_wait() {
 }
 
 // Runs compute(stage) for `tiles` tiles while load(stage, tile) fills the stages ahead of it.
-// One barrier a tile: the stage that is refilled is the one that every warp has left.
-template <int kStages, typename Load, typename Compute>
-__device__ __forceinline__ void pipeline(int tiles, Load load, Compute compute) {
+// arrived(stage) is called when a thread's own copies are there, and ends with a barrier of the
+// threads that share the stages: the stage that is refilled is the one that every warp has left.
+template <int kStages, typename Load, typename Compute, typename Arrived>
+__device__ __forceinline__ void pipeline(int tiles, Load load, Compute compute, Arrived arrived) {
 #pragma unroll
   for (int t = 0; t < kStages - 1; ++t) {
     if (t < tiles) load(t, t);
@@ -48,12 +49,40 @@ __device__ __forceinline__ void pipeline(int tiles, Load load, Compute compute) 
   int read = 0, write = kStages - 1;
   for (int t = 0; t < tiles; ++t) {
     cp_async_wait<kStages - 2>();
-    __syncthreads();
+    arrived(read);
     if (t + kStages - 1 < tiles) load(write, t + kStages - 1);
     cp_async_commit();
     compute(read);
     read = read + 1 == kStages ? 0 : read + 1;
     write = write + 1 == kStages ? 0 : write + 1;
+  }
+}
+
+// The same for few tiles. The first kStages are asked for at once, and there is one copy of the
+// code: a kernel that is over soon spends much of its time on fetching instructions.
+template <int kStages, typename Load, typename Compute, typename Arrived>
+__device__ __forceinline__ void short_pipeline(int tiles, Load load, Compute compute,
+                                               Arrived arrived) {
+  static_assert(kStages >= 2);
+  int read = 0, write = 0, next = 0;  // stages; the tile to load
+#pragma unroll 1
+  for (int t = -kStages; t < tiles; ++t) {
+    if (t == 0) {
+      cp_async_wait<kStages - 1>();
+    } else if (t > 0) {
+      cp_async_wait<kStages - 2>();
+    }
+    if (t >= 0) arrived(read);
+    if (t != 0) {  // then every stage but the one to be read is full
+      if (next < tiles) load(write, next);
+      cp_async_commit();
+      ++next;
+      write = write + 1 == kStages ? 0 : write + 1;
+    }
+    if (t >= 0) {
+      compute(read);
+      read = read + 1 == kStages ? 0 : read + 1;
+    }
   }
 }
 

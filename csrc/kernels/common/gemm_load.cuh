@@ -78,35 +78,37 @@ template <typename T>
 __device__ __forceinline__ void copy_element(T* shared, const T* global, bool valid) {
   if constexpr (sizeof(T) == 2) {  // too small for cp.async
     unsigned short bits = 0;
-    if (valid) bits = __ldg(reinterpret_cast<const unsigned short*>(global));
+    // Not by the read-only path: what this kernel reads may be written while it already waits to
+    // begin (launch_early). Assembler, so that loads need not wait for the stores between them.
+    if (valid) asm volatile("ld.global.u16 %0, [%1];" : "=h"(bits) : "l"(global));
     *reinterpret_cast<unsigned short*>(shared) = bits;
   } else {
     cp_async<sizeof(T)>(shared, global, valid);
   }
 }
 
-// Access: one element, or 16 bytes of them. Through registers, or by cp.async.
-template <typename Access, bool kMasked, typename Op>
+// N elements: one, or 16 bytes of them. Of a masked operand its mask too, kTile elements further
+// on, where behind_mask() finds it.
+template <int N, int kTile, typename Op>
 __device__ __forceinline__ void copy_from(const Op& op, typename Op::T* shared,
                                           const typename Op::T* global, bool valid) {
-  if constexpr (kMasked) {
-    Access v{};
-    if (valid) v = op.template load<Access>(global);
-    *reinterpret_cast<Access*>(shared) = v;
-  } else if constexpr (sizeof(Access) == 16) {
-    cp_async<16>(shared, global, valid);
-  } else {
-    copy_element(shared, global, valid);
+  const auto copy = [&](typename Op::T* to, const typename Op::T* from) {
+    if constexpr (N == 1) {
+      copy_element(to, from, valid);
+    } else {
+      cp_async<16>(to, from, valid);
+    }
+  };
+  copy(shared, global);
+  if constexpr (Op::kMasked) {
+    if (op.mask != 0) copy(shared + kTile, op.result_at(global));
   }
 }
 
-// f(whether the operand is masked, as a constant): asked once a tile, not once a copy.
-template <typename Op, typename F>
-__device__ __forceinline__ void dispatch_mask(const Op& op, F f) {
-  if constexpr (Op::kMasked) {
-    if (op.mask != 0) return f(std::true_type{});
-  }
-  f(std::false_type{});
+// What copy_from() has copied takes its final value. No other thread has seen it yet.
+template <int N, int kTile, typename T>
+__device__ __forceinline__ void behind_mask(T* shared) {
+  store_vec<N>(shared, MaskedOperand<T>::template behind_relu<N>(shared, shared + kTile));
 }
 
 // A thread's copies of a matrix's tile: rows x columns of them, evenly spaced along one axis each,
@@ -213,7 +215,8 @@ template <typename Op, int kOuter, int kDepth, bool kDepthFast, int kThreads, ty
 class MatrixElements {
   using T = typename Op::T;
   // Threads along the depth and along the outer axis.
-  static constexpr int kAlongDepth = kDepthFast ? kDepth : kThreads / 32;
+  static constexpr int kAlongDepth =
+      kDepthFast ? (kDepth < kThreads ? kDepth : kThreads) : kThreads / 32;
   static constexpr int kAlongOuter = kThreads / kAlongDepth;
   static_assert(kThreads % kAlongDepth == 0 && kOuter % kAlongOuter == 0 &&
                 kDepth % kAlongDepth == 0);
@@ -223,22 +226,32 @@ class MatrixElements {
       : op_(op), copies_(op, data, outer0, outer(), depth()) {}
 
   __device__ __forceinline__ void load(T* tile, int k0) const {
-    dispatch_mask(op_, [&](auto masked) {
-      copies_
-          .template for_each<kOuter / kAlongOuter, kAlongOuter, kDepth / kAlongDepth, kAlongDepth>(
-              k0, [&](int i, int j, const T* from, bool valid) {
-                const int o = outer() + i * kAlongOuter, k = depth() + j * kAlongDepth;
-                copy_from<T, masked.value>(op_, tile + Layout::offset(o, k), from, valid);
-              });
-    });
+    copies_.template for_each<kOuters, kAlongOuter, kDepths, kAlongDepth>(
+        k0, [&](int i, int j, const T* from, bool valid) {
+          copy_from<1, Layout::kSize>(op_, element(tile, i, j), from, valid);
+        });
+  }
+
+  // To be called between the end of the copies and the barrier, where there is a mask.
+  __device__ __forceinline__ void mask(T* tile) const {
+    for (int i = 0; i < kOuters; ++i) {
+#pragma unroll 4
+      for (int j = 0; j < kDepths; ++j) behind_mask<1, Layout::kSize>(element(tile, i, j));
+    }
   }
 
  private:
+  static constexpr int kOuters = kOuter / kAlongOuter, kDepths = kDepth / kAlongDepth;
+  // The copy at step i along the outer axis, j along the depth.
+  static __device__ __forceinline__ T* element(T* tile, int i, int j) {
+    return tile + Layout::offset(outer() + i * kAlongOuter, depth() + j * kAlongDepth);
+  }
+  static __device__ __forceinline__ int thread() { return threadIdx.x % kThreads; }
   static __device__ __forceinline__ int outer() {
-    return kDepthFast ? threadIdx.x / kDepth : threadIdx.x % 32;
+    return kDepthFast ? thread() / kAlongDepth : thread() % 32;
   }
   static __device__ __forceinline__ int depth() {
-    return kDepthFast ? threadIdx.x % kDepth : threadIdx.x / 32;
+    return kDepthFast ? thread() % kAlongDepth : thread() / 32;
   }
   const Op& op_;
   MatrixCopies<Op> copies_;
@@ -320,25 +333,31 @@ class MatrixVectors {
         copies_(op, data, outer0, kDepthMajor ? row() : chunk(), kDepthMajor ? chunk() : row()) {}
 
   __device__ __forceinline__ void load(T* tile, int k0) const {
-    constexpr int kSteps = kRows / kStep;
-    dispatch_mask(op_, [&](auto masked) {
-      const auto copy = [&](int i, int j, const T* from, bool valid) {
-        const int r = row() + (i + j) * kStep;  // one of i and j is 0
-        T* const to =
-            tile + (kDepthMajor ? Layout::offset(r, chunk()) : Layout::offset(chunk(), r));
-        copy_from<Vec<T, kVec>, masked.value>(op_, to, from, valid);
-      };
-      if constexpr (kDepthMajor) {
-        copies_.template for_each<kSteps, kStep, 1, 1>(k0, copy);
-      } else {
-        copies_.template for_each<1, 1, kSteps, kStep>(k0, copy);
-      }
-    });
+    const auto copy = [&](int i, int j, const T* from, bool valid) {
+      copy_from<kVec, Layout::kSize>(op_, vector(tile, i + j), from, valid);  // one of them is 0
+    };
+    if constexpr (kDepthMajor) {
+      copies_.template for_each<kSteps, kStep, 1, 1>(k0, copy);
+    } else {
+      copies_.template for_each<1, 1, kSteps, kStep>(k0, copy);
+    }
+  }
+
+  // To be called between the end of the copies and the barrier, where there is a mask.
+  __device__ __forceinline__ void mask(T* tile) const {
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) behind_mask<kVec, Layout::kSize>(vector(tile, i));
   }
 
  private:
-  static __device__ __forceinline__ int row() { return threadIdx.x / kChunks; }
-  static __device__ __forceinline__ int chunk() { return threadIdx.x % kChunks * kVec; }
+  static constexpr int kSteps = kRows / kStep;
+  static __device__ __forceinline__ T* vector(T* tile, int step) {
+    const int r = row() + step * kStep;
+    return tile + (kDepthMajor ? Layout::offset(r, chunk()) : Layout::offset(chunk(), r));
+  }
+  static __device__ __forceinline__ int thread() { return threadIdx.x % kThreads; }
+  static __device__ __forceinline__ int row() { return thread() / kChunks; }
+  static __device__ __forceinline__ int chunk() { return thread() % kChunks * kVec; }
   const Op& op_;
   MatrixCopies<Op> copies_;
 };

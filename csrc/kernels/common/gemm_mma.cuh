@@ -1,6 +1,7 @@
-// C = A * B on the tensor cores with mma.sync (sm_80+): bf16 and fp16 with fp32 sums, or fp32
-// rounded to TF32. Tiles of A and B stream through swizzled shared memory in a pipeline of cp.async
-// stages; every warp multiplies 16 x 8 fragments that ldmatrix brings to registers.
+// C = A * B on the tensor cores with mma.sync (sm_80+): bf16 and fp16 with fp32 sums, or fp32,
+// rounded to TF32 or split into two parts of TF32. Tiles of A and B stream through swizzled shared
+// memory in a pipeline of cp.async stages; every warp multiplies 16 x 8 fragments that ldmatrix
+// brings to registers.
 #pragma once
 
 #include "gemm_load.cuh"
@@ -9,15 +10,36 @@
 
 namespace braze::cuda {
 
-template <int kM_, int kN_, int kWarpM_, int kWarpN_, int kStages_ = 3>
+// kGroups groups of warps, each with stages of its own, take turns at the tiles of the depth: where
+// few blocks have much depth each, they wait for memory and for each other side by side.
+template <int kM_, int kN_, int kWarpM_, int kWarpN_, int kStages_ = 3, int kGroups_ = 1>
 struct MmaTile {
   static constexpr int kM = kM_, kN = kN_, kWarpM = kWarpM_, kWarpN = kWarpN_;
-  static constexpr int kStages = kStages_;
-  static constexpr int kThreads = (kM / kWarpM) * (kN / kWarpN) * 32;
+  static constexpr int kStages = kStages_, kGroups = kGroups_;
+  static constexpr int kGroupThreads = (kM / kWarpM) * (kN / kWarpN) * 32;
+  static constexpr int kThreads = kGroupThreads * kGroups;
   static_assert(kM % kWarpM == 0 && kN % kWarpN == 0 && kWarpM % 16 == 0 && kWarpN % 16 == 0);
 };
 
 enum class Load { kVectors, kEither };  // kEither: single elements unless the operand's `vectors`
+
+// A fragment of fp32 as sums of two parts of TF32 (Ootomo and Yokota, arXiv 2203.03341), for
+// products with fp32's accuracy. The first part is truncated: it does not overflow, and the rest
+// has its sign, so that no products of infinite size cancel. An infinity is its own first part;
+// times another number's rest, which may be 0, it would make NaN: that product takes `beside` for
+// it.
+template <int kCount>
+struct SplitFragment {
+  uint32_t first[kCount], rest[kCount], beside[kCount];
+
+  __device__ __forceinline__ void set(int i, uint32_t bits) {
+    const bool infinite = (bits & 0x7fffffffu) == 0x7f800000u;
+    first[i] = bits & 0xffffe000u;
+    beside[i] = infinite ? 0 : first[i];
+    const float difference = __uint_as_float(bits) - __uint_as_float(first[i]);
+    rest[i] = infinite ? 0 : round_tf32(__float_as_uint(difference));
+  }
+};
 
 // How an operand reaches shared memory, and fragments of it the registers.
 template <typename Op, int kOuter, int kThreads, bool kDepthMajor, Load kLoad>
@@ -30,6 +52,7 @@ class MmaOperand {
   using Layout = std::conditional_t<kDepthMajor, DepthMajorLayout<T, kOuter, kDepth>,
                                     OuterMajorLayout<T, kOuter, kDepth>>;
   using Table = OuterTable<Op, kOuter>;
+  static constexpr int kSize = Layout::kSize * (Op::kMasked ? 2 : 1);  // of a stage, in elements
 
   __device__ MmaOperand(const Op& op, const T* data, int outer0, const Table& table)
       : op_(op), vectors_(op, data, outer0, table), elements_(op, data, outer0, table) {}
@@ -42,10 +65,23 @@ class MmaOperand {
     }
   }
 
+  // Between the end of this thread's copies and the barrier.
+  __device__ __forceinline__ void finish(T* tile) const {
+    if constexpr (Op::kMasked) {
+      if (op_.mask == 0) return;
+      if (kLoad == Load::kVectors || op_.vectors) {
+        vectors_.mask(tile);
+      } else {
+        elements_.mask(tile);
+      }
+    }
+  }
+
   // The four 8 x 16-byte blocks at outer o and o + 8, chunks `chunk` and `chunk` + 1 of the depth.
   // kOuterFirst: in the order (o, chunk), (o + 8, chunk), (o, chunk + 1), (o + 8, chunk + 1), which
   // mma.sync wants of A; else the middle two change places: two fragments of B.
-  template <bool kOuterFirst>
+  // kRound: 32-bit elements to TF32.
+  template <bool kOuterFirst, bool kRound>
   static __device__ __forceinline__ void fragments(uint32_t (&r)[4], const T* tile, int o,
                                                    int chunk) {
     const int lane = threadIdx.x % 32;
@@ -66,7 +102,7 @@ class MmaOperand {
         r[i] = __float_as_uint(tile[Layout::offset(outer, depth)]);
       }
     }
-    if constexpr (sizeof(T) == 4) {
+    if constexpr (sizeof(T) == 4 && kRound) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) r[i] = round_tf32(r[i]);
     }
@@ -78,73 +114,88 @@ class MmaOperand {
   ElementLoader<Op, kOuter, kDepth, kDepthMajor, kThreads, Layout> elements_;
 };
 
+// kSplit: fp32 in two parts, at fp32's accuracy (but for denormals, whose last bits are lost).
 template <typename Tile, bool kADepthMajor, bool kBDepthMajor, Load kLoadA, Load kLoadB,
-          typename OpA, typename OpB>
+          typename OpA, typename OpB, bool kSplit = false>
 struct MmaKernel {
   using T = typename OpA::T;
-  using A = MmaOperand<OpA, Tile::kM, Tile::kThreads, kADepthMajor, kLoadA>;
-  using B = MmaOperand<OpB, Tile::kN, Tile::kThreads, kBDepthMajor, kLoadB>;
+  using A = MmaOperand<OpA, Tile::kM, Tile::kGroupThreads, kADepthMajor, kLoadA>;
+  using B = MmaOperand<OpB, Tile::kN, Tile::kGroupThreads, kBDepthMajor, kLoadB>;
+  static_assert(!kSplit || sizeof(T) == 4);
+  static_assert(Tile::kGroups == 1 || (!OpA::kGathered && !OpB::kGathered));
   static constexpr int kDepth = A::kDepth;
   static constexpr int kThreads = Tile::kThreads;
   static constexpr int kTileM = Tile::kM, kTileN = Tile::kN;
-  static constexpr int kSizeA = A::Layout::kSize, kStageSize = kSizeA + B::Layout::kSize;
+  static constexpr int kSizeA = A::kSize, kStageSize = kSizeA + B::kSize;
   static constexpr int kTables = A::Table::kBytes + B::Table::kBytes;
   // the stages and the tables, then the tile of C
   static constexpr int kSharedBytes =
-      std::max(Tile::kStages * kStageSize * static_cast<int>(sizeof(T)) + kTables,
-               GemmProblem<OpA, OpB>::template shared_bytes<kTileM, kTileN>());
+      std::max(Tile::kGroups * Tile::kStages * kStageSize * static_cast<int>(sizeof(T)) + kTables,
+               GemmProblem<OpA, OpB>::template shared_bytes<kTileM, kTileN, Tile::kGroups>());
   static constexpr int kFragmentsM = Tile::kWarpM / 16, kFragmentsN = Tile::kWarpN / 8;
 
   static __device__ __forceinline__ void run(const GemmProblem<OpA, OpB>& p) {
     // 128-byte rows keep the swizzle free of bank conflicts
     extern __shared__ __align__(128) unsigned char shared[];
     const GemmBlock block = p.template block<kTileM, kTileN>();
-    T* const stages = reinterpret_cast<T*>(shared);
-    unsigned char* const tables = shared + Tile::kStages * kStageSize * static_cast<int>(sizeof(T));
+    constexpr int kStagesSize = Tile::kStages * kStageSize;
+    const int group = threadIdx.x / Tile::kGroupThreads;
+    T* const stages = reinterpret_cast<T*>(shared) + group * kStagesSize;
+    unsigned char* const tables =
+        shared + Tile::kGroups * kStagesSize * static_cast<int>(sizeof(T));
     const typename A::Table table_a(p.a, block.m0, tables);
     const typename B::Table table_b(p.b, block.n0, tables + A::Table::kBytes);
-    __syncthreads();
+    if (kTables > 0) __syncthreads();
     const A a(p.a, p.a.data + block.batch * p.a.batch, block.m0, table_a);
     const B b(p.b, p.b.data + block.batch * p.b.batch, block.n0, table_b);
 
-    const int warp = threadIdx.x / 32;
+    const int warp = threadIdx.x % Tile::kGroupThreads / 32;
     const int warp_m = warp / (kTileN / Tile::kWarpN) * Tile::kWarpM;
     const int warp_n = warp % (kTileN / Tile::kWarpN) * Tile::kWarpN;
     float c[kFragmentsM][kFragmentsN][4] = {};
 
-    pipeline<Tile::kStages>(
-        block.tiles,
-        [&](int stage, int tile) {
-          const int k0 = (block.first_tile + tile) * kDepth;
-          a.load(stages + stage * kStageSize, k0);
-          b.load(stages + stage * kStageSize + kSizeA, k0);
-        },
-        [&](int stage) {
-          // Unrolled in full, the addresses of operands that are not depth-major spill up to 13
-          // registers in the largest tile; half of it, without spills, was 5 to 15 % slower (H200).
-          const T* const as = stages + stage * kStageSize;
-          const T* const bs = as + kSizeA;
+    const auto load = [&](int stage, int tile) {
+      const int k0 = (block.first_tile + tile * Tile::kGroups + group) * kDepth;
+      a.load(stages + stage * kStageSize, k0);
+      b.load(stages + stage * kStageSize + kSizeA, k0);
+    };
+    const auto compute = [&](int stage) {
+      // Unrolled in full, the addresses of operands that are not depth-major spill up to 13
+      // registers in the largest tile; half of it, without spills, was 5 to 15 % slower (H200).
+      const T* const as = stages + stage * kStageSize;
+      const T* const bs = as + kSizeA;
+#pragma unroll(kSplit ? 1 : 4)
+      for (int chunk = 0; chunk < 8; chunk += 2) {
+        uint32_t fa[kFragmentsM][4], fb[kFragmentsN / 2][4];
 #pragma unroll
-          for (int chunk = 0; chunk < 8; chunk += 2) {
-            uint32_t fa[kFragmentsM][4], fb[kFragmentsN / 2][4];
+        for (int i = 0; i < kFragmentsM; ++i) {
+          A::template fragments<true, !kSplit>(fa[i], as, warp_m + i * 16, chunk);
+        }
 #pragma unroll
-            for (int i = 0; i < kFragmentsM; ++i) {
-              A::template fragments<true>(fa[i], as, warp_m + i * 16, chunk);
-            }
-#pragma unroll
-            for (int j = 0; j < kFragmentsN / 2; ++j) {
-              B::template fragments<false>(fb[j], bs, warp_n + j * 16, chunk);
-            }
-#pragma unroll
-            for (int i = 0; i < kFragmentsM; ++i) {
-#pragma unroll
-              for (int j = 0; j < kFragmentsN; ++j) {
-                const uint32_t pair[2] = {fb[j / 2][j % 2 * 2], fb[j / 2][j % 2 * 2 + 1]};
-                mma_m16n8<T>(c[i][j], fa[i], pair);
-              }
-            }
-          }
-        });
+        for (int j = 0; j < kFragmentsN / 2; ++j) {
+          B::template fragments<false, !kSplit>(fb[j], bs, warp_n + j * 16, chunk);
+        }
+        multiply(c, fa, fb);
+      }
+    };
+    const auto arrived = [&](int stage) {
+      a.finish(stages + stage * kStageSize);
+      b.finish(stages + stage * kStageSize + kSizeA);
+      if constexpr (Tile::kGroups == 1) {
+        __syncthreads();
+      } else if constexpr (Tile::kGroupThreads == 32) {
+        __syncwarp();
+      } else {
+        asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "n"(Tile::kGroupThreads) : "memory");
+      }
+    };
+    wait_for_earlier_kernels();
+    if constexpr (Tile::kGroups == 1) {
+      pipeline<Tile::kStages>(block.tiles, load, compute, arrived);
+    } else {
+      const int tiles = (block.tiles - group + Tile::kGroups - 1) / Tile::kGroups;
+      short_pipeline<Tile::kStages>(tiles, load, compute, arrived);
+    }
 
     // A thread holds two neighbouring columns in each of two rows, 8 apart; trading with its
     // neighbour gives it four columns of one row.
@@ -152,7 +203,7 @@ struct MmaKernel {
     const bool odd = lane % 2;
     const int m = block.m0 + warp_m + lane / 4 + (odd ? 8 : 0);
     const int n = block.n0 + warp_n + lane % 4 / 2 * 4;
-    p.template store_tile<kTileM, kTileN, kThreads>(block, shared, [&](auto store) {
+    p.template store_tile<kTileM, kTileN, kThreads, Tile::kGroups>(block, shared, [&](auto store) {
 #pragma unroll
       for (int i = 0; i < kFragmentsM; ++i) {
 #pragma unroll
@@ -165,6 +216,42 @@ struct MmaKernel {
         }
       }
     });
+  }
+
+ private:
+  // Fragments of B come in pairs.
+  static __device__ __forceinline__ void multiply(float (&c)[kFragmentsM][kFragmentsN][4],
+                                                  const uint32_t (&fa)[kFragmentsM][4],
+                                                  const uint32_t (&fb)[kFragmentsN / 2][4]) {
+    const auto for_all = [&](auto product) {
+#pragma unroll
+      for (int i = 0; i < kFragmentsM; ++i) {
+#pragma unroll
+        for (int j = 0; j < kFragmentsN; ++j) product(i, j);
+      }
+    };
+    if constexpr (!kSplit) {
+      for_all([&](int i, int j) {
+        const uint32_t pair[2] = {fb[j / 2][j % 2 * 2], fb[j / 2][j % 2 * 2 + 1]};
+        mma_m16n8<T>(c[i][j], fa[i], pair);
+      });
+    } else {
+      SplitFragment<4> x[kFragmentsM];
+      SplitFragment<2> y[kFragmentsN];
+#pragma unroll
+      for (int i = 0; i < 4 * kFragmentsM; ++i) x[i / 4].set(i % 4, fa[i / 4][i % 4]);
+#pragma unroll
+      for (int j = 0; j < 2 * kFragmentsN; ++j) y[j / 2].set(j % 2, fb[j / 4][j % 4]);
+      // The tensor core truncates sums, so that they had better be short.
+      for_all([&](int i, int j) {
+        float sum[4] = {};
+        mma_m16n8<T>(sum, x[i].rest, y[j].beside);
+        mma_m16n8<T>(sum, x[i].beside, y[j].rest);
+        mma_m16n8<T>(sum, x[i].first, y[j].first);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) c[i][j][e] += sum[e];
+      });
+    }
   }
 };
 

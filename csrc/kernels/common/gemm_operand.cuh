@@ -36,29 +36,20 @@ struct MaskedOperand : MatrixOperand<T> {
   static constexpr bool kMasked = true;
   ptrdiff_t mask;  // bytes from an element to the other matrix's; 0 without one
 
-  // Access: T, or a Vec of them. Not by the read-only path: what this kernel reads may be written
-  // while it already waits to begin (launch_early).
-  template <typename Access>
-  __device__ __forceinline__ Access load(const T* from) const {
-    using Bits = std::conditional_t<sizeof(Access) == 16, uint4,
-                                    std::conditional_t<sizeof(Access) == 4, uint32_t, uint16_t>>;
-    union Value {
-      Bits bits;
-      T elements[sizeof(Access) / sizeof(T)];
-    };
-    const char* const result = reinterpret_cast<const char*>(from) + mask;
-    Value v, r;
-    v.bits = *reinterpret_cast<const Bits*>(from);
-    r.bits = *reinterpret_cast<const Bits*>(result);
+  // Where the other matrix has what this one has at `p`.
+  __device__ __forceinline__ const T* result_at(const T* p) const {
+    return reinterpret_cast<const T*>(reinterpret_cast<const char*>(p) + mask);
+  }
+  // N elements at `values`, behind the ReLU whose results are at `results`.
+  template <int N>
+  static __device__ __forceinline__ Vec<T, N> behind_relu(const T* values, const T* results) {
+    Vec<T, N> v = load_vec<N>(values);
+    const Vec<T, N> r = load_vec<N>(results);
 #pragma unroll
-    for (int i = 0; i < static_cast<int>(sizeof(Access) / sizeof(T)); ++i) {
-      if (convert<acc_t<T>>(r.elements[i]) <= acc_t<T>(0)) {
-        v.elements[i] = convert<T>(acc_t<T>(0));
-      }
+    for (int i = 0; i < N; ++i) {
+      if (convert<acc_t<T>>(r.v[i]) <= acc_t<T>(0)) v.v[i] = convert<T>(acc_t<T>(0));
     }
-    Access access;
-    memcpy(&access, &v, sizeof(access));
-    return access;
+    return v;
   }
 };
 
@@ -106,7 +97,7 @@ template <typename T_, typename Offset_, bool kBounded>
 struct GatheredOperand {
   using T = T_;
   using Offset = Offset_;
-  static constexpr bool kGathered = true;
+  static constexpr bool kGathered = true, kMasked = false;
   using Coord = Position<Offset>;
   static constexpr int kOutside = INT_MIN / 2;  // stays negative whatever position is added
 
@@ -195,15 +186,15 @@ struct Output {
 };
 
 // Four columns of C from a multiple of 4 on, for a thread that stores them in many rows: what does
-// not change from row to row is worked out once.
-template <typename T>
+// not change from row to row is worked out once. kRowMajor: known to be (Output::row_stride).
+template <typename T, bool kRowMajor = false>
 class OutputQuad {
   using Acc = acc_t<T>;
 
  public:
   __device__ OutputQuad(const Output<T>& out, int64_t z, int column, int n_end)
       : out_(out), z_(z), column_(column), n_end_(n_end) {
-    row_major_ = out.row_stride != 0;
+    row_major_ = kRowMajor || out.row_stride != 0;
     to_ = out.data + z * out.batch + column;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -213,7 +204,7 @@ class OutputQuad {
   }
 
   __device__ __forceinline__ void store(const Acc (&v)[4], int row) const {
-    if (!row_major_) {
+    if (!kRowMajor && !row_major_) {
       out_.store4(v, z_, row, column_, n_end_);
       return;
     }

@@ -50,9 +50,9 @@ struct GemmProblem {
     result.batch = clustered ? part : part / splits;
     result.m0 = (group * kGroup + in_group % rows) * kTileM;
     result.n0 = in_group / rows * kTileN;
-    result.first_tile = static_cast<int>(int64_t{depth_tiles} * result.split / splits);
-    result.tiles =
-        static_cast<int>(int64_t{depth_tiles} * (result.split + 1) / splits) - result.first_tile;
+    const int each = depth_tiles / splits, rest = depth_tiles - each * splits;
+    result.first_tile = each * result.split + min(rest, result.split);
+    result.tiles = each + (result.split < rest);
     return result;
   }
 
@@ -71,15 +71,7 @@ struct GemmProblem {
     Acc* const mine_of_group = tile + threadIdx.x / (kThreads / kGroups) * kTile;
     __syncthreads();
     visit([&](const Acc(&v)[4], int row, int column) {
-      Acc* const to = mine_of_group + (row - block.m0) * kRow + column - block.n0;
-      constexpr int kWidth = sizeof(Acc) == 8 ? 2 : 4;
-#pragma unroll
-      for (int i = 0; i < 4; i += kWidth) {
-        Vec<Acc, kWidth> part;
-#pragma unroll
-        for (int j = 0; j < kWidth; ++j) part.v[j] = v[i + j];
-        *reinterpret_cast<Vec<Acc, kWidth>*>(to + i) = part;
-      }
+      write4(mine_of_group + (row - block.m0) * kRow + column - block.n0, v);
     });
     // A thread stays in four columns.
     constexpr int kRowQuads = kTileN / 4, kStep = kThreads / kRowQuads;
@@ -108,13 +100,25 @@ struct GemmProblem {
       return;
     }
     // In a cluster every block adds up its share of the rows, always in the order of the splits.
+    if constexpr (kGroups > 1) {
+      __syncthreads();
+#pragma unroll
+      for (int row = first; row < kTileM; row += kStep) {
+        Acc sum[4] = {};
+        sum_groups(tile + row * kRow + column, sum);
+        write4(tile + row * kRow + column, sum);
+      }
+    }
     cluster_sync();
     const int end = inside ? min(rows, kTileM * (block.split + 1) / splits) : 0;
     for (int row = kTileM * block.split / splits + first; row < end; row += kStep) {
       Acc sum[4] = {};
-#pragma unroll 4
+#pragma unroll 8
       for (int s = 0; s < splits; ++s) {
-        sum_groups(in_cluster(tile + row * kRow + column, s), sum);
+        const auto part =
+            *reinterpret_cast<const Vec<Acc, 4>*>(in_cluster(tile + row * kRow + column, s));
+#pragma unroll
+        for (int j = 0; j < 4; ++j) sum[j] += part.v[j];
       }
       store(sum, block.m0 + row);
     }
@@ -127,6 +131,16 @@ struct GemmProblem {
   }
 
  private:
+  static __device__ __forceinline__ void write4(acc_t<T>* to, const acc_t<T> (&v)[4]) {
+    constexpr int kWidth = sizeof(v) == 32 ? 2 : 4;
+#pragma unroll
+    for (int i = 0; i < 4; i += kWidth) {
+      Vec<acc_t<T>, kWidth> part;
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) part.v[j] = v[i + j];
+      *reinterpret_cast<Vec<acc_t<T>, kWidth>*>(to + i) = part;
+    }
+  }
   // Padded, so that the eight rows that a warp writes at once spread over the banks.
   template <int kTileN>
   static constexpr int tile_row() {
@@ -135,7 +149,8 @@ struct GemmProblem {
   // A function (sum, row) that stores four columns from `column` on.
   __device__ __forceinline__ auto row_store(const GemmBlock& block, int column) const {
     const bool final = splits == 1 || clustered;
-    const OutputQuad<T> quad(out, block.batch, column, n);
+    constexpr bool kRowMajor = !OpA::kGathered && !OpB::kGathered;  // a matrix product
+    const OutputQuad<T, kRowMajor> quad(out, block.batch, column, n);
     acc_t<T>* const part = partial + (block.split * batch + block.batch) * m * n + column;
     return [=](const acc_t<T>(&v)[4], int row) {
       if (final) {
@@ -150,11 +165,16 @@ struct GemmProblem {
   }
 };
 
+// Blocks that share a multiprocessor, as far as shared memory decides.
+template <typename Kernel>
+constexpr int kBlocksPerSm = Kernel::kSharedBytes > 112 * 1024 ? 1
+                             : Kernel::kThreads == 256         ? 2
+                                                               : 3;
+
 template <typename Kernel, typename Problem>
-__global__ void __launch_bounds__(Kernel::kThreads, Kernel::kThreads == 256 ? 2 : 3)
+__global__ void __launch_bounds__(Kernel::kThreads, kBlocksPerSm<Kernel>)
     gemm_kernel(const __grid_constant__ Problem problem) {
-  wait_for_earlier_kernels();
-  Kernel::run(problem);
+  Kernel::run(problem);  // waits for earlier kernels by itself
 }
 
 // C = epilogue(sum of the splits' parts, in their order).

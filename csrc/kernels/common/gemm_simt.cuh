@@ -68,6 +68,7 @@ struct SimtKernel {
     const int n_in_tile = warp % (kTileN / Tile::kWarpN) * Tile::kWarpN + lane % 8 * 4;
     T c[Tile::kThreadM][Tile::kThreadN] = {};
 
+    wait_for_earlier_kernels();
     pipeline<Tile::kStages>(
         block.tiles,
         [&](int stage, int tile) {
@@ -97,7 +98,8 @@ struct SimtKernel {
               for (int j = 0; j < Tile::kThreadN; ++j) c[i][j] += a[i] * b[j];
             }
           }
-        });
+        },
+        [](int) { __syncthreads(); });
 
     p.template store_tile<kTileM, kTileN, kThreads, Tile::kGroups>(block, shared, [&](auto store) {
 #pragma unroll

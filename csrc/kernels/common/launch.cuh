@@ -41,6 +41,14 @@ inline int sm_count() {
   return count;
 }
 
+// Bytes of shared memory that a block of the current device can have.
+inline int most_shared_memory() {
+  int device = 0, bytes = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  return bytes;
+}
+
 // Of the current device: 90 for 9.0.
 inline int compute_capability() {
   int device = 0, major = 0, minor = 0;

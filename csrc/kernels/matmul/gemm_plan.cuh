@@ -7,9 +7,11 @@
 namespace braze::cuda {
 
 // A tile of C is kLarge (128 x 128) for speed, kSmall (64 x 64) and kTiny (32 x 32) where larger
-// ones would leave multiprocessors idle, kTall (128 x 32) or kWide (32 x 128) where C has few
-// columns or rows.
-enum class TileShape { kLarge, kSmall, kTiny, kTall, kWide };
+// ones would leave multiprocessors idle, kDeep (32 x 32, but kDeepGroups groups of warps that share
+// out the depth) where those do too, kTall (128 x 32) or kWide (32 x 128) where C has few columns
+// or rows.
+enum class TileShape { kLarge, kSmall, kTiny, kDeep, kTall, kWide };
+constexpr int kDeepGroups = 8;
 
 struct MatmulPlan {
   TileShape tile;
@@ -21,6 +23,7 @@ struct MatmulPlan {
 struct GemmKernels {
   int depth;             // of a tile
   bool large, narrow;    // whether there are kLarge, and kTall and kWide
+  bool deep;             // and kDeep
   bool clusters;         // whether splits may form clusters
   int64_t long_product;  // multiply-adds that take about 20 us
 };
@@ -32,7 +35,7 @@ inline MatmulPlan plan_matmul(const MatmulArgs& p, const GemmKernels& kernels) {
   };
   constexpr Shape kLarge{TileShape::kLarge, 128, 128, 2}, kSmall{TileShape::kSmall, 64, 64, 3},
       kTiny{TileShape::kTiny, 32, 32, 4}, kTall{TileShape::kTall, 128, 32, 3},
-      kWide{TileShape::kWide, 32, 128, 3};
+      kWide{TileShape::kWide, 32, 128, 3}, kDeep{TileShape::kDeep, 32, 32, 1};
   const int64_t depth_tiles = ceil_div(p.k, kernels.depth);
   const auto blocks = [&](const Shape& s) {
     return p.batch * ceil_div(p.m, s.m) * ceil_div(p.n, s.n);
@@ -53,10 +56,13 @@ inline MatmulPlan plan_matmul(const MatmulArgs& p, const GemmKernels& kernels) {
     shape = kLarge;
   } else if (p.m > 32 && p.n > 32 && fills(kSmall)) {
     shape = kSmall;
+  } else if (kernels.deep && blocks(kDeep) <= sm_count()) {
+    shape = kDeep;
   }
   const int64_t slots = int64_t{sm_count()} * shape.per_sm, count = blocks(shape);
   int64_t splits = 1;
   if (count > 0 && 2 * count <= slots) splits = std::min(slots / count, most_splits);
+  if (shape.tile == TileShape::kDeep) splits = std::min(splits, ceil_div(depth_tiles, kDeepGroups));
   // A second launch pays where it lets blocks be more and shorter than clusters can, and where the
   // product takes long: blocks that need not start together spread more evenly.
   const int64_t more =
@@ -135,5 +141,6 @@ void simt_matmul(Stream stream, const MatmulArgs& args, void* workspace);
 void mma_matmul_bf16(Stream stream, const MatmulArgs& args, void* workspace);
 void mma_matmul_fp16(Stream stream, const MatmulArgs& args, void* workspace);
 void mma_matmul_tf32(Stream stream, const MatmulArgs& args, void* workspace);
+void mma_matmul_split(Stream stream, const MatmulArgs& args, void* workspace);  // fp32
 
 }  // namespace braze::cuda

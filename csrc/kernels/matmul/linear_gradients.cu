@@ -3,7 +3,6 @@
 // side by side in the grid. The gradient of a ReLU after the layer is taken while dy is read.
 #include "gemm_plan.cuh"
 #include "kernels/common/gemm_mma.cuh"
-#include "kernels/common/gemm_simt.cuh"
 #include "kernels/common/registry.h"
 
 namespace braze::cuda {
@@ -13,43 +12,46 @@ namespace {
 constexpr int64_t kMostRows = 128, kMostOutputs = 512;
 constexpr int kColumns = 8;  // of the bias gradient, for one block
 
-// Sums of columns [first, first + kColumns) of dy. `shared` holds an accumulator a thread.
+// Sums of columns [first, first + kColumns) of dy.
 template <int kThreads, typename T>
-__device__ __forceinline__ void sum_columns(const MaskedOperand<T>& dy, int first, T* out,
-                                            void* shared) {
-  using Acc = acc_t<T>;
-  constexpr int kRows = kThreads / kColumns;
+__device__ __forceinline__ void sum_columns(const MaskedOperand<T>& dy, int first, T* out) {
+  wait_for_earlier_kernels();
+  constexpr int kRows = kThreads / kColumns, kWarps = kThreads / 32;
+  __shared__ float sums[kWarps][kColumns];
   const int column = first + threadIdx.x % kColumns;
   const int rows = dy.depth_extent, columns = dy.outer_extent;
-  Acc sum = 0;
+  float sum = 0;
   if (column < columns) {
 #pragma unroll 4
     for (int row = threadIdx.x / kColumns; row < rows; row += kRows) {
       const T* const from = dy.data + row * dy.depth_stride + column * dy.outer_stride;
-      sum += convert<Acc>(dy.mask != 0 ? dy.template load<T>(from) : *from);
+      sum += convert<float>(dy.mask != 0 ? dy.template behind_relu<1>(from, dy.result_at(from)).v[0]
+                                         : *from);
     }
   }
-  Acc* const sums = static_cast<Acc*>(shared);
-  sums[threadIdx.x] = sum;
+#pragma unroll
+  for (int lanes = 16; lanes >= kColumns; lanes /= 2) {
+    sum += __shfl_xor_sync(0xffffffff, sum, lanes);
+  }
+  if (threadIdx.x % 32 < kColumns) sums[threadIdx.x / 32][threadIdx.x % 32] = sum;
   __syncthreads();
   if (threadIdx.x >= kColumns || column >= columns) return;
-  for (int row = 1; row < kRows; ++row) sum += sums[row * kColumns + threadIdx.x];
+#pragma unroll
+  for (int warp = 1; warp < kWarps; ++warp) sum += sums[warp][threadIdx.x];
   out[column] = convert<T>(sum);
 }
 
 template <typename Input, typename Weight, typename Problem, typename T>
-__global__ void __launch_bounds__(Input::kThreads, 3)
+__global__ void __launch_bounds__(Input::kThreads, Input::kThreads > 128 ? 2 : 3)
     linear_gradients_kernel(const __grid_constant__ Problem input,
                             const __grid_constant__ Problem weight, unsigned bias_block, T* bias) {
-  wait_for_earlier_kernels();
   if (blockIdx.x < weight.first_block) {
     Input::run(input);
   } else if (blockIdx.x < bias_block) {
     Weight::run(weight);
   } else {
-    extern __shared__ __align__(16) unsigned char shared[];
     const int first = static_cast<int>(blockIdx.x - bias_block) * kColumns;
-    sum_columns<Input::kThreads>(weight.a, first, bias, shared);
+    sum_columns<Input::kThreads>(weight.a, first, bias);
   }
 }
 
@@ -98,20 +100,13 @@ void launch(Stream stream, const LinearGradArgs& args) {
   check_launch("linear_gradients");
 }
 
-template <typename T, typename Tile>
-void launch_mma(Stream stream, const LinearGradArgs& args) {
+template <typename T, bool kSplit, typename Tile>
+void launch_tiles(Stream stream, const LinearGradArgs& args) {
   using A = MaskedOperand<T>;
   using B = MatrixOperand<T>;
-  launch<T, MmaKernel<Tile, true, false, Load::kEither, Load::kEither, A, B>,
-         MmaKernel<Tile, false, false, Load::kEither, Load::kEither, A, B>>(stream, args);
-}
-
-template <typename Tile>
-void launch_simt(Stream stream, const LinearGradArgs& args) {
-  using A = MaskedOperand<float>;
-  using B = MatrixOperand<float>;
-  launch<float, SimtKernel<Tile, true, false, A, B>, SimtKernel<Tile, false, false, A, B>>(stream,
-                                                                                           args);
+  constexpr Load kLoad = Load::kEither;
+  launch<T, MmaKernel<Tile, true, false, kLoad, kLoad, A, B, kSplit>,
+         MmaKernel<Tile, false, false, kLoad, kLoad, A, B, kSplit>>(stream, args);
 }
 
 int64_t tiles(const MatmulArgs& p, int64_t extent) {
@@ -133,29 +128,24 @@ bool linear_gradients(Stream stream, const LinearGradArgs& args) {
       input.n > kMostColumns || input.n == 0) {
     return false;
   }
-  // CUDA cores take single elements, by cp.async; those that pass a ReLU had better be written
-  // first.
-  const bool simt = input.dtype == DType::kFloat32 && !input.allow_tf32;
-  if (simt && args.result) return false;
-  const bool small = 4 * (tiles(input, 64) + tiles(weight, 64)) >= 3 * sm_count();
-  const auto mma = [&](auto tag) {
+  const auto run = [&](auto tag, auto split) {
     using T = typename decltype(tag)::type;
-    if (small) {
-      launch_mma<T, MmaTile<64, 64, 32, 32>>(stream, args);
+    constexpr bool kSplit = decltype(split)::value;
+    if (4 * (tiles(input, 64) + tiles(weight, 64)) >= 3 * sm_count()) {
+      launch_tiles<T, kSplit, MmaTile<64, 64, 32, 32, 2, 2>>(stream, args);
     } else {
-      launch_mma<T, MmaTile<32, 32, 16, 16, 4>>(stream, args);
+      launch_tiles<T, kSplit, MmaTile<32, 32, 16, 16, 2, 2>>(stream, args);
     }
   };
-  if (input.dtype == DType::kBFloat16) {
-    mma(TypeTag<__nv_bfloat16>{});
-  } else if (input.dtype == DType::kFloat16) {
-    mma(TypeTag<__half>{});
-  } else if (!simt) {
-    mma(TypeTag<float>{});
-  } else if (small) {
-    launch_simt<SimtTile<64, 64, 8, 4>>(stream, args);
-  } else {
-    launch_simt<SimtTile<32, 32, 4, 4, 3, 2>>(stream, args);
+  switch (input.dtype) {
+    case DType::kBFloat16: run(TypeTag<__nv_bfloat16>{}, std::false_type{}); break;
+    case DType::kFloat16: run(TypeTag<__half>{}, std::false_type{}); break;
+    default:
+      if (input.allow_tf32) {
+        run(TypeTag<float>{}, std::false_type{});
+      } else {
+        run(TypeTag<float>{}, std::true_type{});
+      }
   }
   return true;
 }

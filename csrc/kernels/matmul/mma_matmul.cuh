@@ -8,11 +8,17 @@ namespace braze::cuda {
 
 constexpr int64_t kLongProduct = int64_t{1} << 31;
 
+// Its stages: 128 KiB, which not every device has.
+using DeepTile = MmaTile<32, 32, 32, 32, 2, kDeepGroups>;
+inline bool takes_deep_tiles() {
+  return most_shared_memory() >= kDeepGroups * DeepTile::kStages * (32 + 32) * 128;
+}
+
 inline MatmulPlan plan_mma_matmul(const MatmulArgs& args) {
   const bool vectors =
       args.dtype == DType::kFloat32 ? takes_vectors<float>(args) : takes_vectors<__half>(args);
   return plan_matmul(args, {128 / static_cast<int>(size_of(args.dtype)), vectors, false,
-                            runs_sm90_code(), kLongProduct});
+                            takes_deep_tiles(), runs_sm90_code(), kLongProduct});
 }
 
 template <typename T>
@@ -30,9 +36,19 @@ void mma_matmul(Stream stream, const MatmulArgs& args, const MatmulPlan& plan, v
     switch (plan.tile) {
       case TileShape::kLarge: return launch(MmaTile<128, 128, 64, 32>{}, kVectors);
       case TileShape::kTiny: return launch(MmaTile<32, 32, 16, 16, 6>{}, kEither);
+      case TileShape::kDeep: return launch(DeepTile{}, kEither);
       default: return launch(MmaTile<64, 64, 32, 32>{}, kEither);
     }
   });
+}
+
+// fp32 in two parts of TF32 has one tile shape; it pays where C is small and deep.
+inline MatmulPlan plan_split_matmul(const MatmulArgs& args) {
+  const MatmulPlan plan = plan_mma_matmul(args);
+  return plan.tile == TileShape::kDeep ? plan : MatmulPlan{TileShape::kDeep, 1, false};
+}
+inline bool prefers_split(const MatmulArgs& args) {
+  return args.k >= 64 && plan_mma_matmul(args).tile == TileShape::kDeep;
 }
 
 template <typename T>

@@ -10,7 +10,7 @@ constexpr int kDepth = 16;
 MatmulPlan plan(const MatmulArgs& args) {
   // fp64 has small tiles only: nothing but gradient checks computes in it
   const bool fp32 = args.dtype == DType::kFloat32;
-  return plan_matmul(args, {kDepth, fp32, fp32, runs_sm90_code(), int64_t{1} << 28});
+  return plan_matmul(args, {kDepth, fp32, fp32, false, runs_sm90_code(), int64_t{1} << 28});
 }
 
 template <typename T, typename Tile>
@@ -46,6 +46,7 @@ void simt_matmul(Stream stream, const MatmulArgs& args, void* workspace) {
     case TileShape::kSmall:
       return launch<float, SimtTile<64, 64, 8, 4>>(stream, args, p, workspace);
     case TileShape::kTiny:
+    case TileShape::kDeep:
       return launch<float, SimtTile<32, 32, 4, 4, 8, 2>>(stream, args, p, workspace);
     case TileShape::kTall:
       return launch<float, SimtTile<128, 32, 8, 4>>(stream, args, p, workspace);
