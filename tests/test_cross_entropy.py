@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 import braze
 import braze.nn.functional as F
+from braze._ops import cross_entropy as cross_entropy_op
 from common import check_against_stock
 
 REDUCTIONS = ["none", "mean", "sum"]
@@ -343,3 +344,58 @@ def test_the_tests_reject_a_wrong_kernel(device, dtype):
 
     with pytest.raises(AssertionError, match="gradient 0"):
         check_against_stock(WrongGradient.apply, lambda t: stock.cross_entropy(t, target), [x])
+
+
+@pytest.mark.parametrize("reduction", [1, 2], ids=["mean", "sum"])
+def test_gradient_made_in_advance(device, dtype, reduction):
+    """The op gives, bit for bit, what the loss and its backward for a gradient of 1 give."""
+    for shape in [*SHAPES, (0, 10), (2500, 10)]:
+        classes = shape[min(len(shape), 2) - 1]
+        x, target = logits(shape, device, dtype).detach(), labels_for(shape, device)
+        targets = [target, torch.softmax(torch.randn(shape, device=device), -1).to(dtype)]
+        weights = [None, torch.rand(classes, device=device).to(dtype) + 0.5]
+        for y, w, smoothing in [(t, w, s) for t in targets for w in weights for s in (0.0, 0.1)]:
+            *expected, grad = torch.ops.braze.cross_entropy_with_grad(
+                x, y, w, reduction, IGNORE, smoothing
+            )
+            results = torch.ops.braze.cross_entropy(x, y, w, reduction, IGNORE, smoothing)
+            for a, b in zip(results, expected, strict=True):
+                assert torch.equal(a.nan_to_num(7), b.nan_to_num(7))
+            later, _ = torch.ops.braze.cross_entropy_backward(
+                torch.ones_like(results[0]),
+                *(x, y, w, *results[1:], reduction, IGNORE, smoothing, False),
+            )
+            assert grad.stride() == later.stride()
+            assert torch.equal(grad.nan_to_num(7), later.nan_to_num(7))
+    with pytest.raises(RuntimeError, match="expected reduction to be 1"):
+        torch.ops.braze.cross_entropy_with_grad(x, y, w, 0)
+
+
+def test_gradient_made_in_advance_is_only_used_for_it(device):
+    x, target = logits((64, 10), device, torch.float32), labels_for((64, 10), device)
+    one = torch.ones((), device=device)
+    ones = {(torch.float32, one.device): one}
+
+    def gradients(of):
+        """With the expected gradient, another one, a hook, twice, and differentiably."""
+        loss = of()
+        yield torch.autograd.grad(loss, x, one, retain_graph=True)[0]
+        yield torch.autograd.grad(loss, x, one)[0]
+        yield torch.autograd.grad(of(), x, torch.full_like(one, 3))[0]
+        loss = of()
+        loss.register_hook(lambda g: 2 * g)
+        yield torch.autograd.grad(loss, x, one)[0]
+        (grad,) = torch.autograd.grad(of(), x, one, create_graph=True)
+        yield torch.autograd.grad(grad.square().sum(), x)[0]
+
+    def expecting():
+        with cross_entropy_op.expected_gradients(ones):
+            return F.cross_entropy(x, target, ignore_index=IGNORE)
+
+    plain = gradients(lambda: F.cross_entropy(x, target, ignore_index=IGNORE))
+    for actual, expected in zip(gradients(expecting), plain, strict=True):
+        assert torch.equal(actual, expected)
+    loss = expecting()
+    one.fill_(5)  # no longer what was expected
+    (grad,) = torch.autograd.grad(loss, x, one)
+    assert torch.equal(grad, torch.autograd.grad(expecting(), x, torch.full_like(one, 5))[0])

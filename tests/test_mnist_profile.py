@@ -35,7 +35,7 @@ def test_kernels_find_the_op_that_launched_them():
 
 def part(name, op, call, start, us):
     part = {"name": name, "op": op, "call": call, "start_us": start, "us": us}
-    return part | {"shapes": [[64, 128]], "types": ["float"]}
+    return part | {"shapes": [[64, 128]], "types": ["float"], "values": [""]}
 
 
 def test_kernels_of_a_replay_get_the_ops_of_an_eager_step():

@@ -31,6 +31,10 @@ STABLE_TORCH_LIBRARY(braze, m) {
       "int ignore_index=-100, float label_smoothing=0.0, ScalarType? dtype=None) "
       "-> (Tensor loss, Tensor stats, Tensor total_weight)");
   m.def(
+      "cross_entropy_with_grad(Tensor input, Tensor target, Tensor? weight=None, int reduction=1, "
+      "int ignore_index=-100, float label_smoothing=0.0, ScalarType? dtype=None) "
+      "-> (Tensor loss, Tensor stats, Tensor total_weight, Tensor unit_grad)");
+  m.def(
       "cross_entropy_backward(Tensor grad_output, Tensor input, Tensor target, Tensor? weight, "
       "Tensor stats, Tensor total_weight, int reduction, int ignore_index, float label_smoothing, "
       "bool target_grad) -> (Tensor grad_input, Tensor grad_target)");

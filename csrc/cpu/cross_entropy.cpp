@@ -58,7 +58,7 @@ template <typename T>
 acc_t<T> row_gradient(const LossArgs& args, const void* grad_output, const void* total_weight,
                       int64_t row) {
   if (args.reduction == Reduction::kNone) return load_loss<T>(args, grad_output, row);
-  const acc_t<T> grad = load_loss<T>(args, grad_output, 0);
+  const acc_t<T> grad = grad_output ? load_loss<T>(args, grad_output, 0) : acc_t<T>(1);
   return args.reduction == Reduction::kMean ? grad / *static_cast<const acc_t<T>*>(total_weight)
                                             : grad;
 }
@@ -186,8 +186,8 @@ int64_t loss_workspace_bytes(const LossArgs& args) {
   return args.shape.rows() * static_cast<int64_t>(sizeof(RowLoss));
 }
 
-void cross_entropy(Stream, const LossArgs& args, void* loss, void* stats, void* total_weight,
-                   void* workspace) {
+void cross_entropy(Stream stream, const LossArgs& args, void* loss, void* stats, void* total_weight,
+                   void* unit_grad, void* workspace) {
   if (args.target_kind != TargetKind::kProbability) check_labels("cross_entropy", args);
   dispatch(args.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
@@ -211,6 +211,9 @@ void cross_entropy(Stream, const LossArgs& args, void* loss, void* stats, void* 
     });
     reduce_rows<T>(args, rows, loss, total_weight);
   });
+  if (unit_grad && args.reduction != Reduction::kNone) {
+    cross_entropy_backward(stream, args, nullptr, stats, total_weight, unit_grad, nullptr);
+  }
 }
 
 void cross_entropy_backward(Stream, const LossArgs& args, const void* grad_output,

@@ -149,11 +149,12 @@ void check_saved(const char* op, const char* arg, const Tensor& t, int64_t numel
               scalar_type_name(t.scalar_type()));
 }
 
-std::tuple<Tensor, Tensor, Tensor> cross_entropy(const Tensor& input, const Tensor& target,
-                                                 std::optional<Tensor> weight, int64_t reduction,
-                                                 int64_t ignore_index, double label_smoothing,
-                                                 std::optional<ScalarType> dtype) {
-  const char* op = "cross_entropy";
+// The loss, what its backward needs, and with unit_grad the gradient of the input that belongs to a
+// gradient of 1 of the loss; without, an empty tensor in its place.
+std::tuple<Tensor, Tensor, Tensor, Tensor> loss_of(
+    const char* op, const Tensor& input, const Tensor& target, const std::optional<Tensor>& weight,
+    int64_t reduction, int64_t ignore_index, double label_smoothing,
+    std::optional<ScalarType> dtype, bool unit_grad) {
   Loss loss = make_loss(op, input, target, weight, reduction, ignore_index, label_smoothing, true);
   const ScalarType result_dtype = dtype.value_or(input.scalar_type());
   loss.args.loss_is_acc = result_dtype != input.scalar_type();
@@ -164,10 +165,30 @@ std::tuple<Tensor, Tensor, Tensor> cross_entropy(const Tensor& input, const Tens
   Tensor result = empty_loss(loss, result_dtype);
   Tensor stats = empty({3, loss.args.shape.rows()}, input, acc_type(loss.args));
   Tensor total_weight = empty({}, input, acc_type(loss.args));
+  Tensor grad = unit_grad ? empty_gradient(loss) : empty({0}, input);
   const Workspace workspace = workspace_of(loss.args, input);
   dev::cross_entropy(context.stream(), loss.args, result.mutable_data_ptr(),
-                     stats.mutable_data_ptr(), total_weight.mutable_data_ptr(), workspace.data());
-  return {result, stats, total_weight};
+                     stats.mutable_data_ptr(), total_weight.mutable_data_ptr(),
+                     unit_grad ? grad.mutable_data_ptr() : nullptr, workspace.data());
+  return {result, stats, total_weight, grad};
+}
+
+std::tuple<Tensor, Tensor, Tensor> cross_entropy(const Tensor& input, const Tensor& target,
+                                                 std::optional<Tensor> weight, int64_t reduction,
+                                                 int64_t ignore_index, double label_smoothing,
+                                                 std::optional<ScalarType> dtype) {
+  const auto [loss, stats, total_weight, none] =
+      loss_of("cross_entropy", input, target, weight, reduction, ignore_index, label_smoothing,
+              dtype, false);
+  return {loss, stats, total_weight};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> cross_entropy_with_grad(
+    const Tensor& input, const Tensor& target, std::optional<Tensor> weight, int64_t reduction,
+    int64_t ignore_index, double label_smoothing, std::optional<ScalarType> dtype) {
+  const char* op = "cross_entropy_with_grad";
+  BRAZE_CHECK(reduction != 0, op, ": expected reduction to be 1 (mean) or 2 (sum), but got 0");
+  return loss_of(op, input, target, weight, reduction, ignore_index, label_smoothing, dtype, true);
 }
 
 std::tuple<Tensor, Tensor> cross_entropy_backward(const Tensor& grad_output, const Tensor& input,
@@ -231,6 +252,7 @@ std::tuple<bool, int64_t> take_label_error(const Tensor& device_of) {
 
 BRAZE_IMPL(m) {
   m.impl("cross_entropy", TORCH_BOX(&cross_entropy));
+  m.impl("cross_entropy_with_grad", TORCH_BOX(&cross_entropy_with_grad));
   m.impl("cross_entropy_backward", TORCH_BOX(&cross_entropy_backward));
   m.impl("nll_loss", TORCH_BOX(&nll_loss));
   m.impl("nll_loss_backward", TORCH_BOX(&nll_loss_backward));

@@ -11,7 +11,7 @@ from braze import _config
 from braze._capture import HostState, Rates, capture
 from braze._nvtx import ranged
 from braze._ops.cast import SharedCasts
-from braze._ops.cross_entropy import check_errors
+from braze._ops.cross_entropy import check_errors, expected_gradients
 
 # Steps that run eagerly, as true training steps, before their shape is captured: they create what
 # the libraries, autograd and the optimizer create lazily.
@@ -375,7 +375,10 @@ class TrainStep:
         # A cast weight that an enclosing autocast remembers would be that of an earlier step.
         torch.clear_autocast_cache()
         with torch.enable_grad():
-            with self._autocast(), self._casts.active():
+            # The gradient that the loss will be given, where nothing comes between.
+            direct = self.accumulate == 1 and not self._scales()
+            ones = expected_gradients(self._ones if direct else None)
+            with self._autocast(), self._casts.active(), ones:
                 *inputs, target = self._loader.gather(*batch) if gather else batch
                 loss = self.loss_fn(self.model(*inputs), target)
             scaled = loss / self.accumulate if self.accumulate > 1 else loss

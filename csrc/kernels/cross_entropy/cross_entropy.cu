@@ -19,18 +19,65 @@ __device__ acc_t<T> target_part(const LossArgs& args, int64_t c, int64_t offset)
   return class_weight<A>(args, c) * q;
 }
 
+// What the gradient of a row's logits follows from, beside the logits.
+template <typename A>
+struct RowStats {
+  A maximum, sum;  // of exp(x - maximum)
+  A target_sum;
+  Label label;  // if the target is one
+};
+
+template <bool kProbability, typename A>
+__device__ bool whole_row(const LossArgs& args) {
+  return kProbability || args.label_smoothing > 0;
+}
+
+// The gradients of this thread's part of a row; `grad` is the one that reaches the row's loss.
+template <int N, bool kProbability, typename T>
+__device__ void row_gradients(const LossArgs& args, const RowPart& part,
+                              const RowStats<acc_t<T>>& row, acc_t<T> grad, T* grad_input,
+                              T* grad_target) {
+  using A = acc_t<T>;
+  const T* x = static_cast<const T*>(args.input);
+  const A kept = 1 - static_cast<A>(args.label_smoothing);
+  const A scale = A(1) / row.sum, log_sum = kProbability && grad_target ? log(row.sum) : A(0);
+  // Not 0 / 0 where every row is ignored.
+  if (!kProbability && row.label.state != LabelState::kCounted) grad = A(0);
+  part.template for_each<N>([&](int64_t c, int64_t offset) {
+    A v[N], dt[N];
+    load_acc<N>(x + offset, v);
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+      const A shifted = v[k] - row.maximum;
+      A q = whole_row<kProbability, A>(args) ? target_part<T, kProbability>(args, c + k, offset + k)
+                                             : A(0);
+      if (!kProbability && c + k == row.label.value) q += kept * class_weight<A>(args, c + k);
+      v[k] = grad * (row.target_sum * (exp(shifted) * scale) - q);
+      dt[k] = grad * kept * class_weight<A>(args, c + k) * (log_sum - shifted);
+    }
+    store_acc<N>(grad_input + offset, v);
+    if (kProbability && grad_target != nullptr) store_acc<N>(grad_target + offset, dt);
+  });
+}
+
+// unit_grad: null, or the gradient of the logits where that of the reduced loss is 1; the blocks
+// finish the reduction themselves then, and every thread has one row.
 template <Team kTeam, int N, bool kProbability, typename T>
 __global__ void __launch_bounds__(kMaxTeamThreads)
     cross_entropy_kernel(LossArgs args, int lanes, void* loss, void* stats, void* total_weight,
-                         Pair<double>* partials) {
+                         Pair<double>* partials, T* unit_grad) {
   wait_for_earlier_kernels();
   using A = acc_t<T>;
   const T* x = static_cast<const T*>(args.input);
   A* stat = static_cast<A*>(stats);
   const int64_t rows = args.shape.rows();
-  const bool whole_row = kProbability || args.label_smoothing > 0;
   Pair<double> mine{0, 0};
+  RowPart my_part{};
+  RowStats<A> my_row{};
   for_each_row<kTeam>(args.shape, lanes, [&](const RowPart& part) {
+    const bool exists = part.row < rows;
+    Label label{-1, LabelState::kCounted};
+    if (!kProbability && exists) label = read_label(args, part.row);
     Pair<A> state = OnlineSum<A>::identity();
     part.template for_each<N>([&](int64_t, int64_t offset) {
       A v[N];
@@ -40,7 +87,7 @@ __global__ void __launch_bounds__(kMaxTeamThreads)
     state = team_reduce<kTeam>(state, part.width, OnlineSum<A>{});
     const A maximum = state.first, log_sum = log(state.second);
     Pair<A> row{A(0), A(0)};  // loss, sum of the target
-    if (whole_row) {
+    if (whole_row<kProbability, A>(args)) {
       part.template for_each<N>([&](int64_t c, int64_t offset) {
         A v[N];
         load_acc<N>(x + offset, v);
@@ -53,10 +100,9 @@ __global__ void __launch_bounds__(kMaxTeamThreads)
       });
       row = team_reduce<kTeam>(row, part.width, AddPairs{});
     }
-    if (part.rank != 0 || part.row >= rows) return;
+    if (!exists) return;
     A row_weight = A(1);
     if constexpr (!kProbability) {
-      const Label label = read_label(args, part.row);
       if (label.state == LabelState::kCounted) {
         row_weight = class_weight<A>(args, label.value);
         const A q = (1 - static_cast<A>(args.label_smoothing)) * row_weight;
@@ -65,18 +111,25 @@ __global__ void __launch_bounds__(kMaxTeamThreads)
         row.second += q;
       } else {
         const bool invalid = label.state == LabelState::kInvalid;
-        if (invalid) report_label(label.value);
+        if (invalid && part.rank == 0) report_label(label.value);
         row = {invalid ? A(NAN) : A(0), A(0)};
         row_weight = A(0);
       }
     }
+    my_part = part;
+    my_row = {maximum, state.second, row.second, label};
+    if (part.rank != 0) return;
     stat[part.row] = maximum;
     stat[rows + part.row] = state.second;
     stat[2 * rows + part.row] = row.second;
     if (args.reduction == Reduction::kNone) store_loss<T>(args, loss, part.row, row.first);
     mine = AddPairs{}(mine, Pair<double>{row.first, row_weight});
   });
-  reduce_rows<T>(args, mine, loss, total_weight, partials);
+  __shared__ A divisor;
+  reduce_rows<T>(args, mine, loss, total_weight, partials, unit_grad ? &divisor : nullptr);
+  if (unit_grad == nullptr) return;
+  __syncthreads();
+  row_gradients<N, kProbability, T>(args, my_part, my_row, A(1) / divisor, unit_grad, nullptr);
 }
 
 template <Team kTeam, int N, bool kProbability, typename T>
@@ -86,37 +139,15 @@ __global__ void __launch_bounds__(kMaxTeamThreads)
                                   T* grad_target) {
   wait_for_earlier_kernels();
   using A = acc_t<T>;
-  const T* x = static_cast<const T*>(args.input);
   const A* stat = static_cast<const A*>(stats);
   const int64_t rows = args.shape.rows();
-  const A kept = 1 - static_cast<A>(args.label_smoothing);
-  const bool whole_row = kProbability || args.label_smoothing > 0;
   for_each_row<kTeam>(args.shape, lanes, [&](const RowPart& part) {
     if (part.size == 0) return;
-    const A maximum = stat[part.row], sum = stat[rows + part.row];
-    const A target_sum = stat[2 * rows + part.row];
-    const A scale = A(1) / sum, log_sum = log(sum);
-    A grad = row_gradient<T>(args, grad_output, total_weight, part.row);
-    Label label{-1, LabelState::kCounted};
-    if constexpr (!kProbability) {
-      label = read_label(args, part.row);
-      // Not 0 / 0 where every row is ignored.
-      if (label.state != LabelState::kCounted) grad = A(0);
-    }
-    part.template for_each<N>([&](int64_t c, int64_t offset) {
-      A v[N], dt[N];
-      load_acc<N>(x + offset, v);
-#pragma unroll
-      for (int k = 0; k < N; ++k) {
-        const A shifted = v[k] - maximum;
-        A q = whole_row ? target_part<T, kProbability>(args, c + k, offset + k) : A(0);
-        if (!kProbability && c + k == label.value) q += kept * class_weight<A>(args, c + k);
-        v[k] = grad * (target_sum * (exp(shifted) * scale) - q);
-        dt[k] = grad * kept * class_weight<A>(args, c + k) * (log_sum - shifted);
-      }
-      store_acc<N>(grad_input + offset, v);
-      if (kProbability && grad_target != nullptr) store_acc<N>(grad_target + offset, dt);
-    });
+    RowStats<A> row{stat[part.row], stat[rows + part.row], stat[2 * rows + part.row],
+                    Label{-1, LabelState::kCounted}};
+    if constexpr (!kProbability) row.label = read_label(args, part.row);
+    const A grad = row_gradient<T>(args, grad_output, total_weight, part.row);
+    row_gradients<N, kProbability, T>(args, part, row, grad, grad_input, grad_target);
   });
 }
 
@@ -209,13 +240,17 @@ int64_t loss_workspace_bytes(const LossArgs& args) {
 }
 
 void cross_entropy(Stream stream, const LossArgs& args, void* loss, void* stats, void* total_weight,
-                   void* workspace) {
+                   void* unit_grad, void* workspace) {
+  if (args.reduction == Reduction::kNone) unit_grad = nullptr;
+  bool unit_grad_done = false;
   dispatch(args.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const bool vectors = rows_take_vectors<T>(args, {args.input});
+    const bool vectors = rows_take_vectors<T>(args, {args.input, unit_grad});
     const LossLaunch launch = choose_loss_team(args, vectors ? kVecWidth<T> : 1);
     Pair<double>* const partials =
         launch.meeting == Meeting::kPartials ? static_cast<Pair<double>*>(workspace) : nullptr;
+    T* const grad = partials ? nullptr : static_cast<T*>(unit_grad);
+    unit_grad_done = grad != nullptr;
     dispatch_rows<kVecWidth<T>>(launch.team, vectors, [&](auto team, auto width) {
       constexpr Team kTeam = decltype(team)::value;
       constexpr int N = decltype(width)::value;
@@ -224,16 +259,19 @@ void cross_entropy(Stream stream, const LossArgs& args, void* loss, void* stats,
                               : cross_entropy_kernel<kTeam, N, false, T>;
       if (launch.meeting == Meeting::kCluster) {
         launch_clusters("cross_entropy", stream, kernel, launch.grid, launch.block, 0, launch.grid,
-                        args, launch.lanes, loss, stats, total_weight, partials);
+                        args, launch.lanes, loss, stats, total_weight, partials, grad);
         return;
       }
       launch_early(kernel, launch.grid, launch.block, 0, stream, args, launch.lanes, loss, stats,
-                   total_weight, partials);
+                   total_weight, partials, grad);
     });
     check_launch("cross_entropy");
     if (partials) launch_partials<T>(stream, args, partials, launch.grid, loss, total_weight);
     check_launch("cross_entropy");
   });
+  if (unit_grad && !unit_grad_done) {
+    cross_entropy_backward(stream, args, nullptr, stats, total_weight, unit_grad, nullptr);
+  }
 }
 
 void cross_entropy_backward(Stream stream, const LossArgs& args, const void* grad_output,

@@ -37,15 +37,17 @@ namespace braze::BRAZE_DEVICE {
 // the loss of a row is -sum(q_c log p_c); mean divides by the number of rows, or by the sum of w_y
 // over the rows that are not ignored. `stats` keeps, for backward, three arrays with an element per
 // row: max(x), sum(exp(x - max(x))), sum(q). `total_weight` is mean's divisor. Both are of the
-// accumulation type (float64 or float32).
+// accumulation type (float64 or float32). unit_grad, unless null, is for a reduced loss: it gets
+// the gradient of the logits that belongs to a grad_output of 1, which costs less here than later.
 //
 // A label that is neither in range nor ignored: the CPU throws before anything is written; CUDA
 // makes the row's loss NaN and its gradient zero, and keeps the first such label for
 // take_label_error. Rows are summed in float64, in the same order in every run.
 void cross_entropy(Stream stream, const LossArgs& args, void* loss, void* stats, void* total_weight,
-                   void* workspace);
+                   void* unit_grad, void* workspace);
 
-// dx_c = g (sum(q) p_c - q_c), dt_c = -g w_c (1 - s) log p_c; grad_target may be null.
+// dx_c = g (sum(q) p_c - q_c), dt_c = -g w_c (1 - s) log p_c; grad_target may be null, and so may
+// grad_output, for 1, of a reduced loss.
 void cross_entropy_backward(Stream stream, const LossArgs& args, const void* grad_output,
                             const void* stats, const void* total_weight, void* grad_input,
                             void* grad_target);

@@ -53,12 +53,12 @@ __device__ void store_loss(const LossArgs& args, void* p, int64_t i, Value value
   }
 }
 
-// The gradient that reaches a row's loss before reduction.
+// The gradient that reaches a row's loss before reduction; grad_output may be null for 1.
 template <typename T>
 __device__ acc_t<T> row_gradient(const LossArgs& args, const void* grad_output,
                                  const void* total_weight, int64_t row) {
   if (args.reduction == Reduction::kNone) return load_loss<T>(args, grad_output, row);
-  const acc_t<T> grad = load_loss<T>(args, grad_output, 0);
+  const acc_t<T> grad = grad_output ? load_loss<T>(args, grad_output, 0) : acc_t<T>(1);
   return args.reduction == Reduction::kMean ? grad / *static_cast<const acc_t<T>*>(total_weight)
                                             : grad;
 }
@@ -71,10 +71,16 @@ __device__ inline Pair<double> block_sum(Pair<double> v) {
   v = team_reduce<Team::kLanes>(v, 32, AddPairs{});
   if (thread % 32 == 0) warp_sums[thread / 32] = v;
   __syncthreads();
-  if (thread == 0) {
-    for (int w = 1; w < warps; ++w) v = AddPairs{}(v, warp_sums[w]);
+  if (thread < 32) {
+    v = thread < warps ? warp_sums[thread] : Pair<double>{0, 0};
+    v = team_reduce<Team::kLanes>(v, 32, AddPairs{});
   }
   return v;
+}
+
+template <typename T>
+__device__ acc_t<T> divisor_of(const LossArgs& args, Pair<double> sum) {
+  return args.reduction == Reduction::kMean ? static_cast<acc_t<T>>(sum.second) : acc_t<T>(1);
 }
 
 // One thread writes the reduced loss from the sums of row losses and row weights.
@@ -83,15 +89,17 @@ __device__ void store_reduced(const LossArgs& args, Pair<double> sum, void* loss
                               void* total_weight) {
   const bool mean = args.reduction == Reduction::kMean;
   store_loss<T>(args, loss, 0, mean ? sum.first / sum.second : sum.first);
-  *static_cast<acc_t<T>*>(total_weight) = static_cast<acc_t<T>>(mean ? sum.second : 1.0);
+  *static_cast<acc_t<T>*>(total_weight) = divisor_of<T>(args, sum);
 }
 
 // The end of a forward kernel: `mine` is this thread's sum of row losses and weights. One block, or
 // a cluster that is the whole grid (no partials then), finishes the reduction itself; other blocks
-// leave partial sums to reduce_partials_kernel.
+// leave partial sums to reduce_partials_kernel. `weight`, unless null, is in shared memory; it gets
+// the divisor of the losses, where the reduction is finished here. The caller synchronises the
+// block before it reads it.
 template <typename T>
 __device__ void reduce_rows(const LossArgs& args, Pair<double> mine, void* loss, void* total_weight,
-                            Pair<double>* partials) {
+                            Pair<double>* partials, acc_t<T>* weight = nullptr) {
   const bool first = threadIdx.x == 0 && threadIdx.y == 0;
   if (args.reduction == Reduction::kNone) {
     if (first && blockIdx.x == 0) *static_cast<acc_t<T>*>(total_weight) = acc_t<T>(1);
@@ -106,13 +114,15 @@ __device__ void reduce_rows(const LossArgs& args, Pair<double> mine, void* loss,
     __shared__ Pair<double> of_block;
     if (first) of_block = sum;
     cluster_sync();
-    if (first && blockIdx.x == 0) {
+    if (first && (blockIdx.x == 0 || weight)) {
+      sum = *in_cluster(&of_block, 0);
       for (int i = 1; i < static_cast<int>(gridDim.x); ++i) {
         sum = AddPairs{}(sum, *in_cluster(&of_block, i));
       }
     }
     cluster_sync();  // no block ends while another may read its shared memory
   }
+  if (first && weight) *weight = divisor_of<T>(args, sum);
   if (first && blockIdx.x == 0) store_reduced<T>(args, sum, loss, total_weight);
 }
 

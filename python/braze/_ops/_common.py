@@ -129,9 +129,11 @@ def autocast_dtype(tensor):
 
 class _Current(threading.local):
     casts = None
+    ones = None
 
 
-#: `casts`: the SharedCasts (cast.py) in whose scope this thread is, or None
+#: `casts`: the SharedCasts (cast.py) in whose scope this thread is, or None; `ones`: the tensors
+#: that backward will be given as the loss's gradient (cross_entropy.py), or None
 current = _Current()
 
 

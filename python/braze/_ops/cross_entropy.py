@@ -1,9 +1,11 @@
 """cross_entropy: public function, autograd Functions, fakes; check_errors. Kernels:
 csrc/kernels/cross_entropy/."""
 
+import contextlib
+
 import torch
 
-from braze._ops._common import autocast_dtype, below_autograd, eager, register
+from braze._ops._common import autocast_dtype, below_autograd, current, eager, register
 from braze._ops._loss import (
     HALF_DTYPES,
     MEAN,
@@ -28,10 +30,15 @@ class CrossEntropy(torch.autograd.Function):
     def forward(
         ctx, input, target, weight, reduction, ignore_index=-100, label_smoothing=0.0, dtype=None
     ):
+        ones = (current.ones or {}).get((dtype or input.dtype, input.device))
+        if reduction == NONE or target.requires_grad or torch.compiler.is_compiling():
+            ones = None
+        op = _ops.cross_entropy if ones is None else _ops.cross_entropy_with_grad
         with below_autograd():
-            loss, stats, total_weight = _ops.cross_entropy.default(
+            loss, stats, total_weight, *unit_grad = op.default(
                 input, target, weight, reduction, ignore_index, label_smoothing, dtype
             )
+        ctx.expected = None if ones is None else (ones, ones._version, *unit_grad)
         ctx.save_for_backward(input, target, weight, stats, total_weight)
         ctx.settings = reduction, ignore_index, label_smoothing
         ctx.mark_non_differentiable(stats, total_weight)
@@ -42,6 +49,11 @@ class CrossEntropy(torch.autograd.Function):
     def backward(ctx, grad_output, _stats, _total_weight):
         if grad_output is None:
             return (None,) * 7
+        if ctx.expected is not None and not torch.is_grad_enabled():
+            ones, version, unit_grad = ctx.expected
+            ctx.expected = None
+            if grad_output is ones and ones._version == version:
+                return unit_grad, None, None, None, None, None, None
         target_grad = ctx.needs_input_grad[1]
         grad_input, grad_target = _cross_entropy_backward(
             grad_output, *ctx.saved_tensors, *ctx.settings, target_grad
@@ -164,6 +176,10 @@ def _fake_cross_entropy(
     return loss, input.new_empty((3, rows.numel()), dtype=acc), input.new_empty((), dtype=acc)
 
 
+def _fake_cross_entropy_with_grad(input, *args):
+    return *_fake_cross_entropy(input, *args), fake_gradient(input)
+
+
 def _fake_cross_entropy_backward(
     grad_output,
     input,
@@ -205,11 +221,28 @@ register(
     autograd=_cross_entropy_autograd,
     autocast=_autocast_cross_entropy,
 )
+register("cross_entropy_with_grad", fake=_fake_cross_entropy_with_grad)
 register(
     "cross_entropy_backward",
     fake=_fake_cross_entropy_backward,
     autograd=_cross_entropy_backward,
 )
+
+
+@contextlib.contextmanager
+def expected_gradients(ones):
+    """In this block the loss makes its backward in advance, for a gradient that is one of these.
+
+    With any other gradient, backward does what it always does.
+
+    Args:
+        ones: scalars of 1 by (dtype, device), or None.
+    """
+    before, current.ones = current.ones, ones
+    try:
+        yield
+    finally:
+        current.ones = before
 
 
 def cross_entropy(
@@ -225,7 +258,8 @@ def cross_entropy(
     """Cross entropy between logits and labels or probabilities. As ``torch.nn.functional``'s.
 
     One kernel forward (softmax, loss, reduction; a second, tiny one for large batches) and one
-    backward, which recomputes the probabilities. Label smoothing: Szegedy et al. (2015).
+    backward, which recomputes the probabilities; in :class:`braze.TrainStep` the forward of small
+    batches is the backward too. Label smoothing: Szegedy et al. (2015).
 
     Args:
         input: logits [C], [N, C] or [N, C, d1, ...]; float64, float32, bfloat16 or float16.

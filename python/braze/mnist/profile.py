@@ -96,7 +96,7 @@ def _label(replays, eager):
         if same is None:
             part |= {"op": None, "call": None}  # counted from another trace's beginning
         else:
-            part |= {key: same[key] for key in ("op", "call", "shapes", "types")}
+            part |= {key: same[key] for key in ("op", "call", "shapes", "types", "values")}
 
 
 def _trace(call, device_type):
@@ -176,6 +176,7 @@ def _part(event, begin, op):
         "us": event["dur"],
         "shapes": args.get("Input Dims", []),
         "types": args.get("Input type", []),
+        "values": args.get("Concrete Inputs", []),
     }
 
 
@@ -217,7 +218,7 @@ def _by_op(parts, device, precision):
             "floor_us": None,
         }
         name = first["op"] or ""
-        found = roofline.cost(name, first["shapes"], first["types"])
+        found = roofline.cost(name, *(first[key] for key in ("shapes", "types", "values")))
         if name.startswith("braze::") and found:
             entry["bytes"], entry["flop"] = found
             least = roofline.floor(*found, device, precision)

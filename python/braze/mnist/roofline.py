@@ -20,13 +20,14 @@ _BYTES = {
 }
 
 
-def cost(op, shapes, types):
+def cost(op, shapes, types, values=()):
     """(bytes, operations) of a call of ``braze::*``, or None where the op is not known.
 
     Args:
         op: its name, ``"braze::conv2d"``.
         shapes: of its arguments, as torch.profiler records them: [] for those that are no tensors.
         types: of its arguments, likewise.
+        values: of its arguments that are no tensors, likewise, as strings; "" for the others.
     """
     name = op.removeprefix("braze::")
     tensors = [
@@ -35,14 +36,14 @@ def cost(op, shapes, types):
         if kind in _BYTES and shape and not isinstance(shape[0], (list, tuple))
     ]
     read = sum(math.prod(shape) * size for shape, size in tensors)
-    found = _find(name, tensors, shapes)
+    found = _find(name, tensors, shapes, values)
     if found is None:
         return None
     written, operations = found
     return read + written, operations
 
 
-def _find(name, tensors, shapes):
+def _find(name, tensors, shapes, values):
     """(bytes written, operations) of an op."""
     if name.startswith("sgd"):
         # Parameters, gradients and perhaps momentum buffers, as lists; what the profiler shows of a
@@ -60,15 +61,22 @@ def _find(name, tensors, shapes):
         return None
     shape, size = tensors[0]
     elements = math.prod(shape)
+    if name == "gather_next" and len(values) < 5:
+        return None  # older versions of torch do not record how many images
     if name.startswith("gather"):
         images, labels, indices = (t[0] for t in tensors[:3])
-        drawn = indices[0] * math.prod(images[1:])
-        unread = math.prod(images) - drawn + 8 * (math.prod(labels) - indices[0])
-        return 4 * drawn + 8 * indices[0] - unread, 2 * drawn
+        next_ones = name == "gather_next"
+        batch = int(values[4]) if next_ones else indices[0]
+        drawn = batch * math.prod(images[1:])
+        unread = math.prod(images) - drawn + 8 * (labels[0] - batch) + 8 * (indices[0] - batch)
+        position = 16 if next_ones else 0
+        return 4 * drawn + 8 * batch + position - unread, 2 * drawn
     if name in ("relu", "relu_backward"):
         return elements * size, elements
     if name.startswith("cross_entropy"):
-        return (elements * size if "backward" in name else 12 * shape[0]), 5 * elements
+        grad = elements * size if name != "cross_entropy" else 0
+        loss = 12 * shape[0] if "backward" not in name else 0
+        return grad + loss, 5 * elements * (2 if grad and loss else 1)
     if name.startswith("bn_relu"):
         result, small = _pooled(name, tensors)
         return result * size + small // 2, 8 * max(result, small)
