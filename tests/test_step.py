@@ -295,6 +295,23 @@ def test_bound_to_a_loader(device):
         assert len(graphs(step)) == 2  # the full batch and the last one
 
 
+def test_epochs_side_by_side(device):
+    """Two epochs that take turns: each draws the batches of its own order."""
+    model, optimizer = make(device)
+    torch.manual_seed(2)
+    loader, losses = loader_for(device), []
+    for _ in range(3):
+        taking_turns = zip(list(loader), list(loader), strict=True)
+        losses += plain_loop(model, optimizer, [b for pair in taking_turns for b in pair])
+    mine, optimizer = make(device)
+    torch.manual_seed(2)
+    step = braze.TrainStep(mine, loss_fn, optimizer).bind(loader_for(device))
+    my_losses = []
+    for _ in range(3):
+        my_losses += [x for pair in zip(step.epoch(), step.epoch(), strict=True) for x in pair]
+    assert_same(mine, my_losses, model, losses)
+
+
 @pytest.mark.parametrize("saved_after", [6, 8], ids=["within an epoch", "after an epoch"])
 def test_state_dict(device, saved_after, tmp_path):
     def build():

@@ -119,6 +119,8 @@ class TrainStep:
         self._buffers = {}  # parameter -> accumulated gradient, on a GPU with accumulate > 1
         self._window_grads = []  # (parameter, gradient) as the last micro-step left them
         self._epoch_state, self._position, self._skip = None, 0, 0
+        self._place = None  # the loader's order and position that the graphs read, on the device
+        self._order = None  # the epoch's order that was copied there last
         self._entries = {}
         self._casts = SharedCasts()
         self._ones = {}  # the gradient of the loss, for each dtype and device
@@ -204,6 +206,10 @@ class TrainStep:
             )
         self.recapture()
         self._loader = loader
+        with torch.inference_mode(False):  # whose tensors could not be written outside of it
+            zeros = torch.zeros(2, dtype=torch.int64, device=self.device)
+            self._place = torch.empty_like(loader.labels), zeros
+        self._order = None
         self._epoch_state, self._position, self._skip = None, 0, 0
         return self
 
@@ -219,9 +225,11 @@ class TrainStep:
             raise RuntimeError("TrainStep: call bind(loader) before epoch()")
         self._epoch_state = self._loader.get_state()
         self._position, self._skip = self._skip, 0
-        batches = self._loader.index_batches()
-        for indices in itertools.islice(batches, self._position, None):
-            loss = self._run((indices,), gather=True)
+        order = self._loader.draw()
+        sizes = enumerate(self._loader.batch_sizes())
+        for number, size in itertools.islice(sizes, self._position, None):
+            begin = number * self._loader.batch_size
+            loss = self._run((size,), gather=True, order=(order, begin))
             self._position += 1
             yield loss
         self._epoch_state, self._position = None, 0
@@ -246,19 +254,30 @@ class TrainStep:
         self._entries.clear()
         self._casts = SharedCasts()
 
-    def _run(self, batch, gather):
+    def _start_order(self, order, begin):
+        """Brings an epoch's order to where the graphs read it, unless it is there already."""
+        if order is not self._order:
+            self._place[0].copy_(order)
+            self._place[1].zero_()
+            self._place[1][0] = begin
+            self._order = order
+
+    def _run(self, batch, gather, order=None):
         if self._params[0].device != self.device:
             self._inspect()  # the model has been moved
         first, last = self._micro_step == 0, self._micro_step == self.accumulate - 1
         try:
             if self.device.type == "cuda":
-                loss = self._run_cuda(batch, gather, first, last)
+                loss = self._run_cuda(batch, gather, first, last, order)
             else:
+                if gather:
+                    self._start_order(*order)
                 loss, norm = self._micro(batch, gather, first, last)
                 self.grad_norm = norm if last else self.grad_norm
                 self._window_grads = self._grads()
         except BaseException:
             self._micro_step = 0  # the window starts anew
+            self._order = None  # nobody knows where its batch is
             self._clean_scaler()
             raise
         self._micro_step = 0 if last else self._micro_step + 1
@@ -266,11 +285,11 @@ class TrainStep:
 
     _run = ranged("TrainStep", _run)
 
-    def _run_cuda(self, batch, gather, first, last):
+    def _run_cuda(self, batch, gather, first, last, order):
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("TrainStep: called inside another CUDA graph's capture")
         leaves, spec = batch, None
-        if not all(isinstance(x, torch.Tensor) for x in batch):
+        if not gather and not all(isinstance(x, torch.Tensor) for x in batch):
             leaves, spec = pytree.tree_flatten(batch)
         key = self._key(leaves, spec, gather, first, last)
         entry = self._entries.pop(key, None)
@@ -285,7 +304,10 @@ class TrainStep:
         if self._last_stream not in (None, stream):
             stream.wait_stream(self._last_stream)
         self._last_stream = stream
-        entry.load(leaves)
+        if gather:
+            self._start_order(*order)
+        else:
+            entry.load(leaves)
         if entry.graph is None and entry.eager_calls < _EAGER_CALLS:
             self._stream.wait_stream(stream)
             try:
@@ -379,7 +401,9 @@ class TrainStep:
             direct = self.accumulate == 1 and not self._scales()
             ones = expected_gradients(self._ones if direct else None)
             with self._autocast(), self._casts.active(), ones:
-                *inputs, target = self._loader.gather(*batch) if gather else batch
+                if gather:
+                    batch = self._loader.gather_next(*self._place, *batch)
+                *inputs, target = batch
                 loss = self.loss_fn(self.model(*inputs), target)
             scaled = loss / self.accumulate if self.accumulate > 1 else loss
             if self._scales():

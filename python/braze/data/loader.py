@@ -130,10 +130,14 @@ class DeviceLoader:
 
     def index_batches(self):
         """The next epoch as indices: int64 ``[batch]`` on the device, one tensor per batch."""
-        return iter(self._draw().split(self.batch_size)[: len(self)])
+        return iter(self.draw().split(self.batch_size)[: len(self)])
 
-    def _draw(self, out=None):
-        """The order of the next epoch."""
+    def draw(self, out=None):
+        """The order of the next epoch: int64 ``[N]`` on the device.
+
+        Args:
+            out: a tensor to write it into.
+        """
         count, device = len(self.labels), self.images.device
         if self.shuffle:
             return torch.randperm(count, generator=self._generator, device=device, out=out)
@@ -162,7 +166,7 @@ class DeviceLoader:
             with torch.inference_mode(False):  # whose tensors could not be refilled outside of it
                 self._order = torch.empty_like(self.labels)
                 self._position = torch.zeros(2, dtype=torch.int64, device=self.labels.device)
-        self._draw(out=self._order)
+        self.draw(out=self._order)
         self._position.zero_()
 
     def next_batch(self, size=None):
@@ -195,7 +199,11 @@ class DeviceLoader:
         if self._order is None:
             raise RuntimeError("DeviceLoader: expected start_epoch() before next_batch()")
         size = self.batch_size if size is None else size
-        order, position = self._order, self._position
+        return self.gather_next(self._order, self._position, size)
+
+    def gather_next(self, order, position, size):
+        """:meth:`next_batch` of an epoch that the caller keeps: ``order`` as :meth:`draw` makes it,
+        ``position`` int64 ``[2]`` on the device, where in it the batch begins and 0."""
         return gather_next(self.images, self.labels, order, position, size, *self._settings())
 
     def _settings(self):
