@@ -252,14 +252,17 @@ def own_kernels(device):
 def test_every_kernel_by_name(device, dtype):
     kernels = own_kernels(device)
     assert kernels
-    a, b = randn(37, 130, device=device, dtype=dtype), randn(130, 41, device=device, dtype=dtype)
     for kernel in kernels:
+        # TMA takes rows of multiples of 16 bytes, wgmma for TF32 a depth of a multiple of 4.
+        tma = kernel["arch"] == "sm_90a" and kernel["name"] != "wgmma_split"
+        m, k, n = (40, 136, 48) if tma else (37, 130, 41)
+        a, b = randn(m, k, device=device, dtype=dtype), randn(k, n, device=device, dtype=dtype)
         if str(dtype).removeprefix("torch.") not in kernel["dtypes"].split():
             continue
         if kernel["arch"] == "sm_90a" and torch.cuda.get_device_capability() != (9, 0):
             continue
         with braze.backend(matmul=kernel["name"]):
-            if device == "cuda" and dtype == torch.float32 and kernel["name"] == "mma_sync":
+            if dtype == torch.float32 and kernel["name"] in ("mma_sync", "wgmma"):
                 with pytest.raises(RuntimeError, match="rounded to TF32, which is not allowed"):
                     braze.matmul(a, b)
                 torch.backends.cuda.matmul.fp32_precision = "tf32"
@@ -271,12 +274,12 @@ def test_backend_is_honoured_on_cpu():
     """Kernels that add in different orders give different bits: that shows which one ran."""
     a, b = torch.randn(16, 3000), torch.randn(3000, 16)
     results = {}
-    for name in ("auto", "braze", "blocked", "naive"):
+    for name in ("auto", "braze", "blocked", "01_naive"):
         with braze.backend(matmul=name):
             results[name] = braze.matmul(a, b)
     assert torch.equal(results["auto"], results["blocked"])
     assert torch.equal(results["braze"], results["blocked"])
-    assert not torch.equal(results["naive"], results["blocked"])
+    assert not torch.equal(results["01_naive"], results["blocked"])
 
 
 def test_backend_is_kept_for_backward(device):
@@ -377,3 +380,166 @@ def test_the_tests_reject_a_wrong_kernel(device, dtype):
     a, b = randn(20, 500, device=device, dtype=dtype), randn(500, 20, device=device, dtype=dtype)
     with pytest.raises(AssertionError, match="error"):
         check_against_stock(wrong, torch.matmul, [a, b])
+
+
+HOPPER_SHAPES = [
+    (1, 512, 512, 512),
+    (1, 2048, 1536, 640),
+    (1, 1000, 1000, 1000),
+    (1, 136, 264, 72),
+    (1, 64, 1024, 3136),
+    (1, 1024, 8, 256),
+    (3, 200, 136, 200),
+    (2, 520, 72, 1024),
+    (1, 8, 8, 8),
+]
+
+
+def hopper_only(device):
+    if device == "cpu" or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernel needs a GPU of compute capability 9.0")
+
+
+def majors(batch, rows, cols, transposed, device, dtype):
+    """Matrices in memory as they are, or as their transposes."""
+    shape = (batch, cols, rows) if transposed else (batch, rows, cols)
+    t = torch.randn(shape, device=device).to(dtype)
+    t = t.mT if transposed else t
+    return t[0] if batch == 1 else t
+
+
+@pytest.mark.parametrize("name", ["wgmma", "10_wgmma", "11_warp_specialized", "12_cluster"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", HOPPER_SHAPES, ids=str)
+def test_hopper_kernels(device, dtype, shape, name):
+    hopper_only(device)
+    if name != "wgmma" and dtype == torch.float32:
+        pytest.skip("the rungs below are for 16-bit types")
+    batch, m, n, k = shape
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    for transposed_a, transposed_b in [(0, 0), (0, 1), (1, 0), (1, 1)]:
+        a = majors(batch, m, k, transposed_a, device, dtype)
+        b = majors(batch, k, n, transposed_b, device, dtype)
+        with braze.backend(matmul=name):
+            out = braze.matmul(a, b)
+            assert torch.equal(out, braze.matmul(a, b))
+        assert_by_rule(out, torch.matmul(a, b), torch.matmul(a.double(), b.double()))
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_hopper_kernel_in_linear(device, dtype):
+    """Forward with bias and ReLU, and both gradients, of odd and of round sizes."""
+    hopper_only(device)
+    for rows, features, outputs in [(512, 768, 1024), (200, 264, 136), (1024, 3136, 128)]:
+        inputs = [
+            torch.randn(s, device=device).to(dtype).requires_grad_()
+            for s in [(rows, features), (outputs, features), (outputs,)]
+        ]
+        with braze.backend(matmul="wgmma"):
+            check_against_stock(F.linear, stock.linear, inputs, conditioned=True)
+            x, w, b = inputs
+            out = torch.ops.braze.linear(x, w, b, True, backend="wgmma")
+            wide = stock.linear(*(t.double() for t in inputs)).relu()
+            assert_by_rule(out, stock.linear(*inputs).relu(), wide)
+            nan = torch.full_like(x, float("nan"))
+            assert torch.ops.braze.linear(nan, w, b, True, backend="wgmma").isnan().all()
+
+
+@pytest.mark.parametrize("kind", ["normal", "positive", "wide"])
+@pytest.mark.parametrize("transposed", [(0, 0), (0, 1), (1, 0), (1, 1)], ids=str)
+def test_split_fp32(device, transposed, kind):
+    """Products of bf16 parts are as accurate as fp32, for every range and layout."""
+    hopper_only(device)
+    for batch, m, n, k in [(1, 300, 520, 1000), (1, 256, 128, 4096), (2, 130, 70, 515)]:
+        a = majors(batch, m, k, transposed[0], device, torch.float32)
+        b = majors(batch, k, n, transposed[1], device, torch.float32)
+        if kind == "positive":
+            a, b = a.abs(), b.abs()
+        elif kind == "wide":
+            a = a * torch.randint_like(a, -60, 61).exp2()
+            b = b * torch.randint_like(b, -60, 61).exp2()
+        with braze.backend(matmul="wgmma_split"):
+            out = braze.matmul(a, b)
+            assert torch.equal(out, braze.matmul(a, b))
+        assert_by_rule(out, torch.matmul(a, b), torch.matmul(a.double(), b.double()))
+
+
+def test_split_fp32_special_values(device):
+    """Infinities and NaN give what fp32 arithmetic gives, and only where they reach."""
+    hopper_only(device)
+    a, b = torch.randn(300, 512, device=device), torch.randn(512, 260, device=device)
+    a[3, 7], a[200, 9], b[100, 250] = float("inf"), float("nan"), float("-inf")
+    a[5, 100] = 0.0  # times infinity
+    with braze.backend(matmul="wgmma_split"):
+        out = braze.matmul(a, b)
+    reference = a.double() @ b.double()
+    assert torch.equal(out.isnan(), reference.isnan())
+    assert torch.equal(out.isposinf(), reference.isposinf())
+    assert torch.equal(out.isneginf(), reference.isneginf())
+    finite = reference.isfinite()
+    torch.testing.assert_close(out[finite], reference[finite].float(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("backend", ["wgmma", "wgmma_split"])
+def test_hopper_kernels_in_a_graph(device, backend):
+    """Captured behind a copy, a fill and another stream, and one product behind the other."""
+    hopper_only(device)
+    dtype = torch.bfloat16 if backend == "wgmma" else torch.float32
+    source = torch.randn(512, 512, device=device).to(dtype)
+    a, b = torch.empty_like(source), torch.zeros_like(source)
+    side = torch.cuda.Stream()
+
+    def step():
+        a.copy_(source)
+        first = braze.matmul(a, source)
+        b.zero_()
+        second = braze.matmul(b, first)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            third = braze.matmul(first, source)
+        torch.cuda.current_stream().wait_stream(side)
+        return first, second, braze.matmul(third, source)
+
+    with braze.backend(matmul=backend):
+        step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = step()
+        source.normal_()
+        graph.replay()
+        expected = step()
+    for actual, wanted in zip(results, expected, strict=True):
+        assert torch.equal(actual, wanted)
+    assert not results[1].any()
+
+
+def test_hopper_kernel_runs_where_expected(device):
+    hopper_only(device)
+
+    def names(backend, *operands):
+        with braze.backend(matmul=backend):
+            braze.matmul(*operands)
+            return cuda_kernels_of(lambda: braze.matmul(*operands))
+
+    def randn16(*shape):
+        return torch.randn(shape, device=device, dtype=torch.bfloat16)
+
+    a, b = randn16(1024, 512), randn16(512, 768)
+    for x, y in [(a, b), (a, b.mT.contiguous().mT), (a.mT.contiguous().mT, b)]:
+        assert "persistent_kernel" in names("wgmma", x, y)
+        assert "persistent_kernel" in names("braze", x, y)
+        assert "persistent_kernel" not in names("mma_sync", x, y)
+    # A row of 1030 bytes is not a multiple of 16.
+    assert "persistent_kernel" not in names("braze", randn16(1024, 515), randn16(515, 768))
+    with pytest.raises(RuntimeError, match=r"wgmma cannot take these arguments.*multiples of 16"):
+        names("wgmma", randn16(64, 515), randn16(515, 64))
+    with pytest.raises(RuntimeError, match="rounded to TF32, which is not allowed"):
+        names("wgmma", a.float(), b.float())
+    big = randn16(4096, 4096)
+    assert "persistent_kernel" in names("braze", big, big)
+    # A long sum for a small result is split over clusters.
+    assert "cluster_split_kernel" in names("wgmma", randn16(64, 3136), randn16(128, 3136).mT)
+    # fp32 with TF32 off
+    assert "split_planes_kernel" in names("braze", big[:2048].float(), big.float())

@@ -1,10 +1,12 @@
 // Matrix product: both operands packed into panels (gemm.h), blocked for the second-level cache,
 // after K. Goto and R. van de Geijn, "Anatomy of high-performance matrix multiplication" (2008).
+// The rungs below it are in matmul_rungs.h.
 #include "kernels/matmul/matmul.h"
 
 #include <algorithm>
 
 #include "cpu/gemm.h"
+#include "cpu/matmul_rungs.h"
 #include "cpu/numeric.h"
 #include "cpu/parallel.h"
 #include "kernels/common/registry.h"
@@ -12,10 +14,12 @@
 namespace braze::cpu {
 namespace {
 
+const KernelEntry kNaive({"matmul", "01_naive", "float64 float32 bfloat16 float16", "cpu", false,
+                          "triple loop"});
+const KernelEntry kReordered({"matmul", "02_reordered", "float64 float32 bfloat16 float16", "cpu",
+                              false, "the inner loop along rows of B"});
 const KernelEntry kBlocked({"matmul", "blocked", "float64 float32 bfloat16 float16", "cpu", true,
                             "packed panels, register tiles, cache blocks, threads"});
-const KernelEntry kNaive({"matmul", "naive", "float64 float32 bfloat16 float16", "cpu", false,
-                          "triple loop"});
 
 // A block of C that one task computes: at most 96 rows, so that its panel of A (96 KiB at depth
 // 256) stays in the second-level cache, by at most 768 columns (288 KiB of accumulators).
@@ -159,29 +163,6 @@ struct Blocked {
   }
 };
 
-template <typename T>
-void naive(const MatmulArgs& args) {
-  using Acc = acc_t<T>;
-  const T* a = static_cast<const T*>(args.a.data);
-  const T* b = static_cast<const T*>(args.b.data);
-  const T* bias = static_cast<const T*>(args.bias);
-  T* c = static_cast<T*>(args.c);
-  for (int64_t l = 0; l < args.batch; ++l) {
-    for (int64_t i = 0; i < args.m; ++i) {
-      for (int64_t j = 0; j < args.n; ++j) {
-        const T* row = a + l * args.a.batch + i * args.a.row;
-        const T* column = b + l * args.b.batch + j * args.b.col;
-        Acc sum = 0;
-        for (int64_t p = 0; p < args.k; ++p) {
-          sum += static_cast<Acc>(row[p * args.a.col]) * static_cast<Acc>(column[p * args.b.row]);
-        }
-        if (bias) sum += static_cast<Acc>(bias[j]);
-        c[(l * args.m + i) * args.n + j] = relu_if<T>(args.relu, sum);
-      }
-    }
-  }
-}
-
 // Rows that are summed one after the other before the partial sums are added up, in the same order
 // for any number of threads: short chains of additions round less. A task takes several of them.
 constexpr int64_t kSumRows = 32, kSumsPerTask = 8;
@@ -189,7 +170,8 @@ constexpr int64_t kSumRows = 32, kSumsPerTask = 8;
 }  // namespace
 
 int64_t matmul_workspace_bytes(const MatmulArgs& args, const std::string& kernel) {
-  if (kernel == "naive") return 0;
+  if (kernel == "01_naive") return 0;
+  if (kernel == "02_reordered") return args.n * (args.dtype == DType::kFloat64 ? 8 : 4);
   return args.dtype == DType::kFloat64 ? Plan<double>(args).bytes() : Plan<float>(args).bytes();
 }
 
@@ -198,8 +180,10 @@ void matmul(Stream, const MatmulArgs& args, const std::string& kernel, void* wor
     using T = typename decltype(tag)::type;
     if (kernel == "auto" || kernel == "blocked") {
       Blocked<T>(args, workspace).run();
-    } else if (kernel == "naive") {
-      naive<T>(args);
+    } else if (kernel == "01_naive") {
+      naive_matmul<T>(args);
+    } else if (kernel == "02_reordered") {
+      reordered_matmul<T>(args, static_cast<acc_t<T>*>(workspace));
     } else {
       throw std::runtime_error("matmul: no CPU kernel is called " + kernel);
     }

@@ -42,13 +42,14 @@ void mma_matmul(Stream stream, const MatmulArgs& args, const MatmulPlan& plan, v
   });
 }
 
+inline bool prefers_deep_tiles(const MatmulArgs& args) {
+  return args.k >= 64 && plan_mma_matmul(args).tile == TileShape::kDeep;
+}
+
 // fp32 in two parts of TF32 has one tile shape; it pays where C is small and deep.
 inline MatmulPlan plan_split_matmul(const MatmulArgs& args) {
   const MatmulPlan plan = plan_mma_matmul(args);
   return plan.tile == TileShape::kDeep ? plan : MatmulPlan{TileShape::kDeep, 1, false};
-}
-inline bool prefers_split(const MatmulArgs& args) {
-  return args.k >= 64 && plan_mma_matmul(args).tile == TileShape::kDeep;
 }
 
 template <typename T>

@@ -1,0 +1,133 @@
+// Rung 15: products with few tiles. The blocks of a cluster share one small tile of C and split its
+// depth; their sums meet through distributed shared memory, in a fixed order, and each block stores
+// a share of the columns. Against splits whose parts go through global memory that saves a second
+// kernel, the workspace and a round trip to L2. For products whose blocks all run at once.
+#pragma once
+
+#include "hopper_pipeline.cuh"
+
+namespace braze::cuda::hopper {
+
+__device__ __forceinline__ float4 load_remote(uint32_t address, uint32_t rank) {
+  float4 v;
+  asm volatile(
+      "{.reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %4, %5;\n"
+      "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [remote];}"
+      : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+      : "r"(address), "r"(rank)
+      : "memory");
+  return v;
+}
+
+// T: the operands' type (float stands for TF32). Tile::kCluster is 1: nothing is multicast.
+template <typename T, int kRows, int kColumns, int kStages>
+struct SmallTile : Tile<T, kRows, kColumns, kStages, 1, kRows / 64> {
+  static constexpr int kConsumers = kRows / 64, kThreads = kConsumers * 128 + 32;
+  static constexpr int kSharedBytes = 1024 + kStages * (kRows + kColumns) * kSwizzle;
+  static_assert(kRows * kColumns * 4 <= kSharedBytes - 1024);  // the sums go there
+};
+
+template <typename Tile, int kRowMajor, int kColumnMajor, bool kSwap>
+__global__ void __launch_bounds__(Tile::kThreads, 1)
+    cluster_split_kernel(const __grid_constant__ CUtensorMap row_map,
+                         const __grid_constant__ CUtensorMap column_map, const Args a) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL  // other architectures get a kernel that nobody launches
+  using T = typename Tile::T;
+  constexpr bool kFragments = sizeof(T) == 4 && kRowMajor == 1;
+  constexpr int kCount = Tile::kColumns / 2, kConsumerThreads = Tile::kConsumers * 128;
+  extern __shared__ unsigned char shared_bytes[];
+  __shared__ uint64_t full[Tile::kStages], empty[Tile::kStages];
+  const uint32_t stages = (shared_address(shared_bytes) + 1023) & ~1023u;
+  if (threadIdx.x == 0) {
+    prefetch_tensor_map(&row_map);
+    prefetch_tensor_map(&column_map);
+    for (int i = 0; i < Tile::kStages; ++i) {
+      mbarrier_init(&full[i], 1);
+      mbarrier_init(&empty[i], Tile::kConsumers);
+    }
+    mbarrier_init_fence();
+  }
+  __syncthreads();
+  wait_for_earlier_kernels();
+
+  const int rank = blockIdx.x % a.cluster;
+  Place p = place_of(a, blockIdx.x / a.cluster);
+  p.first = static_cast<int>(int64_t{a.depth_tiles} * rank / a.cluster);
+  p.last = static_cast<int>(int64_t{a.depth_tiles} * (rank + 1) / a.cluster);
+  const int thread = threadIdx.x, lane = thread % 32;
+  Cursor<Tile::kStages> at;
+  float acc[1][kCount];
+  if (thread / 128 == Tile::kConsumers) {
+    if (lane == 0) {
+      for (int d = p.first; d < p.last; ++d, at.next()) {
+        mbarrier_wait(&empty[at.stage], at.phase ^ 1);
+        mbarrier_expect(&full[at.stage], Tile::kStageBytes);
+        const uint32_t rows = stages + at.stage * Tile::kStageBytes;
+        load<T, kRowMajor, Tile::kRows, 1>(&row_map, &full[at.stage], rows, p.row * Tile::kRows,
+                                           d * Tile::kDepth, a.row_batch ? p.batch : 0);
+        load<T, kColumnMajor, Tile::kColumns, 1>(&column_map, &full[at.stage],
+                                                 rows + Tile::kRowBytes, p.column * Tile::kColumns,
+                                                 d * Tile::kDepth, a.column_batch ? p.batch : 0);
+      }
+    }
+    __syncwarp();
+  } else {
+    int before = -1;  // the stage whose products may still run
+    [[maybe_unused]] uint32_t fragments[2][4][4];
+    const auto step = [&](int d, auto& fragment) {
+      mbarrier_wait(&full[at.stage], at.phase);
+      multiply_stage<Tile, kRowMajor, kColumnMajor>(
+          acc, fragment, stages + at.stage * Tile::kStageBytes, d > p.first);
+      wgmma_wait<1>();
+      if (before >= 0 && thread % 128 == 0) mbarrier_arrive(&empty[before]);
+      before = at.stage;
+      at.next();
+    };
+    int d = p.first;
+    if constexpr (kFragments) {
+      for (; d + 1 < p.last; d += 2) {
+        step(d, fragments[0]);
+        step(d + 1, fragments[1]);
+      }
+    }
+    for (; d < p.last; ++d) step(d, fragments[0]);
+    wgmma_wait<0>();
+    wgmma_touch(acc[0]);
+    if (a.cluster > 1) {
+      named_barrier(1, kConsumerThreads);  // nobody reads the last stages any more
+#pragma unroll
+      for (int i = 0; i < kCount; i += 4) {
+        asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(
+                         stages + (i / 4 * kConsumerThreads + thread) * 16),
+                     "f"(acc[0][i]), "f"(acc[0][i + 1]), "f"(acc[0][i + 2]), "f"(acc[0][i + 3])
+                     : "memory");
+      }
+    }
+  }
+  if (a.cluster > 1) cluster_sync();
+  if (thread < kConsumerThreads) {
+    const int row = p.row * Tile::kRows + thread / 32 * 16 + lane / 4;
+    const int column = p.column * Tile::kColumns + lane % 4 * 2;
+    T* const c = static_cast<T*>(a.c) + p.batch * a.c_batch;
+    constexpr int kChunks = kCount / 4;  // of 8 columns
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+      if (i * a.cluster / kChunks != rank) continue;
+      float sum[4] = {acc[0][4 * i], acc[0][4 * i + 1], acc[0][4 * i + 2], acc[0][4 * i + 3]};
+      if (a.cluster > 1) {
+        sum[0] = sum[1] = sum[2] = sum[3] = 0;
+        for (int other = 0; other < a.cluster; ++other) {
+          const float4 v = load_remote(stages + (i * kConsumerThreads + thread) * 16, other);
+          sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w;
+        }
+      }
+      finish<T, kSwap>(a, sum, row, column + i * 8);
+      store_direct<T, kSwap>(c, a.c_ld, a.rows, a.columns, sum, row, column + i * 8);
+    }
+  }
+  if (a.cluster > 1) cluster_sync();  // others may still read this block's sums
+#endif
+}
+
+}  // namespace braze::cuda::hopper

@@ -1,0 +1,79 @@
+// The Hopper kernel: which products it takes, and how.
+#include "hopper.h"
+
+#include "hopper_plan.cuh"
+#include "kernels/common/registry.h"
+#include "kernels/transpose/transpose.h"
+
+namespace braze::cuda::hopper {
+
+void run_bf16(Stream stream, const MatmulArgs& p, const Plan& plan);
+void run_fp16(Stream stream, const MatmulArgs& p, const Plan& plan);
+void run_tf32(Stream stream, const MatmulArgs& p, const Plan& plan);
+
+namespace {
+
+const KernelEntry kEntry({"matmul", "wgmma", "float32 bfloat16 float16", "sm_90a", true,
+                          "tensor cores: TMA and wgmma, producer and consumers apart, clusters, "
+                          "persistent; float32 as TF32"});
+
+int64_t aligned(int64_t bytes) { return (bytes + 255) / 256 * 256; }
+
+int64_t copy_bytes(const MatmulArgs& p, const Plan& plan) {
+  const Operand o = plan.copy_a ? operand_a(p) : operand_b(p);
+  if (!plan.copy_a && !plan.copy_b) return 0;
+  return aligned((o.batch ? p.batch : 1) * o.outer * p.k * size_of(p.dtype));
+}
+
+}  // namespace
+
+const char* obstacle(const MatmulArgs& p) {
+  if (p.dtype == DType::kFloat64) return "it takes float32 (as TF32), bfloat16 and float16";
+  if (p.dtype == DType::kFloat32 && !p.allow_tf32) {
+    return "float32 inputs would be rounded to TF32, which is not allowed";
+  }
+  if (!has_wgmma()) return kNeedsHopper;
+  constexpr int64_t kLimit = INT_MAX - 1024;  // room for the last tile's overhang
+  if (p.m > kLimit || p.n > kLimit || p.k > kLimit) {
+    return "it indexes rows, columns and depth with 31 bits";
+  }
+  if (p.k == 0) return "there is nothing to multiply";
+  const Operand a = operand_a(p), b = operand_b(p);
+  const int64_t size = size_of(p.dtype);
+  if (!tma_takes(a, size) || !tma_takes(b, size)) {
+    return "its operands have one stride of 1, others of multiples of 16 bytes, and are aligned so";
+  }
+  if (a.mn_major() && b.mn_major() && size == 4 && make_plan(p).cost == kNoPlan) {
+    return "TF32 operands without a stride of 1 along the depth, and not dense or of odd depth";
+  }
+  return nullptr;
+}
+
+bool preferred(const MatmulArgs& p) {
+  // Tiles are at least 64 x 64, and start-up takes 2 us.
+  return std::min(p.m, p.n) >= 32 && p.batch * p.m * p.n * p.k >= int64_t{1} << 24;
+}
+
+int64_t workspace_bytes(const MatmulArgs& p) { return copy_bytes(p, make_plan(p)); }
+
+void matmul(Stream stream, const MatmulArgs& args, void* workspace) {
+  const Plan plan = make_plan(args);
+  MatmulArgs p = args;
+  if (plan.copy_a || plan.copy_b) {
+    MatrixRef& ref = plan.copy_a ? p.a : p.b;
+    const Operand o = plan.copy_a ? operand_a(p) : operand_b(p);
+    const int64_t copies = o.batch ? p.batch : 1;
+    transpose_copy(stream, p.dtype, ref.data, workspace, copies, p.k, o.outer);
+    ref.data = workspace;
+    ref.batch = o.batch ? p.k * o.outer : 0;
+    (plan.copy_a ? ref.row : ref.col) = p.k;
+    (plan.copy_a ? ref.col : ref.row) = 1;
+  }
+  switch (p.dtype) {
+    case DType::kBFloat16: return run_bf16(stream, p, plan);
+    case DType::kFloat16: return run_fp16(stream, p, plan);
+    default: return run_tf32(stream, p, plan);
+  }
+}
+
+}  // namespace braze::cuda::hopper

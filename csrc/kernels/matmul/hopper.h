@@ -1,0 +1,33 @@
+// The Hopper kernels as matmul.cu sees them.
+#pragma once
+
+#include "matmul.h"
+
+namespace braze::cuda::hopper {
+
+// 13_persistent.cuh. Why it cannot take the arguments, or nullptr.
+const char* obstacle(const MatmulArgs& args);
+
+// Whether it is the fastest of our own kernels for arguments that it takes.
+bool preferred(const MatmulArgs& args);
+
+int64_t workspace_bytes(const MatmulArgs& args);
+void matmul(Stream stream, const MatmulArgs& args, void* workspace);
+
+// The same for 14_split_fp32.cuh.
+const char* split_obstacle(const MatmulArgs& args);
+bool split_preferred(const MatmulArgs& args);
+int64_t split_workspace_bytes(const MatmulArgs& args);
+void split_matmul(Stream stream, const MatmulArgs& args, void* workspace);
+
+// The rungs below; for 16-bit types.
+const char* rung_obstacle(const MatmulArgs& args);
+void run_wgmma(Stream stream, const MatmulArgs& args);
+void run_warp_specialized(Stream stream, const MatmulArgs& args);
+void run_cluster(Stream stream, const MatmulArgs& args);
+
+// Says why where !has_wgmma().
+constexpr const char* kNeedsHopper =
+    "it needs a GPU of compute capability 9.0, and code made for sm_90a";
+
+}  // namespace braze::cuda::hopper

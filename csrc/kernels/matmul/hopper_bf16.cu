@@ -1,0 +1,10 @@
+#include "hopper.h"
+#include "hopper_launch.cuh"
+
+namespace braze::cuda::hopper {
+
+void run_bf16(Stream stream, const MatmulArgs& p, const Plan& plan) {
+  run<__nv_bfloat16>(stream, p, plan);
+}
+
+}  // namespace braze::cuda::hopper

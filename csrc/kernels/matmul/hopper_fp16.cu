@@ -1,0 +1,9 @@
+#include "hopper_launch.cuh"
+
+namespace braze::cuda::hopper {
+
+void run_fp16(Stream stream, const MatmulArgs& p, const Plan& plan) {
+  run<__half>(stream, p, plan);
+}
+
+}  // namespace braze::cuda::hopper

@@ -1,0 +1,185 @@
+// From MatmulArgs to the Hopper kernel: tensor maps, tile counts, launch.
+#pragma once
+
+#include "13_persistent.cuh"
+#include "15_cluster_split.cuh"
+#include <atomic>
+
+#include "hopper_plan.cuh"
+#include "matmul.h"
+
+namespace braze::cuda::hopper {
+
+template <typename T>
+CUtensorMapDataType tensor_map_type() {
+  // TMA rounds to TF32, where the tensor cores would truncate.
+  return std::is_same_v<T, float>    ? CU_TENSOR_MAP_DATA_TYPE_TFLOAT32
+         : std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                     : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+}
+
+// Boxes are `width` elements, 128 bytes, by `height`.
+template <typename T>
+CUtensorMap matrix_map(const void* data, int64_t inner, int64_t outer, int64_t ld, int64_t batch,
+                       int64_t batch_stride, int height) {
+  const auto u = [](int64_t v) { return static_cast<uint64_t>(v); };
+  const uint64_t size = sizeof(T);
+  if (batch_stride == 0) batch_stride = ld * outer;
+  return make_tensor_map(
+      tensor_map_type<T>(), data, {u(inner), u(outer), u(batch), 1},
+      {u(ld) * size, u(batch_stride) * size, u(batch_stride) * size},
+      {static_cast<uint32_t>(kSwizzle / sizeof(T)), static_cast<uint32_t>(height), 1, 1}, kSwizzle);
+}
+
+template <typename T>
+CUtensorMap operand_map(const Operand& o, int64_t k, int64_t batch, int outer_box) {
+  const int64_t copies = o.batch ? batch : 1;
+  if (o.mn_major()) {
+    return matrix_map<T>(o.data, o.outer, k, o.depth_stride, copies, o.batch, kSwizzle / sizeof(T));
+  }
+  return matrix_map<T>(o.data, k, o.outer, o.outer_stride, copies, o.batch, outer_box);
+}
+
+// How many clusters of the kernel run at once; on its first use allows it its shared memory.
+template <auto kKernel>
+int resident_clusters(int cluster, int threads, int shared_bytes) {
+  static std::atomic<int> known[64];
+  int device = 0;
+  cudaGetDevice(&device);
+  std::atomic<int>& count = known[device % 64];
+  if (const int clusters = count.load(std::memory_order_relaxed)) return clusters;
+  cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(cluster);
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  int clusters = 0;
+  const cudaError_t error = cudaOccupancyMaxActiveClusters(&clusters, kKernel, &config);
+  if (error != cudaSuccess || clusters == 0) {
+    throw std::runtime_error(std::string("matmul: the kernel does not fit the device: ") +
+                             cudaGetErrorString(error));
+  }
+  count.store(clusters, std::memory_order_relaxed);
+  return clusters;
+}
+
+// What the tiles of a product are and where they go. `partial` holds the splits' parts.
+template <typename Tile>
+void set_tiles(Args& args, const MatmulArgs& p, const Operand& rows, const Operand& columns,
+               int splits, void* partial) {
+  args.rows = static_cast<int>(rows.outer), args.columns = static_cast<int>(columns.outer);
+  args.super_rows = static_cast<int>(ceil_div(rows.outer, Tile::kRows * Tile::kCluster));
+  args.tile_columns = static_cast<int>(ceil_div(columns.outer, Tile::kColumns));
+  args.depth_tiles = static_cast<int>(ceil_div(p.k, Tile::kDepth));
+  args.splits = splits;
+  const int64_t tiles = p.batch * splits * args.super_rows * args.tile_columns;
+  if (tiles > INT_MAX) throw std::runtime_error("matmul: more than 2^31 - 1 tiles");
+  args.tiles = static_cast<int>(tiles);
+  args.group = 8;
+  args.row_batch = rows.batch != 0, args.column_batch = columns.batch != 0;
+  args.c = p.c, args.c_batch = p.m * p.n, args.c_ld = p.n;
+  args.bias = p.bias, args.relu = p.relu;
+  args.partial = static_cast<float*>(partial);
+}
+
+// As many clusters as run at once or as there are tiles; the latter if not `persistent`.
+template <typename Tile, auto kKernel, typename... Arguments>
+void launch_persistent(Stream stream, int tiles, bool persistent, const Arguments&... arguments) {
+  const int clusters =
+      resident_clusters<kKernel>(Tile::kCluster, Tile::kThreads, Tile::kSharedBytes);
+  const unsigned blocks = (persistent ? std::min(tiles, clusters) : tiles) * Tile::kCluster;
+  launch_early_in_clusters(kKernel, blocks, Tile::kThreads, Tile::kSharedBytes, stream,
+                           Tile::kCluster, arguments...);
+  check_launch("matmul wgmma");
+}
+
+// Rows of the product are those of A, or, swapped, the columns of B.
+template <typename Tile, int kRowMajor, int kColumnMajor, bool kSwap>
+void launch(Stream stream, const MatmulArgs& p, bool persistent = true) {
+  using T = typename Tile::T;
+  const Operand a = operand_a(p), b = operand_b(p);
+  const Operand &rows = kSwap ? b : a, &columns = kSwap ? a : b;
+  Args args{};
+  set_tiles<Tile>(args, p, rows, columns, 1, nullptr);
+  args.direct = p.n * sizeof(T) % 16 != 0 || reinterpret_cast<uintptr_t>(p.c) % 16 != 0;
+  const CUtensorMap row_map = operand_map<T>(rows, p.k, p.batch, Tile::kRows);
+  const CUtensorMap column_map =
+      operand_map<T>(columns, p.k, p.batch, Tile::kColumns / Tile::kCluster);
+  CUtensorMap c_map = row_map;  // unused where results are stored from registers
+  if (Tile::kStaged && !args.direct) {
+    c_map = matrix_map<T>(p.c, p.n, p.m, p.n, p.batch, p.m * p.n, 64);
+  }
+  launch_persistent<Tile, persistent_kernel<Tile, kRowMajor, kColumnMajor, kSwap>>(
+      stream, args.tiles, persistent, row_map, column_map, c_map, args);
+}
+
+// The same with the depth split over `cluster` blocks.
+template <typename Tile, int kRowMajor, int kColumnMajor, bool kSwap>
+void launch_cluster_split(Stream stream, const MatmulArgs& p, int cluster) {
+  using T = typename Tile::T;
+  const Operand a = operand_a(p), b = operand_b(p);
+  const Operand &rows = kSwap ? b : a, &columns = kSwap ? a : b;
+  Args args{};
+  set_tiles<Tile>(args, p, rows, columns, 1, nullptr);
+  args.cluster = cluster;
+  const CUtensorMap row_map = operand_map<T>(rows, p.k, p.batch, Tile::kRows);
+  const CUtensorMap column_map = operand_map<T>(columns, p.k, p.batch, Tile::kColumns);
+  constexpr auto kKernel = cluster_split_kernel<Tile, kRowMajor, kColumnMajor, kSwap>;
+  resident_clusters<kKernel>(cluster, Tile::kThreads, Tile::kSharedBytes);
+  launch_early_in_clusters(kKernel, static_cast<unsigned>(args.tiles * cluster), Tile::kThreads,
+                           Tile::kSharedBytes, stream, cluster, row_map, column_map,
+                           static_cast<const Args&>(args));
+  check_launch("matmul wgmma");
+}
+
+// Calls f(std::bool_constant, std::bool_constant): whether the rows' operand and the columns' one
+// are MN-major. TF32 takes columns K-major only.
+template <typename T, typename F>
+void dispatch_mn_majors(const MatmulArgs& p, bool swap, F&& f) {
+  const bool a = operand_a(p).mn_major(), b = operand_b(p).mn_major();
+  const bool rows = swap ? b : a, columns = swap ? a : b;
+  if constexpr (sizeof(T) == 2) {
+    if (columns)
+      return rows ? f(std::true_type{}, std::true_type{}) : f(std::false_type{}, std::true_type{});
+  }
+  rows ? f(std::true_type{}, std::false_type{}) : f(std::false_type{}, std::false_type{});
+}
+
+template <typename T, bool kSwap>
+void launch_shape(Stream stream, const MatmulArgs& p, const Plan& plan) {
+  dispatch_mn_majors<T>(p, kSwap, [&](auto row_major, auto column_major) {
+    constexpr bool kR = row_major.value, kC = column_major.value;
+    switch (plan.shape) {
+      case Shape::kLarge: return launch<Tile<T, 128, 256, 4, 2>, kR, kC, kSwap>(stream, p);
+      case Shape::kMedium: return launch<Tile<T, 128, 128, 6, 1>, kR, kC, kSwap>(stream, p);
+      case Shape::kSmall: return launch<Tile<T, 128, 64, 8, 1>, kR, kC, kSwap>(stream, p);
+      case Shape::kTiny: return launch<Tile<T, 64, 64, 8, 1, 1>, kR, kC, kSwap>(stream, p);
+      case Shape::kSmallSplit:
+        return launch_cluster_split<SmallTile<T, 128, 64, 8>, kR, kC, kSwap>(stream, p,
+                                                                             plan.cluster);
+      case Shape::kTinySplit:
+        return launch_cluster_split<SmallTile<T, 64, 64, 8>, kR, kC, kSwap>(stream, p,
+                                                                            plan.cluster);
+    }
+  });
+}
+
+// The product for one element type; each .cu beside it compiles one.
+template <typename T>
+void run(Stream stream, const MatmulArgs& p, const Plan& plan) {
+  if constexpr (sizeof(T) == 4) {
+    if (plan.swap) return launch_shape<T, true>(stream, p, plan);
+  }
+  launch_shape<T, false>(stream, p, plan);
+}
+
+void run_bf16(Stream stream, const MatmulArgs& p, const Plan& plan);
+void run_fp16(Stream stream, const MatmulArgs& p, const Plan& plan);
+void run_tf32(Stream stream, const MatmulArgs& p, const Plan& plan);
+
+}  // namespace braze::cuda::hopper

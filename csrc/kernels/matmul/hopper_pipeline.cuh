@@ -1,0 +1,234 @@
+// What the Hopper kernels share: a tile's shape, which tile is next, the ring of stages that TMA
+// fills, its products by wgmma, and the way from accumulators to C.
+//
+// Rows and columns here are the accumulator's. With kSwap the product is computed transposed (its
+// rows are the columns of C), which lets a kernel that treats rows and columns differently have it
+// either way.
+#pragma once
+
+#include "kernels/common/multicast.cuh"
+#include "kernels/common/numeric.cuh"
+#include "kernels/common/wgmma.cuh"
+
+namespace braze::cuda::hopper {
+
+constexpr int kSwizzle = 128;               // bytes of a row in shared memory
+constexpr int kChunkBytes = 64 * kSwizzle;  // 64 rows: what a consumer stages of C at a time
+
+// T: the operands' type (float stands for TF32).
+template <typename T_, int kRows_, int kColumns_, int kStages_, int kCluster_, int kConsumers_ = 2>
+struct Tile {
+  using T = T_;
+  static constexpr int kRows = kRows_, kColumns = kColumns_, kStages = kStages_;
+  static constexpr int kCluster = kCluster_, kConsumers = kConsumers_;
+  static constexpr int kDepth = kSwizzle / int{sizeof(T)};
+  static constexpr int kBlocks = kRows / kConsumers / 64;  // of 64 rows, per consumer
+  static constexpr int kThreads = (kConsumers + 1) * 128;
+  static constexpr int kRowBytes = kRows * kSwizzle, kColumnBytes = kColumns * kSwizzle;
+  static constexpr int kStageBytes = kRowBytes + kColumnBytes;
+  static constexpr bool kStaged = sizeof(T) == 2;
+  static constexpr int kSharedBytes =
+      1024 + kStages * kStageBytes + (kStaged ? kConsumers * 2 * kChunkBytes : 0);
+  static_assert(kBlocks * kConsumers * 64 == kRows && kColumns % (64 * kCluster) == 0);
+};
+
+struct Args {
+  int rows, columns;             // of the product
+  int super_rows, tile_columns;  // in tiles; rows of tiles that a cluster takes at once
+  int depth_tiles, splits;       // the depth, and in how many parts it is summed
+  int cluster;                   // 15_cluster_split.cuh: blocks that share a tile
+  int tiles;                     // in all
+  int group;                     // super rows
+  bool row_batch, column_batch;  // else one operand for all of the batch
+  bool direct;                   // C is stored from registers
+  bool relu;
+  void* c;
+  int64_t c_batch, c_ld;
+  const void* bias;  // by column of C
+  float* partial;    // with splits: [split][batch][rows of C][columns of C]
+};
+
+// Where a cluster's tile is.
+struct Place {
+  int batch, split, row, column, first, last;  // row and column in tiles, first..last in depth
+};
+
+__device__ __forceinline__ Place place_of(const Args& a, int tile) {
+  Place p;
+  const int per_part = a.super_rows * a.tile_columns;
+  const int part = tile / per_part;
+  tile -= part * per_part;
+  p.batch = part / a.splits;
+  p.split = part - p.batch * a.splits;
+  const int group = tile / (a.group * a.tile_columns);
+  const int height = min(a.group, a.super_rows - group * a.group);
+  tile -= group * a.group * a.tile_columns;
+  p.column = tile / height;
+  p.row = group * a.group + tile - p.column * height;
+  p.first = static_cast<int>(int64_t{a.depth_tiles} * p.split / a.splits);
+  p.last = static_cast<int>(int64_t{a.depth_tiles} * (p.split + 1) / a.splits);
+  return p;
+}
+
+// A place in the ring of stages.
+template <int kStages>
+struct Cursor {
+  int stage = 0;
+  uint32_t phase = 0;
+  __device__ __forceinline__ void next() {
+    if (++stage == kStages) stage = 0, phase ^= 1;
+  }
+};
+
+// Rows or columns [first, first + kCount) of the operand at depth `depth`, to shared memory. A
+// K-major operand is kCount rows of 128 bytes of depth; an MN-major one blocks of kDepth rows, each
+// row 128 bytes of M or N. Copied to all blocks of the cluster if kCopies.
+template <typename T, int kMajor, int kCount, int kCopies>
+__device__ __forceinline__ void load(const CUtensorMap* map, uint64_t* barrier, uint32_t to,
+                                     int first, int depth, int batch, int plane = 0) {
+  constexpr int kWidth = kSwizzle / int{sizeof(T)};  // of a row; also the depth of a stage
+  constexpr uint16_t kMask = (1 << kCopies) - 1;
+  const auto copy = [&](uint32_t address, int c0, int c1) {
+    if constexpr (kCopies > 1) {
+      tma_multicast_4d(map, barrier, address, kMask, c0, c1, batch, plane);
+    } else {
+      tma_load_4d(map, barrier, address, c0, c1, batch, plane);
+    }
+  };
+  if constexpr (kMajor == 0) {
+    copy(to, depth, first);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount / kWidth; ++i) {
+      copy(to + i * kWidth * kSwizzle, first + i * kWidth, depth);
+    }
+  }
+}
+
+// The A operand of one wgmma for TF32 from an MN-major tile, which the instruction takes from
+// registers only: element (row, k) is word row % 32 of row k of block row / 32.
+__device__ __forceinline__ void load_fragment(uint32_t tile, int row, int k, uint32_t (&a)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int r = row + i % 2 * 8, d = k + i / 2 * 4;
+    const uint32_t from =
+        tile + r / 32 * 32 * kSwizzle + d * kSwizzle + (((r / 4) ^ d) & 7) * 16 + r % 4 * 4;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(a[i]) : "r"(from));
+  }
+}
+
+// acc += a slice of the tile: `rows` and `columns` are this consumer's operands in shared memory.
+template <typename Tile, int kRowMajor, int kColumnMajor>
+__device__ __forceinline__ void multiply(float (&acc)[Tile::kBlocks][Tile::kColumns / 2],
+                                         uint32_t rows, uint32_t columns, bool accumulate) {
+  using T = typename Tile::T;
+  constexpr int kSteps = 4, kStepDepth = Tile::kDepth / kSteps;
+  constexpr int kRowStep = kRowMajor ? kStepDepth * kSwizzle : 32;
+  constexpr int kColumnStep = kColumnMajor ? kStepDepth * kSwizzle : 32;
+  constexpr int kBlock = Tile::kDepth * kSwizzle;  // between 64 columns of an MN-major operand
+  const uint64_t row_desc = wgmma_descriptor<kSwizzle>(rows, kBlock);
+  const uint64_t column_desc = wgmma_descriptor<kSwizzle>(columns, kBlock);
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+    for (int b = 0; b < Tile::kBlocks; ++b) {
+      Wgmma<T, Tile::kColumns>::template run<kRowMajor, kColumnMajor>(
+          acc[b], row_desc + ((b * 64 * kSwizzle + step * kRowStep) >> 4),
+          column_desc + (step * kColumnStep >> 4), accumulate || step > 0);
+    }
+  }
+}
+
+// The same for TF32 with rows of an MN-major operand, through registers.
+template <typename Tile>
+__device__ __forceinline__ void multiply_fragments(float (&acc)[Tile::kBlocks][Tile::kColumns / 2],
+                                                   const uint32_t (&fragments)[4][4],
+                                                   uint32_t columns, bool accumulate) {
+  static_assert(Tile::kBlocks == 1);
+  const uint64_t column_desc = wgmma_descriptor<kSwizzle>(columns);
+#pragma unroll
+  for (int step = 0; step < 4; ++step) {
+    Wgmma<float, Tile::kColumns>::run(acc[0], fragments[step], column_desc + (step * 32 >> 4),
+                                      accumulate || step > 0);
+  }
+}
+
+// Begins acc += rows * columns of the stage at `stage`, for the calling consumer.
+template <typename Tile, int kRowMajor, int kColumnMajor>
+__device__ __forceinline__ void multiply_stage(float (&acc)[Tile::kBlocks][Tile::kColumns / 2],
+                                               uint32_t (&fragments)[4][4], uint32_t stage,
+                                               bool accumulate) {
+  const int first_row = threadIdx.x / 128 * Tile::kBlocks * 64;  // of the tile
+  const uint32_t columns = stage + Tile::kRowBytes;
+  if constexpr (sizeof(typename Tile::T) == 4 && kRowMajor == 1) {
+    const int lane = threadIdx.x % 32;
+    const int row = first_row + threadIdx.x % 128 / 32 * 16 + lane / 4;
+#pragma unroll
+    for (int s = 0; s < 4; ++s) load_fragment(stage, row, s * 8 + lane % 4, fragments[s]);
+  }
+#pragma unroll
+  for (int b = 0; b < Tile::kBlocks; ++b) wgmma_touch(acc[b]);
+  wgmma_fence();
+  if constexpr (sizeof(typename Tile::T) == 4 && kRowMajor == 1) {
+    multiply_fragments<Tile>(acc, fragments, columns, accumulate);
+  } else {
+    multiply<Tile, kRowMajor, kColumnMajor>(acc, stage + first_row * kSwizzle, columns, accumulate);
+  }
+  wgmma_commit();
+}
+
+// Bias and ReLU. `row` and `column` are the place of acc[0] in the product.
+template <typename T, bool kSwap, int kCount>
+__device__ __forceinline__ void finish(const Args& a, float (&acc)[kCount], int row, int column) {
+  if (a.bias) {
+    const T* const bias = static_cast<const T*>(a.bias);
+    if constexpr (kSwap) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int r = row + half * 8;
+        const float value = r < a.rows ? convert<float>(bias[r]) : 0.0f;
+#pragma unroll
+        for (int i = 0; i < kCount; i += 4) {
+          acc[i + 2 * half] += value;
+          acc[i + 2 * half + 1] += value;
+        }
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kCount; i += 4) {
+#pragma unroll
+        for (int v = 0; v < 2; ++v) {
+          const int c = column + i * 2 + v;
+          const float value = c < a.columns ? convert<float>(bias[c]) : 0.0f;
+          acc[i + v] += value;
+          acc[i + 2 + v] += value;
+        }
+      }
+    }
+  }
+  if (a.relu) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) acc[i] = acc[i] < 0 ? 0.0f : acc[i];  // NaN stays NaN
+  }
+}
+
+// From registers to C, or to a part of it, at `c`; what lies outside is dropped.
+template <typename T, bool kSwap, int kCount>
+__device__ __forceinline__ void store_direct(T* c, int64_t ld, int rows, int columns,
+                                             const float (&acc)[kCount], int row, int column) {
+  const bool pairs = !kSwap && ld % 2 == 0 && (reinterpret_cast<uintptr_t>(c) & 7) == 0;
+#pragma unroll
+  for (int i = 0; i < kCount; i += 2) {
+    const int r = row + i / 2 % 2 * 8, j = column + i / 4 * 8;
+    if (r >= rows) continue;
+    T* const to = c + (kSwap ? j * ld + r : r * ld + j);
+    if (pairs && j + 2 <= columns) {
+      *reinterpret_cast<Vec<T, 2>*>(to) = {convert<T>(acc[i]), convert<T>(acc[i + 1])};
+    } else {
+      if (j < columns) to[0] = convert<T>(acc[i]);
+      if (j + 1 < columns) to[kSwap ? ld : 1] = convert<T>(acc[i + 1]);
+    }
+  }
+}
+
+}  // namespace braze::cuda::hopper

@@ -1,0 +1,117 @@
+// What the Hopper kernel does with a product: tile, which operand makes the accumulator's rows,
+// split of the depth.
+#pragma once
+
+#include "kernels/common/launch.cuh"
+#include "matmul.h"
+
+namespace braze::cuda::hopper {
+
+// An operand by its outer dimension (rows of A, columns of B) and its depth.
+struct Operand {
+  const void* data;
+  int64_t batch, outer_stride, depth_stride, outer;
+  bool mn_major() const { return depth_stride != 1; }
+};
+inline Operand operand_a(const MatmulArgs& p) {
+  return {p.a.data, p.batch > 1 ? p.a.batch : 0, p.a.row, p.a.col, p.m};
+}
+inline Operand operand_b(const MatmulArgs& p) {
+  return {p.b.data, p.batch > 1 ? p.b.batch : 0, p.b.col, p.b.row, p.n};
+}
+
+// TMA: one stride is 1, the others multiples of 16 bytes.
+inline bool tma_takes(const Operand& o, int64_t size) {
+  const int64_t other = o.mn_major() ? o.depth_stride : o.outer_stride;
+  return (o.depth_stride == 1 || o.outer_stride == 1) && other * size % 16 == 0 &&
+         o.batch * size % 16 == 0 && reinterpret_cast<uintptr_t>(o.data) % 16 == 0;
+}
+
+// Tiles of 128 rows by 256, 128 or 64 columns, and of 64 by 64; the last two also with their depth
+// split over a cluster (15_cluster_split.cuh).
+enum class Shape { kLarge, kMedium, kSmall, kTiny, kSmallSplit, kTinySplit };
+
+struct Plan {
+  Shape shape;
+  bool swap;            // rows of the accumulator are the columns of C
+  int cluster;          // blocks that split the depth
+  bool copy_a, copy_b;  // transposed, to K-major, first
+  double cost;          // microseconds, estimated
+};
+
+// Microseconds for `waves` of tiles that are `depth` stages deep, fitted to an H200.
+struct Timing {
+  int rows, columns, blocks;  // of a tile; blocks of a multicasting cluster
+  double start, tile, stage;
+  double stage_kib;  // from L2 to a multiprocessor
+};
+inline Timing timing_of(Shape shape) {
+  switch (shape) {
+    case Shape::kLarge: return {128, 256, 2, 2.6, 2.0, 0.55, 32};
+    case Shape::kMedium: return {128, 128, 1, 2.3, 1.3, 0.276, 32};
+    case Shape::kSmall: return {128, 64, 1, 2.2, 0.5, 0.183, 24};
+    case Shape::kTiny: return {64, 64, 1, 2.0, 0.4, 0.155, 16};
+    case Shape::kSmallSplit: return {128, 64, 1, 2.2, 2.0, 0.183, 24};
+    case Shape::kTinySplit: return {64, 64, 1, 2.0, 1.4, 0.2, 16};
+  }
+  return {};
+}
+
+constexpr double kNoPlan = 1e30;  // microseconds
+
+inline double cost_of(const MatmulArgs& p, const Plan& plan, int multiprocessors) {
+  const Timing t = timing_of(plan.shape);
+  const int64_t rows = plan.swap ? p.n : p.m, columns = plan.swap ? p.m : p.n;
+  const int64_t blocks = ceil_div(rows, t.rows * t.blocks) * t.blocks * p.batch *
+                         ceil_div(columns, t.columns) * plan.cluster;
+  // Larger clusters do not fill the device, and those that have to wait are slow to start.
+  const int limit = plan.cluster == 8 ? 64 : plan.cluster == 4 ? 96 : multiprocessors;
+  if (plan.cluster > 1 && blocks > limit) return kNoPlan;
+  const int64_t waves = ceil_div(blocks, multiprocessors);
+  const int64_t stages = ceil_div(ceil_div(p.k * size_of(p.dtype), 128), plan.cluster);
+  // All multiprocessors together read about 13 TB/s from L2.
+  const double stage = std::max(size_of(p.dtype) == 4 ? 1.2 * t.stage : t.stage,
+                                std::min<int64_t>(blocks, multiprocessors) * t.stage_kib / 13.2e3);
+  double cost = t.start + waves * (t.tile + stages * stage);
+  if (plan.copy_a || plan.copy_b) {
+    const int64_t elements = p.batch * p.k * (plan.copy_a ? p.m : p.n);
+    cost += 2.0 + elements * 8 / 3.5e6;
+  }
+  return cost;
+}
+
+inline Plan make_plan(const MatmulArgs& p) {
+  const int multiprocessors = sm_count();
+  const bool a_mn = operand_a(p).mn_major(), b_mn = operand_b(p).mn_major();
+  Plan best{};
+  best.cost = kNoPlan;
+  for (const bool swap : {false, true}) {
+    if (swap && size_of(p.dtype) == 2) break;  // only TF32 may have to
+    Plan plan{};
+    plan.swap = swap;
+    if (size_of(p.dtype) == 4) {
+      // TF32 takes columns K-major only, rows also through registers.
+      if (swap ? a_mn : b_mn) (swap ? plan.copy_a : plan.copy_b) = true;
+      if ((plan.copy_a || plan.copy_b) && !(a_mn && b_mn)) continue;
+      const Operand o = swap ? operand_a(p) : operand_b(p);
+      const bool dense = o.depth_stride == o.outer && (!o.batch || o.batch == p.k * o.outer);
+      if ((plan.copy_a || plan.copy_b) && (!dense || p.k % 4 != 0)) continue;
+    }
+    const auto consider = [&](Shape shape, int cluster) {
+      plan.shape = shape, plan.cluster = cluster;
+      plan.cost = cost_of(p, plan, multiprocessors);
+      if (plan.cost < best.cost) best = plan;
+    };
+    for (const Shape shape : {Shape::kLarge, Shape::kMedium, Shape::kSmall, Shape::kTiny}) {
+      consider(shape, 1);
+    }
+    for (const int cluster : {2, 4, 8}) {
+      if (ceil_div(p.k * size_of(p.dtype), 128) < 2 * cluster) break;  // at least two stages
+      consider(Shape::kSmallSplit, cluster);
+      consider(Shape::kTinySplit, cluster);
+    }
+  }
+  return best;
+}
+
+}  // namespace braze::cuda::hopper

@@ -1,0 +1,167 @@
+// Host side of 14_split_fp32.cuh.
+#include "14_split_fp32.cuh"
+#include "hopper.h"
+#include "hopper_launch.cuh"
+#include "kernels/common/gemm_problem.cuh"
+#include "kernels/common/registry.h"
+
+namespace braze::cuda::hopper {
+namespace {
+
+const KernelEntry kEntry({"matmul", "wgmma_split", "float32", "sm_90a", true,
+                          "fp32 at fp32's accuracy on tensor cores: six products of bf16 parts"});
+
+using Shape128 = SplitTile<2>;
+
+int64_t aligned(int64_t bytes) { return (bytes + 255) / 256 * 256; }
+
+struct SplitPlan {
+  int64_t a_special, b_special, a_planes, b_planes, partial;  // bytes of workspace
+  int splits;
+  int64_t total() const { return a_special + b_special + a_planes + b_planes + partial; }
+};
+
+int64_t copies(const Operand& o, const MatmulArgs& p) { return o.batch ? p.batch : 1; }
+int64_t inner(const Operand& o, const MatmulArgs& p) { return o.mn_major() ? o.outer : p.k; }
+int64_t outer(const Operand& o, const MatmulArgs& p) { return o.mn_major() ? p.k : o.outer; }
+int64_t padded(int64_t n) { return (n + 7) / 8 * 8; }
+
+int64_t plane_elements(const Operand& o, const MatmulArgs& p) {
+  return copies(o, p) * outer(o, p) * padded(inner(o, p));
+}
+
+SplitPlan make_split_plan(const MatmulArgs& p) {
+  const Operand a = operand_a(p), b = operand_b(p);
+  SplitPlan plan{};
+  plan.a_special = aligned(copies(a, p) * ceil_div(p.m, 128) * 4);
+  plan.b_special = aligned(copies(b, p) * ceil_div(p.n, 128) * 4);
+  plan.a_planes = aligned(kPlanes * plane_elements(a, p) * 2);
+  plan.b_planes = aligned(kPlanes * plane_elements(b, p) * 2);
+  const int64_t tiles = p.batch * ceil_div(p.m, 256) * 2 * ceil_div(p.n, 128);
+  const int64_t stages = ceil_div(p.k, Shape128::kDepth);
+  plan.splits = static_cast<int>(
+      std::max<int64_t>(1, std::min({sm_count() / tiles, stages / 4, int64_t{16}})));
+  plan.partial = plan.splits > 1 ? plan.splits * p.batch * p.m * p.n * 4 : 0;
+  return plan;
+}
+
+Parts parts_of(const Operand& o, const MatmulArgs& p, void* special, void* planes) {
+  const auto* const data = static_cast<const float*>(o.data);
+  const int64_t row_stride = o.mn_major() ? o.depth_stride : o.outer_stride;
+  return {data,
+          o.batch,
+          row_stride,
+          copies(o, p),
+          outer(o, p),
+          inner(o, p),
+          padded(inner(o, p)),
+          static_cast<__nv_bfloat16*>(planes),
+          static_cast<int*>(special),
+          static_cast<int>(ceil_div(o.outer, 128)),
+          o.mn_major(),
+          is_vec_aligned(data) && row_stride % 4 == 0 && o.batch % 4 == 0};
+}
+
+void launch_split_planes(Stream stream, const Parts& parts) {
+  constexpr int kThreads = 256;
+  const int64_t groups = parts.batch * parts.outer * parts.ld / 8;
+  split_planes_kernel<<<grid_stride_blocks(groups, kThreads), kThreads, 0, as_cuda(stream)>>>(
+      parts);
+  check_launch("matmul split_planes");
+}
+
+SplitOperand split_operand(const Operand& o, const Parts& parts) {
+  return {parts.data, o.batch, o.outer_stride, o.depth_stride, parts.special, parts.blocks};
+}
+
+CUtensorMap planes_map(const Operand& o, const MatmulArgs& p, const void* planes, int outer_box) {
+  const auto u = [](int64_t v) { return static_cast<uint64_t>(v); };
+  const int64_t ld = padded(inner(o, p)), rows = outer(o, p), batch = copies(o, p);
+  return make_tensor_map(
+      CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, planes, {u(inner(o, p)), u(rows), u(batch), kPlanes},
+      {u(ld) * 2, u(ld * rows) * 2, u(ld * rows * batch) * 2},
+      {64, static_cast<uint32_t>(o.mn_major() ? 64 : outer_box), 1, 1}, kSwizzle);
+}
+
+template <int kRowMajor, int kColumnMajor>
+void launch_split(Stream stream, const CUtensorMap& row_map, const CUtensorMap& column_map,
+                  const SplitArgs& args) {
+  using Tile = Shape128;
+  constexpr auto kKernel = split_kernel<Tile, kRowMajor, kColumnMajor>;
+  launch_persistent<Tile, kKernel>(stream, args.tiles, true, row_map, column_map, args);
+}
+
+}  // namespace
+
+const char* split_obstacle(const MatmulArgs& p) {
+  if (p.dtype != DType::kFloat32) return "it takes float32";
+  if (!has_wgmma()) return kNeedsHopper;
+  constexpr int64_t kLimit = INT_MAX - 1024;  // room for the last tile's overhang
+  if (p.m > kLimit || p.n > kLimit || p.k > kLimit) {
+    return "it indexes rows, columns and depth with 31 bits";
+  }
+  if (p.k == 0) return "there is nothing to multiply";
+  const Operand a = operand_a(p), b = operand_b(p);
+  for (const Operand& o : {a, b}) {
+    if (o.depth_stride != 1 && o.outer_stride != 1) return "its operands have one stride of 1";
+  }
+  return nullptr;
+}
+
+bool split_preferred(const MatmulArgs& p) {
+  constexpr int64_t kMaxWorkspace = int64_t{1} << 30;
+  return p.k >= 256 && p.m >= 1024 && p.n >= 1024 &&
+         p.batch * p.m * p.n * p.k >= int64_t{1} << 31 &&
+         make_split_plan(p).total() <= kMaxWorkspace;
+}
+
+int64_t split_workspace_bytes(const MatmulArgs& p) { return make_split_plan(p).total(); }
+
+void split_matmul(Stream stream, const MatmulArgs& p, void* workspace) {
+  using Tile = Shape128;
+  const SplitPlan plan = make_split_plan(p);
+  const Operand a = operand_a(p), b = operand_b(p);
+  char* const special = static_cast<char*>(workspace);
+  char* const a_planes = special + plan.a_special + plan.b_special;
+  char* const b_planes = a_planes + plan.a_planes;
+  cudaMemsetAsync(special, 0, plan.a_special + plan.b_special, as_cuda(stream));
+
+  const Parts a_parts = parts_of(a, p, special, a_planes);
+  const Parts b_parts = parts_of(b, p, special + plan.a_special, b_planes);
+  launch_split_planes(stream, a_parts);
+  launch_split_planes(stream, b_parts);
+
+  SplitArgs args{};
+  args.row = split_operand(a, a_parts);
+  args.column = split_operand(b, b_parts);
+  args.depth = static_cast<int>(p.k);
+  set_tiles<Tile>(args, p, a, b, plan.splits, b_planes + plan.b_planes);
+  const CUtensorMap row_map = planes_map(a, p, a_planes, Tile::kRows);
+  const CUtensorMap column_map = planes_map(b, p, b_planes, Tile::kColumns / Tile::kCluster);
+  if (a.mn_major()) {
+    if (b.mn_major()) {
+      launch_split<1, 1>(stream, row_map, column_map, args);
+    } else {
+      launch_split<1, 0>(stream, row_map, column_map, args);
+    }
+  } else {
+    if (b.mn_major()) {
+      launch_split<0, 1>(stream, row_map, column_map, args);
+    } else {
+      launch_split<0, 0>(stream, row_map, column_map, args);
+    }
+  }
+  if (plan.splits > 1) {
+    Output<float> out{};
+    out.data = static_cast<float*>(p.c);
+    out.batch = p.m * p.n;
+    out.row_stride = p.n;
+    out.vectors = p.n % 4 == 0 && is_vec_aligned(out.data);
+    out.bias = static_cast<const float*>(p.bias);
+    out.relu = p.relu;
+    launch_gemm_reduce<float>(stream, args.partial, out, p.batch, static_cast<int>(p.m),
+                              static_cast<int>(p.n), plan.splits);
+  }
+}
+
+}  // namespace braze::cuda::hopper
