@@ -47,6 +47,11 @@ __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// Brings a tensor map near, so that the first copy does not wait for it.
+__device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
 // Box at the coordinates (innermost first) of a 4-D tensor map; elements outside read as zero.
 __device__ __forceinline__ void tma_load_4d(const CUtensorMap* map, uint64_t* barrier, uint32_t to,
                                             int c0, int c1, int c2, int c3) {

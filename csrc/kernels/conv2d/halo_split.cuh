@@ -6,8 +6,6 @@
 
 #include <cstdint>
 
-#include "kernels/common/numeric.cuh"
-
 namespace braze::cuda::halo {
 
 __device__ __forceinline__ bool is_finite(float v) { return fabsf(v) <= 3.4028235e38f; }
@@ -26,6 +24,42 @@ __device__ __forceinline__ void split(float v, __nv_bfloat16 (&parts)[kParts]) {
   }
 }
 
+// The same for N values, an even number; the 16-bit parts of two are one word. Returns whether any
+// value is infinite or NaN.
+template <int kParts, int N>
+__device__ __forceinline__ bool split_values(const float (&values)[N],
+                                             uint32_t (&parts)[kParts][N / 2]) {
+  float check = 0;  // stays finite as long as the values are
+#pragma unroll
+  for (int i = 0; i < N / 2; ++i) {
+    const float v0 = values[2 * i], v1 = values[2 * i + 1];
+    const uint32_t bits0 = __float_as_uint(v0), bits1 = __float_as_uint(v1);
+    parts[0][i] = __byte_perm(bits0, bits1, 0x7632);
+    float rest0 = v0 - __uint_as_float(bits0 & 0xffff0000u);
+    float rest1 = v1 - __uint_as_float(bits1 & 0xffff0000u);
+    check += rest0 + rest1;
+#pragma unroll
+    for (int p = 1; p < kParts; ++p) {
+      const __nv_bfloat162 pair = __floats2bfloat162_rn(rest0, rest1);
+      parts[p][i] = *reinterpret_cast<const uint32_t*>(&pair);
+      rest0 -= __uint_as_float(parts[p][i] << 16);
+      rest1 -= __uint_as_float(parts[p][i] & 0xffff0000u);
+    }
+  }
+  if (check == check) return false;
+#pragma unroll
+  for (int i = 0; i < N / 2; ++i) {
+    __nv_bfloat16 low[kParts], high[kParts];
+    split(values[2 * i], low);
+    split(values[2 * i + 1], high);
+#pragma unroll
+    for (int p = 0; p < kParts; ++p) {
+      parts[p][i] = __bfloat16_as_ushort(low[p]) | __bfloat16_as_ushort(high[p]) << 16;
+    }
+  }
+  return true;
+}
+
 // Rows of fp32 (128 bytes, swizzled as TMA writes them; wider rows in planes raw_plane_bytes apart)
 // into planes of bf16 parts with rows of kRowBytes, swizzled for wgmma. Shared by `threads`
 // threads; returns whether this one met an infinity or NaN. All bases are multiples of 1024 bytes.
@@ -35,29 +69,25 @@ __device__ __forceinline__ bool split_rows(const unsigned char* raw, int raw_pla
                                            int thread, int threads) {
   constexpr int kChunks = kRowBytes / 16;  // of eight values
   bool special = false;
+#pragma unroll 2
   for (int i = thread; i < rows * kChunks; i += threads) {
     const int row = i / kChunks, chunk = i % kChunks;
     const unsigned char* from = raw + chunk / 4 * raw_plane_bytes + row * 128;
-    Vec<__nv_bfloat16, 8> parts[kParts];
+    float values[8];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int raw_chunk = (2 * (chunk % 4) + half) ^ (row & 7);
-      const float4 v = *reinterpret_cast<const float4*>(from + (raw_chunk << 4));
-      const float values[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        __nv_bfloat16 p[kParts];
-        split(values[k], p);
-        special |= !is_finite(values[k]);
-#pragma unroll
-        for (int part = 0; part < kParts; ++part) parts[part].v[4 * half + k] = p[part];
-      }
+      *reinterpret_cast<float4*>(values + 4 * half) =
+          *reinterpret_cast<const float4*>(from + (raw_chunk << 4));
     }
+    uint32_t parts[kParts][4];
+    special |= split_values(values, parts);
     uint32_t to = row * kRowBytes + chunk * 16;
     to ^= (to >> 7 & (kChunks - 1)) << 4;
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      *reinterpret_cast<Vec<__nv_bfloat16, 8>*>(planes + part * plane_bytes + to) = parts[part];
+    for (int p = 0; p < kParts; ++p) {
+      *reinterpret_cast<uint4*>(planes + p * plane_bytes + to) =
+          uint4{parts[p][0], parts[p][1], parts[p][2], parts[p][3]};
     }
   }
   return special;

@@ -9,6 +9,7 @@
 namespace braze::cuda::halo {
 
 constexpr int kMaxStages = 6;
+constexpr int kMaxWeightTiles = 32;  // that are copied as they are, each with its barrier
 constexpr int kSharedBytes = 227 * 1024 - 4 * 1024;  // dynamic; barriers and tables are static
 
 struct Args {
@@ -22,6 +23,7 @@ struct Args {
   int stages, plane_rows;      // pixels of shared memory per stage and channel block
   int load_rows;               // rows that one copy brings
   int64_t w_k, w_c, w_r, w_s;  // weight strides, of the computed and of the reduced channel
+  bool copy_weights;           // by TMA, as they are in memory
   bool flip;                   // dgrad: taps in reverse order
   bool relu;
   int64_t y_n, y_k, y_h, y_w;  // output strides

@@ -59,77 +59,92 @@ struct WeightTiles {
   using L = Layout<Op, kChannelBlock, kPlanes>;
 
   unsigned char* shared;
-  int taps, blocks, tile;
-  bool flip, special = false;
+  int tile;
+  bool special = false;
 
-  // `N` consecutive channels of filter `k` at a tap of the weights, from channel `c` on.
+  // The place of channel `c` of filter `k` at the first tap. Tiles are whole periods of the
+  // swizzle, so that other taps are at the same place of theirs.
+  __device__ uint32_t place(int k, int c) const {
+    const uint32_t to = c / kChannelBlock * kPlanes * tile + k * L::kRowBytes +
+                        c % kChannelBlock * static_cast<int>(sizeof(Op));
+    return to ^ (to >> 7 & (L::kRowBytes / 16 - 1)) << 4;
+  }
+  // `N` consecutive channels.
   template <int N>
-  __device__ void put(int tap, int k, int c, const Vec<T, N>& values) {
-    const int at = flip ? taps - 1 - tap : tap;
-    uint32_t to = (at * blocks + c / kChannelBlock) * kPlanes * tile + k * L::kRowBytes +
-                  c % kChannelBlock * static_cast<int>(sizeof(Op));
-    to ^= (to >> 7 & (L::kRowBytes / 16 - 1)) << 4;
+  __device__ void put(uint32_t to, const Vec<T, N>& values) {
     if constexpr (kPlanes == 1) {
       Vec<T, N> rounded;
 #pragma unroll
       for (int i = 0; i < N; ++i) rounded.v[i] = round_operand(values.v[i]);
       *reinterpret_cast<Vec<T, N>*>(shared + to) = rounded;
     } else {
-      Vec<__nv_bfloat16, N> parts[3];
+      if constexpr (N == 1) {
+        __nv_bfloat16 parts[3];
+        split(values.v[0], parts);
+        special |= !is_finite(values.v[0]);
 #pragma unroll
-      for (int i = 0; i < N; ++i) {
-        __nv_bfloat16 part[3];
-        split(values.v[i], part);
-        special |= !is_finite(values.v[i]);
+        for (int p = 0; p < 3; ++p) {
+          *reinterpret_cast<__nv_bfloat16*>(shared + to + p * tile) = parts[p];
+        }
+      } else {
+        uint32_t parts[3][N / 2];
+        special |= split_values(values.v, parts);
 #pragma unroll
-        for (int p = 0; p < 3; ++p) parts[p].v[i] = part[p];
-      }
-#pragma unroll
-      for (int p = 0; p < 3; ++p) {
-        *reinterpret_cast<Vec<__nv_bfloat16, N>*>(shared + to + p * tile) = parts[p];
+        for (int p = 0; p < 3; ++p) {
+          *reinterpret_cast<uint2*>(shared + to + p * tile) = uint2{parts[p][0], parts[p][1]};
+        }
       }
     }
   }
 };
 
 // Loads items of N values along channels (fprop of channels_last weights), else along filters
-// (their dgrad).
+// (their dgrad): a thread has the same item of every tap, so that indices are computed once.
 template <typename T, int kChannelBlock, int kPlanes, int N, bool kAlongChannels>
 __device__ __forceinline__ bool load_items(const Args& a, const T* w, int k0,
                                            unsigned char* shared) {
   using Tiles = WeightTiles<T, kChannelBlock, kPlanes>;
   constexpr int kBatch = 9;  // loads in flight
-  const int rows = Tiles::L::weight_tile(a) / Tiles::L::kRowBytes;
-  Tiles tiles{shared, a.r * a.s, Tiles::L::blocks(a), Tiles::L::weight_tile(a), a.flip};
-  const int channels = tiles.blocks * kChannelBlock;
+  const int rows = Tiles::L::weight_tile(a) / Tiles::L::kRowBytes, taps = a.r * a.s;
+  const int blocks = Tiles::L::blocks(a), channels = blocks * kChannelBlock;
+  Tiles tiles{shared, Tiles::L::weight_tile(a)};
   // The innermost index first: consecutive threads read consecutive memory.
   const int inner = (kAlongChannels ? channels : rows) / N;
-  const int items = inner * tiles.taps * (kAlongChannels ? rows : channels);
-  for (int first = threadIdx.x; first < items; first += kBatch * kConsumers * 128) {
-    Vec<T, N> values[kBatch];
-    int tap[kBatch], k[kBatch], c[kBatch];
+  const int items = inner * (kAlongChannels ? rows : channels);
+  const int tap_bytes = (a.flip ? -blocks : blocks) * kPlanes * tiles.tile;
+  for (int i = threadIdx.x; i < items; i += kConsumers * 128) {
+    const int outer = i / inner, first = (i - outer * inner) * N;
+    const int k = kAlongChannels ? outer : first, c = kAlongChannels ? first : outer;
+    const bool inside = k0 + k < a.k && c < a.c;
+    uint32_t to[kAlongChannels ? 1 : N];
+    if constexpr (kAlongChannels) {
+      to[0] = tiles.place(k, c);
+    } else {
 #pragma unroll
-    for (int b = 0; b < kBatch; ++b) {
-      const int i = first + b * kConsumers * 128, rest = i / inner, outer = rest / tiles.taps;
-      tap[b] = rest - outer * tiles.taps;
-      k[b] = kAlongChannels ? outer : (i - rest * inner) * N;
-      c[b] = kAlongChannels ? (i - rest * inner) * N : outer;
-#pragma unroll
-      for (int n = 0; n < N; ++n) values[b].v[n] = convert<T>(0.0f);
-      if (i < items && k0 + k[b] < a.k && c[b] < a.c) {
-        values[b] = load_vec<N>(w + (k0 + k[b]) * a.w_k + c[b] * a.w_c + tap[b] / a.s * a.w_r +
-                                tap[b] % a.s * a.w_s);
-      }
+      for (int n = 0; n < N; ++n) to[n] = tiles.place(k + n, c);
     }
+    const T* from = w + (k0 + k) * a.w_k + c * a.w_c;
+    int tap_at = a.flip ? -(taps - 1) * tap_bytes : 0;
+    for (int tap = 0, s = 0; tap < taps; tap += kBatch) {
+      Vec<T, N> values[kBatch];
 #pragma unroll
-    for (int b = 0; b < kBatch; ++b) {
-      if (first + b * kConsumers * 128 >= items) break;
-      if constexpr (kAlongChannels) {
-        tiles.template put<N>(tap[b], k[b], c[b], values[b]);
-      } else {
+      for (int b = 0; b < kBatch; ++b) {
 #pragma unroll
-        for (int n = 0; n < N; ++n) {
-          tiles.template put<1>(tap[b], k[b] + n, c[b], Vec<T, 1>{values[b].v[n]});
+        for (int n = 0; n < N; ++n) values[b].v[n] = convert<T>(0.0f);
+        if (inside && tap + b < taps) values[b] = load_vec<N>(from);
+        from += a.w_s;
+        if (++s == a.s) s = 0, from += a.w_r - a.s * a.w_s;
+      }
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b, tap_at += tap_bytes) {
+        if (tap + b >= taps) break;
+        if constexpr (kAlongChannels) {
+          tiles.template put<N>(tap_at + to[0], values[b]);
+        } else {
+#pragma unroll
+          for (int n = 0; n < N; ++n) {
+            tiles.template put<1>(tap_at + to[n], Vec<T, 1>{values[b].v[n]});
+          }
         }
       }
     }

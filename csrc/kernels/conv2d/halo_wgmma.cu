@@ -78,12 +78,13 @@ Plan make_plan(Conv2dPass pass, const Conv2dShape& s) {
 }
 
 template <typename T, int kPixels, int kChannelBlock, int kPlanes = 1>
-void launch(Stream stream, const Plan& plan, const CUtensorMap& x_map, const CUtensorMap& y_map,
-            const void* w, const void* bias, const void* y, Moments* moments) {
+void launch(Stream stream, const Plan& plan, const CUtensorMap& x_map, const CUtensorMap& w_map,
+            const CUtensorMap& y_map, const void* w, const void* bias, const void* y,
+            Moments* moments) {
   const auto kernel = conv_kernel<T, kPixels, kChannelBlock, kPlanes>;
   cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.shared_bytes);
-  launch_early(kernel, plan.grid, kThreads, plan.shared_bytes, stream, x_map, y_map, plan.args,
-               static_cast<const T*>(w), static_cast<const T*>(bias),
+  launch_early(kernel, plan.grid, kThreads, plan.shared_bytes, stream, x_map, w_map, y_map,
+               plan.args, static_cast<const T*>(w), static_cast<const T*>(bias),
                static_cast<T*>(const_cast<void*>(y)), moments);
   check_launch("conv2d halo_wgmma");
 }
@@ -139,6 +140,14 @@ void conv(Stream stream, Conv2dPass pass, const Conv2dShape& s, const Tensor4dRe
       tensor_map(s.dtype, in, a.c, plan.in_w, plan.in_h, a.images,
                  {block, extent(a.pitch), extent(a.load_rows), extent(a.tile_images)},
                  plan.row_bytes, plan.planes == 1);
+  CUtensorMap w_map = x_map;  // unused where weights are transposed or split on the way
+  a.copy_weights = !dgrad && plan.planes == 1 && tma_takes(s.dtype, w) &&
+                   a.r * a.s * ceil_div(a.c, block) <= kMaxWeightTiles;
+  if (a.copy_weights) {
+    const int rows = std::min(kFilters, (a.k + 7) / 8 * 8);
+    w_map = tensor_map(s.dtype, w, a.c, a.s, a.r, a.k, {block, 1, 1, extent(rows)}, plan.row_bytes,
+                       true);
+  }
   CUtensorMap y_map = x_map;  // unused where results are stored from registers
   if (size_of(s.dtype) == 2) {
     const int rows = a.tile_images > 1 ? a.image_rows : a.tile_rows;
@@ -149,7 +158,7 @@ void conv(Stream stream, Conv2dPass pass, const Conv2dShape& s, const Tensor4dRe
                    : s.dtype == DType::kFloat32  ? launcher<float>(plan)
                    : s.dtype == DType::kBFloat16 ? launcher<__nv_bfloat16>(plan)
                                                  : launcher<__half>(plan);
-  run(stream, plan, x_map, y_map, w.data, bias, out.data, moments);
+  run(stream, plan, x_map, w_map, y_map, w.data, bias, out.data, moments);
 }
 
 }  // namespace braze::cuda::halo

@@ -47,8 +47,8 @@ __device__ __noinline__ float plain_sum(const Args& a, const unsigned char* weig
   return sum;
 }
 
-// Running moments of one row of the accumulator: sums of deviations from `shift`, a value of the
-// row, so that squares do not cancel.
+// Running moments of one row of the accumulator: sums of deviations from `shift`, the row's first
+// value, so that squares do not cancel.
 struct Accumulator {
   float shift = 0, sum = 0, square_sum = 0;
   __device__ void add(float value) {
@@ -58,30 +58,23 @@ struct Accumulator {
   }
 };
 
-// Merges the moments of the four threads that share a row (Chan, Golub, LeVeque 1983), in fp64.
-__device__ __forceinline__ Moments merge_quad(const Accumulator& a, int count) {
-  double n = count, mean = 0, m2 = 0;
-  if (count > 0) {
-    mean = a.shift + static_cast<double>(a.sum) / n;
-    m2 = a.square_sum - static_cast<double>(a.sum) * a.sum / n;
-  }
+// Of the four threads that share a row, and one shift.
+__device__ __forceinline__ Moments merge_quad(Accumulator a, int count) {
 #pragma unroll
   for (int offset = 1; offset < 4; offset *= 2) {
-    const double n2 = __shfl_xor_sync(~0u, n, offset);
-    const double delta = __shfl_xor_sync(~0u, mean, offset) - mean;
-    const double other = __shfl_xor_sync(~0u, m2, offset);
-    if (n2 > 0) {
-      m2 += other + delta * delta * n * n2 / (n + n2);
-      mean += delta * n2 / (n + n2);
-      n += n2;
-    }
+    a.sum += __shfl_xor_sync(~0u, a.sum, offset);
+    a.square_sum += __shfl_xor_sync(~0u, a.square_sum, offset);
+    count += __shfl_xor_sync(~0u, count, offset);
   }
-  return {static_cast<float>(n), static_cast<float>(mean), static_cast<float>(m2)};
+  if (count == 0) return {0, 0, 0};
+  const float mean = a.sum / count, m2 = fmaf(-mean, a.sum, a.square_sum);
+  return {static_cast<float>(count), a.shift + mean, m2 < 0 ? 0 : m2};
 }
 
 template <typename T, int kPixels, int kChannelBlock, int kPlanes>
 __global__ void __launch_bounds__(kThreads, 1)
     conv_kernel(const __grid_constant__ CUtensorMap x_map,
+                const __grid_constant__ CUtensorMap w_map,
                 const __grid_constant__ CUtensorMap y_map, const Args a, const T* __restrict__ w,
                 const T* __restrict__ bias, T* __restrict__ y, Moments* __restrict__ moments) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL  // as has_wgmma() asks
@@ -93,14 +86,15 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ unsigned char shared_bytes[];
   // Swizzled rows are found by absolute address, whose pattern repeats every 1024 bytes.
   unsigned char* shared = shared_bytes + (-shared_address(shared_bytes) & 1023);
-  __shared__ uint64_t full[kMaxStages], empty[kMaxStages];
-  __shared__ int offsets[kConsumers][kPixels];  // of a position's output in its tile, or -1
+  __shared__ uint64_t full[kMaxStages], empty[kMaxStages], weights_full[kMaxWeightTiles];
+  __shared__ alignas(
+      8) int offsets[kConsumers][kPixels];  // of a position's output in its tile, or -1
   // Whether weights, or a consumer's tile, have infinities or NaN.
   __shared__ int special_weights, special_tile[kConsumers];
 
   const int blocks = L::blocks(a), plane_bytes = L::plane_bytes(a);
   const int raw_plane_bytes = Raw::plane_bytes(a), stage_bytes = Raw::stage_bytes(a);
-  const int weight_tile = L::weight_tile(a);
+  const int weight_tile = L::weight_tile(a), steps = a.r * a.s * blocks;
   unsigned char* stages = shared + L::weight_bytes(a);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int k0 = blockIdx.y * kFilters;
@@ -110,7 +104,13 @@ __global__ void __launch_bounds__(kThreads, 1)
       mbarrier_init(&full[i], 1);
       mbarrier_init(&empty[i], 1);
     }
+    if (a.copy_weights) {
+      for (int i = 0; i < steps; ++i) mbarrier_init(&weights_full[i], 1);
+      prefetch_tensor_map(&w_map);
+    }
     mbarrier_init_fence();
+    prefetch_tensor_map(&x_map);
+    if (kStaged) prefetch_tensor_map(&y_map);
   }
   // Zeros where no copy writes but a shifted read may go: the rest of each plane.
   const int loaded = a.load_rows * a.tile_images * a.pitch;
@@ -122,6 +122,18 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   }
   if (threadIdx.x == 0) special_weights = special_tile[0] = special_tile[1] = 0;
+  // Which positions of a tile are outputs, and where they go.
+  const int group = warp / 4, thread = threadIdx.x % 128;
+  const auto set_offsets = [&](int rows_left, int images_left) {
+    for (int i = thread; i < kPixels; i += 128) {
+      const int tile_row = i / a.pitch, column = i - tile_row * a.pitch;
+      const int tile_image = tile_row / a.image_rows, p = tile_row - tile_image * a.image_rows;
+      const bool inside = column < a.q && p < rows_left && tile_image < images_left;
+      offsets[group][i] =
+          inside ? static_cast<int>(tile_image * a.y_n + p * a.y_h + column * a.y_w) : -1;
+    }
+  };
+  if (group < kConsumers) set_offsets(a.tile_rows, a.tile_images);
   fence_async_proxy();
   __syncthreads();
   wait_for_earlier_kernels();
@@ -138,16 +150,24 @@ __global__ void __launch_bounds__(kThreads, 1)
                     shared_address(stages + stage * stage_bytes + block * raw_plane_bytes),
                     block * kChannelBlock, -a.pad_l, row - a.pad_t, image * a.tile_images);
       }
+      if (j > 0 || !a.copy_weights) continue;
+      for (int i = 0; i < steps; ++i) {
+        const int tap = i / blocks, block = i - tap * blocks;
+        mbarrier_expect(&weights_full[i], weight_tile);
+        tma_load_4d(&w_map, &weights_full[i], shared_address(shared + i * weight_tile),
+                    block * kChannelBlock, tap % a.s, tap / a.s, k0);
+      }
     }
     return;
   }
 
-  if (load_weights<T, kChannelBlock, kPlanes>(a, w, k0, shared)) special_weights = 1;
-  fence_async_proxy();
-  named_barrier(1, kConsumers * 128);
+  if (!a.copy_weights) {
+    if (load_weights<T, kChannelBlock, kPlanes>(a, w, k0, shared)) special_weights = 1;
+    fence_async_proxy();
+    named_barrier(1, kConsumers * 128);
+  }
 
   // Consumers: the two warpgroups take turns, so that one's epilogue hides behind the other's MMAs.
-  const int group = warp / 4, thread = threadIdx.x % 128;
   unsigned char* out = stages + a.stages * stage_bytes + group * kPixels * 128;
   const int row = (warp % 4) * 16 + lane / 4;  // of the accumulator: this filter and the one 8 on
   float bias_values[2] = {};
@@ -156,35 +176,33 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (k0 + row + 8 * i < a.k) bias_values[i] = convert<float>(bias[k0 + row + 8 * i]);
     }
   }
-  const int steps = a.r * a.s * blocks;
-  int count = 0, rows_left_before = -1, images_left_before = -1;
+  int count = 0, rows_left_before = a.tile_rows, images_left_before = a.tile_images;
   Accumulator row_moments[2];
   uint64_t valid = 0;  // bit i: this thread's position 8 * (i / 2) + 2 * (lane % 4) + i % 2
+  const auto set_valid = [&] {
+    valid = 0;
+#pragma unroll
+    for (int i = 0; i < kPixels / 4; i += 2) {
+      const int2 o = *reinterpret_cast<const int2*>(&offsets[group][i * 4 + lane % 4 * 2]);
+      valid |= static_cast<uint64_t>((o.x >= 0) + 2 * (o.y >= 0)) << i;
+    }
+  };
+  set_valid();
   float acc[kAcc], part_sum[kPlanes == 1 ? 1 : kAcc];
 
   for (int j = group, tile = blockIdx.x + group * gridDim.x; tile < a.tiles;
        j += kConsumers, tile += kConsumers * gridDim.x) {
     const int image = tile / a.row_tiles * a.tile_images;
     const int first_row = tile % a.row_tiles * a.tile_rows;
-    // Which positions are outputs, and where they go; the same for all but the last tiles.
+    // The last tiles may have fewer outputs.
     const int rows_left = min(a.tile_rows, a.p - first_row);
     const int images_left = min(a.tile_images, a.images - image);
     if (rows_left != rows_left_before || images_left != images_left_before) {
       rows_left_before = rows_left, images_left_before = images_left;
       named_barrier(2 + group, 128);  // nobody reads the old offsets
-      for (int i = thread; i < kPixels; i += 128) {
-        const int tile_row = i / a.pitch, column = i - tile_row * a.pitch;
-        const int tile_image = tile_row / a.image_rows, p = tile_row - tile_image * a.image_rows;
-        const bool inside = column < a.q && p < rows_left && tile_image < images_left;
-        offsets[group][i] =
-            inside ? static_cast<int>(tile_image * a.y_n + p * a.y_h + column * a.y_w) : -1;
-      }
+      set_offsets(rows_left, images_left);
       named_barrier(2 + group, 128);
-      valid = 0;
-      for (int i = 0; i < kPixels / 4; ++i) {
-        const int position = i / 2 * 8 + lane % 4 * 2 + i % 2;
-        valid |= static_cast<uint64_t>(offsets[group][position] >= 0) << i;
-      }
+      set_valid();
     }
 
     const int stage = j % a.stages;
@@ -217,6 +235,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         const int w_offset = i * kPlanes * weight_tile;
         const int x_offset = block * kPlanes * plane_bytes + (tap_row + s) * L::kRowBytes;
         if constexpr (kPlanes == 1) {
+          if (a.copy_weights && j == group) mbarrier_wait(&weights_full[i], 0);
           wgmma_fence();
 #pragma unroll
           for (int step = 0; step < L::kRowBytes; step += 32) {
@@ -270,7 +289,10 @@ __global__ void __launch_bounds__(kThreads, 1)
       // Of what is stored: a channel of one value then has that mean, and no variance.
 #pragma unroll
       for (int i = 0; i < kAcc; ++i) acc[i] = convert<float>(convert<T>(acc[i]));
-      if (count == 0) row_moments[0].shift = acc[0], row_moments[1].shift = acc[2];
+      if (j == group) {  // position 0 is an output
+        row_moments[0].shift = __shfl_sync(~0u, acc[0], lane & ~3);
+        row_moments[1].shift = __shfl_sync(~0u, acc[2], lane & ~3);
+      }
       count += __popcll(valid);
 #pragma unroll
       for (int i = 0; i < kAcc; i += 4) {

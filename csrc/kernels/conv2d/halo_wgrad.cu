@@ -34,17 +34,17 @@ struct WgradPlan {
   dim3 grid;
 };
 
-// The accumulator of filter row `r` into its place: partial[block][k][r][s][c].
-template <int kChannelBlock, int kCount>
-__device__ __forceinline__ void store_partial(const Args& a, const float (&acc)[kCount], int r,
-                                              int k0, int c0, float* partial) {
-  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4;
-  float* to = partial + static_cast<int64_t>(blockIdx.x) * a.k * a.r * kTapColumns * a.c;
+// The accumulator of filter row `r` into its place: partial[block][r][kCount / 4][thread][4], just
+// as the registers are.
+template <int kCount>
+__device__ __forceinline__ void store_partial(const float (&acc)[kCount], int r, int filter_rows,
+                                              float* partial) {
+  const int64_t block = int64_t{blockIdx.x} * gridDim.y + blockIdx.y;
+  float4* to = reinterpret_cast<float4*>(partial) + (block * filter_rows + r) * (kCount * 32) +
+               threadIdx.x % 128;
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    const int column = i / 4 * 8 + lane % 4 * 2 + i % 2, k = k0 + row + i / 2 % 2 * 8;
-    const int s = column / kChannelBlock, c = c0 + column % kChannelBlock;
-    if (k < a.k && c < a.c) to[((k * a.r + r) * kTapColumns + s) * a.c + c] = acc[i];
+  for (int i = 0; i < kCount; i += 4) {
+    to[i * 32] = float4{acc[i], acc[i + 1], acc[i + 2], acc[i + 3]};
   }
 }
 
@@ -70,6 +70,8 @@ __global__ void __launch_bounds__(kMaxFilterRows * 128 + 32, 1)
       mbarrier_init(&empty[i], a.r);
     }
     mbarrier_init_fence();
+    prefetch_tensor_map(&x_map);
+    prefetch_tensor_map(&dy_map);
   }
   const int used =
       min(a.stages, (a.tiles + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x));
@@ -122,7 +124,7 @@ __global__ void __launch_bounds__(kMaxFilterRows * 128 + 32, 1)
     named_barrier(1 + r, 128);
     if (threadIdx.x % 128 == 0) mbarrier_arrive(&empty[stage]);
   }
-  store_partial<kChannelBlock>(a, acc, r, k0, c0, partial);
+  store_partial(acc, r, a.r, partial);
 #endif
 }
 
@@ -174,6 +176,8 @@ __global__ void __launch_bounds__(kMaxFilterRows * 128 + 32, 1)
       mbarrier_init(&empty[i], 1);
     }
     mbarrier_init_fence();
+    prefetch_tensor_map(&x_map);
+    prefetch_tensor_map(&dy_map);
   }
   if (threadIdx.x < 4) special[threadIdx.x] = 0;
   for (int i = threadIdx.x * 16; i < 2 * part_bytes; i += blockDim.x * 16) {
@@ -249,46 +253,67 @@ __global__ void __launch_bounds__(kMaxFilterRows * 128 + 32, 1)
     if (j + 1 < tiles) split_tile(j + 1);
     wgmma_wait<0>();
     wgmma_touch(tile_sum);
-    const int tile = blockIdx.x + j * gridDim.x;
-    const int rows_left = min(a.tile_rows, a.p - tile % a.row_tiles * a.tile_rows);
-    const int images_left = a.images - tile / a.row_tiles * a.tile_images;
+    if (plain) {
+      const int tile = blockIdx.x + j * gridDim.x;
+      const int rows_left = min(a.tile_rows, a.p - tile % a.row_tiles * a.tile_rows);
+      const int images_left = a.images - tile / a.row_tiles * a.tile_images;
 #pragma unroll
-    for (int i = 0; i < kColumns / 2; ++i) {
-      const int column = i / 4 * 8 + lane % 4 * 2 + i % 2;
-      acc[i] += !plain ? tile_sum[i]
-                       : plain_wgrad<kParts>(a, dy, plan.dy_bytes, x, plan.x_bytes, rows_left,
-                                             images_left, r * a.pitch + column / kChannelBlock,
-                                             filter + i / 2 % 2 * 8, column % kChannelBlock);
+      for (int i = 0; i < kColumns / 2; ++i) {
+        const int column = i / 4 * 8 + lane % 4 * 2 + i % 2;
+        tile_sum[i] = plain_wgrad<kParts>(a, dy, plan.dy_bytes, x, plan.x_bytes, rows_left,
+                                          images_left, r * a.pitch + column / kChannelBlock,
+                                          filter + i / 2 % 2 * 8, column % kChannelBlock);
+      }
     }
+#pragma unroll
+    for (int i = 0; i < kColumns / 2; ++i) acc[i] += tile_sum[i];
     named_barrier(1, consumers);  // this tile's operands are free, the next one's are ready
     if (threadIdx.x == 0) {
       if (j + 1 < tiles) mbarrier_arrive(&empty[(j + 1) % a.stages]);
       special[(j + 3) % 4] = 0;  // of the tile before this one
     }
   }
-  store_partial<kChannelBlock>(a, acc, r, k0, c0, partial);
+  store_partial(acc, r, a.r, partial);
 #endif
 }
 
-// dW = sum of the blocks' partial gradients: 32 weights a block, eight threads to each.
+// dW = sum of the blocks' partial gradients: four at a time as store_partial left them, 32 lanes of
+// a block side by side, eight slices of the parts.
 template <typename T>
 __global__ void __launch_bounds__(256)
-    reduce_kernel(const Args a, int parts, const float* __restrict__ partial, T* __restrict__ dw) {
+    reduce_kernel(const Args a, int channel_block, int parts, const float* __restrict__ partial,
+                  T* __restrict__ dw) {
   wait_for_earlier_kernels();
-  __shared__ float sums[8][33];
-  const int size = a.k * a.r * a.s * a.c;
-  const int slice = threadIdx.x / 32, lane = threadIdx.x % 32, i = blockIdx.x * 32 + lane;
-  float sum = 0;
-  if (i < size) {
-#pragma unroll 4
-    for (int part = slice; part < parts; part += 8) sum += partial[int64_t{part} * size + i];
+  __shared__ float4 sums[8][33];
+  const int count = kTapColumns * channel_block / 8;  // of four gradients, in each thread
+  const int size = gridDim.y * a.r * count * 128;     // of each part
+  const int slice = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int item = blockIdx.x * 32 + lane;  // of this block of filters and channels
+  const float4* from = reinterpret_cast<const float4*>(partial) + blockIdx.y * a.r * count * 128;
+  float4 sum{0, 0, 0, 0};
+#pragma unroll 8
+  for (int part = slice; part < parts; part += 8) {
+    const float4 v = from[int64_t{part} * size + item];
+    sum = {sum.x + v.x, sum.y + v.y, sum.z + v.z, sum.w + v.w};
   }
   sums[slice][lane] = sum;
   __syncthreads();
-  if (slice == 0 && i < size) {
-    for (int other = 1; other < 8; ++other) sum += sums[other][lane];
-    const int c = i % a.c, s = i / a.c % a.s, r = i / a.c / a.s % a.r, k = i / a.c / a.s / a.r;
-    dw[k * a.w_k + c * a.w_c + r * a.w_r + s * a.w_s] = convert<T>(sum);
+  // Thread: one of the four, of the items of one lane out of four.
+  if (threadIdx.x >= 128) return;
+  const int part = threadIdx.x % 4, at = threadIdx.x / 4;
+  float total = 0;
+  for (int other = 0; other < 8; ++other) {
+    total += reinterpret_cast<const float*>(&sums[other][at])[part];
+  }
+  const int channel_blocks = (a.c + channel_block - 1) / channel_block;
+  const int of = blockIdx.x * 32 + at, thread = of % 128;
+  const int column = of / 128 % count * 8 + thread % 4 * 2 + part % 2, r = of / 128 / count;
+  const int k =
+      blockIdx.y / channel_blocks * kFilters + thread / 32 * 16 + thread % 32 / 4 + part / 2 * 8;
+  const int s = column / channel_block;
+  const int c = blockIdx.y % channel_blocks * channel_block + column % channel_block;
+  if (k < a.k && c < a.c) {
+    dw[k * a.w_k + c * a.w_c + r * a.w_r + s * a.w_s] = convert<T>(total);
   }
 }
 
@@ -350,9 +375,10 @@ bool make_plan(const Conv2dShape& s, WgradPlan& plan) {
 template <typename T>
 void launch_reduce(Stream stream, const WgradPlan& plan, const float* partial, void* dw) {
   const Args& a = plan.args;
-  const int size = a.k * a.r * a.s * a.c;
-  launch_early(reduce_kernel<T>, (size + 31) / 32, 256, 0, stream, a, static_cast<int>(plan.grid.x),
-               partial, static_cast<T*>(dw));
+  const int channel_block = plan.row_bytes / static_cast<int>(sizeof(T));
+  const dim3 grid(a.r * kTapColumns * channel_block / 8 * 128 / 32, plan.grid.y);
+  launch_early(reduce_kernel<T>, grid, 256, 0, stream, a, channel_block,
+               static_cast<int>(plan.grid.x), partial, static_cast<T*>(dw));
   check_launch("conv2d halo_wgmma wgrad reduce");
 }
 
@@ -392,7 +418,8 @@ bool supports_wgrad(const Conv2dShape& s, const Tensor4dRef& x, const Tensor4dRe
 int64_t wgrad_workspace_bytes(const Conv2dShape& s) {
   WgradPlan plan;
   make_plan(s, plan);
-  return int64_t{plan.grid.x} * s.k * s.c * s.r * s.s * 4;
+  const int64_t columns = kTapColumns * plan.row_bytes / size_of(s.dtype);
+  return int64_t{plan.grid.x} * plan.grid.y * s.r * kFilters * columns * 4;
 }
 
 void wgrad(Stream stream, const Conv2dShape& s, const Tensor4dRef& dy, const Tensor4dRef& x,
