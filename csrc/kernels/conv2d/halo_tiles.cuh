@@ -26,6 +26,7 @@ struct Args {
   bool copy_weights;           // by TMA, as they are in memory
   bool flip;                   // dgrad: taps in reverse order
   bool relu;
+  bool wide_stores;            // fp32 results 16 bytes at a time
   int64_t y_n, y_k, y_h, y_w;  // output strides
 };
 

@@ -12,6 +12,8 @@ namespace braze::cuda::halo {
 
 constexpr int kConsumers = 2;  // warpgroups; one warp more loads
 constexpr int kFilters = 64;   // per block: the M of wgmma
+// fp32 results are turned in shared memory, 32 positions x 16 filters per warp; padded rows.
+constexpr int kTurnPitch = 20, kTurnBytes = 32 * kTurnPitch * 4;
 
 // T: the type of the operands in shared memory; kPlanes: the parts that each value is split into.
 template <typename T, int kChannelBlock, int kPlanes = 1>
@@ -104,7 +106,7 @@ template <typename T, int kChannelBlock, int kPlanes, int N, bool kAlongChannels
 __device__ __forceinline__ bool load_items(const Args& a, const T* w, int k0,
                                            unsigned char* shared) {
   using Tiles = WeightTiles<T, kChannelBlock, kPlanes>;
-  constexpr int kBatch = 9;  // loads in flight
+  constexpr int kBatch = 9, kItems = kAlongChannels && kPlanes > 1 ? 2 : 1;  // loads in flight
   const int rows = Tiles::L::weight_tile(a) / Tiles::L::kRowBytes, taps = a.r * a.s;
   const int blocks = Tiles::L::blocks(a), channels = blocks * kChannelBlock;
   Tiles tiles{shared, Tiles::L::weight_tile(a)};
@@ -112,38 +114,48 @@ __device__ __forceinline__ bool load_items(const Args& a, const T* w, int k0,
   const int inner = (kAlongChannels ? channels : rows) / N;
   const int items = inner * (kAlongChannels ? rows : channels);
   const int tap_bytes = (a.flip ? -blocks : blocks) * kPlanes * tiles.tile;
-  for (int i = threadIdx.x; i < items; i += kConsumers * 128) {
-    const int outer = i / inner, first = (i - outer * inner) * N;
-    const int k = kAlongChannels ? outer : first, c = kAlongChannels ? first : outer;
-    const bool inside = k0 + k < a.k && c < a.c;
-    uint32_t to[kAlongChannels ? 1 : N];
-    if constexpr (kAlongChannels) {
-      to[0] = tiles.place(k, c);
-    } else {
+  for (int i = threadIdx.x; i < items; i += kItems * kConsumers * 128) {
+    uint32_t to[kItems][kAlongChannels ? 1 : N];
+    const T* from[kItems];
+    bool inside[kItems];
 #pragma unroll
-      for (int n = 0; n < N; ++n) to[n] = tiles.place(k + n, c);
+    for (int item = 0; item < kItems; ++item) {
+      const int at = i + item * kConsumers * 128, outer = at / inner;
+      const int rest = (at - outer * inner) * N;
+      const int k = kAlongChannels ? outer : rest, c = kAlongChannels ? rest : outer;
+      inside[item] = at < items && k0 + k < a.k && c < a.c;
+#pragma unroll
+      for (int n = 0; n < (kAlongChannels ? 1 : N); ++n) to[item][n] = tiles.place(k + n, c);
+      from[item] = w + (k0 + k) * a.w_k + c * a.w_c;
     }
-    const T* from = w + (k0 + k) * a.w_k + c * a.w_c;
+    int64_t offset = 0;  // of a tap
     int tap_at = a.flip ? -(taps - 1) * tap_bytes : 0;
     for (int tap = 0, s = 0; tap < taps; tap += kBatch) {
-      Vec<T, N> values[kBatch];
+      Vec<T, N> values[kBatch][kItems];
 #pragma unroll
       for (int b = 0; b < kBatch; ++b) {
 #pragma unroll
-        for (int n = 0; n < N; ++n) values[b].v[n] = convert<T>(0.0f);
-        if (inside && tap + b < taps) values[b] = load_vec<N>(from);
-        from += a.w_s;
-        if (++s == a.s) s = 0, from += a.w_r - a.s * a.w_s;
+        for (int item = 0; item < kItems; ++item) {
+#pragma unroll
+          for (int n = 0; n < N; ++n) values[b][item].v[n] = convert<T>(0.0f);
+          if (inside[item] && tap + b < taps) values[b][item] = load_vec<N>(from[item] + offset);
+        }
+        offset += a.w_s;
+        if (++s == a.s) s = 0, offset += a.w_r - a.s * a.w_s;
       }
 #pragma unroll
       for (int b = 0; b < kBatch; ++b, tap_at += tap_bytes) {
         if (tap + b >= taps) break;
-        if constexpr (kAlongChannels) {
-          tiles.template put<N>(tap_at + to[0], values[b]);
-        } else {
 #pragma unroll
-          for (int n = 0; n < N; ++n) {
-            tiles.template put<1>(tap_at + to[n], Vec<T, 1>{values[b].v[n]});
+        for (int item = 0; item < kItems; ++item) {
+          if (i + item * kConsumers * 128 >= items) break;
+          if constexpr (kAlongChannels) {
+            tiles.template put<N>(tap_at + to[item][0], values[b][item]);
+          } else {
+#pragma unroll
+            for (int n = 0; n < N; ++n) {
+              tiles.template put<1>(tap_at + to[item][n], Vec<T, 1>{values[b][item].v[n]});
+            }
           }
         }
       }

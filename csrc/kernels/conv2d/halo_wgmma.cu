@@ -37,14 +37,21 @@ bool tile(Plan& plan, int pixels, DType dtype) {
                         ? 0
                         : kConsumers * blocks * plan.planes * aligned(a.plane_rows * operand_row);
   const int fixed = 1024 + weights + parts + (size == 2 ? kConsumers * pixels * 128 : 0);
-  a.stages = std::min(kMaxStages, (kSharedBytes - fixed) / stage);
-  // wgmma may read a whole tile of weights past the last one: the stages follow.
-  plan.shared_bytes = fixed + a.stages * stage;
+  const int turn = size == 4 && plan.planes == 1 ? kConsumers * 4 * kTurnBytes : 0;
+  // A stage that is split is free again before its products begin: one is enough.
+  const int needed = plan.planes == 1 ? 2 : 1;
+  if (fixed + needed * stage > kSharedBytes) return false;
+  a.wide_stores = turn > 0 && fixed + turn + needed * stage <= kSharedBytes;
+  plan.shared_bytes = fixed + (a.wide_stores ? turn : 0);
   plan.pixels = pixels;
   const int filter_blocks = (a.k + kFilters - 1) / kFilters;
   plan.grid = dim3(std::min(a.tiles, std::max(1, sm_count() / filter_blocks)), filter_blocks);
-  // A stage that is split is free again before its products begin: one is enough.
-  return fixed < kSharedBytes && a.stages >= (plan.planes == 1 ? 2 : 1);
+  // wgmma may read a whole tile of weights past the last one: the stages follow. No more than a
+  // block has tiles, so that the next kernel's blocks may start beside this one's.
+  const int tiles = static_cast<int>(ceil_div(a.tiles, plan.grid.x));
+  a.stages = std::min({kMaxStages, (kSharedBytes - plan.shared_bytes) / stage, tiles});
+  plan.shared_bytes += a.stages * stage;
+  return true;
 }
 
 Plan make_plan(Conv2dPass pass, const Conv2dShape& s) {
@@ -133,6 +140,7 @@ void conv(Stream stream, Conv2dPass pass, const Conv2dShape& s, const Tensor4dRe
   Args& a = plan.args;
   a.w_k = dgrad ? w.c : w.n, a.w_c = dgrad ? w.n : w.c, a.w_r = w.h, a.w_s = w.w;
   a.relu = relu;
+  a.wide_stores = a.wide_stores && a.k % 4 == 0 && tma_takes(s.dtype, out);
   a.y_n = out.n, a.y_k = out.c, a.y_h = out.h, a.y_w = out.w;
   const auto extent = [](int v) { return static_cast<uint32_t>(v); };
   const uint32_t block = extent(plan.row_bytes / static_cast<int>(size_of(s.dtype)));

@@ -19,6 +19,7 @@
 // whose parts would not add up, are computed on CUDA cores.
 #pragma once
 
+#include "halo_epilogue.cuh"
 #include "halo_split.cuh"
 #include "halo_weights.cuh"
 #include "kernels/common/numeric.cuh"
@@ -47,30 +48,6 @@ __device__ __noinline__ float plain_sum(const Args& a, const unsigned char* weig
   return sum;
 }
 
-// Running moments of one row of the accumulator: sums of deviations from `shift`, the row's first
-// value, so that squares do not cancel.
-struct Accumulator {
-  float shift = 0, sum = 0, square_sum = 0;
-  __device__ void add(float value) {
-    const float d = value - shift;
-    sum += d;
-    square_sum += d * d;
-  }
-};
-
-// Of the four threads that share a row, and one shift.
-__device__ __forceinline__ Moments merge_quad(Accumulator a, int count) {
-#pragma unroll
-  for (int offset = 1; offset < 4; offset *= 2) {
-    a.sum += __shfl_xor_sync(~0u, a.sum, offset);
-    a.square_sum += __shfl_xor_sync(~0u, a.square_sum, offset);
-    count += __shfl_xor_sync(~0u, count, offset);
-  }
-  if (count == 0) return {0, 0, 0};
-  const float mean = a.sum / count, m2 = fmaf(-mean, a.sum, a.square_sum);
-  return {static_cast<float>(count), a.shift + mean, m2 < 0 ? 0 : m2};
-}
-
 template <typename T, int kPixels, int kChannelBlock, int kPlanes>
 __global__ void __launch_bounds__(kThreads, 1)
     conv_kernel(const __grid_constant__ CUtensorMap x_map,
@@ -87,10 +64,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   // Swizzled rows are found by absolute address, whose pattern repeats every 1024 bytes.
   unsigned char* shared = shared_bytes + (-shared_address(shared_bytes) & 1023);
   __shared__ uint64_t full[kMaxStages], empty[kMaxStages], weights_full[kMaxWeightTiles];
-  __shared__ alignas(
-      8) int offsets[kConsumers][kPixels];  // of a position's output in its tile, or -1
-  // Whether weights, or a consumer's tile, have infinities or NaN.
-  __shared__ int special_weights, special_tile[kConsumers];
+  // Of a position's output in its tile, or -1.
+  __shared__ alignas(8) int offsets[kConsumers][kPixels];
+  // Whether weights have infinities or NaN, or a consumer's tile; two in turn.
+  __shared__ int special_weights, special_tile[kConsumers][2];
 
   const int blocks = L::blocks(a), plane_bytes = L::plane_bytes(a);
   const int raw_plane_bytes = Raw::plane_bytes(a), stage_bytes = Raw::stage_bytes(a);
@@ -121,9 +98,12 @@ __global__ void __launch_bounds__(kThreads, 1)
       *reinterpret_cast<uint4*>(operands + plane * plane_bytes + i) = uint4{0, 0, 0, 0};
     }
   }
-  if (threadIdx.x == 0) special_weights = special_tile[0] = special_tile[1] = 0;
+  if (threadIdx.x == 0) special_weights = 0;
+  if (threadIdx.x < 2 * kConsumers) special_tile[threadIdx.x / 2][threadIdx.x % 2] = 0;
+  // From a shuffle the compiler learns that it is the same in all of a warp, as descriptors must
+  // be.
+  const int group = __shfl_sync(~0u, warp / 4, 0), thread = threadIdx.x % 128;
   // Which positions of a tile are outputs, and where they go.
-  const int group = warp / 4, thread = threadIdx.x % 128;
   const auto set_offsets = [&](int rows_left, int images_left) {
     for (int i = thread; i < kPixels; i += 128) {
       const int tile_row = i / a.pitch, column = i - tile_row * a.pitch;
@@ -168,7 +148,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 
   // Consumers: the two warpgroups take turns, so that one's epilogue hides behind the other's MMAs.
-  unsigned char* out = stages + a.stages * stage_bytes + group * kPixels * 128;
+  unsigned char* out =
+      stages + a.stages * stage_bytes + group * (kStaged ? kPixels * 128 : 4 * kTurnBytes);
   const int row = (warp % 4) * 16 + lane / 4;  // of the accumulator: this filter and the one 8 on
   float bias_values[2] = {};
   if (bias) {
@@ -190,8 +171,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   set_valid();
   float acc[kAcc], part_sum[kPlanes == 1 ? 1 : kAcc];
 
-  for (int j = group, tile = blockIdx.x + group * gridDim.x; tile < a.tiles;
-       j += kConsumers, tile += kConsumers * gridDim.x) {
+  for (int j = group, tile = blockIdx.x + group * gridDim.x, turn = 0; tile < a.tiles;
+       j += kConsumers, tile += kConsumers * gridDim.x, turn ^= 1) {
     const int image = tile / a.row_tiles * a.tile_images;
     const int first_row = tile % a.row_tiles * a.tile_rows;
     // The last tiles may have fewer outputs.
@@ -214,17 +195,20 @@ __global__ void __launch_bounds__(kThreads, 1)
         if (split_rows<kPlanes, L::kRowBytes>(
                 stages + stage * stage_bytes + block * raw_plane_bytes, raw_plane_bytes,
                 tile_operands + block * kPlanes * plane_bytes, plane_bytes, loaded, thread, 128)) {
-          special_tile[group] = 1;
+          special_tile[group][turn] = 1;
         }
       }
       fence_async_proxy();
       named_barrier(2 + group, 128);  // split in full, and the stage is free
-      if (thread == 0) mbarrier_arrive(&empty[stage]);
+      if (thread == 0) {
+        mbarrier_arrive(&empty[stage]);
+        special_tile[group][turn ^ 1] = 0;
+      }
     }
     wgmma_touch(acc);
     const uint64_t w_desc = wgmma_descriptor<L::kRowBytes>(shared_address(shared));
     const uint64_t x_desc = wgmma_descriptor<L::kRowBytes>(shared_address(tile_operands));
-    if (kPlanes > 1 && (special_weights || special_tile[group])) {
+    if (kPlanes > 1 && (special_weights || special_tile[group][turn])) {
 #pragma unroll
       for (int i = 0; i < kAcc; ++i) {
         acc[i] = plain_sum(a, shared, weight_tile, tile_operands, plane_bytes, blocks,
@@ -273,10 +257,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     wgmma_touch(acc);
     if (kStaged && thread == 0) tma_store_wait_read<0>();
     named_barrier(2 + group, 128);  // all have read this tile, and `out` is free
-    if (thread == 0) {
-      if (kPlanes == 1) mbarrier_arrive(&empty[stage]);
-      special_tile[group] = 0;
-    }
+    if (kPlanes == 1 && thread == 0) mbarrier_arrive(&empty[stage]);
 
     if (bias || a.relu) {
 #pragma unroll
@@ -285,26 +266,21 @@ __global__ void __launch_bounds__(kThreads, 1)
         if (a.relu) acc[i] = acc[i] < 0 ? 0.0f : acc[i];
       }
     }
-    if (moments) {
-      // Of what is stored: a channel of one value then has that mean, and no variance.
+    if (moments && j == group) {  // position 0 is an output
+      row_moments[0].shift = __shfl_sync(~0u, convert<float>(convert<T>(acc[0])), lane & ~3);
+      row_moments[1].shift = __shfl_sync(~0u, convert<float>(convert<T>(acc[2])), lane & ~3);
+    }
+    if (moments) count += __popcll(valid);
+    // Of what is stored: a channel of one value then has that mean, and no variance.
+    const auto add_moments = [&](int i, const float(&v)[4]) {  // of accumulators i to i + 3
 #pragma unroll
-      for (int i = 0; i < kAcc; ++i) acc[i] = convert<float>(convert<T>(acc[i]));
-      if (j == group) {  // position 0 is an output
-        row_moments[0].shift = __shfl_sync(~0u, acc[0], lane & ~3);
-        row_moments[1].shift = __shfl_sync(~0u, acc[2], lane & ~3);
-      }
-      count += __popcll(valid);
-#pragma unroll
-      for (int i = 0; i < kAcc; i += 4) {
-#pragma unroll
-        for (int v = 0; v < 2; ++v) {
-          if (valid >> (i / 2 + v) & 1) {
-            row_moments[0].add(acc[i + v]);
-            row_moments[1].add(acc[i + 2 + v]);
-          }
+      for (int e = 0; e < 2; ++e) {
+        if (valid >> (i / 2 + e) & 1) {
+          row_moments[0].add(v[e]);
+          row_moments[1].add(v[2 + e]);
         }
       }
-    }
+    };
     if constexpr (kStaged) {
       // Transposed to [pixel][filter] on the way to shared memory, then one copy.
       // Lane l addresses row l % 8 of 8x8 matrix l / 8: pixels 0..15 (+ 2 i), filters 0..15.
@@ -314,14 +290,18 @@ __global__ void __launch_bounds__(kThreads, 1)
       for (int i = 0; i < kAcc; i += 8) {
         uint32_t v[4];
 #pragma unroll
-        for (int m = 0; m < 4; ++m) {
-          const Vec<T, 2> pair{convert<T>(acc[i + 2 * m]), convert<T>(acc[i + 2 * m + 1])};
-          v[m] = *reinterpret_cast<const uint32_t*>(&pair);
-        }
+        for (int m = 0; m < 4; ++m) v[m] = pack_pair<T>(acc[i + 2 * m], acc[i + 2 * m + 1]);
         asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
                          to + i * 2 * 128),
                      "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
                      : "memory");
+        if (moments) {
+#pragma unroll
+          for (int m = 0; m < 4; m += 2) {
+            const float2 low = unpack_pair<T>(v[m]), high = unpack_pair<T>(v[m + 1]);
+            add_moments(i + 2 * m, {low.x, low.y, high.x, high.y});
+          }
+        }
       }
       fence_async_proxy();
       named_barrier(2 + group, 128);
@@ -330,14 +310,45 @@ __global__ void __launch_bounds__(kThreads, 1)
         tma_store_commit();
       }
     } else {
-      T* to = y + image * a.y_n + first_row * a.y_h + (k0 + row) * a.y_k;
+      if (moments) {
 #pragma unroll
-      for (int i = 0; i < kAcc; i += 4) {
-        const int2 o = *reinterpret_cast<const int2*>(&offsets[group][i * 2 + lane % 4 * 2]);
+        for (int i = 0; i < kAcc; i += 4) {
+          add_moments(i, {acc[i], acc[i + 1], acc[i + 2], acc[i + 3]});
+        }
+      }
+      T* to = y + image * a.y_n + first_row * a.y_h;
+      if (kPlanes == 1 && a.wide_stores) {
+        // Through shared memory of the warp, 32 positions at a time: [position][16 filters].
+        float* own = reinterpret_cast<float*>(out) + warp % 4 * (kTurnBytes / 4);
+        const int filter = k0 + warp % 4 * 16 + lane % 4 * 4;
 #pragma unroll
-        for (int v = 0; v < 4; ++v) {
-          const int offset = v % 2 ? o.y : o.x, k = v / 2 * 8;
-          if (offset >= 0 && k0 + row + k < a.k) to[offset + k * a.y_k] = convert<T>(acc[i + v]);
+        for (int i = 0; i < kAcc; i += 16) {
+          __syncwarp();
+#pragma unroll
+          for (int v = 0; v < 16; ++v) {
+            own[(v / 4 * 8 + lane % 4 * 2 + v % 2) * kTurnPitch + lane / 4 + v / 2 % 2 * 8] =
+                acc[i + v];
+          }
+          __syncwarp();
+#pragma unroll
+          for (int v = 0; v < 4; ++v) {
+            const int position = v * 8 + lane / 4, offset = offsets[group][i * 2 + position];
+            if (offset >= 0 && filter < a.k) {
+              *reinterpret_cast<float4*>(to + offset + filter) =
+                  *reinterpret_cast<const float4*>(own + position * kTurnPitch + lane % 4 * 4);
+            }
+          }
+        }
+      } else {
+        to += (k0 + row) * a.y_k;
+#pragma unroll
+        for (int i = 0; i < kAcc; i += 4) {
+          const int2 o = *reinterpret_cast<const int2*>(&offsets[group][i * 2 + lane % 4 * 2]);
+#pragma unroll
+          for (int v = 0; v < 4; ++v) {
+            const int offset = v % 2 ? o.y : o.x, k = v / 2 * 8;
+            if (offset >= 0 && k0 + row + k < a.k) to[offset + k * a.y_k] = acc[i + v];
+          }
         }
       }
     }

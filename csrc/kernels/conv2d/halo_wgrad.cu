@@ -13,6 +13,7 @@
 
 #include "halo_split.cuh"
 #include "halo_tiles.cuh"
+#include "halo_wgrad_sum.cuh"
 #include "kernels/common/launch.cuh"
 #include "kernels/common/numeric.cuh"
 #include "kernels/common/wgmma.cuh"
@@ -21,8 +22,6 @@ namespace braze::cuda::halo {
 namespace {
 
 constexpr int kMaxFilterRows = 3;
-constexpr int kTapColumns = 3;
-constexpr int kFilters = 64;
 constexpr int kMaxPixels = 256;
 
 struct WgradPlan {
@@ -33,20 +32,6 @@ struct WgradPlan {
   int shared_bytes;
   dim3 grid;
 };
-
-// The accumulator of filter row `r` into its place: partial[block][r][kCount / 4][thread][4], just
-// as the registers are.
-template <int kCount>
-__device__ __forceinline__ void store_partial(const float (&acc)[kCount], int r, int filter_rows,
-                                              float* partial) {
-  const int64_t block = int64_t{blockIdx.x} * gridDim.y + blockIdx.y;
-  float4* to = reinterpret_cast<float4*>(partial) + (block * filter_rows + r) * (kCount * 32) +
-               threadIdx.x % 128;
-#pragma unroll
-  for (int i = 0; i < kCount; i += 4) {
-    to[i * 32] = float4{acc[i], acc[i + 1], acc[i + 2], acc[i + 3]};
-  }
-}
 
 template <typename T, int kChannelBlock>
 __global__ void __launch_bounds__(kMaxFilterRows * 128 + 32, 1)
@@ -100,7 +85,7 @@ __global__ void __launch_bounds__(kMaxFilterRows * 128 + 32, 1)
     return;
   }
 
-  const int r = warp / 4;
+  const int r = __shfl_sync(~0u, warp / 4, 0);  // in a uniform register, as descriptors must be
   float acc[kColumns / 2];
 #pragma unroll
   for (int i = 0; i < kColumns / 2; ++i) acc[i] = 0;
@@ -209,7 +194,8 @@ __global__ void __launch_bounds__(kMaxFilterRows * 128 + 32, 1)
     return;
   }
 
-  const int r = warp / 4, filter = warp % 4 * 16 + lane / 4;
+  const int r = __shfl_sync(~0u, warp / 4, 0);  // in a uniform register, as descriptors must be
+  const int filter = warp % 4 * 16 + lane / 4;
   float acc[kColumns / 2], tile_sum[kColumns / 2];
 #pragma unroll
   for (int i = 0; i < kColumns / 2; ++i) acc[i] = 0;
@@ -277,46 +263,6 @@ __global__ void __launch_bounds__(kMaxFilterRows * 128 + 32, 1)
 #endif
 }
 
-// dW = sum of the blocks' partial gradients: four at a time as store_partial left them, 32 lanes of
-// a block side by side, eight slices of the parts.
-template <typename T>
-__global__ void __launch_bounds__(256)
-    reduce_kernel(const Args a, int channel_block, int parts, const float* __restrict__ partial,
-                  T* __restrict__ dw) {
-  wait_for_earlier_kernels();
-  __shared__ float4 sums[8][33];
-  const int count = kTapColumns * channel_block / 8;  // of four gradients, in each thread
-  const int size = gridDim.y * a.r * count * 128;     // of each part
-  const int slice = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int item = blockIdx.x * 32 + lane;  // of this block of filters and channels
-  const float4* from = reinterpret_cast<const float4*>(partial) + blockIdx.y * a.r * count * 128;
-  float4 sum{0, 0, 0, 0};
-#pragma unroll 8
-  for (int part = slice; part < parts; part += 8) {
-    const float4 v = from[int64_t{part} * size + item];
-    sum = {sum.x + v.x, sum.y + v.y, sum.z + v.z, sum.w + v.w};
-  }
-  sums[slice][lane] = sum;
-  __syncthreads();
-  // Thread: one of the four, of the items of one lane out of four.
-  if (threadIdx.x >= 128) return;
-  const int part = threadIdx.x % 4, at = threadIdx.x / 4;
-  float total = 0;
-  for (int other = 0; other < 8; ++other) {
-    total += reinterpret_cast<const float*>(&sums[other][at])[part];
-  }
-  const int channel_blocks = (a.c + channel_block - 1) / channel_block;
-  const int of = blockIdx.x * 32 + at, thread = of % 128;
-  const int column = of / 128 % count * 8 + thread % 4 * 2 + part % 2, r = of / 128 / count;
-  const int k =
-      blockIdx.y / channel_blocks * kFilters + thread / 32 * 16 + thread % 32 / 4 + part / 2 * 8;
-  const int s = column / channel_block;
-  const int c = blockIdx.y % channel_blocks * channel_block + column % channel_block;
-  if (k < a.k && c < a.c) {
-    dw[k * a.w_k + c * a.w_c + r * a.w_r + s * a.w_s] = convert<T>(total);
-  }
-}
-
 constexpr int aligned(int bytes) { return (bytes + 1023) / 1024 * 1024; }
 
 // fp32: tiles of at most `pixels` positions; false where one does not fit.
@@ -340,6 +286,15 @@ bool tile_parts(const Conv2dShape& s, int pixels, WgradPlan& plan) {
   return fixed < kSharedBytes && a.stages >= 1;
 }
 
+// One wave of blocks.
+void set_grid(WgradPlan& plan, int element_bytes) {
+  const Args& a = plan.args;
+  const int channel_block = plan.row_bytes / element_bytes;
+  const int blocks = static_cast<int>(ceil_div(a.k, kFilters) * ceil_div(a.c, channel_block));
+  const int wave = std::max(1, sm_count() / blocks);
+  plan.grid = dim3(std::min(a.tiles, wave), blocks);
+}
+
 bool make_plan(const Conv2dShape& s, WgradPlan& plan) {
   plan = {};
   Args& a = plan.args;
@@ -351,8 +306,7 @@ bool make_plan(const Conv2dShape& s, WgradPlan& plan) {
     if (!tile_parts(s, 224, plan) && !tile_parts(s, 112, plan) && !tile_parts(s, 64, plan)) {
       return false;
     }
-    const int blocks = static_cast<int>(ceil_div(a.k, kFilters) * ceil_div(a.c, 32));
-    plan.grid = dim3(std::min(a.tiles, std::max(1, sm_count() / blocks)), blocks);
+    set_grid(plan, 4);
     return true;
   }
   plan.row_bytes = a.c * 2 % 128 == 0 ? 128 : 64;
@@ -367,8 +321,7 @@ bool make_plan(const Conv2dShape& s, WgradPlan& plan) {
   plan.stage_bytes = plan.dy_bytes + aligned(a.plane_rows * plan.row_bytes);
   a.stages = std::min({kMaxStages, (kSharedBytes - 1024) / plan.stage_bytes});
   plan.shared_bytes = 1024 + a.stages * plan.stage_bytes;
-  const int blocks = static_cast<int>(ceil_div(a.k, kFilters) * ceil_div(a.c * 2, plan.row_bytes));
-  plan.grid = dim3(std::min(a.tiles, std::max(1, sm_count() / blocks)), blocks);
+  set_grid(plan, 2);
   return a.stages >= 2;
 }
 
