@@ -136,6 +136,9 @@ void conv(Stream stream, Conv2dPass pass, const Conv2dShape& s, const Tensor4dRe
           const Tensor4dRef& w, const void* bias, bool relu, const Tensor4dRef& out,
           Moments* moments) {
   const bool dgrad = pass == Conv2dPass::kDgrad;
+  if (dgrad && !bias && !relu && !moments && supports_narrow_dgrad(s, w, out)) {
+    return narrow_dgrad(stream, s, in, w, out);
+  }
   Plan plan = make_plan(pass, s);
   Args& a = plan.args;
   a.w_k = dgrad ? w.c : w.n, a.w_c = dgrad ? w.n : w.c, a.w_r = w.h, a.w_s = w.w;

@@ -21,6 +21,12 @@ void conv(Stream stream, Conv2dPass pass, const Conv2dShape& shape, const Tensor
           const Tensor4dRef& w, const void* bias, bool relu, const Tensor4dRef& out,
           Moments* moments);
 
+// The input gradient for few channels, which conv() leaves to this kernel: its own would waste half
+// of the products. supports_narrow_dgrad asks only what supports() does not.
+bool supports_narrow_dgrad(const Conv2dShape& shape, const Tensor4dRef& w, const Tensor4dRef& dx);
+void narrow_dgrad(Stream stream, const Conv2dShape& shape, const Tensor4dRef& dy,
+                  const Tensor4dRef& w, const Tensor4dRef& dx);
+
 // The weight gradient. Deterministic: blocks leave partial sums, added up in a fixed order.
 bool supports_wgrad(const Conv2dShape& shape, const Tensor4dRef& x, const Tensor4dRef& dy);
 int64_t wgrad_workspace_bytes(const Conv2dShape& shape);
