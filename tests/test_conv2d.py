@@ -346,6 +346,8 @@ def test_every_kernel_by_name(device, dtype, case):
 HALO_CASES = [  # n, c, k, h, w, filter, padding
     (3, 32, 64, 14, 14, 3, 1),
     (64, 32, 64, 14, 14, 3, 1),
+    (150, 32, 64, 14, 14, 3, 1),  # several tiles for each warpgroup, in every pass
+    (40, 24, 64, 3, 3, 3, 1),  # several images in a tile
     (5, 64, 64, 13, 11, 3, 1),
     (7, 32, 64, 7, 7, 3, 1),
     (2, 64, 72, 28, 28, 3, 0),
