@@ -37,8 +37,4 @@ __device__ __forceinline__ void tma_multicast_4d(const CUtensorMap* map, uint64_
       : "memory");
 }
 
-__device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
 }  // namespace braze::cuda
