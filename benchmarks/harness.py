@@ -203,14 +203,17 @@ def interleaved(timer, makers, device, warm=False, quick=False):
     if timer.floor is not None:
         candidates["floor"] = timer.floor
     seconds, least, most = (QUICK_BUDGET if quick else BUDGET)[device.type]
-    slowest = 0.0
-    for candidate in candidates.values():
-        slowest = max(slowest, *timer.microseconds([timer.time_once(candidate, warm)]))
-    repeats = int(min(most, max(least, seconds * 1e6 / max(slowest, 1.0))))
+    once = {}
+    for name, candidate in candidates.items():
+        once[name] = max(1.0, timer.microseconds([timer.time_once(candidate, warm)])[0])
+    repeats = int(min(most, max(least, seconds * 1e6 / max(once.values()))))
+    # A very slow one (the first rungs of a ladder) drops out when it has had ten times its share.
+    enough = {name: max(3, 10 * seconds * 1e6 / us) for name, us in once.items()}
     measured = {name: [] for name in candidates}
-    for _ in range(repeats):
+    for i in range(repeats):
         for name, candidate in candidates.items():
-            measured[name].append(timer.time_once(candidate, warm))
+            if i < enough[name]:
+                measured[name].append(timer.time_once(candidate, warm))
     summary = {}
     for name, measurements in measured.items():
         times = timer.microseconds(measurements)

@@ -101,7 +101,8 @@ def ladder_table(rows):
     for row in rows:
         cells = [row[key] for key in ("case", "pass", "dtype", "layout", "candidate")]
         if row["error"]:
-            body.append([*cells, "", "does not take it", ""])
+            refused = row["error"].startswith("RuntimeError")
+            body.append([*cells, "", "does not take it" if refused else row["error"], ""])
         else:
             body.append([*cells, timed(row, "braze"), f"{row['rate']} {row['unit']}", row["ratio"]])
     return table(head, body)
