@@ -1,11 +1,11 @@
 // Rung 5: a thread computes 8 x 8 elements of C: an outer product of 8 elements of A and 8 of B for
 // every step of the depth.
 //
-// 16 loads from shared memory for 64 multiply-adds, which one multiprocessor starts in 16 cycles
-// each: the load unit no longer halves the speed, and other instructions begin to show. The tile of
-// C is 128 x 128. The price is occupancy: 64 sums and their operands leave room for two blocks of
-// 256 threads, a quarter of the threads a multiprocessor can hold; the 64 independent multiply-adds
-// of a thread hide latency instead.
+// 16 loads from shared memory for 64 multiply-adds: a multiprocessor starts either in 16 cycles a
+// warp, so that for the first time loads could keep up, and other instructions begin to show. The
+// tile of C is 128 x 128. The price is occupancy: 64 sums and their operands leave room for two
+// blocks of 256 threads, a quarter of what a multiprocessor holds otherwise (one block in fp64); a
+// thread's 64 independent multiply-adds hide latency instead.
 #pragma once
 
 #include "rung.cuh"
