@@ -4,9 +4,9 @@
 // A warp multiplies 16 x 16 matrices as a whole: each instruction does what took each lane 128
 // multiply-adds (64 for TF32), so that the arithmetic is no longer the bound by far (on an H200 the
 // tensor cores do 15 times as much in bf16 as the CUDA cores in fp32, 7 times in TF32). Feeding
-// them is: fragments come from shared memory at 16 x 16 times 2 bytes each, and a block waits for
-// each of its tiles as in rung 7. The interface hides which lane holds which element; so results
-// have to pass through shared memory to meet the epilogue.
+// them is: a warp loads 6 fragments from shared memory for 8 products, and its block waits for each
+// tile as in rung 7. The interface hides which lane holds which element; so results have to pass
+// through shared memory to meet the epilogue.
 #pragma once
 
 #include <mma.h>
