@@ -44,7 +44,8 @@ __global__ void __launch_bounds__(kThreads, 2)
               [&](int buffer) {
                 multiply_tile<kRowStep, kColumnStep>(as[buffer], bs[buffer], mine.row, mine.column,
                                                      sum);
-              });
+              },
+              [](int) { __syncthreads(); });
   store_pieces<kRowStep, kColumnStep>(p, block, mine.row, mine.column, sum);
 }
 
