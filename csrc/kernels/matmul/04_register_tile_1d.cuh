@@ -23,7 +23,9 @@ __global__ void __launch_bounds__(Tile1d::kThreads)
   // 4 more than a row of B has: 8 deep x 4 wide, as a warp writes a transposed B, is 32 banks.
   __shared__ Acc as[kTile][kDepth + 1], bs[kDepth][kTile + 4];
   const BlockTile block = block_tile<kTile, kTile>(p);
-  const int row = threadIdx.x / kTile * kRows, column = threadIdx.x % kTile;
+  // Every 8th row from here on.
+  constexpr int kRowStep = kTile / kRows;
+  const int row = threadIdx.x / kTile, column = threadIdx.x % kTile;
   using Share = TileShare<kThreads, kTile, kDepth, 1, T>;
   const Share share_a(p.a, block.batch, block.m0), share_b(p.b, block.batch, block.n0);
 
@@ -36,13 +38,13 @@ __global__ void __launch_bounds__(Tile1d::kThreads)
     for (int k = 0; k < kDepth; ++k) {
       const Acc b = bs[k][column];
 #pragma unroll
-      for (int i = 0; i < kRows; ++i) sum[i] += as[row + i][k] * b;
+      for (int i = 0; i < kRows; ++i) sum[i] += as[row + i * kRowStep][k] * b;
     }
     __syncthreads();
   }
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
-    store_element(p, block.batch, block.m0 + row + i, block.n0 + column, sum[i]);
+    store_element(p, block.batch, block.m0 + row + i * kRowStep, block.n0 + column, sum[i]);
   }
 }
 
