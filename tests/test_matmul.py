@@ -262,7 +262,7 @@ def test_every_kernel_by_name(device, dtype):
         if kernel["arch"] == "sm_90a" and torch.cuda.get_device_capability() != (9, 0):
             continue
         with braze.backend(matmul=kernel["name"]):
-            if dtype == torch.float32 and kernel["name"] in ("mma_sync", "wgmma"):
+            if dtype == torch.float32 and kernel["name"] in ("09_wmma", "mma_sync", "wgmma"):
                 with pytest.raises(RuntimeError, match="rounded to TF32, which is not allowed"):
                     braze.matmul(a, b)
                 torch.backends.cuda.matmul.fp32_precision = "tf32"

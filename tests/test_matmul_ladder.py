@@ -35,7 +35,8 @@ def rungs(device, dtype):
     names = [
         kernel["name"]
         for kernel in own_kernels(device)
-        if kernel["arch"] != "sm_90a" and str(dtype).removeprefix("torch.") in kernel["dtypes"]
+        if kernel["arch"] != "sm_90a"
+        and str(dtype).removeprefix("torch.") in kernel["dtypes"].split()
     ]
     assert {"01_naive", "02_reordered" if device == "cpu" else "02_coalesced"} <= set(names)
     return names
