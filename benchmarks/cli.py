@@ -51,6 +51,8 @@ def main(args, root):
                 name = f"ladder_{op}" if is_ladder else op
                 path = results.save(folder, device, name, rows)
                 print(f"written: {path}")
+        if not rows:
+            print(f"{op}: no case for these arguments")
         wrong += sum(bool(row["error"]) for row in rows)
     if wrong:
         print(f"{wrong} rows have no figures: the result was wrong or the call failed, see above")

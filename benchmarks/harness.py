@@ -256,7 +256,8 @@ def rounded(us):
 
 def cells(benchmark, device, args):
     """The (case, dtype, layout) combinations to run."""
-    for case in benchmark.cases[:1] if args.quick else benchmark.cases:
+    wanted = [c for c in benchmark.cases if any(part in c.name for part in args.case or [""])]
+    for case in wanted[:1] if args.quick else wanted:
         if case.gpu_only and device.type == "cpu":
             continue
         for dtype_name in args.dtype or benchmark.dtypes:

@@ -15,7 +15,7 @@ from braze import bench
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import render, results  # noqa: E402
+from benchmarks import ladder, render, results  # noqa: E402
 from benchmarks.cli import OPS  # noqa: E402
 from benchmarks.harness import (  # noqa: E402
     Benchmark,
@@ -56,6 +56,27 @@ def test_rows(device):
         rate = touched * 4 / float(row["braze_us"]) / 1e3
         assert abs(float(row["rate"]) - rate) < 0.01 * rate
         assert row["unit"] == "GB/s"
+
+
+def test_cases_by_name():
+    args = parse("relu", "--quick", "--case", "all", "--case", "tiny")
+    assert list(run_benchmark(small_relu(torch.relu), torch.device("cpu"), args))
+    args = parse("relu", "--quick", "--case", "large")
+    assert not list(run_benchmark(small_relu(torch.relu), torch.device("cpu"), args))
+
+
+def test_the_ladder_leaves_out_slow_kernels(monkeypatch):
+    args = parse("ladder", "matmul", "--quick", "--dtype", "float32", "--case", "64x128")
+    (benchmark,) = importlib.import_module("benchmarks.matmul").BENCHMARKS
+
+    def errors():
+        rows = ladder.run_ladder(benchmark, torch.device("cpu"), args)
+        return {row["candidate"]: row["error"] for row in rows}
+
+    assert set(errors()) == {"auto", "01_naive", "02_reordered", "blocked"}
+    assert not any(errors().values())
+    monkeypatch.setitem(ladder.LIMIT, "cpu", 0.0)
+    assert all("the limit is 0.0 s" in error for error in errors().values())
 
 
 def test_a_wrong_result_is_not_timed(device):

@@ -21,6 +21,9 @@ def add_arguments(parser):
         choices=["float64", "float32", "tf32", "bfloat16", "float16"],
         help="only this precision; may be repeated",
     )
+    parser.add_argument(
+        "--case", action="append", help="only cases whose name contains this; may be repeated"
+    )
     parser.add_argument("--quick", action="store_true", help="few cases and repeats, nothing saved")
     parser.add_argument("--compile", action="store_true", help="time torch.compile of stock too")
     parser.add_argument("--results", type=Path, help="folder of the CSV files and MNIST JSON files")
