@@ -255,7 +255,7 @@ def test_every_kernel_by_name(device, dtype):
     for kernel in kernels:
         # TMA takes rows of multiples of 16 bytes, wgmma for TF32 a depth of a multiple of 4.
         tma = kernel["arch"] == "sm_90a" and kernel["name"] != "wgmma_split"
-        m, k, n = (40, 136, 48) if tma else (37, 130, 41)
+        m, k, n = (80, 136, 96) if tma else (67, 130, 71)
         a, b = randn(m, k, device=device, dtype=dtype), randn(k, n, device=device, dtype=dtype)
         if str(dtype).removeprefix("torch.") not in kernel["dtypes"].split():
             continue
@@ -446,10 +446,14 @@ def test_hopper_kernel_in_linear(device, dtype):
             assert torch.ops.braze.linear(nan, w, b, True, backend="wgmma").isnan().all()
 
 
+SPLIT_KERNELS = ["wgmma_split", "mma_split"]
+
+
+@pytest.mark.parametrize("name", SPLIT_KERNELS)
 @pytest.mark.parametrize("kind", ["normal", "positive", "wide"])
 @pytest.mark.parametrize("transposed", [(0, 0), (0, 1), (1, 0), (1, 1)], ids=str)
-def test_split_fp32(device, transposed, kind):
-    """Products of bf16 parts are as accurate as fp32, for every range and layout."""
+def test_split_fp32(device, transposed, kind, name):
+    """Products of parts are as accurate as fp32, for every range and layout."""
     hopper_only(device)
     for batch, m, n, k in [(1, 300, 520, 1000), (1, 256, 128, 4096), (2, 130, 70, 515)]:
         a = majors(batch, m, k, transposed[0], device, torch.float32)
@@ -459,19 +463,20 @@ def test_split_fp32(device, transposed, kind):
         elif kind == "wide":
             a = a * torch.randint_like(a, -60, 61).exp2()
             b = b * torch.randint_like(b, -60, 61).exp2()
-        with braze.backend(matmul="wgmma_split"):
+        with braze.backend(matmul=name):
             out = braze.matmul(a, b)
             assert torch.equal(out, braze.matmul(a, b))
         assert_by_rule(out, torch.matmul(a, b), torch.matmul(a.double(), b.double()))
 
 
-def test_split_fp32_special_values(device):
+@pytest.mark.parametrize("name", SPLIT_KERNELS)
+def test_split_fp32_special_values(device, name):
     """Infinities and NaN give what fp32 arithmetic gives, and only where they reach."""
     hopper_only(device)
     a, b = torch.randn(300, 512, device=device), torch.randn(512, 260, device=device)
     a[3, 7], a[200, 9], b[100, 250] = float("inf"), float("nan"), float("-inf")
     a[5, 100] = 0.0  # times infinity
-    with braze.backend(matmul="wgmma_split"):
+    with braze.backend(matmul=name):
         out = braze.matmul(a, b)
     reference = a.double() @ b.double()
     assert torch.equal(out.isnan(), reference.isnan())

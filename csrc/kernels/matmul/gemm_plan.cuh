@@ -62,7 +62,9 @@ inline MatmulPlan plan_matmul(const MatmulArgs& p, const GemmKernels& kernels) {
   const int64_t slots = int64_t{sm_count()} * shape.per_sm, count = blocks(shape);
   int64_t splits = 1;
   if (count > 0 && 2 * count <= slots) splits = std::min(slots / count, most_splits);
-  if (shape.tile == TileShape::kDeep) splits = std::min(splits, ceil_div(depth_tiles, kDeepGroups));
+  if (shape.tile == TileShape::kDeep) {
+    splits = std::clamp(ceil_div(depth_tiles, kDeepGroups), int64_t{1}, splits);
+  }
   // A second launch pays where it lets blocks be more and shorter than clusters can, and where the
   // product takes long: blocks that need not start together spread more evenly.
   const int64_t more =

@@ -21,7 +21,10 @@ const KernelEntry kMmaSplitEntry({"matmul", "mma_split", "float32", "sm_80+", tr
                                   "results of long sums"});
 
 const char* mma_split_obstacle(const MatmulArgs& args) {
-  return takes_deep_tiles() ? fp32_obstacle(args) : "it wants 128 KiB of shared memory for a block";
+  if (!takes_deep_tiles()) return "it wants 128 KiB of shared memory for a block";
+  // A product of parts is off by more than fp32's rounding; so is the sum of many.
+  if (args.k < kShortestSplitSum) return "it sums at least 64 products";
+  return fp32_obstacle(args);
 }
 
 template <MatmulPlan (*make_plan)(const MatmulArgs&)>

@@ -42,8 +42,9 @@ void mma_matmul(Stream stream, const MatmulArgs& args, const MatmulPlan& plan, v
   });
 }
 
+constexpr int64_t kShortestSplitSum = 64;
 inline bool prefers_deep_tiles(const MatmulArgs& args) {
-  return args.k >= 64 && plan_mma_matmul(args).tile == TileShape::kDeep;
+  return args.k >= kShortestSplitSum && plan_mma_matmul(args).tile == TileShape::kDeep;
 }
 
 // fp32 in two parts of TF32 has one tile shape; it pays where C is small and deep.

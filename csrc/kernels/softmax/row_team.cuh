@@ -183,9 +183,12 @@ struct OnlineSum {
   }
 
   __device__ Pair<A> operator()(Pair<A> a, Pair<A> b) const {
-    const A maximum = max(a.first, b.first);
-    const A ref = reference(maximum);
-    return {maximum, a.second * exp(a.first - ref) + b.second * exp(b.first - ref)};
+    // The larger first: a fused multiply-add is not symmetric, and all threads of a team have to
+    // get the same bits.
+    const bool in_order = a.first >= b.first;
+    const Pair<A> high = in_order ? a : b, low = in_order ? b : a;
+    const A ref = reference(high.first);
+    return {high.first, low.second * exp(low.first - ref) + high.second * exp(high.first - ref)};
   }
 };
 
