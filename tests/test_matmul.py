@@ -1,5 +1,6 @@
 import copy
 import pickle
+import threading
 
 import pytest
 import torch
@@ -518,6 +519,22 @@ def test_hopper_kernels_in_a_graph(device, backend):
     for actual, wanted in zip(results, expected, strict=True):
         assert torch.equal(actual, wanted)
     assert not results[1].any()
+
+
+def test_first_call_of_a_thread(device):
+    """Tensor maps are made by the driver, to which a new thread has no device yet."""
+    hopper_only(device)
+    a = torch.randn(256, 256, device=device, dtype=torch.bfloat16)
+    results = []
+
+    def run():
+        with braze.backend(matmul="wgmma"):
+            results.append(braze.matmul(a, a))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert_by_rule(results[0], a @ a, a.double() @ a.double())
 
 
 def test_hopper_kernel_runs_where_expected(device):

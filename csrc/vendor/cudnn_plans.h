@@ -344,7 +344,10 @@ class Plans {
         case CUDNN_NUMERICAL_NOTE_NONDETERMINISTIC: return p.shape.deterministic;
         // Up to 70 times less accurate than plain sums in gradients.
         case CUDNN_NUMERICAL_NOTE_FFT:
-        case CUDNN_NUMERICAL_NOTE_WINOGRAD: return p.pass != Conv2dPass::kFprop;
+        case CUDNN_NUMERICAL_NOTE_WINOGRAD:
+        case CUDNN_NUMERICAL_NOTE_WINOGRAD_TILE_4x4:
+        case CUDNN_NUMERICAL_NOTE_WINOGRAD_TILE_6x6:
+        case CUDNN_NUMERICAL_NOTE_WINOGRAD_TILE_13x13: return p.pass != Conv2dPass::kFprop;
         default: return false;
       }
     });

@@ -103,10 +103,20 @@ inline CUtensorMap make_tensor_map(CUtensorMapDataType type, const void* data,
                                                        : CU_TENSOR_MAP_SWIZZLE_32B;
   const uint32_t element_strides[4] = {1, 1, 1, 1};
   CUtensorMap map;
-  const CUresult result =
-      encode(&map, type, 4, const_cast<void*>(data), extents, strides, box, element_strides,
-             CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const auto fill = [&] {
+    return encode(&map, type, 4, const_cast<void*>(data), extents, strides, box, element_strides,
+                  CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  };
+  CUresult result = fill();
+  if (result == CUDA_ERROR_INVALID_CONTEXT) {
+    // The first call of a thread, for example autograd's: only the runtime makes the device's
+    // context the thread's by itself.
+    int device = 0;
+    cudaGetDevice(&device);
+    cudaSetDevice(device);
+    result = fill();
+  }
   if (result != CUDA_SUCCESS) {
     throw std::runtime_error("cuTensorMapEncodeTiled: error " + std::to_string(result));
   }
