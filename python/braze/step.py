@@ -195,7 +195,7 @@ class TrainStep:
         Returns:
             The step itself.
         """
-        if not hasattr(loader, "index_batches"):
+        if not hasattr(loader, "gather_next"):
             raise TypeError(
                 f"TrainStep: expected a braze.data.DeviceLoader, but got {type(loader).__name__}"
             )
@@ -225,10 +225,10 @@ class TrainStep:
             raise RuntimeError("TrainStep: call bind(loader) before epoch()")
         self._epoch_state = self._loader.get_state()
         self._position, self._skip = self._skip, 0
-        order = self._loader.draw()
+        order, batch_size = self._loader.draw(), self._loader.batch_size
         sizes = enumerate(self._loader.batch_sizes())
         for number, size in itertools.islice(sizes, self._position, None):
-            begin = number * self._loader.batch_size
+            begin = number * batch_size
             loss = self._run((size,), gather=True, order=(order, begin))
             self._position += 1
             yield loss

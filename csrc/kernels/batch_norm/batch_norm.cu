@@ -76,8 +76,8 @@ __device__ void for_each_channel(int64_t channels, const F& f) {
 // `units` and `unit` as in merge_moments.
 template <typename A, bool kTraining>
 __global__ void __launch_bounds__(kCoefficientThreads)
-    coefficients_kernel(int64_t channels, const MomentsPartial* __restrict__ partials, int splits,
-                        int64_t units, int64_t unit, ForwardArgs args) {
+    coefficients_kernel(int64_t channels, const MomentsPartial* partials, int splits, int64_t units,
+                        int64_t unit, ForwardArgs args) {
   for_each_channel(channels, [&](int64_t c) {
     if constexpr (kTraining) {
       merge_moments<A>(args, partials, splits, units, unit, c, true);

@@ -245,6 +245,7 @@ struct MmaKernel {
       // The tensor core truncates sums, so that they had better be short.
       for_all([&](int i, int j) {
         float sum[4] = {};
+        mma_m16n8<T>(sum, x[i].rest, y[j].rest);  // counts where the sum is of few products
         mma_m16n8<T>(sum, x[i].rest, y[j].beside);
         mma_m16n8<T>(sum, x[i].beside, y[j].rest);
         mma_m16n8<T>(sum, x[i].first, y[j].first);

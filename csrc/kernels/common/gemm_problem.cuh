@@ -179,8 +179,8 @@ __global__ void __launch_bounds__(Kernel::kThreads, kBlocksPerSm<Kernel>)
 
 // C = epilogue(sum of the splits' parts, in their order).
 template <typename T>
-__global__ void gemm_reduce_kernel(const acc_t<T>* __restrict__ partial, Output<T> out,
-                                   int64_t batch, int m, int n, int splits) {
+__global__ void gemm_reduce_kernel(const acc_t<T>* partial, Output<T> out, int64_t batch, int m,
+                                   int n, int splits) {
   wait_for_earlier_kernels();
   const int64_t quads = (n + 3) / 4, total = batch * m * quads;
   const int64_t stride = int64_t{gridDim.x} * blockDim.x;

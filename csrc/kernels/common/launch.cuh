@@ -115,9 +115,10 @@ void launch_early(void (*kernel)(Params...), dim3 grid, dim3 block, size_t share
                            std::forward<Args>(args)...);
 }
 
-// The first statement of a kernel launched by launch_early(), before it touches global memory:
-// waits until all earlier kernels are done and their writes visible. The next kernel may be
-// scheduled from here on, as far as there is room; it waits in the same way.
+// A kernel launched by launch_early() calls it before it touches global memory: waits until all
+// earlier kernels are done and their writes visible. The next kernel may be scheduled from here on,
+// as far as there is room; it waits in the same way. What such a kernel reads must not come through
+// a const __restrict__ parameter: loads of what never changes may be moved before the wait.
 __device__ __forceinline__ void wait_for_earlier_kernels() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -28,8 +28,7 @@ constexpr int kSumColumns = 32, kSumRows = 8;
 // the last chance to lose accuracy. kSumRows threads share out the terms of a sum.
 template <typename T>
 __global__ void __launch_bounds__(kSumColumns* kSumRows)
-    ordered_sum_kernel(const acc_t<T>* __restrict__ partial, int splits, int64_t n,
-                       T* __restrict__ out) {
+    ordered_sum_kernel(const acc_t<T>* partial, int splits, int64_t n, T* __restrict__ out) {
   wait_for_earlier_kernels();
   __shared__ double parts[kSumRows][kSumColumns];
   const int64_t stride = int64_t{gridDim.x} * kSumColumns;

@@ -30,8 +30,8 @@ constexpr int aligned(int bytes) { return (bytes + 1023) / 1024 * 1024; }
 template <typename T, int kPlanes>
 __global__ void __launch_bounds__(Traits<T, kPlanes>::kThreads, 1)
     dgrad_kernel(const __grid_constant__ CUtensorMap dy_map,
-                 const __grid_constant__ CUtensorMap w_map, const Plan plan,
-                 const T* __restrict__ w, T* __restrict__ dx) {
+                 const __grid_constant__ CUtensorMap w_map, const Plan plan, const T* w,
+                 T* __restrict__ dx) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL  // as has_wgmma() asks
   using Tr = Traits<T, kPlanes>;
   using Op = typename Tr::Op;
@@ -176,7 +176,6 @@ __global__ void __launch_bounds__(Traits<T, kPlanes>::kThreads, 1)
         } else {
           // Sums of few products of parts, so that the tensor cores' truncating additions are few.
           using Pairs = PartPairs<kPlanes>;
-          static_assert(!Tr::kTransposed);
           static_assert(!Tr::kTransposed);
           const uint64_t w_desc = wgmma_descriptor<64>(w_tile, 64 * 64);
 #pragma unroll

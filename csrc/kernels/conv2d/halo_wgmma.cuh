@@ -52,8 +52,8 @@ template <typename T, int kPixels, int kChannelBlock, int kPlanes>
 __global__ void __launch_bounds__(kThreads, 1)
     conv_kernel(const __grid_constant__ CUtensorMap x_map,
                 const __grid_constant__ CUtensorMap w_map,
-                const __grid_constant__ CUtensorMap y_map, const Args a, const T* __restrict__ w,
-                const T* __restrict__ bias, T* __restrict__ y, Moments* __restrict__ moments) {
+                const __grid_constant__ CUtensorMap y_map, const Args a, const T* w, const T* bias,
+                T* __restrict__ y, Moments* __restrict__ moments) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL  // as has_wgmma() asks
   using Op = operand_t<T, kPlanes>;
   using L = Layout<Op, kChannelBlock, kPlanes>;

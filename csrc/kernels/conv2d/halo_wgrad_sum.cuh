@@ -28,9 +28,8 @@ __device__ __forceinline__ void store_partial(const float (&acc)[kCount], int r,
 // dW = sum of the blocks' partial gradients: four at a time as store_partial left them, 32 lanes of
 // a block side by side, eight slices of the parts.
 template <typename T>
-__global__ void __launch_bounds__(256)
-    reduce_kernel(const Args a, int channel_block, int parts, const float* __restrict__ partial,
-                  T* __restrict__ dw) {
+__global__ void __launch_bounds__(256) reduce_kernel(const Args a, int channel_block, int parts,
+                                                     const float* partial, T* __restrict__ dw) {
   wait_for_earlier_kernels();
   __shared__ float4 sums[8][33];
   const int count = kTapColumns * channel_block / 8;  // of four gradients, in each thread

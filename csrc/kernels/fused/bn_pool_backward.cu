@@ -54,8 +54,7 @@ __device__ __forceinline__ T coded(uint32_t code, T a, T b, T c, T d) {
 // A block per part of a channel, as in plane_grad_sums_kernel.
 template <typename T, int V, bool kVector>
 __global__ void __launch_bounds__(kPlaneThreads)
-    pooled_plane_sums_kernel(const T* __restrict__ dy, const T* __restrict__ z,
-                             const uint32_t* __restrict__ codes, const acc_t<T>* __restrict__ mean,
+    pooled_plane_sums_kernel(const T* dy, const T* z, const uint32_t* codes, const acc_t<T>* mean,
                              int64_t steps, int splits, BnPoolSplit split, BnPoolGeometry geometry,
                              GradPartial<acc_t<T>>* __restrict__ partials) {
   wait_for_earlier_kernels();
@@ -107,8 +106,7 @@ __global__ void __launch_bounds__(kPlaneThreads)
 // A block per part of the pooled pixels and tile of channels, as in row_grad_sums_kernel.
 template <typename T, int N>
 __global__ void __launch_bounds__(kSumThreads)
-    pooled_row_sums_kernel(const T* __restrict__ dy, const T* __restrict__ z,
-                           const uint32_t* __restrict__ codes, const acc_t<T>* __restrict__ mean,
+    pooled_row_sums_kernel(const T* dy, const T* z, const uint32_t* codes, const acc_t<T>* mean,
                            RowShape shape, BnPoolSplit split, BnPoolGeometry geometry,
                            GradPartial<acc_t<T>>* __restrict__ partials) {
   using A = acc_t<T>;
@@ -159,10 +157,9 @@ __global__ void __launch_bounds__(kSumThreads)
 // are cut off included: no window covers them, so that they have no gradient of their own.
 template <typename T, int V, bool kVector, bool kTraining>
 __global__ void __launch_bounds__(kPlaneThreads)
-    spread_planes_kernel(const T* __restrict__ dy, const T* __restrict__ z,
-                         const uint32_t* __restrict__ codes, T* __restrict__ dz, int64_t steps,
-                         BnPoolSplit split, BnPoolGeometry geometry, int64_t count,
-                         const GradPartial<acc_t<T>>* __restrict__ partials, int partial_splits,
+    spread_planes_kernel(const T* dy, const T* z, const uint32_t* codes, T* __restrict__ dz,
+                         int64_t steps, BnPoolSplit split, BnPoolGeometry geometry, int64_t count,
+                         const GradPartial<acc_t<T>>* partials, int partial_splits,
                          BackwardArgs args) {
   wait_for_earlier_kernels();
   using A = acc_t<T>;
@@ -230,10 +227,9 @@ __global__ void __launch_bounds__(kPlaneThreads)
 // row_input_grad_kernel.
 template <typename T, int N, bool kTraining>
 __global__ void __launch_bounds__(kSpreadThreads)
-    spread_pixels_kernel(const T* __restrict__ dy, const T* __restrict__ z,
-                         const uint32_t* __restrict__ codes, T* __restrict__ dz, RowShape shape,
-                         BnPoolSplit split, BnPoolGeometry geometry, int64_t count,
-                         const GradPartial<acc_t<T>>* __restrict__ partials, int partial_splits,
+    spread_pixels_kernel(const T* dy, const T* z, const uint32_t* codes, T* __restrict__ dz,
+                         RowShape shape, BnPoolSplit split, BnPoolGeometry geometry, int64_t count,
+                         const GradPartial<acc_t<T>>* partials, int partial_splits,
                          BackwardArgs args) {
   using A = acc_t<T>;
   constexpr bool kFolded = sizeof(T) == 2;

@@ -8,17 +8,17 @@ namespace {
 // y = (z - center) * scale + shift, [c] each.
 template <typename A>
 struct Coefficients {
-  const A* __restrict__ center;
-  const A* __restrict__ scale;
-  const A* __restrict__ shift;
+  const A* center;
+  const A* scale;
+  const A* shift;
 };
 
 constexpr int kPlaneUnrollForward = 4;
 
 template <typename T, int V, bool kVector>
 __global__ void __launch_bounds__(kBnPoolThreads)
-    pool_planes_kernel(const T* __restrict__ z, T* __restrict__ y, uint32_t* __restrict__ codes,
-                       int64_t steps, BnPoolSplit split, FastDiv channels, BnPoolGeometry geometry,
+    pool_planes_kernel(const T* z, T* __restrict__ y, uint32_t* __restrict__ codes, int64_t steps,
+                       BnPoolSplit split, FastDiv channels, BnPoolGeometry geometry,
                        Coefficients<acc_t<T>> k) {
   wait_for_earlier_kernels();
   using A = acc_t<T>;
@@ -69,9 +69,8 @@ __global__ void __launch_bounds__(kBnPoolThreads)
 
 template <typename T, int N>
 __global__ void __launch_bounds__(kBnPoolThreads)
-    pool_pixels_kernel(const T* __restrict__ z, T* __restrict__ y, uint32_t* __restrict__ codes,
-                       int64_t steps, BnPoolSplit split, BnPoolGeometry geometry,
-                       Coefficients<acc_t<T>> k) {
+    pool_pixels_kernel(const T* z, T* __restrict__ y, uint32_t* __restrict__ codes, int64_t steps,
+                       BnPoolSplit split, BnPoolGeometry geometry, Coefficients<acc_t<T>> k) {
   wait_for_earlier_kernels();
   using A = acc_t<T>;
   const int64_t step = blockIdx.x * int64_t{kBnPoolThreads} + threadIdx.x;

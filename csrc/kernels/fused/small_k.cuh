@@ -299,8 +299,8 @@ __device__ __forceinline__ double warp_sum(double v) {
 // The sum of values[i * pitch] for i = first, first + step, ... below count, in this order; many
 // loads at once.
 template <int kAtOnce>
-__device__ __forceinline__ double strided_sum(const double* __restrict__ values, int64_t pitch,
-                                              int first, int step, int count) {
+__device__ __forceinline__ double strided_sum(const double* values, int64_t pitch, int first,
+                                              int step, int count) {
   double sum = 0;
   for (int i = first; i < count; i += kAtOnce * step) {
     double loaded[kAtOnce];

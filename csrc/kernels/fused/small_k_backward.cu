@@ -17,9 +17,8 @@ constexpr int kMaxRun = 4;  // groups of 8 outputs that multiply-adds sum up in 
 // at their maximum from shared memory.
 template <typename Tp, typename T, bool kChannelsLast>
 __global__ void __launch_bounds__(32 * kMaxTileWarps, Tp::K * sizeof(T) <= 36 ? 2 : 1)
-    backward_scalar_kernel(const __grid_constant__ Tiling tiling, bool vectors,
-                           const T* __restrict__ x, const T* __restrict__ dy,
-                           const uint32_t* __restrict__ codes, double* __restrict__ partial) {
+    backward_scalar_kernel(const __grid_constant__ Tiling tiling, bool vectors, const T* x,
+                           const T* dy, const uint32_t* codes, double* __restrict__ partial) {
   wait_for_earlier_kernels();
   constexpr int kSums = Tp::K + 1, kOutputs = 8;
   extern __shared__ __align__(16) unsigned char shared_bytes[];
@@ -132,9 +131,8 @@ __global__ void __launch_bounds__(32 * kMaxTileWarps, Tp::K * sizeof(T) <= 36 ? 
 // block's partial.
 template <typename Tp, typename T>
 __global__ void __launch_bounds__(kFinalizeThreads)
-    backward_finalize_kernel(SmallKShape a, SmallKNorm norm, const T* __restrict__ w,
-                             const double* __restrict__ partial, int blocks, int64_t pitch,
-                             const double* __restrict__ saved, T* __restrict__ dw,
+    backward_finalize_kernel(SmallKShape a, SmallKNorm norm, const T* w, const double* partial,
+                             int blocks, int64_t pitch, const double* saved, T* __restrict__ dw,
                              void* __restrict__ dgamma, void* __restrict__ dbeta,
                              T* __restrict__ dbias) {
   wait_for_earlier_kernels();

@@ -18,9 +18,8 @@ struct Gradients {
   uint32_t codes[4];
 
   __device__ __forceinline__ void load(const Tiling& tiling, int image, const int (&in_plane)[4],
-                                       const bool (&valid)[4], bool vectors, int k,
-                                       const T* __restrict__ dy,
-                                       const uint32_t* __restrict__ words) {
+                                       const bool (&valid)[4], bool vectors, int k, const T* dy,
+                                       const uint32_t* words) {
     const int64_t first = int64_t{image} * tiling.plane;
     words += first * tiling.words + k / 8;
     dy += kChannelsLast ? first * tiling.k + k : (int64_t{image} * tiling.k + k) * tiling.plane;
@@ -78,9 +77,8 @@ __device__ __forceinline__ uint32_t spread(uint32_t first, uint32_t second) {
 // positions side by side.
 template <typename Tp, typename T, bool kChannelsLast>
 __global__ void __launch_bounds__(32 * kMaxTileWarps, kResident)
-    backward_tensor_kernel(const __grid_constant__ Tiling tiling, bool vectors,
-                           const T* __restrict__ x, const T* __restrict__ dy,
-                           const uint32_t* __restrict__ codes, double* __restrict__ partial) {
+    backward_tensor_kernel(const __grid_constant__ Tiling tiling, bool vectors, const T* x,
+                           const T* dy, const uint32_t* codes, double* __restrict__ partial) {
   wait_for_earlier_kernels();
   constexpr int kSums = Tp::K + 1, kRowTiles = (kSums + 15) / 16;
   extern __shared__ __align__(16) unsigned char shared_bytes[];

@@ -24,7 +24,7 @@ struct MomentSums {
   }
 
   // A barrier has to follow.
-  __device__ __forceinline__ void add(const double* __restrict__ partial, int sets) {
+  __device__ __forceinline__ void add(const double* partial, int sets) {
     for (int i = threadIdx.x; i < parts() * Tp::kMoments; i += blockDim.x) {
       sums[i] = strided_sum<18>(partial + i % Tp::kMoments, Tp::kMoments, i / Tp::kMoments, parts(),
                                 sets);
@@ -68,8 +68,7 @@ constexpr int kLeastThreads = 32 * (kMaxTileWarps / 2 + 1);  // of a forward blo
 
 template <typename Tp, typename T>
 __device__ __forceinline__ void prepare_filters(const SmallKShape& a, const SmallKNorm& norm,
-                                                const T* __restrict__ w,
-                                                const double* __restrict__ partial, int sets,
+                                                const T* w, const double* partial, int sets,
                                                 double* __restrict__ saved,
                                                 Filters<Tp, acc_t<T>>& filters) {
   using A = acc_t<T>;

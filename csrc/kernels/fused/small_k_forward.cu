@@ -149,9 +149,9 @@ __device__ __forceinline__ void store_results(const Tiling& tiling, const Place<
 template <typename Tp, typename T, bool kChannelsLast>
 __global__ void __launch_bounds__(32 * kMaxTileWarps, Products<Tp, T>::kBlocks)
     forward_kernel(const __grid_constant__ SmallKShape a, const __grid_constant__ SmallKNorm norm,
-                   const __grid_constant__ Tiling tiling, const T* __restrict__ x,
-                   const T* __restrict__ w, const double* __restrict__ partial, int sets,
-                   double* __restrict__ saved, T* __restrict__ y, uint32_t* __restrict__ codes) {
+                   const __grid_constant__ Tiling tiling, const T* x, const T* w,
+                   const double* partial, int sets, double* __restrict__ saved, T* __restrict__ y,
+                   uint32_t* __restrict__ codes) {
   using A = acc_t<T>;
   using P = Products<Tp, T>;
   using Staged = typename P::Staged;

@@ -88,8 +88,7 @@ inline std::vector<MomentPart> moment_parts(const SmallKShape& a) {
 template <typename Tp, typename T>
 __global__ void __launch_bounds__(kMomentThreads)
     moments_kernel(const __grid_constant__ Tiling tiling, bool right, bool below, int cluster,
-                   const T* __restrict__ x, double* __restrict__ partial,
-                   int64_t* __restrict__ batches) {
+                   const T* x, double* __restrict__ partial, int64_t* __restrict__ batches) {
   using M = MomentTiles<Tp>;
   extern __shared__ double staged[];
   // Where the squares' windows begin in a buffer, in bytes; negative: no square.

@@ -19,8 +19,8 @@ enum class Finish { kDirect, kCluster, kPartials };
 // `partial`. N columns a thread, in one vector.
 template <typename T, int N>
 __global__ void __launch_bounds__(kThreads)
-    column_sum_kernel(const T* __restrict__ x, const T* __restrict__ result, T* __restrict__ masked,
-                      T* __restrict__ out, int64_t m, int64_t n, int splits, Finish finish,
+    column_sum_kernel(const T* x, const T* result, T* __restrict__ masked, T* __restrict__ out,
+                      int64_t m, int64_t n, int splits, Finish finish,
                       acc_t<T>* __restrict__ partial) {
   wait_for_earlier_kernels();
   using Acc = acc_t<T>;

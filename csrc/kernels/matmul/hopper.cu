@@ -4,12 +4,9 @@
 #include "hopper_plan.cuh"
 #include "kernels/common/registry.h"
 #include "kernels/transpose/transpose.h"
+#include "obstacles.h"
 
 namespace braze::cuda::hopper {
-
-void run_bf16(Stream stream, const MatmulArgs& p, const Plan& plan);
-void run_fp16(Stream stream, const MatmulArgs& p, const Plan& plan);
-void run_tf32(Stream stream, const MatmulArgs& p, const Plan& plan);
 
 namespace {
 
@@ -28,15 +25,8 @@ int64_t copy_bytes(const MatmulArgs& p, const Plan& plan) {
 }  // namespace
 
 const char* obstacle(const MatmulArgs& p) {
-  if (p.dtype == DType::kFloat64) return "it takes float32 (as TF32), bfloat16 and float16";
-  if (p.dtype == DType::kFloat32 && !p.allow_tf32) {
-    return "float32 inputs would be rounded to TF32, which is not allowed";
-  }
+  if (const char* why = mma_obstacle(p)) return why;
   if (!has_wgmma()) return kNeedsHopper;
-  constexpr int64_t kLimit = INT_MAX - 1024;  // room for the last tile's overhang
-  if (p.m > kLimit || p.n > kLimit || p.k > kLimit) {
-    return "it indexes rows, columns and depth with 31 bits";
-  }
   if (p.k == 0) return "there is nothing to multiply";
   const Operand a = operand_a(p), b = operand_b(p);
   const int64_t size = size_of(p.dtype);

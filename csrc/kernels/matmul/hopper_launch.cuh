@@ -169,7 +169,6 @@ void launch_shape(Stream stream, const MatmulArgs& p, const Plan& plan) {
   });
 }
 
-// The product for one element type; each .cu beside it compiles one.
 template <typename T>
 void run(Stream stream, const MatmulArgs& p, const Plan& plan) {
   if constexpr (sizeof(T) == 4) {
@@ -177,9 +176,5 @@ void run(Stream stream, const MatmulArgs& p, const Plan& plan) {
   }
   launch_shape<T, false>(stream, p, plan);
 }
-
-void run_bf16(Stream stream, const MatmulArgs& p, const Plan& plan);
-void run_fp16(Stream stream, const MatmulArgs& p, const Plan& plan);
-void run_tf32(Stream stream, const MatmulArgs& p, const Plan& plan);
 
 }  // namespace braze::cuda::hopper

@@ -114,4 +114,9 @@ inline Plan make_plan(const MatmulArgs& p) {
   return best;
 }
 
+// The product for one element type; each .cu beside compiles one.
+void run_bf16(Stream stream, const MatmulArgs& p, const Plan& plan);
+void run_fp16(Stream stream, const MatmulArgs& p, const Plan& plan);
+void run_tf32(Stream stream, const MatmulArgs& p, const Plan& plan);
+
 }  // namespace braze::cuda::hopper

@@ -4,6 +4,7 @@
 #include "hopper_launch.cuh"
 #include "kernels/common/gemm_problem.cuh"
 #include "kernels/common/registry.h"
+#include "obstacles.h"
 
 namespace braze::cuda::hopper {
 namespace {
@@ -94,12 +95,8 @@ void launch_split(Stream stream, const CUtensorMap& row_map, const CUtensorMap& 
 }  // namespace
 
 const char* split_obstacle(const MatmulArgs& p) {
-  if (p.dtype != DType::kFloat32) return "it takes float32";
+  if (const char* why = fp32_obstacle(p)) return why;
   if (!has_wgmma()) return kNeedsHopper;
-  constexpr int64_t kLimit = INT_MAX - 1024;  // room for the last tile's overhang
-  if (p.m > kLimit || p.n > kLimit || p.k > kLimit) {
-    return "it indexes rows, columns and depth with 31 bits";
-  }
   if (p.k == 0) return "there is nothing to multiply";
   const Operand a = operand_a(p), b = operand_b(p);
   for (const Operand& o : {a, b}) {
