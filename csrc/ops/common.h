@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "kernels/common/types.h"
+#include "ops/huge_pages.h"
 
 extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index,
                                                              void** ret_stream);
@@ -157,7 +158,13 @@ inline Tensor empty_strided(const int64_t* sizes, const int64_t* strides, int64_
   AtenTensorHandle result;
   TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(dim, sizes, strides, dtype_number, device_type,
                                                   device_index, &result));
-  return Tensor(result);
+  const Tensor tensor(result);
+#ifndef BRAZE_CUDA
+  int64_t bytes;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(result, &bytes));
+  if (bytes >= kHugePageBytes) prefer_huge_pages(tensor.mutable_data_ptr(), bytes);
+#endif
+  return tensor;
 }
 
 // Dense, the dimensions in memory in the order `inner_to_outer`.
