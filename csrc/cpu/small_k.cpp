@@ -4,92 +4,57 @@
 
 #include <algorithm>
 #include <cmath>
-#include <mutex>
 #include <vector>
 
 #include "cpu/numeric.h"
 #include "cpu/parallel.h"
+#include "cpu/small_k_gradient.h"
+#include "cpu/small_k_image.h"
 #include "kernels/common/registry.h"
 
 namespace braze::cpu {
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int kVectorBytes = 64;
-#elif defined(__AVX2__)
-constexpr int kVectorBytes = 32;
-#else
-constexpr int kVectorBytes = 16;
-#endif
+constexpr int kPairGroup = 4;  // products of one tap with others that are summed together
 
-template <typename A>
-struct Lanes {
-  static constexpr int kCount = kVectorBytes / sizeof(A);
-  typedef A Vector __attribute__((vector_size(kVectorBytes)));
-  // Loads and stores of vectors that need no alignment.
-  typedef A Unaligned __attribute__((vector_size(kVectorBytes), aligned(sizeof(A))));
-};
-
-// One image with its zero padding, and where each filter tap reads in it.
-template <typename A>
-struct PaddedImage {
-  explicit PaddedImage(const SmallKShape& a)
-      : height(a.p + a.r - 1), pitch(a.q + a.s - 1), values(a.c * height * pitch) {
-    for (int64_t c = 0; c < a.c; ++c) {
-      for (int64_t r = 0; r < a.r; ++r) {
-        for (int64_t s = 0; s < a.s; ++s) taps.push_back((c * height + r) * pitch + s);
-      }
-    }
+// sums[j] += the sum over a patch's positions of pixel i * pixel j, for kPairGroup pixels at
+// offsets[j]; returns the sum of pixel i, at `offset`.
+double sum_products(const SmallKShape& a, const PaddedImage<double>& image, int64_t offset,
+                    const int64_t* offsets, double* sums) {
+  using V = vec_t<double>;
+  using Mask = decltype(V{} == V{});
+  constexpr int64_t kL = kLanes<double>;
+  // Lanes beyond a row's last position are zeroed on both sides: they may hold inf or NaN.
+  const int64_t full = a.q / kL * kL;
+  Mask tail;
+  for (int64_t l = 0; l < kL; ++l) tail[l] = full + l < a.q ? -1 : 0;
+  const auto at = [&](int64_t i, bool whole) {
+    const V v = load<V>(&image.values[i]);
+    return whole ? v : reinterpret_cast<V>(reinterpret_cast<Mask>(v) & tail);
+  };
+  V plain{}, products[kPairGroup] = {};
+  for (int64_t p = 0; p < a.p; ++p) {
+    const auto add = [&](int64_t position, bool whole) {
+      const V v = at(offset + position, whole);
+      plain += v;
+#pragma GCC unroll 4
+      for (int j = 0; j < kPairGroup; ++j) products[j] += v * at(offsets[j] + position, whole);
+    };
+    const int64_t row = p * image.pitch;
+    for (int64_t q = 0; q < full; q += kL) add(row + q, true);
+    if (full < a.q) add(row + full, false);
   }
-
-  template <typename T>
-  void load(const SmallKShape& a, const T* x, int64_t n) {
-    for (int64_t c = 0; c < a.c; ++c) {
-      for (int64_t h = 0; h < std::min(a.h, height - a.pad_h); ++h) {
-        const T* row = x + n * a.x_n + c * a.x_c + h * a.x_h;
-        A* out = values.data() + (c * height + h + a.pad_h) * pitch + a.pad_w;
-        const int64_t width = std::min(a.w, pitch - a.pad_w);
-        for (int64_t w = 0; w < width; ++w) out[w] = static_cast<A>(row[w * a.x_w]);
-      }
-    }
+  double sum = 0;
+  for (int64_t l = 0; l < kL; ++l) {
+    sum += plain[l];
+    for (int j = 0; j < kPairGroup; ++j) sums[j] += products[j][l];
   }
-
-  int64_t height, pitch;
-  std::vector<A> values;
-  std::vector<int64_t> taps;
-};
-
-// Adds this thread's sums to the shared ones in the order of the ranges, whichever thread finishes
-// first, so that the result does not depend on scheduling. (Ranges depend on the thread count.)
-class OrderedSum {
- public:
-  explicit OrderedSum(int64_t size) : size_(size) {}
-  void add(int64_t range_begin, std::vector<double> sums) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    parts_.emplace_back(range_begin, std::move(sums));
-  }
-  std::vector<double> total() {
-    std::sort(parts_.begin(), parts_.end(),
-              [](const auto& a, const auto& b) { return a.first < b.first; });
-    std::vector<double> sum(size_);
-    for (const auto& part : parts_) {
-      for (int64_t i = 0; i < size_; ++i) sum[i] += part.second[i];
-    }
-    return sum;
-  }
-
- private:
-  int64_t size_;
-  std::mutex mutex_;
-  std::vector<std::pair<int64_t, std::vector<double>>> parts_;
-};
+  return sum;
+}
 
 // Sums of p_i and p_i p_j (j >= i) over all patches.
 template <typename T>
 std::vector<double> moments(const SmallKShape& a, const T* x) {
-  using V = Lanes<double>::Vector;
-  using U = Lanes<double>::Unaligned;
-  constexpr int64_t kLanes = Lanes<double>::kCount;
   const int64_t taps = a.c * a.r * a.s, size = taps + taps * (taps + 1) / 2;
   OrderedSum result(size);
   parallel_for(0, a.n, 8, [&](int64_t first, int64_t last) {
@@ -97,33 +62,16 @@ std::vector<double> moments(const SmallKShape& a, const T* x) {
     std::vector<double> sums(size);
     for (int64_t n = first; n < last; ++n) {
       image.load(a, x, n);
-      const auto row_sum = [&](int64_t i, auto&& term) {
-        V vector_sum{};
-        double tail = 0;
-        for (int64_t p = 0; p < a.p; ++p) {
-          const int64_t row = image.taps[i] + p * image.pitch;
-          int64_t q = 0;
-          for (; q + kLanes <= a.q; q += kLanes) {
-            vector_sum += term(*reinterpret_cast<const U*>(&image.values[row + q]), row + q);
-          }
-          for (; q < a.q; ++q) tail += term(image.values[row + q], row + q);
-        }
-        for (int64_t l = 0; l < kLanes; ++l) tail += vector_sum[l];
-        return tail;
-      };
       int64_t pair = taps;
       for (int64_t i = 0; i < taps; ++i) {
-        sums[i] += row_sum(i, [](auto v, int64_t) { return v; });
-        for (int64_t j = i; j < taps; ++j) {
-          const double* other = image.values.data() + (image.taps[j] - image.taps[i]);
-          sums[pair++] += row_sum(i, [&](auto v, int64_t at) {
-            using Value = decltype(v);
-            if constexpr (sizeof(Value) == sizeof(double)) {
-              return v * other[at];
-            } else {
-              return v * *reinterpret_cast<const U*>(other + at);
-            }
-          });
+        for (int64_t j = i; j < taps; j += kPairGroup) {
+          const int64_t count = std::min<int64_t>(kPairGroup, taps - j);
+          int64_t offsets[kPairGroup] = {};  // of no use beyond `count`
+          std::copy_n(&image.taps[j], count, offsets);
+          double products[kPairGroup] = {};
+          const double sum = sum_products(a, image, image.taps[i], offsets, products);
+          if (j == i) sums[i] += sum;
+          for (int64_t l = 0; l < count; ++l) sums[pair++] += products[l];
         }
       }
     }
@@ -191,52 +139,68 @@ void finalize(const SmallKShape& a, const SmallKNorm& norm, const T* x, const T*
   }
 }
 
-// Convolution, normalisation, ReLU and pooling of one image's pooled row `p` for the filters of one
-// vector: values and codes, lane by lane.
+// Convolution, normalisation, ReLU and pooling at one window for the filters of one vector.
 template <typename A>
 struct PooledPixel {
-  using V = typename Lanes<A>::Vector;
+  using V = vec_t<A>;
+  using Positions = typename PooledImage<A>::Positions;
   V best;
-  decltype(V{} > V{}) code;
+  Positions code;
 
   PooledPixel(const PaddedImage<A>& image, int64_t offset, const V* weights, V scale, V shift) {
     V z0{}, z1{}, z2{}, z3{};
     const A* origin = image.values.data() + offset;
-    for (size_t t = 0; t < image.taps.size(); ++t) {
-      const A* at = origin + image.taps[t];
+    const int64_t* taps = image.taps.data();
+    const int64_t count = static_cast<int64_t>(image.taps.size()), pitch = image.pitch;
+    for (int64_t t = 0; t < count; ++t) {
+      const A* at = origin + taps[t];
       z0 += weights[t] * at[0];
       z1 += weights[t] * at[1];
-      z2 += weights[t] * at[image.pitch];
-      z3 += weights[t] * at[image.pitch + 1];
+      z2 += weights[t] * at[pitch];
+      z3 += weights[t] * at[pitch + 1];
     }
     best = z0 * scale + shift;
-    code = decltype(code){};
+    code = Positions{};
     const V others[3] = {z1 * scale + shift, z2 * scale + shift, z3 * scale + shift};
     for (int i = 0; i < 3; ++i) {
       // torch's rule: the first maximum wins, and NaN beats every number.
       const auto wins = (others[i] > best) | ((others[i] != others[i]) & (best == best));
       best = wins ? others[i] : best;
-      code = wins ? decltype(code){} + (i + 1) : code;
+      code = wins ? Positions{} + (i + 1) : code;
     }
     const auto dead = best <= V{};
     best = dead ? V{} : best;
-    code = dead ? decltype(code){} + 4 : code;
+    code = dead ? Positions{} + 4 : code;
   }
 };
+
+// The pooled image to memory, in torch's layout.
+template <typename T>
+void store_image(const SmallKShape& a, const PooledImage<acc_t<T>>& image, T* y) {
+  const int64_t row = a.channels_last ? a.k : 1, column = a.channels_last ? 1 : image.pixels;
+  if constexpr (std::is_same_v<T, acc_t<T>>) {
+    if (!a.channels_last) {
+      return copy_matrix(y, image.pixels, image.values.data(), 1, image.width, a.k, image.pixels);
+    }
+  }
+  for (int64_t i = 0; i < image.pixels; ++i) {
+    const acc_t<T>* from = &image.values[i * image.width];
+    for (int64_t k = 0; k < a.k; ++k) y[i * row + k * column] = T(from[k]);
+  }
+}
 
 template <typename T>
 void forward(const SmallKShape& a, const T* x, const T* w, const double* scale_shift, T* y,
              uint32_t* codes) {
   using A = acc_t<T>;
-  using V = typename Lanes<A>::Vector;
-  constexpr int64_t kLanes = Lanes<A>::kCount;
-  const int64_t taps = a.c * a.r * a.s, vectors = ceil_div(a.k, kLanes);
-  const int64_t pooled_h = a.p / 2, pooled_w = a.q / 2, plane = pooled_h * pooled_w;
-  const int64_t k_words = ceil_div(a.k, 8);
+  using V = vec_t<A>;
+  using Pooled = PooledImage<A>;
+  constexpr int64_t kL = kLanes<A>;
+  const int64_t taps = a.c * a.r * a.s, vectors = ceil_div(a.k, kL);
   // Weights by tap with filters in the lanes; lanes beyond the last filter hold zeros.
   std::vector<V> weights(vectors * taps), scale(vectors), shift(vectors);
   for (int64_t k = 0; k < a.k; ++k) {
-    const int64_t v = k / kLanes, lane = k % kLanes;
+    const int64_t v = k / kL, lane = k % kL;
     for (int64_t t = 0; t < taps; ++t) {
       weights[v * taps + t][lane] = static_cast<A>(w[k * taps + t]);
     }
@@ -245,100 +209,27 @@ void forward(const SmallKShape& a, const T* x, const T* w, const double* scale_s
   }
   parallel_for(0, a.n, 2, [&](int64_t first, int64_t last) {
     PaddedImage<A> image(a);
-    std::vector<T> row(pooled_w * a.k);
-    std::vector<uint8_t> row_codes(k_words * 8);
+    Pooled pooled(a);
     for (int64_t n = first; n < last; ++n) {
       image.load(a, x, n);
-      for (int64_t p = 0; p < pooled_h; ++p) {
-        T* out = a.channels_last ? y + (n * plane + p * pooled_w) * a.k : row.data();
-        for (int64_t q = 0; q < pooled_w; ++q) {
-          for (int64_t v = 0; v < vectors; ++v) {
-            const PooledPixel<A> pixel(image, 2 * p * image.pitch + 2 * q, &weights[v * taps],
-                                       scale[v], shift[v]);
-            const int64_t lanes = std::min(kLanes, a.k - v * kLanes);
-            for (int64_t l = 0; l < lanes; ++l) out[q * a.k + v * kLanes + l] = T(pixel.best[l]);
-            for (int64_t l = 0; l < lanes; ++l) {
-              row_codes[v * kLanes + l] = static_cast<uint8_t>(pixel.code[l]);
-            }
-          }
-          uint32_t* words = codes + (n * plane + p * pooled_w + q) * k_words;
-          for (int64_t i = 0; i < k_words; ++i) {
-            uint32_t word = 0;
-            for (int j = 0; j < 8; ++j) word |= uint32_t{row_codes[i * 8 + j]} << (4 * j);
-            words[i] = word;
-          }
-        }
-        if (!a.channels_last) {
-          for (int64_t k = 0; k < a.k; ++k) {
-            T* to = y + (n * a.k + k) * plane + p * pooled_w;
-            for (int64_t q = 0; q < pooled_w; ++q) to[q] = row[q * a.k + k];
-          }
-        }
+      T* result = y + n * a.k * pooled.pixels;
+      A* values = pooled.values.data();
+      if constexpr (std::is_same_v<T, A>) {
+        if (pooled.template matches<T>(a)) values = result;
       }
-    }
-  });
-}
-
-// Q [k][taps] and S1 [k] of small_k.h: per pooled row in T's accumulation type, in total in fp64.
-template <typename T>
-std::vector<double> gradient_sums(const SmallKShape& a, const T* x, const T* dy,
-                                  const uint32_t* codes) {
-  using A = acc_t<T>;
-  using V = typename Lanes<A>::Vector;
-  constexpr int64_t kLanes = Lanes<A>::kCount;
-  const int64_t taps = a.c * a.r * a.s, vectors = ceil_div(a.k, kLanes);
-  const int64_t pooled_h = a.p / 2, pooled_w = a.q / 2, plane = pooled_h * pooled_w;
-  const int64_t k_words = ceil_div(a.k, 8);
-  const int64_t size = a.k * (taps + 1);
-  OrderedSum result(size);
-  parallel_for(0, a.n, 2, [&](int64_t first, int64_t last) {
-    PaddedImage<A> image(a);
-    std::vector<double> total(size);
-    // The row's gradient by window position: zero in the three positions that lost.
-    std::vector<V> grads(pooled_w * 4), sums(taps + 1);
-    for (int64_t n = first; n < last; ++n) {
-      image.load(a, x, n);
-      for (int64_t p = 0; p < pooled_h; ++p) {
+      for (int64_t i = 0; i < pooled.pixels; ++i) {
+        const int64_t corner = 2 * (i / pooled.q * image.pitch + i % pooled.q);
         for (int64_t v = 0; v < vectors; ++v) {
-          const int64_t lanes = std::min(kLanes, a.k - v * kLanes);
-          std::fill(grads.begin(), grads.end(), V{});
-          for (int64_t q = 0; q < pooled_w; ++q) {
-            const int64_t in_plane = p * pooled_w + q;
-            const uint32_t* words = codes + (n * plane + in_plane) * k_words;
-            for (int64_t l = 0; l < lanes; ++l) {
-              const int64_t k = v * kLanes + l;
-              const uint32_t code = words[k / 8] >> (4 * (k % 8)) & 7;
-              if (code == 4) continue;
-              grads[q * 4 + code][l] =
-                  static_cast<A>(a.channels_last ? dy[(n * plane + in_plane) * a.k + k]
-                                                 : dy[(n * a.k + k) * plane + in_plane]);
-            }
-          }
-          V s1{};
-          for (const V& g : grads) s1 += g;
-          sums[taps] = s1;
-          for (int64_t t = 0; t < taps; ++t) {
-            V sum{};
-            const A* at = image.values.data() + 2 * p * image.pitch + image.taps[t];
-            for (int64_t q = 0; q < pooled_w; ++q) {
-              sum += grads[q * 4] * at[2 * q];
-              sum += grads[q * 4 + 1] * at[2 * q + 1];
-              sum += grads[q * 4 + 2] * at[2 * q + image.pitch];
-              sum += grads[q * 4 + 3] * at[2 * q + image.pitch + 1];
-            }
-            sums[t] = sum;
-          }
-          for (int64_t t = 0; t <= taps; ++t) {
-            for (int64_t l = 0; l < lanes; ++l) {
-              total[(v * kLanes + l) * (taps + 1) + t] += static_cast<double>(sums[t][l]);
-            }
-          }
+          const PooledPixel<A> pixel(image, corner, &weights[v * taps], scale[v], shift[v]);
+          store(values + i * pooled.width + v * kL, pixel.best);
+          store(&pooled.codes[i * pooled.codes_width + v * kL],
+                __builtin_convertvector(pixel.code, typename Pooled::Codes));
         }
       }
+      if (!pooled.template matches<T>(a)) store_image(a, pooled, result);
+      pooled.pack_codes(codes + n * pooled.pixels * pooled.words);
     }
-    result.add(first, std::move(total));
   });
-  return result.total();
 }
 
 template <typename F>
