@@ -1,4 +1,5 @@
-// Implicit GEMM for fprop and dgrad: filters x pixels = packed weights x windows of a slab.
+// Implicit GEMM for fprop and dgrad: filters x pixels = packed weights x windows of a slab. Pixels
+// are across the lanes; or filters are, where the result wants them adjacent (channels_last).
 // The input gradient of a strided convolution is a set of such convolutions, one for each residue
 // of the input position, with the taps that reach it.
 #pragma once
@@ -29,12 +30,43 @@ struct Convolution {
 
 // What fits in the second-level cache beside each other, in elements: a slab and the accumulators.
 constexpr int64_t kSlabElements = 32768, kBlockPixels = 512, kBlockFilters = 64;
+// Steps of the reduction for which filters across the lanes keep their weights in the first-level
+// cache: 12 KiB of two vectors.
+constexpr int64_t kFilterDepth = 96;
+
+// Rows of an output cut into tiles of one width; the last one may overlap the one before.
+struct RowTiles {
+  explicit RowTiles(int64_t columns)
+      : columns(columns),
+        count(ceil_div(columns, kMostPixels)),
+        width(count ? ceil_div(columns, count) : 0) {}
+  int64_t begin(int64_t i) const { return std::min(i * width, columns - width); }
+
+  int64_t columns, count, width;
+};
+
+// Whether filters go across the lanes: not where many of these would be idle, or rows are short.
+template <typename Acc>
+bool takes_filter_lanes(const Convolution& conv) {
+  const int64_t padded = round_up(conv.filters, kLanes<Acc>);
+  return conv.dst_strides.c == 1 && conv.w.out >= kLeastPixels && conv.taps() > 0 &&
+         conv.channels > 0 && padded * 4 <= conv.filters * 5;
+}
+
+// Filters of a panel of packed weights.
+template <typename Acc>
+int64_t panel_filters(const Convolution& conv, bool filter_lanes) {
+  if (!filter_lanes) return panel_rows(conv.filters);
+  return ceil_div(conv.filters, kLanes<Acc>) % 2 == 0 ? 2 * kLanes<Acc> : kLanes<Acc>;
+}
 
 // How a convolution is cut into tasks, and the sizes in elements of what they use.
 template <typename Acc>
 struct ConvolutionPlan {
   explicit ConvolutionPlan(const Convolution& conv)
-      : rows(panel_rows(conv.filters)),
+      : filter_lanes(takes_filter_lanes<Acc>(conv)),
+        rows(panel_filters<Acc>(conv, filter_lanes)),
+        tiles(conv.w.out),
         block_filters(round_up(std::min(kBlockFilters, conv.filters), rows)),
         block_rows(std::min(conv.h.out, ceil_div(kBlockPixels, conv.w.out + conv.w.halo))),
         packed_filters(round_up(conv.filters, rows)),
@@ -48,7 +80,7 @@ struct ConvolutionPlan {
     block_channels = std::max<int64_t>(1, std::min(kSlabElements / pixels, conv.channels));
     slab_size = round_up(block_channels * shape.pixels() + kMaxPanelWidth<Acc>, 16);
     const int64_t grid = round_up((block_rows - 1) * shape.pitch + conv.w.out, kLanes<Acc>);
-    acc_size = block_filters * grid;
+    acc_size = block_filters * (filter_lanes ? block_rows * tiles.count * tiles.width : grid);
     // The epilogue of channels_last results transposes a row of pixels.
     row_size = round_up(conv.w.out * block_filters, 16);
   }
@@ -62,7 +94,9 @@ struct ConvolutionPlan {
   int64_t scratch() const { return slab_size + acc_size + row_size; }
   int64_t bytes() const { return (packed_size + num_threads() * scratch()) * sizeof(Acc); }
 
-  int rows;  // of a panel of weights
+  bool filter_lanes;
+  int64_t rows;    // of a panel of weights
+  RowTiles tiles;  // filters across the lanes: of a row of pixels
   int64_t block_filters, block_rows, packed_filters, packed_size;
   int64_t block_channels, slab_size, acc_size, row_size;
 };
@@ -147,16 +181,59 @@ class Convolve {
                 first_row, 0);
       // Read by the last panel, beyond the last pixel, and multiplied into unused results.
       std::fill_n(slab + channels * shape_.pixels(), kLanes<Acc>, Acc(0));
-      for (int64_t p = 0; p < channels * conv_.taps(); p += kDepth) {
-        const int64_t steps = std::min(kDepth, channels * conv_.taps() - p);
+      const int64_t most_steps = plan_.filter_lanes ? kFilterDepth : kDepth;
+      for (int64_t p = 0; p < channels * conv_.taps(); p += most_steps) {
+        const int64_t steps = std::min(most_steps, channels * conv_.taps() - p);
         const int64_t first = c * conv_.taps() + p;
         for (int64_t f = 0; f < filters; f += plan_.rows) {
-          multiply(weights + f * depth + first * plan_.rows, steps, slab, offsets_.data() + p,
-                   panels, acc + f * ld, first > 0);
+          const Acc* panel = weights + f * depth + first * plan_.rows;
+          if (plan_.filter_lanes) {
+            multiply_rows(panel, steps, slab, offsets_.data() + p, rows, acc + f, first > 0);
+          } else {
+            multiply(panel, steps, slab, offsets_.data() + p, panels, acc + f * ld, first > 0);
+          }
         }
       }
     }
-    store(acc, ld, image, group * conv_.filters + first_filter, filters, first_row, rows);
+    const int64_t filter = group * conv_.filters + first_filter;
+    if (plan_.filter_lanes) {
+      store_rows(acc, image, filter, filters, first_row, rows);
+    } else {
+      store(acc, ld, image, filter, filters, first_row, rows);
+    }
+  }
+
+  // One panel of filters, across the lanes, against all pixels. Accumulators: [row][tile][pixel of
+  // the tile][plan_.block_filters].
+  void multiply_rows(const Acc* a, int64_t steps, const Acc* slab, const int64_t* offsets,
+                     int64_t rows, Acc* acc, bool accumulate) const {
+    const RowTiles& tiles = plan_.tiles;
+    const int64_t ld = plan_.block_filters;
+    with_pixels(tiles.width, plan_.rows / kLanes<Acc>, [&](auto pixels_tag, auto vecs_tag) {
+      for (int64_t i = 0; i < rows; ++i) {
+        for (int64_t tile = 0; tile < tiles.count; ++tile, acc += tiles.width * ld) {
+          const Acc* b = slab + i * shape_.pitch + tiles.begin(tile);
+          broadcast_kernel<Acc, pixels_tag, vecs_tag>(
+              steps, a, [b, offsets](int64_t p) { return b + offsets[p]; }, acc, ld, accumulate);
+        }
+      }
+    });
+  }
+
+  void store_rows(const Acc* acc, int64_t image, int64_t filter, int64_t filters, int64_t first_row,
+                  int64_t rows) const {
+    const Tensor4dRef& d = conv_.dst_strides;
+    const RowTiles& tiles = plan_.tiles;
+    T* dst = static_cast<T*>(conv_.dst) + image * d.n + filter + first_row * d.h;
+    const T* bias = conv_.bias ? static_cast<const T*>(conv_.bias) + filter : nullptr;
+    for (int64_t i = 0; i < rows; ++i) {
+      for (int64_t tile = 0; tile < tiles.count; ++tile) {
+        T* to = dst + i * d.h + tiles.begin(tile) * d.w;
+        for (int64_t j = 0; j < tiles.width; ++j, to += d.w, acc += plan_.block_filters) {
+          for (int64_t f = 0; f < filters; ++f) to[f] = T(bias ? acc[f] + Acc(bias[f]) : acc[f]);
+        }
+      }
+    }
   }
 
   // One panel of filters against all pixels.
@@ -164,7 +241,7 @@ class Convolve {
                 const Panels<Acc>& panels, Acc* acc, bool accumulate) const {
     for (int64_t j = 0; j < panels.count(); ++j) {
       const Acc* b = slab + panels.begin(j);
-      with_tile(plan_.rows, panels.vecs(j), [&](auto rows_tag, auto vecs_tag) {
+      with_tile(static_cast<int>(plan_.rows), panels.vecs(j), [&](auto rows_tag, auto vecs_tag) {
         micro_kernel<Acc, rows_tag, vecs_tag>(
             steps, a, [b, offsets](int64_t p) { return b + offsets[p]; }, acc + panels.begin(j),
             panels.padded(), accumulate);

@@ -118,11 +118,12 @@ class ComputeWeightGradient {
       std::fill_n(slab + g_.channels * shape_.pixels(), kL, Acc(0));
     }
     Acc* packed = slab + plan_.slab_size;
-    DyRef from{packed, filter_stride(), plan_.padded_width};
-    if (!plan_.pixel_lanes || !readable_in_place(dy, image, &from)) pack_dy(packed, dy, rows);
+    DyRef from{packed, filter_stride(), plan_.padded_width, 1};
+    if (!plan_.pixel_lanes) from.row *= from.pixel = plan_.rows;
+    if (!readable_in_place(dy, image, &from)) pack_dy(packed, dy, rows);
     const Panels<Acc> panels(static_cast<int64_t>(offsets_.size()) * kL);
     for (int64_t f = 0; f < g_.filters; f += plan_.rows) {
-      const DyRef panel{from.data + f * from.filter, from.filter, from.row};
+      const DyRef panel{from.data + f * from.filter, from.filter, from.row, from.pixel};
       for (int64_t j = 0; j < panels.count(); ++j) {
         with_tile(plan_.rows, panels.vecs(j), [&](auto rows_tag, auto vecs_tag) {
           const int64_t* offsets = offsets_.data() + panels.begin(j) / kL;
@@ -130,31 +131,36 @@ class ComputeWeightGradient {
           if (plan_.pixel_lanes) {
             pixel_lanes_kernel<rows_tag, vecs_tag>(rows, panel, slab, offsets, tile);
           } else {
-            channel_lanes_kernel<rows_tag, vecs_tag>(rows, panel.data, slab, offsets, tile);
+            channel_lanes_kernel<rows_tag, vecs_tag>(rows, panel, slab, offsets, tile);
           }
         });
       }
     }
   }
 
-  // Rows of pixels of dy, for pixels across the lanes.
+  // Where the kernels read dy.
   struct DyRef {
     const Acc* data;
-    int64_t filter, row;  // strides
+    int64_t filter, row, pixel;  // strides; the kernels take that of the lanes' dimension as 1
   };
 
-  // Whether rows of dy can be read where they are: of the accumulation type, contiguous, full
-  // panels of filters, and with memory to read (and ignore) after the last row, which the next
-  // image provides.
+  // Whether dy can be read where it is: in the accumulation type and full panels of filters.
+  // Channels across the lanes: filters adjacent. Pixels across the lanes: planes without gaps, and
+  // memory to read (and ignore) after the last row, which the next image provides.
   bool readable_in_place(const T* dy, int64_t image, DyRef* ref) const {
     if constexpr (std::is_same_v<T, Acc>) {
+      if (g_.filters % plan_.rows != 0) return false;
+      if (!plan_.pixel_lanes) {
+        if (g_.dy.c != 1) return false;
+        *ref = {dy, 1, g_.dy.h, g_.dy.w};
+        return true;
+      }
       const int64_t plane = g_.h.out * g_.w.out;
       if (g_.dy.w != 1 || g_.dy.h != g_.w.out || g_.dy.c != plane ||
-          g_.dy.n < plane * g_.filters * g_.groups || g_.filters % plan_.rows != 0 ||
-          image + 1 >= g_.images || g_.dy.n < kL) {
+          g_.dy.n < plane * g_.filters * g_.groups || image + 1 >= g_.images || g_.dy.n < kL) {
         return false;
       }
-      *ref = {dy, g_.dy.c, g_.dy.h};
+      *ref = {dy, g_.dy.c, g_.dy.h, 1};
       return true;
     }
     return false;
@@ -181,11 +187,12 @@ class ComputeWeightGradient {
   }
 
   template <int kPanelRows, int kVecs>
-  void channel_lanes_kernel(int64_t rows, const Acc* __restrict__ dy, const Acc* slab,
+  void channel_lanes_kernel(int64_t rows, const DyRef& from, const Acc* slab,
                             const int64_t* offsets, Acc* __restrict__ out) const {
     using V = vec_t<Acc>;
     V acc[kPanelRows][kVecs] = {};
     for (int64_t i = 0; i < rows; ++i) {
+      const Acc* dy = from.data + i * from.row;
       const Acc* at[kVecs];
       for (int j = 0; j < kVecs; ++j) {
         at[j] = slab + offsets[j] + i * shape_.pitch * plan_.padded_channels;
@@ -199,7 +206,7 @@ class ComputeWeightGradient {
 #pragma GCC unroll 8
           for (int j = 0; j < kVecs; ++j) acc[f][j] += dy[f] * values[j];
         }
-        dy += kPanelRows;
+        dy += from.pixel;
       }
     }
     add_tile(acc, out);

@@ -46,6 +46,9 @@ inline void transpose8(vec8_t<Acc> (&v)[8]) {
   }
 }
 
+// The block of 8 after the one at i, of n in all; the last one overlaps the one before.
+inline int64_t next_block(int64_t i, int64_t n) { return i + 8 < n ? std::min(i + 8, n - 8) : n; }
+
 // dst[i * ld + j] = src[i * row_stride + j * col_stride] for i < rows, j < cols. Rows that are
 // contiguous in src are copied; columns that are contiguous are transposed in registers.
 template <typename T>
@@ -56,12 +59,9 @@ void copy_matrix(acc_t<T>* __restrict__ dst, int64_t ld, const T* __restrict__ s
     copy_row(dst, src, 1, rows * cols);
     return;
   }
-  int64_t transposed_rows = 0;
-  if (col_stride != 1 && row_stride == 1) {
-    transposed_rows = rows / 8 * 8;
-    const int64_t transposed_cols = cols / 8 * 8;
-    for (int64_t i = 0; i < transposed_rows; i += 8) {
-      for (int64_t j = 0; j < transposed_cols; j += 8) {
+  if (col_stride != 1 && row_stride == 1 && rows >= 8 && cols >= 8) {
+    for (int64_t i = 0; i < rows; i = next_block(i, rows)) {
+      for (int64_t j = 0; j < cols; j = next_block(j, cols)) {
         vec8_t<Acc> v[8];
 #pragma GCC unroll 8
         for (int l = 0; l < 8; ++l) v[l] = load8(src + i + (j + l) * col_stride);
@@ -69,14 +69,10 @@ void copy_matrix(acc_t<T>* __restrict__ dst, int64_t ld, const T* __restrict__ s
 #pragma GCC unroll 8
         for (int l = 0; l < 8; ++l) store8(dst + (i + l) * ld + j, v[l]);
       }
-      for (int64_t j = transposed_cols; j < cols; ++j) {
-        for (int l = 0; l < 8; ++l) {
-          dst[(i + l) * ld + j] = static_cast<Acc>(src[i + l + j * col_stride]);
-        }
-      }
     }
+    return;
   }
-  for (int64_t i = transposed_rows; i < rows; ++i) {
+  for (int64_t i = 0; i < rows; ++i) {
     copy_row(dst + i * ld, src + i * row_stride, col_stride, cols);
   }
 }

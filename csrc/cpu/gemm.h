@@ -89,6 +89,56 @@ inline void micro_kernel(int64_t depth, const Acc* __restrict__ a, const Row& ro
   }
 }
 
+// The same with the reduction's vectors on the other side: kPixels adjacent values of B, each
+// broadcast, times kVecs vectors of packed A, into tiles [pixel][kVecs vectors] whose rows are `ld`
+// apart. No lane is wasted on an odd number of pixels.
+template <typename Acc, int kPixels, int kVecs, typename Row>
+inline void broadcast_kernel(int64_t depth, const Acc* __restrict__ a, const Row& row,
+                             Acc* __restrict__ out, int64_t ld, bool accumulate) {
+  using V = vec_t<Acc>;
+  constexpr int kL = kLanes<Acc>;
+  V acc[kPixels][kVecs] = {};
+  for (int64_t p = 0; p < depth; ++p, a += kVecs * kL) {
+    const Acc* b = row(p);
+    V weights[kVecs];
+#pragma GCC unroll 2
+    for (int j = 0; j < kVecs; ++j) weights[j] = load<V>(a + j * kL);
+#pragma GCC unroll 16
+    for (int i = 0; i < kPixels; ++i) {
+#pragma GCC unroll 2
+      for (int j = 0; j < kVecs; ++j) acc[i][j] += b[i] * weights[j];
+    }
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < kPixels; ++i) {
+#pragma GCC unroll 2
+    for (int j = 0; j < kVecs; ++j) {
+      Acc* to = out + i * ld + j * kL;
+      store(to, accumulate ? acc[i][j] + load<V>(to) : acc[i][j]);
+    }
+  }
+}
+
+// Pixels of a tile of broadcast_kernel: more than half of the most, so that rows of any length from
+// there on split into tiles of one size that overlap little.
+#if defined(__AVX512F__)
+constexpr int kMostPixels = 14;
+#else
+constexpr int kMostPixels = 6;
+#endif
+constexpr int kLeastPixels = kMostPixels / 2 + 1;
+
+// Calls f(pixels, vecs) with both as std::integral_constant, `vecs` being 1 or 2.
+template <int kPixels = kMostPixels, typename F>
+inline void with_pixels(int64_t pixels, int64_t vecs, const F& f) {
+  if constexpr (kPixels > kLeastPixels) {
+    if (pixels < kPixels) return with_pixels<kPixels - 1>(pixels, vecs, f);
+  }
+  const std::integral_constant<int, kPixels> tag{};
+  if (vecs == 1) return f(tag, std::integral_constant<int, 1>{});
+  f(tag, std::integral_constant<int, 2>{});
+}
+
 // Calls f(rows, vecs) with both as std::integral_constant, so that kernels are compiled for each
 // size of register tile: `rows` is a power of two up to kRows, `vecs` at most kMaxPanelVecs.
 template <typename F>
