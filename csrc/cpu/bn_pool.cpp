@@ -204,38 +204,71 @@ struct Steps {
   int64_t operator()(int position) const { return position % 2 * right + position / 2 * down; }
 };
 
+// The codes of a window's channels, in integers as wide as float32: loops over both vectorise best.
+void unpack_pixel(const uint32_t* words, int64_t first, int64_t c, uint8_t* bytes, int32_t* codes) {
+  unpack(words, first, c, bytes);
+#pragma omp simd
+  for (int64_t j = 0; j < c; ++j) codes[j] = bytes[j];
+}
+
+// The window whose first position is at z.
+template <typename T>
+void pool_pixel(int64_t c, const T* z, const Steps& steps, const acc_t<T>* mean,
+                const acc_t<T>* scale, const acc_t<T>* shift, T* y, int32_t* code) {
+  const T *z1 = z + steps(1), *z2 = z + steps(2), *z3 = z + steps(3);
+#pragma omp simd
+  for (int64_t j = 0; j < c; ++j) {
+    const auto normalized = [&](const T* from) {
+      return (static_cast<acc_t<T>>(from[j]) - mean[j]) * scale[j] + shift[j];
+    };
+    y[j] = static_cast<T>(
+        pool_window(normalized(z), normalized(z1), normalized(z2), normalized(z3), &code[j]));
+  }
+}
+
 template <typename T>
 void pool_pixels(const BnPoolShape& shape, const T* z, const acc_t<T>* mean, const acc_t<T>* scale,
                  const acc_t<T>* shift, T* y, uint32_t* codes) {
-  using A = acc_t<T>;
   const Steps steps(shape);
   const int64_t c = shape.c, p = shape.p(), q = shape.q();
   const int64_t grain = std::max<int64_t>(1, kGrain / (4 * q * c));
   parallel_for(0, shape.n * p, grain, [&](int64_t row, int64_t end) {
     std::vector<uint8_t> row_codes(q * c);
-    // Room for the channels at each position; loops over one stream at a time vectorise best.
-    std::vector<A> v[4];
-    for (auto& values : v) values.resize(c);
+    std::vector<int32_t> code(c);  // of bytes a vector would be longer than most pixels
     for (; row < end; ++row) {
       const T* corner = z + (row / p * shape.h + 2 * (row % p)) * steps.down;
       for (int64_t column = 0; column < q; ++column, corner += 2 * c) {
-        for (int i = 0; i < 4; ++i) {
-          normalize_run(c, corner + steps(i), mean, scale, shift, Each{}, v[i].data());
-        }
-        A* best = v[0].data();
-        const A *v1 = v[1].data(), *v2 = v[2].data(), *v3 = v[3].data();
-        uint8_t* code = row_codes.data() + column * c;
-        T* out = y + (row * q + column) * c;
+        pool_pixel(c, corner, steps, mean, scale, shift, y + (row * q + column) * c, code.data());
+        uint8_t* bytes = row_codes.data() + column * c;
 #pragma omp simd
-        for (int64_t j = 0; j < c; ++j) {
-          best[j] = pool_window(best[j], v1[j], v2[j], v3[j], &code[j]);
-        }
-#pragma omp simd
-        for (int64_t j = 0; j < c; ++j) out[j] = static_cast<T>(best[j]);
+        for (int64_t j = 0; j < c; ++j) bytes[j] = static_cast<uint8_t>(code[j]);
       }
       pack(row_codes.data(), row * q * c, q * c, codes);
     }
   });
+}
+
+// dz at the four positions of a window.
+template <bool kTraining, typename T>
+void spread_window(int64_t c, const T* dy, const int32_t* codes, const T* z, const Steps& steps,
+                   const acc_t<T>* mean, const GradCoefficients<acc_t<T>>& k, T* dz) {
+  using A = acc_t<T>;
+  const T *z1 = z + steps(1), *z2 = z + steps(2), *z3 = z + steps(3);
+  T *dz1 = dz + steps(1), *dz2 = dz + steps(2), *dz3 = dz + steps(3);
+  const A *by_grad = k.by_grad, *by_input = k.by_input, *offset = k.offset;
+#pragma omp simd
+  for (int64_t j = 0; j < c; ++j) {
+    const A grad = static_cast<A>(dy[j]) * by_grad[j];
+    const auto input_grad = [&](int position, const T* from) {
+      const A passed = codes[j] == position ? grad : A(0);
+      if constexpr (!kTraining) return static_cast<T>(passed);
+      return static_cast<T>(passed + (static_cast<A>(from[j]) - mean[j]) * by_input[j] + offset[j]);
+    };
+    dz[j] = input_grad(0, z);
+    dz1[j] = input_grad(1, z1);
+    dz2[j] = input_grad(2, z2);
+    dz3[j] = input_grad(3, z3);
+  }
 }
 
 template <bool kTraining, typename T>
@@ -246,8 +279,9 @@ void spread_pixels(const BnPoolShape& shape, const T* dy, const uint32_t* codes,
   const int64_t c = shape.c, p = shape.p(), q = shape.q(), pairs = ceil_div(shape.h, 2);
   const int64_t grain = std::max<int64_t>(1, kGrain / (2 * steps.down));
   parallel_for(0, shape.n * pairs, grain, [&](int64_t pair, int64_t end) {
-    std::vector<uint8_t> unpacked(c);
-    std::vector<A> grads(c), no_grads(c);
+    std::vector<uint8_t> bytes(c);
+    std::vector<int32_t> unpacked(c);
+    const std::vector<A> no_grads(c);
     for (; pair < end; ++pair) {
       const int64_t image = pair / pairs, row = pair % pairs;
       const int64_t rows = std::min<int64_t>(2, shape.h - 2 * row);
@@ -256,22 +290,38 @@ void spread_pixels(const BnPoolShape& shape, const T* dy, const uint32_t* codes,
         const int64_t columns = std::min<int64_t>(2, shape.w - 2 * column);
         const bool covered = rows == 2 && columns == 2;
         const int64_t pooled = ((image * p + row) * q + column) * c;
-        if (covered) unpack(codes, pooled, c, unpacked.data());
+        if (covered) {
+          unpack_pixel(codes, pooled, c, bytes.data(), unpacked.data());
+          spread_window<kTraining>(c, dy + pooled, unpacked.data(), z + corner, steps, mean, k,
+                                   dz + corner);
+          continue;
+        }
         for (int i = 0; i < 4; ++i) {
           if (i / 2 >= rows || i % 2 >= columns) continue;
-          if (covered) {
-#pragma omp simd
-            for (int64_t j = 0; j < c; ++j) {
-              const A grad = static_cast<A>(dy[pooled + j]) * k.by_grad[j];
-              grads[j] = unpacked[j] == i ? grad : A(0);
-            }
-          }
-          input_grad_run<kTraining>(c, covered ? grads.data() : no_grads.data(),
-                                    z + corner + steps(i), mean, k, Each{}, dz + corner + steps(i));
+          input_grad_run<kTraining>(c, no_grads.data(), z + corner + steps(i), mean, k, Each{},
+                                    dz + corner + steps(i));
         }
       }
     }
   });
+}
+
+// sum[j] += g, dot[j] += g * (z - mean) at the maximum of channel j's window.
+template <typename T>
+void add_window(int64_t c, const T* dy, const int32_t* codes, const T* z, const Steps& steps,
+                const acc_t<T>* mean, acc_t<T>* sum, acc_t<T>* dot) {
+  using A = acc_t<T>;
+  const T *z1 = z + steps(1), *z2 = z + steps(2), *z3 = z + steps(3);
+#pragma omp simd
+  for (int64_t j = 0; j < c; ++j) {
+    const A v[4] = {static_cast<A>(z[j]), static_cast<A>(z1[j]), static_cast<A>(z2[j]),
+                    static_cast<A>(z3[j])};
+    const A top = codes[j] == 1 ? v[1] : v[0], bottom = codes[j] == 3 ? v[3] : v[2];
+    const bool passed = codes[j] < kStopped;
+    const A g = passed ? static_cast<A>(dy[j]) : A(0);
+    sum[j] += g;
+    dot[j] += g * (passed ? (codes[j] < 2 ? top : bottom) - mean[j] : A(0));
+  }
 }
 
 // Fills partials with the sums of g and of g * (z - mean) at the maxima.
@@ -297,28 +347,20 @@ void pooled_sums(const BnPoolShape& shape, const BatchNormShape& pooled, const T
         }
       },
       [&](int64_t offset, int64_t pixels, Partial* results) {
-        std::vector<uint8_t> unpacked(c);
+        std::vector<uint8_t> bytes(c);
+        std::vector<int32_t> unpacked(c);
         std::vector<A> sum(c), dot(c);
+        // Of the next pixel: its row among all images' and its column.
+        int64_t row = offset / c / q, column = offset / c % q;
         for (int64_t begin = 0; begin < pixels; begin += kRowBlock) {
           std::fill(sum.begin(), sum.end(), A(0));
           std::fill(dot.begin(), dot.end(), A(0));
           for (int64_t i = begin; i < std::min(begin + kRowBlock, pixels); ++i) {
-            const int64_t first = offset + i * c, pixel = first / c;
-            const int64_t image = pixel / (p * q), row = pixel / q % p, column = pixel % q;
-            unpack(codes, first, c, unpacked.data());
-            const T* z0 = z + ((image * shape.h + 2 * row) * shape.w + 2 * column) * c;
-            const T *z1 = z0 + steps(1), *z2 = z0 + steps(2), *z3 = z0 + steps(3);
-            const uint8_t* code = unpacked.data();
-#pragma omp simd
-            for (int64_t j = 0; j < c; ++j) {
-              const A v[4] = {static_cast<A>(z0[j]), static_cast<A>(z1[j]), static_cast<A>(z2[j]),
-                              static_cast<A>(z3[j])};
-              const A top = code[j] == 1 ? v[1] : v[0], bottom = code[j] == 3 ? v[3] : v[2];
-              const bool passed = code[j] < kStopped;
-              const A g = passed ? static_cast<A>(dy[first + j]) : A(0);
-              sum[j] += g;
-              dot[j] += g * (passed ? (code[j] < 2 ? top : bottom) - mean[j] : A(0));
-            }
+            const int64_t first = offset + i * c;
+            unpack_pixel(codes, first, c, bytes.data(), unpacked.data());
+            const T* corner = z + (row / p * shape.h + 2 * (row % p)) * steps.down + 2 * column * c;
+            add_window(c, dy + first, unpacked.data(), corner, steps, mean, sum.data(), dot.data());
+            if (++column == q) column = 0, ++row;
           }
           for (int64_t j = 0; j < c; ++j) {
             results[j].first += sum[j];
