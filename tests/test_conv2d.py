@@ -124,6 +124,18 @@ def test_layouts(device, dtype):
                 assert a.is_contiguous(memory_format=form), what
 
 
+@pytest.mark.parametrize("filters", [16, 32, 47, 48, 64, 80])
+def test_rows_of_any_width(device, filters):
+    """Where filters go across the lanes, rows are cut into tiles that may overlap."""
+    for width in [*range(1, 18), 29, 43]:
+        x = torch.randn(2, 3, 5, width, device=device).to(memory_format=torch.channels_last)
+        w = torch.randn(filters, 3, 3, 3, device=device)
+        b = torch.randn(filters, device=device)
+        reference = stock.conv2d(x.double(), w.double(), b.double(), padding=1)
+        stocks = stock.conv2d(x, w, b, padding=1)
+        assert_by_rule(F.conv2d(x, w, b, padding=1), stocks, reference, what=f"width {width}")
+
+
 def test_one_channel_formats_are_torchs(device):
     """With one channel only the strides of size-1 dimensions tell the formats apart."""
     x, w = torch.randn(2, 1, 8, 8, device=device), torch.randn(4, 1, 3, 3, device=device)

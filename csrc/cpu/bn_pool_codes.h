@@ -1,4 +1,5 @@
-// The 4-bit codes of bn_pool.h and small_k.h, eight to a word, and one to a byte as loops want them.
+// The 4-bit codes of bn_pool.h and small_k.h, eight to a word, and one to a byte as loops want
+// them.
 #pragma once
 
 #include <algorithm>
