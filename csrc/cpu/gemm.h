@@ -59,6 +59,20 @@ class Panels {
   int64_t n_, vecs_, count_, narrow_, wide_;
 };
 
+// A tile of vectors to rows at `out`, `ld` apart: = or +=.
+template <typename Acc, int kRows, int kVecs>
+inline void store_tile(const vec_t<Acc> (&tile)[kRows][kVecs], Acc* __restrict__ out, int64_t ld,
+                       bool accumulate) {
+#pragma GCC unroll 16
+  for (int i = 0; i < kRows; ++i) {
+#pragma GCC unroll 8
+    for (int j = 0; j < kVecs; ++j) {
+      Acc* to = out + i * ld + j * kLanes<Acc>;
+      store(to, accumulate ? tile[i][j] + load<vec_t<Acc>>(to) : tile[i][j]);
+    }
+  }
+}
+
 // Rows x kVecs vectors of C at `out` (rows `ld` apart) = or += A panel * B over `depth` steps,
 // where row(p) points at B's values of step p. The steps are summed from zero before they join what
 // is there: shorter chains of additions round less.
@@ -79,14 +93,7 @@ inline void micro_kernel(int64_t depth, const Acc* __restrict__ a, const Row& ro
       for (int j = 0; j < kVecs; ++j) acc[i][j] += a[i] * values[j];
     }
   }
-#pragma GCC unroll 8
-  for (int i = 0; i < kPanelRows; ++i) {
-#pragma GCC unroll 8
-    for (int j = 0; j < kVecs; ++j) {
-      Acc* to = out + i * ld + j * kL;
-      store(to, accumulate ? acc[i][j] + load<V>(to) : acc[i][j]);
-    }
-  }
+  store_tile(acc, out, ld, accumulate);
 }
 
 // The same with the reduction's vectors on the other side: kPixels adjacent values of B, each
@@ -109,14 +116,7 @@ inline void broadcast_kernel(int64_t depth, const Acc* __restrict__ a, const Row
       for (int j = 0; j < kVecs; ++j) acc[i][j] += b[i] * weights[j];
     }
   }
-#pragma GCC unroll 16
-  for (int i = 0; i < kPixels; ++i) {
-#pragma GCC unroll 2
-    for (int j = 0; j < kVecs; ++j) {
-      Acc* to = out + i * ld + j * kL;
-      store(to, accumulate ? acc[i][j] + load<V>(to) : acc[i][j]);
-    }
-  }
+  store_tile(acc, out, ld, accumulate);
 }
 
 // Pixels of a tile of broadcast_kernel: more than half of the most, so that rows of any length from

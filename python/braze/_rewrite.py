@@ -121,18 +121,22 @@ def run_block(input, conv, bn, relu, pool):
     return F.max_pool2d(output, *pool) if isinstance(pool, Pooling) else pool(output)
 
 
+def _linear_as_one(linear, relu):
+    """Whether a linear layer and perhaps a ReLU layer may run as one op."""
+    return (
+        _runs_as(linear, braze.nn.Linear)
+        and (relu is None or _runs_as(relu, braze.nn.ReLU))
+        and not torch.nn.modules.module._has_any_global_hook()
+    )
+
+
 def run_linear_relu(input, linear, relu):
     """A linear layer and ReLU as one op, or one by one, as :func:`run_block` does.
 
     Args:
         relu: a layer, or None for the function.
     """
-    as_one = (
-        _runs_as(linear, braze.nn.Linear)
-        and (relu is None or _runs_as(relu, braze.nn.ReLU))
-        and not torch.nn.modules.module._has_any_global_hook()
-    )
-    if as_one:
+    if _linear_as_one(linear, relu):
         return F.linear_relu(input, linear.weight, linear.bias)
     output = linear(input)
     return F.relu(output) if relu is None else relu(output)
@@ -150,13 +154,11 @@ def run_flat_linear(input, flatten, linear, relu=None, has_relu=False):
     """
     if (
         (flatten is None or _is_flatten(flatten))
-        and _runs_as(linear, braze.nn.Linear)
+        and _linear_as_one(linear, relu)
         and is_channels_last(input)
         and not input.is_contiguous()
         and input.shape[0] > linear.out_features
         and input[0].numel() == linear.in_features
-        and (relu is None or _runs_as(relu, braze.nn.ReLU))
-        and not torch.nn.modules.module._has_any_global_hook()
     ):
         weight, dtype = linear.weight, autocast_dtype(input)
         if dtype is not None:

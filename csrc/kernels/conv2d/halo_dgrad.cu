@@ -25,8 +25,6 @@ struct Plan {
   int shared_bytes;
 };
 
-constexpr int aligned(int bytes) { return (bytes + 1023) / 1024 * 1024; }
-
 template <typename T, int kPlanes>
 __global__ void __launch_bounds__(Traits<T, kPlanes>::kThreads, 1)
     dgrad_kernel(const __grid_constant__ CUtensorMap dy_map,
@@ -292,7 +290,7 @@ void narrow_dgrad(Stream stream, const Conv2dShape& s, const Tensor4dRef& dy, co
   narrow::make_plan(s, plan);
   Args& a = plan.args;
   a.w_k = w.c, a.w_c = w.n, a.w_r = w.h, a.w_s = w.w;
-  a.y_n = dx.n, a.y_k = dx.c, a.y_h = dx.h, a.y_w = dx.w;
+  a.y_n = dx.n, a.y_h = dx.h, a.y_w = dx.w;
   a.copy_weights = size_of(s.dtype) == 2;
   const auto extent = [](int64_t v) { return static_cast<uint32_t>(v); };
   const bool in_parts = s.dtype == DType::kFloat32 && !s.allow_tf32;

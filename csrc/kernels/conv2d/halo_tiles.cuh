@@ -12,6 +12,9 @@ constexpr int kMaxStages = 6;
 constexpr int kMaxWeightTiles = 32;  // that are copied as they are, each with its barrier
 constexpr int kSharedBytes = 227 * 1024 - 4 * 1024;  // dynamic; barriers and tables are static
 
+// Up to the next multiple of the bytes after which the pattern of swizzled rows repeats.
+constexpr int aligned(int bytes) { return (bytes + 1023) / 1024 * 1024; }
+
 struct Args {
   int c, k, r, s;              // channels reduced over, channels computed, filter taps
   int images, p, q;            // images, output rows and columns

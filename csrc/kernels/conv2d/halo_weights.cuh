@@ -28,10 +28,10 @@ struct Layout {
     return (a.c + kChannelBlock - 1) / kChannelBlock;
   }
   __host__ __device__ static int weight_bytes(const Args& a) {
-    return (a.r * a.s * blocks(a) * kPlanes * weight_tile(a) + 1023) / 1024 * 1024;
+    return aligned(a.r * a.s * blocks(a) * kPlanes * weight_tile(a));
   }
   __host__ __device__ static int plane_bytes(const Args& a) {
-    return (a.plane_rows * kRowBytes + 1023) / 1024 * 1024;
+    return aligned(a.plane_rows * kRowBytes);
   }
   __host__ __device__ static int stage_bytes(const Args& a) {
     return blocks(a) * kPlanes * plane_bytes(a);

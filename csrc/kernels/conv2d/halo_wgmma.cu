@@ -25,7 +25,6 @@ struct Plan {
 bool tile(Plan& plan, int pixels, DType dtype) {
   Args& a = plan.args;
   if (!set_tiles(a, plan.in_w, plan.in_h, pixels, plan.row_bytes)) return false;
-  const auto aligned = [](int bytes) { return (bytes + 1023) / 1024 * 1024; };
   const int size = static_cast<int>(size_of(dtype));
   const int blocks = static_cast<int>(ceil_div(a.c * size, plan.row_bytes));
   const int weight_rows = a.k < kFilters ? (a.k + 7) / 8 * 8 : kFilters;

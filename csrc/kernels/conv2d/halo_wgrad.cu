@@ -263,8 +263,6 @@ __global__ void __launch_bounds__(kMaxFilterRows * 128 + 32, 1)
 #endif
 }
 
-constexpr int aligned(int bytes) { return (bytes + 1023) / 1024 * 1024; }
-
 // fp32: tiles of at most `pixels` positions; false where one does not fit.
 bool tile_parts(const Conv2dShape& s, int pixels, WgradPlan& plan) {
   Args& a = plan.args;

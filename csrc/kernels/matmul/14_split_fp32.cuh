@@ -172,21 +172,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   extern __shared__ unsigned char shared_bytes[];
   __shared__ uint64_t full[Tile::kStages], empty[Tile::kStages];
   const uint32_t stages = (shared_address(shared_bytes) + 1023) & ~1023u;
-  if (threadIdx.x == 0) {
-    prefetch_tensor_map(&row_map);
-    prefetch_tensor_map(&column_map);
-    for (int i = 0; i < Tile::kStages; ++i) {
-      mbarrier_init(&full[i], 1);
-      mbarrier_init(&empty[i], Tile::kConsumers * Tile::kCluster);
-    }
-    mbarrier_init_fence();
-  }
-  if constexpr (Tile::kCluster > 1) {
-    cluster_sync();
-  } else {
-    __syncthreads();
-  }
-  wait_for_earlier_kernels();
+  start_ring<Tile>(&row_map, &column_map, full, empty);
   if (threadIdx.x / 128 == Tile::kConsumers) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     if (threadIdx.x % 128 == 0) {

@@ -14,12 +14,10 @@ const KernelEntry kEntry({"matmul", "wgmma", "float32 bfloat16 float16", "sm_90a
                           "tensor cores: TMA and wgmma, producer and consumers apart, clusters, "
                           "persistent; float32 as TF32"});
 
-int64_t aligned(int64_t bytes) { return (bytes + 255) / 256 * 256; }
-
 int64_t copy_bytes(const MatmulArgs& p, const Plan& plan) {
   const Operand o = plan.copy_a ? operand_a(p) : operand_b(p);
   if (!plan.copy_a && !plan.copy_b) return 0;
-  return aligned((o.batch ? p.batch : 1) * o.outer * p.k * size_of(p.dtype));
+  return aligned(copies(o, p.batch) * o.outer * p.k * size_of(p.dtype));
 }
 
 }  // namespace
@@ -52,8 +50,7 @@ void matmul(Stream stream, const MatmulArgs& args, void* workspace) {
   if (plan.copy_a || plan.copy_b) {
     MatrixRef& ref = plan.copy_a ? p.a : p.b;
     const Operand o = plan.copy_a ? operand_a(p) : operand_b(p);
-    const int64_t copies = o.batch ? p.batch : 1;
-    transpose_copy(stream, p.dtype, ref.data, workspace, copies, p.k, o.outer);
+    transpose_copy(stream, p.dtype, ref.data, workspace, copies(o, p.batch), p.k, o.outer);
     ref.data = workspace;
     ref.batch = o.batch ? p.k * o.outer : 0;
     (plan.copy_a ? ref.row : ref.col) = p.k;

@@ -33,11 +33,11 @@ CUtensorMap matrix_map(const void* data, int64_t inner, int64_t outer, int64_t l
 
 template <typename T>
 CUtensorMap operand_map(const Operand& o, int64_t k, int64_t batch, int outer_box) {
-  const int64_t copies = o.batch ? batch : 1;
+  const int64_t count = copies(o, batch);
   if (o.mn_major()) {
-    return matrix_map<T>(o.data, o.outer, k, o.depth_stride, copies, o.batch, kSwizzle / sizeof(T));
+    return matrix_map<T>(o.data, o.outer, k, o.depth_stride, count, o.batch, kSwizzle / sizeof(T));
   }
-  return matrix_map<T>(o.data, k, o.outer, o.outer_stride, copies, o.batch, outer_box);
+  return matrix_map<T>(o.data, k, o.outer, o.outer_stride, count, o.batch, outer_box);
 }
 
 // How many clusters of the kernel run at once; on its first use allows it its shared memory.

@@ -6,6 +6,7 @@
 // either way.
 #pragma once
 
+#include "kernels/common/launch.cuh"
 #include "kernels/common/multicast.cuh"
 #include "kernels/common/numeric.cuh"
 #include "kernels/common/wgmma.cuh"
@@ -31,6 +32,29 @@ struct Tile {
       1024 + kStages * kStageBytes + (kStaged ? kConsumers * 2 * kChunkBytes : 0);
   static_assert(kBlocks * kConsumers * 64 == kRows && kColumns % (64 * kCluster) == 0);
 };
+
+// Makes the ring's barriers, for the whole cluster to see: a stage is full with one arrival, the
+// producer's, and empty when every consumer has left it. Then waits for earlier kernels.
+template <typename Tile>
+__device__ __forceinline__ void start_ring(const CUtensorMap* row_map,
+                                           const CUtensorMap* column_map, uint64_t* full,
+                                           uint64_t* empty) {
+  if (threadIdx.x == 0) {
+    prefetch_tensor_map(row_map);
+    prefetch_tensor_map(column_map);
+    for (int i = 0; i < Tile::kStages; ++i) {
+      mbarrier_init(&full[i], 1);
+      mbarrier_init(&empty[i], Tile::kConsumers * Tile::kCluster);
+    }
+    mbarrier_init_fence();
+  }
+  if constexpr (Tile::kCluster > 1) {
+    cluster_sync();
+  } else {
+    __syncthreads();
+  }
+  wait_for_earlier_kernels();
+}
 
 struct Args {
   int rows, columns;             // of the product

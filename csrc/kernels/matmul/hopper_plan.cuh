@@ -19,6 +19,11 @@ inline Operand operand_a(const MatmulArgs& p) {
 inline Operand operand_b(const MatmulArgs& p) {
   return {p.b.data, p.batch > 1 ? p.b.batch : 0, p.b.col, p.b.row, p.n};
 }
+// How many of it there are: one may serve the whole batch.
+inline int64_t copies(const Operand& o, int64_t batch) { return o.batch ? batch : 1; }
+
+// Of a part of the workspace.
+inline int64_t aligned(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
 // TMA: one stride is 1, the others multiples of 16 bytes.
 inline bool tma_takes(const Operand& o, int64_t size) {

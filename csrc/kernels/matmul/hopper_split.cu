@@ -14,28 +14,25 @@ const KernelEntry kEntry({"matmul", "wgmma_split", "float32", "sm_90a", true,
 
 using Shape128 = SplitTile<2>;
 
-int64_t aligned(int64_t bytes) { return (bytes + 255) / 256 * 256; }
-
 struct SplitPlan {
   int64_t a_special, b_special, a_planes, b_planes, partial;  // bytes of workspace
   int splits;
   int64_t total() const { return a_special + b_special + a_planes + b_planes + partial; }
 };
 
-int64_t copies(const Operand& o, const MatmulArgs& p) { return o.batch ? p.batch : 1; }
 int64_t inner(const Operand& o, const MatmulArgs& p) { return o.mn_major() ? o.outer : p.k; }
 int64_t outer(const Operand& o, const MatmulArgs& p) { return o.mn_major() ? p.k : o.outer; }
 int64_t padded(int64_t n) { return (n + 7) / 8 * 8; }
 
 int64_t plane_elements(const Operand& o, const MatmulArgs& p) {
-  return copies(o, p) * outer(o, p) * padded(inner(o, p));
+  return copies(o, p.batch) * outer(o, p) * padded(inner(o, p));
 }
 
 SplitPlan make_split_plan(const MatmulArgs& p) {
   const Operand a = operand_a(p), b = operand_b(p);
   SplitPlan plan{};
-  plan.a_special = aligned(copies(a, p) * ceil_div(p.m, 128) * 4);
-  plan.b_special = aligned(copies(b, p) * ceil_div(p.n, 128) * 4);
+  plan.a_special = aligned(copies(a, p.batch) * ceil_div(p.m, 128) * 4);
+  plan.b_special = aligned(copies(b, p.batch) * ceil_div(p.n, 128) * 4);
   plan.a_planes = aligned(kPlanes * plane_elements(a, p) * 2);
   plan.b_planes = aligned(kPlanes * plane_elements(b, p) * 2);
   const int64_t tiles = p.batch * ceil_div(p.m, 256) * 2 * ceil_div(p.n, 128);
@@ -52,7 +49,7 @@ Parts parts_of(const Operand& o, const MatmulArgs& p, void* special, void* plane
   return {data,
           o.batch,
           row_stride,
-          copies(o, p),
+          copies(o, p.batch),
           outer(o, p),
           inner(o, p),
           padded(inner(o, p)),
@@ -77,7 +74,7 @@ SplitOperand split_operand(const Operand& o, const Parts& parts) {
 
 CUtensorMap planes_map(const Operand& o, const MatmulArgs& p, const void* planes, int outer_box) {
   const auto u = [](int64_t v) { return static_cast<uint64_t>(v); };
-  const int64_t ld = padded(inner(o, p)), rows = outer(o, p), batch = copies(o, p);
+  const int64_t ld = padded(inner(o, p)), rows = outer(o, p), batch = copies(o, p.batch);
   return make_tensor_map(
       CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, planes, {u(inner(o, p)), u(rows), u(batch), kPlanes},
       {u(ld) * 2, u(ld * rows) * 2, u(ld * rows * batch) * 2},
