@@ -12,6 +12,7 @@ import torch
 
 import braze.nn
 from braze._ops._common import autocast_dtype, cast_to, is_channels_last
+from braze._ops.transpose import transpose_copy
 from braze._trace import OWN_FORWARD, Recorder, Untraceable, containers, names_used, trace
 from braze.nn import functional as F
 from braze.nn.modules import conv_bn_relu2d, conv_bn_relu_max_pool2d
@@ -145,8 +146,8 @@ def run_linear_relu(input, linear, relu):
 def run_flat_linear(input, flatten, linear, relu=None, has_relu=False):
     """Flatten from dimension 1 on, a linear layer and perhaps ReLU; fused as in :func:`run_block`.
 
-    Flattening a channels_last tensor copies it. Where the weight is the smaller of the two, the
-    weight is brought into the tensor's order instead.
+    Flattening a channels_last tensor copies it, which is a transposition. Where the weight is the
+    smaller of the two, the weight is brought into the tensor's order instead.
 
     Args:
         flatten, relu: a layer, or None for the function.
@@ -157,15 +158,18 @@ def run_flat_linear(input, flatten, linear, relu=None, has_relu=False):
         and _linear_as_one(linear, relu)
         and is_channels_last(input)
         and not input.is_contiguous()
-        and input.shape[0] > linear.out_features
         and input[0].numel() == linear.in_features
     ):
         weight, dtype = linear.weight, autocast_dtype(input)
         if dtype is not None:
             (weight,) = cast_to(dtype, weight)
-        weight = weight.unflatten(1, input.shape[1:]).permute(0, 2, 3, 1).flatten(1)
+        output = input.permute(0, 2, 3, 1).flatten(1, 2)  # pixels of channels
+        if len(input) > linear.out_features:
+            weight = transpose_copy(weight.unflatten(1, (input.shape[1], -1))).flatten(1)
+        else:
+            output = transpose_copy(output)
         function = F.linear_relu if has_relu else F.linear
-        return function(input.permute(0, 2, 3, 1).flatten(1), weight, linear.bias)
+        return function(output.flatten(1), weight, linear.bias)
     output = torch.flatten(input, 1) if flatten is None else flatten(input)
     return run_linear_relu(output, linear, relu) if has_relu else linear(output)
 

@@ -30,8 +30,9 @@ __device__ void for_each_in_tile(int64_t first_row, int64_t first_col, int64_t r
 // banks. `wide_in` (`wide_out`): rows of the input (output) take 16-byte accesses.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
-    transpose_kernel(const T* __restrict__ in, T* __restrict__ out, int64_t rows, int64_t cols,
+    transpose_kernel(const T* in, T* __restrict__ out, int64_t rows, int64_t cols,
                      int64_t tiles_per_row, int64_t tiles_per_matrix, bool wide_in, bool wide_out) {
+  wait_for_earlier_kernels();
   constexpr int N = kVecWidth<T>;
   __shared__ T tile[kTile][kTile + 1];
   const int64_t matrix = blockIdx.x / tiles_per_matrix;
@@ -67,8 +68,9 @@ __global__ void __launch_bounds__(kThreads)
 // the strided reads served by L1.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
-    transpose_narrow_kernel(const T* __restrict__ in, T* __restrict__ out, int64_t n, int64_t rows,
+    transpose_narrow_kernel(const T* in, T* __restrict__ out, int64_t n, int64_t rows,
                             int64_t cols) {
+  wait_for_earlier_kernels();
   const int64_t stride = int64_t{gridDim.x} * kThreads;
   for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < n; i += stride) {
     const int64_t row = i % rows, rest = i / rows;
@@ -87,15 +89,15 @@ void launch(Stream stream, const void* in, void* out, int64_t batch, int64_t row
   const bool fits_grid = batch <= (int64_t{1} << 31) / tiles_per_matrix - 1;
   if (rows < kNarrow || cols < kNarrow || !fits_grid) {
     const int64_t n = batch * rows * cols;
-    transpose_narrow_kernel<T><<<grid_stride_blocks(n, kThreads), kThreads, 0, as_cuda(stream)>>>(
-        source, target, n, rows, cols);
+    launch_early(transpose_narrow_kernel<T>, grid_stride_blocks(n, kThreads), kThreads, 0, stream,
+                 source, target, n, rows, cols);
   } else {
     constexpr int N = kVecWidth<T>;
     const bool wide_in = cols % N == 0 && is_vec_aligned(source);
     const bool wide_out = rows % N == 0 && is_vec_aligned(target);
-    transpose_kernel<T>
-        <<<static_cast<unsigned>(batch * tiles_per_matrix), kThreads, 0, as_cuda(stream)>>>(
-            source, target, rows, cols, tiles_per_row, tiles_per_matrix, wide_in, wide_out);
+    launch_early(transpose_kernel<T>, static_cast<unsigned>(batch * tiles_per_matrix), kThreads, 0,
+                 stream, source, target, rows, cols, tiles_per_row, tiles_per_matrix, wide_in,
+                 wide_out);
   }
   check_launch("transpose_copy");
 }
