@@ -109,20 +109,19 @@ __device__ __forceinline__ float unsplit(const unsigned char* planes, int plane_
 }
 
 // The products of parts that reach the last bit kept: those whose numbers add up to less than
-// kParts, small products first.
+// kParts, small products first. Conditions, no loops: where the compiler works a loop out at run
+// time, the tensor cores wait for it.
 template <int kParts>
 struct PartPairs {
+  static_assert(kParts == 2 || kParts == 3);
   static constexpr int kCount = kParts * (kParts + 1) / 2;
   // The part of the first operand in product i, and of the second.
   static constexpr int first(int i) {
-    int level = kParts - 1;
-    for (; i > level; --level) i -= level + 1;
-    return i;
+    return i < kParts ? i : i < 2 * kParts - 1 ? i - kParts : 0;
   }
   static constexpr int second(int i) {
-    int level = kParts - 1;
-    for (; i > level; --level) i -= level + 1;
-    return level - i;
+    const int level = i < kParts ? kParts - 1 : i < 2 * kParts - 1 ? kParts - 2 : 0;
+    return level - first(i);
   }
 };
 

@@ -12,55 +12,76 @@ namespace {
 constexpr int kTile = 64;
 constexpr int kThreads = 256;
 
-// Copies the part [first_row, +kTile) x [first_col, +kTile) of a rows x cols matrix, N elements at
-// a time, calling f(row in tile, column in tile, offset) for whole vectors inside the matrix.
+// A thread's accesses to the part [first_row, +kTile) x [first_col, +kTile) of a rows x cols matrix,
+// N elements each: consecutive threads take consecutive elements of a row. Calls f(step, row in the
+// tile, column in the tile, offset in the matrix).
 template <int N, typename F>
-__device__ void for_each_in_tile(int64_t first_row, int64_t first_col, int64_t rows, int64_t cols,
-                                 F f) {
-  constexpr int kPerRow = kTile / N;
+__device__ __forceinline__ void for_each_in_tile(int64_t first_row, int64_t first_col, int64_t rows,
+                                                 int64_t cols, F&& f) {
+  constexpr int kPerRow = kTile / N, kRowsAtOnce = kThreads / kPerRow;
   const int col = threadIdx.x % kPerRow * N;
-  if (first_col + col >= cols) return;
-  for (int row = threadIdx.x / kPerRow; row < kTile; row += kThreads / kPerRow) {
-    if (first_row + row >= rows) break;
-    f(row, col, (first_row + row) * cols + first_col + col);
+#pragma unroll
+  for (int step = 0; step < kTile / kRowsAtOnce; ++step) {
+    const int row = threadIdx.x / kPerRow + step * kRowsAtOnce;
+    if (first_row + row < rows && first_col + col < cols) {
+      f(step, row, col, (first_row + row) * cols + first_col + col);
+    }
   }
 }
 
 // The row pitch is kTile + 1, so that the threads of a warp reading down a column meet distinct
-// banks. `wide_in` (`wide_out`): rows of the input (output) take 16-byte accesses.
+// banks.
+template <typename T>
+using TransposeTile = T[kTile][kTile + 1];
+
+// All of a thread's loads are in flight before the first store.
+template <int N, typename T>
+__device__ __forceinline__ void load_tile(TransposeTile<T>& tile, const T* in, int64_t row,
+                                          int64_t col, int64_t rows, int64_t cols) {
+  Vec<T, N> values[kTile * kTile / (N * kThreads)];
+  for_each_in_tile<N>(row, col, rows, cols, [&](int step, int, int, int64_t offset) {
+    values[step] = *reinterpret_cast<const Vec<T, N>*>(in + offset);
+  });
+  for_each_in_tile<N>(row, col, rows, cols, [&](int step, int r, int c, int64_t) {
+#pragma unroll
+    for (int k = 0; k < N; ++k) tile[r][c + k] = values[step].v[k];
+  });
+}
+
+template <int N, typename T>
+__device__ __forceinline__ void store_transposed(const TransposeTile<T>& tile, T* out, int64_t row,
+                                                 int64_t col, int64_t rows, int64_t cols) {
+  for_each_in_tile<N>(row, col, rows, cols, [&](int, int r, int c, int64_t offset) {
+    Vec<T, N> v;
+#pragma unroll
+    for (int k = 0; k < N; ++k) v.v[k] = tile[c + k][r];
+    *reinterpret_cast<Vec<T, N>*>(out + offset) = v;
+  });
+}
+
+// `wide_in` (`wide_out`): rows of the input (output) take 16-byte accesses.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     transpose_kernel(const T* in, T* __restrict__ out, int64_t rows, int64_t cols,
                      int64_t tiles_per_row, int64_t tiles_per_matrix, bool wide_in, bool wide_out) {
   wait_for_earlier_kernels();
   constexpr int N = kVecWidth<T>;
-  __shared__ T tile[kTile][kTile + 1];
+  __shared__ TransposeTile<T> tile;
   const int64_t matrix = blockIdx.x / tiles_per_matrix;
   const int64_t in_matrix = blockIdx.x % tiles_per_matrix;
   const int64_t row = in_matrix / tiles_per_row * kTile, col = in_matrix % tiles_per_row * kTile;
   in += matrix * rows * cols;
   out += matrix * rows * cols;
   if (wide_in) {
-    for_each_in_tile<N>(row, col, rows, cols, [&](int r, int c, int64_t offset) {
-      const Vec<T, N> v = *reinterpret_cast<const Vec<T, N>*>(in + offset);
-#pragma unroll
-      for (int k = 0; k < N; ++k) tile[r][c + k] = v.v[k];
-    });
+    load_tile<N>(tile, in, row, col, rows, cols);
   } else {
-    for_each_in_tile<1>(row, col, rows, cols,
-                        [&](int r, int c, int64_t offset) { tile[r][c] = in[offset]; });
+    load_tile<1>(tile, in, row, col, rows, cols);
   }
   __syncthreads();
   if (wide_out) {
-    for_each_in_tile<N>(col, row, cols, rows, [&](int r, int c, int64_t offset) {
-      Vec<T, N> v;
-#pragma unroll
-      for (int k = 0; k < N; ++k) v.v[k] = tile[c + k][r];
-      *reinterpret_cast<Vec<T, N>*>(out + offset) = v;
-    });
+    store_transposed<N>(tile, out, col, row, cols, rows);
   } else {
-    for_each_in_tile<1>(col, row, cols, rows,
-                        [&](int r, int c, int64_t offset) { out[offset] = tile[c][r]; });
+    store_transposed<1>(tile, out, col, row, cols, rows);
   }
 }
 

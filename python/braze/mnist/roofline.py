@@ -73,6 +73,8 @@ def _find(name, tensors, shapes, values):
         return 4 * drawn + 8 * batch + position - unread, 2 * drawn
     if name in ("relu", "relu_backward"):
         return elements * size, elements
+    if name == "transpose_copy":
+        return elements * size, 0
     if name.startswith("cross_entropy"):
         grad = elements * size if name != "cross_entropy" else 0
         loss = 12 * shape[0] if "backward" not in name else 0
