@@ -31,6 +31,13 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address, uint32_t 
          wgmma_swizzle(kRowBytes) << 62;
 }
 
+// The descriptor of what lies `bytes`, a multiple of 16, further on. The sum is of the lower words
+// alone, where the address is, so that the upper one need not be worked out for each instruction.
+__device__ __forceinline__ uint64_t wgmma_advance(uint64_t descriptor, int bytes) {
+  const uint32_t low = static_cast<uint32_t>(descriptor) + static_cast<uint32_t>(bytes >> 4);
+  return (descriptor & 0xffffffff00000000) | low;
+}
+
 // Orders this warpgroup's register and shared-memory accesses before the wgmmas that follow.
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");

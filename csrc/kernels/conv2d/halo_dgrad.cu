@@ -153,6 +153,10 @@ __global__ void __launch_bounds__(Traits<T, kPlanes>::kThreads, 1)
     if (!plain) {
       const uint32_t dy_address = shared_address(tile_operands), w_address = shared_address(shared);
       wgmma_touch(acc);
+      if constexpr (kPlanes > 1) {
+#pragma unroll
+        for (int v = 0; v < kN / 2; ++v) acc[v] = 0;
+      }
       for (int i = 0; i < weight_tiles; ++i) {
         const int shift = i / plan.blocks, block = i - shift * plan.blocks;
         const uint64_t dy_desc = wgmma_descriptor<kRowBytes>(
@@ -167,8 +171,9 @@ __global__ void __launch_bounds__(Traits<T, kPlanes>::kThreads, 1)
 #pragma unroll
           for (int step = 0; step < 4; ++step) {
             const int w_step = Tr::kTransposed ? step * 32 : step * 16 * 64;
-            Wgmma<Op, kN>::template run<0, !Tr::kTransposed>(acc, dy_desc + (step * 32 >> 4),
-                                                             w_desc + (w_step >> 4), i + step > 0);
+            Wgmma<Op, kN>::template run<0, !Tr::kTransposed>(acc, wgmma_advance(dy_desc, step * 32),
+                                                             wgmma_advance(w_desc, w_step),
+                                                             i + step > 0);
           }
           wgmma_commit();
         } else {
@@ -186,8 +191,9 @@ __global__ void __launch_bounds__(Traits<T, kPlanes>::kThreads, 1)
 #pragma unroll
               for (int step = first; step < first + 2; ++step) {
                 Wgmma<Op, kN>::template run<0, 1>(
-                    part_sum, dy_desc + ((Pairs::first(pair) * plan.plane_bytes + step * 32) >> 4),
-                    w_desc + ((Pairs::second(pair) * Tr::kWeightTile + step * 16 * 64) >> 4),
+                    part_sum,
+                    wgmma_advance(dy_desc, Pairs::first(pair) * plan.plane_bytes + step * 32),
+                    wgmma_advance(w_desc, Pairs::second(pair) * Tr::kWeightTile + step * 16 * 64),
                     pair + step > first);
               }
             }
@@ -195,9 +201,7 @@ __global__ void __launch_bounds__(Traits<T, kPlanes>::kThreads, 1)
             wgmma_wait<0>();
             wgmma_touch(part_sum);
 #pragma unroll
-            for (int v = 0; v < kN / 2; ++v) {
-              acc[v] = i + first > 0 ? acc[v] + part_sum[v] : part_sum[v];
-            }
+            for (int v = 0; v < kN / 2; ++v) acc[v] += part_sum[v];
           }
         }
       }

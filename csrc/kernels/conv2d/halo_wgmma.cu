@@ -36,7 +36,7 @@ bool tile(Plan& plan, int pixels, DType dtype) {
                         ? 0
                         : kConsumers * blocks * plan.planes * aligned(a.plane_rows * operand_row);
   const int fixed = 1024 + weights + parts + (size == 2 ? kConsumers * pixels * 128 : 0);
-  const int turn = size == 4 && plan.planes == 1 ? kConsumers * 4 * kTurnBytes : 0;
+  const int turn = size == 4 ? kConsumers * 4 * kTurnBytes : 0;
   // A stage that is split is free again before its products begin: one is enough.
   const int needed = plan.planes == 1 ? 2 : 1;
   if (fixed + needed * stage > kSharedBytes) return false;
@@ -69,15 +69,16 @@ Plan make_plan(Conv2dPass pass, const Conv2dShape& s) {
   const int channel_bytes = a.c * static_cast<int>(size_of(s.dtype));
   plan.row_bytes = channel_bytes % 128 == 0 ? 128 : channel_bytes % 64 == 0 ? 64 : 32;
   if (s.dtype == DType::kFloat32 && !s.allow_tf32) plan.planes = 3, plan.row_bytes = 128;
-  // The tile size with the least work in the busiest block, a tile's fixed cost counted as 32
-  // positions.
+  // The tile size with the least work for the busiest block's warpgroups, which take a tile each at
+  // a time; a tile's fixed cost counted as 32 positions.
   int64_t best = 0;
   Plan chosen{};
-  const std::initializer_list<int> sizes[2] = {{256, 224, 128}, {112, 64}};
+  const std::initializer_list<int> sizes[2] = {{256, 224, 128, 64}, {112, 64}};
   for (int pixels : sizes[plan.planes > 1]) {
     Plan candidate = plan;
     if (!tile(candidate, pixels, s.dtype)) continue;
-    const int64_t cost = ceil_div(candidate.args.tiles, candidate.grid.x) * (pixels + 32);
+    const int64_t tiles = ceil_div(candidate.args.tiles, candidate.grid.x);
+    const int64_t cost = ceil_div(tiles, kConsumers) * (pixels + 32);
     if (chosen.pixels == 0 || cost < best) chosen = candidate, best = cost;
   }
   return chosen;
@@ -106,7 +107,8 @@ template <typename T>
 constexpr auto launcher(const Plan& plan) {
   return plan.pixels == 256   ? launcher<T, 256>(plan.row_bytes)
          : plan.pixels == 224 ? launcher<T, 224>(plan.row_bytes)
-                              : launcher<T, 128>(plan.row_bytes);
+         : plan.pixels == 128 ? launcher<T, 128>(plan.row_bytes)
+                              : launcher<T, 64>(plan.row_bytes);
 }
 
 constexpr auto split_launcher(const Plan& plan) {

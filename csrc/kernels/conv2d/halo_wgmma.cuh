@@ -148,8 +148,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 
   // Consumers: the two warpgroups take turns, so that one's epilogue hides behind the other's MMAs.
-  unsigned char* out =
-      stages + a.stages * stage_bytes + group * (kStaged ? kPixels * 128 : 4 * kTurnBytes);
+  unsigned char* out = stages + a.stages * stage_bytes +
+                       (kPlanes == 1 ? 0 : kConsumers * L::stage_bytes(a)) +
+                       group * (kStaged ? kPixels * 128 : 4 * kTurnBytes);
   const int row = (warp % 4) * 16 + lane / 4;  // of the accumulator: this filter and the one 8 on
   float bias_values[2] = {};
   if (bias) {
@@ -215,6 +216,10 @@ __global__ void __launch_bounds__(kThreads, 1)
                            i / 4 * 8 + lane % 4 * 2 + i % 2, row + i / 2 % 2 * 8);
       }
     } else {
+      if constexpr (kPlanes > 1) {
+#pragma unroll
+        for (int v = 0; v < kAcc; ++v) acc[v] = 0;
+      }
       for (int i = 0, tap_row = 0, s = 0, block = 0; i < steps; ++i) {
         const int w_offset = i * kPlanes * weight_tile;
         const int x_offset = block * kPlanes * plane_bytes + (tap_row + s) * L::kRowBytes;
@@ -223,8 +228,9 @@ __global__ void __launch_bounds__(kThreads, 1)
           wgmma_fence();
 #pragma unroll
           for (int step = 0; step < L::kRowBytes; step += 32) {
-            Wgmma<Op, kPixels>::template run<0, 0>(acc, w_desc + ((w_offset + step) >> 4),
-                                                   x_desc + ((x_offset + step) >> 4), i + step > 0);
+            Wgmma<Op, kPixels>::template run<0, 0>(acc, wgmma_advance(w_desc, w_offset + step),
+                                                   wgmma_advance(x_desc, x_offset + step),
+                                                   i + step > 0);
           }
           wgmma_commit();
         } else {
@@ -236,8 +242,9 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
             for (int step = 0; step < L::kRowBytes; step += 32) {
               Wgmma<Op, kPixels>::template run<0, 0>(
-                  part_sum, w_desc + ((w_offset + Pairs::first(pair) * weight_tile + step) >> 4),
-                  x_desc + ((x_offset + Pairs::second(pair) * plane_bytes + step) >> 4),
+                  part_sum,
+                  wgmma_advance(w_desc, w_offset + Pairs::first(pair) * weight_tile + step),
+                  wgmma_advance(x_desc, x_offset + Pairs::second(pair) * plane_bytes + step),
                   pair + step > 0);
             }
           }
@@ -245,7 +252,7 @@ __global__ void __launch_bounds__(kThreads, 1)
           wgmma_wait<0>();
           wgmma_touch(part_sum);
 #pragma unroll
-          for (int v = 0; v < kAcc; ++v) acc[v] = i > 0 ? acc[v] + part_sum[v] : part_sum[v];
+          for (int v = 0; v < kAcc; ++v) acc[v] += part_sum[v];
         }
         if (++block == blocks) {
           block = 0;
@@ -317,7 +324,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         }
       }
       T* to = y + image * a.y_n + first_row * a.y_h;
-      if (kPlanes == 1 && a.wide_stores) {
+      if (a.wide_stores) {
         // Through shared memory of the warp, 32 positions at a time: [position][16 filters].
         float* own = reinterpret_cast<float*>(out) + warp % 4 * (kTurnBytes / 4);
         const int filter = k0 + warp % 4 * 16 + lane % 4 * 4;
@@ -325,13 +332,13 @@ __global__ void __launch_bounds__(kThreads, 1)
         for (int i = 0; i < kAcc; i += 16) {
           __syncwarp();
 #pragma unroll
-          for (int v = 0; v < 16; ++v) {
+          for (int v = 0; v < std::min(16, kAcc - i); ++v) {
             own[(v / 4 * 8 + lane % 4 * 2 + v % 2) * kTurnPitch + lane / 4 + v / 2 % 2 * 8] =
                 acc[i + v];
           }
           __syncwarp();
 #pragma unroll
-          for (int v = 0; v < 4; ++v) {
+          for (int v = 0; v < std::min(4, (kAcc - i) / 4); ++v) {
             const int position = v * 8 + lane / 4, offset = offsets[group][i * 2 + position];
             if (offset >= 0 && filter < a.k) {
               *reinterpret_cast<float4*>(to + offset + filter) =

@@ -99,9 +99,9 @@ __global__ void __launch_bounds__(kMaxFilterRows * 128 + 32, 1)
     wgmma_touch(acc);
     for (int step = 0; step < steps; ++step) {
       wgmma_fence();
-      Wgmma<T, kColumns>::template run<1, 1>(acc,
-                                             dy_desc + (step * 16 * kFilters * int{sizeof(T)} >> 4),
-                                             x_desc + (step * 16 * kRowBytes >> 4), 1);
+      Wgmma<T, kColumns>::template run<1, 1>(
+          acc, wgmma_advance(dy_desc, step * 16 * kFilters * int{sizeof(T)}),
+          wgmma_advance(x_desc, step * 16 * kRowBytes), 1);
       wgmma_commit();
     }
     wgmma_wait<0>();
@@ -229,8 +229,9 @@ __global__ void __launch_bounds__(kMaxFilterRows * 128 + 32, 1)
 #pragma unroll
         for (int pair = 0; pair < Pairs::kCount; ++pair) {
           Wgmma<__nv_bfloat16, kColumns>::template run<1, 1>(
-              tile_sum, dy_desc + ((Pairs::first(pair) * plan.dy_bytes + step * 16 * 128) >> 4),
-              x_desc + ((Pairs::second(pair) * plan.x_bytes + step * 16 * 64) >> 4),
+              tile_sum,
+              wgmma_advance(dy_desc, Pairs::first(pair) * plan.dy_bytes + step * 16 * 128),
+              wgmma_advance(x_desc, Pairs::second(pair) * plan.x_bytes + step * 16 * 64),
               step + pair > 0);
         }
       }

@@ -133,9 +133,10 @@ __device__ __forceinline__ void consume_parts(const SplitArgs& a, uint32_t stage
 #pragma unroll
           for (int step = 0; step < 4; ++step) {
             Wgmma<T, Tile::kColumns>::template run<kRowMajor, kColumnMajor>(
-                part, row_desc + ((Pairs::first(pair) * Tile::kRowPlane + step * kRowStep) >> 4),
-                column_desc +
-                    ((Pairs::second(pair) * Tile::kColumnPlane + step * kColumnStep) >> 4),
+                part,
+                wgmma_advance(row_desc, Pairs::first(pair) * Tile::kRowPlane + step * kRowStep),
+                wgmma_advance(column_desc,
+                              Pairs::second(pair) * Tile::kColumnPlane + step * kColumnStep),
                 pair + step > 0);
           }
         }
