@@ -41,7 +41,8 @@ BENCHMARKS = [
             case(8192, 1, 32, 28, 3, input_grad=False, gpu_only=True),
             case(8192, 32, 64, 14, 3, gpu_only=True),
             case(32, 3, 64, 224, 7, stride=2, input_grad=False, gpu_only=True),
-            case(32, 64, 64, 56, 3),
+            # cuDNN's Winograd rounds less than plain sums of 576 products, which are off by 9 ulp.
+            case(32, 64, 64, 56, 3, ulps=6),
             case(32, 256, 128, 28, 1),
             case(32, 128, 256, 28, 3, stride=2),
         ],

@@ -116,9 +116,7 @@ struct PartPairs {
   static_assert(kParts == 2 || kParts == 3);
   static constexpr int kCount = kParts * (kParts + 1) / 2;
   // The part of the first operand in product i, and of the second.
-  static constexpr int first(int i) {
-    return i < kParts ? i : i < 2 * kParts - 1 ? i - kParts : 0;
-  }
+  static constexpr int first(int i) { return i < kParts ? i : i < 2 * kParts - 1 ? i - kParts : 0; }
   static constexpr int second(int i) {
     const int level = i < kParts ? kParts - 1 : i < 2 * kParts - 1 ? kParts - 2 : 0;
     return level - first(i);

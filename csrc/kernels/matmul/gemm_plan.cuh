@@ -7,9 +7,9 @@
 namespace braze::cuda {
 
 // A tile of C is kLarge (128 x 128) for speed, kSmall (64 x 64) and kTiny (32 x 32) where larger
-// ones would leave multiprocessors idle, kDeep (32 x 32, but kDeepGroups groups of warps that share
-// out the depth) where those do too, kTall (128 x 32) or kWide (32 x 128) where C has few columns
-// or rows.
+// ones would leave multiprocessors idle, kDeep (32 x 32, or 32 x 16 where B is depth-major; with
+// kDeepGroups groups of warps that share out the depth) where those do too, kTall (128 x 32) or
+// kWide (32 x 128) where C has few columns or rows.
 enum class TileShape { kLarge, kSmall, kTiny, kDeep, kTall, kWide };
 constexpr int kDeepGroups = 8;
 
@@ -28,6 +28,10 @@ struct GemmKernels {
   int64_t long_product;  // multiply-adds that take about 20 us
 };
 
+// Whether the operand's tile is stored, and read from global memory, along the depth.
+inline bool depth_major_a(const MatmulArgs& p) { return p.a.col <= p.a.row; }
+inline bool depth_major_b(const MatmulArgs& p) { return p.b.row <= p.b.col; }
+
 inline MatmulPlan plan_matmul(const MatmulArgs& p, const GemmKernels& kernels) {
   struct Shape {
     TileShape tile;
@@ -35,7 +39,8 @@ inline MatmulPlan plan_matmul(const MatmulArgs& p, const GemmKernels& kernels) {
   };
   constexpr Shape kLarge{TileShape::kLarge, 128, 128, 2}, kSmall{TileShape::kSmall, 64, 64, 3},
       kTiny{TileShape::kTiny, 32, 32, 4}, kTall{TileShape::kTall, 128, 32, 3},
-      kWide{TileShape::kWide, 32, 128, 3}, kDeep{TileShape::kDeep, 32, 32, 1};
+      kWide{TileShape::kWide, 32, 128, 3}, kSquare{TileShape::kDeep, 32, 32, 1};
+  const Shape kDeep{TileShape::kDeep, 32, depth_major_b(p) ? 16 : 32, 1};
   const int64_t depth_tiles = ceil_div(p.k, kernels.depth);
   const auto blocks = [&](const Shape& s) {
     return p.batch * ceil_div(p.m, s.m) * ceil_div(p.n, s.n);
@@ -56,7 +61,7 @@ inline MatmulPlan plan_matmul(const MatmulArgs& p, const GemmKernels& kernels) {
     shape = kLarge;
   } else if (p.m > 32 && p.n > 32 && fills(kSmall)) {
     shape = kSmall;
-  } else if (kernels.deep && blocks(kDeep) <= sm_count()) {
+  } else if (kernels.deep && blocks(kSquare) <= sm_count()) {
     shape = kDeep;
   }
   const int64_t slots = int64_t{sm_count()} * shape.per_sm, count = blocks(shape);
@@ -121,10 +126,6 @@ bool takes_vectors(const MatmulArgs& p) {
   return matrix_operand<T>(p.a, p.batch, p.m, p.k, p.a.row, p.a.col).vectors &&
          matrix_operand<T>(p.b, p.batch, p.n, p.k, p.b.col, p.b.row).vectors;
 }
-
-// Whether the operand's tile is stored, and read from global memory, along the depth.
-inline bool depth_major_a(const MatmulArgs& p) { return p.a.col <= p.a.row; }
-inline bool depth_major_b(const MatmulArgs& p) { return p.b.row <= p.b.col; }
 
 // f(std::bool_constant for A, std::bool_constant for B)
 template <typename F>

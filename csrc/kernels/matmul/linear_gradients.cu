@@ -132,7 +132,7 @@ bool linear_gradients(Stream stream, const LinearGradArgs& args) {
     using T = typename decltype(tag)::type;
     constexpr bool kSplit = decltype(split)::value;
     if (4 * (tiles(input, 64) + tiles(weight, 64)) >= 3 * sm_count()) {
-      launch_tiles<T, kSplit, MmaTile<64, 64, 32, 32, 2, 2>>(stream, args);
+      launch_tiles<T, kSplit, MmaTile<32, 64, 32, 32, 2, 2>>(stream, args);
     } else {
       launch_tiles<T, kSplit, MmaTile<32, 32, 16, 16, 2, 2>>(stream, args);
     }

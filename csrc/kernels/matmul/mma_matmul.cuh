@@ -9,9 +9,10 @@ namespace braze::cuda {
 constexpr int64_t kLongProduct = int64_t{1} << 31;
 
 // Its stages: 128 KiB, which not every device has.
-using DeepTile = MmaTile<32, 32, 32, 32, 2, kDeepGroups>;
+template <bool kBDepthMajor, int kN = kBDepthMajor ? 16 : 32>
+using DeepTile = MmaTile<32, kN, 32, kN, 2, kDeepGroups>;
 inline bool takes_deep_tiles() {
-  return most_shared_memory() >= kDeepGroups * DeepTile::kStages * (32 + 32) * 128;
+  return most_shared_memory() >= kDeepGroups * DeepTile<false>::kStages * (32 + 32) * 128;
 }
 
 inline MatmulPlan plan_mma_matmul(const MatmulArgs& args) {
@@ -36,7 +37,7 @@ void mma_matmul(Stream stream, const MatmulArgs& args, const MatmulPlan& plan, v
     switch (plan.tile) {
       case TileShape::kLarge: return launch(MmaTile<128, 128, 64, 32>{}, kVectors);
       case TileShape::kTiny: return launch(MmaTile<32, 32, 16, 16, 6>{}, kEither);
-      case TileShape::kDeep: return launch(DeepTile{}, kEither);
+      case TileShape::kDeep: return launch(DeepTile<kB>{}, kEither);
       default: return launch(MmaTile<64, 64, 32, 32>{}, kEither);
     }
   });

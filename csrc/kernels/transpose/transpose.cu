@@ -12,9 +12,9 @@ namespace {
 constexpr int kTile = 64;
 constexpr int kThreads = 256;
 
-// A thread's accesses to the part [first_row, +kTile) x [first_col, +kTile) of a rows x cols matrix,
-// N elements each: consecutive threads take consecutive elements of a row. Calls f(step, row in the
-// tile, column in the tile, offset in the matrix).
+// A thread's accesses to the part [first_row, +kTile) x [first_col, +kTile) of a rows x cols
+// matrix, N elements each: consecutive threads take consecutive elements of a row. Calls f(step,
+// row in the tile, column in the tile, offset in the matrix).
 template <int N, typename F>
 __device__ __forceinline__ void for_each_in_tile(int64_t first_row, int64_t first_col, int64_t rows,
                                                  int64_t cols, F&& f) {
