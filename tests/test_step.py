@@ -124,6 +124,12 @@ def check(device, data, maker="braze SGD", **options):
     return step
 
 
+def test_losses_stay_when_their_buffer_is_full(device, monkeypatch):
+    """A graph that has no place left for losses is captured anew; no loss is overwritten."""
+    monkeypatch.setattr("braze.step._LOSSES", 3)
+    check(device, batches(device, 12))
+
+
 @pytest.mark.parametrize("maker", MAKERS)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_equals_the_plain_loop(device, maker, options):

@@ -18,6 +18,8 @@ from braze._ops.cross_entropy import check_errors, expected_gradients
 _EAGER_CALLS = 2
 # Shapes and settings whose graphs are kept; the one that has waited longest goes first.
 _MAX_ENTRIES = 32
+# What a graph's replays leave before it is captured anew, so that no loss is ever overwritten.
+_LOSSES = 1 << 19
 # They count their steps on the CPU whatever the settings, or call the model themselves.
 _UNCAPTURABLE = (torch.optim.Adafactor, torch.optim.Adagrad, torch.optim.LBFGS)
 _NOT_CAPTURED = (
@@ -26,6 +28,40 @@ _NOT_CAPTURED = (
     "GPU: .item(), .cpu(), printing a tensor, `if` on a tensor's value, indexing by a mask. "
     "The cause here: {}"
 )
+
+
+class _Losses:
+    """Where a graph's replays leave their losses, each in a place of its own.
+
+    Copying the loss after each replay would make the GPU wait for two launches; the graph does it
+    beside the backward pass.
+    """
+
+    def __init__(self, dtype, device):
+        with torch.inference_mode(False):  # whose tensors could not be written outside of it
+            self._values = torch.empty(_LOSSES, dtype=dtype, device=device)
+            self._place = torch.zeros(1, dtype=torch.int64, device=device)
+        self._stream = torch.cuda.Stream(device)
+        self._count = 0
+
+    def full(self):
+        return self._count == len(self._values)
+
+    @contextlib.contextmanager
+    def keep(self, loss):
+        """Within a capture: what is launched in this block runs beside the copy of `loss`."""
+        stream = torch.cuda.current_stream(loss.device)
+        self._stream.wait_stream(stream)
+        with torch.cuda.stream(self._stream):
+            self._values.index_copy_(0, self._place, loss.detach().reshape(1))
+            self._place.add_(1)
+        yield
+        stream.wait_stream(self._stream)
+
+    def next(self):
+        """The loss of a replay."""
+        self._count += 1
+        return self._values[self._count - 1]
 
 
 class _Entry:
@@ -37,9 +73,9 @@ class _Entry:
             torch.empty_like(x, device=device) if isinstance(x, torch.Tensor) else x for x in leaves
         ]
         self.eager_calls = 0
-        self.graph = None
+        self.graph = self.losses = self.loss_dtype = None
         # What a replay leaves, in memory of the graph or of the accumulation buffers.
-        self.loss = self.grad_norm = None
+        self.grad_norm = None
         self.grads = []
 
     def load(self, leaves):
@@ -316,9 +352,10 @@ class TrainStep:
             finally:
                 stream.wait_stream(self._stream)
             entry.eager_calls += 1
+            entry.loss_dtype = loss.dtype
             self._window_grads = self._grads()
         else:
-            if entry.graph is None:
+            if entry.graph is None or entry.losses.full():
                 self._capture(entry, gather, first, last)
             self._rates.write()
             entry.graph.replay()
@@ -330,10 +367,10 @@ class TrainStep:
             if last:
                 torch.autograd.graph.increment_version(self._params)
             self._window_grads = entry.grads
-            loss, norm = entry.loss, entry.grad_norm
+            loss, norm = entry.losses.next(), entry.grad_norm
         if last:
             self.grad_norm = norm
-        return loss.clone()
+        return loss
 
     def _key(self, leaves, spec, gather, first, last):
         """All that a graph has frozen. Whatever differs needs another graph."""
@@ -357,13 +394,14 @@ class TrainStep:
 
     def _capture(self, entry, gather, first, last):
         before = HostState(self.model, self.optimizer, self._params)
+        losses = _Losses(entry.loss_dtype, self.device)
         if not any(other.graph for other in self._entries.values()):
             # torch retires a memory pool with the last graph that uses it.
             self._pool = torch.cuda.graph_pool_handle()
         try:
             with self._rates.on_device():
-                graph, (loss, norm) = capture(
-                    lambda: self._micro(entry.batch(), gather, first, last),
+                graph, (_, norm) = capture(
+                    lambda: self._micro(entry.batch(), gather, first, last, losses),
                     self._stream,
                     self._pool,
                 )
@@ -380,14 +418,14 @@ class TrainStep:
             if isinstance(error, RuntimeError):
                 raise RuntimeError(_NOT_CAPTURED.format(error)) from error
             raise
-        entry.graph, entry.loss, entry.grad_norm, entry.grads = graph, loss, norm, grads
+        entry.graph, entry.losses, entry.grad_norm, entry.grads = graph, losses, norm, grads
 
     def _grads(self):
         return [(p, p.grad) for p in self._params if p.grad is not None]
 
     # ---- the step itself ----
 
-    def _micro(self, batch, gather, first, last):
+    def _micro(self, batch, gather, first, last, losses=None):
         """Forward and backward of one batch; the update if it is the window's last."""
         for p in self._params:
             p.grad = None
@@ -408,7 +446,8 @@ class TrainStep:
             scaled = loss / self.accumulate if self.accumulate > 1 else loss
             if self._scales():
                 scaled = self.grad_scaler.scale(scaled)
-            scaled.backward(self._one_like(scaled))
+            with losses.keep(loss) if losses else contextlib.nullcontext():
+                scaled.backward(self._one_like(scaled))
         torch.clear_autocast_cache()
         if self.accumulate > 1 and self.device.type == "cuda":
             self._keep_grads()

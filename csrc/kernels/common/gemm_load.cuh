@@ -87,25 +87,32 @@ __device__ __forceinline__ void copy_element(T* shared, const T* global, bool va
   }
 }
 
-// N elements: one, or 16 bytes of them. Of a masked operand its mask too, kTile elements further
-// on, where behind_mask() finds it.
-template <int N, int kTile, typename Op>
-__device__ __forceinline__ void copy_from(const Op& op, typename Op::T* shared,
-                                          const typename Op::T* global, bool valid) {
-  const auto copy = [&](typename Op::T* to, const typename Op::T* from) {
-    if constexpr (N == 1) {
-      copy_element(to, from, valid);
-    } else {
-      cp_async<16>(to, from, valid);
-    }
-  };
-  copy(shared, global);
-  if constexpr (Op::kMasked) {
-    if (op.mask != 0) copy(shared + kTile, op.result_at(global));
+// N elements: one, or 16 bytes of them.
+template <int N, typename T>
+__device__ __forceinline__ void copy(T* shared, const T* global, bool valid) {
+  if constexpr (N == 1) {
+    copy_element(shared, global, valid);
+  } else {
+    cp_async<16>(shared, global, valid);
   }
 }
 
-// What copy_from() has copied takes its final value. No other thread has seen it yet.
+// for_each(copy) calls copy(place in the tile, address, whether the elements exist) for all that a
+// thread copies. Of a masked operand its mask too, kTile elements further on, where behind_mask()
+// finds it: in a second pass, because single 16-bit elements do not wait for each other only where
+// nothing has to be decided between two of them.
+template <int N, int kTile, typename Op, typename ForEach>
+__device__ __forceinline__ void copy_all(const Op& op, ForEach for_each) {
+  using T = typename Op::T;
+  for_each([](T* to, const T* from, bool valid) { copy<N>(to, from, valid); });
+  if constexpr (Op::kMasked) {
+    if (op.mask == 0) return;
+    for_each(
+        [&](T* to, const T* from, bool valid) { copy<N>(to + kTile, op.result_at(from), valid); });
+  }
+}
+
+// What copy_all() has copied takes its final value. No other thread has seen it yet.
 template <int N, int kTile, typename T>
 __device__ __forceinline__ void behind_mask(T* shared) {
   store_vec<N>(shared, MaskedOperand<T>::template behind_relu<N>(shared, shared + kTile));
@@ -226,10 +233,11 @@ class MatrixElements {
       : op_(op), copies_(op, data, outer0, outer(), depth()) {}
 
   __device__ __forceinline__ void load(T* tile, int k0) const {
-    copies_.template for_each<kOuters, kAlongOuter, kDepths, kAlongDepth>(
-        k0, [&](int i, int j, const T* from, bool valid) {
-          copy_from<1, Layout::kSize>(op_, element(tile, i, j), from, valid);
-        });
+    copy_all<1, Layout::kSize>(op_, [&](auto copy) {
+      copies_.template for_each<kOuters, kAlongOuter, kDepths, kAlongDepth>(
+          k0,
+          [&](int i, int j, const T* from, bool valid) { copy(element(tile, i, j), from, valid); });
+    });
   }
 
   // To be called between the end of the copies and the barrier, where there is a mask.
@@ -333,14 +341,12 @@ class MatrixVectors {
         copies_(op, data, outer0, kDepthMajor ? row() : chunk(), kDepthMajor ? chunk() : row()) {}
 
   __device__ __forceinline__ void load(T* tile, int k0) const {
-    const auto copy = [&](int i, int j, const T* from, bool valid) {
-      copy_from<kVec, Layout::kSize>(op_, vector(tile, i + j), from, valid);  // one of them is 0
-    };
-    if constexpr (kDepthMajor) {
-      copies_.template for_each<kSteps, kStep, 1, 1>(k0, copy);
-    } else {
-      copies_.template for_each<1, 1, kSteps, kStep>(k0, copy);
-    }
+    copy_all<kVec, Layout::kSize>(op_, [&](auto copy) {
+      copies_.template for_each<kDepthMajor ? kSteps : 1, kStep, kDepthMajor ? 1 : kSteps, kStep>(
+          k0, [&](int i, int j, const T* from, bool valid) {
+            copy(vector(tile, i + j), from, valid);  // i or j is 0
+          });
+    });
   }
 
   // To be called between the end of the copies and the barrier, where there is a mask.

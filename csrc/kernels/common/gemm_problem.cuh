@@ -91,7 +91,7 @@ struct GemmProblem {
     if (!clustered) {
       __syncthreads();
       if (!inside) return;
-#pragma unroll 4
+#pragma unroll 2
       for (int row = first; row < rows; row += kStep) {
         Acc sum[4] = {};
         sum_groups(tile + row * kRow + column, sum);

@@ -105,7 +105,26 @@ __device__ __forceinline__ bool load_weights(const Args& a, const float* w, unsi
       }
     }
   }
-  return special;
+  if (!special) return false;
+#pragma unroll 1
+  for (int filter = thread / 8; filter < a.c && c < a.k; filter += threads / 8) {
+    const float* from = w + filter * a.w_c + c;
+    const int row = filter % 64;
+    uint32_t to = row * 64 + c * 2;
+    to ^= (to >> 7 & 3) << 4;
+    to += filter / 64 * 3 * kTile;
+#pragma unroll 1
+    for (int e = 0; e < 4 * taps; ++e) {
+      const int tap = e / 4, r = tap / kColumns, s = tap % kColumns;
+      __nv_bfloat16 parts[3];
+      split(from[r * a.w_r + s * a.w_s + e % 4], parts);
+      const int tile = r * (a.c / 64) * 3 * kTile + s * 64 * 64;
+      auto* const target = reinterpret_cast<__nv_bfloat16*>(shared + tile + to) + e % 4;
+#pragma unroll
+      for (int p = 0; p < 3; ++p) target[p * kTile / 2] = parts[p];
+    }
+  }
+  return true;
 }
 
 // One gradient on CUDA cores, from the parts in shared memory.

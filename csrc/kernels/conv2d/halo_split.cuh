@@ -25,7 +25,9 @@ __device__ __forceinline__ void split(float v, __nv_bfloat16 (&parts)[kParts]) {
 }
 
 // The same for N values, an even number; the 16-bit parts of two are one word. Returns whether any
-// value is infinite or NaN.
+// value is infinite or NaN: then the parts are worthless, and split() has to make them. (Not here:
+// code that hardly ever runs would lie between code that runs once a block, and fetching
+// instructions takes a third of a small convolution's time.)
 template <int kParts, int N>
 __device__ __forceinline__ bool split_values(const float (&values)[N],
                                              uint32_t (&parts)[kParts][N / 2]) {
@@ -46,18 +48,7 @@ __device__ __forceinline__ bool split_values(const float (&values)[N],
       rest1 -= __uint_as_float(parts[p][i] & 0xffff0000u);
     }
   }
-  if (check == check) return false;
-#pragma unroll
-  for (int i = 0; i < N / 2; ++i) {
-    __nv_bfloat16 low[kParts], high[kParts];
-    split(values[2 * i], low);
-    split(values[2 * i + 1], high);
-#pragma unroll
-    for (int p = 0; p < kParts; ++p) {
-      parts[p][i] = __bfloat16_as_ushort(low[p]) | __bfloat16_as_ushort(high[p]) << 16;
-    }
-  }
-  return true;
+  return check != check;
 }
 
 // Rows of fp32 (128 bytes, swizzled as TMA writes them; wider rows in planes raw_plane_bytes apart)
@@ -69,28 +60,42 @@ __device__ __forceinline__ bool split_rows(const unsigned char* raw, int raw_pla
                                            int thread, int threads) {
   constexpr int kChunks = kRowBytes / 16;  // of eight values
   bool special = false;
-#pragma unroll 2
+  const auto source = [&](int row, int chunk, int half) {
+    return reinterpret_cast<const float4*>(raw + chunk / 4 * raw_plane_bytes + row * 128 +
+                                           ((2 * (chunk % 4) + half ^ row & 7) << 4));
+  };
+  const auto target = [&](int row, int chunk) {
+    const uint32_t to = row * kRowBytes + chunk * 16;
+    return planes + (to ^ (to >> 7 & (kChunks - 1)) << 4);
+  };
+#pragma unroll 1
   for (int i = thread; i < rows * kChunks; i += threads) {
     const int row = i / kChunks, chunk = i % kChunks;
-    const unsigned char* from = raw + chunk / 4 * raw_plane_bytes + row * 128;
     float values[8];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int raw_chunk = (2 * (chunk % 4) + half) ^ (row & 7);
-      *reinterpret_cast<float4*>(values + 4 * half) =
-          *reinterpret_cast<const float4*>(from + (raw_chunk << 4));
+      *reinterpret_cast<float4*>(values + 4 * half) = *source(row, chunk, half);
     }
     uint32_t parts[kParts][4];
     special |= split_values(values, parts);
-    uint32_t to = row * kRowBytes + chunk * 16;
-    to ^= (to >> 7 & (kChunks - 1)) << 4;
+    unsigned char* const to = target(row, chunk);
 #pragma unroll
     for (int p = 0; p < kParts; ++p) {
-      *reinterpret_cast<uint4*>(planes + p * plane_bytes + to) =
+      *reinterpret_cast<uint4*>(to + p * plane_bytes) =
           uint4{parts[p][0], parts[p][1], parts[p][2], parts[p][3]};
     }
   }
-  return special;
+  if (!special) return false;
+#pragma unroll 1
+  for (int i = 8 * thread; i < 8 * rows * kChunks; i += i % 8 == 7 ? 8 * threads - 7 : 1) {
+    const int row = i / 8 / kChunks, chunk = i / 8 % kChunks;
+    __nv_bfloat16 parts[kParts];
+    split(reinterpret_cast<const float*>(source(row, chunk, i % 8 / 4))[i % 4], parts);
+    auto* const to = reinterpret_cast<__nv_bfloat16*>(target(row, chunk)) + i % 8;
+#pragma unroll
+    for (int p = 0; p < kParts; ++p) to[p * plane_bytes / 2] = parts[p];
+  }
+  return true;
 }
 
 // The value at a row and column of planes that split_rows (or the weights' loader) has written.

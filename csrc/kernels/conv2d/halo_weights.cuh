@@ -90,7 +90,7 @@ struct WeightTiles {
         }
       } else {
         uint32_t parts[3][N / 2];
-        special |= split_values(values.v, parts);
+        special |= split_values(values.v, parts);  // then load_items() does it again
 #pragma unroll
         for (int p = 0; p < 3; ++p) {
           *reinterpret_cast<uint2*>(shared + to + p * tile) = uint2{parts[p][0], parts[p][1]};
@@ -106,6 +106,7 @@ template <typename T, int kChannelBlock, int kPlanes, int N, bool kAlongChannels
 __device__ __forceinline__ bool load_items(const Args& a, const T* w, int k0,
                                            unsigned char* shared) {
   using Tiles = WeightTiles<T, kChannelBlock, kPlanes>;
+  constexpr int kThreads = kConsumers * 128;
   constexpr int kBatch = 9, kItems = kAlongChannels && kPlanes > 1 ? 2 : 1;  // loads in flight
   const int rows = Tiles::L::weight_tile(a) / Tiles::L::kRowBytes, taps = a.r * a.s;
   const int blocks = Tiles::L::blocks(a), channels = blocks * kChannelBlock;
@@ -114,13 +115,13 @@ __device__ __forceinline__ bool load_items(const Args& a, const T* w, int k0,
   const int inner = (kAlongChannels ? channels : rows) / N;
   const int items = inner * (kAlongChannels ? rows : channels);
   const int tap_bytes = (a.flip ? -blocks : blocks) * kPlanes * tiles.tile;
-  for (int i = threadIdx.x; i < items; i += kItems * kConsumers * 128) {
+  for (int i = threadIdx.x; i < items; i += kItems * kThreads) {
     uint32_t to[kItems][kAlongChannels ? 1 : N];
     const T* from[kItems];
     bool inside[kItems];
 #pragma unroll
     for (int item = 0; item < kItems; ++item) {
-      const int at = i + item * kConsumers * 128, outer = at / inner;
+      const int at = i + item * kThreads, outer = at / inner;
       const int rest = (at - outer * inner) * N;
       const int k = kAlongChannels ? outer : rest, c = kAlongChannels ? rest : outer;
       inside[item] = at < items && k0 + k < a.k && c < a.c;
@@ -148,7 +149,7 @@ __device__ __forceinline__ bool load_items(const Args& a, const T* w, int k0,
         if (tap + b >= taps) break;
 #pragma unroll
         for (int item = 0; item < kItems; ++item) {
-          if (i + item * kConsumers * 128 >= items) break;
+          if (i + item * kThreads >= items) break;
           if constexpr (kAlongChannels) {
             tiles.template put<N>(tap_at + to[item][0], values[b][item]);
           } else {
@@ -158,6 +159,20 @@ __device__ __forceinline__ bool load_items(const Args& a, const T* w, int k0,
             }
           }
         }
+      }
+    }
+  }
+  if constexpr (kPlanes > 1 && kAlongChannels && N > 1) {
+    if (!tiles.special) return false;
+#pragma unroll 1
+    for (int e = threadIdx.x * N; e < items * N; e += e % N == N - 1 ? kThreads * N - N + 1 : 1) {
+      const int k = e / channels, c = e % channels;
+      if (k0 + k >= a.k || c >= a.c) continue;
+      const T* const from = w + (k0 + k) * a.w_k + c * a.w_c;
+      int to = tiles.place(k, c) + (a.flip ? -(taps - 1) * tap_bytes : 0);
+#pragma unroll 1
+      for (int tap = 0; tap < taps; ++tap, to += tap_bytes) {
+        tiles.template put<1>(to, Vec<T, 1>{from[tap / a.s * a.w_r + tap % a.s * a.w_s]});
       }
     }
   }

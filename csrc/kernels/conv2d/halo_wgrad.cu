@@ -139,7 +139,7 @@ __device__ __noinline__ float plain_wgrad(const Args& a, const unsigned char* dy
 template <int kParts>
 __global__ void __launch_bounds__(kMaxFilterRows * 128 + 32, 1)
     split_wgrad_kernel(const __grid_constant__ CUtensorMap x_map,
-                       const __grid_constant__ CUtensorMap dy_map, const Args a,
+                       const __grid_constant__ CUtensorMap dy_map, const __grid_constant__ Args a,
                        const WgradPlan plan, float* __restrict__ partial) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL  // as has_wgmma() asks
   constexpr int kChannelBlock = 32, kColumns = kTapColumns * kChannelBlock;
