@@ -27,7 +27,6 @@ struct Args {
   int load_rows;               // rows that one copy brings
   int64_t w_k, w_c, w_r, w_s;  // weight strides, of the computed and of the reduced channel
   bool copy_weights;           // by TMA, as they are in memory
-  int cluster;                 // blocks that share such copies
   bool flip;                   // dgrad: taps in reverse order
   bool relu;
   bool wide_stores;            // fp32 results 16 bytes at a time

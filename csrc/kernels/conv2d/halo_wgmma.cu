@@ -90,10 +90,9 @@ void launch(Stream stream, const Plan& plan, const CUtensorMap& x_map, const CUt
             Moments* moments) {
   const auto kernel = conv_kernel<T, kPixels, kChannelBlock, kPlanes>;
   cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.shared_bytes);
-  launch_early_in_clusters(kernel, plan.grid, kThreads, plan.shared_bytes, stream,
-                           plan.args.cluster, x_map, w_map, y_map, plan.args,
-                           static_cast<const T*>(w), static_cast<const T*>(bias),
-                           static_cast<T*>(const_cast<void*>(y)), moments);
+  launch_early(kernel, plan.grid, kThreads, plan.shared_bytes, stream, x_map, w_map, y_map,
+               plan.args, static_cast<const T*>(w), static_cast<const T*>(bias),
+               static_cast<T*>(const_cast<void*>(y)), moments);
   check_launch("conv2d halo_wgmma");
 }
 
@@ -156,8 +155,6 @@ void conv(Stream stream, Conv2dPass pass, const Conv2dShape& s, const Tensor4dRe
   CUtensorMap w_map = x_map;  // unused where weights are transposed or split on the way
   a.copy_weights = !dgrad && plan.planes == 1 && tma_takes(s.dtype, w) &&
                    a.r * a.s * ceil_div(a.c, block) <= kMaxWeightTiles;
-  // Two: every multiprocessor has a neighbour in its cluster of processors, but not three.
-  a.cluster = a.copy_weights && plan.grid.x % 2 == 0 ? 2 : 1;
   if (a.copy_weights) {
     const int rows = std::min(kFilters, (a.k + 7) / 8 * 8);
     w_map = tensor_map(s.dtype, w, a.c, a.s, a.r, a.k, {block, 1, 1, extent(rows)}, plan.row_bytes,

@@ -22,7 +22,6 @@
 #include "halo_epilogue.cuh"
 #include "halo_split.cuh"
 #include "halo_weights.cuh"
-#include "kernels/common/multicast.cuh"
 #include "kernels/common/numeric.cuh"
 #include "kernels/common/tma.cuh"
 #include "kernels/common/wgmma.cuh"
@@ -116,11 +115,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   };
   if (group < kConsumers) set_offsets(a.tile_rows, a.tile_images);
   fence_async_proxy();
-  if (a.cluster > 1) {
-    cluster_sync();  // the others' barriers are ready too
-  } else {
-    __syncthreads();
-  }
+  __syncthreads();
   wait_for_earlier_kernels();
 
   if (warp == kConsumers * 4) {
@@ -136,21 +131,11 @@ __global__ void __launch_bounds__(kThreads, 1)
                     block * kChannelBlock, -a.pad_l, row - a.pad_t, image * a.tile_images);
       }
       if (j > 0 || !a.copy_weights) continue;
-      // The blocks of a cluster have the same filters: each copies its share of the tiles for all.
-      const uint16_t all = (1 << a.cluster) - 1;
-      const int rank = a.cluster > 1 ? static_cast<int>(cluster_rank()) : 0;
       for (int i = 0; i < steps; ++i) {
         const int tap = i / blocks, block = i - tap * blocks;
         mbarrier_expect(&weights_full[i], weight_tile);
-        if (i % a.cluster != rank) continue;
-        const uint32_t to = shared_address(shared + i * weight_tile);
-        if (a.cluster > 1) {
-          tma_multicast_4d(&w_map, &weights_full[i], to, all, block * kChannelBlock, tap % a.s,
-                           tap / a.s, k0);
-        } else {
-          tma_load_4d(&w_map, &weights_full[i], to, block * kChannelBlock, tap % a.s, tap / a.s,
-                      k0);
-        }
+        tma_load_4d(&w_map, &weights_full[i], shared_address(shared + i * weight_tile),
+                    block * kChannelBlock, tap % a.s, tap / a.s, k0);
       }
     }
     return;

@@ -160,6 +160,8 @@ inline LossLaunch choose_loss_team(const LossArgs& args, int vector) {
   if (launch.team == Team::kLanes && args.shape.size <= 64) {
     const int most = runs_sm90_code() ? kMaxCluster : 1;
     int lanes = launch.lanes;
+    // One block meets nobody, which saves more than narrower teams cost.
+    while (lanes > 4 && rows * lanes > kMaxTeamThreads && rows * 4 <= kMaxTeamThreads) lanes /= 2;
     while (lanes > 2 && rows * lanes > int64_t{most} * kMaxTeamThreads) lanes /= 2;
     if (rows * lanes <= int64_t{most} * kMaxTeamThreads) {
       launch.lanes = lanes;
