@@ -264,6 +264,11 @@ __global__ void __launch_bounds__(kMaxFilterRows * 128 + 32, 1)
 #endif
 }
 
+// Shared memory past the last tile. The tap columns of an x operand overlap, one position apart;
+// compute-sanitizer takes them to lie side by side, and would report reads past the end.
+template <int kChannelBlock>
+constexpr int kSlack = aligned(16 * (kTapColumns - 1) * kChannelBlock * 2);
+
 // fp32: tiles of at most `pixels` positions; false where one does not fit.
 bool tile_parts(const Conv2dShape& s, int pixels, WgradPlan& plan) {
   Args& a = plan.args;
@@ -279,7 +284,7 @@ bool tile_parts(const Conv2dShape& s, int pixels, WgradPlan& plan) {
   plan.x_bytes = aligned(a.plane_rows * 64);
   plan.raw_dy_bytes = aligned(rows * a.pitch * 128);
   plan.stage_bytes = 2 * plan.raw_dy_bytes + aligned(a.load_rows * a.tile_images * a.pitch * 128);
-  const int fixed = 1024 + 2 * parts * (plan.dy_bytes + plan.x_bytes);
+  const int fixed = 1024 + kSlack<32> + 2 * parts * (plan.dy_bytes + plan.x_bytes);
   a.stages = std::min(2, (kSharedBytes - fixed) / plan.stage_bytes);
   plan.shared_bytes = fixed + a.stages * plan.stage_bytes;
   return fixed < kSharedBytes && a.stages >= 1;
@@ -319,8 +324,9 @@ bool make_plan(const Conv2dShape& s, WgradPlan& plan) {
   plan.dy_bytes = aligned(plan.steps * 16 * kFilters * 2);
   a.plane_rows = std::max(a.plane_rows, plan.steps * 16 + (a.r - 1) * a.pitch + a.s - 1);
   plan.stage_bytes = plan.dy_bytes + aligned(a.plane_rows * plan.row_bytes);
-  a.stages = std::min({kMaxStages, (kSharedBytes - 1024) / plan.stage_bytes});
-  plan.shared_bytes = 1024 + a.stages * plan.stage_bytes;
+  const int fixed = 1024 + kSlack<64>;
+  a.stages = std::min({kMaxStages, (kSharedBytes - fixed) / plan.stage_bytes});
+  plan.shared_bytes = fixed + a.stages * plan.stage_bytes;
   set_grid(plan, 2);
   return a.stages >= 2;
 }
