@@ -408,6 +408,32 @@ def test_halo_wgmma(dtype, case, tf32):
         )
 
 
+@pytest.mark.parametrize("backend", ["auto", "braze"])
+def test_contiguous_fp32_in_channels_last(backend):
+    """On Hopper fp32 tensors in the default format are transposed for the channels_last kernel."""
+    require_cuda()
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    torch.backends.cudnn.conv.fp32_precision = "ieee"
+    images = torch.randn(9, 48, 14, 13, device="cuda")
+    weight = torch.randn(40, 32, 3, 3, device="cuda").requires_grad_()
+    bias = torch.randn(40, device="cuda").requires_grad_()
+    with braze.backend(conv2d=backend):
+        for x in (images[:, :32].contiguous(), images[:, 8:40]):  # dense and not
+            y = F.conv2d(x.requires_grad_(), weight, bias, padding=1)
+            names = cuda_kernels_of(lambda x=x: F.conv2d(x, weight, bias, padding=1))
+            assert "halo" in names, names
+            assert "transpose" in names, names
+            assert y.is_contiguous()
+            (grad,) = torch.autograd.grad(y.sum(), x)
+            assert grad.is_contiguous()
+            check_against_stock(
+                lambda *t: F.conv2d(*t, padding=1),
+                lambda *t: stock.conv2d(*t, padding=1),
+                [x.detach().requires_grad_(), weight, bias],
+            )
+
+
 def test_backend_is_honoured_on_cpu():
     """Kernels that add in different orders give different bits: that shows which one ran."""
     x, w, b = tensors("many channels", "cpu", torch.float32)

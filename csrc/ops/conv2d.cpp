@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "kernels/common/fork.h"
+#include "kernels/transpose/transpose.h"
 #include "ops/backend.h"
 #include "ops/common.h"
 
@@ -149,17 +150,17 @@ bool prefers_own(Conv2dPass pass, const Conv2dShape& s, const Tensor4dRef& x, co
   // Few inputs per output: the direct kernels.
   if (pass != Conv2dPass::kDgrad && s.c / s.groups * s.r * s.s <= 32) return true;
   if (s.groups > 1 || s.dtype == DType::kFloat64) return false;
-  // cuDNN's first choice for fp32 weight gradients sums tens of thousands of products one after the
-  // other: up to 70 times the error of ours.
-  if (wgrad && s.dtype == DType::kFloat32 && !s.allow_tf32 && s.c <= 256 && s.k <= 256) return true;
+  const bool plain_fp32 = !is_16_bit && !s.allow_tf32;
+  // cuDNN's first choice for few pixels sums them one after the other: up to 50 times the error.
+  if (wgrad && plain_fp32 && pixels < 1 << 16 && s.c <= 256 && s.k <= 256) return true;
   if (s.stride_h > 1 || s.stride_w > 1) return false;
   if (s.c > 128 || s.k > 128) return false;  // not measured
   // cuDNN's weight gradients split the sum over pixels badly.
-  if (wgrad) return is_channels_last || !is_16_bit || pixels >= 1 << 16;
+  if (wgrad) return is_channels_last || (!plain_fp32 && (!is_16_bit || pixels >= 1 << 16));
   if (!is_channels_last || dev::conv2d_auto_kernel(pass, s, x, w, y) != std::string("halo_wgmma")) {
     return false;
   }
-  return pixels >= 1 << 17 || (!is_16_bit && !s.allow_tf32);
+  return pixels >= 1 << 17 || plain_fp32;
 }
 #endif
 
@@ -250,6 +251,38 @@ Workspace run(Stream stream, Conv2dPass pass, const Conv2dShape& shape, const Te
   return workspace;
 }
 
+// Whether passes of contiguous fp32 tensors had better run in channels_last, with transposes before
+// and after: where the Hopper kernel takes them, which is far ahead of all that take fp32 as it is.
+bool prefers_channels_last(const std::vector<Conv2dPass>& passes, const Conv2dShape& s,
+                           const std::string& backend) {
+#ifdef BRAZE_CUDA
+  if (s.dtype != DType::kFloat32 || s.allow_tf32 || (backend != "auto" && backend != "braze")) {
+    return false;
+  }
+  const auto dense = [](int64_t c, int64_t h, int64_t w) {
+    return Tensor4dRef{nullptr, h * w * c, 1, w * c, c};
+  };
+  const Tensor4dRef x = dense(s.c, s.h, s.w), w = dense(s.c, s.r, s.s), y = dense(s.k, s.p, s.q);
+  return !passes.empty() && s.c >= 16 && s.k >= 16 &&
+         std::all_of(passes.begin(), passes.end(), [&](Conv2dPass pass) {
+           return prefers_own(pass, s, x, w, y) &&
+                  dev::conv2d_auto_kernel(pass, s, x, w, y) == std::string("halo_wgmma");
+         });
+#else
+  return false;
+#endif
+}
+
+// A copy in the other memory format.
+Tensor in_other_format(Stream stream, DType dtype, const Tensor& tensor, bool to_channels_last) {
+  const Tensor t = dense(Operand(tensor, !to_channels_last), !to_channels_last).tensor;
+  const int64_t channels = t.size(1), pixels = t.size(2) * t.size(3);
+  Tensor copy = empty_4d({t.size(0), channels, t.size(2), t.size(3)}, t, to_channels_last);
+  dev::transpose_copy(stream, dtype, t.const_data_ptr(), copy.mutable_data_ptr(), t.size(0),
+                      to_channels_last ? channels : pixels, to_channels_last ? pixels : channels);
+  return copy;
+}
+
 }  // namespace
 
 Tensor conv2d_forward(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
@@ -273,6 +306,14 @@ Tensor conv2d_forward(const Tensor& input, const Tensor& weight, const std::opti
     torch::stable::zero_(out);
     if (bias) torch::stable::copy_(out, torch::stable::view(*dense_bias, {1, shape.k, 1, 1}));
     return out;
+  }
+  if (!channels_last && prefers_channels_last({Conv2dPass::kFprop}, shape, args.backend)) {
+    const Operand x(in_other_format(context.stream(), shape.dtype, input, true), true);
+    const Operand w = dense(Operand(weight, true), true);
+    Tensor result = empty_4d({shape.n, shape.k, shape.p, shape.q}, input, true);
+    run(context.stream(), Conv2dPass::kFprop, shape, x.ref, w.ref, Operand(result, true).ref,
+        result, dense_bias, args.backend, moments);
+    return in_other_format(context.stream(), shape.dtype, result, false);
   }
   const Operand x = operand(input, channels_last, args.backend);
   const Operand w = dense(Operand(weight, channels_last), channels_last);
@@ -299,10 +340,20 @@ std::tuple<Tensor, Tensor, Tensor> conv2d_gradients(const Tensor& grad_output, c
   const bool channels_last = suggests_channels_last(input) || suggests_channels_last(weight);
   Tensor grad_input, grad_weight, grad_bias;
   const bool no_terms = shape.n == 0 || shape.c == 0;
-  const Operand x = operand(input, channels_last, args.backend);
-  const Operand w = dense(Operand(weight, channels_last), channels_last);
+  std::vector<Conv2dPass> passes;
+  if (output_mask[0]) passes.push_back(Conv2dPass::kDgrad);
+  if (output_mask[1]) passes.push_back(Conv2dPass::kWgrad);
+  const bool reformat =
+      !channels_last && !no_terms && prefers_channels_last(passes, shape, args.backend);
+  const auto reformatted = [&](const Tensor& t) {
+    return Operand(in_other_format(context.stream(), shape.dtype, t, true), true);
+  };
+  const bool within = channels_last || reformat;  // the format that they are computed in
+  const Operand x = reformat ? reformatted(input) : operand(input, within, args.backend);
+  const Operand w = dense(Operand(weight, within), within);
   // As torch does: the kernels of both gradients want the convolution's own format.
-  const Operand dy = dense(Operand(grad_output, channels_last), channels_last);
+  const Operand dy =
+      reformat ? reformatted(grad_output) : dense(Operand(grad_output, within), within);
   // The two convolutions need nothing of each other. The branch's memory is kept until they join.
   dev::Fork fork(context.stream());
   Workspace kept;
@@ -317,11 +368,14 @@ std::tuple<Tensor, Tensor, Tensor> conv2d_gradients(const Tensor& grad_output, c
     }
   }
   if (output_mask[0]) {
-    grad_input = empty_4d({shape.n, shape.c, shape.h, shape.w}, input, channels_last);
+    grad_input = empty_4d({shape.n, shape.c, shape.h, shape.w}, input, within);
     if (!no_terms) {
-      const Operand dx(grad_input, channels_last);
+      const Operand dx(grad_input, within);
       run(context.stream(), Conv2dPass::kDgrad, shape, dx.ref, w.ref, dy.ref, grad_input,
           std::nullopt, args.backend);
+      if (reformat) {
+        grad_input = in_other_format(context.stream(), shape.dtype, grad_input, false);
+      }
     }
   }
   fork.join();
