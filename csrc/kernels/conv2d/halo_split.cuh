@@ -62,7 +62,7 @@ __device__ __forceinline__ bool split_rows(const unsigned char* raw, int raw_pla
   bool special = false;
   const auto source = [&](int row, int chunk, int half) {
     return reinterpret_cast<const float4*>(raw + chunk / 4 * raw_plane_bytes + row * 128 +
-                                           ((2 * (chunk % 4) + half ^ row & 7) << 4));
+                                           (((2 * (chunk % 4) + half) ^ (row & 7)) << 4));
   };
   const auto target = [&](int row, int chunk) {
     const uint32_t to = row * kRowBytes + chunk * 16;
