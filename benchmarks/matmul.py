@@ -37,6 +37,7 @@ BENCHMARKS = [
             case(8192, 128, 3136, transposed=True, gpu_only=True),
             case(512, 512, 512),
             case(1024, 1024, 1024),
+            case(2048, 2048, 2048),
             case(4096, 4096, 4096, gpu_only=True),
             case(8192, 8192, 8192, gpu_only=True),
             case(128, 128, 64, batch=96),

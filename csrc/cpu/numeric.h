@@ -20,6 +20,7 @@ inline float float_of(uint32_t u) {
   return f;
 }
 
+// Assigned member by member: gcc does not vectorise loops that copy the struct.
 struct BFloat16 {
   uint16_t bits;
   BFloat16() = default;
@@ -29,6 +30,11 @@ struct BFloat16 {
     const uint32_t rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
     bits = static_cast<uint16_t>(f != f ? 0x7fc0 : rounded);
   }
+  BFloat16(const BFloat16&) = default;
+  BFloat16& operator=(const BFloat16& other) {
+    bits = other.bits;
+    return *this;
+  }
   operator float() const { return float_of(uint32_t{bits} << 16); }
 };
 
@@ -37,6 +43,11 @@ struct Half {
   _Float16 value;
   Half() = default;
   Half(float f) : value(static_cast<_Float16>(f)) {}
+  Half(const Half&) = default;
+  Half& operator=(const Half& other) {
+    value = other.value;
+    return *this;
+  }
   operator float() const { return static_cast<float>(value); }
 };
 #else
@@ -56,6 +67,11 @@ struct Half {
       const uint32_t rebased = magnitude - 0x38000000;
       bits = static_cast<uint16_t>(sign | ((rebased + 0xfff + ((rebased >> 13) & 1)) >> 13));
     }
+  }
+  Half(const Half&) = default;
+  Half& operator=(const Half& other) {
+    bits = other.bits;
+    return *this;
   }
   operator float() const {
     const uint32_t sign = uint32_t{bits & 0x8000u} << 16, magnitude = bits & 0x7fffu;
