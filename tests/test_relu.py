@@ -108,3 +108,16 @@ def test_the_tests_reject_a_wrong_kernel(device, dtype):
         check_against_stock(Wrong.apply, stock.relu, [x])
     with pytest.raises(AssertionError, match="error"):
         assert_by_rule(x, stock.relu(x), stock.relu(x.double()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_16_bit_value_on_cpu(dtype):
+    """There the sign and the magnitude are told from the bits."""
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    x = bits.view(dtype).requires_grad_()
+    results = []
+    for relu in (F.relu, torch.relu):
+        y = relu(x)
+        (grad,) = torch.autograd.grad(y, x, torch.ones_like(y))
+        results.append((y, grad))
+    torch.testing.assert_close(*results, rtol=0, atol=0, equal_nan=True)
