@@ -73,27 +73,35 @@ inline void store_tile(const vec_t<Acc> (&tile)[kRows][kVecs], Acc* __restrict__
   }
 }
 
-// Rows x kVecs vectors of C at `out` (rows `ld` apart) = or += A panel * B over `depth` steps,
-// where row(p) points at B's values of step p. The steps are summed from zero before they join what
-// is there: shorter chains of additions round less.
-template <typename Acc, int kPanelRows, int kVecs, typename Row>
-inline void micro_kernel(int64_t depth, const Acc* __restrict__ a, const Row& row,
-                         Acc* __restrict__ out, int64_t ld, bool accumulate) {
+// Rows x kVecs vectors at `out` (rows `ld` apart) = or += the sum over `depth` steps of kScalars
+// values, each broadcast, times kVecs vectors; scalars(p) and vectors(p) point at those of step p.
+// The steps are summed from zero before they join what is there: shorter chains of additions round
+// less.
+template <typename Acc, int kScalars, int kVecs, typename Scalars, typename Vectors>
+inline void outer_products(int64_t depth, const Scalars& scalars, const Vectors& vectors,
+                           Acc* __restrict__ out, int64_t ld, bool accumulate) {
   using V = vec_t<Acc>;
-  constexpr int kL = kLanes<Acc>;
-  V acc[kPanelRows][kVecs] = {};
-  for (int64_t p = 0; p < depth; ++p, a += kPanelRows) {
-    const Acc* b = row(p);
+  V acc[kScalars][kVecs] = {};
+  for (int64_t p = 0; p < depth; ++p) {
+    const Acc *a = scalars(p), *b = vectors(p);
     V values[kVecs];
 #pragma GCC unroll 8
-    for (int j = 0; j < kVecs; ++j) values[j] = load<V>(b + j * kL);
-#pragma GCC unroll 8
-    for (int i = 0; i < kPanelRows; ++i) {
+    for (int j = 0; j < kVecs; ++j) values[j] = load<V>(b + j * kLanes<Acc>);
+#pragma GCC unroll 16
+    for (int i = 0; i < kScalars; ++i) {
 #pragma GCC unroll 8
       for (int j = 0; j < kVecs; ++j) acc[i][j] += a[i] * values[j];
     }
   }
   store_tile(acc, out, ld, accumulate);
+}
+
+// A panel of A times the rows of B at row(p).
+template <typename Acc, int kPanelRows, int kVecs, typename Row>
+inline void micro_kernel(int64_t depth, const Acc* __restrict__ a, const Row& row,
+                         Acc* __restrict__ out, int64_t ld, bool accumulate) {
+  const auto panel = [a](int64_t p) { return a + p * kPanelRows; };
+  outer_products<Acc, kPanelRows, kVecs>(depth, panel, row, out, ld, accumulate);
 }
 
 // The same with the reduction's vectors on the other side: kPixels adjacent values of B, each
@@ -102,21 +110,8 @@ inline void micro_kernel(int64_t depth, const Acc* __restrict__ a, const Row& ro
 template <typename Acc, int kPixels, int kVecs, typename Row>
 inline void broadcast_kernel(int64_t depth, const Acc* __restrict__ a, const Row& row,
                              Acc* __restrict__ out, int64_t ld, bool accumulate) {
-  using V = vec_t<Acc>;
-  constexpr int kL = kLanes<Acc>;
-  V acc[kPixels][kVecs] = {};
-  for (int64_t p = 0; p < depth; ++p, a += kVecs * kL) {
-    const Acc* b = row(p);
-    V weights[kVecs];
-#pragma GCC unroll 2
-    for (int j = 0; j < kVecs; ++j) weights[j] = load<V>(a + j * kL);
-#pragma GCC unroll 16
-    for (int i = 0; i < kPixels; ++i) {
-#pragma GCC unroll 2
-      for (int j = 0; j < kVecs; ++j) acc[i][j] += b[i] * weights[j];
-    }
-  }
-  store_tile(acc, out, ld, accumulate);
+  const auto panel = [a](int64_t p) { return a + p * kVecs * kLanes<Acc>; };
+  outer_products<Acc, kPixels, kVecs>(depth, row, panel, out, ld, accumulate);
 }
 
 // Pixels of a tile of broadcast_kernel: more than half of the most, so that rows of any length from
