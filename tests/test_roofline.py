@@ -39,6 +39,7 @@ def numel(*shapes):
             4 * N * 3136 * 128,
         ),
         ("relu_backward", [[N, 128], [N, 128]], 128 * N, 128 * N),
+        ("transpose_copy", [[N, 49, 64]], N * 49 * 64, 0),
     ],
 )
 def test_work_of_an_op(op, shapes, written, flop):

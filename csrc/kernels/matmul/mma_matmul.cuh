@@ -8,7 +8,7 @@ namespace braze::cuda {
 
 constexpr int64_t kLongProduct = int64_t{1} << 31;
 
-// Its stages: 128 KiB, which not every device has.
+// Its stages: 96 or 128 KiB, which not every device has.
 template <bool kBDepthMajor, int kN = kBDepthMajor ? 16 : 32>
 using DeepTile = MmaTile<32, kN, 32, kN, 2, kDeepGroups>;
 inline bool takes_deep_tiles() {
