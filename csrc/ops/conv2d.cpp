@@ -125,18 +125,27 @@ struct Operand {
   Tensor4dRef ref;
 };
 
-Operand dense(const Operand& o, bool channels_last) {
+// A copy of its elements in the convolution's format: a transposition of each image, where the
+// other format is what they are in.
+Operand dense(Stream stream, const Operand& o, bool channels_last) {
   if (o.is_dense) return o;
   const Tensor& t = o.tensor;
-  Tensor copy = empty_4d({t.size(0), t.size(1), t.size(2), t.size(3)}, t, channels_last);
-  torch::stable::copy_(copy, t);
+  const int64_t channels = t.size(1), pixels = t.size(2) * t.size(3);
+  Tensor copy = empty_4d({t.size(0), channels, t.size(2), t.size(3)}, t, channels_last);
+  if (Operand(t, !channels_last).is_dense) {
+    dev::transpose_copy(stream, dtype_of("conv2d", "input", t), t.const_data_ptr(),
+                        copy.mutable_data_ptr(), t.size(0), channels_last ? channels : pixels,
+                        channels_last ? pixels : channels);
+  } else {
+    torch::stable::copy_(copy, t);
+  }
   return Operand(copy, channels_last);
 }
 
 // An input as it is, where a launcher can take it. cuDNN, where asked for by name, gets it dense.
-Operand operand(const Tensor& t, bool channels_last, const std::string& backend) {
+Operand operand(Stream stream, const Tensor& t, bool channels_last, const std::string& backend) {
   const Operand o(t, channels_last);
-  return o.expanded() || backend.rfind("cudnn", 0) == 0 ? dense(o, channels_last) : o;
+  return o.expanded() || backend.rfind("cudnn", 0) == 0 ? dense(stream, o, channels_last) : o;
 }
 
 #ifdef BRAZE_CUDA
@@ -273,16 +282,6 @@ bool prefers_channels_last(const std::vector<Conv2dPass>& passes, const Conv2dSh
 #endif
 }
 
-// A copy in the other memory format.
-Tensor in_other_format(Stream stream, DType dtype, const Tensor& tensor, bool to_channels_last) {
-  const Tensor t = dense(Operand(tensor, !to_channels_last), !to_channels_last).tensor;
-  const int64_t channels = t.size(1), pixels = t.size(2) * t.size(3);
-  Tensor copy = empty_4d({t.size(0), channels, t.size(2), t.size(3)}, t, to_channels_last);
-  dev::transpose_copy(stream, dtype, t.const_data_ptr(), copy.mutable_data_ptr(), t.size(0),
-                      to_channels_last ? channels : pixels, to_channels_last ? pixels : channels);
-  return copy;
-}
-
 }  // namespace
 
 Tensor conv2d_forward(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
@@ -300,27 +299,25 @@ Tensor conv2d_forward(const Tensor& input, const Tensor& weight, const std::opti
   }
   const DeviceContext context(input);
   const bool channels_last = suggests_channels_last(input) || suggests_channels_last(weight);
-  Tensor out = empty_4d({shape.n, shape.k, shape.p, shape.q}, input, channels_last);
+  const bool no_terms = shape.n == 0 || shape.c == 0;
+  const bool reformat = !channels_last && !no_terms &&
+                        prefers_channels_last({Conv2dPass::kFprop}, shape, args.backend);
+  const bool within = channels_last || reformat;  // the format that it is computed in
+  Tensor out = empty_4d({shape.n, shape.k, shape.p, shape.q}, input, within);
   if (shape.n == 0) return out;
   if (shape.c == 0) {
     torch::stable::zero_(out);
     if (bias) torch::stable::copy_(out, torch::stable::view(*dense_bias, {1, shape.k, 1, 1}));
     return out;
   }
-  if (!channels_last && prefers_channels_last({Conv2dPass::kFprop}, shape, args.backend)) {
-    const Operand x(in_other_format(context.stream(), shape.dtype, input, true), true);
-    const Operand w = dense(Operand(weight, true), true);
-    Tensor result = empty_4d({shape.n, shape.k, shape.p, shape.q}, input, true);
-    run(context.stream(), Conv2dPass::kFprop, shape, x.ref, w.ref, Operand(result, true).ref,
-        result, dense_bias, args.backend, moments);
-    return in_other_format(context.stream(), shape.dtype, result, false);
-  }
-  const Operand x = operand(input, channels_last, args.backend);
-  const Operand w = dense(Operand(weight, channels_last), channels_last);
-  const Operand y(out, channels_last);
-  run(context.stream(), Conv2dPass::kFprop, shape, x.ref, w.ref, y.ref, out, dense_bias,
-      args.backend, moments);
-  return out;
+  const Stream stream = context.stream();
+  const Operand x = reformat ? dense(stream, Operand(input, true), true)
+                             : operand(stream, input, within, args.backend);
+  const Operand w = dense(stream, Operand(weight, within), within);
+  const Operand y(out, within);
+  run(stream, Conv2dPass::kFprop, shape, x.ref, w.ref, y.ref, out, dense_bias, args.backend,
+      moments);
+  return reformat ? dense(stream, Operand(out, false), false).tensor : out;
 }
 
 std::tuple<Tensor, Tensor, Tensor> conv2d_gradients(const Tensor& grad_output, const Tensor& input,
@@ -345,17 +342,15 @@ std::tuple<Tensor, Tensor, Tensor> conv2d_gradients(const Tensor& grad_output, c
   if (output_mask[1]) passes.push_back(Conv2dPass::kWgrad);
   const bool reformat =
       !channels_last && !no_terms && prefers_channels_last(passes, shape, args.backend);
-  const auto reformatted = [&](const Tensor& t) {
-    return Operand(in_other_format(context.stream(), shape.dtype, t, true), true);
-  };
   const bool within = channels_last || reformat;  // the format that they are computed in
-  const Operand x = reformat ? reformatted(input) : operand(input, within, args.backend);
-  const Operand w = dense(Operand(weight, within), within);
+  const Stream stream = context.stream();
+  const Operand x = reformat ? dense(stream, Operand(input, true), true)
+                             : operand(stream, input, within, args.backend);
+  const Operand w = dense(stream, Operand(weight, within), within);
   // As torch does: the kernels of both gradients want the convolution's own format.
-  const Operand dy =
-      reformat ? reformatted(grad_output) : dense(Operand(grad_output, within), within);
+  const Operand dy = dense(stream, Operand(grad_output, within), within);
   // The two convolutions need nothing of each other. The branch's memory is kept until they join.
-  dev::Fork fork(context.stream());
+  dev::Fork fork(stream);
   Workspace kept;
   if (output_mask[1]) {
     grad_weight = empty_4d({shape.k, weight.size(1), shape.r, shape.s}, input, channels_last);
@@ -371,11 +366,9 @@ std::tuple<Tensor, Tensor, Tensor> conv2d_gradients(const Tensor& grad_output, c
     grad_input = empty_4d({shape.n, shape.c, shape.h, shape.w}, input, within);
     if (!no_terms) {
       const Operand dx(grad_input, within);
-      run(context.stream(), Conv2dPass::kDgrad, shape, dx.ref, w.ref, dy.ref, grad_input,
-          std::nullopt, args.backend);
-      if (reformat) {
-        grad_input = in_other_format(context.stream(), shape.dtype, grad_input, false);
-      }
+      run(stream, Conv2dPass::kDgrad, shape, dx.ref, w.ref, dy.ref, grad_input, std::nullopt,
+          args.backend);
+      if (reformat) grad_input = dense(stream, Operand(grad_input, false), false).tensor;
     }
   }
   fork.join();
@@ -384,7 +377,7 @@ std::tuple<Tensor, Tensor, Tensor> conv2d_gradients(const Tensor& grad_output, c
     if (shape.n > 0) {
       Workspace workspace(
           dev::channel_sum_workspace_bytes(shape.dtype, shape.n, shape.k, shape.p, shape.q), input);
-      dev::channel_sum(context.stream(), shape.dtype, shape.n, shape.k, shape.p, shape.q, dy.ref,
+      dev::channel_sum(stream, shape.dtype, shape.n, shape.k, shape.p, shape.q, dy.ref,
                        grad_bias.mutable_data_ptr(), workspace.data());
     }
   }

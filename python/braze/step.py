@@ -394,11 +394,11 @@ class TrainStep:
 
     def _capture(self, entry, gather, first, last):
         before = HostState(self.model, self.optimizer, self._params)
-        losses = _Losses(entry.loss_dtype, self.device)
         if not any(other.graph for other in self._entries.values()):
             # torch retires a memory pool with the last graph that uses it.
             self._pool = torch.cuda.graph_pool_handle()
         try:
+            losses = _Losses(entry.loss_dtype, self.device)
             with self._rates.on_device():
                 graph, (_, norm) = capture(
                     lambda: self._micro(entry.batch(), gather, first, last, losses),
