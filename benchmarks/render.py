@@ -1,7 +1,8 @@
 """Writes the tables of README.md and docs/*.md from the results.
 
 A table stands between ``<!-- bench:NAME -->`` and ``<!-- /bench -->``, NAME being an op, one of
-MNIST's tables or ``ladder:OP``. Figures in the documents are never typed by hand.
+MNIST's tables, ``ladder:OP`` or ``checks`` (what test runs printed). Figures in the documents are
+never typed by hand.
 """
 
 import json
@@ -32,6 +33,8 @@ def text_of(name, folder):
     """The Markdown between the markers of table `name`."""
     if name in MNIST:
         sections = MNIST[name](folder)
+    elif name == "checks":
+        sections = op_sections(folder, name, checks_table)
     elif name.startswith("ladder:"):
         sections = op_sections(folder, name.replace(":", "_"), ladder_table)
     else:
@@ -106,6 +109,12 @@ def ladder_table(rows):
         else:
             body.append([*cells, timed(row, "braze"), f"{row['rate']} {row['unit']}", row["ratio"]])
     return table(head, body)
+
+
+def checks_table(rows):
+    head = ["check", "tests", "|", "passed", "failed", "skipped", "memory errors"]
+    keys = ("check", "tests", "passed", "failed", "skipped", "errors")
+    return table(head, [[row[key] for key in keys] for row in rows])
 
 
 def mnist_runs(folder, key):

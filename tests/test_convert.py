@@ -386,3 +386,53 @@ def test_flatten_before_linear(device, how, relu, autocast, monkeypatch):
         if n > 4 and fmt == torch.channels_last:
             pooled = pooled.permute(0, 2, 3, 1)
         assert (seen[0].float() - pooled.flatten(1)).abs().max() < 0.02
+
+
+def test_block_before_flatten(device, monkeypatch):
+    """What a small batch's block leaves is flat already, where a linear layer and nothing else
+    takes it."""
+    seen = []
+    block = braze._rewrite.conv_bn_relu_max_pool2d
+
+    def watched(*args):
+        seen.append(block(*args))
+        return seen[-1]
+
+    monkeypatch.setattr(braze._rewrite, "conv_bn_relu_max_pool2d", watched)
+    layers = [
+        torch.nn.Conv2d(16, 8, 3, padding=1),
+        torch.nn.BatchNorm2d(8),
+        torch.nn.ReLU(),
+        torch.nn.MaxPool2d(2),
+        torch.nn.Flatten(),
+        torch.nn.Linear(8 * 3 * 2, 4),
+    ]
+
+    class Branches(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = torch.nn.ModuleList(layers)
+
+        def forward(self, x):
+            *block, flatten, linear = self.layers
+            for layer in block:
+                x = layer(x)
+            return linear(flatten(x)) + x.sum((1, 2, 3))[:, None]
+
+    for original, n, flat in [
+        (torch.nn.Sequential(*layers), 3, True),
+        (torch.nn.Sequential(*layers), 9, False),
+        (Branches(), 3, False),
+    ]:
+        model = braze.convert(copy.deepcopy(original).to(device))
+        original = copy.deepcopy(original).to(device)
+        x = torch.randn(n, 16, 6, 4, device=device).to(memory_format=torch.channels_last)
+        seen.clear()
+        y, expected = model(x), original(x)
+        assert [s.is_contiguous() for s in seen] == [flat]
+        upstream = torch.randn_like(y)
+        grads, expected_grads = (
+            torch.autograd.grad(t, list(m.parameters()), upstream)
+            for t, m in ((y, model), (expected, original))
+        )
+        torch.testing.assert_close((y, *grads), (expected, *expected_grads), rtol=1e-3, atol=1e-3)

@@ -142,6 +142,27 @@ def test_next_with_many_blocks(device):
         assert position.tolist() == [3000 * (i + 1), 0]
 
 
+@pytest.mark.parametrize("shape", [(1, 28, 28), (3, 5, 3)])
+@pytest.mark.parametrize("to", [torch.bfloat16, torch.float16, torch.float32])
+def test_next_with_casts(device, dtype, shape, to):
+    """The casts are made whether the launch takes them or not, and the batch is the same."""
+    images, labels, scale, shift = data_set(shape, device, dtype)
+    order = torch.randperm(11, device=device)
+    inputs = [torch.randn(n, device=device) for n in (1, 2049, 70000, 8)]
+    inputs.append(torch.randn(2, 3, 5, 4, device=device).to(memory_format=torch.channels_last))
+    inputs.append(torch.randn(33, device=device)[1:])
+    for batch in (0, 4):
+        results = []
+        for casts in (((), ()), ([torch.full_like(t, -1, dtype=to) for t in inputs], inputs)):
+            position = torch.zeros(2, dtype=torch.int64, device=device)
+            rest = scale, shift, dtype, True
+            results += gather_next(images, labels, order, position, batch, *rest, casts)
+            assert position.tolist() == [batch, 0]
+        assert torch.equal(results[0], results[2])
+        assert torch.equal(results[1], results[3])
+        assert all(torch.equal(a, b.to(to)) for a, b in zip(*casts, strict=True))
+
+
 @pytest.mark.parametrize("wrong", [11, -1, 2**62, -(2**63), 2**63 - 1])
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_index_out_of_bounds(device, dtype, wrong, channels_last):
@@ -197,7 +218,10 @@ def test_opcheck(device, dtype, channels_last):
     tail = scale, shift, dtype, channels_last
     ops = torch.ops.braze
     torch.library.opcheck(ops.gather_images.default, (images, labels, order, *tail))
-    torch.library.opcheck(ops.gather_next.default, (images, labels, order, position, 2, *tail))
+    casts = [torch.zeros(5, device=device).bfloat16()], [torch.randn(5, device=device)]
+    for lists in (([], []), casts):
+        call = (images, labels, order, position, 2, *tail, *lists)
+        torch.library.opcheck(ops.gather_next.default, call)
 
 
 def test_compile(device):
@@ -229,7 +253,7 @@ def test_not_differentiable(device):
     with pytest.raises(RuntimeError, match="braze::gather_images is not differentiable"):
         torch.ops.braze.gather_images(images, labels, order, *tail)
     with pytest.raises(RuntimeError, match="braze::gather_next is not differentiable"):
-        torch.ops.braze.gather_next(images, labels, order, position, 2, *tail)
+        torch.ops.braze.gather_next(images, labels, order, position, 2, *tail, [], [])
 
 
 @pytest.mark.parametrize(

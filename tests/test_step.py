@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import braze
+from braze._aside import Aside
 from braze._capture import HostState, Rates
 from braze.data import DeviceLoader
 
@@ -152,6 +153,66 @@ def test_autocast_object_and_autocast_around_the_call(device):
         results.append((model, losses))
     assert_same(*results[0], *results[1])
     assert_same(*results[0], *results[2])
+
+
+class EarlyReader(torch.nn.Module):
+    """A convolution whose weight's gradient is not just what the op made: it is summed, scaled, or
+    watched by a hook."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.conv = braze.nn.Conv2d(4, 4, 3, padding=1)
+        self.last = braze.nn.Linear(64, 5)
+        self.how = how
+        if how == "scaled":
+            self.scale = torch.nn.Parameter(torch.tensor(0.5))
+        if how == "hooked":
+            self.conv.weight.register_hook(lambda grad: grad * 2)
+
+    def forward(self, x):
+        x = x.expand(-1, 4, -1, -1).contiguous()
+        if self.how == "scaled":
+            weight = self.conv.weight * self.scale
+            x = braze.nn.functional.conv2d(x, weight, self.conv.bias, padding=1)
+        else:
+            x = self.conv(x)
+        return self.last((self.conv(x) if self.how == "twice" else x).flatten(1))
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+@pytest.mark.parametrize("how", ["plain", "twice", "scaled", "hooked"])
+def test_gradients_made_aside(device, how, autocast, monkeypatch):
+    """A weight's gradient may be made on a branch of the graph, unless something reads it in the
+    backward pass."""
+    made, missing = [], []
+    join, all_arrived = Aside._join, Aside.all_arrived
+
+    def watched_join(aside, *args):
+        join(aside, *args)
+        made.extend(aside._missing)
+
+    def watched(aside):
+        missing.extend(aside._missing)
+        return all_arrived(aside)
+
+    monkeypatch.setattr(Aside, "_join", watched_join)
+    monkeypatch.setattr(Aside, "all_arrived", watched)
+    results = []
+    for captured in (False, True):
+        torch.manual_seed(0)
+        model = EarlyReader(how).to(device)
+        optimizer = braze.optim.SGD(model.parameters(), lr=0.1)
+        data = batches(device)
+        if captured:
+            step = braze.TrainStep(model, loss_fn, optimizer, autocast=autocast)
+            losses = [step(x, y) for x, y in data]
+        else:
+            losses = plain_loop(model, optimizer, data, autocast=autocast)
+        results.append((model, losses))
+    assert_same(*results[0], *results[1])
+    if device == "cuda":
+        assert bool(made) == (how != "hooked")
+        assert bool(missing) == (how in ("twice", "scaled"))
 
 
 def test_a_wrong_loop_is_rejected(device):

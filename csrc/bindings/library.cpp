@@ -3,6 +3,11 @@
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(braze, m) {
+  // aside: gradients of parameters made beside the rest of a backward pass, during a capture. The
+  // current stream's; join_aside returns aliases of what was made since the last join
+  m.def("open_aside(Tensor device_of) -> bool");
+  m.def("join_aside(Tensor device_of, bool close) -> Tensor[]");
+
   // batch_norm
   m.def(
       "batch_norm(Tensor input, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, "
@@ -59,7 +64,7 @@ STABLE_TORCH_LIBRARY(braze, m) {
       "conv_bn_relu2d(Tensor input, Tensor weight, Tensor? conv_bias, Tensor? bn_weight, "
       "Tensor? bn_bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
       "Tensor(c!)? num_batches_tracked, int[2] stride, int[2] padding, int[2] dilation, "
-      "int groups, bool training, float? momentum, float eps, bool max_pool, "
+      "int groups, bool training, float? momentum, float eps, bool max_pool, bool contiguous, "
       "bool allow_tf32=False, bool deterministic=False, str backend=\"auto\") "
       "-> (Tensor output, Tensor conv_output, Tensor codes, Tensor statistics)");
   m.def(
@@ -84,8 +89,8 @@ STABLE_TORCH_LIBRARY(braze, m) {
       "ScalarType dtype, bool channels_last) -> (Tensor images, Tensor labels)");
   m.def(
       "gather_next(Tensor images, Tensor labels, Tensor order, Tensor(a!) position, int batch, "
-      "Tensor scale, Tensor shift, ScalarType dtype, bool channels_last) "
-      "-> (Tensor images, Tensor labels)");
+      "Tensor scale, Tensor shift, ScalarType dtype, bool channels_last, "
+      "Tensor(b!)[] cast_outputs, Tensor[] cast_inputs) -> (Tensor images, Tensor labels)");
 
   // matmul, linear
   m.def(

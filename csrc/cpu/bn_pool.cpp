@@ -379,6 +379,8 @@ const KernelEntry kEntry({"bn_relu2d", "bn_pool", "float64 float32 bfloat16 floa
 
 }  // namespace
 
+bool bn_pool_turns(const BnPoolShape&) { return false; }
+
 void bn_pool_forward(Stream, const BnPoolShape& shape, const void* z,
                      const BatchNormStatistics& statistics, void* y, uint32_t* codes) {
   std::fill_n(codes, bn_pool_code_words(shape), 0u);

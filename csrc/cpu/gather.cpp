@@ -90,4 +90,9 @@ void gather_images(Stream, const GatherArgs& args, void* batch_images, int64_t* 
   if (args.position != nullptr) *args.position += args.batch;
 }
 
+bool gather_and_cast(Stream, const GatherArgs&, void*, int64_t*, DType, DType, const CastTensor*,
+                     int64_t) {
+  return false;
+}
+
 }  // namespace braze::cpu

@@ -42,6 +42,7 @@ class Workspace {
     data_ = memory_.mutable_data_ptr();
   }
   void* data() const { return data_; }
+  const Tensor& memory() const { return memory_; }  // undefined where there is none
 
  private:
   Tensor memory_;

@@ -20,7 +20,8 @@ BnPoolShape bn_pool_shape(const char* op, const Tensor& z) {
 }
 
 Tensor empty_pooled(const BnPoolShape& shape, const Tensor& z) {
-  return empty_4d({shape.n, shape.c, shape.p(), shape.q()}, z, shape.channels_last);
+  const bool channels_last = shape.channels_last && !shape.turned;
+  return empty_4d({shape.n, shape.c, shape.p(), shape.q()}, z, channels_last);
 }
 
 void check_input(const char* op, const Tensor& z) {
@@ -45,16 +46,18 @@ struct Norm {
   double eps;
 };
 
-// Results in the order of bn_relu2d's schema.
+// Results in the order of bn_relu2d's schema. contiguous: so is a pooled result, whatever the
+// input.
 std::tuple<Tensor, Tensor, Tensor> forward(const char* op, const Tensor& input,
                                            const ChannelMoments& moments, const Norm& norm,
-                                           bool max_pool) {
+                                           bool max_pool, bool contiguous = false) {
   check_input(op, input);
   const BatchNormShape shape = batch_norm_shape(op, input);
   check_arguments(op, shape, input, norm.weight, norm.bias, norm.running_mean, norm.running_var,
                   norm.num_batches_tracked, norm.training, norm.momentum);
-  const std::optional<BnPoolShape> pool =
+  std::optional<BnPoolShape> pool =
       max_pool ? std::optional(bn_pool_shape(op, input)) : std::nullopt;
+  if (pool) pool->turned = contiguous && dev::bn_pool_turns(*pool);
   const DeviceContext context(input);
   Tensor out = pool ? empty_pooled(*pool, input) : empty_like_input(shape, input);
   Tensor codes = empty({pool ? bn_pool_code_words(*pool) : 0}, input, ScalarType::Int);
@@ -80,6 +83,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(const char* op, const Tensor& input,
     dev::batch_norm_relu(context.stream(), shape, z.const_data_ptr(), results,
                          out.mutable_data_ptr());
   }
+  if (pool && contiguous) out = as_contiguous(out);
   return {out, codes, statistics};
 }
 
@@ -112,8 +116,9 @@ Gradients backward(const char* op, const Tensor& grad_output, const Tensor& inpu
               op, ": expected statistics of shape [4, ", shape.c, "] and dtype ",
               scalar_type_name(statistics_type(input)), ", but got shape ",
               shape_string(statistics), " and dtype ", scalar_type_name(statistics.scalar_type()));
-  const std::optional<BnPoolShape> pool =
+  std::optional<BnPoolShape> pool =
       max_pool ? std::optional(bn_pool_shape(op, input)) : std::nullopt;
+  if (pool) pool->turned = grad_output.is_contiguous() && dev::bn_pool_turns(*pool);
   const int64_t code_words = pool ? bn_pool_code_words(*pool) : 0;
   BRAZE_CHECK(codes.scalar_type() == ScalarType::Int && codes.is_contiguous() &&
                   codes.numel() == code_words,
@@ -182,7 +187,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> conv_bn_relu2d(
     const std::optional<Tensor>& running_mean, const std::optional<Tensor>& running_var,
     const std::optional<Tensor>& num_batches_tracked, const Ints& stride, const Ints& padding,
     const Ints& dilation, int64_t groups, bool training, std::optional<double> momentum, double eps,
-    bool max_pool, bool allow_tf32, bool deterministic, const std::string& backend) {
+    bool max_pool, bool contiguous, bool allow_tf32, bool deterministic,
+    const std::string& backend) {
   OutputMoments moments;
   const Tensor z =
       conv2d_forward(input, weight, conv_bias,
@@ -190,7 +196,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> conv_bn_relu2d(
                      training ? &moments : nullptr);
   const Norm norm{bn_weight,           bn_bias,  running_mean, running_var,
                   num_batches_tracked, training, momentum,     eps};
-  const auto [out, codes, statistics] = forward("conv_bn_relu2d", z, moments.view, norm, max_pool);
+  const auto [out, codes, statistics] =
+      forward("conv_bn_relu2d", z, moments.view, norm, max_pool, contiguous);
   return {out, z, codes, statistics};
 }
 

@@ -1,5 +1,6 @@
 #include "kernels/gather/gather.h"
 
+#include "ops/cast.h"
 #include "ops/common.h"
 
 namespace braze {
@@ -17,7 +18,7 @@ void check_vector(const char* op, const char* arg, const Tensor& t, ScalarType d
 std::tuple<Tensor, Tensor> gather(const char* op, const Tensor& images, const Tensor& labels,
                                   const Tensor& indices, int64_t* position, int64_t batch,
                                   const Tensor& scale, const Tensor& shift, ScalarType dtype,
-                                  bool channels_last) {
+                                  bool channels_last, const Casts& casts = {}) {
   BRAZE_CHECK(images.scalar_type() == ScalarType::Byte && images.dim() == 4, op,
               ": expected images of dtype uint8 and shape [N, C, H, W], but got ",
               scalar_type_name(images.scalar_type()), " ", shape_string(images));
@@ -53,8 +54,17 @@ std::tuple<Tensor, Tensor> gather(const char* op, const Tensor& images, const Te
   args.scale = factors.const_data_ptr();
   args.shift = terms.const_data_ptr();
   args.channels_last = channels_last;
-  dev::gather_images(context.stream(), args, batch_images.mutable_data_ptr(),
-                     static_cast<int64_t*>(batch_labels.mutable_data_ptr()));
+  const Stream stream = context.stream();
+  void* const to = batch_images.mutable_data_ptr();
+  auto* const labels_to = static_cast<int64_t*>(batch_labels.mutable_data_ptr());
+  const auto count_casts = static_cast<int64_t>(casts.tensors.size());
+  if (count_casts == 0 || !dev::gather_and_cast(stream, args, to, labels_to, casts.from, casts.to,
+                                                casts.tensors.data(), count_casts)) {
+    dev::gather_images(stream, args, to, labels_to);
+    if (count_casts > 0) {
+      dev::cast(stream, casts.from, casts.to, casts.tensors.data(), count_casts);
+    }
+  }
   return {batch_images, batch_labels};
 }
 
@@ -70,13 +80,18 @@ std::tuple<Tensor, Tensor> gather_images(const Tensor& images, const Tensor& lab
 std::tuple<Tensor, Tensor> gather_next(const Tensor& images, const Tensor& labels,
                                        const Tensor& order, const Tensor& position, int64_t batch,
                                        const Tensor& scale, const Tensor& shift, ScalarType dtype,
-                                       bool channels_last) {
+                                       bool channels_last, const std::vector<Tensor>& cast_outputs,
+                                       const std::vector<Tensor>& cast_inputs) {
+  const Casts casts = checked_casts("gather_next", cast_outputs, cast_inputs);
+  if (!cast_inputs.empty()) {
+    check_same_device("gather_next", "cast_inputs", cast_inputs[0], "images", images);
+  }
   check_vector("gather_next", "position", position, ScalarType::Long, 2, images);
   BRAZE_CHECK(position.is_contiguous(), "gather_next: expected a contiguous position");
   BRAZE_CHECK(batch >= 0, "gather_next: expected batch of at least 0, but got ", batch);
   return gather("gather_next", images, labels, order,
                 static_cast<int64_t*>(position.mutable_data_ptr()), batch, scale, shift, dtype,
-                channels_last);
+                channels_last, casts);
 }
 
 }  // namespace

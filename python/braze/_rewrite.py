@@ -95,13 +95,14 @@ def _runs_as(module, kind):
     )
 
 
-def run_block(input, conv, bn, relu, pool):
+def run_block(input, conv, bn, relu, pool, then=None):
     """Convolution, batch norm, ReLU and max pooling as one op, or one by one where a layer has
     gained a hook or changed its class since it was converted.
 
     Args:
         relu: a layer, or None for the function.
         pool: a layer, :class:`Pooling` for the function, or None for no pooling.
+        then: the linear layer that the pooled result is flattened for, and nothing else, or None.
     """
     as_one = (
         _runs_as(conv, braze.nn.Conv2d)
@@ -114,7 +115,9 @@ def run_block(input, conv, bn, relu, pool):
     if as_one and pool is None:
         return conv_bn_relu2d(input, conv, bn)
     if as_one:
-        return conv_bn_relu_max_pool2d(input, conv, bn, pool)
+        flat = then is not None and not _weight_is_smaller(input, then)
+        memory_format = torch.contiguous_format if flat else None
+        return conv_bn_relu_max_pool2d(input, conv, bn, pool, memory_format)
     output = bn(conv(input))
     output = F.relu(output) if relu is None else relu(output)
     if pool is None:
@@ -143,6 +146,11 @@ def run_linear_relu(input, linear, relu):
     return F.relu(output) if relu is None else relu(output)
 
 
+def _weight_is_smaller(input, linear):
+    """Whether a linear layer's weight is smaller than the flat input, both of as many columns."""
+    return len(input) > linear.out_features
+
+
 def run_flat_linear(input, flatten, linear, relu=None, has_relu=False):
     """Flatten from dimension 1 on, a linear layer and perhaps ReLU; fused as in :func:`run_block`.
 
@@ -164,7 +172,7 @@ def run_flat_linear(input, flatten, linear, relu=None, has_relu=False):
         if dtype is not None:
             (weight,) = cast_to(dtype, weight)
         output = input.permute(0, 2, 3, 1).flatten(1, 2)  # pixels of channels
-        if len(input) > linear.out_features:
+        if _weight_is_smaller(input, linear):
             weight = transpose_copy(weight.unflatten(1, (input.shape[1], -1))).flatten(1)
         else:
             output = transpose_copy(output)
@@ -264,6 +272,9 @@ class Plan:
                     parts = tuple(_name(run[i]) for i in named)
                     self.blocks.append(Block(parts, ", ".join(wanted[i] for i in named), after))
                 break
+        for node in list(graph.nodes):
+            if node.target is run_flat_linear:
+                _tell_block(graph, node)
         for node in list(graph.nodes):
             name = _replace_function(node)
             if name:
@@ -366,6 +377,15 @@ def _fuse(graph, run, function, layers):
     last.replace_all_uses_with(block)
     for node in reversed(run):
         graph.erase_node(node)
+
+
+def _tell_block(graph, flat_linear):
+    """Lets a block know whose linear layer its pooled result is for."""
+    block, _, linear = flat_linear.args[:3]
+    if block.target is run_block and len(block.users) == 1:
+        with graph.inserting_before(block):
+            then = graph.create_node("get_attr", linear.target)
+        block.args = (*block.args, then)
 
 
 def _replace_function(node):

@@ -8,9 +8,10 @@ import torch
 from torch.utils import _pytree as pytree
 
 from braze import _config
+from braze._aside import Aside
 from braze._capture import HostState, Rates, capture
 from braze._nvtx import ranged
-from braze._ops.cast import SharedCasts
+from braze._ops.cast import SharedCasts, cast_
 from braze._ops.cross_entropy import check_errors, expected_gradients
 
 # Steps that run eagerly, as true training steps, before their shape is captured: they create what
@@ -41,22 +42,18 @@ class _Losses:
         with torch.inference_mode(False):  # whose tensors could not be written outside of it
             self._values = torch.empty(_LOSSES, dtype=dtype, device=device)
             self._place = torch.zeros(1, dtype=torch.int64, device=device)
-        self._stream = torch.cuda.Stream(device)
+        self.stream = torch.cuda.Stream(device)  # of the branch that fills them
         self._count = 0
 
     def full(self):
         return self._count == len(self._values)
 
-    @contextlib.contextmanager
     def keep(self, loss):
-        """Within a capture: what is launched in this block runs beside the copy of `loss`."""
-        stream = torch.cuda.current_stream(loss.device)
-        self._stream.wait_stream(stream)
-        with torch.cuda.stream(self._stream):
+        """Within a capture: copies `loss` on the branch, which has to be joined before it ends."""
+        self.stream.wait_stream(torch.cuda.current_stream(loss.device))
+        with torch.cuda.stream(self.stream):
             self._values.index_copy_(0, self._place, loss.detach().reshape(1))
             self._place.add_(1)
-        yield
-        stream.wait_stream(self._stream)
 
     def next(self):
         """The loss of a replay."""
@@ -195,7 +192,8 @@ class TrainStep:
                 "optimizer that checks for infinities itself: braze.optim.SGD, or fused=True"
             )
         if self._stream is None or self._stream.device != self.device:
-            self._stream = torch.cuda.Stream(self.device)
+            # Blocks of its kernels go before those of the graph's branches.
+            self._stream = torch.cuda.Stream(self.device, priority=-1)
         if self._rates is None or self._rates.device != self.device:
             self._rates = Rates(self.optimizer, self.device)
         # Its eager steps are meant: no need to warn of them.
@@ -393,6 +391,12 @@ class TrainStep:
         )
 
     def _capture(self, entry, gather, first, last):
+        aside = Aside() if self.accumulate == 1 else None
+        if not self._record(entry, gather, first, last, aside):
+            self._record(entry, gather, first, last, None)
+
+    def _record(self, entry, gather, first, last, aside):
+        """One capture; False where a gradient that `aside` made was read too early."""
         before = HostState(self.model, self.optimizer, self._params)
         if not any(other.graph for other in self._entries.values()):
             # torch retires a memory pool with the last graph that uses it.
@@ -401,10 +405,13 @@ class TrainStep:
             losses = _Losses(entry.loss_dtype, self.device)
             with self._rates.on_device():
                 graph, (_, norm) = capture(
-                    lambda: self._micro(entry.batch(), gather, first, last, losses),
+                    lambda: self._micro(entry.batch(), gather, first, last, losses, aside),
                     self._stream,
                     self._pool,
                 )
+            if aside and not aside.all_arrived():
+                before.restore()
+                return False
             grads = self._grads()
             before.verify()
         except BaseException as error:
@@ -419,14 +426,18 @@ class TrainStep:
                 raise RuntimeError(_NOT_CAPTURED.format(error)) from error
             raise
         entry.graph, entry.losses, entry.grad_norm, entry.grads = graph, losses, norm, grads
+        return True
 
     def _grads(self):
         return [(p, p.grad) for p in self._params if p.grad is not None]
 
     # ---- the step itself ----
 
-    def _micro(self, batch, gather, first, last, losses=None):
-        """Forward and backward of one batch; the update if it is the window's last."""
+    def _micro(self, batch, gather, first, last, losses=None, aside=None):
+        """Forward and backward of one batch; the update if it is the window's last.
+
+        losses, aside: where the step is being captured, what its branches are for.
+        """
         for p in self._params:
             p.grad = None
         if not first:
@@ -438,20 +449,32 @@ class TrainStep:
             # The gradient that the loss will be given, where nothing comes between.
             direct = self.accumulate == 1 and not self._scales()
             ones = expected_gradients(self._ones if direct else None)
-            with self._autocast(), self._casts.active(), ones:
+            # The batch is gathered and the parameters are cast in one launch.
+            casts = [] if gather and self.device.type == "cuda" else None
+            with self._autocast(), self._casts.active(casts), ones:
                 if gather:
-                    batch = self._loader.gather_next(*self._place, *batch)
+                    together = casts.pop(0) if casts else ((), ())
+                    batch = self._loader.gather_next(*self._place, *batch, together)
+                for cast in casts or ():
+                    cast_(*cast)
                 *inputs, target = batch
                 loss = self.loss_fn(self.model(*inputs), target)
             scaled = loss / self.accumulate if self.accumulate > 1 else loss
             if self._scales():
                 scaled = self.grad_scaler.scale(scaled)
-            with losses.keep(loss) if losses else contextlib.nullcontext():
+            if losses:
+                losses.keep(loss)
+            beside = aside.active(scaled, self._params) if aside else contextlib.nullcontext()
+            with beside:
                 scaled.backward(self._one_like(scaled))
         torch.clear_autocast_cache()
         if self.accumulate > 1 and self.device.type == "cuda":
             self._keep_grads()
-        return loss.detach(), self._update() if last else None
+        norm = self._update() if last else None
+        if losses:
+            # At the very end, where no kernel has to wait for it.
+            torch.cuda.current_stream(self.device).wait_stream(losses.stream)
+        return loss.detach(), norm
 
     def _one_like(self, loss):
         """What backward() would fill a new tensor with in every step."""

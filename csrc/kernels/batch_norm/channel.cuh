@@ -5,6 +5,7 @@
 #include "batch_norm.h"
 #include "kernels/common/launch.cuh"
 #include "kernels/common/numeric.cuh"
+#include "kernels/common/parameter.cuh"
 
 namespace braze::cuda {
 
@@ -50,29 +51,6 @@ struct BackwardArgs {
 template <typename T>
 bool vectors_fit(const T* p, int width) {
   return reinterpret_cast<uintptr_t>(p) % (sizeof(T) * width) == 0;
-}
-
-__device__ __forceinline__ double load_as_double(const void* p, DType dtype, int64_t i) {
-  switch (dtype) {
-    case DType::kFloat64: return static_cast<const double*>(p)[i];
-    case DType::kFloat32: return static_cast<const float*>(p)[i];
-    case DType::kBFloat16: return convert<float>(static_cast<const __nv_bfloat16*>(p)[i]);
-    case DType::kFloat16: return convert<float>(static_cast<const __half*>(p)[i]);
-  }
-  return 0;
-}
-
-__device__ __forceinline__ void store_from_double(void* p, DType dtype, int64_t i, double v) {
-  switch (dtype) {
-    case DType::kFloat64: static_cast<double*>(p)[i] = v; break;
-    case DType::kFloat32: static_cast<float*>(p)[i] = static_cast<float>(v); break;
-    case DType::kBFloat16:
-      static_cast<__nv_bfloat16*>(p)[i] = convert<__nv_bfloat16>(static_cast<float>(v));
-      break;
-    case DType::kFloat16:
-      static_cast<__half*>(p)[i] = convert<__half>(static_cast<float>(v));
-      break;
-  }
 }
 
 // Sums over teams of kLanes neighbouring lanes, in every lane; the same order in every run. A whole
@@ -170,26 +148,34 @@ __device__ ForwardCoefficients<A> store_statistics(const ForwardArgs& args, int6
   return result;
 }
 
+// What a channel's coefficients are made with, beside its moments; loaded side by side.
+struct ChannelParameters {
+  LoadedValue weight, bias, running_mean, running_var;
+
+  __device__ __forceinline__ ChannelParameters(const ForwardArgs& args, int64_t c)
+      : weight(args.affine.weight, args.affine.dtype, c, 1),
+        bias(args.affine.bias, args.affine.dtype, c, 0),
+        running_mean(args.running_mean, args.buffer_dtype, c, 0),
+        running_var(args.running_var, args.buffer_dtype, c, 1) {}
+};
+
 // Training: what follows from the `count` elements of channel c, one thread. squares: about the
 // mean. `first` is set in one block per channel, which stores the statistics.
 template <typename A>
 __device__ ForwardCoefficients<A> batch_coefficients(const ForwardArgs& args, double count,
                                                      double mean, double squares, int64_t c,
                                                      bool first) {
+  const ChannelParameters loaded(args, c);
   const double rstd = rsqrt(squares / count + args.eps);
-  const BatchNormAffine& affine = args.affine;
-  const double weight = affine.weight ? load_as_double(affine.weight, affine.dtype, c) : 1;
-  const double bias = affine.bias ? load_as_double(affine.bias, affine.dtype, c) : 0;
+  const double weight = loaded.weight, bias = loaded.bias;
   const A center = static_cast<A>(mean);
   if (first && args.running_mean) {
     const double momentum =
         args.cumulative ? 1 / static_cast<double>(*args.batches) : args.momentum;
-    const auto update = [&](void* buffer, double value) {
-      const double previous = load_as_double(buffer, args.buffer_dtype, c);
-      store_from_double(buffer, args.buffer_dtype, c, (1 - momentum) * previous + momentum * value);
-    };
-    update(args.running_mean, mean);
-    update(args.running_var, squares / (count - 1));
+    store_value(args.running_mean, args.buffer_dtype, c,
+                (1 - momentum) * loaded.running_mean + momentum * mean);
+    store_value(args.running_var, args.buffer_dtype, c,
+                (1 - momentum) * loaded.running_var + momentum * (squares / (count - 1)));
   }
   // What rounding the mean took away goes into the shift.
   return store_statistics<A>(
@@ -250,11 +236,10 @@ __device__ ForwardCoefficients<A> merge_moments(const ForwardArgs& args,
 template <typename A>
 __device__ ForwardCoefficients<A> running_coefficients(const ForwardArgs& args, int64_t c,
                                                        bool first) {
-  const double rstd = 1 / sqrt(load_as_double(args.running_var, args.buffer_dtype, c) + args.eps);
-  const BatchNormAffine& affine = args.affine;
-  const double weight = affine.weight ? load_as_double(affine.weight, affine.dtype, c) : 1;
-  const double bias = affine.bias ? load_as_double(affine.bias, affine.dtype, c) : 0;
-  const A center = static_cast<A>(load_as_double(args.running_mean, args.buffer_dtype, c));
+  const ChannelParameters loaded(args, c);
+  const double rstd = 1 / sqrt(loaded.running_var + args.eps);
+  const double weight = loaded.weight, bias = loaded.bias;
+  const A center = static_cast<A>(static_cast<double>(loaded.running_mean));
   return store_statistics<A>(args, c, first, rstd,
                              {center, static_cast<A>(rstd * weight), static_cast<A>(bias)});
 }
@@ -265,10 +250,9 @@ __device__ BackwardCoefficients<A> merge_grads(const BackwardArgs& args,
                                                const GradPartial<A>* partials, int splits,
                                                int64_t count, int64_t c, bool first) {
   const BatchNormAffine& affine = args.affine;
-  const double rstd = static_cast<const A*>(args.statistics.rstd)[c];
+  const A loaded_rstd = static_cast<const A*>(args.statistics.rstd)[c];
   const A center = static_cast<const A*>(args.statistics.mean)[c];
-  const double weight = affine.weight ? load_as_double(affine.weight, affine.dtype, c) : 1;
-  const double scale = rstd * weight, by_count = 1 / static_cast<double>(count);
+  const LoadedValue weight(affine.weight, affine.dtype, c, 1);
   double sum = 0, dot = 0;
   if (args.has_sums) {
     for_each_item<kLanes, 9>(partials + c * splits, splits, [&](const GradPartial<A>& part) {
@@ -279,13 +263,14 @@ __device__ BackwardCoefficients<A> merge_grads(const BackwardArgs& args,
     dot = team_sum<kLanes>(dot);
   }
   if (threadIdx.x % kLanes != 0) return {};
+  const double rstd = loaded_rstd, scale = rstd * weight, by_count = 1 / static_cast<double>(count);
   if (first) {
-    if (args.dweight) store_from_double(args.dweight, affine.dtype, c, dot * rstd);
-    if (args.dbias) store_from_double(args.dbias, affine.dtype, c, sum);
+    store_value(args.dweight, affine.dtype, c, dot * rstd);
+    store_value(args.dbias, affine.dtype, c, sum);
     if (args.dconstant) {
       // In training dx sums to 0, or to NaN where a gradient is not finite.
       const double through = args.training ? 0 : scale;
-      store_from_double(args.dconstant, args.constant_dtype, c, sum * through);
+      store_value(args.dconstant, args.constant_dtype, c, sum * through);
     }
   }
   return {static_cast<A>(scale), center, static_cast<A>(-scale * rstd * rstd * dot * by_count),

@@ -1,5 +1,7 @@
 #include "fork.h"
 
+#include <map>
+#include <mutex>
 #include <vector>
 
 #include "launch.cuh"
@@ -16,21 +18,47 @@ void check(cudaError_t error) {
 struct Side {
   cudaStream_t stream = nullptr;
   cudaEvent_t forked = nullptr, joined = nullptr;
+
+  // Never destroyed: the CUDA context may be gone first.
+  void create() {
+    if (stream) return;
+    check(cudaEventCreateWithFlags(&forked, cudaEventDisableTiming));
+    check(cudaEventCreateWithFlags(&joined, cudaEventDisableTiming));
+    check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  }
 };
 
-// This thread's for the current device. Never destroyed: the CUDA context may be gone first.
+// This thread's for the current device.
 Side& side() {
   thread_local std::vector<Side> sides;
   int device = 0;
   check(cudaGetDevice(&device));
   if (sides.size() <= static_cast<size_t>(device)) sides.resize(device + 1);
   Side& s = sides[device];
-  if (s.stream == nullptr) {
-    check(cudaEventCreateWithFlags(&s.forked, cudaEventDisableTiming));
-    check(cudaEventCreateWithFlags(&s.joined, cudaEventDisableTiming));
-    check(cudaStreamCreateWithFlags(&s.stream, cudaStreamNonBlocking));
-  }
+  s.create();
   return s;
+}
+
+// Event on `from`, which `to` waits for. A capture that has failed meanwhile reports its error when
+// it ends.
+void order(cudaStream_t from, cudaEvent_t event, cudaStream_t to) {
+  if (cudaEventRecord(event, from) == cudaSuccess) cudaStreamWaitEvent(to, event);
+  cudaGetLastError();
+}
+
+struct Aside {
+  Side side;
+  Stream main = nullptr;
+  bool open = false, unjoined = false;
+};
+
+// Of the current device: opened by one thread, used by autograd's.
+std::mutex aside_mutex;
+Aside& aside() {
+  static std::map<int, Aside> asides;
+  int device = 0;
+  check(cudaGetDevice(&device));
+  return asides[device];
 }
 
 }  // namespace
@@ -47,13 +75,44 @@ Fork::Fork(Stream main) : main_(main), branch_(main) {
 
 void Fork::join() {
   if (branch_ == main_) return;
-  const Side& s = side();
   branch_ = main_;
-  // A capture that has failed meanwhile reports its error when it ends.
-  if (cudaEventRecord(s.joined, s.stream) == cudaSuccess) {
-    cudaStreamWaitEvent(as_cuda(main_), s.joined);
-  }
-  cudaGetLastError();
+  order(side().stream, side().joined, as_cuda(main_));
+}
+
+bool open_aside(Stream main) {
+  const std::lock_guard<std::mutex> lock(aside_mutex);
+  Aside& a = aside();
+  if (a.open) return false;
+  a.side.create();
+  a.main = main;
+  a.open = true;
+  return true;
+}
+
+bool fork_aside(Stream main, Stream* branch) {
+  const std::lock_guard<std::mutex> lock(aside_mutex);
+  Aside& a = aside();
+  if (!a.open || a.main != main) return false;
+  check(cudaEventRecord(a.side.forked, as_cuda(main)));
+  check(cudaStreamWaitEvent(a.side.stream, a.side.forked));
+  a.unjoined = true;
+  *branch = a.side.stream;
+  return true;
+}
+
+void join_aside(Stream main) {
+  const std::lock_guard<std::mutex> lock(aside_mutex);
+  Aside& a = aside();
+  if (a.main != main || !a.unjoined) return;
+  a.unjoined = false;
+  order(a.side.stream, a.side.joined, as_cuda(main));
+}
+
+void close_aside(Stream main) {
+  join_aside(main);
+  const std::lock_guard<std::mutex> lock(aside_mutex);
+  Aside& a = aside();
+  if (a.main == main) a.open = false;
 }
 
 }  // namespace braze::cuda

@@ -24,6 +24,18 @@ class Fork {
   Stream main_, branch_;
 };
 
+// A branch that lasts for a whole backward pass; one at a time on a device. `main` is being
+// captured.
+//
+// Opens it; false where another capture has one.
+bool open_aside(Stream main);
+// Stores a stream for launches that need what `main` has been given so far; false where none is
+// open for `main`.
+bool fork_aside(Stream main, Stream* branch);
+// What `main` is given from now on waits for what the branch has been given.
+void join_aside(Stream main);
+void close_aside(Stream main);
+
 }  // namespace cuda
 #else
 namespace cpu {
@@ -34,6 +46,8 @@ class Fork {
   Stream branch() const { return nullptr; }
   void join() {}
 };
+
+inline bool fork_aside(Stream, Stream*) { return false; }
 
 }  // namespace cpu
 #endif

@@ -79,16 +79,36 @@ static inline bool runs_sm90_code() {
   return yes.load(std::memory_order_relaxed) & bit;
 }
 
-// Launches a kernel that begins with wait_for_earlier_kernels(): in code for sm_90 and
-// later it may start while the kernel before it on the stream still runs (programmatic dependent
-// launch), which hides most of a launch's latency inside a CUDA graph. Call check_launch() after
-// it. cluster: blocks with neighbouring numbers that form a cluster; 1: none.
+// Whether the next launch on a stream may be early: inside a capture, unless it waits for several
+// nodes, the one before it and those that end the branches it has joined; it would wait for one of
+// them only.
+inline bool may_start_early(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  const cudaGraphNode_t* nodes = nullptr;
+  const cudaGraphEdgeData* edges = nullptr;
+  size_t count = 0;
+#if CUDART_VERSION >= 13000
+  const auto info = cudaStreamGetCaptureInfo;
+#else
+  const auto info = cudaStreamGetCaptureInfo_v3;
+#endif
+  if (info(stream, &status, nullptr, nullptr, &nodes, &edges, &count) != cudaSuccess) {
+    cudaGetLastError();  // the launch will say what is wrong
+    return false;
+  }
+  return status == cudaStreamCaptureStatusActive && count <= 1;
+}
+
+// Launches a kernel that begins with wait_for_earlier_kernels(): in code for sm_90 and later it may
+// start, inside a CUDA graph, while the kernel before it still runs (programmatic dependent
+// launch), which hides most of a launch's latency. Call check_launch() after it. cluster: blocks
+// with neighbouring numbers that form a cluster; 1: none.
 template <typename... Params, typename... Args>
 void launch_early_in_clusters(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes,
                               Stream stream, int cluster, Args&&... args) {
   cudaLaunchAttribute attributes[2] = {};
   unsigned count = 0;
-  if (runs_sm90_code()) {
+  if (runs_sm90_code() && may_start_early(as_cuda(stream))) {
     attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[count++].val.programmaticStreamSerializationAllowed = 1;
   }

@@ -18,19 +18,19 @@ struct TensorList {
 
   unsigned blocks() const { return static_cast<unsigned>(first_block[count]); }
 
-  // The tensor of this block, and the elements that are the block's.
-  __device__ const Tensor& of_block(int64_t* begin, int64_t* end) const {
+  // The tensor of a block, and the elements that are the block's.
+  __device__ const Tensor& of_block(unsigned block, int64_t* begin, int64_t* end) const {
     // The last tensor whose first block is not after this one.
     int low = 0, high = count - 1;
     while (low < high) {
       const int middle = (low + high + 1) / 2;
-      if (first_block[middle] <= static_cast<int>(blockIdx.x)) {
+      if (first_block[middle] <= static_cast<int>(block)) {
         low = middle;
       } else {
         high = middle - 1;
       }
     }
-    *begin = (int64_t{blockIdx.x} - first_block[low]) * kBlockElements;
+    *begin = (int64_t{block} - first_block[low]) * kBlockElements;
     *end = min(*begin + kBlockElements, tensors[low].numel);
     return tensors[low];
   }

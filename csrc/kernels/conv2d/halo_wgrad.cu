@@ -290,14 +290,15 @@ bool tile_parts(const Conv2dShape& s, int pixels, WgradPlan& plan) {
   return fixed < kSharedBytes && a.stages >= 1;
 }
 
-// One wave of blocks. A batch that one wave takes without a second tile is given half of the device
-// instead: dgrad runs beside it on the other half, and there are half as many partial sums.
+// One wave of blocks. A batch that one wave takes without a second tile is given a third of the
+// device instead: dgrad runs beside it, which the rest of a backward pass waits for, and there
+// are fewer partial sums.
 void set_grid(WgradPlan& plan, int element_bytes) {
   const Args& a = plan.args;
   const int channel_block = plan.row_bytes / element_bytes;
   const int blocks = static_cast<int>(ceil_div(a.k, kFilters) * ceil_div(a.c, channel_block));
   const int wave = std::max(1, sm_count() / blocks);
-  plan.grid = dim3(std::min(a.tiles, a.tiles > wave ? wave : std::max(1, wave / 2)), blocks);
+  plan.grid = dim3(std::min(a.tiles, a.tiles > wave ? wave : std::max(1, wave / 3)), blocks);
 }
 
 bool make_plan(const Conv2dShape& s, WgradPlan& plan) {

@@ -128,7 +128,6 @@ __global__ void __launch_bounds__(kMaxTeamThreads)
   __shared__ A divisor;
   reduce_rows<T>(args, mine, loss, total_weight, partials, unit_grad ? &divisor : nullptr);
   if (unit_grad == nullptr) return;
-  __syncthreads();
   row_gradients<N, kProbability, T>(args, my_part, my_row, A(1) / divisor, unit_grad, nullptr);
 }
 

@@ -95,8 +95,7 @@ __device__ void store_reduced(const LossArgs& args, Pair<double> sum, void* loss
 // The end of a forward kernel: `mine` is this thread's sum of row losses and weights. One block, or
 // a cluster that is the whole grid (no partials then), finishes the reduction itself; other blocks
 // leave partial sums to reduce_partials_kernel. `weight`, unless null, is in shared memory; it gets
-// the divisor of the losses, where the reduction is finished here. The caller synchronises the
-// block before it reads it.
+// the divisor of the losses, where the reduction is finished here, for all of the block to read.
 template <typename T>
 __device__ void reduce_rows(const LossArgs& args, Pair<double> mine, void* loss, void* total_weight,
                             Pair<double>* partials, acc_t<T>* weight = nullptr) {
@@ -122,7 +121,10 @@ __device__ void reduce_rows(const LossArgs& args, Pair<double> mine, void* loss,
     }
     cluster_sync();  // no block ends while another may read its shared memory
   }
-  if (first && weight) *weight = divisor_of<T>(args, sum);
+  if (weight) {
+    if (first) *weight = divisor_of<T>(args, sum);
+    __syncthreads();  // the others need not wait for the loss, a division
+  }
   if (first && blockIdx.x == 0) store_reduced<T>(args, sum, loss, total_weight);
 }
 

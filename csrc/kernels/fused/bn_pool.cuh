@@ -58,6 +58,7 @@ __device__ __forceinline__ A pool_window(const A (&v)[4], uint32_t* code) {
 struct BnPoolGeometry {
   int h, w, p, q;
   int64_t c, depth;
+  bool turned;
 
   explicit BnPoolGeometry(const BnPoolShape& shape)
       : h(Window::narrow(shape.h)),
@@ -65,13 +66,40 @@ struct BnPoolGeometry {
         p(h / 2),
         q(w / 2),
         c(shape.c),
-        depth(shape.channels_last ? shape.c : 1) {}
+        depth(shape.channels_last ? shape.c : 1),
+        turned(shape.turned) {}
 
   __device__ __forceinline__ int64_t input(int64_t image, int row, int column) const {
     return ((image * h + row) * w + column) * depth;
   }
   __device__ __forceinline__ int64_t pooled(int64_t image, int row, int column) const {
     return ((image * p + row) * q + column) * depth;
+  }
+
+  // NHWC: N channels of a pooled pixel, from `channel` on.
+  template <int N, typename T>
+  __device__ __forceinline__ Vec<T, N> load_pooled(const T* from, int64_t image, int row,
+                                                   int column, int64_t channel) const {
+    if (!turned) return load_vec<N>(from + pooled(image, row, column) + channel);
+    from += turned_offset(image, row, column, channel);
+    Vec<T, N> v;
+#pragma unroll
+    for (int k = 0; k < N; ++k) v.v[k] = from[k * p * q];
+    return v;
+  }
+  template <int N, typename T>
+  __device__ __forceinline__ void store_pooled(T* to, int64_t image, int row, int column,
+                                               int64_t channel, const Vec<T, N>& v) const {
+    if (!turned) return store_vec(to + pooled(image, row, column) + channel, v);
+    to += turned_offset(image, row, column, channel);
+#pragma unroll
+    for (int k = 0; k < N; ++k) to[k * p * q] = v.v[k];
+  }
+
+ private:
+  __device__ __forceinline__ int64_t turned_offset(int64_t image, int row, int column,
+                                                   int64_t channel) const {
+    return (image * c + channel) * p * q + row * q + column;
   }
 };
 

@@ -20,7 +20,10 @@ namespace braze {
 struct BnPoolShape {
   DType dtype;
   int64_t n, c, h, w;  // of z
-  bool channels_last;  // layout of all 4-D tensors
+  bool channels_last;  // layout of z
+  // Whether the pooled tensors (y, dy) are in the other layout, where bn_pool_turns() allows it: a
+  // linear layer wants them contiguous.
+  bool turned = false;
 
   int64_t p() const { return h / 2; }
   int64_t q() const { return w / 2; }
@@ -33,12 +36,16 @@ struct BnPoolShape {
 // The kernels number tiles in 31 bits.
 constexpr int64_t kBnPoolMostTiles = (int64_t{1} << 31) - 1;
 
-// A 4-bit code per pooled element, in the order of the pooled tensor in memory, eight to a word,
+// A 4-bit code per pooled element, in the order of a pooled tensor in z's layout, eight to a word,
 // the first in the lowest bits: the position of the maximum in its window (0 to 3, in reading
 // order), or 4 where ReLU stops the gradient.
 inline int64_t bn_pool_code_words(const BnPoolShape& shape) { return ceil_div(shape.pooled(), 8); }
 
 namespace BRAZE_DEVICE {
+
+// Whether pooled tensors may be contiguous where z is channels_last: where there is so little of
+// them that single accesses cost less than another pass.
+bool bn_pool_turns(const BnPoolShape& shape);
 
 // pooled() is at least 1 and tiles() at most kBnPoolMostTiles. y: the pooled result. statistics: of
 // batch_norm_coefficients.

@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(kSumThreads)
     split(pixel, &image, &row, &column, &group);
     const T* corner = z + geometry.input(image, 2 * row, 2 * column) + channel;
     const int64_t pooled = pixel * shape.c + channel;
-    const Vec<T, N> g = load_vec<N>(dy + pooled);
+    const Vec<T, N> g = geometry.load_pooled<N>(dy, image, row, column, channel);
     const uint32_t bits = load_codes<N>(codes, pooled);
     const Vec<T, N> window[4] = {load_vec<N>(corner), load_vec<N>(corner + right),
                                  load_vec<N>(corner + down), load_vec<N>(corner + down + right)};
@@ -258,7 +258,7 @@ __global__ void __launch_bounds__(kSpreadThreads)
     window.bits = kAllStopped;
     if (window.inside(3)) {
       const int64_t pooled = geometry.pooled(image, row, column) + place.channel();
-      window.g = load_vec<N>(dy + pooled);
+      window.g = geometry.template load_pooled<N>(dy, image, row, column, place.channel());
       window.bits = load_codes<N>(codes, pooled);
     }
     if constexpr (kTraining) {

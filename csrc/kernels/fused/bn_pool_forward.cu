@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kBnPoolThreads)
       result.v[j] = convert<T>(pool_window(values, &code));
       bits |= code << (4 * j);
     }
-    store_vec(y + step * N, result);
+    geometry.store_pooled(y, image, row, column, channel, result);
   }
   store_codes<N>(codes, step * N, valid, bits);
 }
@@ -110,6 +110,10 @@ const KernelEntry kEntry({"bn_relu2d", "bn_pool", "float64 float32 bfloat16 floa
                           "normalises and pools in one pass; 4-bit codes for the backward pass"});
 
 }  // namespace
+
+bool bn_pool_turns(const BnPoolShape& shape) {
+  return shape.channels_last && shape.pooled() <= int64_t{1} << 20;
+}
 
 void bn_pool_forward(Stream stream, const BnPoolShape& shape, const void* z,
                      const BatchNormStatistics& statistics, void* y, uint32_t* codes) {

@@ -9,6 +9,7 @@
 #include "kernels/common/fast_div.cuh"
 #include "kernels/common/launch.cuh"
 #include "kernels/common/numeric.cuh"
+#include "kernels/common/parameter.cuh"
 #include "small_k.h"
 
 namespace braze::cuda {
@@ -312,53 +313,6 @@ __device__ __forceinline__ double strided_sum(const double* values, int64_t pitc
     for (int u = 0; u < kAtOnce; ++u) sum += loaded[u];
   }
   return sum;
-}
-
-// An element of a vector of parameters, or a constant where there is no vector. It is converted
-// when it is used, so that several loads are in flight together: a conversion next to its load
-// would wait for it.
-class LoadedValue {
- public:
-  __device__ __forceinline__ LoadedValue(const void* values, DType dtype, int64_t i, double absent)
-      : dtype_(values ? dtype : DType::kFloat64) {
-    if (!values) {
-      bits_ = static_cast<uint64_t>(__double_as_longlong(absent));
-    } else if (dtype == DType::kFloat64) {
-      bits_ = static_cast<const uint64_t*>(values)[i];
-    } else if (dtype == DType::kFloat32) {
-      bits_ = static_cast<const uint32_t*>(values)[i];
-    } else {
-      bits_ = static_cast<const uint16_t*>(values)[i];
-    }
-  }
-
-  __device__ __forceinline__ operator double() const {
-    const auto word = static_cast<uint32_t>(bits_);
-    const auto half = static_cast<uint16_t>(bits_);
-    switch (dtype_) {
-      case DType::kFloat64: return __longlong_as_double(static_cast<long long>(bits_));
-      case DType::kFloat32: return __uint_as_float(word);
-      case DType::kBFloat16: return __bfloat162float(__ushort_as_bfloat16(half));
-      case DType::kFloat16: return __half2float(__ushort_as_half(half));
-    }
-    return 0;
-  }
-
- private:
-  DType dtype_;
-  uint64_t bits_;
-};
-
-__device__ __forceinline__ void set_param(void* values, DType dtype, int64_t i, double value) {
-  if (!values) return;
-  switch (dtype) {
-    case DType::kFloat64: static_cast<double*>(values)[i] = value; break;
-    case DType::kFloat32: static_cast<float*>(values)[i] = static_cast<float>(value); break;
-    case DType::kBFloat16:
-      static_cast<__nv_bfloat16*>(values)[i] = convert<__nv_bfloat16>(value);
-      break;
-    case DType::kFloat16: static_cast<__half*>(values)[i] = convert<__half>(value); break;
-  }
 }
 
 }  // namespace small_k

@@ -175,8 +175,8 @@ __global__ void __launch_bounds__(kFinalizeThreads)
   }
   if (threadIdx.x < K) dw[k * K + i] = convert<T>(scale * grad);
   if (threadIdx.x == 0) {
-    set_param(dgamma, norm.param_dtype, k, s2);
-    set_param(dbeta, norm.param_dtype, k, s1);
+    store_value(dgamma, norm.param_dtype, k, s2);
+    store_value(dbeta, norm.param_dtype, k, s1);
     // In training a bias before batch norm cancels.
     if (dbias) dbias[k] = convert<T>(norm.training ? 0.0 : scale * s1);
   }

@@ -147,10 +147,10 @@ __device__ __forceinline__ void prepare_filters(const SmallKShape& a, const Smal
         // moments_kernel has counted this batch
         const double factor =
             norm.cumulative ? 1 / static_cast<double>(*norm.batches) : norm.momentum;
-        set_param(norm.running_mean, norm.param_dtype, k,
-                  (1 - factor) * old_mean + factor * (mean + bias));
-        set_param(norm.running_var, norm.param_dtype, k,
-                  (1 - factor) * old_var + factor * var * count / (count - 1));
+        store_value(norm.running_mean, norm.param_dtype, k,
+                    (1 - factor) * old_mean + factor * (mean + bias));
+        store_value(norm.running_var, norm.param_dtype, k,
+                    (1 - factor) * old_var + factor * var * count / (count - 1));
       }
     }
   }

@@ -4,7 +4,9 @@
 #include "gather.h"
 
 #include <limits>
+#include <type_traits>
 
+#include "kernels/cast/cast_list.cuh"
 #include "kernels/common/fast_div.cuh"
 #include "kernels/common/launch.cuh"
 #include "kernels/common/numeric.cuh"
@@ -13,10 +15,11 @@
 namespace braze::cuda {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = kCastThreads;
 
 struct Gather {
   GatherArgs args;
+  unsigned blocks;   // that gather; the grid's others cast
   FastDiv inner;     // extent of the innermost dimension of the batch
   int image_size;    // channels * pixels
   int vectors;       // per image; at least 1, for the thread that writes the label
@@ -26,7 +29,7 @@ struct Gather {
 
 // Where this launch's batch begins in `indices`. The block that is last to know moves it on for the
 // next launch.
-__device__ __forceinline__ int64_t take_batch(const GatherArgs& args) {
+__device__ __forceinline__ int64_t take_batch(const GatherArgs& args, unsigned blocks) {
   if (args.position == nullptr) return 0;
   volatile int64_t* position = args.position;
   const int64_t first = position[0];
@@ -34,7 +37,7 @@ __device__ __forceinline__ int64_t take_batch(const GatherArgs& args) {
   if (threadIdx.x == 0) {
     __threadfence();
     auto* arrived = reinterpret_cast<unsigned long long*>(args.position + 1);
-    if (atomicAdd(arrived, 1ULL) == gridDim.x - 1) {
+    if (atomicAdd(arrived, 1ULL) == blocks - 1) {
       position[0] = first + args.batch;
       position[1] = 0;
     }
@@ -88,12 +91,20 @@ __device__ __forceinline__ Vec<T, N> normalised(const Gather& g, const uint8_t* 
   return result;
 }
 
-template <bool kInterleaved, int N, typename T>
+struct NoCasts {
+  unsigned blocks() const { return 0; }
+};
+
+// casts: float tensors that become T in the same launch, or none.
+template <bool kInterleaved, int N, typename T, typename Casts>
 __global__ void __launch_bounds__(kThreads)
     gather_kernel(const __grid_constant__ Gather g, T* __restrict__ batch_images,
-                  int64_t* __restrict__ batch_labels) {
+                  int64_t* __restrict__ batch_labels, const __grid_constant__ Casts casts) {
   wait_for_earlier_kernels();
-  const int64_t first = take_batch(g.args);
+  if constexpr (!std::is_same_v<Casts, NoCasts>) {
+    if (blockIdx.x >= g.blocks) return cast_block<float, T>(casts, blockIdx.x - g.blocks);
+  }
+  const int64_t first = take_batch(g.args, g.blocks);
   const int64_t thread = blockIdx.x * int64_t{kThreads} + threadIdx.x;
   int64_t b = thread / g.vectors;
   int vector = static_cast<int>(thread % g.vectors);
@@ -122,16 +133,45 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-template <bool kInterleaved, int N, typename T>
-void launch(Stream stream, Gather g, T* batch_images, int64_t* batch_labels) {
+template <bool kInterleaved, int N, typename T, typename Casts>
+void launch(Stream stream, Gather g, T* batch_images, int64_t* batch_labels, const Casts& casts) {
   g.vectors = std::max(1, g.image_size / N);
   const int blocks = grid_stride_blocks(g.args.batch * g.vectors, kThreads);
   const int64_t threads = int64_t{blocks} * kThreads;
   g.step = threads / g.vectors;
   g.step_vectors = static_cast<int>(threads % g.vectors);
-  launch_early(gather_kernel<kInterleaved, N, T>, blocks, kThreads, 0, stream, g, batch_images,
-               batch_labels);
+  g.blocks = static_cast<unsigned>(blocks);
+  const unsigned all_blocks = g.blocks + casts.blocks();
+  launch_early(gather_kernel<kInterleaved, N, T, Casts>, all_blocks, kThreads, 0, stream, g,
+               batch_images, batch_labels, casts);
   check_launch("gather_images");
+}
+
+template <typename Casts>
+void gather(Stream stream, const GatherArgs& args, void* batch_images, int64_t* batch_labels,
+            const Casts& casts) {
+  // The two layouts are one where there is a single channel or pixel.
+  const bool interleaved = args.channels_last && args.channels > 1 && args.pixels > 1;
+  Gather g{};
+  g.args = args;
+  g.inner = FastDiv(interleaved ? args.channels : args.pixels);
+  g.image_size = static_cast<int>(args.channels * args.pixels);
+  dispatch(args.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    constexpr int N = kVecWidth<T>;
+    if constexpr (std::is_same_v<Casts, NoCasts> || sizeof(T) == 2) {
+      T* out = static_cast<T*>(batch_images);
+      const bool wide = g.image_size % N == 0 && is_vec_aligned(out) &&
+                        (interleaved || reinterpret_cast<uintptr_t>(args.images) % N == 0);
+      if (interleaved) {
+        wide ? launch<true, N>(stream, g, out, batch_labels, casts)
+             : launch<true, 1>(stream, g, out, batch_labels, casts);
+      } else {
+        wide ? launch<false, N>(stream, g, out, batch_labels, casts)
+             : launch<false, 1>(stream, g, out, batch_labels, casts);
+      }
+    }
+  });
 }
 
 const KernelEntry kEntry(
@@ -142,27 +182,21 @@ const KernelEntry kEntry(
 
 void gather_images(Stream stream, const GatherArgs& args, void* batch_images,
                    int64_t* batch_labels) {
-  if (args.batch == 0) return;
-  // The two layouts are one where there is a single channel or pixel.
-  const bool interleaved = args.channels_last && args.channels > 1 && args.pixels > 1;
-  Gather g{};
-  g.args = args;
-  g.inner = FastDiv(interleaved ? args.channels : args.pixels);
-  g.image_size = static_cast<int>(args.channels * args.pixels);
-  dispatch(args.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    constexpr int N = kVecWidth<T>;
-    T* out = static_cast<T*>(batch_images);
-    const bool wide = g.image_size % N == 0 && is_vec_aligned(out) &&
-                      (interleaved || reinterpret_cast<uintptr_t>(args.images) % N == 0);
-    if (interleaved) {
-      wide ? launch<true, N>(stream, g, out, batch_labels)
-           : launch<true, 1>(stream, g, out, batch_labels);
-    } else {
-      wide ? launch<false, N>(stream, g, out, batch_labels)
-           : launch<false, 1>(stream, g, out, batch_labels);
-    }
-  });
+  if (args.batch > 0) gather(stream, args, batch_images, batch_labels, NoCasts{});
+}
+
+bool gather_and_cast(Stream stream, const GatherArgs& args, void* batch_images,
+                     int64_t* batch_labels, DType from, DType to, const CastTensor* tensors,
+                     int64_t count) {
+  if (args.batch == 0 || from != DType::kFloat32 || to != args.dtype || size_of(to) != 2) {
+    return false;
+  }
+  CastList list{};
+  int launches = 0;
+  list.for_each_launch(tensors, count, [&] { ++launches; });
+  if (launches != 1) return false;
+  gather(stream, args, batch_images, batch_labels, list);
+  return true;
 }
 
 }  // namespace braze::cuda

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "kernels/cast/cast.h"
 #include "kernels/common/types.h"
 
 namespace braze {
@@ -33,5 +34,10 @@ namespace braze::BRAZE_DEVICE {
 // written; CUDA makes that image NaN and its label -1, and reads nothing.
 void gather_images(Stream stream, const GatherArgs& args, void* batch_images,
                    int64_t* batch_labels);
+
+// The same and cast(), in one launch; false, and nothing is done, where that is not possible.
+bool gather_and_cast(Stream stream, const GatherArgs& args, void* batch_images,
+                     int64_t* batch_labels, DType from, DType to, const CastTensor* tensors,
+                     int64_t count);
 
 }  // namespace braze::BRAZE_DEVICE

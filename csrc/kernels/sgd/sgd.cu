@@ -3,6 +3,7 @@
 
 #include "kernels/common/launch.cuh"
 #include "kernels/common/numeric.cuh"
+#include "kernels/common/parameter.cuh"
 #include "kernels/common/registry.h"
 #include "kernels/common/tensor_list.cuh"
 
@@ -19,13 +20,12 @@ static_assert(sizeof(SgdBatch) <= 4096, "kernel parameters");
 
 template <typename A>
 struct Update {
-  A lr, momentum, kept, weight_decay, unscale;
+  LoadedValue lr;  // on its way together with the tensors
+  A momentum, kept, weight_decay, unscale;
   bool nesterov, negate, first_step;
 
   __device__ explicit Update(const SgdOptions& o)
-      : lr(o.lr_tensor == nullptr ? static_cast<A>(o.lr)
-           : o.lr_is_double       ? static_cast<A>(*static_cast<const double*>(o.lr_tensor))
-                                  : static_cast<A>(*static_cast<const float*>(o.lr_tensor))),
+      : lr(o.lr_tensor, o.lr_is_double ? DType::kFloat64 : DType::kFloat32, 0, o.lr),
         momentum(static_cast<A>(o.momentum)),
         kept(static_cast<A>(1 - o.dampening)),
         weight_decay(static_cast<A>(o.weight_decay)),
@@ -43,7 +43,7 @@ struct Update {
       m = first_step ? g : momentum * m + kept * g;
       g = nesterov ? g + momentum * m : m;
     }
-    p -= lr * g;
+    p -= static_cast<A>(static_cast<double>(lr)) * g;
   }
 };
 
@@ -91,7 +91,7 @@ __device__ void update_range(const Update<acc_t<T>>& update, const SgdTensor& t,
 template <typename T>
 __global__ void __launch_bounds__(kThreads) sgd_kernel(const __grid_constant__ SgdBatch batch) {
   int64_t begin, end;
-  const SgdTensor& t = batch.list.of_block(&begin, &end);
+  const SgdTensor& t = batch.list.of_block(blockIdx.x, &begin, &end);
   wait_for_earlier_kernels();
   if (batch.options.found_inf != nullptr && *batch.options.found_inf != 0.0f) return;
   const Update<acc_t<T>> update(batch.options);

@@ -84,6 +84,7 @@ class ConvBnReLU2d(torch.autograd.Function):
         momentum,
         eps,
         max_pool,
+        contiguous,
         allow_tf32=False,
         deterministic=False,
         backend="auto",
@@ -105,6 +106,7 @@ class ConvBnReLU2d(torch.autograd.Function):
                 momentum,
                 eps,
                 max_pool,
+                contiguous,
                 *settings,
             )
         ctx.set_materialize_grads(False)
@@ -117,12 +119,12 @@ class ConvBnReLU2d(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_output, *_):
         if grad_output is None:
-            return (None,) * 19
+            return (None,) * 20
         mask = ctx.needs_input_grad[:5]
         grads = _conv_bn_relu2d_backward(
             grad_output, *ctx.saved_tensors, *ctx.geometry, mask, *ctx.settings
         )
-        return *masked(grads, mask), *(None,) * 14
+        return *masked(grads, mask), *(None,) * 15
 
 
 _bn_relu2d = eager(BnReLU2d, _run_bn_relu2d, tensors=6)
@@ -168,10 +170,12 @@ def _fake_backward(
 
 def _fake_conv(
     input, weight, conv_bias, bn_weight, bn_bias, mean, var, batches, stride, padding, dilation,
-    groups, training, momentum, eps, max_pool, *settings
+    groups, training, momentum, eps, max_pool, contiguous, *settings
 ):  # fmt: skip
     z = fake_conv2d(input, weight, conv_bias, stride, padding, dilation, groups)
     output, codes, statistics = _fake(z, *(None,) * 8, max_pool)
+    if max_pool and contiguous:
+        output = output.contiguous()
     return output, z, codes, statistics
 
 

@@ -5,6 +5,7 @@ import contextlib
 
 import torch
 
+from braze import _aside
 from braze._nvtx import ranged
 from braze._ops._common import below_autograd, current, is_channels_last, register
 
@@ -32,23 +33,26 @@ class _Casts(torch.autograd.Function):
     """Tensors of one dtype in another one."""
 
     @staticmethod
-    def forward(ctx, dtype, *tensors):
+    def forward(ctx, dtype, later, *tensors):
         ctx.dtype = tensors[0].dtype
         ctx.set_materialize_grads(False)
-        return tuple(_cast(tensors, dtype))
+        return tuple(_cast(tensors, dtype, later))
 
     @staticmethod
     def backward(ctx, *grads):
+        _aside.join(grads)
         cast = iter(_cast([g for g in grads if g is not None], ctx.dtype))
-        return None, *(None if g is None else next(cast) for g in grads)
+        return None, None, *(None if g is None else next(cast) for g in grads)
 
 
-def _cast(tensors, dtype):
+def _cast(tensors, dtype, later=None):
     # A gradient may be a view with gaps, or of any strides.
     tensors = [t if t.is_contiguous() or is_channels_last(t) else t.contiguous() for t in tensors]
     results = [torch.empty_like(t, dtype=dtype) for t in tensors]
-    if results:
+    if results and later is None:
         cast_(results, tensors)
+    elif results:
+        later.append((results, tensors))
     return results
 
 
@@ -62,8 +66,13 @@ class SharedCasts:
         self._ready = {}
 
     @contextlib.contextmanager
-    def active(self):
-        """The scope of a forward pass."""
+    def active(self, later=None):
+        """The scope of a forward pass.
+
+        Args:
+            later: a list that gets the arguments of each :func:`cast_`, for the caller to do; None:
+                they are done here.
+        """
         outer, current.casts = current.casts, self
         try:
             together = {}
@@ -71,7 +80,7 @@ class SharedCasts:
                 together.setdefault((dtype, p.dtype, p.device), []).append(p)
             for (dtype, _, _), parameters in together.items():
                 keys = [(id(p), dtype) for p in parameters]
-                self._ready.update(zip(keys, _Casts.apply(dtype, *parameters), strict=True))
+                self._ready.update(zip(keys, _Casts.apply(dtype, later, *parameters), strict=True))
             yield
         finally:
             self._ready.clear()

@@ -154,8 +154,8 @@ def _takes(input, weight, stride, padding, dilation, max_pool):
 
 
 def _as_one_op(
-    max_pool, input, weight, bias, running_mean, running_var, bn_weight, bn_bias, stride, padding,
-    dilation, groups, training, momentum, eps, num_batches_tracked
+    max_pool, contiguous, input, weight, bias, running_mean, running_var, bn_weight, bn_bias,
+    stride, padding, dilation, groups, training, momentum, eps, num_batches_tracked
 ):  # fmt: skip
     """The block's result where one op makes it, else None."""
     check_tensor("conv2d", "input", 1, input)
@@ -176,7 +176,8 @@ def _as_one_op(
     if not small_k:
         geometry = stride, padding, dilation, groups
         settings = conv2d_settings(input)
-        return bn_relu.conv_bn_relu2d(*tensors, *buffers, *geometry, *norm, max_pool, *settings)
+        how = max_pool, contiguous, *settings
+        return bn_relu.conv_bn_relu2d(*tensors, *buffers, *geometry, *norm, *how)
     op = _ops.conv_bn_relu_max_pool2d.default
     apply = op if torch.compiler.is_compiling() else _forward
     return apply(*tensors, *buffers, list(padding), *norm)[0]
@@ -226,7 +227,7 @@ def conv_bn_relu2d(
         input, weight, bias, running_mean, running_var, bn_weight, bn_bias, stride, padding,
         dilation, groups, training, momentum, eps, num_batches_tracked
     )  # fmt: skip
-    output = _as_one_op(False, *block)
+    output = _as_one_op(False, False, *block)
     return relu(_conv_bn(*block)) if output is None else output
 
 
@@ -261,6 +262,7 @@ def conv_bn_relu_max_pool2d(
     pool_dilation=1,
     ceil_mode=False,
     num_batches_tracked=None,
+    memory_format=None,
 ):
     """``max_pool2d(relu(batch_norm(conv2d(input, weight, bias))))``; one op if pooling is 2x2.
 
@@ -280,6 +282,9 @@ def conv_bn_relu_max_pool2d(
         kernel_size, pool_stride, pool_padding, pool_dilation, ceil_mode: as in
             :func:`braze.nn.functional.max_pool2d`.
         num_batches_tracked: as in :func:`conv_bn_relu2d`.
+        memory_format: of the result, as a ``torch.memory_format``; None: as the four functions
+            have it. A contiguous result of channels_last tensors, which flattens without a copy,
+            costs no pass of its own on a GPU where it is small.
 
     Returns:
         What the four functions return. Differentiable once, with respect to every parameter and
@@ -294,9 +299,9 @@ def conv_bn_relu_max_pool2d(
         dilation, groups, training, momentum, eps, num_batches_tracked
     )  # fmt: skip
     pool = kernel_size, pool_stride, pool_padding, pool_dilation, ceil_mode
-    if _is_2x2(*pool):
-        output = _as_one_op(True, *block)
-        if output is not None:
-            return output
-    output = _as_one_op(False, *block)
-    return max_pool2d(relu(_conv_bn(*block)) if output is None else output, *pool)
+    contiguous = memory_format == torch.contiguous_format
+    output = _as_one_op(True, contiguous, *block) if _is_2x2(*pool) else None
+    if output is None:
+        output = _as_one_op(False, False, *block)
+        output = max_pool2d(relu(_conv_bn(*block)) if output is None else output, *pool)
+    return output if memory_format is None else output.contiguous(memory_format=memory_format)

@@ -20,7 +20,9 @@ def _fake_gather_images(images, labels, indices, scale, shift, dtype, channels_l
     return _fake_batch(images, labels, indices.shape[0], dtype, channels_last)
 
 
-def _fake_gather_next(images, labels, order, position, batch, scale, shift, dtype, channels_last):
+def _fake_gather_next(
+    images, labels, order, position, batch, scale, shift, dtype, channels_last, *casts
+):
     return _fake_batch(images, labels, batch, dtype, channels_last)
 
 
@@ -31,7 +33,7 @@ def _gather_next_autograd(images, labels, order, position, batch, scale, shift, 
         result = _ops.gather_next.default(
             images, labels, order, position, batch, scale, shift, *settings
         )
-    mark_written(position)
+    mark_written(position, *(settings[2] if len(settings) > 2 else ()))
     return result
 
 
@@ -76,7 +78,9 @@ def gather_images(images, labels, indices, scale, shift, dtype, channels_last):
         raise _as_torch_error(error) from None
 
 
-def gather_next(images, labels, order, position, batch, scale, shift, dtype, channels_last):
+def gather_next(
+    images, labels, order, position, batch, scale, shift, dtype, channels_last, casts=((), ())
+):
     """:func:`gather_images` of the next `batch` indices in `order`; the device keeps count.
 
     So each replay of a CUDA graph that holds the call draws another batch.
@@ -87,13 +91,15 @@ def gather_next(images, labels, order, position, batch, scale, shift, dtype, cha
             moved on by `batch` in the same launch; and 0, the kernel's own. Calls that share it
             must not run at the same time.
         batch: how many images.
+        casts: outputs and inputs of a :func:`braze._ops.cast.cast_` to be done in the same launch,
+            where that is possible.
 
     Raises:
         IndexError: on the CPU, an index or a place in `order` out of bounds; `position` stays as
             it was. On CUDA those images are NaN, their labels -1, and `position` moves on.
         RuntimeError: another dtype, shape or device.
     """
-    arguments = images, labels, order, position, batch, scale, shift, dtype, channels_last
+    arguments = images, labels, order, position, batch, scale, shift, dtype, channels_last, *casts
     if torch.compiler.is_compiling():
         return _ops.gather_next(*arguments)
     try:

@@ -102,7 +102,7 @@ def conv_bn_relu2d(input, conv, bn):
     return F.conv_bn_relu2d(input, *tensors, **settings)
 
 
-def conv_bn_relu_max_pool2d(input, conv, bn, pool):
+def conv_bn_relu_max_pool2d(input, conv, bn, pool, memory_format=None):
     """The fused block on the parameters, buffers and settings of three layers."""
     tensors, settings = _block_arguments(conv, bn)
     return F.conv_bn_relu_max_pool2d(
@@ -114,6 +114,7 @@ def conv_bn_relu_max_pool2d(input, conv, bn, pool):
         pool_padding=pool.padding,
         pool_dilation=pool.dilation,
         ceil_mode=pool.ceil_mode,
+        memory_format=memory_format,
     )
 
 
