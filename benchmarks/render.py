@@ -112,8 +112,8 @@ def ladder_table(rows):
 
 
 def checks_table(rows):
-    head = ["check", "tests", "|", "passed", "failed", "skipped", "memory errors"]
-    keys = ("check", "tests", "passed", "failed", "skipped", "errors")
+    head = ["commit", "check", "tests", "|", "passed", "failed", "skipped", "memory errors"]
+    keys = ("commit", "check", "tests", "passed", "failed", "skipped", "errors")
     return table(head, [[row[key] for key in keys] for row in rows])
 
 
