@@ -49,10 +49,10 @@ def _cast(tensors, dtype, later=None):
     # A gradient may be a view with gaps, or of any strides.
     tensors = [t if t.is_contiguous() or is_channels_last(t) else t.contiguous() for t in tensors]
     results = [torch.empty_like(t, dtype=dtype) for t in tensors]
-    if results and later is None:
-        cast_(results, tensors)
-    elif results:
+    if later is not None:
         later.append((results, tensors))
+    elif results:
+        cast_(results, tensors)
     return results
 
 

@@ -26,14 +26,15 @@ def _fake_gather_next(
     return _fake_batch(images, labels, batch, dtype, channels_last)
 
 
-def _gather_next_autograd(images, labels, order, position, batch, scale, shift, *settings):
+def _gather_next_autograd(
+    images, labels, order, position, batch, scale, shift, dtype, channels_last, outputs, inputs
+):
     if torch.is_grad_enabled() and (scale.requires_grad or shift.requires_grad):
         raise RuntimeError("braze::gather_next is not differentiable")
     with below_autograd():
-        result = _ops.gather_next.default(
-            images, labels, order, position, batch, scale, shift, *settings
-        )
-    mark_written(position, *(settings[2] if len(settings) > 2 else ()))
+        tail = scale, shift, dtype, channels_last, outputs, inputs
+        result = _ops.gather_next.default(images, labels, order, position, batch, *tail)
+    mark_written(position, *outputs)
     return result
 
 
