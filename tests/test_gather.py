@@ -117,7 +117,7 @@ def test_next(device, dtype, channels_last):
     for batch in (4, 0, 1, 6):
 
         def function(images, labels, indices, *rest, batch=batch):
-            return gather_next(images, labels, order, position, batch, *rest)
+            return gather_next(images, labels, order, position, batch, *rest)[:2]
 
         version = position._version
         indices = order[begin : begin + batch]
@@ -135,7 +135,7 @@ def test_next_with_many_blocks(device):
     for i in range(3):
 
         def function(images, labels, indices, *rest):
-            return gather_next(images, labels, order, position, 3000, *rest)
+            return gather_next(images, labels, order, position, 3000, *rest)[:2]
 
         indices = order[3000 * i : 3000 * (i + 1)]
         check(function, images, labels, indices, scale, shift, torch.float32, False)
@@ -156,11 +156,69 @@ def test_next_with_casts(device, dtype, shape, to):
         for casts in (((), ()), ([torch.full_like(t, -1, dtype=to) for t in inputs], inputs)):
             position = torch.zeros(2, dtype=torch.int64, device=device)
             rest = scale, shift, dtype, True
-            results += gather_next(images, labels, order, position, batch, *rest, casts)
+            results += gather_next(images, labels, order, position, batch, *rest, casts)[:2]
             assert position.tolist() == [batch, 0]
         assert torch.equal(results[0], results[2])
         assert torch.equal(results[1], results[3])
         assert all(torch.equal(a, b.to(to)) for a, b in zip(*casts, strict=True))
+
+
+def first_block(batch, weight, padding, moments=None):
+    op = torch.ops.braze.conv_bn_relu_max_pool2d
+    buffers = None, None, None
+    return op(batch, weight, None, None, None, *buffers, padding, True, 0.1, 1e-5, moments)
+
+
+# Whole vectors and squares: one launch; odd extents, several channels: the block's own launches
+@pytest.mark.parametrize(
+    ("shape", "filters"),
+    [
+        ((1, 28, 28), (3, 3, 1, 1)),
+        ((1, 28, 28), (5, 5, 2, 2)),
+        ((1, 6, 8), (3, 3, 0, 1)),
+        ((1, 7, 16), (3, 3, 1, 1)),
+        ((1, 5, 5), (5, 5, 2, 2)),
+        ((3, 8, 8), (3, 3, 1, 1)),
+    ],
+    ids=str,
+)
+def test_next_with_moments(device, dtype, shape, filters):
+    """A fused block computes from given moments what it computes from its own, bit for bit."""
+    images, labels, scale, shift = data_set(shape, device, dtype)
+    order = torch.randperm(11, device=device).repeat(30)
+    weight = torch.randn(8, shape[0], *filters[:2], device=device).to(dtype)
+    to = torch.bfloat16 if dtype != torch.bfloat16 else torch.float16
+    inputs = [torch.randn(s, device=device) for s in (5, 2048)]
+    for batch, cast_to in ((9, dtype), (300, to)):
+        casts = [torch.zeros_like(t, dtype=cast_to) for t in inputs], inputs
+        position = torch.tensor([2, 0], device=device)
+        arguments = images, labels, order, position, batch, scale, shift, dtype, True
+        x, y, none = gather_next(*arguments)
+        assert none.numel() == 0
+        position[0] = 2
+        x_beside, y_beside, moments = gather_next(*arguments, casts, filters)
+        assert position.tolist() == [2 + batch, 0]
+        assert torch.equal(x, x_beside)
+        assert torch.equal(y, y_beside)
+        assert all(torch.equal(a, b.to(cast_to)) for a, b in zip(*casts, strict=True))
+        expected = first_block(x, weight, filters[2:])
+        given = first_block(x, weight, filters[2:], moments)
+        for a, b in zip(given, expected, strict=True):
+            assert torch.equal(a, b)
+        wrong = first_block(x, weight, filters[2:], moments * 1.001)
+        assert not torch.equal(wrong[2], expected[2])
+
+
+def test_moments_of_images_out_of_bounds(device):
+    if device == "cpu":
+        return  # IndexError
+    images, labels, scale, shift = data_set((1, 28, 28), device, torch.float32)
+    order = torch.tensor([1, 11, 2], device=device)
+    position = torch.zeros(2, dtype=torch.int64, device=device)
+    arguments = images, labels, order, position, 3, scale, shift, torch.float32, True
+    x, _, moments = gather_next(*arguments, ((), ()), (3, 3, 1, 1))
+    weight = torch.randn(8, 1, 3, 3, device=device)
+    assert first_block(x, weight, (1, 1), moments)[2].isnan().any()
 
 
 @pytest.mark.parametrize("wrong", [11, -1, 2**62, -(2**63), 2**63 - 1])
@@ -192,7 +250,7 @@ def test_position_out_of_bounds(device, begin):
             gather_next(*arguments)
         assert position.tolist() == [begin, 0]
         return
-    batch, batch_labels = gather_next(*arguments)
+    batch, batch_labels, _ = gather_next(*arguments)
     for i in range(4):
         inside = 0 <= begin + i < 11
         assert batch[i].isnan().any() == (not inside)
@@ -222,6 +280,12 @@ def test_opcheck(device, dtype, channels_last):
     for lists in (([], []), casts):
         call = (images, labels, order, position, 2, *tail, *lists)
         torch.library.opcheck(ops.gather_next.default, call)
+    # The values of sets that do not count are anything: shapes only.
+    torch.library.opcheck(
+        ops.gather_next.default,
+        (*call, [3, 3, 1, 0]),
+        test_utils=("test_schema", "test_faketensor"),
+    )
 
 
 def test_compile(device):
@@ -232,9 +296,11 @@ def test_compile(device):
     def function(position):
         tail = scale, shift, torch.float32, True
         one, _ = gather_images(images, labels, order[:4], *tail)
-        two, _ = gather_next(images, labels, order, position, 4, *tail)
-        three, more = gather_next(images, labels, order, position, 4, *tail)
-        return one + two, three, more
+        two, *_ = gather_next(images, labels, order, position, 4, *tail)
+        three, *more = gather_next(
+            images, labels, order, position, 4, *tail, ((), ()), (3, 3, 1, 1)
+        )
+        return one + two, three, more[0]
 
     expected = function(position)
     assert position[0] == 8
@@ -303,6 +369,9 @@ def test_bad_input_of_next(device):
     ]:
         with pytest.raises(RuntimeError, match=f"gather_next: expected {message}"):
             gather_next(images, labels, order, bad, batch, *tail)
+    for filters in ((3, 3), (3, 3, -1, 0), (0, 3, 1, 1), (4, 4, 9, 9), (3, 3, 0, 0, 0)):
+        with pytest.raises(RuntimeError, match="filters"):
+            gather_next(images[:, :, :3, :3], labels, order, position, 2, *tail, ((), ()), filters)
     if device == "cuda":
         with pytest.raises(RuntimeError, match="all tensors to be on the same device, but labels"):
             gather_next(images, labels.cpu(), order, position, 2, *tail)

@@ -205,8 +205,8 @@ def test_opcheck(device, dtype):
         [torch.randn(4, 3, device=device).to(dtype), torch.randn(5, device=device).to(dtype)]
         for _ in range(3)
     )
-    torch.library.opcheck(torch.ops.braze.sgd_.default, (params, grads, [], 0.1))
-    torch.library.opcheck(torch.ops.braze.sgd_.default, (params, grads, buffers, 0.1, 0.9))
+    torch.library.opcheck(torch.ops.braze.sgd_.default, (params, grads, [], [], [], 0.1))
+    torch.library.opcheck(torch.ops.braze.sgd_.default, (params, grads, buffers, [], [], 0.1, 0.9))
 
 
 def test_bad_input(device):
@@ -236,18 +236,51 @@ def test_bad_input(device):
     x, y = torch.ones(3, device=device), torch.ones(3, device=device)
     op = torch.ops.braze.sgd_
     for args, words in [
-        (([x], [y[:2]], [], 0.1), "same shape as its parameter"),
-        (([x], [y.double()], [], 0.1), "same dtype"),
-        (([x], [], [], 0.1), "expected 1 grads and 0 momentum_buffers, but got 0 and 0"),
-        (([x], [y], [], 0.1, 0.9), "expected 1 grads and 1 momentum_buffers"),
-        (([x[:1].expand(3)], [y], [], 0.1), "more than one element"),
-        (([x.clone().requires_grad_()], [y], [], 0.1), "not differentiable"),
+        (([x], [y[:2]], [], [], [], 0.1), "same shape as its parameter"),
+        (([x], [y.double()], [], [], [], 0.1), "same dtype"),
+        (([x], [], [], [], [], 0.1), "expected 1 grads and 0 momentum_buffers, but got 0 and 0"),
+        (([x], [y], [], [], [], 0.1, 0.9), "expected 1 grads and 1 momentum_buffers"),
+        (([x[:1].expand(3)], [y], [], [], [], 0.1), "more than one element"),
+        (([x.clone().requires_grad_()], [y], [], [], [], 0.1), "not differentiable"),
+        (([x], [y], [], [y], [], 0.1), "expected as many outputs as inputs"),
+        (([x], [y], [], [y.double()], [y.half()], 0.1), "same dtype"),
+        (([], [], [], [y], [y.half()], 0.1), "casts of grads only"),
     ]:
         with pytest.raises(RuntimeError, match=words):
             op(*args)
     with pytest.raises(RuntimeError, match="expected lr_tensor to be one float32"):
-        op([x], [y], [], 0.1, lr_tensor=y)
+        op([x], [y], [], [], [], 0.1, lr_tensor=y)
     assert torch.equal(x, torch.ones_like(x))
+
+
+@pytest.mark.parametrize("source", [torch.bfloat16, torch.float16])
+def test_casts_in_the_launch(device, dtype, source):
+    """Sizes and layouts that the launch casts itself, a gradient without a cast, one of another
+    layout than its parameter, and one that no parameter has."""
+    generator = torch.Generator().manual_seed(5)
+    sizes = [(5000,), (33, 2, 3, 3), (7,), (1,), (4, 8), (16,)]
+    params = [torch.randn(s, generator=generator).to(device, dtype) for s in sizes]
+    params[1] = params[1].to(memory_format=torch.channels_last)
+    sources = [torch.randn_like(p, dtype=torch.float32).to(source) for p in params]
+    sources[2] = torch.randn(8, device=device).to(source)[1:]  # not aligned
+    sources[4] = torch.randn(8, 4, device=device).to(source).t()
+    grads = [torch.full_like(s, 7, dtype=dtype) for s in sources]
+    expected = [p.clone() for p in params]
+    outputs, inputs = grads[:5], sources[:5]
+    cast = [s.to(dtype) for s in sources[:5]] + grads[5:]
+    op = torch.ops.braze.sgd_
+    op(expected, cast, [], [], [], 0.1, weight_decay=0.01)
+    op(params, grads, [], outputs, inputs, 0.1, weight_decay=0.01)
+    for p, e, g, c in zip(params, expected, grads, cast, strict=True):
+        assert torch.equal(p, e)
+        assert torch.equal(g, c)
+    found_inf = torch.ones((), device=device)
+    before = [p.clone() for p in params]
+    for g in grads:
+        g.zero_()
+    op(params, grads, [], outputs, inputs, 0.1, found_inf=found_inf)
+    assert all(torch.equal(p, b) for p, b in zip(params, before, strict=True))
+    assert all(torch.equal(g, c) for g, c in zip(grads[:5], cast[:5], strict=True))
 
 
 def test_captured_graph_follows_the_learning_rate(device):

@@ -9,6 +9,7 @@ import torch
 import braze
 from braze._aside import Aside
 from braze._capture import HostState, Rates
+from braze._ops.gather import GatheredMoments
 from braze.data import DeviceLoader
 
 CALLS = 8  # two eager, one captured and replayed, the rest replayed
@@ -215,6 +216,52 @@ def test_gradients_made_aside(device, how, autocast, monkeypatch):
         assert bool(missing) == (how in ("twice", "scaled"))
 
 
+def read_gradients(optimizer, *_):
+    parameters = optimizer.param_groups[0]["params"]
+    optimizer.largest = torch.stack([p.grad.abs().max() for p in parameters]).max()
+
+
+class ReadingSGD(braze.optim.SGD):
+    def step(self):
+        read_gradients(self)
+        super().step()
+
+
+@pytest.mark.parametrize("how", ["plain", "hook", "subclass", "not owned"])
+def test_gradients_cast_by_the_update(device, how, monkeypatch):
+    """Autocast's gradients are cast in the update's launch where nothing reads them before."""
+    later = []
+    cast_later = Aside.cast_later
+
+    def watched(aside, gradients, sources):
+        later.extend(gradients)
+        cast_later(aside, gradients, sources)
+
+    monkeypatch.setattr(Aside, "cast_later", watched)
+    results, seen = [], []
+    for captured in (False, True):
+        torch.manual_seed(0)
+        model = EarlyReader("plain").to(device)
+        owned = model.conv.parameters() if how == "not owned" else model.parameters()
+        optimizer = (ReadingSGD if how == "subclass" else braze.optim.SGD)(owned, lr=0.1)
+        if how == "hook":
+            optimizer.register_step_pre_hook(read_gradients)
+        data = batches(device)
+        if captured:
+            step = braze.TrainStep(model, loss_fn, optimizer, autocast=torch.bfloat16)
+            losses = [step(x, y) for x, y in data]
+        else:
+            losses = plain_loop(model, optimizer, data, autocast=torch.bfloat16)
+        results.append((model, losses))
+        seen.append([float(getattr(optimizer, "largest", 0))])
+        if captured and how != "not owned":
+            seen[-1] += [p.grad.abs().sum().item() for p in model.parameters()]
+    assert_same(*results[0], *results[1])
+    assert seen[0][0] == seen[1][0]
+    assert all(value == value for value in seen[1])  # the gradients are there, not NaN
+    assert bool(later) == (device == "cuda" and how == "plain")
+
+
 def test_a_wrong_loop_is_rejected(device):
     model, optimizer = make(device)
     losses = plain_loop(model, optimizer, batches(device))
@@ -360,6 +407,40 @@ def test_bound_to_a_loader(device):
     assert_same(mine, my_losses, model, losses)
     if device == "cuda":
         assert len(graphs(step)) == 2  # the full batch and the last one
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("filters", [3, 5])
+def test_moments_of_the_gathered_batch(device, filters, momentum, monkeypatch):
+    """The first block's statistics are summed where the batch is gathered."""
+    taken = []
+    take = GatheredMoments.take
+
+    def watched(moments, *args):
+        sums = take(moments, *args)
+        taken.append(sums is not None)
+        return sums
+
+    monkeypatch.setattr(GatheredMoments, "take", watched)
+
+    def make():
+        torch.manual_seed(0)
+        block = braze.nn.ConvBnReLUMaxPool2d(1, 4, filters, padding=filters // 2, momentum=momentum)
+        model = torch.nn.Sequential(block, torch.nn.Flatten(), braze.nn.Linear(16, 5)).to(device)
+        return model, braze.optim.SGD(model.parameters(), lr=0.1)
+
+    model, optimizer = make()
+    loader, losses = loader_for(device), []
+    for _ in range(4):
+        losses += plain_loop(model, optimizer, loader)
+    assert not taken
+    mine, optimizer = make()
+    step = braze.TrainStep(mine, loss_fn, optimizer).bind(loader_for(device))
+    my_losses = [loss for _ in range(4) for loss in step.epoch()]
+    assert_same(mine, my_losses, model, losses)
+    # the first step learns of the block; momentum=None counts batches where moments are summed
+    assert taken[:2] == ([False, True] if momentum else [])
+    assert all(taken[1:])
 
 
 def test_epochs_side_by_side(device):

@@ -76,8 +76,8 @@ STABLE_TORCH_LIBRARY(braze, m) {
   m.def(
       "conv_bn_relu_max_pool2d(Tensor input, Tensor weight, Tensor? conv_bias, Tensor? bn_weight, "
       "Tensor? bn_bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
-      "Tensor(c!)? num_batches_tracked, int[2] padding, bool training, float? momentum, float eps) "
-      "-> (Tensor, Tensor, Tensor)");
+      "Tensor(c!)? num_batches_tracked, int[2] padding, bool training, float? momentum, float eps, "
+      "Tensor? moments=None) -> (Tensor, Tensor, Tensor)");
   m.def(
       "conv_bn_relu_max_pool2d_backward(Tensor grad_output, Tensor input, Tensor weight, "
       "Tensor? bn_weight, Tensor codes, Tensor saved, int[2] padding, bool training, "
@@ -90,7 +90,8 @@ STABLE_TORCH_LIBRARY(braze, m) {
   m.def(
       "gather_next(Tensor images, Tensor labels, Tensor order, Tensor(a!) position, int batch, "
       "Tensor scale, Tensor shift, ScalarType dtype, bool channels_last, "
-      "Tensor(b!)[] cast_outputs, Tensor[] cast_inputs) -> (Tensor images, Tensor labels)");
+      "Tensor(b!)[] cast_outputs, Tensor[] cast_inputs, int[] filters=[]) "
+      "-> (Tensor images, Tensor labels, Tensor moments)");
 
   // matmul, linear
   m.def(
@@ -134,7 +135,8 @@ STABLE_TORCH_LIBRARY(braze, m) {
 
   // sgd
   m.def(
-      "sgd_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] momentum_buffers, float lr, "
+      "sgd_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] momentum_buffers, "
+      "Tensor(c!)[] cast_outputs, Tensor[] cast_inputs, float lr, "
       "float momentum=0.0, float dampening=0.0, float weight_decay=0.0, bool nesterov=False, "
       "bool maximize=False, bool first_step=False, Tensor? lr_tensor=None, "
       "Tensor? grad_scale=None, Tensor? found_inf=None) -> ()");

@@ -58,7 +58,8 @@ const KernelEntry kEntry({"gather_images", "simd", "float64 float32 bfloat16 flo
 
 }  // namespace
 
-void gather_images(Stream, const GatherArgs& args, void* batch_images, int64_t* batch_labels) {
+GatherDone gather_images(Stream, const GatherArgs& args, void* batch_images, int64_t* batch_labels,
+                         const GatherBeside&) {
   const int64_t* indices = checked_indices(args);
   const int64_t channels = args.channels, pixels = args.pixels, size = channels * pixels;
   for (int64_t b = 0; b < args.batch; ++b) batch_labels[b] = args.labels[indices[b]];
@@ -88,11 +89,7 @@ void gather_images(Stream, const GatherArgs& args, void* batch_images, int64_t* 
     });
   });
   if (args.position != nullptr) *args.position += args.batch;
-}
-
-bool gather_and_cast(Stream, const GatherArgs&, void*, int64_t*, DType, DType, const CastTensor*,
-                     int64_t) {
-  return false;
+  return {};
 }
 
 }  // namespace braze::cpu

@@ -73,4 +73,6 @@ void sgd(Stream, DType dtype, const SgdTensor* tensors, int64_t count, const Sgd
   });
 }
 
+bool sgd_takes_sources(DType, DType) { return false; }
+
 }  // namespace braze::cpu

@@ -89,7 +89,8 @@ double param(const void* values, int64_t i, double absent) {
 // Statistics of each filter's output from the moments, the running statistics, and what backward
 // needs, in `saved`.
 template <typename T, typename P>
-void finalize(const SmallKShape& a, const SmallKNorm& norm, const T* x, const T* w, double* saved) {
+void finalize(const SmallKShape& a, const SmallKNorm& norm, const double* sums, const T* w,
+              double* saved) {
   const int64_t taps = a.c * a.r * a.s;
   const double count = static_cast<double>(a.n * a.p * a.q);
   double* mean = saved;
@@ -98,7 +99,6 @@ void finalize(const SmallKShape& a, const SmallKNorm& norm, const T* x, const T*
   double* filter_rstd = filter_mean + a.k;
   double factor = norm.momentum;
   if (norm.training) {
-    const std::vector<double> sums = moments(a, x);
     for (int64_t i = 0; i < taps; ++i) mean[i] = sums[i] / count;
     int64_t pair = taps;
     for (int64_t i = 0; i < taps; ++i) {
@@ -107,7 +107,7 @@ void finalize(const SmallKShape& a, const SmallKNorm& norm, const T* x, const T*
         covariance[i * taps + j] = covariance[j * taps + i] = value;
       }
     }
-    if (norm.batches) *norm.batches += 1;
+    if (norm.batches && !norm.cumulative) *norm.batches += 1;
     if (norm.cumulative) factor = 1.0 / static_cast<double>(*norm.batches);
   }
   for (int64_t k = 0; k < a.k; ++k) {
@@ -257,16 +257,28 @@ const KernelEntry kEntry({"conv_bn_relu_max_pool2d", "small_k", "float64 float32
 
 bool small_k_supports(const SmallKShape& a) { return a.c * a.r * a.s <= 32; }
 
-int64_t small_k_workspace_bytes(const SmallKShape&) { return 0; }
+// One set.
+void small_k_sum_moments(Stream, const SmallKShape& a, const void* x, double* sums,
+                         int64_t* batches) {
+  dispatch(a.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const std::vector<double> total = moments(a, static_cast<const T*>(x));
+    std::copy(total.begin(), total.end(), sums);
+  });
+  if (batches) *batches += 1;
+}
+
+int64_t small_k_backward_workspace_bytes(const SmallKShape&) { return 0; }
 
 void small_k_forward(Stream, const SmallKShape& a, const SmallKNorm& norm, const void* x,
-                     const void* w, void* y, uint32_t* codes, double* saved, void*) {
+                     const void* w, const double* moments, void* y, uint32_t* codes,
+                     double* saved) {
   dispatch_params(a.dtype, norm.param_dtype, [&](auto tag, auto param_tag) {
     using T = typename decltype(tag)::type;
     using P = typename decltype(param_tag)::type;
     const T* in = static_cast<const T*>(x);
     const T* weight = static_cast<const T*>(w);
-    finalize<T, P>(a, norm, in, weight, saved);
+    finalize<T, P>(a, norm, moments, weight, saved);
     const int64_t taps = a.c * a.r * a.s;
     const double* mean = saved + taps + taps * taps;
     const double* rstd = mean + a.k;

@@ -82,7 +82,7 @@ std::tuple<Tensor, Tensor, Tensor> conv_bn_relu_max_pool2d(
     const std::optional<Tensor>& bn_weight, const std::optional<Tensor>& bn_bias,
     std::optional<Tensor> running_mean, std::optional<Tensor> running_var,
     std::optional<Tensor> num_batches_tracked, std::vector<int64_t> padding, bool training,
-    std::optional<double> momentum, double eps) {
+    std::optional<double> momentum, double eps, const std::optional<Tensor>& moments) {
   const SmallKShape a = small_k_shape(input, weight, padding);
   SmallKNorm norm =
       small_k_norm(a, input, conv_bias, bn_weight, bn_bias, running_mean, running_var);
@@ -104,11 +104,30 @@ std::tuple<Tensor, Tensor, Tensor> conv_bn_relu_max_pool2d(
   Tensor out = empty_4d({a.n, a.k, a.p / 2, a.q / 2}, input, a.channels_last);
   Tensor codes = empty({small_k_code_words(a)}, input, ScalarType::Int);
   Tensor saved = empty({small_k_saved_size(a)}, input, ScalarType::Double);
-  const Workspace workspace(dev::small_k_workspace_bytes(a), input);
+  const Stream stream = context.stream();
+  const std::vector<int64_t> sums_sizes{kSmallKMostSets, small_k_moments(a)};
+  Tensor sums;
+  if (moments) {
+    sums = *moments;
+    check_same_device(kOp, "moments", sums, "input", input);
+    BRAZE_CHECK(
+        sums.scalar_type() == ScalarType::Double && sums.is_contiguous() && sums.dim() == 2 &&
+            sums.size(0) == sums_sizes[0] && sums.size(1) == sums_sizes[1],
+        kOp, ": expected contiguous float64 moments of shape [", sums_sizes[0], ", ", sums_sizes[1],
+        "], but got ", scalar_type_name(sums.scalar_type()), " ", shape_string(sums));
+    BRAZE_CHECK(!norm.cumulative || !norm.batches, kOp,
+                ": momentum=None counts batches where moments are summed");
+  } else if (training) {
+    sums = empty(sums_sizes, input, ScalarType::Double);
+    dev::small_k_sum_moments(stream, a, input.const_data_ptr(),
+                             static_cast<double*>(sums.mutable_data_ptr()),
+                             norm.cumulative ? norm.batches : nullptr);
+  }
   const Tensor w = as_contiguous(weight);
-  dev::small_k_forward(context.stream(), a, norm, input.const_data_ptr(), w.const_data_ptr(),
+  dev::small_k_forward(stream, a, norm, input.const_data_ptr(), w.const_data_ptr(),
+                       training ? static_cast<const double*>(sums.const_data_ptr()) : nullptr,
                        out.mutable_data_ptr(), static_cast<uint32_t*>(codes.mutable_data_ptr()),
-                       static_cast<double*>(saved.mutable_data_ptr()), workspace.data());
+                       static_cast<double*>(saved.mutable_data_ptr()));
   return {out, codes, saved};
 }
 
@@ -141,7 +160,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> conv_bn_relu_max_pool2d_backward(
   Tensor grad_beta = empty({a.k}, input, param_type);
   Tensor grad_bias = empty({a.k}, input);
   norm.param_dtype = dtype_of(kOp, "bn_weight", grad_gamma);
-  const Workspace workspace(dev::small_k_workspace_bytes(a), input);
+  const Workspace workspace(dev::small_k_backward_workspace_bytes(a), input);
   dev::small_k_backward(context.stream(), a, norm, input.const_data_ptr(), w.const_data_ptr(),
                         dy.const_data_ptr(), static_cast<const uint32_t*>(codes.const_data_ptr()),
                         static_cast<const double*>(saved.const_data_ptr()),

@@ -1,3 +1,4 @@
+// Batches of a data set (gather.h), and what a captured step has made in the same launch.
 #include "kernels/gather/gather.h"
 
 #include "ops/cast.h"
@@ -15,10 +16,29 @@ void check_vector(const char* op, const char* arg, const Tensor& t, ScalarType d
               scalar_type_name(t.scalar_type()), " ", shape_string(t));
 }
 
-std::tuple<Tensor, Tensor> gather(const char* op, const Tensor& images, const Tensor& labels,
-                                  const Tensor& indices, int64_t* position, int64_t batch,
-                                  const Tensor& scale, const Tensor& shift, ScalarType dtype,
-                                  bool channels_last, const Casts& casts = {}) {
+using Batch = std::tuple<Tensor, Tensor, Tensor>;
+
+// The patches of a convolution's input, for filters [height, width, padding, padding].
+SmallKShape patch_shape(const char* op, const Tensor& x, DType dtype,
+                        const std::vector<int64_t>& filters) {
+  BRAZE_CHECK(
+      filters.size() == 4 && filters[0] > 0 && filters[1] > 0 && filters[2] >= 0 && filters[3] >= 0,
+      op, ": expected filters to be a height, a width and two paddings");
+  SmallKShape a{};
+  a.dtype = dtype;
+  a.n = x.size(0), a.c = x.size(1), a.h = x.size(2), a.w = x.size(3);
+  a.x_n = x.stride(0), a.x_c = x.stride(1), a.x_h = x.stride(2), a.x_w = x.stride(3);
+  a.r = filters[0], a.s = filters[1], a.pad_h = filters[2], a.pad_w = filters[3];
+  a.p = a.h + 2 * a.pad_h - a.r + 1, a.q = a.w + 2 * a.pad_w - a.s + 1;
+  BRAZE_CHECK(a.p >= 2 && a.q >= 2 && dev::small_k_supports(a), op, ": no kernel for filters ", a.r,
+              " x ", a.s, " over images ", shape_string(x));
+  return a;
+}
+
+Batch gather(const char* op, const Tensor& images, const Tensor& labels, const Tensor& indices,
+             int64_t* position, int64_t batch, const Tensor& scale, const Tensor& shift,
+             ScalarType dtype, bool channels_last, const Casts& casts = {},
+             const std::vector<int64_t>& filters = {}) {
   BRAZE_CHECK(images.scalar_type() == ScalarType::Byte && images.dim() == 4, op,
               ": expected images of dtype uint8 and shape [N, C, H, W], but got ",
               scalar_type_name(images.scalar_type()), " ", shape_string(images));
@@ -57,15 +77,30 @@ std::tuple<Tensor, Tensor> gather(const char* op, const Tensor& images, const Te
   const Stream stream = context.stream();
   void* const to = batch_images.mutable_data_ptr();
   auto* const labels_to = static_cast<int64_t*>(batch_labels.mutable_data_ptr());
-  const auto count_casts = static_cast<int64_t>(casts.tensors.size());
-  if (count_casts == 0 || !dev::gather_and_cast(stream, args, to, labels_to, casts.from, casts.to,
-                                                casts.tensors.data(), count_casts)) {
-    dev::gather_images(stream, args, to, labels_to);
-    if (count_casts > 0) {
-      dev::cast(stream, casts.from, casts.to, casts.tensors.data(), count_casts);
-    }
+  GatherBeside beside{};
+  beside.from = casts.from;
+  beside.to = casts.to;
+  beside.casts = casts.tensors.data();
+  beside.cast_count = static_cast<int64_t>(casts.tensors.size());
+  SmallKShape patches{};
+  const bool wants_moments = !filters.empty() && batch > 0;
+  if (wants_moments) patches = patch_shape(op, batch_images, batch_dtype, filters);
+  const int64_t sets = wants_moments ? kSmallKMostSets : 0;
+  Tensor moments =
+      empty({sets, wants_moments ? small_k_moments(patches) : 0}, images, ScalarType::Double);
+  auto* const sums = static_cast<double*>(moments.mutable_data_ptr());
+  if (wants_moments) {
+    beside.patches = &patches;
+    beside.moments = sums;
   }
-  return {batch_images, batch_labels};
+  const GatherDone done = dev::gather_images(stream, args, to, labels_to, beside);
+  if (beside.cast_count > 0 && !done.casts) {
+    dev::cast(stream, casts.from, casts.to, casts.tensors.data(), beside.cast_count);
+  }
+  if (wants_moments && !done.moments) {
+    dev::small_k_sum_moments(stream, patches, to, sums, nullptr);
+  }
+  return {batch_images, batch_labels, moments};
 }
 
 std::tuple<Tensor, Tensor> gather_images(const Tensor& images, const Tensor& labels,
@@ -73,15 +108,15 @@ std::tuple<Tensor, Tensor> gather_images(const Tensor& images, const Tensor& lab
                                          const Tensor& shift, ScalarType dtype,
                                          bool channels_last) {
   const int64_t batch = indices.dim() == 1 ? indices.size(0) : 0;
-  return gather("gather_images", images, labels, indices, nullptr, batch, scale, shift, dtype,
-                channels_last);
+  auto [batch_images, batch_labels, moments] = gather(
+      "gather_images", images, labels, indices, nullptr, batch, scale, shift, dtype, channels_last);
+  return {batch_images, batch_labels};
 }
 
-std::tuple<Tensor, Tensor> gather_next(const Tensor& images, const Tensor& labels,
-                                       const Tensor& order, const Tensor& position, int64_t batch,
-                                       const Tensor& scale, const Tensor& shift, ScalarType dtype,
-                                       bool channels_last, const std::vector<Tensor>& cast_outputs,
-                                       const std::vector<Tensor>& cast_inputs) {
+Batch gather_next(const Tensor& images, const Tensor& labels, const Tensor& order,
+                  const Tensor& position, int64_t batch, const Tensor& scale, const Tensor& shift,
+                  ScalarType dtype, bool channels_last, const std::vector<Tensor>& cast_outputs,
+                  const std::vector<Tensor>& cast_inputs, const std::vector<int64_t>& filters) {
   const Casts casts = checked_casts("gather_next", cast_outputs, cast_inputs);
   if (!cast_inputs.empty()) {
     check_same_device("gather_next", "cast_inputs", cast_inputs[0], "images", images);
@@ -91,7 +126,7 @@ std::tuple<Tensor, Tensor> gather_next(const Tensor& images, const Tensor& label
   BRAZE_CHECK(batch >= 0, "gather_next: expected batch of at least 0, but got ", batch);
   return gather("gather_next", images, labels, order,
                 static_cast<int64_t*>(position.mutable_data_ptr()), batch, scale, shift, dtype,
-                channels_last, casts);
+                channels_last, casts, filters);
 }
 
 }  // namespace

@@ -1,6 +1,9 @@
 #include "kernels/sgd/sgd.h"
 
-#include "ops/common.h"
+#include <algorithm>
+#include <map>
+
+#include "ops/cast.h"
 
 namespace braze {
 namespace {
@@ -23,7 +26,8 @@ const float* scalar_on_device(const char* arg, const std::optional<Tensor>& t, c
 }
 
 void sgd_(const std::vector<Tensor>& params, const std::vector<Tensor>& grads,
-          const std::vector<Tensor>& momentum_buffers, double lr, double momentum, double dampening,
+          const std::vector<Tensor>& momentum_buffers, const std::vector<Tensor>& cast_outputs,
+          const std::vector<Tensor>& cast_inputs, double lr, double momentum, double dampening,
           double weight_decay, bool nesterov, bool maximize, bool first_step,
           std::optional<Tensor> lr_tensor, std::optional<Tensor> grad_scale,
           std::optional<Tensor> found_inf) {
@@ -31,8 +35,16 @@ void sgd_(const std::vector<Tensor>& params, const std::vector<Tensor>& grads,
   BRAZE_CHECK(grads.size() == count && momentum_buffers.size() == wanted, "sgd_: expected ", count,
               " grads and ", wanted, " momentum_buffers, but got ", grads.size(), " and ",
               momentum_buffers.size());
-  if (count == 0) return;
+  Casts casts = checked_casts("sgd_", cast_outputs, cast_inputs);
+  if (count == 0) {
+    BRAZE_CHECK(casts.tensors.empty(), "sgd_: expected casts of grads only");
+    return;
+  }
   const DType dtype = dtype_of("sgd_", "params", params[0]);
+  for (const Tensor& t : cast_outputs) {
+    check_same_device("sgd_", "cast_outputs", t, "params", params[0]);
+    check_same_dtype("sgd_", "cast_outputs", t, "params", params[0]);
+  }
   const auto check = [&](const char* arg, const Tensor& t, const Tensor& param) {
     check_same_device("sgd_", arg, t, "params", params[0]);
     check_same_dtype("sgd_", arg, t, "params", params[0]);
@@ -47,7 +59,7 @@ void sgd_(const std::vector<Tensor>& params, const std::vector<Tensor>& grads,
     check_no_overlap("momentum_buffers", momentum_buffers[i]);
   }
   SgdOptions options{lr,       nullptr,  false,      momentum, dampening, weight_decay,
-                     nesterov, maximize, first_step, nullptr,  nullptr};
+                     nesterov, maximize, first_step, nullptr,  nullptr,   casts.from};
   if (lr_tensor) {
     check_same_device("sgd_", "lr_tensor", *lr_tensor, "params", params[0]);
     const ScalarType type = lr_tensor->scalar_type();
@@ -62,6 +74,22 @@ void sgd_(const std::vector<Tensor>& params, const std::vector<Tensor>& grads,
   options.found_inf = scalar_on_device("found_inf", found_inf, params[0]);
 
   const DeviceContext context(params[0]);
+  // Casts that make a gradient while the update reads it; the others come first.
+  std::map<const void*, const void*> sources;
+  if (!found_inf && !casts.tensors.empty() && dev::sgd_takes_sources(dtype, casts.from)) {
+    for (size_t i = 0; i < count; ++i) {
+      if (!is_dense(params[i]) || !same_layout(grads[i], params[i])) continue;
+      const auto makes_it = [&](const CastTensor& c) { return c.to == grads[i].const_data_ptr(); };
+      const auto found = std::find_if(casts.tensors.begin(), casts.tensors.end(), makes_it);
+      if (found == casts.tensors.end()) continue;
+      sources[found->to] = found->from;
+      casts.tensors.erase(found);
+    }
+  }
+  if (!casts.tensors.empty()) {
+    dev::cast(context.stream(), casts.from, casts.to, casts.tensors.data(),
+              static_cast<int64_t>(casts.tensors.size()));
+  }
   std::vector<SgdTensor> tensors;
   std::vector<Tensor> kept_alive;                         // copies in another layout
   std::vector<std::pair<Tensor, const Tensor*>> to_copy;  // updated copies and where they belong
@@ -78,8 +106,11 @@ void sgd_(const std::vector<Tensor>& params, const std::vector<Tensor>& grads,
       param = in_layout(param, dense_like(param));
       to_copy.emplace_back(param, &params[i]);
     }
-    const Tensor grad = in_layout(grads[i], param);
-    SgdTensor entry{param.mutable_data_ptr(), grad.const_data_ptr(), nullptr, param.numel()};
+    Tensor grad = in_layout(grads[i], param);
+    SgdTensor entry{param.mutable_data_ptr(), grad.mutable_data_ptr(), nullptr, nullptr,
+                    param.numel()};
+    const auto source = sources.find(entry.grad);
+    if (source != sources.end()) entry.source = source->second;
     if (wanted != 0) {
       Tensor buffer = in_layout(momentum_buffers[i], param);
       if (!same_layout(momentum_buffers[i], param)) {

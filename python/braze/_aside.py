@@ -1,7 +1,7 @@
-"""Gradients of parameters made beside the rest of a captured backward pass.
+"""Gradients of parameters made beside the rest of a captured backward pass, or only by the update.
 
-Nothing needs them before the update, so that the chain of the activations' gradients need not wait
-for them. C++: csrc/ops/aside.h.
+Nothing needs them earlier, so that the chain of the activations' gradients need not wait for them.
+C++: csrc/ops/aside.h.
 """
 
 import contextlib
@@ -16,13 +16,20 @@ _open = {}  # index of a device -> its Aside: autograd's threads look here too
 class Aside:
     """The scope of one backward pass that is being captured.
 
-    Whoever reads such a gradient before the branch is joined (a hook, a sum where a parameter is
-    used twice) would read it unfinished. So each has to arrive, as it was made, in a parameter's
-    `grad` or at a :func:`join`; where one does not, the capture is worth nothing.
+    Whoever reads such a gradient too early (a hook, a sum where a parameter is used twice) would
+    read it unfinished. So each has to arrive, as it was made, in a parameter's `grad` or at a
+    :func:`join`; where one does not, the capture is worth nothing.
+
+    Args:
+        takes_casts: whether the update will cast gradients from :attr:`sources`.
     """
 
-    def __init__(self):
-        # Address -> alias, which keeps the address from becoming another tensor's.
+    def __init__(self, takes_casts):
+        self.takes_casts = takes_casts
+        #: address of a gradient -> tensor of which it is to be a cast
+        self.sources = {}
+        # Address -> version of a tensor that nobody has written, and what keeps the address from
+        # becoming another tensor's.
         self._missing, self._arrived = {}, []
 
     @contextlib.contextmanager
@@ -45,27 +52,44 @@ class Aside:
             del _open[device]
             self._join(device_of, True)
         self._check(p.grad for p in parameters)
+        self._check(self.sources.values())
+
+    def cast_later(self, gradients, sources):
+        """Leaves the casts of `sources`, which may be unfinished, to the update."""
+        for g, source in zip(gradients, sources, strict=True):
+            self.sources[g.data_ptr()] = source
+            # Autograd takes a gradient over as it is where nobody else has the tensor.
+            self._missing[g.data_ptr()] = g._version, g.untyped_storage()
 
     def all_arrived(self):
         return not self._missing
 
     def _join(self, device_of, close):
         made = _ops.join_aside.default(device_of, close)
-        self._missing.update((t.data_ptr(), t) for t in made)
+        # Deterministic algorithms fill a new tensor.
+        filled = torch.utils.deterministic.fill_uninitialized_memory
+        version = int(filled and torch.are_deterministic_algorithms_enabled())
+        self._missing.update((t.data_ptr(), (version, t)) for t in made)
 
     def _check(self, tensors):
-        # The version of a new tensor: deterministic algorithms fill it.
-        filled = torch.utils.deterministic.fill_uninitialized_memory
-        made = int(filled and torch.are_deterministic_algorithms_enabled())
         for t in tensors:
-            if t is not None and t._version == made and t.data_ptr() in self._missing:
+            if t is not None and self._missing.get(t.data_ptr(), (-1,))[0] == t._version:
                 self._arrived.append(self._missing.pop(t.data_ptr()))
+
+
+def _open_for(gradients):
+    return _open.get(gradients[0].device.index) if gradients and gradients[0].is_cuda else None
+
+
+def taking_casts(gradients):
+    """The scope that takes the casts of these gradients for later, or None."""
+    aside = _open_for(gradients)
+    return aside if aside is not None and aside.takes_casts else None
 
 
 def join(gradients):
     """Before gradients are read within a backward pass: waits for those that are not made yet."""
-    present = [g for g in gradients if g is not None and g.is_cuda]
-    aside = _open.get(present[0].device.index) if present else None
+    aside = _open_for(gradients)
     if aside is not None:
-        aside._join(present[0], False)
-        aside._check(present)
+        aside._join(gradients[0], False)
+        aside._check(gradients)

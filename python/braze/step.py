@@ -5,6 +5,7 @@ import itertools
 import weakref
 
 import torch
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils import _pytree as pytree
 
 from braze import _config
@@ -13,6 +14,8 @@ from braze._capture import HostState, Rates, capture
 from braze._nvtx import ranged
 from braze._ops.cast import SharedCasts, cast_
 from braze._ops.cross_entropy import check_errors, expected_gradients
+from braze._ops.gather import GatheredMoments
+from braze.optim import SGD
 
 # Steps that run eagerly, as true training steps, before their shape is captured: they create what
 # the libraries, autograd and the optimizer create lazily.
@@ -155,7 +158,7 @@ class TrainStep:
         self._place = None  # the loader's order and position that the graphs read, on the device
         self._order = None  # the epoch's order that was copied there last
         self._entries = {}
-        self._casts = SharedCasts()
+        self._casts, self._moments = SharedCasts(), GatheredMoments()
         self._ones = {}  # the gradient of the loss, for each dtype and device
         self._stream = self._last_stream = self._rates = None
         self._inspect()
@@ -286,7 +289,7 @@ class TrainStep:
         if self._entries and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # a graph may still be running
         self._entries.clear()
-        self._casts = SharedCasts()
+        self._casts, self._moments = SharedCasts(), GatheredMoments()
 
     def _start_order(self, order, begin):
         """Brings an epoch's order to where the graphs read it, unless it is there already."""
@@ -391,7 +394,7 @@ class TrainStep:
         )
 
     def _capture(self, entry, gather, first, last):
-        aside = Aside() if self.accumulate == 1 else None
+        aside = Aside(self._update_takes_casts()) if self.accumulate == 1 else None
         if not self._record(entry, gather, first, last, aside):
             self._record(entry, gather, first, last, None)
 
@@ -428,6 +431,14 @@ class TrainStep:
         entry.graph, entry.losses, entry.grad_norm, entry.grads = graph, losses, norm, grads
         return True
 
+    def _update_takes_casts(self):
+        """Whether gradients may be unfinished until the optimizer's launch casts them: whether it
+        is sure to be the first that reads them, and to read them all."""
+        hooks = self.optimizer._optimizer_step_pre_hooks or _global_optimizer_pre_hooks
+        owned = {p for group in self.optimizer.param_groups for p in group["params"]}
+        plain = type(self.optimizer) is SGD and self.max_grad_norm is None and not self._scales()
+        return plain and not hooks and owned.issuperset(self._params)
+
     def _grads(self):
         return [(p, p.grad) for p in self._params if p.grad is not None]
 
@@ -451,10 +462,10 @@ class TrainStep:
             ones = expected_gradients(self._ones if direct else None)
             # The batch is gathered and the parameters are cast in one launch.
             casts = [] if gather and self.device.type == "cuda" else None
-            with self._autocast(), self._casts.active(casts), ones:
+            with self._autocast(), self._casts.active(casts), self._moments.active(), ones:
                 if gather:
                     together = casts.pop(0) if casts else ((), ())
-                    batch = self._loader.gather_next(*self._place, *batch, together)
+                    batch = self._loader.gather_next(*self._place, *batch, together, self._moments)
                 for cast in casts or ():
                     cast_(*cast)
                 *inputs, target = batch
@@ -470,7 +481,7 @@ class TrainStep:
         torch.clear_autocast_cache()
         if self.accumulate > 1 and self.device.type == "cuda":
             self._keep_grads()
-        norm = self._update() if last else None
+        norm = self._update(aside.sources if aside else None) if last else None
         if losses:
             # At the very end, where no kernel has to wait for it.
             torch.cuda.current_stream(self.device).wait_stream(losses.stream)
@@ -505,7 +516,7 @@ class TrainStep:
                 self._buffers[p] = torch.empty_like(p.grad)
             p.grad = self._buffers[p].copy_(p.grad)
 
-    def _update(self):
+    def _update(self, sources):
         norm = None
         if self.max_grad_norm is not None:
             if self._scales():
@@ -514,6 +525,12 @@ class TrainStep:
         if self._scales():
             self.grad_scaler.step(self.optimizer)
             self.grad_scaler.update()
+        elif sources:
+            self.optimizer._sources = sources
+            try:
+                self.optimizer.step()
+            finally:
+                del self.optimizer._sources
         else:
             self.optimizer.step()
         return norm

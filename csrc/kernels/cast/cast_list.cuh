@@ -8,7 +8,7 @@
 
 namespace braze::cuda {
 
-constexpr int kCastThreads = 256;  // of a block
+constexpr int kCastThreads = 256;  // of a block, where nothing else decides
 
 // A block takes 2048 elements.
 using CastList = TensorList<CastTensor, 128, 2048>;
@@ -18,7 +18,7 @@ template <int N, typename From, typename To>
 __device__ void cast_range(const CastTensor& t, int64_t begin, int64_t end) {
   const From* const from = static_cast<const From*>(t.from);
   To* const to = static_cast<To*>(t.to);
-  for (int64_t i = begin + int64_t{threadIdx.x} * N; i < end; i += int64_t{kCastThreads} * N) {
+  for (int64_t i = begin + int64_t{threadIdx.x} * N; i < end; i += int64_t{blockDim.x} * N) {
     const Vec<From, N> values = load_vec<N>(from + i);
     Vec<To, N> result;
 #pragma unroll

@@ -20,11 +20,11 @@ struct Side {
   cudaEvent_t forked = nullptr, joined = nullptr;
 
   // Never destroyed: the CUDA context may be gone first.
-  void create() {
+  void create(int priority = 0) {
     if (stream) return;
     check(cudaEventCreateWithFlags(&forked, cudaEventDisableTiming));
     check(cudaEventCreateWithFlags(&joined, cudaEventDisableTiming));
-    check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    check(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, priority));
   }
 };
 
@@ -47,9 +47,11 @@ void order(cudaStream_t from, cudaEvent_t event, cudaStream_t to) {
 }
 
 struct Aside {
-  Side side;
+  // The second one's blocks go before those of kernels on ordinary streams.
+  Side sides[2];
+  bool unjoined[2] = {};
   Stream main = nullptr;
-  bool open = false, unjoined = false;
+  bool open = false;
 };
 
 // Of the current device: opened by one thread, used by autograd's.
@@ -83,29 +85,33 @@ bool open_aside(Stream main) {
   const std::lock_guard<std::mutex> lock(aside_mutex);
   Aside& a = aside();
   if (a.open) return false;
-  a.side.create();
+  for (int urgent = 0; urgent < 2; ++urgent) a.sides[urgent].create(-urgent);
   a.main = main;
   a.open = true;
   return true;
 }
 
-bool fork_aside(Stream main, Stream* branch) {
+bool fork_aside(Stream main, bool urgent, Stream* branch) {
   const std::lock_guard<std::mutex> lock(aside_mutex);
   Aside& a = aside();
   if (!a.open || a.main != main) return false;
-  check(cudaEventRecord(a.side.forked, as_cuda(main)));
-  check(cudaStreamWaitEvent(a.side.stream, a.side.forked));
-  a.unjoined = true;
-  *branch = a.side.stream;
+  const Side& side = a.sides[urgent];
+  check(cudaEventRecord(side.forked, as_cuda(main)));
+  check(cudaStreamWaitEvent(side.stream, side.forked));
+  a.unjoined[urgent] = true;
+  *branch = side.stream;
   return true;
 }
 
 void join_aside(Stream main) {
   const std::lock_guard<std::mutex> lock(aside_mutex);
   Aside& a = aside();
-  if (a.main != main || !a.unjoined) return;
-  a.unjoined = false;
-  order(a.side.stream, a.side.joined, as_cuda(main));
+  if (a.main != main) return;
+  for (int urgent = 0; urgent < 2; ++urgent) {
+    const Side& side = a.sides[urgent];
+    if (a.unjoined[urgent]) order(side.stream, side.joined, as_cuda(main));
+    a.unjoined[urgent] = false;
+  }
 }
 
 void close_aside(Stream main) {

@@ -30,8 +30,9 @@ class Fork {
 // Opens it; false where another capture has one.
 bool open_aside(Stream main);
 // Stores a stream for launches that need what `main` has been given so far; false where none is
-// open for `main`.
-bool fork_aside(Stream main, Stream* branch);
+// open for `main`. urgent: their blocks take turns with those of braze.TrainStep's main stream,
+// which otherwise go first.
+bool fork_aside(Stream main, bool urgent, Stream* branch);
 // What `main` is given from now on waits for what the branch has been given.
 void join_aside(Stream main);
 void close_aside(Stream main);
@@ -47,7 +48,7 @@ class Fork {
   void join() {}
 };
 
-inline bool fork_aside(Stream, Stream*) { return false; }
+inline bool fork_aside(Stream, bool, Stream*) { return false; }
 
 }  // namespace cpu
 #endif

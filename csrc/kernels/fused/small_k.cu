@@ -23,9 +23,4 @@ bool small_k_supports(const SmallKShape& a) {
          a.x_w < kLimit;
 }
 
-int64_t small_k_workspace_bytes(const SmallKShape& a) {
-  const int64_t doubles = std::max(small_k_forward_workspace(a), small_k_backward_workspace(a));
-  return static_cast<int64_t>(sizeof(double)) * doubles;
-}
-
 }  // namespace braze::cuda

@@ -14,10 +14,6 @@
 
 namespace braze::cuda {
 
-// Workspace of the two passes, in doubles.
-int64_t small_k_forward_workspace(const SmallKShape& a);
-int64_t small_k_backward_workspace(const SmallKShape& a);
-
 namespace small_k {
 
 constexpr int kFilters = 32;  // of a block: blockIdx.y picks them
@@ -185,14 +181,41 @@ struct Cursor {
   }
 };
 
+// What InputLoader copies: a tensor of T.
+template <typename T>
+class TensorPixels {
+ public:
+  // 16-bit values in whole registers: a half of one is set to zero after the load is back, and so
+  // would wait for it.
+  using Raw = std::conditional_t<sizeof(T) == 2, uint16_t, T>;
+  using Held = std::conditional_t<sizeof(T) == 2, uint32_t, T>;
+  static constexpr int kOutside = 0;  // what is held in place of a pixel outside the image
+
+  __device__ __forceinline__ TensorPixels(const Tiling& tiling, const T* x)
+      : tiling_(tiling), x_(x) {}
+  // Called for an image before its pixels are loaded.
+  __device__ __forceinline__ const Raw* image(int n) const {
+    return reinterpret_cast<const Raw*>(x_ + n * tiling_.x_n);
+  }
+  // A pixel of the image that was loaded last, or its padding.
+  __device__ __forceinline__ T value(Held held, int /*channel*/) const {
+    const Raw raw = static_cast<Raw>(held);
+    return reinterpret_cast<const T&>(raw);
+  }
+
+ private:
+  const Tiling& tiling_;
+  const T* x_;
+};
+
 // Copies tiles of input to shared memory, a row to a warp. load() only starts the loads, kAhead of
 // a warp's rows, so that they are under way during other work.
-template <typename Tp, typename T, int kAhead = 5>
+template <typename Tp, typename Pixels, int kAhead = 5>
 class InputLoader {
  public:
-  __device__ __forceinline__ InputLoader(const Tiling& tiling, const T* x)
+  __device__ __forceinline__ InputLoader(const Tiling& tiling, const Pixels& pixels)
       : tiling_(tiling),
-        x_(x),
+        pixels_(pixels),
         lane_(threadIdx.x % 32),
         warp_(threadIdx.x / 32),
         warps_(blockDim.x / 32) {}
@@ -201,55 +224,54 @@ class InputLoader {
     const Source from(*this, tile, warp_);
 #pragma unroll
     for (int c = 0; c < Tp::C; ++c) {
-      const T* row = from.row + int64_t{c} * tiling_.x_c;
+      const Raw* row = from.row + int64_t{c} * tiling_.x_c;
 #pragma unroll
       for (int i = 0; i < kAhead; ++i, row += int64_t{warps_} * tiling_.x_h) {
-        ahead_[c][i] = Held{};
-        if (from.inside(i * warps_)) ahead_[c][i] = *reinterpret_cast<const Raw*>(row);
+        ahead_[c][i] = Held(Pixels::kOutside);
+        if (from.inside(i * warps_)) ahead_[c][i] = *row;
       }
     }
   }
 
   // `put(i, value)` stores element i of the tile.
   template <typename Put>
-  __device__ __forceinline__ void store(const Tile& tile, const Put& put) const {
+  __device__ __forceinline__ void store(const Tile& tile, const Put& put) {
     if (lane_ >= tiling_.pitch) return;
 #pragma unroll
     for (int c = 0; c < Tp::C; ++c) {
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
         const int row = warp_ + i * warps_;
-        const Raw raw = static_cast<Raw>(ahead_[c][i]);
-        if (row < tiling_.height) put(element(c, row), reinterpret_cast<const T&>(raw));
+        if (row < tiling_.height) put(element(c, row), pixels_.value(ahead_[c][i], c));
       }
       for (int row = warp_ + kAhead * warps_; row < tiling_.height; row += warps_) {
         const Source from(*this, tile, row);
-        const T* source = from.row + int64_t{c} * tiling_.x_c;
-        put(element(c, row), from.inside(0) ? *source : convert<T>(0.0f));
+        const Raw* source = from.row + int64_t{c} * tiling_.x_c;
+        put(element(c, row),
+            pixels_.value(from.inside(0) ? Held(*source) : Held(Pixels::kOutside), c));
       }
     }
   }
 
  private:
-  // 16-bit values in whole registers: a half of one is set to zero after the load is back, and so
-  // would wait for it.
-  using Raw = std::conditional_t<sizeof(T) == 2, uint16_t, T>;
-  using Held = std::conditional_t<sizeof(T) == 2, uint32_t, T>;
+  using Raw = typename Pixels::Raw;
+  using Held = typename Pixels::Held;
 
   // Where a lane reads its element of a row of the tile's input, in the first channel.
   struct Source {
     int h, rows;  // row of the image; where the rows to load end, 0 for lanes outside
-    const T* row;
+    const Raw* row;
 
-    __device__ __forceinline__ Source(const InputLoader& loader, const Tile& tile, int from) {
+    __device__ __forceinline__ Source(InputLoader& loader, const Tile& tile, int from) {
       const Tiling& tiling = loader.tiling_;
       const int top = tiling.squares.row + 2 * tile.row - tiling.pad_h;
       const int w = tiling.squares.column + 2 * tile.column - tiling.pad_w + loader.lane_;
+      const Raw* const image = loader.pixels_.image(tile.image);
       h = top + from;
       rows = static_cast<unsigned>(w) < static_cast<unsigned>(tiling.w)
                  ? min(tiling.h, top + tiling.height)
                  : 0;
-      row = loader.x_ + tile.image * tiling.x_n + int64_t{h} * tiling.x_h + int64_t{w} * tiling.x_w;
+      row = image + int64_t{h} * tiling.x_h + int64_t{w} * tiling.x_w;
     }
     __device__ __forceinline__ bool inside(int further) const {
       return h + further >= 0 && h + further < rows;
@@ -261,7 +283,7 @@ class InputLoader {
   }
 
   const Tiling& tiling_;
-  const T* x_;
+  Pixels pixels_;
   int lane_, warp_, warps_;
   Held ahead_[Tp::C][kAhead];
 };

@@ -33,7 +33,8 @@ struct SmallKNorm {
   const void* beta;       // [k] or null
   void* running_mean;     // [k] or null; updated in training
   void* running_var;      // [k] or null; updated in training
-  int64_t* batches;       // num_batches_tracked or null; incremented in training
+  int64_t* batches;       // num_batches_tracked or null; incremented in training, if `cumulative`
+                          // where the moments are summed
   DType param_dtype;      // of gamma, beta and the running statistics
   bool training;          // false: normalise with the running statistics
   bool cumulative;        // momentum=None: average over all batches seen
@@ -45,6 +46,14 @@ struct SmallKNorm {
 inline int64_t small_k_saved_size(const SmallKShape& a) {
   const int64_t kk = a.c * a.r * a.s;
   return kk + kk * kk + 2 * a.k;
+}
+
+// Sums over the input patches p of p_i and of p_i p_j (j >= i), in fp64, in sets that add up to
+// them: [kSmallKMostSets][small_k_moments]. Which of the sets there are is the device's own affair.
+constexpr int64_t kSmallKMostSets = 512;
+inline int64_t small_k_moments(const SmallKShape& a) {
+  const int64_t taps = a.c * a.r * a.s;
+  return taps + taps * (taps + 1) / 2;
 }
 
 // A code per pooled element, for backward: the position of the maximum in the window, and whether
@@ -59,12 +68,16 @@ namespace BRAZE_DEVICE {
 // Whether there is a kernel for these filter extents.
 bool small_k_supports(const SmallKShape& shape);
 
-int64_t small_k_workspace_bytes(const SmallKShape& shape);
+// Also adds one to *batches, where it is not null.
+void small_k_sum_moments(Stream stream, const SmallKShape& shape, const void* x, double* moments,
+                         int64_t* batches);
 
-// x, w: the input and the dense [k][c][r][s] weight in shape.dtype. y: the pooled output. codes:
-// small_k_code_words. saved: small_k_saved_size doubles.
+// x, w: the input and the dense [k][c][r][s] weight in shape.dtype. moments: of x; read in training
+// only. y: the pooled output. codes: small_k_code_words. saved: small_k_saved_size doubles.
 void small_k_forward(Stream stream, const SmallKShape& shape, const SmallKNorm& norm, const void* x,
-                     const void* w, void* y, uint32_t* codes, double* saved, void* workspace);
+                     const void* w, const double* moments, void* y, uint32_t* codes, double* saved);
+
+int64_t small_k_backward_workspace_bytes(const SmallKShape& shape);
 
 // dy: gradient of the pooled output, in its layout. dw: [k][c][r][s] in shape.dtype. dgamma, dbeta
 // [k] in norm.param_dtype, dbias [k] in shape.dtype; each may be null.

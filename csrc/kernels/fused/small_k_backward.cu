@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(32 * kMaxTileWarps, Tp::K * sizeof(T) <= 36 ? 
     }
   };
   const int size = tiling.staged(Tp::C), groups = 2 * tiling.groups;
-  InputLoader<Tp, T> loader(tiling, x);
+  InputLoader<Tp, TensorPixels<T>> loader(tiling, {tiling, x});
   Cursor cursor{static_cast<int>(blockIdx.x), warp};
   loader.load(Tile(tiling, cursor.index));
   load(cursor);
@@ -199,9 +199,10 @@ int backward_blocks(const Tiling& tiling) {
 
 }  // namespace
 
-int64_t small_k_backward_workspace(const SmallKShape& a) {
+int64_t small_k_backward_workspace_bytes(const SmallKShape& a) {
   const int64_t sums = a.c * a.r * a.s + 1;
-  return int64_t{backward_blocks(backward_tiling(a))} * filter_groups(a) * kFilters * sums;
+  return int64_t{backward_blocks(backward_tiling(a))} * filter_groups(a) * kFilters * sums *
+         static_cast<int64_t>(sizeof(double));
 }
 
 void small_k_backward(Stream stream, const SmallKShape& a, const SmallKNorm& norm, const void* x,

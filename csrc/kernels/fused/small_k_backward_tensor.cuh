@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(32 * kMaxTileWarps, kResident)
     }
     next.load(tiling, tile.image, in_plane, valid, vectors, k, dy, codes);
   };
-  InputLoader<Tp, T> loader(tiling, x);
+  InputLoader<Tp, TensorPixels<T>> loader(tiling, {tiling, x});
   Cursor cursor{static_cast<int>(blockIdx.x), warp};
   loader.load(Tile(tiling, cursor.index));
   load(cursor);

@@ -144,7 +144,6 @@ __device__ __forceinline__ void prepare_filters(const SmallKShape& a, const Smal
       saved[K + K * K + k] = mean;
       saved[K + K * K + a.k + k] = rstd;
       if (norm.training) {
-        // moments_kernel has counted this batch
         const double factor =
             norm.cumulative ? 1 / static_cast<double>(*norm.batches) : norm.momentum;
         store_value(norm.running_mean, norm.param_dtype, k,
@@ -155,6 +154,8 @@ __device__ __forceinline__ void prepare_filters(const SmallKShape& a, const Smal
     }
   }
   if (stores && blockIdx.y == 0 && norm.training) {
+    // A cumulative average needs the number in every block: it has been counted with the moments.
+    if (norm.batches && !norm.cumulative && threadIdx.x == 0) *norm.batches += 1;
     for (int i = threadIdx.x; i < K; i += blockDim.x) saved[i] = patches.mean[i];
     for (int i = threadIdx.x; i < K * K; i += blockDim.x) {
       saved[K + i] = patches.covariance[i / K][i % K];

@@ -1,6 +1,6 @@
-// Forward of small_k.h in two launches: moments of the input patches, then one pass that convolves,
-// normalises, applies ReLU and pools in registers. A warp takes 16 pooled outputs of 32 filters at
-// a time; a lane ends up with two adjacent outputs of 8 adjacent filters.
+// Forward of small_k.h: the moments of the input patches; one pass that convolves, normalises,
+// applies ReLU and pools in registers. In it a warp takes 16 pooled outputs of 32 filters at a
+// time; a lane ends up with two adjacent outputs of 8 adjacent filters.
 #include "small_k_filters.cuh"
 #include "small_k_moments.cuh"
 #include "small_k_products.cuh"
@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(32 * kMaxTileWarps, Products<Tp, T>::kBlocks)
   extern __shared__ __align__(16) unsigned char shared_bytes[];
   Staged* const staged = reinterpret_cast<Staged*>(shared_bytes);
   int index = blockIdx.x;
-  InputLoader<Tp, T> loader(tiling, x);
+  InputLoader<Tp, TensorPixels<T>> loader(tiling, {tiling, x});
   const Tile first(tiling, index);
   wait_for_earlier_kernels();
   loader.load(first);
@@ -241,35 +241,36 @@ int64_t filter_groups(const SmallKShape& a) { return ceil_div(a.k, kFilters); }
 
 }  // namespace
 
-int64_t small_k_forward_workspace(const SmallKShape& a) {
-  const int64_t taps = a.c * a.r * a.s;
-  int64_t sets = 0;
-  for (const MomentPart& part : moment_parts(a)) sets += part.sets();
-  return sets * (taps + taps * (taps + 1) / 2);
+void small_k_sum_moments(Stream stream, const SmallKShape& a, const void* x, double* moments,
+                         int64_t* batches) {
+  dispatch(a.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    dispatch_taps(a, [&](auto taps) {
+      using Tp = decltype(taps);
+      for (const MomentPart& part : moment_parts(a)) {
+        launch_early_in_clusters(moments_kernel<Tp, T>, part.blocks, kMomentThreads,
+                                 part.shared_bytes(Tp::C), stream, part.cluster, part,
+                                 static_cast<const T*>(x), moments, batches);
+        check_launch("small_k moments");
+        moments += int64_t{part.sets()} * Tp::kMoments;
+        batches = nullptr;
+      }
+    });
+  });
 }
 
 void small_k_forward(Stream stream, const SmallKShape& a, const SmallKNorm& norm, const void* x,
-                     const void* w, void* y, uint32_t* codes, double* saved, void* workspace) {
-  double* partial = static_cast<double*>(workspace);
+                     const void* w, const double* moments, void* y, uint32_t* codes,
+                     double* saved) {
+  int sets = 0;
+  if (norm.training) {
+    for (const MomentPart& part : moment_parts(a)) sets += part.sets();
+  }
   dispatch(a.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     dispatch_taps(a, [&](auto taps) {
       using Tp = decltype(taps);
       using Staged = typename Products<Tp, T>::Staged;
-      const T* in = static_cast<const T*>(x);
-      int sets = 0;
-      if (norm.training) {
-        int64_t* batches = norm.batches;
-        for (const MomentPart& part : moment_parts(a)) {
-          launch_early_in_clusters(moments_kernel<Tp, T>, part.blocks, kMomentThreads,
-                                   part.shared_bytes(Tp::C), stream, part.cluster, part.tiling,
-                                   part.right, part.below, part.cluster, in,
-                                   partial + int64_t{sets} * Tp::kMoments, batches);
-          check_launch("small_k moments");
-          sets += part.sets();
-          batches = nullptr;
-        }
-      }
       const int64_t groups = filter_groups(a);
       const Tiling tiling(a, Squares::pooled(a), wanted_tiles(groups), sizeof(Staged));
       const int blocks = std::min(tiling.tiles, Products<Tp, T>::kBlocks * sm_count());
@@ -279,8 +280,8 @@ void small_k_forward(Stream stream, const SmallKShape& a, const SmallKNorm& norm
       const auto kernel =
           a.channels_last ? forward_kernel<Tp, T, true> : forward_kernel<Tp, T, false>;
       launch_early(kernel, grid, 32 * warps, 2 * tiling.staged(Tp::C) * sizeof(Staged), stream, a,
-                   norm, tiling, in, static_cast<const T*>(w), partial, sets, saved,
-                   static_cast<T*>(y), codes);
+                   norm, tiling, static_cast<const T*>(x), static_cast<const T*>(w), moments, sets,
+                   saved, static_cast<T*>(y), codes);
       check_launch("small_k forward");
     });
   });

@@ -76,7 +76,8 @@ inline std::vector<MomentPart> moment_parts(const SmallKShape& a) {
     const Squares squares{below ? 0 : p - 1, right ? 0 : q - 1, below ? p / 2 : 1,
                           right ? q / 2 : 1};
     const Tiling tiling(a, squares, wanted_tiles(1), sizeof(double));
-    const int blocks = std::min(tiling.tiles, kMomentBlocks * multiprocessors);
+    const int blocks = std::min({tiling.tiles, kMomentBlocks * multiprocessors,
+                                 static_cast<int>(kSmallKMostSets) / 4 * cluster});
     parts.push_back(
         {tiling, right, below, static_cast<int>(ceil_div(blocks, cluster)) * cluster, cluster});
   }
@@ -84,12 +85,13 @@ inline std::vector<MomentPart> moment_parts(const SmallKShape& a) {
 }
 
 // Leaves the sums of p_i and of p_i p_j (j >= i) of each cluster's squares in
-// partial[set][kMoments]. Counts the batch, where `batches` is not null.
-template <typename Tp, typename T>
-__global__ void __launch_bounds__(kMomentThreads)
-    moments_kernel(const __grid_constant__ Tiling tiling, bool right, bool below, int cluster,
-                   const T* x, double* __restrict__ partial, int64_t* __restrict__ batches) {
+// sums[set][kMoments]. The work of block `index` of part.blocks, kMomentThreads each, of the pixels
+// that make_pixels() gives once earlier kernels are done.
+template <typename Tp, typename MakePixels>
+__device__ __forceinline__ void sum_moments(const MomentPart& part, int index,
+                                            const MakePixels& make_pixels, double* sums_of_sets) {
   using M = MomentTiles<Tp>;
+  const Tiling& tiling = part.tiling;
   extern __shared__ double staged[];
   // Where the squares' windows begin in a buffer, in bytes; negative: no square.
   __shared__ int corners[2][kMaxTileSquares];
@@ -106,12 +108,11 @@ __global__ void __launch_bounds__(kMomentThreads)
   double products[M::kProducts][2] = {};
   double sums[M::kTiles] = {};
   int2 extent{}, other_extent{};  // of the tiles that `corners` is for, this buffer's and the other
-  InputLoader<Tp, T, 8> loader(tiling, x);
-  int index = blockIdx.x, size = tiling.staged(Tp::C);
+  const int set = index / part.cluster, size = tiling.staged(Tp::C);
   wait_for_earlier_kernels();
-  if (batches && blockIdx.x == 0 && threadIdx.x == 0) *batches += 1;
+  InputLoader<Tp, decltype(make_pixels()), 8> loader(tiling, make_pixels());
   if (index < tiling.tiles) loader.load(Tile(tiling, index));
-  for (int buffer = 0; index < tiling.tiles; index += gridDim.x) {
+  for (int buffer = 0; index < tiling.tiles; index += part.blocks) {
     const Tile tile(tiling, index);
     double* const input = staged + buffer * size;
     if (extent.x != tile.rows || extent.y != tile.columns) {
@@ -122,8 +123,8 @@ __global__ void __launch_bounds__(kMomentThreads)
         corners[buffer][square] = valid ? corner * kBytes : -1;
       }
     }
-    loader.store(tile, [&](int i, T value) { input[i] = convert<double>(value); });
-    const int next = index + static_cast<int>(gridDim.x);
+    loader.store(tile, [&](int i, auto value) { input[i] = convert<double>(value); });
+    const int next = index + part.blocks;
     if (next < tiling.tiles) loader.load(Tile(tiling, next));
     __syncthreads();  // one a tile: the next one goes to the other buffer
     // Four squares a step, one to each of the lanes that differ in lane % 4.
@@ -202,7 +203,7 @@ __global__ void __launch_bounds__(kMomentThreads)
     double total = 0;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      if ((j % 2 && !right) || (j / 2 && !below)) continue;
+      if ((j % 2 && !part.right) || (j / 2 && !part.below)) continue;
       const int e = Tp::in_window(row) + Tp::shift(j);
       total += gram[e][column < 0 ? kExtent : Tp::in_window(column) + Tp::shift(j)];
     }
@@ -210,6 +211,7 @@ __global__ void __launch_bounds__(kMomentThreads)
   }
 
   // The cluster's blocks in their order.
+  const int cluster = part.cluster;
   const auto sync = [&] {
     if (cluster > 1) {
       cluster_sync();
@@ -219,17 +221,29 @@ __global__ void __launch_bounds__(kMomentThreads)
   };
   sync();
   if (blockIdx.x % cluster == 0) {
-    partial += int64_t{blockIdx.x / cluster} * Tp::kMoments;
+    double* const to = sums_of_sets + int64_t{set} * Tp::kMoments;
     for (int m = threadIdx.x; m < Tp::kMoments; m += kMomentThreads) {
       double total = 0;
 #pragma unroll
       for (int rank = 0; rank < kMaxCluster; ++rank) {
         if (rank < cluster) total += in_cluster(moments, rank)[m];
       }
-      partial[m] = total;
+      to[m] = total;
     }
   }
   sync();  // no block may leave before its sums are read
+}
+
+// Counts the batch, where `batches` is not null.
+template <typename Tp, typename T>
+__global__ void __launch_bounds__(kMomentThreads)
+    moments_kernel(const __grid_constant__ MomentPart part, const T* x, double* sums,
+                   int64_t* batches) {
+  const auto pixels = [&] {
+    if (batches && blockIdx.x == 0 && threadIdx.x == 0) *batches += 1;
+    return TensorPixels<T>(part.tiling, x);
+  };
+  sum_moments<Tp>(part, static_cast<int>(blockIdx.x), pixels, sums);
 }
 
 }  // namespace braze::cuda::small_k

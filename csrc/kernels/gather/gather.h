@@ -2,6 +2,7 @@
 
 #include "kernels/cast/cast.h"
 #include "kernels/common/types.h"
+#include "kernels/fused/small_k.h"
 
 namespace braze {
 
@@ -19,6 +20,18 @@ struct GatherArgs {
   bool channels_last;  // the batch: [batch, pixels, channels] in memory
 };
 
+// What may be done in the launch that gathers, since it waits for nothing there.
+struct GatherBeside {
+  DType from, to;  // cast(), where there are casts
+  const CastTensor* casts;
+  int64_t cast_count;
+  const SmallKShape* patches;  // small_k_sum_moments() of the batch, or null
+  double* moments;
+};
+struct GatherDone {
+  bool casts, moments;
+};
+
 }  // namespace braze
 
 namespace braze::BRAZE_DEVICE {
@@ -32,12 +45,9 @@ namespace braze::BRAZE_DEVICE {
 //
 // An i outside [0, count), or a p + b outside [0, index_count): the CPU throws before anything is
 // written; CUDA makes that image NaN and its label -1, and reads nothing.
-void gather_images(Stream stream, const GatherArgs& args, void* batch_images,
-                   int64_t* batch_labels);
-
-// The same and cast(), in one launch; false, and nothing is done, where that is not possible.
-bool gather_and_cast(Stream stream, const GatherArgs& args, void* batch_images,
-                     int64_t* batch_labels, DType from, DType to, const CastTensor* tensors,
-                     int64_t count);
+//
+// Does of `beside` what it can in the same launch, and says what it has done.
+GatherDone gather_images(Stream stream, const GatherArgs& args, void* batch_images,
+                         int64_t* batch_labels, const GatherBeside& beside);
 
 }  // namespace braze::BRAZE_DEVICE

@@ -1,6 +1,8 @@
 // The SGD update of a whole parameter list in one launch.
 #include "sgd.h"
 
+#include <type_traits>
+
 #include "kernels/common/launch.cuh"
 #include "kernels/common/numeric.cuh"
 #include "kernels/common/parameter.cuh"
@@ -14,7 +16,7 @@ constexpr int kThreads = 256;
 
 struct SgdBatch {
   SgdOptions options;
-  TensorList<SgdTensor, 96, 2048> list;
+  TensorList<SgdTensor, 80, 2048> list;
 };
 static_assert(sizeof(SgdBatch) <= 4096, "kernel parameters");
 
@@ -47,13 +49,16 @@ struct Update {
   }
 };
 
-template <int N, typename T>
+// S: dtype of the sources.
+template <int N, typename T, typename S>
 __device__ void update_range(const Update<acc_t<T>>& update, const SgdTensor& t, int64_t begin,
                              int64_t end) {
   using A = acc_t<T>;
   using Vector = Vec<T, N>;
   T* param = static_cast<T*>(t.param);
-  const T* grad = static_cast<const T*>(t.grad);
+  T* grad = static_cast<T*>(t.grad);
+  const S* source = static_cast<const S*>(t.source);
+  const bool casts = !std::is_same_v<S, T> && source != nullptr;
   T* momentum = static_cast<T*>(t.momentum);
   const bool has_momentum = momentum != nullptr;
   constexpr int kBatch = 2;  // vectors that are loaded before the first is stored
@@ -61,12 +66,17 @@ __device__ void update_range(const Update<acc_t<T>>& update, const SgdTensor& t,
 #pragma unroll 1
   for (int64_t i = begin + int64_t{threadIdx.x} * N; i < end; i += kBatch * kStep) {
     Vector p[kBatch], g[kBatch], m[kBatch] = {};
+    Vec<S, N> from[kBatch];
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
       const int64_t at = i + b * kStep;
       if (at >= end) break;
       p[b] = *reinterpret_cast<const Vector*>(param + at);
-      g[b] = *reinterpret_cast<const Vector*>(grad + at);
+      if (casts) {
+        from[b] = *reinterpret_cast<const Vec<S, N>*>(source + at);
+      } else {
+        g[b] = *reinterpret_cast<const Vector*>(grad + at);
+      }
       if (has_momentum && !update.first_step) {
         m[b] = *reinterpret_cast<const Vector*>(momentum + at);
       }
@@ -75,6 +85,11 @@ __device__ void update_range(const Update<acc_t<T>>& update, const SgdTensor& t,
     for (int b = 0; b < kBatch; ++b) {
       const int64_t at = i + b * kStep;
       if (at >= end) break;
+      if (casts) {
+#pragma unroll
+        for (int k = 0; k < N; ++k) g[b].v[k] = convert<T>(convert<A>(from[b].v[k]));
+        *reinterpret_cast<Vector*>(grad + at) = g[b];
+      }
 #pragma unroll
       for (int k = 0; k < N; ++k) {
         A value = convert<A>(p[b].v[k]), velocity = convert<A>(m[b].v[k]);
@@ -88,7 +103,7 @@ __device__ void update_range(const Update<acc_t<T>>& update, const SgdTensor& t,
   }
 }
 
-template <typename T>
+template <typename T, typename S>
 __global__ void __launch_bounds__(kThreads) sgd_kernel(const __grid_constant__ SgdBatch batch) {
   int64_t begin, end;
   const SgdTensor& t = batch.list.of_block(blockIdx.x, &begin, &end);
@@ -97,14 +112,15 @@ __global__ void __launch_bounds__(kThreads) sgd_kernel(const __grid_constant__ S
   const Update<acc_t<T>> update(batch.options);
   constexpr int N = kVecWidth<T>;
   const auto address = reinterpret_cast<uintptr_t>(t.param) | reinterpret_cast<uintptr_t>(t.grad) |
-                       reinterpret_cast<uintptr_t>(t.momentum);
+                       reinterpret_cast<uintptr_t>(t.momentum) |
+                       reinterpret_cast<uintptr_t>(t.source);
   if (address % 16 != 0) {
-    update_range<1, T>(update, t, begin, end);
+    update_range<1, T, S>(update, t, begin, end);
     return;
   }
   const int64_t vectors_end = begin + (end - begin) / N * N;
-  update_range<N, T>(update, t, begin, vectors_end);
-  update_range<1, T>(update, t, vectors_end, end);
+  update_range<N, T, S>(update, t, begin, vectors_end);
+  update_range<1, T, S>(update, t, vectors_end, end);
 }
 
 const KernelEntry kEntry({"sgd", "multi_tensor", "float64 float32 bfloat16 float16", "sm_80+", true,
@@ -116,13 +132,28 @@ void sgd(Stream stream, DType dtype, const SgdTensor* tensors, int64_t count,
          const SgdOptions& options) {
   SgdBatch batch{};
   batch.options = options;
+  const bool casts =
+      std::any_of(tensors, tensors + count, [](const SgdTensor& t) { return t.source; });
   batch.list.for_each_launch(tensors, count, [&] {
+    const auto launch = [&](auto kernel) {
+      launch_early(kernel, batch.list.blocks(), kThreads, 0, stream, batch);
+    };
     dispatch(dtype, [&](auto tag) {
       using T = typename decltype(tag)::type;
-      launch_early(sgd_kernel<T>, batch.list.blocks(), kThreads, 0, stream, batch);
+      if constexpr (std::is_same_v<T, float>) {
+        if (casts) {
+          return options.source_dtype == DType::kBFloat16 ? launch(sgd_kernel<float, __nv_bfloat16>)
+                                                          : launch(sgd_kernel<float, __half>);
+        }
+      }
+      launch(sgd_kernel<T, T>);
     });
     check_launch("sgd");
   });
+}
+
+bool sgd_takes_sources(DType dtype, DType source_dtype) {
+  return dtype == DType::kFloat32 && size_of(source_dtype) == 2;
 }
 
 }  // namespace braze::cuda

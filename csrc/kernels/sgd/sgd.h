@@ -5,11 +5,13 @@
 namespace braze {
 
 // One parameter with its gradient and momentum buffer (null without momentum), all of `numel`
-// elements in the same order in memory.
+// elements in the same order in memory. Where there is a `source`, of another dtype, the gradient
+// is cast from it first.
 struct SgdTensor {
   void* param;
-  const void* grad;
+  void* grad;  // written where there is a source
   void* momentum;
+  const void* source;
   int64_t numel;
 };
 
@@ -25,6 +27,7 @@ struct SgdOptions {
   bool first_step;          // momentum buffers are written, not read
   const float* grad_scale;  // gradients are multiplied by its reciprocal; or null
   const float* found_inf;   // nothing is written where it is not 0; or null
+  DType source_dtype;       // of all sources
 };
 
 }  // namespace braze
@@ -38,5 +41,8 @@ namespace braze::BRAZE_DEVICE {
 // 16-bit parameters are computed in float32 and rounded once.
 void sgd(Stream stream, DType dtype, const SgdTensor* tensors, int64_t count,
          const SgdOptions& options);
+
+// Whether gradients of `dtype` may have sources of that other dtype.
+bool sgd_takes_sources(DType dtype, DType source_dtype);
 
 }  // namespace braze::BRAZE_DEVICE

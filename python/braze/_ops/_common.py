@@ -129,11 +129,13 @@ def autocast_dtype(tensor):
 
 class _Current(threading.local):
     casts = None
+    moments = None
     ones = None
 
 
-#: `casts`: the SharedCasts (cast.py) in whose scope this thread is, or None; `ones`: the tensors
-#: that backward will be given as the loss's gradient (cross_entropy.py), or None
+#: `casts`, `moments`: the SharedCasts (cast.py) and GatheredMoments (gather.py) in whose scope this
+#: thread is, or None; `ones`: the tensors that backward will be given as the loss's gradient
+#: (cross_entropy.py), or None
 current = _Current()
 
 

@@ -40,14 +40,25 @@ class _Casts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        _aside.join(grads)
-        cast = iter(_cast([g for g in grads if g is not None], ctx.dtype))
+        present = [g for g in grads if g is not None]
+        aside = _aside.taking_casts(present)
+        if aside is not None and all(_is_dense(g) for g in present):
+            cast = [torch.empty_like(g, dtype=ctx.dtype) for g in present]
+            aside.cast_later(cast, present)
+        else:
+            _aside.join(present)
+            cast = _cast(present, ctx.dtype)
+        cast = iter(cast)
         return None, None, *(None if g is None else next(cast) for g in grads)
+
+
+def _is_dense(t):
+    return t.is_contiguous() or is_channels_last(t)
 
 
 def _cast(tensors, dtype, later=None):
     # A gradient may be a view with gaps, or of any strides.
-    tensors = [t if t.is_contiguous() or is_channels_last(t) else t.contiguous() for t in tensors]
+    tensors = [t if _is_dense(t) else t.contiguous() for t in tensors]
     results = [torch.empty_like(t, dtype=dtype) for t in tensors]
     if later is not None:
         later.append((results, tensors))

@@ -9,6 +9,7 @@ from braze._ops._common import (
     autocast_dtype,
     below_autograd,
     cast_to,
+    current,
     eager,
     eager_backward,
     is_channels_last,
@@ -51,7 +52,7 @@ class ConvBnReLUMaxPool2d(torch.autograd.Function):
                 "braze::conv_bn_relu_max_pool2d has no gradient for its input; "
                 "braze.nn.functional.conv_bn_relu_max_pool2d has"
             )
-        padding, training, _, _ = settings
+        padding, training, *_ = settings
         with below_autograd():
             output, codes, moments = _run(
                 input, weight, bias, bn_weight, bn_bias, mean, var, batches, *settings
@@ -64,11 +65,11 @@ class ConvBnReLUMaxPool2d(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_output, *_):
-        if grad_output is None:
-            return (None,) * 12
-        grads = _backward(grad_output, *ctx.saved_tensors, *ctx.settings)
-        grads = (None, *grads, *(None,) * 7)
         wanted = ctx.needs_input_grad
+        if grad_output is None:
+            return (None,) * len(wanted)
+        grads = _backward(grad_output, *ctx.saved_tensors, *ctx.settings)
+        grads = (None, *grads, *(None,) * (len(wanted) - 5))
         return tuple(g if need else None for g, need in zip(grads, wanted, strict=True))
 
 
@@ -179,8 +180,13 @@ def _as_one_op(
         how = max_pool, contiguous, *settings
         return bn_relu.conv_bn_relu2d(*tensors, *buffers, *geometry, *norm, *how)
     op = _ops.conv_bn_relu_max_pool2d.default
-    apply = op if torch.compiler.is_compiling() else _forward
-    return apply(*tensors, *buffers, list(padding), *norm)[0]
+    if torch.compiler.is_compiling():
+        return op(*tensors, *buffers, list(padding), *norm)[0]
+    moments = None
+    # momentum=None counts batches where the moments are summed
+    if current.moments is not None and training and momentum is not None:
+        moments = current.moments.take(input, weight, padding)
+    return _forward(*tensors, *buffers, list(padding), *norm, moments)[0]
 
 
 def conv_bn_relu2d(

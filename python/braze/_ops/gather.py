@@ -1,12 +1,15 @@
 """The gather of a batch from a data set; used by braze.data.DeviceLoader. Kernels:
 csrc/kernels/gather/."""
 
+import contextlib
+
 import torch
 
 from braze._nvtx import ranged
-from braze._ops._common import below_autograd, mark_written, register
+from braze._ops._common import below_autograd, current, mark_written, register
 
 _ops = torch.ops.braze
+_MOST_SETS = 512  # of moments: kSmallKMostSets in csrc/kernels/fused/small_k.h
 
 
 def _fake_batch(images, labels, batch, dtype, channels_last):
@@ -21,18 +24,24 @@ def _fake_gather_images(images, labels, indices, scale, shift, dtype, channels_l
 
 
 def _fake_gather_next(
-    images, labels, order, position, batch, scale, shift, dtype, channels_last, *casts
-):
-    return _fake_batch(images, labels, batch, dtype, channels_last)
+    images, labels, order, position, batch, scale, shift, dtype, channels_last, outputs, inputs,
+    filters=(),
+):  # fmt: skip
+    made = _fake_batch(images, labels, batch, dtype, channels_last)
+    sets = _MOST_SETS if filters and batch > 0 else 0
+    taps = images.shape[1] * filters[0] * filters[1] if sets else 0
+    moments = images.new_empty((sets, taps + taps * (taps + 1) // 2), dtype=torch.float64)
+    return *made, moments
 
 
 def _gather_next_autograd(
-    images, labels, order, position, batch, scale, shift, dtype, channels_last, outputs, inputs
-):
+    images, labels, order, position, batch, scale, shift, dtype, channels_last, outputs, inputs,
+    filters=(),
+):  # fmt: skip
     if torch.is_grad_enabled() and (scale.requires_grad or shift.requires_grad):
         raise RuntimeError("braze::gather_next is not differentiable")
     with below_autograd():
-        tail = scale, shift, dtype, channels_last, outputs, inputs
+        tail = scale, shift, dtype, channels_last, outputs, inputs, filters
         result = _ops.gather_next.default(images, labels, order, position, batch, *tail)
     mark_written(position, *outputs)
     return result
@@ -80,7 +89,17 @@ def gather_images(images, labels, indices, scale, shift, dtype, channels_last):
 
 
 def gather_next(
-    images, labels, order, position, batch, scale, shift, dtype, channels_last, casts=((), ())
+    images,
+    labels,
+    order,
+    position,
+    batch,
+    scale,
+    shift,
+    dtype,
+    channels_last,
+    casts=((), ()),
+    filters=(),
 ):
     """:func:`gather_images` of the next `batch` indices in `order`; the device keeps count.
 
@@ -94,19 +113,57 @@ def gather_next(
         batch: how many images.
         casts: outputs and inputs of a :func:`braze._ops.cast.cast_` to be done in the same launch,
             where that is possible.
+        filters: height, width, vertical and horizontal padding of a convolution whose patches'
+            moments are wanted; likewise.
+
+    Returns:
+        Images and labels as there, and the moments for
+        ``torch.ops.braze.conv_bn_relu_max_pool2d``: float64, empty without `filters`.
 
     Raises:
         IndexError: on the CPU, an index or a place in `order` out of bounds; `position` stays as
             it was. On CUDA those images are NaN, their labels -1, and `position` moves on.
-        RuntimeError: another dtype, shape or device.
+        RuntimeError: another dtype, shape or device; filters that the op has no kernel for.
     """
     arguments = images, labels, order, position, batch, scale, shift, dtype, channels_last, *casts
     if torch.compiler.is_compiling():
-        return _ops.gather_next(*arguments)
+        return _ops.gather_next(*arguments, filters)
     try:
-        return _gather_next_autograd(*arguments)
+        return _gather_next_autograd(*arguments, filters)
     except RuntimeError as error:
         raise _as_torch_error(error) from None
+
+
+class GatheredMoments:
+    """Learns in one forward pass that a fused block convolves the gathered batch as it is, and has
+    the moments of its patches made in the launch that gathers in the next ones. The results are
+    those of the block's own launch, bit for bit."""
+
+    def __init__(self):
+        self.filters = ()  # what gather_next() is to be asked for
+        self._batch = self._moments = None
+
+    @contextlib.contextmanager
+    def active(self):
+        """The scope of a gather and the forward pass behind it."""
+        outer, current.moments = current.moments, self
+        try:
+            yield
+        finally:
+            self._batch = self._moments = None
+            current.moments = outer
+
+    def gathered(self, batch, moments):
+        self._batch, self._moments = batch, moments
+
+    def take(self, input, weight, padding):
+        """The moments of the patches of `input` under the weight's filters, or None."""
+        if input is not self._batch:
+            return None
+        filters = *weight.shape[2:], *padding
+        ready = self._moments if filters == self.filters else None
+        self.filters = filters
+        return ready
 
 
 gather_images = ranged("gather_images", gather_images)

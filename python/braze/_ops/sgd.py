@@ -8,17 +8,23 @@ from braze._ops._common import below_autograd, register
 _op = torch.ops.braze.sgd_.default
 
 
-def sgd_(params, grads, momentum_buffers, *settings):
-    """Updates the lists in place in one launch; see the schema for `settings`."""
+def sgd_(params, grads, momentum_buffers, casts, *settings):
+    """Updates the lists in place in one launch; see the schema for `settings`.
+
+    Args:
+        casts: outputs, which are among `grads`, and inputs of a :func:`braze._ops.cast.cast_` to be
+            done before, or in the same launch where that is possible.
+    """
     with below_autograd():
-        _op(params, grads, momentum_buffers, *settings)
-    torch.autograd.graph.increment_version([*params, *momentum_buffers])
+        _op(params, grads, momentum_buffers, *casts, *settings)
+    torch.autograd.graph.increment_version([*params, *momentum_buffers, *casts[0]])
 
 
-def _autograd(params, grads, momentum_buffers, *settings):
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (*params, *grads)):
+def _autograd(params, grads, momentum_buffers, outputs, inputs, *settings):
+    tensors = (*params, *grads, *outputs, *inputs)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         raise RuntimeError("braze::sgd_ is not differentiable; call it under torch.no_grad()")
-    sgd_(params, grads, momentum_buffers, *settings)
+    sgd_(params, grads, momentum_buffers, (outputs, inputs), *settings)
 
 
 sgd_ = ranged("SGD", sgd_)

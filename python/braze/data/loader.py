@@ -201,12 +201,18 @@ class DeviceLoader:
         size = self.batch_size if size is None else size
         return self.gather_next(self._order, self._position, size)
 
-    def gather_next(self, order, position, size, casts=((), ())):
+    def gather_next(self, order, position, size, casts=((), ()), moments=None):
         """:meth:`next_batch` of an epoch that the caller keeps: ``order`` as :meth:`draw` makes it,
-        ``position`` int64 ``[2]`` on the device, where in it the batch begins and 0; ``casts``: of
-        parameters, to be made in the same launch."""
-        settings = self._settings()
-        return gather_next(self.images, self.labels, order, position, size, *settings, casts)
+        ``position`` int64 ``[2]`` on the device, where in it the batch begins and 0; what else is
+        to be made in the same launch: ``casts`` of parameters, a GatheredMoments."""
+        place = order, position, size
+        filters = moments.filters if moments else ()
+        images, labels, sums = gather_next(
+            self.images, self.labels, *place, *self._settings(), casts, filters
+        )
+        if moments:
+            moments.gathered(images, sums)
+        return images, labels
 
     def _settings(self):
         return self._scale, self._shift, self.dtype, self.memory_format == torch.channels_last

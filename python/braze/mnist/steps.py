@@ -126,6 +126,8 @@ class BrazeStep(Step):
             braze.convert(model)
         optimizer = braze.optim.SGD(model.parameters(), lr=setup.lr)
         super().__init__(setup, model, optimizer, braze.nn.CrossEntropyLoss(), layout)
+        if setup.precision == "bf16":
+            self.loader.dtype = torch.bfloat16  # what autocast would cast the images to
 
     def captured(self, setup):
         """The same step as a :class:`braze.TrainStep`: on a GPU one CUDA graph."""

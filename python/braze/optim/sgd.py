@@ -28,6 +28,8 @@ class SGD(torch.optim.SGD):
 
     # GradScaler leaves unscaling and the check for infinities to step().
     _step_supports_amp_scaling = True
+    # What TrainStep leaves to step(): address of a gradient -> tensor of which it is to be a cast.
+    _sources = None
 
     def __init__(
         self,
@@ -124,10 +126,15 @@ class SGD(torch.optim.SGD):
             else:
                 lr = lr.item()
         grad_scale = getattr(self, "grad_scale", None)
+        casts = (), ()
+        if self._sources:
+            cast = [g for g in grads if g.data_ptr() in self._sources]
+            casts = cast, [self._sources[g.data_ptr()] for g in cast]
         sgd_(
             params,
             grads,
             buffers,
+            casts,
             lr,
             group["momentum"],
             group["dampening"],
