@@ -408,6 +408,31 @@ def test_halo_wgmma(dtype, case, tf32):
         )
 
 
+@pytest.mark.parametrize("tf32", [False, True], ids=["ieee", "tf32"])
+def test_halo_wgmma_waits_for_each_tile(dtype, tf32):
+    """Many tiles for each group of warps, whose copies may arrive in any order: the same result
+    every time. (Groups that shared a stage's barriers once computed with what was there before, or
+    waited for ever, in one launch of some hundred.)"""
+    require_cuda()
+    if torch.cuda.get_device_capability() != (9, 0) or dtype == torch.float64:
+        pytest.skip("needs compute capability 9.0 and a type that the kernel takes")
+    torch.backends.cudnn.conv.fp32_precision = "tf32" if tf32 else "ieee"
+    layout = {"dtype": dtype, "memory_format": torch.channels_last}
+    x = torch.randn(1024, 32, 14, 14, device="cuda").to(**layout)
+    dy = torch.randn(1024, 64, 14, 14, device="cuda").to(**layout)
+    weight = torch.randn(64, 32, 3, 3, device="cuda").to(**layout)
+    geometry = [1, 1], [1, 1], [1, 1], 1
+    settings = tf32, False, "halo_wgmma"
+    first = None
+    for _ in range(200):
+        y = torch.ops.braze.conv2d(x, weight, None, *geometry, *settings)
+        mask = [True, True, False]
+        grads = torch.ops.braze.conv2d_backward(dy, x, weight, *geometry, mask, *settings)
+        results = y, *grads[:2]
+        first = first or results
+        assert all(torch.equal(a, b) for a, b in zip(results, first, strict=True))
+
+
 @pytest.mark.parametrize("backend", ["auto", "braze"])
 def test_contiguous_fp32_in_channels_last(backend):
     """On Hopper fp32 tensors in the default format are transposed for the channels_last kernel."""

@@ -36,7 +36,8 @@ __global__ void __launch_bounds__(Traits<T, kPlanes>::kThreads, 1)
   const Args& a = plan.args;
   extern __shared__ unsigned char shared_bytes[];
   unsigned char* shared = shared_bytes + (-shared_address(shared_bytes) & 1023);
-  __shared__ uint64_t full[kMaxStages], empty[kMaxStages], weights_full[kMaxWeightTiles];
+  __shared__ TileRing<Tr::kGroups> ring;
+  __shared__ uint64_t weights_full[kMaxWeightTiles];
   __shared__ alignas(16) float edges[Tr::kEdges];
   // Whether weights have infinities or NaN, or a group's tile; two in turn.
   __shared__ int special_weights, special_tile[Tr::kGroups][2];
@@ -46,16 +47,13 @@ __global__ void __launch_bounds__(Traits<T, kPlanes>::kThreads, 1)
   const int weight_tiles = a.r * plan.blocks;
   unsigned char* stages = shared + weight_tiles * kPlanes * Tr::kWeightTile;
   unsigned char* parts = stages + a.stages * plan.stage_bytes;
+  ring.init(a.stages);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < a.stages; ++i) {
-      mbarrier_init(&full[i], 1);
-      mbarrier_init(&empty[i], 1);
-    }
     if (a.copy_weights) {
       for (int i = 0; i < weight_tiles; ++i) mbarrier_init(&weights_full[i], 1);
+      mbarrier_init_fence();
       prefetch_tensor_map(&w_map);
     }
-    mbarrier_init_fence();
     prefetch_tensor_map(&dy_map);
     special_weights = 0;
   }
@@ -78,12 +76,12 @@ __global__ void __launch_bounds__(Traits<T, kPlanes>::kThreads, 1)
     const int raw_blocks = plan.stage_bytes / plan.raw_plane_bytes;
     for (int j = 0, tile = blockIdx.x; tile < a.tiles; ++j, tile += gridDim.x) {
       const int stage = j % a.stages;
-      if (j >= a.stages) mbarrier_wait(&empty[stage], (j / a.stages - 1) & 1);
-      mbarrier_expect(&full[stage], raw_blocks * loaded * kRowBytes);
+      uint64_t* const full = ring.begin(j, a.stages);
+      mbarrier_expect(full, raw_blocks * loaded * kRowBytes);
       const int image = tile / a.row_tiles, row = tile % a.row_tiles * a.tile_rows;
       for (int block = 0; block < raw_blocks; ++block) {
         tma_load_4d(
-            &dy_map, &full[stage],
+            &dy_map, full,
             shared_address(stages + stage * plan.stage_bytes + block * plan.raw_plane_bytes),
             block * (kRowBytes / int{sizeof(T)}), -a.pad_l, row - a.pad_t, image * a.tile_images);
       }
@@ -128,7 +126,7 @@ __global__ void __launch_bounds__(Traits<T, kPlanes>::kThreads, 1)
     }
 
     const int stage = j % a.stages;
-    mbarrier_wait(&full[stage], (j / a.stages) & 1);
+    ring.wait(j, a.stages);
     const unsigned char* tile_operands = stages + stage * plan.stage_bytes;
     if constexpr (kPlanes > 1) {
       tile_operands = parts + group * plan.blocks * kPlanes * plan.plane_bytes;
@@ -144,7 +142,7 @@ __global__ void __launch_bounds__(Traits<T, kPlanes>::kThreads, 1)
       fence_async_proxy();
       named_barrier(2 + group, 128);  // split in full, and the stage is free
       if (thread == 0) {
-        mbarrier_arrive(&empty[stage]);
+        ring.release(j, a.stages);
         special_tile[group][turn ^ 1] = 0;
       }
     }
@@ -212,7 +210,7 @@ __global__ void __launch_bounds__(Traits<T, kPlanes>::kThreads, 1)
     float gradient[4][2][2];
     shift_and_add(acc, edges + (2 * group + turn) * (4 * 3 * kChannels), 2 + group, gradient);
     // All have read this tile.
-    if (kPlanes == 1 && thread == 0) mbarrier_arrive(&empty[stage]);
+    if (kPlanes == 1 && thread == 0) ring.release(j, a.stages);
     if (plain) {
 #pragma unroll
       for (int i = 0; i < 16; ++i) {

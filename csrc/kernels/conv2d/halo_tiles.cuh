@@ -33,6 +33,38 @@ struct Args {
   int64_t y_n, y_k, y_h, y_w;  // output strides
 };
 
+// A ring of stages that one thread fills with tiles, and kGroups groups of threads empty in turn:
+// tile j is that of group j % kGroups. A wait sees no more of a phase than its parity, so whoever
+// waits for a barrier has to have seen its last phase end. Copies may arrive out of order: a group
+// that found the next tile to be there first would take the stage's last phase for its own. So a
+// barrier belongs to a stage and a group.
+template <int kGroups>
+struct TileRing {
+  uint64_t full[kMaxStages * kGroups], empty[kMaxStages * kGroups];
+
+  // Called by all threads; a barrier of the block has to follow.
+  __device__ __forceinline__ void init(int stages) {
+    if (threadIdx.x >= stages * kGroups) return;
+    mbarrier_init(&full[threadIdx.x], 1);
+    mbarrier_init(&empty[threadIdx.x], 1);
+    mbarrier_init_fence();
+  }
+  // Waits until tile j's stage is free; returns what its copies have to arrive at.
+  __device__ __forceinline__ uint64_t* begin(int j, int stages) {
+    const int ring = stages * kGroups, before = j - stages;
+    if (before >= 0) mbarrier_wait(&empty[before % ring], before / ring & 1);
+    return &full[j % ring];
+  }
+  __device__ __forceinline__ void wait(int j, int stages) {
+    const int ring = stages * kGroups;
+    mbarrier_wait(&full[j % ring], j / ring & 1);
+  }
+  // One thread, when its group has read tile j.
+  __device__ __forceinline__ void release(int j, int stages) {
+    mbarrier_arrive(&empty[j % (stages * kGroups)]);
+  }
+};
+
 // Sets pitch, rows or images per tile and rows per copy for tiles of up to `pixels` positions;
 // false where one row does not fit. Needs channels, taps, extents and padding; in_w, in_h: input
 // extents; row_bytes: a channel block in shared memory.

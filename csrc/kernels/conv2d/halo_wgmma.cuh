@@ -63,7 +63,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ unsigned char shared_bytes[];
   // Swizzled rows are found by absolute address, whose pattern repeats every 1024 bytes.
   unsigned char* shared = shared_bytes + (-shared_address(shared_bytes) & 1023);
-  __shared__ uint64_t full[kMaxStages], empty[kMaxStages], weights_full[kMaxWeightTiles];
+  __shared__ TileRing<kConsumers> ring;
+  __shared__ uint64_t weights_full[kMaxWeightTiles];
   // Of a position's output in its tile, or -1.
   __shared__ alignas(8) int offsets[kConsumers][kPixels];
   // Whether weights have infinities or NaN, or a consumer's tile; two in turn.
@@ -76,16 +77,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int k0 = blockIdx.y * kFilters;
 
+  ring.init(a.stages);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < a.stages; ++i) {
-      mbarrier_init(&full[i], 1);
-      mbarrier_init(&empty[i], 1);
-    }
     if (a.copy_weights) {
       for (int i = 0; i < steps; ++i) mbarrier_init(&weights_full[i], 1);
+      mbarrier_init_fence();
       prefetch_tensor_map(&w_map);
     }
-    mbarrier_init_fence();
     prefetch_tensor_map(&x_map);
     if (kStaged) prefetch_tensor_map(&y_map);
   }
@@ -122,11 +120,11 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (lane != 0) return;
     for (int j = 0, tile = blockIdx.x; tile < a.tiles; ++j, tile += gridDim.x) {
       const int stage = j % a.stages;
-      if (j >= a.stages) mbarrier_wait(&empty[stage], (j / a.stages - 1) & 1);
-      mbarrier_expect(&full[stage], blocks * loaded * Raw::kRowBytes);
+      uint64_t* const full = ring.begin(j, a.stages);
+      mbarrier_expect(full, blocks * loaded * Raw::kRowBytes);
       const int image = tile / a.row_tiles, row = tile % a.row_tiles * a.tile_rows;
       for (int block = 0; block < blocks; ++block) {
-        tma_load_4d(&x_map, &full[stage],
+        tma_load_4d(&x_map, full,
                     shared_address(stages + stage * stage_bytes + block * raw_plane_bytes),
                     block * kChannelBlock, -a.pad_l, row - a.pad_t, image * a.tile_images);
       }
@@ -188,7 +186,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
 
     const int stage = j % a.stages;
-    mbarrier_wait(&full[stage], (j / a.stages) & 1);
+    ring.wait(j, a.stages);
     unsigned char* tile_operands = stages + stage * stage_bytes;
     if constexpr (kPlanes > 1) {
       tile_operands = operands + group * L::stage_bytes(a);
@@ -202,7 +200,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       fence_async_proxy();
       named_barrier(2 + group, 128);  // split in full, and the stage is free
       if (thread == 0) {
-        mbarrier_arrive(&empty[stage]);
+        ring.release(j, a.stages);
         special_tile[group][turn ^ 1] = 0;
       }
     }
@@ -264,7 +262,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     wgmma_touch(acc);
     if (kStaged && thread == 0) tma_store_wait_read<0>();
     named_barrier(2 + group, 128);  // all have read this tile, and `out` is free
-    if (kPlanes == 1 && thread == 0) mbarrier_arrive(&empty[stage]);
+    if (kPlanes == 1 && thread == 0) ring.release(j, a.stages);
 
     if (bias || a.relu) {
 #pragma unroll
