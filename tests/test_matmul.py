@@ -309,6 +309,8 @@ def test_which_library_runs_on_cuda(device):
             names = cuda_kernels_of(lambda: braze.matmul(a, b))
         assert names
         assert ("braze" in names) == own, names
+    with braze.backend(matmul="braze"):
+        assert "MmaKernel" in cuda_kernels_of(lambda: braze.matmul(a.double(), b.double()))
 
 
 def test_bad_backend(device):
@@ -445,6 +447,39 @@ def test_hopper_kernel_in_linear(device, dtype):
             assert_by_rule(out, stock.linear(*inputs).relu(), wide)
             nan = torch.full_like(x, float("nan"))
             assert torch.ops.braze.linear(nan, w, b, True, backend="wgmma").isnan().all()
+
+
+# For each tile shape of mma_sync in fp64, extents that are aligned and others that are not; some
+# split the depth, the last one over two launches.
+FP64_SHAPES = [
+    (1, 512, 520, 512),
+    (1, 1023, 1085, 129),
+    (1, 64, 2000, 256),
+    (1, 51, 2001, 255),
+    (200, 30, 34, 20),
+    (200, 31, 33, 19),
+    (2, 10, 3, 1),
+    (1, 60, 70, 3000),
+    (1, 61, 71, 3001),
+    (1, 30, 32, 60000),
+]
+
+
+@pytest.mark.parametrize("shape", FP64_SHAPES, ids=str)
+@pytest.mark.parametrize("transposed", [(0, 0), (0, 1), (1, 0), (1, 1)], ids=str)
+def test_fp64_on_tensor_cores(device, transposed, shape):
+    """Sums of integers are exact, in whatever order."""
+    if device == "cpu":
+        pytest.skip("the kernel needs a GPU")
+    batch, m, n, k = shape
+    a = (1000 * majors(batch, m, k, transposed[0], device, torch.float64)).round()
+    b = (1000 * majors(batch, k, n, transposed[1], device, torch.float64)).round()
+    with braze.backend(matmul="mma_sync"):
+        assert torch.equal(braze.matmul(a, b), torch.matmul(a, b))
+    if batch == 1:
+        bias = (1000 * torch.randn(n, device=device, dtype=torch.float64)).round()
+        out = torch.ops.braze.linear(a, b.mT, bias, True, backend="mma_sync")
+        assert torch.equal(out, stock.linear(a, b.mT, bias).relu())
 
 
 SPLIT_KERNELS = ["wgmma_split", "mma_split"]

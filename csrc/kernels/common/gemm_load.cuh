@@ -18,7 +18,8 @@ struct PaddedLayout {
 };
 
 // Rows of 128 bytes along the depth. XOR-ing the 16-byte chunk with the row puts the eight rows
-// that one ldmatrix phase reads into different banks.
+// that one ldmatrix phase reads into different banks; so do four rows of 64-bit elements, of
+// which half a warp reads two chunks each.
 template <typename T, int kOuter, int kDepth>
 struct DepthMajorLayout {
   static constexpr bool kDepthMajor = true;
@@ -26,12 +27,14 @@ struct DepthMajorLayout {
   static_assert(kDepth == 8 * kVec);
   static constexpr int kSize = kOuter * kDepth;
   static __device__ __forceinline__ int offset(int o, int k) {
-    return o * kDepth + ((k / kVec) ^ (o & 7)) * kVec + k % kVec;
+    const int swizzle = sizeof(T) == 8 ? (o & 3) << 1 : o & 7;
+    return o * kDepth + ((k / kVec) ^ swizzle) * kVec + k % kVec;
   }
 };
 
 // Rows along the outer index. 16-bit elements are read by ldmatrix.trans (eight rows, one chunk);
-// 32-bit ones by single loads of 4 rows x 8 columns. Two rows of 64 bytes share a bank row.
+// larger ones by single loads, a warp's of 4 rows x 8 columns. Two rows of 64 bytes share a bank
+// row.
 template <typename T, int kOuter, int kDepth>
 struct OuterMajorLayout {
   static constexpr bool kDepthMajor = false;
@@ -40,7 +43,7 @@ struct OuterMajorLayout {
   static_assert(kChunks >= (sizeof(T) == 2 ? 4 : 8));
   static constexpr int kSize = kOuter * kDepth;
   static __device__ __forceinline__ int offset(int o, int k) {
-    const int swizzle = sizeof(T) == 4 ? (k & 3) << 1 : kChunks == 4 ? (k >> 1) & 3 : k & 7;
+    const int swizzle = sizeof(T) != 2 ? (k & 3) << 1 : kChunks == 4 ? (k >> 1) & 3 : k & 7;
     return k * kOuter + ((o / kVec) ^ swizzle) * kVec + o % kVec;
   }
 };

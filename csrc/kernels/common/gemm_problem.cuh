@@ -165,11 +165,14 @@ struct GemmProblem {
   }
 };
 
-// Blocks that share a multiprocessor, as far as shared memory decides.
+// Blocks that share a multiprocessor, as far as shared memory and the registers of sums decide.
 template <typename Kernel>
-constexpr int kBlocksPerSm = Kernel::kSharedBytes > 112 * 1024 ? 1
-                             : Kernel::kThreads == 256         ? 2
-                                                               : 3;
+constexpr int kSumBytes =  // of a thread
+    Kernel::kTileM * Kernel::kTileN * sizeof(acc_t<typename Kernel::T>) / Kernel::kThreads;
+template <typename Kernel>
+constexpr int kBlocksPerSm = Kernel::kSharedBytes > 112 * 1024                    ? 1
+                             : Kernel::kThreads == 256 || kSumBytes<Kernel> > 256 ? 2
+                                                                                  : 3;
 
 template <typename Kernel, typename Problem>
 __global__ void __launch_bounds__(Kernel::kThreads, kBlocksPerSm<Kernel>)

@@ -63,4 +63,27 @@ __device__ __forceinline__ void mma_m16n8<float>(float (&c)[4], const uint32_t (
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
+// c (8x8, fp64) += a (8x4) * b (4x8). Lane l holds a[l / 4][l % 4], b[l % 4][l / 4] and
+// c[l / 4][l % 4 * 2 + {0, 1}].
+__device__ __forceinline__ void mma_m8n8(double* c, double a, double b) {
+  asm("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0,%1}, {%2}, {%3}, {%0,%1};"
+      : "+d"(c[0]), "+d"(c[1])
+      : "d"(a), "d"(b));
+}
+
+// c (16x8, fp64) += a (16x4) * b (4x8). Lane l holds a[l / 4][l % 4], `low` the same eight rows
+// further, b[l % 4][l / 4], and of c what it has in mma_m8n8, for either row.
+__device__ __forceinline__ void mma_m16n8(double (&c)[4], double a, double low, double b) {
+#if __CUDA_ARCH__ >= 900
+  // Shapes of 16 rows came with sm_90, which runs m8n8k4 at half their rate.
+  asm("mma.sync.aligned.m16n8k4.row.col.f64.f64.f64.f64 {%0,%1,%2,%3}, {%4,%5}, {%6}, "
+      "{%0,%1,%2,%3};"
+      : "+d"(c[0]), "+d"(c[1]), "+d"(c[2]), "+d"(c[3])
+      : "d"(a), "d"(low), "d"(b));
+#else
+  mma_m8n8(c, a, b);
+  mma_m8n8(c + 2, low, b);
+#endif
+}
+
 }  // namespace braze::cuda

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "kernels/common/cluster.cuh"
+#include "kernels/common/mma.cuh"
 #include "small_k.cuh"
 
 namespace braze::cuda::small_k {
@@ -24,14 +25,6 @@ struct MomentTiles {
   static constexpr int kTiles = (Tp::kWin + 7) / 8;            // of 8 window elements
   static constexpr int kProducts = kTiles * (kTiles + 1) / 2;  // the upper triangle
 };
-
-// c (8x8) += a (8x4) * b (4x8). Lane l holds a[l / 4][l % 4], b[l % 4][l / 4] and
-// c[l / 4][l % 4 * 2 + {0, 1}].
-__device__ __forceinline__ void mma_f64(double (&c)[2], double a, double b) {
-  asm("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0,%1}, {%2}, {%3}, {%0,%1};"
-      : "+d"(c[0]), "+d"(c[1])
-      : "d"(a), "d"(b));
-}
 
 // The double at that address in shared memory, or 0 where `inside` is negative. Assembler: at a
 // load under a condition the compiler works out anew where the block's shared memory begins.
@@ -142,7 +135,7 @@ __device__ __forceinline__ void sum_moments(const MomentPart& part, int index,
 #pragma unroll
       for (int i = 0; i < M::kTiles; ++i) {
 #pragma unroll
-        for (int j = i; j < M::kTiles; ++j, ++product) mma_f64(products[product], v[i], v[j]);
+        for (int j = i; j < M::kTiles; ++j, ++product) mma_m8n8(products[product], v[i], v[j]);
       }
     }
     buffer ^= 1;

@@ -6,10 +6,10 @@
 
 namespace braze::cuda {
 
-// A tile of C is kLarge (128 x 128) for speed, kSmall (64 x 64) and kTiny (32 x 32) where larger
-// ones would leave multiprocessors idle, kDeep (32 x 32, or 32 x 16 where B is depth-major; with
-// kDeepGroups groups of warps that share out the depth) where those do too, kTall (128 x 32) or
-// kWide (32 x 128) where C has few columns or rows.
+// A tile of C is kLarge (128 x 128, in fp64 128 x 64) for speed, kSmall (64 x 64) and kTiny (32 x
+// 32) where larger ones would leave multiprocessors idle, kDeep (32 x 32, or 32 x 16 where B is
+// depth-major; with kDeepGroups groups of warps that share out the depth) where those do too, kTall
+// (128 x 32) or kWide (32 x 128) where C has few columns or rows.
 enum class TileShape { kLarge, kSmall, kTiny, kDeep, kTall, kWide };
 constexpr int kDeepGroups = 8;
 
@@ -22,7 +22,8 @@ struct MatmulPlan {
 // What the kernels of one kind offer the plan.
 struct GemmKernels {
   int depth;             // of a tile
-  bool large, narrow;    // whether there are kLarge, and kTall and kWide
+  int large;             // columns of kLarge; 0: there is none
+  bool narrow;           // whether there are kTall and kWide
   bool deep;             // and kDeep
   bool clusters;         // whether splits may form clusters
   int64_t long_product;  // multiply-adds that take about 20 us
@@ -37,9 +38,10 @@ inline MatmulPlan plan_matmul(const MatmulArgs& p, const GemmKernels& kernels) {
     TileShape tile;
     int m, n, per_sm;
   };
-  constexpr Shape kLarge{TileShape::kLarge, 128, 128, 2}, kSmall{TileShape::kSmall, 64, 64, 3},
-      kTiny{TileShape::kTiny, 32, 32, 4}, kTall{TileShape::kTall, 128, 32, 3},
-      kWide{TileShape::kWide, 32, 128, 3}, kSquare{TileShape::kDeep, 32, 32, 1};
+  constexpr Shape kSmall{TileShape::kSmall, 64, 64, 3}, kTiny{TileShape::kTiny, 32, 32, 4},
+      kTall{TileShape::kTall, 128, 32, 3}, kWide{TileShape::kWide, 32, 128, 3},
+      kSquare{TileShape::kDeep, 32, 32, 1};
+  const Shape kLarge{TileShape::kLarge, 128, kernels.large, 2};
   const Shape kDeep{TileShape::kDeep, 32, depth_major_b(p) ? 16 : 32, 1};
   const int64_t depth_tiles = ceil_div(p.k, kernels.depth);
   const auto blocks = [&](const Shape& s) {
@@ -144,6 +146,7 @@ void simt_matmul(Stream stream, const MatmulArgs& args, void* workspace);
 void mma_matmul_bf16(Stream stream, const MatmulArgs& args, void* workspace);
 void mma_matmul_fp16(Stream stream, const MatmulArgs& args, void* workspace);
 void mma_matmul_tf32(Stream stream, const MatmulArgs& args, void* workspace);
+void mma_matmul_fp64(Stream stream, const MatmulArgs& args, void* workspace);
 void mma_matmul_split(Stream stream, const MatmulArgs& args, void* workspace);  // fp32
 
 }  // namespace braze::cuda

@@ -10,15 +10,20 @@
 namespace braze::cuda {
 namespace {
 
-const KernelEntry kSimtEntry({"matmul", "simt", "float64 float32", "sm_80+", true,
+const KernelEntry kSimtEntry({"matmul", "simt", "float32", "sm_80+", true,
                               "CUDA cores: register tiles, cp.async pipeline, split depth"});
-const KernelEntry kMmaEntry({"matmul", "mma_sync", "float32 bfloat16 float16", "sm_80+", true,
+const KernelEntry kMmaEntry({"matmul", "mma_sync", "float64 float32 bfloat16 float16", "sm_80+",
+                             true,
                              "tensor cores: ldmatrix and mma.sync, cp.async pipeline, split depth; "
                              "float32 as TF32"});
 
 const KernelEntry kMmaSplitEntry({"matmul", "mma_split", "float32", "sm_80+", true,
                                   "tensor cores at fp32's accuracy, in two parts of TF32: small "
                                   "results of long sums"});
+
+const char* mma_sync_obstacle(const MatmulArgs& args) {
+  return args.dtype == DType::kFloat64 ? too_large(args) : mma_obstacle(args);
+}
 
 const char* mma_split_obstacle(const MatmulArgs& args) {
   if (!takes_deep_tiles()) return "it wants 128 KiB of shared memory for a block";
@@ -30,13 +35,17 @@ const char* mma_split_obstacle(const MatmulArgs& args) {
 template <MatmulPlan (*make_plan)(const MatmulArgs&)>
 int64_t mma_workspace_bytes(const MatmulArgs& args) {
   const MatmulPlan plan = make_plan(args);
-  return plan.clustered ? 0 : split_bytes<float>(plan.splits, args.batch, args.m, args.n);
+  if (plan.clustered) return 0;
+  return args.dtype == DType::kFloat64
+             ? split_bytes<double>(plan.splits, args.batch, args.m, args.n)
+             : split_bytes<float>(plan.splits, args.batch, args.m, args.n);
 }
 
 void mma(Stream stream, const MatmulArgs& args, void* workspace) {
   switch (args.dtype) {
     case DType::kBFloat16: return mma_matmul_bf16(stream, args, workspace);
     case DType::kFloat16: return mma_matmul_fp16(stream, args, workspace);
+    case DType::kFloat64: return mma_matmul_fp64(stream, args, workspace);
     default: return mma_matmul_tf32(stream, args, workspace);
   }
 }
@@ -50,8 +59,8 @@ struct Kernel {
 
 int64_t no_workspace(const MatmulArgs&) { return 0; }
 
-constexpr Kernel kSimt{"simt", simt_obstacle, simt_matmul_workspace_bytes, simt_matmul};
-constexpr Kernel kMma{"mma_sync", mma_obstacle, mma_workspace_bytes<plan_mma_matmul>, mma};
+constexpr Kernel kSimt{"simt", fp32_obstacle, simt_matmul_workspace_bytes, simt_matmul};
+constexpr Kernel kMma{"mma_sync", mma_sync_obstacle, mma_workspace_bytes<plan_mma_matmul>, mma};
 constexpr Kernel kMmaSplit{"mma_split", mma_split_obstacle, mma_workspace_bytes<plan_split_matmul>,
                            mma_matmul_split};
 constexpr Kernel kWgmma{"wgmma", hopper::obstacle, hopper::workspace_bytes, hopper::matmul};
@@ -89,11 +98,11 @@ const Kernel& choose(const MatmulArgs& args, const std::string& name) {
   if (name == "auto") {
     const bool deep = prefers_deep_tiles(args);
     if (!deep && !hopper::obstacle(args) && hopper::preferred(args)) return kWgmma;
-    if (mma_obstacle(args)) {  // fp32 at its own accuracy, or fp64
+    if (mma_sync_obstacle(args)) {  // fp32 at its own accuracy
       if (deep && !mma_split_obstacle(args)) return kMmaSplit;
       if (!hopper::split_obstacle(args) && hopper::split_preferred(args)) return kSplit;
     }
-    return !mma_obstacle(args) ? kMma : !simt_obstacle(args) ? kSimt : kCoalesced;
+    return !mma_sync_obstacle(args) ? kMma : !fp32_obstacle(args) ? kSimt : kCoalesced;
   }
   for (const Kernel& kernel : kKernels) {
     if (name != kernel.name) continue;

@@ -6,7 +6,7 @@
 
 namespace braze::cuda {
 
-constexpr int64_t kLongProduct = int64_t{1} << 31;
+constexpr int64_t kLongProduct = int64_t{1} << 31, kLongFp64Product = int64_t{1} << 29;
 
 // Its stages: 96 or 128 KiB, which not every device has.
 template <bool kBDepthMajor, int kN = kBDepthMajor ? 16 : 32>
@@ -16,10 +16,13 @@ inline bool takes_deep_tiles() {
 }
 
 inline MatmulPlan plan_mma_matmul(const MatmulArgs& args) {
+  const bool fp64 = args.dtype == DType::kFloat64;
   const bool vectors =
       args.dtype == DType::kFloat32 ? takes_vectors<float>(args) : takes_vectors<__half>(args);
-  return plan_matmul(args, {128 / static_cast<int>(size_of(args.dtype)), vectors, false,
-                            takes_deep_tiles(), runs_sm90_code(), kLongProduct});
+  const int large = fp64 ? 64 : vectors ? 128 : 0;
+  return plan_matmul(args,
+                     {128 / static_cast<int>(size_of(args.dtype)), large, false, takes_deep_tiles(),
+                      runs_sm90_code(), fp64 ? kLongFp64Product : kLongProduct});
 }
 
 template <typename T>
@@ -34,12 +37,20 @@ void mma_matmul(Stream stream, const MatmulArgs& args, const MatmulPlan& plan, v
     };
     constexpr std::integral_constant<Load, Load::kVectors> kVectors{};
     constexpr std::integral_constant<Load, Load::kEither> kEither{};
-    switch (plan.tile) {
-      case TileShape::kLarge: return launch(MmaTile<128, 128, 64, 32>{}, kVectors);
-      case TileShape::kTiny: return launch(MmaTile<32, 32, 16, 16, 6>{}, kEither);
-      case TileShape::kDeep: return launch(DeepTile<kB>{}, kEither);
-      default: return launch(MmaTile<64, 64, 32, 32>{}, kEither);
+    if constexpr (sizeof(T) == 8) {
+      // Slow enough for large tiles to be copied by single elements; but the code of both ways to
+      // copy takes registers that fast kernels lack.
+      const auto launch_fp64 = [&](auto tile) {
+        takes_vectors<T>(args) ? launch(tile, kVectors) : launch(tile, kEither);
+      };
+      if (plan.tile == TileShape::kLarge) return launch_fp64(MmaTile<128, 64, 64, 32>{});
+      if (plan.tile == TileShape::kSmall) return launch_fp64(MmaTile<64, 64, 32, 32>{});
+    } else {
+      if (plan.tile == TileShape::kLarge) return launch(MmaTile<128, 128, 64, 32>{}, kVectors);
+      if (plan.tile == TileShape::kSmall) return launch(MmaTile<64, 64, 32, 32>{}, kEither);
     }
+    if (plan.tile == TileShape::kDeep) return launch(DeepTile<kB>{}, kEither);
+    launch(MmaTile<32, 32, 16, 16, 6>{}, kEither);
   });
 }
 

@@ -20,17 +20,12 @@ inline const char* too_large(const MatmulArgs& args) {
              : nullptr;
 }
 
-// Of the tensor cores.
+// Of the tensor cores but for fp64.
 inline const char* mma_obstacle(const MatmulArgs& args) {
   if (args.dtype == DType::kFloat64) return "it takes float32 (as TF32), bfloat16 and float16";
   if (args.dtype == DType::kFloat32 && !args.allow_tf32) {
     return "float32 inputs would be rounded to TF32, which is not allowed";
   }
-  return too_large(args);
-}
-
-inline const char* simt_obstacle(const MatmulArgs& args) {
-  if (size_of(args.dtype) == 2) return "it takes float32 and float64";
   return too_large(args);
 }
 
