@@ -10,9 +10,12 @@ import re
 from pathlib import Path
 
 from benchmarks import results
+from braze.mnist import timing
 
 MARKER = re.compile(r"(<!-- bench:([\w:]+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
 PRECISIONS = ["fp32", "tf32", "bf16"]
+MODES = [mode.mode for device in ("cuda", "cpu") for mode in timing.modes(device, True)]
+GAINS = ["best stock", "kernels", "fusion", "graph"]
 NOTHING = "*Not measured yet.*"
 
 
@@ -112,7 +115,7 @@ def ladder_table(rows):
 
 
 def checks_table(rows):
-    head = ["commit", "check", "tests", "|", "passed", "failed", "skipped", "memory errors"]
+    head = ["commit", "check", "tests", "|", "passed", "failed", "skipped", "errors found"]
     keys = ("commit", "check", "tests", "passed", "failed", "skipped", "errors")
     return table(head, [[row[key] for key in keys] for row in rows])
 
@@ -175,7 +178,9 @@ def mnist_modes_sections(folder):
             for key, value in best_of_modes(run.get("stock_sweep", [])).items():
                 ms.setdefault(key, value)
         modes = list(dict.fromkeys(mode for ms in best for mode in ms))
-        modes.sort(key=lambda mode: mode[0] != "stock")
+        order = [mode for mode in MODES if mode in {m[1] for m in modes}]
+        order += [mode for _, mode, _ in modes if mode not in order]  # of an earlier version
+        modes.sort(key=lambda mode: (mode[0] != "stock", order.index(mode[1])))
         body = []
         for run, ms in zip(runs, best, strict=True):
             cells = [f"{ms[mode]:.3g}" if mode in ms else "" for mode in modes]
@@ -190,7 +195,7 @@ def mnist_gains_sections(folder):
     sections = []
     for about, runs in mnist_runs(folder, "timings").items():
         runs = [run for run in runs if run.get("gains")]
-        names = list(dict.fromkeys(name for run in runs for name in run["gains"]))
+        names = [name for name in GAINS if any(name in run["gains"] for run in runs)]
         body = [
             [
                 run["batch"],

@@ -116,12 +116,12 @@ def test_mnist_table(tmp_path):
         "timings": [
             row | {"name": "braze", "mode": "fused eager", "backend": "braze", "ms": 0.25},
             row | {"name": "braze", "mode": "fused eager, auto", "backend": "auto", "ms": 0.2},
-            row | {"name": "braze", "mode": "CUDA graph", "ms": 0.1234},
+            row | {"name": "braze", "mode": "unfused CUDA graph", "ms": 0.1234},
             row,
             row | {"layout": "channels_last", "ms": 1.5},
             {"name": "stock", "mode": "compile", "layout": "contiguous", "error": "no compiler"},
         ],
-        "stock_sweep": [row, row | {"mode": "whole", "ms": 7.0}],
+        "stock_sweep": [row, row | {"mode": "compile whole step", "ms": 7.0}],
         "gains": {"best stock": 6.0, "fusion": 1.25},
     }
     (folder / "mnist_64_bf16.json").write_text(json.dumps(run))
@@ -152,8 +152,9 @@ def test_mnist_table(tmp_path):
     assert "**some GPU** (torch 2.13.0, CUDA 13.0, commit abc)" in text
     assert "| 64 | bf16 | eager | 1.5 | 0.25 | 6.00 | 0.123 | 12.16 |" in text
     text = render.text_of("mnist_modes", tmp_path)
-    assert "| stock eager | stock whole | braze fused eager | braze fused eager, auto |" in text
-    assert "| 64 | bf16 | 1.5 | 7 | 0.25 | 0.2 | 0.123 |" in text
+    stock, ours = "stock eager | stock compile whole step", "braze fused eager"
+    assert f"| {stock} | braze unfused CUDA graph | {ours} | {ours}, auto |" in text
+    assert "| 64 | bf16 | 1.5 | 7 | 0.123 | 0.25 | 0.2 |" in text
     assert "| 64 | bf16 | 6.00 | 1.25 |" in render.text_of("mnist_gains", tmp_path)
     text = render.text_of("mnist_profile", tmp_path)
     assert "Batch 64, bf16: 50.0 µs from the first kernel to the last, 32.0 µs in kernels" in text

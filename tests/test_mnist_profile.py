@@ -55,6 +55,14 @@ def test_time_of_kernels_side_by_side_counts_once():
     assert profile.busy([part("a", None, None, 20, 1), part("b", None, None, 0, 2)]) == 3
 
 
+def test_own_times():
+    """One that waits for the one before it, one beside others, one that ends before another."""
+    times = [(0, 5), (1, 9), (12, 3), (11, 6), (13, 1), (20, 2)]
+    parts = [part("a", None, None, *time) for time in times]
+    profile.add_own_times(parts)
+    assert [p["own_us"] for p in parts] == [5, 5, 3, 6, 1, 2]
+
+
 def test_kernels_of_one_call_are_one_entry():
     parts = [
         part("a", "braze::relu", 1, 0, 2.0),
@@ -63,6 +71,7 @@ def test_kernels_of_one_call_are_one_entry():
         part("c", None, None, 7, 1.0),
     ]
     device = {"bandwidth": 1e12, "peak": {"bf16": 1e15}}
+    profile.add_own_times(parts)
     ops = profile._by_op(parts, device, "bf16")
     assert [entry["kernels"] for entry in ops] == [["a", "b"], ["a"], ["c"]]
     assert [entry["us"] for entry in ops] == [5.0, 2.0, 1.0]

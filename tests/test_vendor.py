@@ -215,6 +215,8 @@ def test_conv2d(cudnn, dtype, fp32_precision, x, w, args, channels_last, bias):
         lambda *t: stock.conv2d(*t, **args),
         inputs,
         ulps=2**13 if tf32 else 4,
+        # Stock's float64 is the reference: without an error that tells what a sum's order costs.
+        conditioned=dtype == torch.float64,
     )
     assert out.is_contiguous(memory_format=format)
 

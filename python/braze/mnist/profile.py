@@ -29,6 +29,7 @@ def run(args, console, setup, about):
     """Profiles a step, prints the table, writes JSON and two pictures."""
     with braze.backend(matmul="braze", conv2d="braze"), console.status("profiling"):
         parts = _profile(setup)
+    add_own_times(parts)
     devices = about["info"]["devices"]
     cuda = setup.device.type == "cuda"
     device = devices[setup.device.index or 0] if cuda else {}
@@ -201,8 +202,20 @@ def _median(runs):
     return parts
 
 
+def add_own_times(parts):
+    """Adds "own_us" to each part: from the end of those that started before it to its own end.
+
+    A kernel of a graph starts early and waits for the one before it; what runs beside others is
+    counted as far as it ends after them.
+    """
+    for part in parts:
+        start, end = part["start_us"], part["start_us"] + part["us"]
+        ends = [p["start_us"] + p["us"] for p in parts if p["start_us"] < start]
+        part["own_us"] = end - max([start, *(e for e in ends if e < end)])
+
+
 def _by_op(parts, device, precision):
-    """One entry per call of an op: its kernels, their time, and its floor."""
+    """One entry per call of an op: its kernels, their own time together, and its floor."""
     calls = {}
     for index, part in enumerate(parts):
         calls.setdefault(part["call"] or f"kernel {index}", []).append(part)
@@ -212,7 +225,7 @@ def _by_op(parts, device, precision):
         entry = {
             "op": first["op"] or "(other)",
             "kernels": [part["name"] for part in kernels],
-            "us": busy(kernels),
+            "us": sum(part["own_us"] for part in kernels),
             "bytes": None,
             "flop": None,
             "floor_us": None,

@@ -73,7 +73,8 @@ def write_plot(path, losses, rows, title):
 
 
 def write_timeline(path, parts, title):
-    """What ran when: one bar per kernel (on a CPU per op), the longest with their names."""
+    """What ran when: one bar per kernel (on a CPU per op), pale where it may have waited for those
+    before it; the number is the time of the rest."""
     from matplotlib.figure import Figure
 
     end = max(part["start_us"] + part["us"] for part in parts)
@@ -83,11 +84,12 @@ def write_timeline(path, parts, title):
     for row, part in enumerate(parts):
         name = part["op"] or "(other)"
         colour = colours.setdefault(name, f"C{len(colours) % 10}")
-        axes.barh(row, part["us"], left=part["start_us"], color=colour, height=0.8)
-        label = f"{part['name']}  {part['us']:.1f}"
+        start, stop = part["start_us"], part["start_us"] + part["us"]
+        axes.barh(row, part["us"], left=start, color=colour, height=0.8, alpha=0.35)
+        axes.barh(row, part["own_us"], left=stop - part["own_us"], color=colour, height=0.8)
+        label = f"{part['name']}  {part['own_us']:.1f}"
         if part["op"] and part["op"] != part["name"]:
             label += f"  ({part['op']})"
-        start, stop = part["start_us"], part["start_us"] + part["us"]
         # Behind the bar; before it where there is no room; within one that fills the picture.
         where, side = (stop, "left") if stop < 0.6 * end else (start, "right")
         if side == "right" and start < 0.35 * end:
