@@ -443,6 +443,37 @@ def test_moments_of_the_gathered_batch(device, filters, momentum, monkeypatch):
     assert all(taken[1:])
 
 
+class Shifting(torch.nn.Module):
+    """Changes its input in place."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return self.model(x.add_(0.5))
+
+
+def test_moments_of_a_batch_that_was_changed(device):
+    """What was summed where the batch was gathered does not belong to it any more."""
+    results = []
+    for bound in (False, True):
+        torch.manual_seed(0)
+        block = braze.nn.ConvBnReLUMaxPool2d(1, 4, 3, padding=1)
+        model = torch.nn.Sequential(block, torch.nn.Flatten(), braze.nn.Linear(16, 5))
+        model = Shifting(model).to(device)
+        optimizer = braze.optim.SGD(model.parameters(), lr=0.1)
+        loader, losses = loader_for(device), []
+        if bound:
+            step = braze.TrainStep(model, loss_fn, optimizer).bind(loader)
+            losses = [loss for _ in range(4) for loss in step.epoch()]
+        else:
+            for _ in range(4):
+                losses += plain_loop(model, optimizer, loader)
+        results.append((model, losses))
+    assert_same(*results[0], *results[1])
+
+
 def test_epochs_side_by_side(device):
     """Two epochs that take turns: each draws the batches of its own order."""
     model, optimizer = make(device)
@@ -830,3 +861,28 @@ def test_parameters_are_cast_together(device):
     if device == "cpu":  # a captured step calls nothing
         counts = {event.key: event.count for event in profile.key_averages()}
         assert counts["braze::cast_"] == 2
+
+
+class Clamping(torch.nn.Module):
+    """Changes a parameter in its forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = braze.nn.Linear(6, 3)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.linear.weight.clamp_(-0.1, 0.1)
+        return self.linear(x)
+
+
+def test_a_parameter_changed_before_its_cast_is_used(device):
+    torch.manual_seed(0)
+    model = Clamping().to(device)
+    plain = copy.deepcopy(model)
+    data = [(torch.randn(8, 6, device=device), torch.randint(3, (8,), device=device))] * 5
+    optimizers = [braze.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
+    step = braze.TrainStep(model, loss_fn, optimizers[0], autocast=torch.bfloat16)
+    results = [step(*batch) for batch in data]
+    expected = plain_loop(plain, optimizers[1], data, autocast=torch.bfloat16)
+    assert_same(model, results, plain, expected)

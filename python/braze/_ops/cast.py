@@ -70,7 +70,8 @@ def _cast(tensors, dtype, later=None):
 class SharedCasts:
     """Learns in one forward pass which parameters autocast casts, and casts them together in the
     next ones. The results are those of separate casts, bit for bit: where a parameter is used more
-    than once, the later uses cast it again, so that its gradients add up in its own dtype."""
+    than once, the later uses cast it again, so that its gradients add up in its own dtype; so does
+    the first use of one that the forward pass has written to before."""
 
     def __init__(self):
         self._wanted = {}  # (id of a parameter, dtype) -> parameter
@@ -90,8 +91,9 @@ class SharedCasts:
             for (_, dtype), p in self._wanted.items():
                 together.setdefault((dtype, p.dtype, p.device), []).append(p)
             for (dtype, _, _), parameters in together.items():
-                keys = [(id(p), dtype) for p in parameters]
-                self._ready.update(zip(keys, _Casts.apply(dtype, later, *parameters), strict=True))
+                casts = _Casts.apply(dtype, later, *parameters)
+                for p, cast in zip(parameters, casts, strict=True):
+                    self._ready[id(p), dtype] = p._version, cast
             yield
         finally:
             self._ready.clear()
@@ -102,4 +104,5 @@ class SharedCasts:
         key = id(tensor), dtype
         if key not in self._wanted and isinstance(tensor, torch.nn.Parameter):
             self._wanted[key] = tensor
-        return self._ready.pop(key, None)
+        version, cast = self._ready.pop(key, (None, None))
+        return cast if cast is not None and version == tensor._version else None

@@ -134,6 +134,10 @@ def gather_next(
         raise _as_torch_error(error) from None
 
 
+def _version(tensor):
+    return None if tensor.is_inference() else tensor._version
+
+
 class GatheredMoments:
     """Learns in one forward pass that a fused block convolves the gathered batch as it is, and has
     the moments of its patches made in the launch that gathers in the next ones. The results are
@@ -141,7 +145,7 @@ class GatheredMoments:
 
     def __init__(self):
         self.filters = ()  # what gather_next() is to be asked for
-        self._batch = self._moments = None
+        self._batch = self._version = self._moments = None
 
     @contextlib.contextmanager
     def active(self):
@@ -150,16 +154,16 @@ class GatheredMoments:
         try:
             yield
         finally:
-            self._batch = self._moments = None
+            self._batch = self._version = self._moments = None
             current.moments = outer
 
     def gathered(self, batch, moments):
-        self._batch, self._moments = batch, moments
+        self._batch, self._version, self._moments = batch, _version(batch), moments
 
     def take(self, input, weight, padding):
         """The moments of the patches of `input` under the weight's filters, or None."""
-        if input is not self._batch:
-            return None
+        if input is not self._batch or _version(input) != self._version:
+            return None  # another tensor, or this one has been written to
         filters = *weight.shape[2:], *padding
         ready = self._moments if filters == self.filters else None
         self.filters = filters
