@@ -227,7 +227,20 @@ class ReadingSGD(braze.optim.SGD):
         super().step()
 
 
-@pytest.mark.parametrize("how", ["plain", "hook", "subclass", "not owned"])
+class TwoDtypes(EarlyReader):
+    """Autocast to one dtype inside autocast to another; and a parameter without elements."""
+
+    def __init__(self):
+        super().__init__("plain")
+        self.empty = braze.nn.Linear(0, 5)
+
+    def forward(self, x):
+        y = self.empty(x.new_empty(len(x), 0))
+        with torch.autocast(x.device.type, torch.float16):
+            return super().forward(x) + y
+
+
+@pytest.mark.parametrize("how", ["plain", "two dtypes", "hook", "subclass", "not owned"])
 def test_gradients_cast_by_the_update(device, how, monkeypatch):
     """Autocast's gradients are cast in the update's launch where nothing reads them before."""
     later = []
@@ -241,7 +254,7 @@ def test_gradients_cast_by_the_update(device, how, monkeypatch):
     results, seen = [], []
     for captured in (False, True):
         torch.manual_seed(0)
-        model = EarlyReader("plain").to(device)
+        model = (TwoDtypes() if how == "two dtypes" else EarlyReader("plain")).to(device)
         owned = model.conv.parameters() if how == "not owned" else model.parameters()
         optimizer = (ReadingSGD if how == "subclass" else braze.optim.SGD)(owned, lr=0.1)
         if how == "hook":
@@ -259,7 +272,7 @@ def test_gradients_cast_by_the_update(device, how, monkeypatch):
     assert_same(*results[0], *results[1])
     assert seen[0][0] == seen[1][0]
     assert all(value == value for value in seen[1])  # the gradients are there, not NaN
-    assert bool(later) == (device == "cuda" and how == "plain")
+    assert bool(later) == (device == "cuda" and how in ("plain", "two dtypes"))
 
 
 def test_a_wrong_loop_is_rejected(device):
@@ -441,6 +454,36 @@ def test_moments_of_the_gathered_batch(device, filters, momentum, monkeypatch):
     # the first step learns of the block; momentum=None counts batches where moments are summed
     assert taken[:2] == ([False, True] if momentum else [])
     assert all(taken[1:])
+
+
+class Branches(torch.nn.Module):
+    """Blocks whose filters see other patches of the same batch."""
+
+    def __init__(self):
+        super().__init__()
+        block = braze.nn.ConvBnReLUMaxPool2d
+        self.blocks = torch.nn.ModuleList(block(1, 4, 3, padding=p) for p in (1, 0, 0, 1))
+        self.last = braze.nn.Linear(40, 5)
+
+    def forward(self, x):
+        return self.last(torch.cat([block(x).flatten(1) for block in self.blocks], 1))
+
+
+def test_moments_for_several_blocks(device):
+    results = []
+    for bound in (False, True):
+        torch.manual_seed(0)
+        model = Branches().to(device)
+        optimizer = braze.optim.SGD(model.parameters(), lr=0.1)
+        loader, losses = loader_for(device), []
+        if bound:
+            step = braze.TrainStep(model, loss_fn, optimizer).bind(loader)
+            losses = [loss for _ in range(4) for loss in step.epoch()]
+        else:
+            for _ in range(4):
+                losses += plain_loop(model, optimizer, loader)
+        results.append((model, losses))
+    assert_same(*results[0], *results[1])
 
 
 class Shifting(torch.nn.Module):

@@ -57,6 +57,8 @@ class Aside:
     def cast_later(self, gradients, sources):
         """Leaves the casts of `sources`, which may be unfinished, to the update."""
         for g, source in zip(gradients, sources, strict=True):
+            if g.numel() == 0:
+                continue  # nothing to cast, and no address of its own
             self.sources[g.data_ptr()] = source
             # Autograd takes a gradient over as it is where nobody else has the tensor.
             self._missing[g.data_ptr()] = g._version, g.untyped_storage()
@@ -82,9 +84,13 @@ def _open_for(gradients):
 
 
 def taking_casts(gradients):
-    """The scope that takes the casts of these gradients for later, or None."""
+    """The scope that takes the casts of these gradients, of one dtype, for later, or None: the
+    update's launch casts from one dtype only."""
     aside = _open_for(gradients)
-    return aside if aside is not None and aside.takes_casts else None
+    if aside is None or not aside.takes_casts:
+        return None
+    known = next(iter(aside.sources.values()), gradients[0])
+    return aside if known.dtype == gradients[0].dtype else None
 
 
 def join(gradients):

@@ -145,7 +145,7 @@ class GatheredMoments:
 
     def __init__(self):
         self.filters = ()  # what gather_next() is to be asked for
-        self._batch = self._version = self._moments = None
+        self._batch = None  # with its version, and the filters and moments that were made for it
 
     @contextlib.contextmanager
     def active(self):
@@ -154,20 +154,19 @@ class GatheredMoments:
         try:
             yield
         finally:
-            self._batch = self._version = self._moments = None
+            self._batch = None
             current.moments = outer
 
     def gathered(self, batch, moments):
-        self._batch, self._version, self._moments = batch, _version(batch), moments
+        self._batch = batch, _version(batch), self.filters, moments
 
     def take(self, input, weight, padding):
         """The moments of the patches of `input` under the weight's filters, or None."""
-        if input is not self._batch or _version(input) != self._version:
+        batch, version, made_for, moments = self._batch or (None,) * 4
+        if input is not batch or _version(input) != version:
             return None  # another tensor, or this one has been written to
-        filters = *weight.shape[2:], *padding
-        ready = self._moments if filters == self.filters else None
-        self.filters = filters
-        return ready
+        self.filters = *weight.shape[2:], *padding
+        return moments if made_for == self.filters else None
 
 
 gather_images = ranged("gather_images", gather_images)
