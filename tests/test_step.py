@@ -407,7 +407,12 @@ def loader_for(device, **options):
     return DeviceLoader(images, labels, 6, device=device, seed=5, mean=0.5, std=0.25, **options)
 
 
-def test_bound_to_a_loader(device):
+def check_bound(device, make):
+    """Trains four epochs of a loader both ways and compares. Returns the step.
+
+    Args:
+        make: ``make(device)`` returns model and optimizer, the same each time.
+    """
     model, optimizer = make(device)
     torch.manual_seed(2)
     loader, losses = loader_for(device), []
@@ -418,6 +423,11 @@ def test_bound_to_a_loader(device):
     step = braze.TrainStep(mine, loss_fn, optimizer).bind(loader_for(device))
     my_losses = [loss for _ in range(4) for loss in step.epoch()]
     assert_same(mine, my_losses, model, losses)
+    return step
+
+
+def test_bound_to_a_loader(device):
+    step = check_bound(device, make)
     if device == "cuda":
         assert len(graphs(step)) == 2  # the full batch and the last one
 
@@ -469,52 +479,29 @@ class Branches(torch.nn.Module):
         return self.last(torch.cat([block(x).flatten(1) for block in self.blocks], 1))
 
 
-def test_moments_for_several_blocks(device):
-    results = []
-    for bound in (False, True):
-        torch.manual_seed(0)
-        model = Branches().to(device)
-        optimizer = braze.optim.SGD(model.parameters(), lr=0.1)
-        loader, losses = loader_for(device), []
-        if bound:
-            step = braze.TrainStep(model, loss_fn, optimizer).bind(loader)
-            losses = [loss for _ in range(4) for loss in step.epoch()]
-        else:
-            for _ in range(4):
-                losses += plain_loop(model, optimizer, loader)
-        results.append((model, losses))
-    assert_same(*results[0], *results[1])
-
-
 class Shifting(torch.nn.Module):
     """Changes its input in place."""
 
-    def __init__(self, model):
+    def __init__(self):
         super().__init__()
-        self.model = model
+        self.block = braze.nn.ConvBnReLUMaxPool2d(1, 4, 3, padding=1)
+        self.last = braze.nn.Linear(16, 5)
 
     def forward(self, x):
-        return self.model(x.add_(0.5))
+        return self.last(self.block(x.add_(0.5)).flatten(1))
 
 
-def test_moments_of_a_batch_that_was_changed(device):
-    """What was summed where the batch was gathered does not belong to it any more."""
-    results = []
-    for bound in (False, True):
+@pytest.mark.parametrize("module", [Branches, Shifting])
+def test_moments_of_another_batch(device, module):
+    """What was summed where the batch was gathered belongs to those filters, and to the batch as it
+    was gathered."""
+
+    def make(device):
         torch.manual_seed(0)
-        block = braze.nn.ConvBnReLUMaxPool2d(1, 4, 3, padding=1)
-        model = torch.nn.Sequential(block, torch.nn.Flatten(), braze.nn.Linear(16, 5))
-        model = Shifting(model).to(device)
-        optimizer = braze.optim.SGD(model.parameters(), lr=0.1)
-        loader, losses = loader_for(device), []
-        if bound:
-            step = braze.TrainStep(model, loss_fn, optimizer).bind(loader)
-            losses = [loss for _ in range(4) for loss in step.epoch()]
-        else:
-            for _ in range(4):
-                losses += plain_loop(model, optimizer, loader)
-        results.append((model, losses))
-    assert_same(*results[0], *results[1])
+        model = module().to(device)
+        return model, braze.optim.SGD(model.parameters(), lr=0.1)
+
+    check_bound(device, make)
 
 
 def test_epochs_side_by_side(device):

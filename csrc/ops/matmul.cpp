@@ -116,7 +116,7 @@ Matrices rows_of(const Tensor& t) {
 // Whether our own kernel is the faster one, as measured on an H200 (benchmarks/linear.py):
 // cuBLASLt's first choice does not split a sum of this length well where the result is thin (53 us
 // against 9 for 10 x 128 over 1024 in fp32) or small (with 64 x 128 over 3136 the MNIST step takes
-// 3 to 4 us more, with 256 x 128 in fp32 40 us).
+// 2 to 4 us more).
 bool prefers_own(const MatmulArgs& args) {
   if (args.dtype == DType::kFloat64 || args.k > 4096) return false;
   const bool small = args.batch == 1 && args.m * args.n <= 1 << 15;
