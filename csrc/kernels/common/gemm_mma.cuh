@@ -143,6 +143,8 @@ struct MmaKernel {
   static_assert(Tile::kGroups == 1 || (!OpA::kGathered && !OpB::kGathered));
   static constexpr int kDepth = A::kDepth;
   static constexpr int kThreads = Tile::kThreads;
+  // Kernels for small results settle earlier ones, so that the next one may begin with its weights.
+  static constexpr bool kSettles = Tile::kGroups > 1;
   static constexpr int kTileM = Tile::kM, kTileN = Tile::kN;
   static constexpr int kSizeA = A::kSize, kStageSize = kSizeA + B::kSize;
   static constexpr int kTables = A::Table::kBytes + B::Table::kBytes;
@@ -172,10 +174,16 @@ struct MmaKernel {
     const int warp_n = warp % (kTileN / Tile::kWarpN) * Tile::kWarpN;
     Acc c[kFragmentsM][kFragmentsN][4] = {};
 
+    int loaded_b = 0;  // tiles whose part of B has been asked for
+    const auto depth_of = [&](int tile) {
+      return (block.first_tile + tile * Tile::kGroups + group) * kDepth;
+    };
+    const auto load_b = [&](int stage, int tile) {
+      b.load(stages + stage * kStageSize + kSizeA, depth_of(tile));
+    };
     const auto load = [&](int stage, int tile) {
-      const int k0 = (block.first_tile + tile * Tile::kGroups + group) * kDepth;
-      a.load(stages + stage * kStageSize, k0);
-      b.load(stages + stage * kStageSize + kSizeA, k0);
+      a.load(stages + stage * kStageSize, depth_of(tile));
+      if (!kSettles || tile >= loaded_b) load_b(stage, tile);
     };
     const auto compute = [&](int stage) {
       // Unrolled in full, the addresses of operands that are not depth-major spill up to 13
@@ -210,11 +218,16 @@ struct MmaKernel {
       b.finish(stages + stage * kStageSize + kSizeA);
       sync_group();
     };
-    wait_for_earlier_kernels();
     if constexpr (Tile::kGroups == 1) {
+      wait_for_earlier_kernels();
       pipeline<Tile::kStages>(block.tiles, load, compute, arrived);
     } else {
       const int tiles = (block.tiles - group + Tile::kGroups - 1) / Tile::kGroups;
+      if (p.settled_b) {
+        loaded_b = min(tiles, Tile::kStages);
+        for (int tile = 0; tile < loaded_b; ++tile) load_b(tile, tile);
+      }
+      settle_earlier_kernels();
       short_pipeline<Tile::kStages>(tiles, load, compute, arrived);
       // As many barriers in every group: racecheck takes the next one for missing otherwise.
       if (tiles * Tile::kGroups < block.tiles) sync_group();

@@ -12,6 +12,7 @@
 #include <type_traits>
 
 #include "fast_div.cuh"
+#include "launch.cuh"
 #include "numeric.cuh"
 
 namespace braze::cuda {
@@ -28,6 +29,14 @@ struct MatrixOperand {
   int outer_extent, depth_extent;
   bool vectors;  // 16-byte loads along the unit stride are aligned and never straddle an edge
 };
+
+// The memory that it lies in.
+template <typename T>
+Span span_of(const MatrixOperand<T>& op) {
+  const int64_t last =
+      (op.outer_extent - 1) * op.outer_stride + (op.depth_extent - 1) * op.depth_stride;
+  return {op.data, (last + 1) * static_cast<int64_t>(sizeof(T))};
+}
 
 // A matrix whose elements count as 0 where those of another one with the same strides, the result
 // of a ReLU, are not positive (NaN is, as in torch).

@@ -30,6 +30,7 @@ struct GemmProblem {
   acc_t<T>* partial;
   bool clustered;
   unsigned first_block;  // of the launch that works on this product
+  bool settled_b;        // B may be read before earlier kernels are done (may_read_early)
 
   // What the calling block works on. Blocks run down groups of 8 row tiles before the next column
   // tile, so that the blocks in flight share rows and columns in L2.
@@ -124,6 +125,9 @@ struct GemmProblem {
     }
     cluster_sync();  // no block ends while another may read its shared memory
   }
+
+  // What a matrix product without splits, or clustered, writes.
+  Span written() const { return {out.data, batch * m * n * static_cast<int64_t>(sizeof(T))}; }
 
   template <int kTileM, int kTileN, int kGroups = 1>
   static constexpr int shared_bytes() {
@@ -252,6 +256,9 @@ void launch_gemm(Stream stream, Problem problem, int splits, void* workspace,
   problem.depth_tiles = static_cast<int>(ceil_div(problem.k, Kernel::kDepth));
   problem.partial = static_cast<acc_t<T>*>(workspace);
   problem.clustered = clustered && problem.splits > 1;
+  if constexpr (Kernel::kSettles) {
+    problem.settled_b = problem.batch == 1 && may_read_early(stream, span_of(problem.b));
+  }
   const int64_t blocks = ceil_div(problem.m, Kernel::kTileM) * ceil_div(problem.n, Kernel::kTileN) *
                          problem.batch * problem.splits;
   if (blocks > INT_MAX) throw std::runtime_error("gemm: more than 2^31 - 1 tiles");
@@ -261,6 +268,7 @@ void launch_gemm(Stream stream, Problem problem, int splits, void* workspace,
   if (problem.clustered) {
     launch_clusters("gemm", stream, gemm_kernel<Kernel, Problem>, static_cast<unsigned>(blocks),
                     Kernel::kThreads, Kernel::kSharedBytes, problem.splits, problem);
+    if constexpr (Kernel::kSettles) note_settling_kernel(stream, {problem.written()});
     return;
   }
   launch_early(gemm_kernel<Kernel, Problem>, static_cast<unsigned>(blocks), Kernel::kThreads,
@@ -269,6 +277,8 @@ void launch_gemm(Stream stream, Problem problem, int splits, void* workspace,
   if (problem.splits > 1) {
     launch_gemm_reduce<T>(stream, problem.partial, problem.out, problem.batch, problem.m, problem.n,
                           problem.splits);
+  } else if constexpr (Kernel::kSettles) {
+    note_settling_kernel(stream, {problem.written()});
   }
 }
 

@@ -9,6 +9,7 @@
 #include <atomic>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "types.h"
 
@@ -79,24 +80,79 @@ static inline bool runs_sm90_code() {
   return yes.load(std::memory_order_relaxed) & bit;
 }
 
-// Whether the next launch on a stream may be early: inside a capture, unless it waits for several
-// nodes, the one before it and those that end the branches it has joined; it would wait for one of
-// them only.
-inline bool may_start_early(cudaStream_t stream) {
+// What a stream's next launch waits for.
+struct Capture {
+  bool active = false;
+  unsigned long long id = 0;       // of the capture, of all that there ever are
+  size_t count = 0;                // of the graph's nodes that it waits for
+  cudaGraphNode_t last = nullptr;  // the first of them
+};
+
+inline Capture capture_of(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   const cudaGraphNode_t* nodes = nullptr;
   const cudaGraphEdgeData* edges = nullptr;
-  size_t count = 0;
+  Capture result;
 #if CUDART_VERSION >= 13000
   const auto info = cudaStreamGetCaptureInfo;
 #else
   const auto info = cudaStreamGetCaptureInfo_v3;
 #endif
-  if (info(stream, &status, nullptr, nullptr, &nodes, &edges, &count) != cudaSuccess) {
+  if (info(stream, &status, &result.id, nullptr, &nodes, &edges, &result.count) != cudaSuccess) {
     cudaGetLastError();  // the launch will say what is wrong
+    return {};
+  }
+  result.active = status == cudaStreamCaptureStatusActive;
+  if (result.count > 0) result.last = nodes[0];
+  return result;
+}
+
+// Whether the next launch on a stream may be early: inside a capture, unless it waits for several
+// nodes, the one before it and those that end the branches it has joined; it would wait for one of
+// them only.
+inline bool may_start_early(cudaStream_t stream) {
+  const Capture capture = capture_of(stream);
+  return capture.active && capture.count <= 1;
+}
+
+// Memory that a kernel reads or writes.
+struct Span {
+  const void* begin;
+  int64_t bytes;
+};
+
+// The kernel that this thread launched last into a graph among those that call
+// settle_earlier_kernels(), and what it writes.
+struct SettlingKernel {
+  unsigned long long capture = 0;
+  cudaGraphNode_t node = nullptr;
+  std::vector<Span> written;
+};
+inline thread_local SettlingKernel settling_kernel;
+
+// To be called behind its launch.
+inline void note_settling_kernel(Stream stream, std::vector<Span> written) {
+  const Capture capture = capture_of(as_cuda(stream));
+  settling_kernel = {};
+  if (capture.active && capture.count == 1) {
+    settling_kernel = {capture.id, capture.last, std::move(written)};
+  }
+}
+
+// Whether the next kernel on the stream may read that memory before it waits for earlier kernels:
+// where it comes right behind a settling one, which does not write it. All others are done.
+inline bool may_read_early(Stream stream, const Span& span) {
+  const Capture capture = capture_of(as_cuda(stream));
+  if (!capture.active || capture.count != 1 || capture.id != settling_kernel.capture ||
+      capture.last != settling_kernel.node) {
     return false;
   }
-  return status == cudaStreamCaptureStatusActive && count <= 1;
+  const auto* const begin = static_cast<const char*>(span.begin);
+  return std::none_of(settling_kernel.written.begin(), settling_kernel.written.end(),
+                      [&](const Span& s) {
+                        const auto* const other = static_cast<const char*>(s.begin);
+                        return other < begin + span.bytes && begin < other + s.bytes;
+                      });
 }
 
 // Launches a kernel that begins with wait_for_earlier_kernels(): in code for sm_90 and later it may
@@ -143,6 +199,15 @@ __device__ __forceinline__ void wait_for_earlier_kernels() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// The same, but the next kernel is not scheduled before all earlier ones are done (see
+// may_read_early).
+__device__ __forceinline__ void settle_earlier_kernels() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 #endif

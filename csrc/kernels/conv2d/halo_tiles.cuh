@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "halo_wgmma.h"
+#include "kernels/common/launch.cuh"
 #include "kernels/common/tma.cuh"
 
 namespace braze::cuda::halo {
@@ -27,11 +28,19 @@ struct Args {
   int load_rows;               // rows that one copy brings
   int64_t w_k, w_c, w_r, w_s;  // weight strides, of the computed and of the reduced channel
   bool copy_weights;           // by TMA, as they are in memory
+  bool settled_weights;        // may be read before earlier kernels are done
   bool flip;                   // dgrad: taps in reverse order
   bool relu;
   bool wide_stores;            // fp32 results 16 bytes at a time
   int64_t y_n, y_k, y_h, y_w;  // output strides
 };
+
+// The memory that a convolution's weights lie in.
+inline Span weight_span(const Conv2dShape& s, const Tensor4dRef& w) {
+  const int64_t last =
+      (s.k - 1) * w.n + (s.c - 1) * w.c + (s.r - 1) * w.h + (s.s - 1) * w.w;  // one group
+  return {w.data, (last + 1) * size_of(s.dtype)};
+}
 
 // A ring of stages that one thread fills with tiles, and kGroups groups of threads empty in turn:
 // tile j is that of group j % kGroups. A wait sees no more of a phase than its parity, so whoever

@@ -114,10 +114,22 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (group < kConsumers) set_offsets(a.tile_rows, a.tile_images);
   fence_async_proxy();
   __syncthreads();
-  wait_for_earlier_kernels();
+  if (!a.settled_weights) wait_for_earlier_kernels();
 
   if (warp == kConsumers * 4) {
     if (lane != 0) return;
+    const auto copy_weights = [&] {
+      for (int i = 0; i < steps; ++i) {
+        const int tap = i / blocks, block = i - tap * blocks;
+        mbarrier_expect(&weights_full[i], weight_tile);
+        tma_load_4d(&w_map, &weights_full[i], shared_address(shared + i * weight_tile),
+                    block * kChannelBlock, tap % a.s, tap / a.s, k0);
+      }
+    };
+    if (a.settled_weights) {
+      if (a.copy_weights) copy_weights();
+      wait_for_earlier_kernels();
+    }
     for (int j = 0, tile = blockIdx.x; tile < a.tiles; ++j, tile += gridDim.x) {
       const int stage = j % a.stages;
       uint64_t* const full = ring.begin(j, a.stages);
@@ -128,13 +140,7 @@ __global__ void __launch_bounds__(kThreads, 1)
                     shared_address(stages + stage * stage_bytes + block * raw_plane_bytes),
                     block * kChannelBlock, -a.pad_l, row - a.pad_t, image * a.tile_images);
       }
-      if (j > 0 || !a.copy_weights) continue;
-      for (int i = 0; i < steps; ++i) {
-        const int tap = i / blocks, block = i - tap * blocks;
-        mbarrier_expect(&weights_full[i], weight_tile);
-        tma_load_4d(&w_map, &weights_full[i], shared_address(shared + i * weight_tile),
-                    block * kChannelBlock, tap % a.s, tap / a.s, k0);
-      }
+      if (j == 0 && a.copy_weights && !a.settled_weights) copy_weights();
     }
     return;
   }
@@ -144,6 +150,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     fence_async_proxy();
     named_barrier(1, kConsumers * 128);
   }
+  if (a.settled_weights) wait_for_earlier_kernels();
 
   // Consumers: the two warpgroups take turns, so that one's epilogue hides behind the other's MMAs.
   unsigned char* out = stages + a.stages * stage_bytes +

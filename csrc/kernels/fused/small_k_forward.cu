@@ -162,7 +162,7 @@ __global__ void __launch_bounds__(32 * kMaxTileWarps, Products<Tp, T>::kBlocks)
   int index = blockIdx.x;
   InputLoader<Tp, TensorPixels<T>> loader(tiling, {tiling, x});
   const Tile first(tiling, index);
-  wait_for_earlier_kernels();
+  settle_earlier_kernels();
   loader.load(first);
   prepare_filters<Tp, T>(a, norm, w, partial, sets, saved, filters);
   P::prepare(filters, shared_products);
@@ -283,6 +283,13 @@ void small_k_forward(Stream stream, const SmallKShape& a, const SmallKNorm& norm
                    norm, tiling, static_cast<const T*>(x), static_cast<const T*>(w), moments, sets,
                    saved, static_cast<T*>(y), codes);
       check_launch("small_k forward");
+      const int64_t statistics = a.k * static_cast<int64_t>(sizeof(double));
+      note_settling_kernel(stream,
+                           {{y, a.n * a.k * (a.p / 2) * (a.q / 2) * size_of(a.dtype)},
+                            {codes, small_k_code_words(a) * int64_t{4}},
+                            {saved, small_k_saved_size(a) * static_cast<int64_t>(sizeof(double))},
+                            {norm.running_mean, statistics},
+                            {norm.running_var, statistics}});
     });
   });
 }

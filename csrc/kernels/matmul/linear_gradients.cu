@@ -15,7 +15,7 @@ constexpr int kColumns = 8;  // of the bias gradient, for one block
 // Sums of columns [first, first + kColumns) of dy.
 template <int kThreads, typename T>
 __device__ __forceinline__ void sum_columns(const MaskedOperand<T>& dy, int first, T* out) {
-  wait_for_earlier_kernels();
+  settle_earlier_kernels();
   constexpr int kRows = kThreads / kColumns, kWarps = kThreads / 32;
   __shared__ float sums[kWarps][kColumns];
   const int column = first + threadIdx.x % kColumns;
@@ -79,7 +79,7 @@ Problem<T> masked_problem(const MatmulArgs& args, const void* result) {
 
 template <typename T, typename Input, typename Weight>
 void launch(Stream stream, const LinearGradArgs& args) {
-  static_assert(Input::kThreads == Weight::kThreads);
+  static_assert(Input::kThreads == Weight::kThreads && Input::kSettles && Weight::kSettles);
   const auto blocks = [](const Problem<T>& p) {
     return static_cast<unsigned>(ceil_div(p.m, Input::kTileM) * ceil_div(p.n, Input::kTileN));
   };
@@ -88,6 +88,7 @@ void launch(Stream stream, const LinearGradArgs& args) {
   input.depth_tiles = static_cast<int>(ceil_div(input.k, Input::kDepth));
   weight.depth_tiles = static_cast<int>(ceil_div(weight.k, Weight::kDepth));
   weight.first_block = blocks(input);
+  input.settled_b = may_read_early(stream, span_of(input.b));
   const unsigned bias_block = weight.first_block + blocks(weight);
   const unsigned bias_blocks =
       args.bias ? static_cast<unsigned>(ceil_div(args.weight.m, kColumns)) : 0;
@@ -98,6 +99,9 @@ void launch(Stream stream, const LinearGradArgs& args) {
   launch_early(kernel, bias_block + bias_blocks, Input::kThreads, kShared, stream, input, weight,
                bias_block, static_cast<T*>(args.bias));
   check_launch("linear_gradients");
+  note_settling_kernel(stream, {input.written(),
+                                weight.written(),
+                                {args.bias, args.weight.m * static_cast<int64_t>(sizeof(T))}});
 }
 
 template <typename T, bool kSplit, typename Tile>
