@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import braze
-from braze._ops.gather import gather_images, gather_next
+from braze._ops.gather import empty_batch, gather_images, gather_next
 from common import assert_by_rule
 
 # [C, H, W]: whole vectors of 16 bytes, channels that end inside one, odd, prime, 1, none
@@ -24,6 +24,16 @@ def data_set(shape, device, dtype, count=11):
     scale = torch.rand(shape[0], dtype=acc, generator=generator) / 64
     shift = torch.randn(shape[0], dtype=acc, generator=generator)
     return [t.to(device) for t in (images, labels, scale, shift)]
+
+
+def draw(images, labels, order, position, batch, scale, shift, dtype, channels_last, filters=()):
+    """Images, labels and moments as gather_next() writes them."""
+    into = empty_batch(images, labels, batch, dtype, channels_last, filters)
+    for t in into:
+        if t is not None:
+            t.fill_(-77)
+    assert gather_next(images, labels, order, position, scale, shift, into, filters) is None
+    return into
 
 
 def stock(images, labels, indices, scale, shift, dtype, channels_last, acc=None):
@@ -117,7 +127,7 @@ def test_next(device, dtype, channels_last):
     for batch in (4, 0, 1, 6):
 
         def function(images, labels, indices, *rest, batch=batch):
-            return gather_next(images, labels, order, position, batch, *rest)[:2]
+            return draw(images, labels, order, position, batch, *rest)[:2]
 
         version = position._version
         indices = order[begin : begin + batch]
@@ -135,32 +145,11 @@ def test_next_with_many_blocks(device):
     for i in range(3):
 
         def function(images, labels, indices, *rest):
-            return gather_next(images, labels, order, position, 3000, *rest)[:2]
+            return draw(images, labels, order, position, 3000, *rest)[:2]
 
         indices = order[3000 * i : 3000 * (i + 1)]
         check(function, images, labels, indices, scale, shift, torch.float32, False)
         assert position.tolist() == [3000 * (i + 1), 0]
-
-
-@pytest.mark.parametrize("shape", [(1, 28, 28), (3, 5, 3)])
-@pytest.mark.parametrize("to", [torch.bfloat16, torch.float16, torch.float32])
-def test_next_with_casts(device, dtype, shape, to):
-    """The casts are made whether the launch takes them or not, and the batch is the same."""
-    images, labels, scale, shift = data_set(shape, device, dtype)
-    order = torch.randperm(11, device=device)
-    inputs = [torch.randn(n, device=device) for n in (1, 2049, 70000, 8)]
-    inputs.append(torch.randn(2, 3, 5, 4, device=device).to(memory_format=torch.channels_last))
-    inputs.append(torch.randn(33, device=device)[1:])
-    for batch in (0, 4):
-        results = []
-        for casts in (((), ()), ([torch.full_like(t, -1, dtype=to) for t in inputs], inputs)):
-            position = torch.zeros(2, dtype=torch.int64, device=device)
-            rest = scale, shift, dtype, True
-            results += gather_next(images, labels, order, position, batch, *rest, casts)[:2]
-            assert position.tolist() == [batch, 0]
-        assert torch.equal(results[0], results[2])
-        assert torch.equal(results[1], results[3])
-        assert all(torch.equal(a, b.to(to)) for a, b in zip(*casts, strict=True))
 
 
 def first_block(batch, weight, padding, moments=None):
@@ -187,20 +176,16 @@ def test_next_with_moments(device, dtype, shape, filters):
     images, labels, scale, shift = data_set(shape, device, dtype)
     order = torch.randperm(11, device=device).repeat(30)
     weight = torch.randn(8, shape[0], *filters[:2], device=device).to(dtype)
-    to = torch.bfloat16 if dtype != torch.bfloat16 else torch.float16
-    inputs = [torch.randn(s, device=device) for s in (5, 2048)]
-    for batch, cast_to in ((9, dtype), (300, to)):
-        casts = [torch.zeros_like(t, dtype=cast_to) for t in inputs], inputs
+    for batch in (9, 300):
         position = torch.tensor([2, 0], device=device)
         arguments = images, labels, order, position, batch, scale, shift, dtype, True
-        x, y, none = gather_next(*arguments)
-        assert none.numel() == 0
+        x, y, none = draw(*arguments)
+        assert none is None
         position[0] = 2
-        x_beside, y_beside, moments = gather_next(*arguments, casts, filters)
+        x_beside, y_beside, moments = draw(*arguments, filters)
         assert position.tolist() == [2 + batch, 0]
         assert torch.equal(x, x_beside)
         assert torch.equal(y, y_beside)
-        assert all(torch.equal(a, b.to(cast_to)) for a, b in zip(*casts, strict=True))
         expected = first_block(x, weight, filters[2:])
         given = first_block(x, weight, filters[2:], moments)
         for a, b in zip(given, expected, strict=True):
@@ -216,7 +201,7 @@ def test_moments_of_images_out_of_bounds(device):
     order = torch.tensor([1, 11, 2], device=device)
     position = torch.zeros(2, dtype=torch.int64, device=device)
     arguments = images, labels, order, position, 3, scale, shift, torch.float32, True
-    x, _, moments = gather_next(*arguments, ((), ()), (3, 3, 1, 1))
+    x, _, moments = draw(*arguments, (3, 3, 1, 1))
     weight = torch.randn(8, 1, 3, 3, device=device)
     assert first_block(x, weight, (1, 1), moments)[2].isnan().any()
 
@@ -247,10 +232,10 @@ def test_position_out_of_bounds(device, begin):
     arguments = images, labels, order, position, 4, scale, shift, torch.float32, False
     if device == "cpu":
         with pytest.raises(IndexError, match=rf"batch of 4 from position {begin} is out of bounds"):
-            gather_next(*arguments)
+            draw(*arguments)
         assert position.tolist() == [begin, 0]
         return
-    batch, batch_labels, _ = gather_next(*arguments)
+    batch, batch_labels, _ = draw(*arguments)
     for i in range(4):
         inside = 0 <= begin + i < 11
         assert batch[i].isnan().any() == (not inside)
@@ -276,16 +261,11 @@ def test_opcheck(device, dtype, channels_last):
     tail = scale, shift, dtype, channels_last
     ops = torch.ops.braze
     torch.library.opcheck(ops.gather_images.default, (images, labels, order, *tail))
-    casts = [torch.zeros(5, device=device).bfloat16()], [torch.randn(5, device=device)]
-    for lists in (([], []), casts):
-        call = (images, labels, order, position, 2, *tail, *lists)
+    filters = [3, 3, 1, 0]
+    for wanted in ([], filters):
+        into = empty_batch(images, labels, 2, dtype, channels_last, wanted)
+        call = images, labels, order, position, scale, shift, *into, wanted
         torch.library.opcheck(ops.gather_next.default, call)
-    # The values of sets that do not count are anything: shapes only.
-    torch.library.opcheck(
-        ops.gather_next.default,
-        (*call, [3, 3, 1, 0]),
-        test_utils=("test_schema", "test_faketensor"),
-    )
 
 
 def test_compile(device):
@@ -296,11 +276,9 @@ def test_compile(device):
     def function(position):
         tail = scale, shift, torch.float32, True
         one, _ = gather_images(images, labels, order[:4], *tail)
-        two, *_ = gather_next(images, labels, order, position, 4, *tail)
-        three, *more = gather_next(
-            images, labels, order, position, 4, *tail, ((), ()), (3, 3, 1, 1)
-        )
-        return one + two, three, more[0]
+        two, *_ = draw(images, labels, order, position, 4, *tail)
+        three, targets, _ = draw(images, labels, order, position, 4, *tail, (3, 3, 1, 1))
+        return one + two, three, targets
 
     expected = function(position)
     assert position[0] == 8
@@ -318,8 +296,9 @@ def test_not_differentiable(device):
     tail = scale.requires_grad_(), shift, torch.float32, False
     with pytest.raises(RuntimeError, match="braze::gather_images is not differentiable"):
         torch.ops.braze.gather_images(images, labels, order, *tail)
+    into = empty_batch(images, labels, 2, *tail[2:])
     with pytest.raises(RuntimeError, match="braze::gather_next is not differentiable"):
-        torch.ops.braze.gather_next(images, labels, order, position, 2, *tail, [], [])
+        torch.ops.braze.gather_next(images, labels, order, position, *tail[:2], *into)
 
 
 @pytest.mark.parametrize(
@@ -365,16 +344,34 @@ def test_bad_input_of_next(device):
         (position[:1], 2, r"position of dtype int64 and shape \[2\], but got int64 \[1\]"),
         (position.int(), 2, r"position of dtype int64.*int32"),
         (torch.zeros(4, dtype=torch.int64, device=device)[::2], 2, "a contiguous position"),
-        (position, -1, "batch of at least 0, but got -1"),
     ]:
         with pytest.raises(RuntimeError, match=f"gather_next: expected {message}"):
-            gather_next(images, labels, order, bad, batch, *tail)
+            draw(images, labels, order, bad, batch, *tail)
+    into = empty_batch(images, labels, 2, *tail[2:], (3, 3, 1, 1))
+    for index, change, message in [
+        (
+            0,
+            lambda t: t[:, :2],
+            r"batch_images of shape \[batch, 3, 4, 4\], but got \[2, 2, 4, 4\]",
+        ),
+        (0, lambda t: t.transpose(2, 3), "contiguous or channels_last batch_images"),
+        (0, lambda t: t.int(), "dtype of dtype float64.*but got int32"),
+        (1, lambda t: t[:1], r"batch_labels of dtype int64 and shape \[2\], but got int64 \[1\]"),
+        (1, lambda t: t.int(), "batch_labels of dtype int64.*int32"),
+        (1, lambda t: t.repeat(2)[::2], "contiguous batch_labels"),
+        (2, lambda t: t[1:], r"contiguous float64 moments of shape \[512, 405\].*\[511, 405\]"),
+        (2, lambda t: t.float(), "contiguous float64 moments.*float32"),
+    ]:
+        bad = list(into)
+        bad[index] = change(bad[index])
+        with pytest.raises(RuntimeError, match=f"expected .*{message}"):
+            gather_next(images, labels, order, position, scale, shift, bad, (3, 3, 1, 1))
     for filters in ((3, 3), (3, 3, -1, 0), (0, 3, 1, 1), (4, 4, 9, 9), (3, 3, 0, 0, 0)):
         with pytest.raises(RuntimeError, match="filters"):
-            gather_next(images[:, :, :3, :3], labels, order, position, 2, *tail, ((), ()), filters)
+            draw(images[:, :, :3, :3], labels, order, position, 2, *tail, filters)
     if device == "cuda":
         with pytest.raises(RuntimeError, match="all tensors to be on the same device, but labels"):
-            gather_next(images, labels.cpu(), order, position, 2, *tail)
+            gather_next(images, labels.cpu(), order, position, scale, shift, (*into[:2], None))
     assert position.tolist() == [0, 0]
 
 

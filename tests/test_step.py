@@ -426,10 +426,15 @@ def check_bound(device, make):
     return step
 
 
-def test_bound_to_a_loader(device):
+@pytest.mark.parametrize("ahead", [True, False], ids=["small", "large"])
+def test_bound_to_a_loader(device, ahead, monkeypatch):
+    if not ahead:
+        monkeypatch.setattr(braze.step, "_PREFETCHED", 6 * 16 * 4 - 1)
     step = check_bound(device, make)
     if device == "cuda":
         assert len(graphs(step)) == 2  # the full batch and the last one
+        fetched = [entry.prefetch is not None for entry in step._entries.values()]
+        assert sorted(fetched) == [ahead, True]
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])

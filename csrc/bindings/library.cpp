@@ -88,10 +88,9 @@ STABLE_TORCH_LIBRARY(braze, m) {
       "gather_images(Tensor images, Tensor labels, Tensor indices, Tensor scale, Tensor shift, "
       "ScalarType dtype, bool channels_last) -> (Tensor images, Tensor labels)");
   m.def(
-      "gather_next(Tensor images, Tensor labels, Tensor order, Tensor(a!) position, int batch, "
-      "Tensor scale, Tensor shift, ScalarType dtype, bool channels_last, "
-      "Tensor(b!)[] cast_outputs, Tensor[] cast_inputs, int[] filters=[]) "
-      "-> (Tensor images, Tensor labels, Tensor moments)");
+      "gather_next(Tensor images, Tensor labels, Tensor order, Tensor(a!) position, Tensor scale, "
+      "Tensor shift, Tensor(b!) batch_images, Tensor(c!) batch_labels, Tensor(d!)? moments=None, "
+      "int[] filters=[]) -> ()");
 
   // matmul, linear
   m.def(

@@ -58,8 +58,8 @@ const KernelEntry kEntry({"gather_images", "simd", "float64 float32 bfloat16 flo
 
 }  // namespace
 
-GatherDone gather_images(Stream, const GatherArgs& args, void* batch_images, int64_t* batch_labels,
-                         const GatherBeside&) {
+bool gather_images(Stream, const GatherArgs& args, void* batch_images, int64_t* batch_labels,
+                   const SmallKShape*, double*) {
   const int64_t* indices = checked_indices(args);
   const int64_t channels = args.channels, pixels = args.pixels, size = channels * pixels;
   for (int64_t b = 0; b < args.batch; ++b) batch_labels[b] = args.labels[indices[b]];
@@ -89,7 +89,7 @@ GatherDone gather_images(Stream, const GatherArgs& args, void* batch_images, int
     });
   });
   if (args.position != nullptr) *args.position += args.batch;
-  return {};
+  return false;
 }
 
 }  // namespace braze::cpu

@@ -1,7 +1,6 @@
-// Batches of a data set (gather.h), and what a captured step has made in the same launch.
+// Batches of a data set (gather.h), and the moments of their patches.
 #include "kernels/gather/gather.h"
 
-#include "ops/cast.h"
 #include "ops/common.h"
 
 namespace braze {
@@ -15,8 +14,6 @@ void check_vector(const char* op, const char* arg, const Tensor& t, ScalarType d
               count < 0 ? "count" : std::to_string(count), "], but got ",
               scalar_type_name(t.scalar_type()), " ", shape_string(t));
 }
-
-using Batch = std::tuple<Tensor, Tensor, Tensor>;
 
 // The patches of a convolution's input, for filters [height, width, padding, padding].
 SmallKShape patch_shape(const char* op, const Tensor& x, DType dtype,
@@ -35,98 +32,102 @@ SmallKShape patch_shape(const char* op, const Tensor& x, DType dtype,
   return a;
 }
 
-Batch gather(const char* op, const Tensor& images, const Tensor& labels, const Tensor& indices,
-             int64_t* position, int64_t batch, const Tensor& scale, const Tensor& shift,
-             ScalarType dtype, bool channels_last, const Casts& casts = {},
-             const std::vector<int64_t>& filters = {}) {
+void check_images(const char* op, const Tensor& images) {
   BRAZE_CHECK(images.scalar_type() == ScalarType::Byte && images.dim() == 4, op,
               ": expected images of dtype uint8 and shape [N, C, H, W], but got ",
               scalar_type_name(images.scalar_type()), " ", shape_string(images));
-  const int64_t count = images.size(0), channels = images.size(1);
-  const int64_t pixels = images.size(2) * images.size(3);
-  BRAZE_CHECK(channels * pixels < int64_t{1} << 30, op,
+  const int64_t size = images.size(1) * images.size(2) * images.size(3);
+  BRAZE_CHECK(size < int64_t{1} << 30, op,
               ": expected images of less than 2^30 elements each, but got ", shape_string(images));
+}
+
+// patches, moments: null where none are wanted.
+void gather(const char* op, const Tensor& images, const Tensor& labels, const Tensor& indices,
+            int64_t* position, const Tensor& scale, const Tensor& shift, Tensor& batch_images,
+            Tensor& batch_labels, const SmallKShape* patches, double* moments) {
+  const int64_t count = images.size(0), channels = images.size(1);
+  const DType dtype = dtype_of(op, "dtype", batch_images);
   check_vector(op, "labels", labels, ScalarType::Long, count, images);
   check_vector(op, "indices", indices, ScalarType::Long, -1, images);
-  const ScalarType acc = dtype == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+  const ScalarType acc = dtype == DType::kFloat64 ? ScalarType::Double : ScalarType::Float;
   check_vector(op, "scale", scale, acc, channels, images);
   check_vector(op, "shift", shift, acc, channels, images);
 
   const DeviceContext context(images);
-  Tensor batch_images =
-      empty_4d({batch, channels, images.size(2), images.size(3)}, images, channels_last, dtype);
-  Tensor batch_labels = empty({batch}, labels);
-  const DType batch_dtype = dtype_of(op, "dtype", batch_images);
   const Tensor data = as_contiguous(images), targets = as_contiguous(labels);
   const Tensor order = as_contiguous(indices);
   const Tensor factors = as_contiguous(scale), terms = as_contiguous(shift);
   GatherArgs args{};
-  args.dtype = batch_dtype;
+  args.dtype = dtype;
   args.images = static_cast<const uint8_t*>(data.const_data_ptr());
   args.labels = static_cast<const int64_t*>(targets.const_data_ptr());
   args.count = count;
-  args.batch = batch;
+  args.batch = batch_images.size(0);
   args.channels = channels;
-  args.pixels = pixels;
+  args.pixels = images.size(2) * images.size(3);
   args.indices = static_cast<const int64_t*>(order.const_data_ptr());
   args.index_count = order.numel();
   args.position = position;
   args.scale = factors.const_data_ptr();
   args.shift = terms.const_data_ptr();
-  args.channels_last = channels_last;
+  args.channels_last = !batch_images.is_contiguous();
   const Stream stream = context.stream();
   void* const to = batch_images.mutable_data_ptr();
   auto* const labels_to = static_cast<int64_t*>(batch_labels.mutable_data_ptr());
-  GatherBeside beside{};
-  beside.from = casts.from;
-  beside.to = casts.to;
-  beside.casts = casts.tensors.data();
-  beside.cast_count = static_cast<int64_t>(casts.tensors.size());
-  SmallKShape patches{};
-  const bool wants_moments = !filters.empty() && batch > 0;
-  if (wants_moments) patches = patch_shape(op, batch_images, batch_dtype, filters);
-  const int64_t sets = wants_moments ? kSmallKMostSets : 0;
-  Tensor moments =
-      empty({sets, wants_moments ? small_k_moments(patches) : 0}, images, ScalarType::Double);
-  auto* const sums = static_cast<double*>(moments.mutable_data_ptr());
-  if (wants_moments) {
-    beside.patches = &patches;
-    beside.moments = sums;
-  }
-  const GatherDone done = dev::gather_images(stream, args, to, labels_to, beside);
-  if (beside.cast_count > 0 && !done.casts) {
-    dev::cast(stream, casts.from, casts.to, casts.tensors.data(), beside.cast_count);
-  }
-  if (wants_moments && !done.moments) {
-    dev::small_k_sum_moments(stream, patches, to, sums, nullptr);
-  }
-  return {batch_images, batch_labels, moments};
+  const bool summed = dev::gather_images(stream, args, to, labels_to, patches, moments);
+  if (patches && !summed) dev::small_k_sum_moments(stream, *patches, to, moments, nullptr);
 }
 
 std::tuple<Tensor, Tensor> gather_images(const Tensor& images, const Tensor& labels,
                                          const Tensor& indices, const Tensor& scale,
                                          const Tensor& shift, ScalarType dtype,
                                          bool channels_last) {
+  constexpr const char* kOp = "gather_images";
+  check_images(kOp, images);
   const int64_t batch = indices.dim() == 1 ? indices.size(0) : 0;
-  auto [batch_images, batch_labels, moments] = gather(
-      "gather_images", images, labels, indices, nullptr, batch, scale, shift, dtype, channels_last);
+  Tensor batch_images = empty_4d({batch, images.size(1), images.size(2), images.size(3)}, images,
+                                 channels_last, dtype);
+  Tensor batch_labels = empty({batch}, images, ScalarType::Long);
+  gather(kOp, images, labels, indices, nullptr, scale, shift, batch_images, batch_labels, nullptr,
+         nullptr);
   return {batch_images, batch_labels};
 }
 
-Batch gather_next(const Tensor& images, const Tensor& labels, const Tensor& order,
-                  const Tensor& position, int64_t batch, const Tensor& scale, const Tensor& shift,
-                  ScalarType dtype, bool channels_last, const std::vector<Tensor>& cast_outputs,
-                  const std::vector<Tensor>& cast_inputs, const std::vector<int64_t>& filters) {
-  const Casts casts = checked_casts("gather_next", cast_outputs, cast_inputs);
-  if (!cast_inputs.empty()) {
-    check_same_device("gather_next", "cast_inputs", cast_inputs[0], "images", images);
+void gather_next(const Tensor& images, const Tensor& labels, const Tensor& order,
+                 const Tensor& position, const Tensor& scale, const Tensor& shift,
+                 const Tensor& batch_images, const Tensor& batch_labels,
+                 const std::optional<Tensor>& moments, const std::vector<int64_t>& filters) {
+  constexpr const char* kOp = "gather_next";
+  check_images(kOp, images);
+  check_vector(kOp, "position", position, ScalarType::Long, 2, images);
+  BRAZE_CHECK(position.is_contiguous(), kOp, ": expected a contiguous position");
+  check_same_device(kOp, "batch_images", batch_images, "images", images);
+  BRAZE_CHECK(
+      batch_images.dim() == 4 && batch_images.size(1) == images.size(1) &&
+          batch_images.size(2) == images.size(2) && batch_images.size(3) == images.size(3) &&
+          (batch_images.is_contiguous() || is_channels_last(batch_images)),
+      kOp, ": expected contiguous or channels_last batch_images of shape [batch, ", images.size(1),
+      ", ", images.size(2), ", ", images.size(3), "], but got ", shape_string(batch_images));
+  const int64_t batch = batch_images.size(0);
+  check_vector(kOp, "batch_labels", batch_labels, ScalarType::Long, batch, images);
+  BRAZE_CHECK(batch_labels.is_contiguous(), kOp, ": expected contiguous batch_labels");
+  SmallKShape patches{};
+  double* sums = nullptr;
+  if (moments && batch > 0) {
+    patches = patch_shape(kOp, batch_images, dtype_of(kOp, "dtype", batch_images), filters);
+    check_same_device(kOp, "moments", *moments, "images", images);
+    BRAZE_CHECK(moments->scalar_type() == ScalarType::Double && moments->dim() == 2 &&
+                    moments->size(0) == kSmallKMostSets &&
+                    moments->size(1) == small_k_moments(patches) && moments->is_contiguous(),
+                kOp, ": expected contiguous float64 moments of shape [", kSmallKMostSets, ", ",
+                small_k_moments(patches), "], but got ", scalar_type_name(moments->scalar_type()),
+                " ", shape_string(*moments));
+    Tensor written = *moments;
+    sums = static_cast<double*>(written.mutable_data_ptr());
   }
-  check_vector("gather_next", "position", position, ScalarType::Long, 2, images);
-  BRAZE_CHECK(position.is_contiguous(), "gather_next: expected a contiguous position");
-  BRAZE_CHECK(batch >= 0, "gather_next: expected batch of at least 0, but got ", batch);
-  return gather("gather_next", images, labels, order,
-                static_cast<int64_t*>(position.mutable_data_ptr()), batch, scale, shift, dtype,
-                channels_last, casts, filters);
+  Tensor place = position, images_to = batch_images, labels_to = batch_labels;
+  gather(kOp, images, labels, order, static_cast<int64_t*>(place.mutable_data_ptr()), scale, shift,
+         images_to, labels_to, sums ? &patches : nullptr, sums);
 }
 
 }  // namespace

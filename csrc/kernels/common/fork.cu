@@ -15,12 +15,16 @@ void check(cudaError_t error) {
   }
 }
 
+// Blocks of kernels on streams of higher priority (lower numbers) go first. braze.TrainStep's main
+// stream has kUrgent, its branch for what no gradient waits for that of ordinary streams, 0.
+constexpr int kBeside = -1, kUrgent = -2;
+
 struct Side {
   cudaStream_t stream = nullptr;
   cudaEvent_t forked = nullptr, joined = nullptr;
 
   // Never destroyed: the CUDA context may be gone first.
-  void create(int priority = 0) {
+  void create(int priority) {
     if (stream) return;
     check(cudaEventCreateWithFlags(&forked, cudaEventDisableTiming));
     check(cudaEventCreateWithFlags(&joined, cudaEventDisableTiming));
@@ -35,7 +39,7 @@ Side& side() {
   check(cudaGetDevice(&device));
   if (sides.size() <= static_cast<size_t>(device)) sides.resize(device + 1);
   Side& s = sides[device];
-  s.create();
+  s.create(kBeside);
   return s;
 }
 
@@ -47,8 +51,7 @@ void order(cudaStream_t from, cudaEvent_t event, cudaStream_t to) {
 }
 
 struct Aside {
-  // The second one's blocks go before those of kernels on ordinary streams.
-  Side sides[2];
+  Side sides[2];  // the second one urgent
   bool unjoined[2] = {};
   Stream main = nullptr;
   bool open = false;
@@ -85,7 +88,7 @@ bool open_aside(Stream main) {
   const std::lock_guard<std::mutex> lock(aside_mutex);
   Aside& a = aside();
   if (a.open) return false;
-  for (int urgent = 0; urgent < 2; ++urgent) a.sides[urgent].create(-urgent);
+  for (int urgent = 0; urgent < 2; ++urgent) a.sides[urgent].create(urgent ? kUrgent : kBeside);
   a.main = main;
   a.open = true;
   return true;

@@ -128,10 +128,9 @@ inline void divide(Gather& g, int width, int threads_per_block) {
   g.step_vectors = static_cast<int>(threads % g.vectors);
 }
 
-// gather_moments.cu: gathers, casts (float32 to args.dtype) and sums moments, where all that can be
-// one launch; else does nothing and returns false.
+// gather_moments.cu: gathers and sums moments, where that can be one launch; else does nothing and
+// returns false.
 bool gather_and_sum_moments(Stream stream, const GatherArgs& args, void* batch_images,
-                            int64_t* batch_labels, const SmallKShape& patches, double* moments,
-                            const CastTensor* casts, int64_t cast_count);
+                            int64_t* batch_labels, const SmallKShape& patches, double* moments);
 
 }  // namespace braze::cuda

@@ -1,6 +1,5 @@
 #pragma once
 
-#include "kernels/cast/cast.h"
 #include "kernels/common/types.h"
 #include "kernels/fused/small_k.h"
 
@@ -20,18 +19,6 @@ struct GatherArgs {
   bool channels_last;  // the batch: [batch, pixels, channels] in memory
 };
 
-// What may be done in the launch that gathers, since it waits for nothing there.
-struct GatherBeside {
-  DType from, to;  // cast(), where there are casts
-  const CastTensor* casts;
-  int64_t cast_count;
-  const SmallKShape* patches;  // small_k_sum_moments() of the batch, or null
-  double* moments;
-};
-struct GatherDone {
-  bool casts, moments;
-};
-
 }  // namespace braze
 
 namespace braze::BRAZE_DEVICE {
@@ -46,8 +33,9 @@ namespace braze::BRAZE_DEVICE {
 // An i outside [0, count), or a p + b outside [0, index_count): the CPU throws before anything is
 // written; CUDA makes that image NaN and its label -1, and reads nothing.
 //
-// Does of `beside` what it can in the same launch, and says what it has done.
-GatherDone gather_images(Stream stream, const GatherArgs& args, void* batch_images,
-                         int64_t* batch_labels, const GatherBeside& beside);
+// Where `patches` is not null and all can be one launch, small_k_sum_moments() of the batch too.
+// Returns whether `moments` have been written.
+bool gather_images(Stream stream, const GatherArgs& args, void* batch_images, int64_t* batch_labels,
+                   const SmallKShape* patches, double* moments);
 
 }  // namespace braze::BRAZE_DEVICE

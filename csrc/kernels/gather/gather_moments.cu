@@ -1,10 +1,8 @@
-// A batch and the moments of its patches (small_k.h) in one launch, for images of one channel: in a
-// graph the second kernel starts some microseconds after the first, which is then done with both.
+// A batch and the moments of its patches (small_k.h) in one launch, for images of one channel.
 // Blocks that sum read the images' bytes for themselves.
 #include <limits>
 
 #include "gather.cuh"
-#include "kernels/cast/cast_list.cuh"
 #include "kernels/common/registry.h"
 #include "kernels/fused/small_k_moments.cuh"
 
@@ -44,12 +42,11 @@ class GatheredPixels {
   bool missing_ = false;
 };
 
-// The grid: blocks that sum, blocks that gather, blocks that cast, and some to fill a cluster.
+// The grid: blocks that sum, blocks that gather, and some to fill a cluster.
 template <typename Tp, typename T>
 __global__ void __launch_bounds__(kMomentThreads)
     gather_moments_kernel(const __grid_constant__ Gather g, const __grid_constant__ MomentPart part,
-                          T* batch_images, int64_t* batch_labels, double* moments,
-                          const __grid_constant__ CastList casts) {
+                          T* batch_images, int64_t* batch_labels, double* moments) {
   unsigned block = blockIdx.x;
   if (block < static_cast<unsigned>(part.blocks)) {
     const auto pixels = [&] { return GatheredPixels<T>(g, take_batch(g.args, g.readers)); };
@@ -58,14 +55,7 @@ __global__ void __launch_bounds__(kMomentThreads)
   }
   wait_for_earlier_kernels();
   block -= part.blocks;
-  if (block < g.blocks) {
-    gather_block<false, kVecWidth<T>>(g, block, batch_images, batch_labels);
-  } else if constexpr (sizeof(T) == 2) {
-    block -= g.blocks;
-    if (block < static_cast<unsigned>(casts.first_block[casts.count])) {
-      cast_block<float, T>(casts, block);
-    }
-  }
+  if (block < g.blocks) gather_block<false, kVecWidth<T>>(g, block, batch_images, batch_labels);
 }
 
 const KernelEntry kEntry({"gather_images", "with_moments", "float32 bfloat16 float16", "sm_80+",
@@ -75,8 +65,7 @@ const KernelEntry kEntry({"gather_images", "with_moments", "float32 bfloat16 flo
 }  // namespace
 
 bool gather_and_sum_moments(Stream stream, const GatherArgs& args, void* batch_images,
-                            int64_t* batch_labels, const SmallKShape& patches, double* moments,
-                            const CastTensor* casts, int64_t cast_count) {
+                            int64_t* batch_labels, const SmallKShape& patches, double* moments) {
   const int64_t width = 16 / size_of(args.dtype);
   const bool whole_vectors = args.pixels % width == 0 &&
                              reinterpret_cast<uintptr_t>(batch_images) % 16 == 0 &&
@@ -91,23 +80,20 @@ bool gather_and_sum_moments(Stream stream, const GatherArgs& args, void* batch_i
   const std::vector<MomentPart> parts = moment_parts(source);
   if (parts.size() != 1) return false;
   const MomentPart& part = parts[0];
-  CastList list{};
-  list.for_each_launch(casts, cast_count, [] {});
   Gather g{};
   g.args = args;
   g.inner = FastDiv(args.pixels);
   g.image_size = static_cast<int>(args.pixels);
   divide(g, static_cast<int>(width), kMomentThreads);
   g.readers = g.blocks + part.blocks;
-  const auto blocks =
-      static_cast<unsigned>(ceil_div(g.readers + list.blocks(), part.cluster) * part.cluster);
+  const auto blocks = static_cast<unsigned>(ceil_div(g.readers, part.cluster) * part.cluster);
   const auto run = [&](auto tag) {
     using T = typename decltype(tag)::type;
     const auto launch = [&](auto taps) {
       using Tp = decltype(taps);
       launch_early_in_clusters(gather_moments_kernel<Tp, T>, blocks, kMomentThreads,
                                part.shared_bytes(Tp::C), stream, part.cluster, g, part,
-                               static_cast<T*>(batch_images), batch_labels, moments, list);
+                               static_cast<T*>(batch_images), batch_labels, moments);
     };
     patches.r == 3 ? launch(Taps<1, 3, 3>{}) : launch(Taps<1, 5, 5>{});
     check_launch("gather_images with moments");

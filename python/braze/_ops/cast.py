@@ -33,10 +33,10 @@ class _Casts(torch.autograd.Function):
     """Tensors of one dtype in another one."""
 
     @staticmethod
-    def forward(ctx, dtype, later, *tensors):
+    def forward(ctx, dtype, *tensors):
         ctx.dtype = tensors[0].dtype
         ctx.set_materialize_grads(False)
-        return tuple(_cast(tensors, dtype, later))
+        return tuple(_cast(tensors, dtype))
 
     @staticmethod
     def backward(ctx, *grads):
@@ -49,20 +49,18 @@ class _Casts(torch.autograd.Function):
             _aside.join(present)
             cast = _cast(present, ctx.dtype)
         cast = iter(cast)
-        return None, None, *(None if g is None else next(cast) for g in grads)
+        return None, *(None if g is None else next(cast) for g in grads)
 
 
 def _is_dense(t):
     return t.is_contiguous() or is_channels_last(t)
 
 
-def _cast(tensors, dtype, later=None):
+def _cast(tensors, dtype):
     # A gradient may be a view with gaps, or of any strides.
     tensors = [t if _is_dense(t) else t.contiguous() for t in tensors]
     results = [torch.empty_like(t, dtype=dtype) for t in tensors]
-    if later is not None:
-        later.append((results, tensors))
-    elif results:
+    if results:
         cast_(results, tensors)
     return results
 
@@ -78,20 +76,15 @@ class SharedCasts:
         self._ready = {}
 
     @contextlib.contextmanager
-    def active(self, later=None):
-        """The scope of a forward pass.
-
-        Args:
-            later: a list that gets the arguments of each :func:`cast_`, for the caller to do; None:
-                they are done here.
-        """
+    def active(self):
+        """The scope of a forward pass."""
         outer, current.casts = current.casts, self
         try:
             together = {}
             for (_, dtype), p in self._wanted.items():
                 together.setdefault((dtype, p.dtype, p.device), []).append(p)
             for (dtype, _, _), parameters in together.items():
-                casts = _Casts.apply(dtype, later, *parameters)
+                casts = _Casts.apply(dtype, *parameters)
                 for p, cast in zip(parameters, casts, strict=True):
                     self._ready[id(p), dtype] = p._version, cast
             yield

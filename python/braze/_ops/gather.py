@@ -12,43 +12,33 @@ _ops = torch.ops.braze
 _MOST_SETS = 512  # of moments: kSmallKMostSets in csrc/kernels/fused/small_k.h
 
 
-def _fake_batch(images, labels, batch, dtype, channels_last):
+def _fake_gather_images(images, labels, indices, scale, shift, dtype, channels_last):
+    return _empty_batch(images, labels, indices.shape[0], dtype, channels_last)
+
+
+def _empty_batch(images, labels, batch, dtype, channels_last):
     layout = torch.channels_last if channels_last else torch.contiguous_format
     shape = (batch, *images.shape[1:])
     batch_images = torch.empty(shape, dtype=dtype, device=images.device, memory_format=layout)
     return batch_images, labels.new_empty(batch)
 
 
-def _fake_gather_images(images, labels, indices, scale, shift, dtype, channels_last):
-    return _fake_batch(images, labels, indices.shape[0], dtype, channels_last)
-
-
-def _fake_gather_next(
-    images, labels, order, position, batch, scale, shift, dtype, channels_last, outputs, inputs,
-    filters=(),
-):  # fmt: skip
-    made = _fake_batch(images, labels, batch, dtype, channels_last)
-    sets = _MOST_SETS if filters and batch > 0 else 0
-    taps = images.shape[1] * filters[0] * filters[1] if sets else 0
-    moments = images.new_empty((sets, taps + taps * (taps + 1) // 2), dtype=torch.float64)
-    return *made, moments
-
-
 def _gather_next_autograd(
-    images, labels, order, position, batch, scale, shift, dtype, channels_last, outputs, inputs,
+    images, labels, order, position, scale, shift, batch_images, batch_labels, moments=None,
     filters=(),
 ):  # fmt: skip
-    if torch.is_grad_enabled() and (scale.requires_grad or shift.requires_grad):
+    if torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (scale, shift, batch_images, moments)
+    ):
         raise RuntimeError("braze::gather_next is not differentiable")
+    inputs, outputs = (images, labels, order), (batch_images, batch_labels, moments)
     with below_autograd():
-        tail = scale, shift, dtype, channels_last, outputs, inputs, filters
-        result = _ops.gather_next.default(images, labels, order, position, batch, *tail)
+        _ops.gather_next.default(*inputs, position, scale, shift, *outputs, filters)
     mark_written(position, *outputs)
-    return result
 
 
 register("gather_images", fake=_fake_gather_images)
-register("gather_next", fake=_fake_gather_next, autograd=_gather_next_autograd)
+register("gather_next", fake=lambda *args: None, autograd=_gather_next_autograd)
 
 
 def _as_torch_error(error):
@@ -88,48 +78,43 @@ def gather_images(images, labels, indices, scale, shift, dtype, channels_last):
         raise _as_torch_error(error) from None
 
 
-def gather_next(
-    images,
-    labels,
-    order,
-    position,
-    batch,
-    scale,
-    shift,
-    dtype,
-    channels_last,
-    casts=((), ()),
-    filters=(),
-):
-    """:func:`gather_images` of the next `batch` indices in `order`; the device keeps count.
+def empty_batch(images, labels, batch, dtype, channels_last, filters=()):
+    """What :func:`gather_next` writes `batch` images to: images, labels, and the patches' moments
+    (float64, for ``torch.ops.braze.conv_bn_relu_max_pool2d``) or, without `filters`, None."""
+    moments = None
+    if filters:
+        taps = images.shape[1] * filters[0] * filters[1]
+        sums = taps + taps * (taps + 1) // 2
+        moments = torch.empty(_MOST_SETS, sums, dtype=torch.float64, device=images.device)
+    return *_empty_batch(images, labels, batch, dtype, channels_last), moments
+
+
+def gather_next(images, labels, order, position, scale, shift, batch, filters=()):
+    """:func:`gather_images` of the next indices in `order`; the device keeps count.
 
     So each replay of a CUDA graph that holds the call draws another batch.
 
     Args:
         order: int64 ``[count]``: indices into the data set.
         position: int64 ``[2]`` on the same device, contiguous: where in `order` the batch begins,
-            moved on by `batch` in the same launch; and 0, the kernel's own. Calls that share it
+            moved on to its end in the same launch; and 0, the kernel's own. Calls that share it
             must not run at the same time.
-        batch: how many images.
-        casts: outputs and inputs of a :func:`braze._ops.cast.cast_` to be done in the same launch,
-            where that is possible.
+        batch: what is written, of :func:`empty_batch`: images, contiguous or channels_last, whose
+            dtype decides as there; labels; and, unless None, moments.
         filters: height, width, vertical and horizontal padding of a convolution whose patches'
-            moments are wanted; likewise.
-
-    Returns:
-        Images and labels as there, and the moments for
-        ``torch.ops.braze.conv_bn_relu_max_pool2d``: float64, empty without `filters`.
+            moments are wanted; in the same launch where that is possible.
 
     Raises:
-        IndexError: on the CPU, an index or a place in `order` out of bounds; `position` stays as
-            it was. On CUDA those images are NaN, their labels -1, and `position` moves on.
+        IndexError: on the CPU, an index or a place in `order` out of bounds; nothing is written.
+            On CUDA those images are NaN, their labels -1, and `position` moves on.
         RuntimeError: another dtype, shape or device; filters that the op has no kernel for.
     """
-    arguments = images, labels, order, position, batch, scale, shift, dtype, channels_last, *casts
+    arguments = images, labels, order, position, scale, shift, *batch, filters
     if torch.compiler.is_compiling():
-        return _ops.gather_next(*arguments, filters)
+        _ops.gather_next(*arguments)
+        return
     try:
-        return _gather_next_autograd(*arguments, filters)
+        _gather_next_autograd(*arguments)
     except RuntimeError as error:
         raise _as_torch_error(error) from None
 
@@ -145,11 +130,11 @@ class GatheredMoments:
 
     def __init__(self):
         self.filters = ()  # what gather_next() is to be asked for
-        self._batch = None  # with its version, and the filters and moments that were made for it
+        self._batch = None  # images, their version, filters and the moments made for them
 
     @contextlib.contextmanager
     def active(self):
-        """The scope of a gather and the forward pass behind it."""
+        """The scope of a forward pass and of :meth:`gathered` before it."""
         outer, current.moments = current.moments, self
         try:
             yield
@@ -157,13 +142,14 @@ class GatheredMoments:
             self._batch = None
             current.moments = outer
 
-    def gathered(self, batch, moments):
-        self._batch = batch, _version(batch), self.filters, moments
+    def gathered(self, images, moments, filters):
+        """The batch that is about to be used, and the moments, if any, made for `filters`."""
+        self._batch = images, _version(images), filters, moments
 
     def take(self, input, weight, padding):
         """The moments of the patches of `input` under the weight's filters, or None."""
-        batch, version, made_for, moments = self._batch or (None,) * 4
-        if input is not batch or _version(input) != version:
+        images, version, made_for, moments = self._batch or (None,) * 4
+        if input is not images or _version(input) != version:
             return None  # another tensor, or this one has been written to
         self.filters = *weight.shape[2:], *padding
         return moments if made_for == self.filters else None

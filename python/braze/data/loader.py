@@ -1,9 +1,11 @@
 """A loader for data sets that fit in device memory."""
 
+import math
+
 import torch
 
 from braze._ops._common import FLOAT_DTYPES
-from braze._ops.gather import gather_images, gather_next
+from braze._ops.gather import empty_batch, gather_images, gather_next
 
 
 class DeviceLoader:
@@ -198,21 +200,29 @@ class DeviceLoader:
         """
         if self._order is None:
             raise RuntimeError("DeviceLoader: expected start_epoch() before next_batch()")
-        size = self.batch_size if size is None else size
-        return self.gather_next(self._order, self._position, size)
+        batch = self.empty_batch(self.batch_size if size is None else size)
+        self.gather_next(self._order, self._position, batch)
+        return batch[:2]
 
-    def gather_next(self, order, position, size, casts=((), ()), moments=None):
-        """:meth:`next_batch` of an epoch that the caller keeps: ``order`` as :meth:`draw` makes it,
-        ``position`` int64 ``[2]`` on the device, where in it the batch begins and 0; what else is
-        to be made in the same launch: ``casts`` of parameters, a GatheredMoments."""
-        place = order, position, size
-        filters = moments.filters if moments else ()
-        images, labels, sums = gather_next(
-            self.images, self.labels, *place, *self._settings(), casts, filters
-        )
-        if moments:
-            moments.gathered(images, sums)
-        return images, labels
+    def empty_batch(self, size, filters=()):
+        """Memory for :meth:`gather_next`: images, labels, and the moments or None."""
+        return empty_batch(self.images, self.labels, size, *self._settings()[2:], filters)
+
+    def nbytes(self, size):
+        """Bytes of a batch's images."""
+        return size * math.prod(self.images.shape[1:]) * self.dtype.itemsize
+
+    def gather_next(self, order, position, batch, filters=()):
+        """Writes into `batch` the next one of an epoch that the caller keeps.
+
+        Args:
+            order: as :meth:`draw` makes it.
+            position: int64 ``[2]`` on the device: where in `order` the batch begins, and 0.
+            batch: of :meth:`empty_batch`.
+            filters: of a convolution whose patches' moments are wanted, as given there.
+        """
+        data, factors = (self.images, self.labels), (self._scale, self._shift)
+        gather_next(*data, order, position, *factors, batch, filters)
 
     def _settings(self):
         return self._scale, self._shift, self.dtype, self.memory_format == torch.channels_last

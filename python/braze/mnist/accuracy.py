@@ -128,6 +128,8 @@ class Trainer:
         self._synchronize()
         self.before["transfer"] = time.perf_counter() - start
         self.dtype = torch.bfloat16 if precision == "bf16" else None
+        if self.dtype:
+            self.loader.dtype = self.dtype  # what autocast would cast the images to
         self.optimizer = braze.optim.SGD(
             self.model.parameters(),
             lr=recipe.lr,

@@ -97,7 +97,7 @@ def _label(replays, eager):
         if same is None:
             part |= {"op": None, "call": None}  # counted from another trace's beginning
         else:
-            part |= {key: same[key] for key in ("op", "call", "shapes", "types", "values")}
+            part |= {key: same[key] for key in ("op", "call", "shapes", "types")}
 
 
 def _trace(call, device_type):
@@ -177,7 +177,6 @@ def _part(event, begin, op):
         "us": event["dur"],
         "shapes": args.get("Input Dims", []),
         "types": args.get("Input type", []),
-        "values": args.get("Concrete Inputs", []),
     }
 
 
@@ -231,7 +230,7 @@ def _by_op(parts, device, precision):
             "floor_us": None,
         }
         name = first["op"] or ""
-        found = roofline.cost(name, *(first[key] for key in ("shapes", "types", "values")))
+        found = roofline.cost(name, first["shapes"], first["types"])
         if name.startswith("braze::") and found:
             entry["bytes"], entry["flop"] = found
             least = roofline.floor(*found, device, precision)

@@ -20,14 +20,13 @@ _BYTES = {
 }
 
 
-def cost(op, shapes, types, values=()):
+def cost(op, shapes, types):
     """(bytes, operations) of a call of ``braze::*``, or None where the op is not known.
 
     Args:
         op: its name, ``"braze::conv2d"``.
         shapes: of its arguments, as torch.profiler records them: [] for those that are no tensors.
         types: of its arguments, likewise.
-        values: of its arguments that are no tensors, likewise, as strings; "" for the others.
     """
     name = op.removeprefix("braze::")
     tensors = [
@@ -36,14 +35,14 @@ def cost(op, shapes, types, values=()):
         if kind in _BYTES and shape and not isinstance(shape[0], (list, tuple))
     ]
     read = sum(math.prod(shape) * size for shape, size in tensors)
-    found = _find(name, tensors, shapes, values)
+    found = _find(name, tensors, shapes)
     if found is None:
         return None
     written, operations = found
     return read + written, operations
 
 
-def _find(name, tensors, shapes, values):
+def _find(name, tensors, shapes):
     """(bytes written, operations) of an op."""
     if name.startswith("sgd"):
         # Parameters, gradients and perhaps momentum buffers, as lists; what the profiler shows of a
@@ -61,16 +60,15 @@ def _find(name, tensors, shapes, values):
         return None
     shape, size = tensors[0]
     elements = math.prod(shape)
-    if name == "gather_next" and len(values) < 5:
-        return None  # older versions of torch do not record how many images
     if name.startswith("gather"):
         images, labels, indices = (t[0] for t in tensors[:3])
-        next_ones = name == "gather_next"
-        batch = int(values[4]) if next_ones else indices[0]
+        next_ones = name == "gather_next"  # which are among `tensors`, but for the position's end
+        batch = tensors[6][0][0] if next_ones else indices[0]
         drawn = batch * math.prod(images[1:])
         unread = math.prod(images) - drawn + 8 * (labels[0] - batch) + 8 * (indices[0] - batch)
-        position = 16 if next_ones else 0
-        return 4 * drawn + 8 * batch + position - unread, 2 * drawn
+        written = 16 if next_ones else 4 * drawn + 8 * batch
+        moments = 8 * math.prod(tensors[8][0]) if tensors[8:] else 0  # of sets that stay empty
+        return written - unread - moments, 2 * drawn
     if name in ("relu", "relu_backward"):
         return elements * size, elements
     if name == "transpose_copy":
