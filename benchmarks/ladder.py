@@ -7,6 +7,7 @@ import time
 import torch
 
 import braze
+from benchmarks.candidates import VENDORS, under
 from benchmarks.harness import (
     DTYPES,
     bind_pass,
@@ -21,8 +22,6 @@ from benchmarks.harness import (
     work,
 )
 
-#: op -> its vendor library
-OPS = {"matmul": "cublas", "conv2d": "cudnn"}
 #: Seconds of a forward pass; a kernel that takes longer is left out of the case.
 LIMIT = {"cuda": 0.5, "cpu": 2.0}
 
@@ -31,22 +30,6 @@ def rungs(op, device):
     """The names of the kernels of this device type, in the ladder's order."""
     on_cpu = device.type == "cpu"
     return sorted({k["name"] for k in braze.kernels(op) if (k["arch"] == "cpu") == on_cpu})
-
-
-def under(op, name, make):
-    """`make`, and what it returns, run under ``braze.backend(op=name)``."""
-
-    def made():
-        with braze.backend(**{op: name}):
-            fn = make()
-
-        def call():
-            with braze.backend(**{op: name}):
-                return fn()
-
-        return call
-
-    return made
 
 
 def too_slow(benchmark, inputs, kwargs, device):
@@ -67,7 +50,7 @@ def run_ladder(benchmark, device, args):
     op = benchmark.op
     names = ["auto", *rungs(op, device)]
     if device.type == "cuda":
-        names.append(OPS[op])
+        names.append(VENDORS[op])
     for case, dtype_name, layout in cells(benchmark, device, args):
         set_precision(dtype_name)
         torch.manual_seed(0)

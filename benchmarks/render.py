@@ -1,22 +1,22 @@
 """Writes the tables of README.md and docs/*.md from the results.
 
 A table stands between ``<!-- bench:NAME -->`` and ``<!-- /bench -->``, NAME being an op, one of
-MNIST's tables, ``ladder:OP`` or ``checks`` (what test runs printed). Figures in the documents are
-never typed by hand.
+MNIST's tables, ``products``, ``ladder:OP`` or ``checks`` (what test runs printed). Figures in the
+documents are never typed by hand.
 """
 
 import json
 import re
 from pathlib import Path
 
-from benchmarks import results
+from benchmarks import render_products
+from benchmarks.markdown import LABELS, NOTHING, described, op_sections, table, timed
 from braze.mnist import timing
 
 MARKER = re.compile(r"(<!-- bench:([\w:]+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
 PRECISIONS = ["fp32", "tf32", "bf16"]
 MODES = [mode.mode for device in ("cuda", "cpu") for mode in timing.modes(device, True)]
 GAINS = ["best stock", "kernels", "fusion", "graph"]
-NOTHING = "*Not measured yet.*"
 
 
 def render(root, folder, write=True):
@@ -34,8 +34,8 @@ def render(root, folder, write=True):
 
 def text_of(name, folder):
     """The Markdown between the markers of table `name`."""
-    if name in MNIST:
-        sections = MNIST[name](folder)
+    if name in SECTIONS:
+        sections = SECTIONS[name](folder)
     elif name == "checks":
         sections = op_sections(folder, name, checks_table)
     elif name.startswith("ladder:"):
@@ -43,46 +43,6 @@ def text_of(name, folder):
     else:
         sections = op_sections(folder, name, op_table)
     return "\n".join(sections or [NOTHING + "\n"])
-
-
-def table(head, rows):
-    """A Markdown table; columns after the last text column of the head ("|") are right-aligned."""
-    split = head.index("|")
-    head = [cell for cell in head if cell != "|"]
-    rule = ["---"] * split + ["---:"] * (len(head) - split)
-    return "".join(f"| {' | '.join(map(str, cells))} |\n" for cells in [head, rule, *rows])
-
-
-def described(row):
-    """What was measured with what, as one line."""
-    parts = [f"torch {row['torch']}"]
-    parts += [f"{label} {row[key]}" for key, label in LABELS.items() if row[key]]
-    return f"**{row['device']}** ({', '.join(parts)})\n"
-
-
-LABELS = {
-    "cuda": "CUDA",
-    "cudnn": "cuDNN",
-    "driver": "driver",
-    "clocks": "clocks",
-    "commit": "commit",
-}
-
-
-def op_sections(folder, name, make_table):
-    rows = results.load(folder, name)
-    devices = list(dict.fromkeys(row["device"] for row in rows))
-    sections = []
-    for device in devices:
-        mine = [row for row in rows if row["device"] == device]
-        sections += [described(mine[0]), make_table(mine)]
-    return sections
-
-
-def timed(row, name):
-    """Median with the 20th and 80th percentiles."""
-    median, low, high = (row[f"{name}_{part}"] for part in ("us", "p20", "p80"))
-    return f"{median} ({low}, {high})" if median else ""
 
 
 def op_table(rows):
@@ -274,10 +234,11 @@ def best_of_modes(timings):
     return best
 
 
-MNIST = {
+SECTIONS = {
     "mnist": mnist_sections,
     "mnist_modes": mnist_modes_sections,
     "mnist_gains": mnist_gains_sections,
     "mnist_profile": mnist_profile_sections,
     "mnist_accuracy": mnist_accuracy_sections,
+    "products": render_products.sections,
 }
