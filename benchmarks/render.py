@@ -9,7 +9,7 @@ import json
 import re
 from pathlib import Path
 
-from benchmarks import render_products
+from benchmarks import ladder_chart, render_products
 from benchmarks.markdown import LABELS, NOTHING, described, op_sections, table, timed
 from braze.mnist import timing
 
@@ -20,8 +20,8 @@ GAINS = ["best stock", "kernels", "fusion", "graph"]
 
 
 def render(root, folder, write=True):
-    """Rewrites the tables; returns the names of the files whose text changed (or would)."""
-    changed = []
+    """Rewrites the tables; returns the names of the files that changed (or would)."""
+    changed = ladder_chart.update(folder, write)
     for path in [root / "README.md", *sorted((root / "docs").glob("*.md"))]:
         old = path.read_text()
         new = MARKER.sub(lambda m: m[1] + text_of(m[2], folder) + m[3], old)
@@ -40,6 +40,8 @@ def text_of(name, folder):
         sections = op_sections(folder, name, checks_table)
     elif name.startswith("ladder:"):
         sections = op_sections(folder, name.replace(":", "_"), ladder_table)
+        if name == "ladder:matmul":
+            sections = [*ladder_chart.links(folder), *sections]
     else:
         sections = op_sections(folder, name, op_table)
     return "\n".join(sections or [NOTHING + "\n"])
@@ -62,15 +64,19 @@ def op_table(rows):
 
 
 def ladder_table(rows):
-    head = ["case", "pass", "dtype", "layout", "kernel", "|", "µs", "rate", "stock / kernel"]
+    head = ["case", "pass", "dtype", "layout", "kernel", "|", "µs", "rate", "of the peak"]
+    head.append("stock / kernel")
     body = []
     for row in rows:
         cells = [row[key] for key in ("case", "pass", "dtype", "layout", "candidate")]
+        cells[-1] += f" ({row['note']})" if row["note"] else ""
         if row["error"]:
             refused = row["error"].startswith("RuntimeError")
-            body.append([*cells, "", "does not take it" if refused else row["error"], ""])
-        else:
-            body.append([*cells, timed(row, "braze"), f"{row['rate']} {row['unit']}", row["ratio"]])
+            body.append([*cells, "", "does not take it" if refused else row["error"], "", ""])
+            continue
+        share = f"{float(row['rate']) / float(row['peak']):.1%}" if row["peak"] else ""
+        rate = f"{row['rate']} {row['unit']}"
+        body.append([*cells, timed(row, "braze"), rate, share, row["ratio"]])
     return table(head, body)
 
 
