@@ -1,11 +1,11 @@
-"""What ``python -m braze bench`` runs: ops, ladders, products, rendering."""
+"""What ``python -m braze bench`` runs: ops, ladders, products, counters, rendering."""
 
 import functools
 import importlib
 
 import torch
 
-from benchmarks import ladder, products, products_accuracy, render, results
+from benchmarks import counters, ladder, products, products_accuracy, render, results
 from benchmarks.candidates import VENDORS
 from benchmarks.harness import run_benchmark
 
@@ -41,6 +41,8 @@ def tables(what):
             ("products", products.run, products.line),
             ("products_accuracy", products_accuracy.run, products_accuracy.line),
         ]
+    if what == ["counters", "matmul"]:
+        return [("counters_matmul", counters.run, counters.line)]
     is_ladder = what[:1] == ["ladder"]
     known = list(VENDORS) if is_ladder else OPS
     ops = (what[1:] if is_ladder else what) or known

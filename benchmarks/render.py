@@ -1,8 +1,8 @@
 """Writes the tables of README.md and docs/*.md from the results.
 
 A table stands between ``<!-- bench:NAME -->`` and ``<!-- /bench -->``, NAME being an op, one of
-MNIST's tables, ``products``, ``ladder:OP`` or ``checks`` (what test runs printed). Figures in the
-documents are never typed by hand.
+MNIST's tables, ``products``, ``ladder:OP``, ``counters:matmul`` or ``checks`` (what test runs
+printed). Figures in the documents are never typed by hand.
 """
 
 import json
@@ -71,13 +71,22 @@ def ladder_table(rows):
         cells = [row[key] for key in ("case", "pass", "dtype", "layout", "candidate")]
         cells[-1] += f" ({row['note']})" if row["note"] else ""
         if row["error"]:
-            refused = row["error"].startswith("RuntimeError")
+            # Our ops' messages begin with their name; what a rival says is shown as it is.
+            refused = row["error"].startswith(f"RuntimeError: {row['op']}: ")
             body.append([*cells, "", "does not take it" if refused else row["error"], "", ""])
             continue
         share = f"{float(row['rate']) / float(row['peak']):.1%}" if row["peak"] else ""
         rate = f"{row['rate']} {row['unit']}"
         body.append([*cells, timed(row, "braze"), rate, share, row["ratio"]])
     return table(head, body)
+
+
+def counters_table(rows):
+    head = ["case", "dtype", "rung", "kernel", "|", "µs", "warps, % of the most", "tensor pipe %"]
+    head += ["FMA pipe %", "bank conflicts", "sectors a global load"]
+    keys = ["case", "dtype", "candidate", "kernel", "us", "occupancy_pct", "tensor_pct"]
+    keys += ["fma_pct", "bank_conflicts", "sectors_per_load"]
+    return table(head, [[row[key] for key in keys] for row in rows])
 
 
 def checks_table(rows):
@@ -247,4 +256,5 @@ SECTIONS = {
     "mnist_profile": mnist_profile_sections,
     "mnist_accuracy": mnist_accuracy_sections,
     "products": render_products.sections,
+    "counters:matmul": lambda folder: op_sections(folder, "counters_matmul", counters_table),
 }
