@@ -18,7 +18,7 @@ import torch
 
 import braze
 from benchmarks.candidates import VENDORS
-from benchmarks.harness import DTYPES, set_precision
+from benchmarks.harness import DTYPES, rounded, set_precision
 from benchmarks.ladder import rungs
 from benchmarks.results import ENVIRONMENT
 
@@ -129,7 +129,7 @@ def run(device, args):
         for name, kernel, values in read(dtype_name, case, device, calls(device)):
             row = dict.fromkeys(COLUMNS, "") | {"op": "matmul", "case": case, "dtype": dtype_name}
             row |= {"candidate": name, "kernel": kernel}
-            yield row | {column: f"{value:.4g}" for column, value in values.items()}
+            yield row | {column: rounded(value) for column, value in values.items()}
 
 
 def line(row):
@@ -145,8 +145,7 @@ def launch(dtype_name, case, device):
     torch.manual_seed(0)
     draw = functools.partial(torch.randn, device=device)
     a, b = (t.to(DTYPES[dtype_name]) for t in (draw(m, k), draw(k, n)))
-    torch.cuda.set_device(device)
-    torch.cuda.synchronize()
+    torch.cuda.synchronize(device)
     torch.cuda.profiler.start()
     for name in calls(device):
         torch.cuda._sleep(1)
@@ -165,4 +164,5 @@ if __name__ == "__main__":
     parser.add_argument("case", help="MxNxK")
     parser.add_argument("device", type=torch.device)
     given = parser.parse_args()
-    launch(given.dtype, given.case, given.device)
+    with torch.cuda.device(given.device):
+        launch(given.dtype, given.case, given.device)

@@ -41,12 +41,13 @@ def rungs(op, device):
 
 def peaks(device):
     """dtype -> TFLOP/s of the device's fastest units, {} where they are not known."""
-    if device.type != "cuda":
+    devices = braze.info()["devices"]
+    if device.type != "cuda" or "error" in devices:
         return {}
-    about = braze.info()["devices"][device.index or 0]
+    about = devices[device.index or 0]
     names = {dtype: PRECISIONS.get(dtype, "bf16") for dtype in DTYPES}
-    known = about["peak"]
-    return {d: roofline.peak_rate(about, name) / 1e12 for d, name in names.items() if name in known}
+    names = {dtype: name for dtype, name in names.items() if name in about["peak"]}
+    return {dtype: roofline.peak_rate(about, name) / 1e12 for dtype, name in names.items()}
 
 
 def too_slow(benchmark, inputs, kwargs, device):

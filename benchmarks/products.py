@@ -172,31 +172,36 @@ def same_bits(own, names, a, b):
     return [name for name in names if torch.equal(result_of(name, a, b), expected)]
 
 
+def maker_of(name, a, b):
+    """Makes the function to time; "stock" is torch's own product."""
+    if name == "stock":
+        return lambda: lambda: torch.matmul(a, b)
+    return under("matmul", name, lambda: lambda: braze.matmul(a, b))
+
+
 def makers_of(names, a, b):
-    """name -> function that makes the function to time; "stock" is torch's own product."""
-    stock = {"stock": lambda: lambda: torch.matmul(a, b)}
-    own = {
-        name: under("matmul", name, lambda: lambda: braze.matmul(a, b))
-        for name in names
-        if name != "stock"
-    }
-    return {name: (stock | own)[name] for name in names}
+    return {name: maker_of(name, a, b) for name in names}
+
+
+def vendors_of(device):
+    """The vendor's algorithms, its favourite first."""
+    return vendor_names("matmul") if device.type == "cuda" else ["stock"]
 
 
 def time_product(product, timer, device, quick):
     """Yields a row per own kernel of the product."""
     a, b = product.inputs(device)
-    own = product.own if device.type == "cuda" else ("braze",)
-    errors = errors_of([*own, "auto"], product, a, b)
-    right = [name for name in (*own, "auto") if name not in errors]
-
-    vendors = vendor_names("matmul") if device.type == "cuda" else ["stock"]
+    vendors = vendors_of(device)
     vendor_screen = screen(timer, makers_of(vendors, a, b))
     own_screen = screen(timer, makers_of(shipped("matmul", device, a.dtype), a, b))
     default = vendors[0] if vendors[0] in vendor_screen else None
     finalists = {*fastest(vendor_screen, FINALISTS), *([default] if default else [])}
 
-    names = dict.fromkeys([*right, *sorted(finalists), *fastest(own_screen)])
+    own = product.own if device.type == "cuda" else ("braze",)
+    ours = dict.fromkeys([*own, "auto", *fastest(own_screen)])
+    errors = errors_of(ours, product, a, b)
+    right = [name for name in ours if name not in errors]
+    names = [*right, *sorted(finalists)]
     budget = (QUICK_BUDGET if quick else BUDGET)[device.type]
     times = interleaved(timer, makers_of(names, a, b), device, budget=budget)
     medians = {name: us for name, (us, *_) in times.items() if name != "floor"}

@@ -1,5 +1,7 @@
 """A matrix product in Triton, a rival of the ladder's: blocked, grouped for L2, autotuned."""
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -17,12 +19,28 @@ CONFIGS = [
     config(128, 128, 32, 4, 4),
     config(64, 64, 32, 4, 4),
 ]
-# fp32 at about its own accuracy: three products of TF32 parts. 16-bit types ignore it.
-PRECISION = {"float32": "tf32x3", "tf32": "tf32", "float16": "tf32", "bfloat16": "tf32"}
+#: dtype -> values of tl.dot's input_precision to choose from; 16-bit types ignore it. For fp32:
+#: three products of TF32 parts on tensor cores, or CUDA cores.
+MODES = {
+    "float32": ("tf32x3", "ieee"),
+    "tf32": ("tf32",),
+    "float16": ("tf32",),
+    "bfloat16": ("tf32",),
+}
+
+
+def prune(configs, arguments, **named):
+    """On CUDA cores a thread's share of a large tile does not fit into its registers."""
+    small = configs if (arguments | named)["MODE"] != "ieee" else CONFIGS[-2:]
+    return list(small)
 
 
 # The stride of B's columns tells its transpositions apart.
-@triton.autotune(configs=CONFIGS, key=["m", "n", "k", "b_n", "MODE"])
+@triton.autotune(
+    configs=CONFIGS,
+    key=["m", "n", "k", "b_n", "MODE"],
+    prune_configs_by={"early_config_prune": prune},
+)
 @triton.heuristics({"EVEN_K": lambda args: args["k"] % args["BLOCK_K"] == 0})
 @triton.jit
 def kernel(
@@ -76,14 +94,8 @@ def kernel(
     tl.store(c, total.to(c_ptr.dtype.element_ty), mask=inside)
 
 
-def matmul(a, b, dtype_name):
-    """The product of two matrices, or batches of them.
-
-    Raises:
-        RuntimeError: a dtype that the kernel does not take.
-    """
-    if dtype_name not in PRECISION:
-        raise RuntimeError(f"expected one of {', '.join(PRECISION)}, but got {dtype_name}")
+def matmul(a, b, mode):
+    """The product of two matrices, or batches of them."""
     m, k = a.shape[-2:]
     n = b.shape[-1]
     a3, b3 = (t if t.dim() == 3 else t.unsqueeze(0) for t in (a, b))
@@ -94,5 +106,20 @@ def matmul(a, b, dtype_name):
         return tiles, a3.shape[0]
 
     with torch.cuda.device(a.device):
-        kernel[grid](a3, b3, out, m, n, k, *a3.stride(), *b3.stride(), PRECISION[dtype_name])
+        kernel[grid](a3, b3, out, m, n, k, *a3.stride(), *b3.stride(), mode)
     return out
+
+
+def variants(a, b, dtype_name):
+    """name -> function that makes the function to time.
+
+    Raises:
+        RuntimeError: a dtype that the kernel does not take.
+    """
+    if dtype_name not in MODES:
+        raise RuntimeError(f"expected one of {', '.join(MODES)}, but got {dtype_name}")
+    modes = MODES[dtype_name]
+    return {
+        mode if len(modes) > 1 else "": functools.partial(functools.partial, matmul, a, b, mode)
+        for mode in modes
+    }

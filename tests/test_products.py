@@ -65,6 +65,19 @@ def test_rows(device):
         assert row["vendor_name"] in vendor_names("matmul")
 
 
+def test_the_best_of_the_vendors(monkeypatch):
+    """On a CPU, with rungs in the places of the vendor's algorithms."""
+    made_up = ["01_naive", "cublas:1", "02_reordered", "blocked"]
+    monkeypatch.setattr(products, "vendors_of", lambda device: made_up)
+    monkeypatch.setattr(products, "FINALISTS", 1)
+    args = parse("products", "--quick", "--case", "64x3136x128", "--dtype", "float32")
+    (row,) = products.run(torch.device("cpu"), args)
+    assert row["vendor_count"] == 3  # no cublas for CPU tensors
+    assert row["vendor_name"] in made_up[2:]
+    assert float(row["vendor_us"]) < float(row["default_us"])
+    assert float(row["best_us"]) <= float(row["vendor_us"])
+
+
 def test_a_wrong_own_result_has_no_ratio(monkeypatch, device):
     right = products.result_of
     monkeypatch.setattr(products, "result_of", lambda *args: 1.01 * right(*args))

@@ -91,7 +91,7 @@ def test_the_command_for_counters(tmp_path, monkeypatch):
     args = parse("counters", "matmul", "--quick")
     rows = list(counters.run(torch.device("cuda"), args))
     assert [list(row) for row in rows] == [counters.COLUMNS] * 3
-    assert rows[0]["us"] == "1.365e+05"
+    assert rows[0]["us"] == "136521"
     assert rows[2]["tensor_pct"] == "91.25"
     assert rows[2]["fma_pct"] == rows[2]["error"] == ""
     results.save(tmp_path, torch.device("cpu"), "counters_matmul", rows)
@@ -129,12 +129,20 @@ def test_rivals_are_checked_and_say_why_they_are_missing(monkeypatch):
     def wrong(a, b, dtype_name):
         return {"one": lambda: lambda: 1.01 * (a @ b)}
 
+    def fast_but_wrong(a, b, dtype_name):
+        return {"wrong": lambda: lambda: zeros[:], "right": right(a, b, dtype_name)["slow"]}
+
     table = {"missing": missing, "refusing": refusing, "right": right, "wrong": wrong}
+    table["half"] = fast_but_wrong
     monkeypatch.setattr(rivals, "RIVALS", table)
     a, b = torch.randn(200, 300), torch.randn(300, 7)
+    zeros = torch.zeros(200, 7)
     found, errors = rivals.find(timer_for(torch.device("cpu")), a, b, "float32", 8)
-    assert set(found) == {"right"}
-    assert found["right"][0] == "fast"
+    assert {name: variant for name, (variant, _) in found.items()} == {
+        "right": "fast",
+        "half": "right",
+    }
+    assert set(errors) == {"missing", "refusing", "wrong"}
     assert torch.equal(found["right"][1]()(), a @ b)
     assert errors["missing"] == "ModuleNotFoundError: No module named 'no_such_module'"
     assert errors["refusing"].startswith("RuntimeError: mat1 and mat2 shapes")
