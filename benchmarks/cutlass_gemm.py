@@ -38,16 +38,21 @@ def headers():
     return []
 
 
+def obstacle():
+    """Why the library cannot be built here, or an empty string."""
+    if not shutil.which("nvcc"):
+        return "nvcc is missing"
+    return "" if headers() else "CUTLASS's headers are missing: pip install nvidia-cutlass"
+
+
 def build(folder=FOLDER):
     """Compiles the library; returns its path.
 
     Raises:
         RuntimeError: no nvcc, no headers, or the compiler failed.
     """
-    if not shutil.which("nvcc"):
-        raise RuntimeError("nvcc is missing")
-    if not headers():
-        raise RuntimeError("CUTLASS's headers are missing: pip install nvidia-cutlass")
+    if obstacle():
+        raise RuntimeError(obstacle())
     path = Path(folder) / NAME
     path.parent.mkdir(parents=True, exist_ok=True)
     # Its assertions would be calls, around which wgmma instructions are serialized.
@@ -70,7 +75,8 @@ def library():
     """
     path = FOLDER / NAME
     if not path.exists():
-        raise RuntimeError("not built: python -m benchmarks.cutlass_gemm --build")
+        how = "python -m benchmarks.cutlass_gemm --build"
+        raise RuntimeError(f"not built ({obstacle() or f'run `{how}`'})")
     try:
         lib = ctypes.CDLL(os.fspath(path))
     except OSError as error:
