@@ -17,6 +17,7 @@ __all__ = [
     "nn",
     "optim",
     "transpose_copy",
+    "vector_add",
 ]
 
 _lib.load()
@@ -26,6 +27,7 @@ if _lib.load_error is None:
     from braze._ops.cross_entropy import check_errors
     from braze._ops.matmul import matmul
     from braze._ops.transpose import transpose_copy
+    from braze._ops.vector_add import vector_add
     from braze.convert import convert, convert_report
     from braze.step import TrainStep
 else:
