@@ -6,7 +6,6 @@ import importlib
 import torch
 
 from benchmarks import counters, ladder, products, products_accuracy, render, results
-from benchmarks.candidates import VENDORS
 from benchmarks.harness import run_benchmark
 
 OPS = [
@@ -21,12 +20,14 @@ OPS = [
     "sgd",
     "gather",
     "transpose",
+    "vector_add",
 ]
 
 
 def of_op(run, op, device, args):
     """The rows of an op's benchmarks: `run` is run_benchmark or run_ladder."""
-    for benchmark in importlib.import_module(f"benchmarks.{op}").BENCHMARKS:
+    module = ladder.MODULES[op] if run is ladder.run_ladder else op
+    for benchmark in importlib.import_module(f"benchmarks.{module}").BENCHMARKS:
         yield from run(benchmark, device, args)
 
 
@@ -44,7 +45,7 @@ def tables(what):
     if what == ["counters", "matmul"]:
         return [("counters_matmul", counters.run, counters.line)]
     is_ladder = what[:1] == ["ladder"]
-    known = list(VENDORS) if is_ladder else OPS
+    known = list(ladder.MODULES) if is_ladder else OPS
     ops = (what[1:] if is_ladder else what) or known
     unknown = [op for op in ops if op not in known]
     if unknown:

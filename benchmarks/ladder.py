@@ -1,4 +1,7 @@
-"""``python -m braze bench ladder OP``: every kernel of an op, own and vendor's, side by side."""
+"""``python -m braze bench ladder OP``: every kernel of an op, own and vendor's, side by side.
+
+Where memory is the limit, a copy of as many bytes is timed with them.
+"""
 
 import contextlib
 import functools
@@ -25,6 +28,17 @@ from benchmarks.harness import (
 )
 from braze.mnist import roofline
 
+
+#: op -> the file beside this one that has its cases
+MODULES = {
+    "matmul": "matmul",
+    "conv2d": "conv2d",
+    "transpose_copy": "transpose",
+    "vector_add": "vector_add",
+}
+#: The name of torch's copy of as many bytes, which stands beside the kernels of an op that no
+#: vendor library has: the measured limit of what is bound by memory.
+COPY = "copy"
 #: Seconds of a forward pass; a kernel that takes longer is left out of the case.
 LIMIT = {"cuda": 0.5, "cpu": 2.0}
 #: Seconds per candidate, and the least and most repeats; the first rungs are slow.
@@ -81,6 +95,13 @@ def find_errors(benchmark, names, inputs, kwargs, device, ulps):
     return errors
 
 
+def copy_of(bytes_moved, device):
+    """Makes a function that reads half as many bytes and writes the other half."""
+    source = torch.randint(256, (bytes_moved // 2,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return lambda: lambda: target.copy_(source)
+
+
 def run_ladder(benchmark, device, args):
     """Yields a row per case, dtype, layout, pass and kernel; `braze_us` is that kernel's time.
 
@@ -91,10 +112,11 @@ def run_ladder(benchmark, device, args):
     torch.backends.cudnn.benchmark = True
     op = benchmark.op
     names = ["auto", *rungs(op, device)]
-    if device.type == "cuda":
-        names.append(VENDORS[op])
+    vendor = VENDORS.get(op)
+    if device.type == "cuda" and vendor:
+        names.append(vendor)
     budget = (QUICK_BUDGET if args.quick else BUDGET)[device.type]
-    peak = peaks(device)
+    peak = peaks(device) if vendor else {}
     for case, dtype_name, layout in cells(benchmark, device, args):
         set_precision(dtype_name)
         torch.manual_seed(0)
@@ -116,9 +138,12 @@ def run_ladder(benchmark, device, args):
                 others, missing = rivals.find(timer, *operands, dtype_name, ulps)
             makers |= {name: maker for name, (_, maker) in others.items()}
             makers["stock"] = functools.partial(make, benchmark.stock, *arguments)
-            times = interleaved(timer, makers, device, case.warm, budget=budget)
             out = benchmark.stock(*inputs, **case.kwargs)
             amount = work(benchmark, case, pass_name, inputs, out)
+            if not vendor:
+                makers[COPY] = copy_of(amount[0], device)
+                others[COPY] = ("", makers[COPY])
+            times = interleaved(timer, makers, device, case.warm, budget=budget)
             for name in [*names, *others, *missing, "stock"]:
                 row = new_row(benchmark, case, pass_name, dtype_name, layout)
                 row |= {"candidate": name, "note": others[name][0] if name in others else ""}

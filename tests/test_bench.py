@@ -82,6 +82,24 @@ def test_the_ladder_leaves_out_slow_kernels(monkeypatch):
     assert not found["stock"]
 
 
+@pytest.mark.parametrize("op", ["transpose_copy", "vector_add"])
+def test_the_ladder_of_an_op_bound_by_memory(tmp_path, op):
+    device = torch.device("cpu")
+    args = parse("ladder", op, "--quick", "--dtype", "float32")
+    (benchmark,) = importlib.import_module(f"benchmarks.{ladder.MODULES[op]}").BENCHMARKS
+    rows = list(ladder.run_ladder(benchmark, device, args))
+    names = [row["candidate"] for row in rows]
+    assert names == ["auto", *ladder.rungs(op, device), "copy"]
+    assert not any(row["error"] for row in rows)
+    results.save(tmp_path, device, f"ladder_{op}", rows)
+    lines = render.text_of(f"ladder:{op}", tmp_path).splitlines()
+    assert "of the copy" in lines[2]
+    assert lines[-1].split(" | ")[4] == "copy"
+    assert lines[-1].endswith("| 100 |")
+    results.save(tmp_path, device, f"ladder_{op}", rows[:-1])  # interrupted before the copy
+    assert "of the copy" not in render.text_of(f"ladder:{op}", tmp_path)
+
+
 def test_a_wrong_result_is_not_timed(device):
     args = parse("relu", "--quick", "--dtype", "float32")
     wrong = small_relu(lambda x: torch.relu(x) * 1.001)

@@ -1,4 +1,5 @@
-"""vector_add: public function, autograd Function, fake kernel. Kernels: csrc/kernels/vector_add/."""
+"""vector_add: public function, autograd Function, fake kernel. Kernels:
+csrc/kernels/vector_add/."""
 
 import torch
 
