@@ -70,13 +70,13 @@ __global__ void __launch_bounds__(kRegisterThreads<T>)
     vectors[i] = tile[r][across ^ r / N % 8];
   }
   const int64_t out_col = at.row + across * N;
+  int64_t out_row = at.col + down;
+  T* to = m.out + at.matrix + out_row * m.rows + out_col;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    const int64_t out_row = at.col + down + i * kDownStep;
-    if (out_row < m.cols && out_col < m.rows) {
-      store_raw(reinterpret_cast<uint4*>(m.out + at.matrix + out_row * m.rows + out_col),
-                vectors[i]);
-    }
+    if (out_row < m.cols && out_col < m.rows) store_raw(reinterpret_cast<uint4*>(to), vectors[i]);
+    out_row += kDownStep;
+    to += kDownStep * m.rows;
   }
 }
 
