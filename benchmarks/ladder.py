@@ -28,7 +28,6 @@ from benchmarks.harness import (
 )
 from braze.mnist import roofline
 
-
 #: op -> the file beside this one that has its cases
 MODULES = {
     "matmul": "matmul",
