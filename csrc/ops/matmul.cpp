@@ -6,6 +6,7 @@
 
 #include "ops/backend.h"
 #include "ops/common.h"
+#include "ops/tuned.h"
 
 #ifdef BRAZE_CUDA
 #include "vendor/vendor.h"
@@ -126,9 +127,32 @@ bool prefers_own(const MatmulArgs& args) {
 }
 #endif
 
-// Which kernel computes a product. "auto" takes the faster one of our own and cuBLASLt, where that
-// is there and takes the arguments; names of kernels and of libraries are obeyed or refused.
-KernelChoice choose_matmul(const MatmulArgs& args, const std::string& backend) {
+// What tuning found to be the fastest, where it knows the product and the kernel takes it: another
+// alignment or version of a library may leave fewer candidates.
+std::optional<KernelChoice> tuned_kernel(const MatmulArgs& args, const Tensor& out) {
+  const std::optional<Product> product = product_of(args, out.get_device_index());
+  if (!product) return std::nullopt;
+  record_product(*product);
+  const std::string choice = tuned_choice(*product, args.deterministic);
+  if (choice.empty()) return std::nullopt;
+#ifdef BRAZE_CUDA
+  const int candidate = vendor::candidate_of(choice, "cublas");
+  if (candidate >= 0) {
+    if (!vendor::cublas_supports(args, candidate)) return std::nullopt;
+    return KernelChoice{candidate, ""};
+  }
+#endif
+  if (!dev::matmul_takes(args, choice)) return std::nullopt;
+  return KernelChoice{-1, choice};
+}
+
+// Which kernel computes a product. "auto" takes what tuning found, else the faster one of our own
+// and cuBLASLt, where that is there and takes the arguments; names of kernels and of libraries are
+// obeyed or refused.
+KernelChoice choose_matmul(const MatmulArgs& args, const Tensor& out, const std::string& backend) {
+  if (tuning_in_use && backend == "auto") {
+    if (const auto tuned = tuned_kernel(args, out)) return *tuned;
+  }
 #ifdef BRAZE_CUDA
   const std::string& missing = vendor::cublas_missing();
   const int candidate = vendor::candidate_of(backend, "cublas");
@@ -180,7 +204,7 @@ void multiply(const DeviceContext& context, DType dtype, int64_t batch, const Ma
     args.a.batch = 0;
     args.batch = 1;
   }
-  const KernelChoice choice = choose_matmul(args, settings.backend);
+  const KernelChoice choice = choose_matmul(args, out, settings.backend);
   if (out.numel() == 0) return;
 #ifdef BRAZE_CUDA
   if (choice.vendor >= 0) {

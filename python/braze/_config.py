@@ -8,7 +8,7 @@ import re
 
 import torch
 
-from braze import _lib
+from braze import _lib, _tuned
 
 _AUTO = "auto"
 #: op -> chosen backend or kernel name
@@ -28,6 +28,18 @@ def kernels(op=None):
     """
     libraries = [lib for lib in (_lib.ops_library, _lib.cuda_library) if lib is not None]
     return [k for lib in libraries for k in lib.kernels() if op is None or k["op"] == op]
+
+
+def check_choice(caller, op, choice):
+    """Raises ValueError, which lists what exists, where `op` has no such backend or kernel."""
+    rungs = sorted({k["name"] for k in kernels(op)})
+    vendors = backend._VENDORS.get(op, ())
+    valid = [_AUTO, "braze", *vendors, *rungs]
+    candidates = [rf"{vendor}:\d\d?" for vendor in vendors]
+    if choice not in valid and not any(re.fullmatch(c, choice) for c in candidates):
+        raise ValueError(
+            f"{caller}: expected {op} to be one of {', '.join(valid)}, but got {choice!r}"
+        )
 
 
 class backend:
@@ -53,14 +65,7 @@ class backend:
         for op, choice in choices.items():
             if op not in _backends:
                 raise ValueError(f"backend: expected one of {', '.join(_backends)}, but got {op!r}")
-            rungs = sorted({k["name"] for k in kernels(op)})
-            vendors = self._VENDORS.get(op, ())
-            valid = [_AUTO, "braze", *vendors, *rungs]
-            candidates = [rf"{vendor}:\d\d?" for vendor in vendors]
-            if choice not in valid and not any(re.fullmatch(c, choice) for c in candidates):
-                raise ValueError(
-                    f"backend: expected {op} to be one of {', '.join(valid)}, but got {choice!r}"
-                )
+            check_choice("backend", op, choice)
         self._previous = dict(_backends)
         _backends.update(choices)
 
@@ -110,4 +115,5 @@ def settings(device_type):
         torch.backends.cuda.matmul.fp32_precision,
         torch.backends.cudnn.conv.fp32_precision,
         *_backends.values(),
+        _tuned.version,
     )

@@ -94,6 +94,13 @@ constexpr Kernel kKernels[] = {
     kSplit,
 };
 
+const Kernel* find(const std::string& name) {
+  for (const Kernel& kernel : kKernels) {
+    if (name == kernel.name) return &kernel;
+  }
+  return nullptr;
+}
+
 const Kernel& choose(const MatmulArgs& args, const std::string& name) {
   if (name == "auto") {
     const bool deep = prefers_deep_tiles(args);
@@ -104,19 +111,23 @@ const Kernel& choose(const MatmulArgs& args, const std::string& name) {
     }
     return !mma_sync_obstacle(args) ? kMma : !fp32_obstacle(args) ? kSimt : kCoalesced;
   }
-  for (const Kernel& kernel : kKernels) {
-    if (name != kernel.name) continue;
-    if (const char* why = kernel.obstacle(args)) {
-      throw std::runtime_error("matmul: kernel " + name + " cannot take these arguments: " + why);
-    }
-    return kernel;
+  const Kernel* const kernel = find(name);
+  if (!kernel) throw std::runtime_error("matmul: no kernel is named " + name);
+  if (const char* why = kernel->obstacle(args)) {
+    throw std::runtime_error("matmul: kernel " + name + " cannot take these arguments: " + why);
   }
-  throw std::runtime_error("matmul: no kernel is named " + name);
+  return *kernel;
 }
 
 bool is_empty(const MatmulArgs& args) { return args.batch == 0 || args.m == 0 || args.n == 0; }
 
 }  // namespace
+
+bool matmul_takes(const MatmulArgs& args, const std::string& kernel) {
+  if (kernel == "auto") return true;
+  const Kernel* const found = find(kernel);
+  return found && !found->obstacle(args);
+}
 
 int64_t matmul_workspace_bytes(const MatmulArgs& args, const std::string& kernel) {
   return is_empty(args) ? 0 : choose(args, kernel).workspace_bytes(args);
