@@ -39,10 +39,10 @@ def main(argv=None):
         if args.command == "info":
             page = braze.info()
             print(json.dumps(page, indent=2) if args.json else page)
-        elif args.command == "mnist":
-            modules["mnist"].run(args)
+        elif args.command == "bench":
+            return modules["bench"].main(args)
         else:
-            return modules[args.command].main(args)
+            modules[args.command].run(args)
     except KeyboardInterrupt:
         print(f"\nbraze {args.command}: interrupted", file=sys.stderr)
         return 130

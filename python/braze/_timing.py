@@ -1,13 +1,12 @@
-"""Times a few functions against each other: interleaved, by their medians."""
+"""Times a few functions against each other: interleaved."""
 
-import statistics
 import time
 
 import torch
 
 # Of the first round, in which all compete, and of the second, which decides between the best.
 _FIRST_REPEATS = 3
-_LEAST_REPEATS, _MOST_REPEATS = 5, 60
+_LEAST_REPEATS, _MOST_REPEATS = 10, 60
 _FINALISTS = 3
 
 
@@ -77,8 +76,8 @@ def timer_for(device):
     return (CudaTimer if device.type == "cuda" else CpuTimer)(device)
 
 
-def medians(timer, functions, baseline, seconds):
-    """Microseconds of the baseline and of the fastest others.
+def compete(timer, functions, baseline, seconds):
+    """Times of the baseline and of the fastest others.
 
     Args:
         functions: name -> function of no arguments.
@@ -87,7 +86,7 @@ def medians(timer, functions, baseline, seconds):
             best were picked would flatter them.
 
     Returns:
-        name -> median.
+        name -> microseconds of each repeat; those of equal index were taken side by side.
     """
     prepared = {name: timer.prepare(function) for name, function in functions.items()}
 
@@ -100,11 +99,11 @@ def medians(timer, functions, baseline, seconds):
 
     first = {name: min(times) for name, times in interleaved(prepared, _FIRST_REPEATS).items()}
     best = sorted(first.keys() - {baseline}, key=first.get)[:_FINALISTS]
-    names, times = [baseline, *best], {name: [] for name in [baseline, *best]}
+    times = {name: [] for name in [baseline, *best]}
     end = time.perf_counter() + seconds
     while len(times[baseline]) < _MOST_REPEATS:
-        for name, more in interleaved(names, _LEAST_REPEATS).items():
+        for name, more in interleaved(times, _LEAST_REPEATS).items():
             times[name] += more
         if time.perf_counter() > end:
             break
-    return {name: statistics.median(each) for name, each in times.items()}
+    return times

@@ -45,7 +45,7 @@ def add_arguments(parser):
     add("--clear", action="store_true", help="delete the user's cache, and measure nothing")
 
 
-def main(args):
+def run(args):
     """Runs the subcommand. Raises ValueError or OSError for what the user can put right."""
     wanted = [bool(args.shapes), args.mnist, args.list, args.clear]
     if sum(wanted) > 1:

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import statistics
 import threading
 import time
 from typing import NamedTuple
@@ -9,11 +10,13 @@ from typing import NamedTuple
 import torch
 
 from braze import _config, _lib, _tuned
-from braze._timing import medians, timer_for
+from braze._timing import compete, timer_for
 
 _MAX_VENDOR_CANDIDATES = 32  # kMaxCandidates in csrc/vendor/vendor.h
 # By how much a choice has to be faster than what "auto" would do without it.
 _LEAST_GAIN, _LEAST_MICROSECONDS = 0.02, 0.2
+# And in which share of the repeats: two kernels that are equal win half of them each.
+_LEAST_WINS = 0.75
 # The floor of the tolerance rule, in units of the last place. TF32 rounds inputs to 10 bits.
 _ULPS = {"tf32": 2**13}
 # Of the time for a product, what trying and checking the candidates may take.
@@ -140,13 +143,22 @@ def tune_product(device, product, candidates=None, seconds=1.0):
         del reference
         functions = {name: lambda name=name: run(name) for name in ["auto", *usable]}
         rest = seconds * (1 - _SHARE_OF_CHECKS)
-        times = medians(timer_for(device), functions, "auto", rest)
-    before, choice = times["auto"], min(times, key=times.get)
-    if before - times[choice] < max(_LEAST_GAIN * before, _LEAST_MICROSECONDS):
-        choice = "auto"
-    else:
+        times = compete(timer_for(device), functions, "auto", rest)
+    choice = _winner(times)
+    if choice != "auto":
         _tuned.put(index, product, choice, True)
-    return Tuned(device, product, before, times[choice], choice)
+    before, after = (statistics.median(times[name]) for name in ("auto", choice))
+    return Tuned(device, product, before, after, choice)
+
+
+def _winner(times):
+    """The fastest one, or "auto" where that is not faster by far enough to be sure."""
+    medians = {name: statistics.median(each) for name, each in times.items()}
+    best, before = min(medians, key=medians.get), medians["auto"]
+    pairs = list(zip(times[best], times["auto"], strict=True))
+    wins = sum(ours < theirs for ours, theirs in pairs) / len(pairs)
+    needed = max(_LEAST_GAIN * before, _LEAST_MICROSECONDS)
+    return best if before - medians[best] >= needed and wins >= _LEAST_WINS else "auto"
 
 
 def _device(index):
