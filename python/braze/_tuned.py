@@ -79,9 +79,6 @@ class Place(NamedTuple):
     library: str
     braze: str
 
-    def library_handle(self):
-        return library_of(self.index)
-
     def slug(self):
         """The device's name, as file names have it."""
         return ("cpu-" if self.index < 0 else "") + _slug(self.device)
@@ -238,7 +235,11 @@ def load(index):
     pattern = "cpu-*.json" if index < 0 else "*.json"
     if not any(True for folder in folders for _ in folder.glob(pattern)):
         return
-    place = place_of(index)
+    try:
+        place = place_of(index)
+    except (OSError, RuntimeError) as error:  # importing braze has to go on
+        warnings.warn(f"braze reads no tuned choices: {error}", stacklevel=2)
+        return
     for row in _rows(BUILT_IN / f"{place.slug()}.json", place, built_in=True):
         put(index, *row, False)
     if len(folders) > 1:
