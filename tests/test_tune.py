@@ -187,8 +187,8 @@ def test_measured_goes_before_built_in(device):
 
 def test_tune_replaces_a_slow_choice(device):
     """All for real: the rung is many times slower than the kernel that wins."""
-    a, b = torch.randn(512, 1024, device=device), torch.randn(1024, 512, device=device)
-    product = Product("float32", 1, 512, 512, 1024)
+    a, b = torch.randn(256, 1024, device=device), torch.randn(1024, 256, device=device)
+    product = Product("float32", 1, 256, 256, 1024)
     _tuned.put(index_of(device), product, RUNG, True)
     good = good_kernel(device)
     (result,) = braze.tune(braze.matmul, a, b, candidates=[good], seconds=0.2)
