@@ -41,6 +41,9 @@ def test_recorded_products(device):
     assert products_of(torch.ops.braze.linear, x, w, bias, True) == [
         Product("bfloat16", 1, 4, 8, 24, b_column_major=True, bias=True, relu=True)
     ]
+    assert products_of(braze.matmul, a.detach()[:, :10].contiguous(), b.detach()[:10]) == [
+        Product("float32", 1, 4, 8, 10, a_aligned=False)  # 40 bytes from row to row
+    ]
     batch = b.detach().expand(3, 24, 8).contiguous()
     assert products_of(braze.matmul, a.detach(), batch) == [
         Product("float32", 3, 4, 8, 24, b_shared=False)
