@@ -137,7 +137,9 @@ def run_ladder(benchmark, device, args):
                 others, missing = rivals.find(timer, *operands, dtype_name, ulps)
             makers |= {name: maker for name, (_, maker) in others.items()}
             makers["stock"] = functools.partial(make, benchmark.stock, *arguments)
-            out = benchmark.stock(*inputs, **case.kwargs)
+            # Without gradients: a graph that is captured must not depend on this stream.
+            with torch.no_grad():
+                out = benchmark.stock(*inputs, **case.kwargs)
             amount = work(benchmark, case, pass_name, inputs, out)
             if not vendor:
                 makers[COPY] = copy_of(amount[0], device)

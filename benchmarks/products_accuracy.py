@@ -19,7 +19,10 @@ COLUMNS = [
 SIZE = 1024
 DEPTHS = (64, 256, 1024, 4096)
 INPUTS = ("normal", "wide", "positive")
-KERNELS = {"cuda": ("simt", "mma_split", "wgmma_split", VENDORS["matmul"]), "cpu": ("blocked",)}
+KERNELS = {
+    "cuda": ("simt", "simt_tma", "mma_split", "wgmma_split", VENDORS["matmul"]),
+    "cpu": ("blocked",),
+}
 
 
 def random_of(kind, *shape, device):

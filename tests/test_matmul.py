@@ -522,7 +522,46 @@ def test_split_fp32_special_values(device, name):
     torch.testing.assert_close(out[finite], reference[finite].float(), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("backend", ["wgmma", "wgmma_split"])
+@pytest.mark.parametrize("transposed", [(0, 0), (0, 1), (1, 0), (1, 1)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 128, 128, 32), (1, 4, 8, 1), (1, 300, 516, 1000), (3, 132, 68, 77)], ids=str
+)
+def test_simt_tma(device, shape, transposed):
+    hopper_only(device)
+    batch, m, n, k = shape
+    a = majors(batch, m, k, transposed[0], device, torch.float32)
+    b = majors(batch, k, n, transposed[1], device, torch.float32)
+    special = a.clone()
+    special[..., m - 1, k - 1] = float("inf")
+    with braze.backend(matmul="simt_tma"):
+        check_against_stock(braze.matmul, torch.matmul, [a, b])
+        check_against_stock(braze.matmul, torch.matmul, [special, b])
+        assert torch.equal(braze.matmul(a, b), braze.matmul(a, b))
+        # one matrix for the whole batch
+        check_against_stock(braze.matmul, torch.matmul, [a, b[0] if batch > 1 else b])
+        assert "simt_tma_kernel" in cuda_kernels_of(lambda: braze.matmul(a, b))
+    if batch == 1:
+        bias = torch.randn(n, device=device)
+        out = torch.ops.braze.linear(a, b.mT, bias, True, backend="simt_tma")
+        wide = stock.linear(a.double(), b.mT.double(), bias.double()).relu()
+        assert_by_rule(out, stock.linear(a, b.mT, bias).relu(), wide)
+
+
+def test_simt_tma_reads_strided_operands_in_place(device):
+    hopper_only(device)
+    a = torch.randn(200, 400, device=device)[:, :300].mT
+    b = torch.randn(200, 260, device=device)[:, 4:164]
+    with braze.backend(matmul="simt_tma"):
+        check_against_stock(braze.matmul, torch.matmul, [a, b])
+        with pytest.raises(
+            RuntimeError, match="simt_tma cannot take.*along the depth have no gaps"
+        ):
+            braze.matmul(a.contiguous()[:, :100], b[:100])
+        with pytest.raises(RuntimeError, match="simt_tma cannot take.*aligned to 16 bytes"):
+            braze.matmul(a, b[:, 1:100])
+
+
+@pytest.mark.parametrize("backend", ["wgmma", "wgmma_split", "simt_tma"])
 def test_hopper_kernels_in_a_graph(device, backend):
     """Captured behind a copy, a fill and another stream, and one product behind the other."""
     hopper_only(device)

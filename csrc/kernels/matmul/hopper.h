@@ -20,6 +20,12 @@ bool split_preferred(const MatmulArgs& args);
 int64_t split_workspace_bytes(const MatmulArgs& args);
 void split_matmul(Stream stream, const MatmulArgs& args, void* workspace);
 
+// The same for simt_tma.cuh: fp32 on CUDA cores.
+const char* simt_tma_obstacle(const MatmulArgs& args);
+bool simt_tma_preferred(const MatmulArgs& args);
+int64_t simt_tma_workspace_bytes(const MatmulArgs& args);
+void simt_tma_matmul(Stream stream, const MatmulArgs& args, void* workspace);
+
 // The rungs below; for 16-bit types.
 const char* rung_obstacle(const MatmulArgs& args);
 void run_wgmma(Stream stream, const MatmulArgs& args);

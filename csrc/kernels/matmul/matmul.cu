@@ -67,6 +67,9 @@ constexpr Kernel kWgmma{"wgmma", hopper::obstacle, hopper::workspace_bytes, hopp
 constexpr Kernel kSplit{"wgmma_split", hopper::split_obstacle, hopper::split_workspace_bytes,
                         hopper::split_matmul};
 
+constexpr Kernel kSimtTma{"simt_tma", hopper::simt_tma_obstacle, hopper::simt_tma_workspace_bytes,
+                          hopper::simt_tma_matmul};
+
 template <void (*run)(Stream, const MatmulArgs&)>
 constexpr Kernel rung(const char* name, Obstacle obstacle) {
   return {name, obstacle, no_workspace,
@@ -88,6 +91,7 @@ constexpr Kernel kKernels[] = {
     rung<hopper::run_warp_specialized>("11_warp_specialized", hopper::rung_obstacle),
     rung<hopper::run_cluster>("12_cluster", hopper::rung_obstacle),
     kSimt,
+    kSimtTma,
     kMma,
     kMmaSplit,
     kWgmma,
@@ -108,6 +112,7 @@ const Kernel& choose(const MatmulArgs& args, const std::string& name) {
     if (mma_sync_obstacle(args)) {  // fp32 at its own accuracy
       if (deep && !mma_split_obstacle(args)) return kMmaSplit;
       if (!hopper::split_obstacle(args) && hopper::split_preferred(args)) return kSplit;
+      if (!hopper::simt_tma_obstacle(args) && hopper::simt_tma_preferred(args)) return kSimtTma;
     }
     return !mma_sync_obstacle(args) ? kMma : !fp32_obstacle(args) ? kSimt : kCoalesced;
   }
