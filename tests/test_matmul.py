@@ -554,10 +554,10 @@ def test_simt_tma_reads_strided_operands_in_place(device):
     with braze.backend(matmul="simt_tma"):
         check_against_stock(braze.matmul, torch.matmul, [a, b])
         with pytest.raises(
-            RuntimeError, match="simt_tma cannot take.*along the depth have no gaps"
+            RuntimeError, match=r"simt_tma cannot take.*along the depth have no gaps"
         ):
             braze.matmul(a.contiguous()[:, :100], b[:100])
-        with pytest.raises(RuntimeError, match="simt_tma cannot take.*aligned to 16 bytes"):
+        with pytest.raises(RuntimeError, match=r"simt_tma cannot take.*aligned to 16 bytes"):
             braze.matmul(a, b[:, 1:100])
 
 
@@ -593,6 +593,38 @@ def test_hopper_kernels_in_a_graph(device, backend):
     for actual, wanted in zip(results, expected, strict=True):
         assert torch.equal(actual, wanted)
     assert not results[1].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_operands_made_in_a_graph(device, dtype):
+    """In a graph a product may read its second operand before the kernels ahead of it are done; not
+    where the one right before it wrote that operand, or where something else came between."""
+    if device == "cpu":
+        pytest.skip("needs CUDA graphs")
+    source, x, fixed = (
+        torch.randn(s, device=device).to(dtype) for s in [(64, 256), (48, 64), (256, 128)]
+    )
+
+    def step():
+        made = braze.matmul(source, fixed)
+        from_the_last = braze.matmul(x, made)
+        behind_another = braze.matmul(x, made)
+        twice = braze.matmul(from_the_last.mT, behind_another)
+        written = torch.empty_like(twice).copy_(twice)
+        behind_a_copy = braze.matmul(twice, written)
+        return behind_another, twice, behind_a_copy, braze.matmul(behind_a_copy, fixed.mT)
+
+    with braze.backend(matmul="braze"):
+        step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = step()
+        for _ in range(50):
+            source.normal_()
+            graph.replay()
+            for actual, wanted in zip(results, step(), strict=True):
+                assert torch.equal(actual, wanted)
 
 
 def test_first_call_of_a_thread(device):
