@@ -104,21 +104,27 @@ MatrixOperand<T> matrix_operand(const MatrixRef& ref, int64_t batch, int64_t out
 }
 
 template <typename T>
-GemmProblem<MatrixOperand<T>, MatrixOperand<T>> matmul_problem(const MatmulArgs& p) {
-  GemmProblem<MatrixOperand<T>, MatrixOperand<T>> problem{};
-  problem.a = matrix_operand<T>(p.a, p.batch, p.m, p.k, p.a.row, p.a.col);
-  problem.b = matrix_operand<T>(p.b, p.batch, p.n, p.k, p.b.col, p.b.row);
-  problem.batch = p.batch;
-  problem.m = static_cast<int>(p.m);
-  problem.n = static_cast<int>(p.n);
-  problem.k = static_cast<int>(p.k);
-  Output<T>& out = problem.out;
+Output<T> matmul_output(const MatmulArgs& p) {
+  Output<T> out{};
   out.data = static_cast<T*>(p.c);
   out.batch = p.m * p.n;
   out.row_stride = p.n;
   out.vectors = p.n % 4 == 0 && is_vec_aligned(out.data);
   out.bias = static_cast<const T*>(p.bias);
   out.relu = p.relu;
+  return out;
+}
+
+template <typename T>
+GemmProblem<MatrixOperand<T>, MatrixOperand<T>> matmul_problem(const MatmulArgs& p) {
+  GemmProblem<MatrixOperand<T>, MatrixOperand<T>> problem{};
+  problem.a = matrix_operand<T>(p.a, p.batch, p.m, p.k, p.a.row, p.a.col);
+  problem.b = matrix_operand<T>(p.b, p.batch, p.n, p.k, p.b.col, p.b.row);
+  problem.out = matmul_output<T>(p);
+  problem.batch = p.batch;
+  problem.m = static_cast<int>(p.m);
+  problem.n = static_cast<int>(p.n);
+  problem.k = static_cast<int>(p.k);
   return problem;
 }
 

@@ -6,6 +6,7 @@
 #include "mma_matmul.cuh"
 #include "obstacles.h"
 #include "rungs.h"
+#include "thin.h"
 
 namespace braze::cuda {
 namespace {
@@ -76,6 +77,8 @@ constexpr Kernel rung(const char* name, Obstacle obstacle) {
           [](Stream stream, const MatmulArgs& args, void*) { run(stream, args); }};
 }
 constexpr Kernel kCoalesced = rung<ladder::run_coalesced>("02_coalesced", no_obstacle);
+constexpr Kernel kGemv = rung<gemv_matmul>("gemv", gemv_obstacle);
+constexpr Kernel kThin = rung<thin_matmul>("thin", thin_obstacle);
 
 constexpr Kernel kKernels[] = {
     rung<ladder::run_naive>("01_naive", no_obstacle),
@@ -90,6 +93,8 @@ constexpr Kernel kKernels[] = {
     rung<hopper::run_wgmma>("10_wgmma", hopper::rung_obstacle),
     rung<hopper::run_warp_specialized>("11_warp_specialized", hopper::rung_obstacle),
     rung<hopper::run_cluster>("12_cluster", hopper::rung_obstacle),
+    kGemv,
+    kThin,
     kSimt,
     kSimtTma,
     kMma,
@@ -107,6 +112,8 @@ const Kernel* find(const std::string& name) {
 
 const Kernel& choose(const MatmulArgs& args, const std::string& name) {
   if (name == "auto") {
+    if (!gemv_obstacle(args) && prefers_gemv(args)) return kGemv;
+    if (!thin_obstacle(args) && prefers_thin(args)) return kThin;
     const bool deep = prefers_deep_tiles(args);
     if (!deep && !hopper::obstacle(args) && hopper::preferred(args)) return kWgmma;
     if (mma_sync_obstacle(args)) {  // fp32 at its own accuracy
