@@ -148,6 +148,8 @@ void dispatch_majors(const MatmulArgs& p, F&& f) {
 
 // The kernels, one dtype a file.
 int64_t simt_matmul_workspace_bytes(const MatmulArgs& args);
+// Estimated for an H200, where tiles are large; 0 where they are not.
+double simt_matmul_microseconds(const MatmulArgs& args);
 void simt_matmul(Stream stream, const MatmulArgs& args, void* workspace);
 void mma_matmul_bf16(Stream stream, const MatmulArgs& args, void* workspace);
 void mma_matmul_fp16(Stream stream, const MatmulArgs& args, void* workspace);
