@@ -399,6 +399,13 @@ HOPPER_SHAPES = [
     (3, 200, 136, 200),
     (2, 520, 72, 1024),
     (1, 8, 8, 8),
+    # Sizes for which the plan takes tiles of 128 x 192; the same with the depth split over clusters
+    # of 2 and 4; and 128 x 128 over 4 and 8.
+    (2, 2040, 760, 264),
+    (1, 2000, 760, 3080),
+    (1, 760, 760, 4104),
+    (1, 600, 392, 4096),
+    (1, 1000, 120, 3200),
 ]
 
 
@@ -673,5 +680,16 @@ def test_hopper_kernel_runs_where_expected(device):
     assert "persistent_kernel" in names("braze", big, big)
     # A long sum for a small result is split over clusters.
     assert "cluster_split_kernel" in names("wgmma", randn16(64, 3136), randn16(128, 3136).mT)
+    # These sizes stand for tile shapes in HOPPER_SHAPES.
+    for (m, n, k), kernel, tile in [
+        ((4080, 760, 264), "persistent_kernel", "128, 192"),
+        ((2000, 760, 3080), "cluster_split_kernel", "128, 192"),
+        ((760, 760, 4104), "cluster_split_kernel", "128, 192"),
+        ((600, 392, 4096), "cluster_split_kernel", "128, 128"),
+        ((1000, 120, 3200), "cluster_split_kernel", "128, 128"),
+    ]:
+        ran = names("wgmma", randn16(m, k), randn16(k, n))
+        assert kernel in ran, ran
+        assert tile in ran, ran
     # fp32 with TF32 off
     assert "split_planes_kernel" in names("braze", big[:2048].float(), big.float())

@@ -71,6 +71,8 @@ inline MatmulPlan plan_matmul(const MatmulArgs& p, const GemmKernels& kernels) {
   if (count > 0 && 2 * count <= slots) splits = std::min(slots / count, most_splits);
   if (shape.tile == TileShape::kDeep) {
     splits = std::clamp(ceil_div(depth_tiles, kDeepGroups), int64_t{1}, splits);
+    // Clusters of 5 or 7 blocks, each of a whole multiprocessor, would leave many of those idle.
+    while (kernels.clusters && (splits & (splits - 1)) != 0) splits &= splits - 1;
   }
   // A second launch pays where it lets blocks be more and shorter than clusters can, and where the
   // product takes long: blocks that need not start together spread more evenly.

@@ -8,8 +8,9 @@ namespace braze::cuda::hopper {
 // 13_persistent.cuh. Why it cannot take the arguments, or nullptr.
 const char* obstacle(const MatmulArgs& args);
 
-// Whether it is the fastest of our own kernels for arguments that it takes.
-bool preferred(const MatmulArgs& args);
+// Whether it is the fastest of our own kernels for arguments that it takes. deep_tiles: whether
+// mma_sync would use the tiles whose depth several warps share.
+bool preferred(const MatmulArgs& args, bool deep_tiles);
 
 int64_t workspace_bytes(const MatmulArgs& args);
 void matmul(Stream stream, const MatmulArgs& args, void* workspace);

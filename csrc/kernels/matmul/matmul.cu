@@ -115,9 +115,9 @@ const Kernel& choose(const MatmulArgs& args, const std::string& name) {
     if (!gemv_obstacle(args) && prefers_gemv(args)) return kGemv;
     if (!thin_obstacle(args) && prefers_thin(args)) return kThin;
     const bool deep = prefers_deep_tiles(args);
-    if (!deep && !hopper::obstacle(args) && hopper::preferred(args)) return kWgmma;
+    if (!hopper::obstacle(args) && hopper::preferred(args, deep)) return kWgmma;
     if (mma_sync_obstacle(args)) {  // fp32 at its own accuracy
-      if (deep && !mma_split_obstacle(args)) return kMmaSplit;
+      if (deep && args.k >= kLongSplitSum && !mma_split_obstacle(args)) return kMmaSplit;
       if (!hopper::split_obstacle(args) && hopper::split_preferred(args)) return kSplit;
       if (!hopper::simt_tma_obstacle(args) && hopper::simt_tma_preferred(args)) return kSimtTma;
     }
