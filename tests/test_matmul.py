@@ -693,3 +693,6 @@ def test_hopper_kernel_runs_where_expected(device):
         assert tile in ran, ran
     # fp32 with TF32 off
     assert "split_planes_kernel" in names("braze", big[:2048].float(), big.float())
+    wide = big[:1024, :1024].float()
+    assert "split_planes_kernel" in names("braze", wide, wide)
+    assert "split_planes_kernel" not in names("braze", wide[:, :128], wide[:128])  # too short sums
