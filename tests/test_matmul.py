@@ -544,12 +544,13 @@ def test_simt_tma(device, shape, transposed):
     b = majors(batch, k, n, transposed[1], device, torch.float32)
     special = a.clone()
     special[..., m - 1, k - 1] = float("inf")
+    ulps = max(4, k**0.5 / 2)  # one sum of k terms
     with braze.backend(matmul="simt_tma"):
-        check_against_stock(braze.matmul, torch.matmul, [a, b])
-        check_against_stock(braze.matmul, torch.matmul, [special, b])
+        check_against_stock(braze.matmul, torch.matmul, [a, b], ulps)
+        check_against_stock(braze.matmul, torch.matmul, [special, b], ulps)
         assert torch.equal(braze.matmul(a, b), braze.matmul(a, b))
         # one matrix for the whole batch
-        check_against_stock(braze.matmul, torch.matmul, [a, b[0] if batch > 1 else b])
+        check_against_stock(braze.matmul, torch.matmul, [a, b[0] if batch > 1 else b], ulps)
         assert "simt_tma_kernel" in cuda_kernels_of(lambda: braze.matmul(a, b))
     if batch == 1:
         bias = torch.randn(n, device=device)

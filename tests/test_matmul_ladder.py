@@ -152,9 +152,13 @@ def test_special_values_stay_in_their_rows_and_columns(device, dtype):
     """Infinities next to a tile's edge meet no zero that pads it."""
     a, b = (torch.randn(s, device=device).to(dtype) for s in [(65, 33), (33, 70)])
     a[64, 32], a[3, 0], b[32, 69] = float("inf"), float("nan"), float("-inf")
+    # Not torch's own product: on some CPUs that of bfloat16 lets the NaN into the row above.
+    reference = torch.matmul(a.double(), b.double())
     for name in rungs(device, dtype):
+        # TF32 rounds to 10 bits.
+        ulps = 2**13 if dtype == torch.float32 and name in TENSOR_CORES else 16
         with running(name) as matmul:
-            check(matmul, a, b, name)
+            assert_by_rule(matmul(a, b), reference.to(dtype), reference, ulps, name)
 
 
 def test_repeatable(device, dtype):

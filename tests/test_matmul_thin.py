@@ -14,7 +14,7 @@ from common import assert_by_rule
 # Batch, m, n, k: one output, few and many; sums of one round of loads and of several.
 GEMV_SHAPES = [
     (1, 1, 1, 1),
-    (1, 1, 1, 9000),
+    (1, 1, 64, 9000),
     (1, 1, 2048, 1000),
     (1, 1, 100, 1024),
     (1, 1, 10, 9001),
