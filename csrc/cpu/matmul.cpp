@@ -175,6 +175,8 @@ bool matmul_takes(const MatmulArgs&, const std::string& kernel) {
          kernel == "02_reordered";
 }
 
+const char* matmul_choice(const MatmulArgs&) { return "blocked"; }
+
 int64_t matmul_workspace_bytes(const MatmulArgs& args, const std::string& kernel) {
   if (kernel == "01_naive") return 0;
   if (kernel == "02_reordered") return args.n * (args.dtype == DType::kFloat64 ? 8 : 4);

@@ -3,6 +3,7 @@
 #include "kernels/matmul/matmul.h"
 
 #include <algorithm>
+#include <string_view>
 
 #include "ops/backend.h"
 #include "ops/common.h"
@@ -114,12 +115,20 @@ Matrices rows_of(const Tensor& t) {
 }
 
 #ifdef BRAZE_CUDA
-// Whether our own kernel is the faster one, as measured on an H200 (benchmarks/linear.py):
-// cuBLASLt's first choice does not split a sum of this length well where the result is thin (53 us
-// against 9 for 10 x 128 over 1024 in fp32) or small (with 64 x 128 over 3136 the MNIST step takes
-// 2 to 4 us more).
+// Whether our own kernel is the faster one, as measured on an H200 (benchmarks/products.py): where
+// the result or the sum is thin, because cuBLASLt's first choice is slow to start or splits a long
+// sum badly (53 us against 9 for 10 x 128 over 1024 in fp32; with 64 x 128 over 3136 the MNIST step
+// takes 2 to 4 us more); fp32 at its own accuracy on tensor cores; TF32 up to the sizes where power
+// decides, and beyond where neither operand lies along the depth.
 bool prefers_own(const MatmulArgs& args) {
+  const std::string_view own = dev::matmul_choice(args);
+  const int64_t products = args.batch * args.m * args.n * args.k;
+  if (own == "thin" || own == "wgmma_split") return true;
+  if (own == "gemv") return products <= 1 << 23;  // long rows of outputs come slowly
   if (args.dtype == DType::kFloat64 || args.k > 4096) return false;
+  if (own == "wgmma" && args.dtype == DType::kFloat32) {
+    return products < int64_t{1} << 32 || (args.a.col != 1 && args.b.row != 1);
+  }
   const bool small = args.batch == 1 && args.m * args.n <= 1 << 15;
   if (small && args.k >= 2048 && std::min(args.m, args.n) >= 32) return true;
   return args.dtype == DType::kFloat32 && !args.allow_tf32 && std::min(args.m, args.n) <= 16 &&

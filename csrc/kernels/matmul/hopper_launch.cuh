@@ -161,6 +161,7 @@ void launch_shape(Stream stream, const MatmulArgs& p, const Plan& plan) {
       case Shape::kLarge: return launch<Tile<T, 128, 256, 4, 2>, kR, kC, kSwap>(stream, p);
       case Shape::kWide: return launch<Tile<T, 128, 192, kWideStages, 2>, kR, kC, kSwap>(stream, p);
       case Shape::kMedium: return launch<Tile<T, 128, 128, 6, 1>, kR, kC, kSwap>(stream, p);
+      case Shape::kFlat: return launch<Tile<T, 64, 192, 6, 1, 1>, kR, kC, kSwap>(stream, p);
       case Shape::kSmall: return launch<Tile<T, 128, 64, 8, 1>, kR, kC, kSwap>(stream, p);
       case Shape::kTiny: return launch<Tile<T, 64, 64, 8, 1, 1>, kR, kC, kSwap>(stream, p);
       case Shape::kWideSplit: return split(SmallTile<T, 128, 192, 5>{});

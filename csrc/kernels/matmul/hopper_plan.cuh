@@ -32,12 +32,13 @@ inline bool tma_takes(const Operand& o, int64_t size) {
          o.batch * size % 16 == 0 && reinterpret_cast<uintptr_t>(o.data) % 16 == 0;
 }
 
-// Tiles of 128 rows by 256, 192, 128 or 64 columns, and of 64 by 64; all but the first also with
+// Tiles of 128 rows by 256, 192, 128 or 64 columns, and of 64 by 192 or 64; some also with
 // their depth split over a cluster (15_cluster_split.cuh).
 enum class Shape {
   kLarge,
   kWide,
   kMedium,
+  kFlat,
   kSmall,
   kTiny,
   kWideSplit,
@@ -63,15 +64,16 @@ struct Timing {
 };
 inline Timing timing_of(Shape shape) {
   switch (shape) {
-    case Shape::kLarge: return {128, 256, 2, 3.3, 2.0, 0.575, 0, 32};
-    case Shape::kWide: return {128, 192, 2, 3.2, 1.7, 0.44, 0.05, 28};
-    case Shape::kMedium: return {128, 128, 1, 2.9, 1.5, 0.305, 0.1, 32};
-    case Shape::kSmall: return {128, 64, 1, 2.5, 0.8, 0.21, 0.1, 24};
-    case Shape::kTiny: return {64, 64, 1, 2.6, 0.3, 0.17, 0.1, 16};
-    case Shape::kWideSplit: return {128, 192, 1, 3.1, 2.0, 0.44, 0.05, 40};
-    case Shape::kMediumSplit: return {128, 128, 1, 3.1, 1.5, 0.305, 0.1, 32};
-    case Shape::kSmallSplit: return {128, 64, 1, 3.1, 1.0, 0.205, 0.1, 24};
-    case Shape::kTinySplit: return {64, 64, 1, 2.6, 0.8, 0.17, 0.1, 16};
+    case Shape::kLarge: return {128, 256, 2, 4.4, 1.6, 0.55, 0, 32};
+    case Shape::kWide: return {128, 192, 2, 3.4, 1.9, 0.42, 0.06, 28};
+    case Shape::kMedium: return {128, 128, 1, 2.6, 1.3, 0.28, 0.12, 32};
+    case Shape::kFlat: return {64, 192, 1, 2.2, 1.4, 0.24, 0.1, 32};
+    case Shape::kSmall: return {128, 64, 1, 2.3, 0.85, 0.18, 0.13, 24};
+    case Shape::kTiny: return {64, 64, 1, 1.8, 1.2, 0.152, 0.056, 16};
+    case Shape::kWideSplit: return {128, 192, 1, 3.8, 3.3, 0.41, 0.01, 40};
+    case Shape::kMediumSplit: return {128, 128, 1, 1.6, 3.5, 0.29, 0.07, 32};
+    case Shape::kSmallSplit: return {128, 64, 1, 2.7, 0.75, 0.2, 0.06, 24};
+    case Shape::kTinySplit: return {64, 64, 1, 1.9, 0.2, 0.18, 0, 16};
   }
   return {};
 }
@@ -128,7 +130,7 @@ inline Plan make_plan(const MatmulArgs& p) {
       if (plan.cost < best.cost) best = plan;
     };
     for (const Shape shape :
-         {Shape::kLarge, Shape::kWide, Shape::kMedium, Shape::kSmall, Shape::kTiny}) {
+         {Shape::kLarge, Shape::kWide, Shape::kMedium, Shape::kFlat, Shape::kSmall, Shape::kTiny}) {
       consider(shape, 1);
     }
     for (const int cluster : {2, 4, 8}) {

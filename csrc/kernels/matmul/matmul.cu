@@ -135,6 +135,8 @@ bool is_empty(const MatmulArgs& args) { return args.batch == 0 || args.m == 0 ||
 
 }  // namespace
 
+const char* matmul_choice(const MatmulArgs& args) { return choose(args, "auto").name; }
+
 bool matmul_takes(const MatmulArgs& args, const std::string& kernel) {
   if (kernel == "auto") return true;
   const Kernel* const found = find(kernel);
