@@ -9,7 +9,7 @@ import json
 import re
 from pathlib import Path
 
-from benchmarks import ladder_chart, render_products
+from benchmarks import ladder_chart, render_products, results
 from benchmarks.ladder import COPY
 from benchmarks.markdown import LABELS, NOTHING, described, op_sections, table, timed
 from braze.mnist import timing
@@ -75,9 +75,8 @@ def ladder_table(rows):
         cells = [row[key] for key in (*keys, "candidate")]
         cells[-1] += f" ({row['note']})" if row["note"] else ""
         if row["error"]:
-            # Our ops' messages begin with their name; what a rival says is shown as it is.
-            refused = row["error"].startswith(f"RuntimeError: {row['op']}: ")
-            body.append([*cells, "", "does not take it" if refused else row["error"], "", ""])
+            why = "does not take it" if results.is_refused(row) else row["error"]
+            body.append([*cells, "", why, "", ""])
             continue
         copy = copies.get(tuple(row[key] for key in keys))
         most = copy["rate"] if copy else row["peak"]

@@ -108,6 +108,11 @@ def load(folder, name):
     return rows
 
 
+def is_refused(row):
+    """Whether one of our kernels was asked for that does not take the case, which it says."""
+    return row["error"].startswith(f"RuntimeError: {row['op']}: ")
+
+
 def line(row):
     """One row as a line for the terminal."""
     case = " ".join([row["op"], row["pass"], row["case"], row["dtype"], row["layout"]])

@@ -125,10 +125,10 @@ bool prefers_own(const MatmulArgs& args) {
   const int64_t products = args.batch * args.m * args.n * args.k;
   if (own == "thin" || own == "wgmma_split") return true;
   if (own == "gemv") return products <= 1 << 23;  // long rows of outputs come slowly
-  if (args.dtype == DType::kFloat64 || args.k > 4096) return false;
   if (own == "wgmma" && args.dtype == DType::kFloat32) {
     return products < int64_t{1} << 32 || (args.a.col != 1 && args.b.row != 1);
   }
+  if (args.dtype == DType::kFloat64 || args.k > 4096) return false;
   const bool small = args.batch == 1 && args.m * args.n <= 1 << 15;
   if (small && args.k >= 2048 && std::min(args.m, args.n) >= 32) return true;
   return args.dtype == DType::kFloat32 && !args.allow_tf32 && std::min(args.m, args.n) <= 16 &&

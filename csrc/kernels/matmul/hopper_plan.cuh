@@ -67,9 +67,9 @@ inline Timing timing_of(Shape shape) {
     case Shape::kLarge: return {128, 256, 2, 4.4, 1.6, 0.55, 0, 32};
     case Shape::kWide: return {128, 192, 2, 3.4, 1.9, 0.42, 0.06, 28};
     case Shape::kMedium: return {128, 128, 1, 2.6, 1.3, 0.28, 0.12, 32};
-    case Shape::kFlat: return {64, 192, 1, 2.2, 1.4, 0.24, 0.1, 32};
+    case Shape::kFlat: return {64, 192, 1, 2.2, 1.4, 0.27, 0.1, 32};
     case Shape::kSmall: return {128, 64, 1, 2.3, 0.85, 0.18, 0.13, 24};
-    case Shape::kTiny: return {64, 64, 1, 1.8, 1.2, 0.152, 0.056, 16};
+    case Shape::kTiny: return {64, 64, 1, 1.8, 0.9, 0.175, 0.056, 16};
     case Shape::kWideSplit: return {128, 192, 1, 3.8, 3.3, 0.41, 0.01, 40};
     case Shape::kMediumSplit: return {128, 128, 1, 1.6, 3.5, 0.29, 0.07, 32};
     case Shape::kSmallSplit: return {128, 64, 1, 2.7, 0.75, 0.2, 0.06, 24};
