@@ -2,7 +2,6 @@
 
 import torch
 
-import braze
 from benchmarks.harness import Benchmark, Case
 
 
@@ -20,7 +19,7 @@ def case(shape, **kwargs):
 BENCHMARKS = [
     Benchmark(
         op="transpose_copy",
-        braze=braze.transpose_copy,
+        braze=torch.ops.braze.transpose_copy,
         stock=stock,
         passes=("forward",),
         cases=[

@@ -4,9 +4,8 @@
 
 namespace braze::BRAZE_DEVICE {
 
-// out[b][c][r] = in[b][r][c] for `batch` dense rows x cols matrices. kernel: a name that
-// is registered for this device, or "auto".
+// out[b][c][r] = in[b][r][c] for `batch` dense rows x cols matrices.
 void transpose_copy(Stream stream, DType dtype, const void* in, void* out, int64_t batch,
-                    int64_t rows, int64_t cols, const std::string& kernel = "auto");
+                    int64_t rows, int64_t cols);
 
 }  // namespace braze::BRAZE_DEVICE
