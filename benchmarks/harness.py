@@ -131,13 +131,13 @@ class CudaTimer:
         with torch.cuda.device(device):
             self.floor = self.capture(lambda: lambda: self.one.add_(1))
 
-    def capture(self, make):
+    def capture(self, make, warmups=3):
         """Captures what `make()` returns. Backward runs on the stream of its forward, so `make`
         itself is called on the stream of the capture."""
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             fn = make()
-            for _ in range(3):
+            for _ in range(warmups):
                 fn()
         self.stream.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -169,9 +169,10 @@ class CpuTimer:
     def __init__(self, device):
         self.scratch = torch.empty(FLUSH_BYTES["cpu"], dtype=torch.int8)
 
-    def capture(self, make):
+    def capture(self, make, warmups=1):
         fn = make()
-        fn()
+        for _ in range(warmups):
+            fn()
         return fn
 
     def time_once(self, candidate, warm):
@@ -194,11 +195,12 @@ def timer_for(device):
     return _timers[device]
 
 
-def interleaved(timer, makers, device, warm=False, quick=False):
+def interleaved(timer, makers, device, warm=False, quick=False, budget=None):
     """Times the candidates in turn, again and again.
 
     Args:
         makers: name -> function that makes the function to time.
+        budget: in the place of BUDGET's entry for the device.
 
     Returns:
         name -> (median, 20th percentile, 80th percentile) in microseconds.
@@ -206,7 +208,7 @@ def interleaved(timer, makers, device, warm=False, quick=False):
     candidates = {name: timer.capture(make) for name, make in makers.items()}
     if timer.floor is not None:
         candidates["floor"] = timer.floor
-    seconds, least, most = (QUICK_BUDGET if quick else BUDGET)[device.type]
+    seconds, least, most = budget or (QUICK_BUDGET if quick else BUDGET)[device.type]
     once = {}
     for name, candidate in candidates.items():
         once[name] = max(1.0, timer.microseconds([timer.time_once(candidate, warm)])[0])

@@ -1,27 +1,28 @@
 """Writes the tables of README.md and docs/*.md from the results.
 
 A table stands between ``<!-- bench:NAME -->`` and ``<!-- /bench -->``, NAME being an op, one of
-MNIST's tables, ``ladder:OP`` or ``checks`` (what test runs printed). Figures in the documents are
-never typed by hand.
+MNIST's tables, ``products``, ``ladder:OP``, ``counters:matmul`` or ``checks`` (what test runs
+printed). Figures in the documents are never typed by hand.
 """
 
 import json
 import re
 from pathlib import Path
 
-from benchmarks import results
+from benchmarks import ladder_chart, render_products, results
+from benchmarks.ladder import COPY
+from benchmarks.markdown import LABELS, NOTHING, described, op_sections, table, timed
 from braze.mnist import timing
 
 MARKER = re.compile(r"(<!-- bench:([\w:]+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
 PRECISIONS = ["fp32", "tf32", "bf16"]
 MODES = [mode.mode for device in ("cuda", "cpu") for mode in timing.modes(device, True)]
 GAINS = ["best stock", "kernels", "fusion", "graph"]
-NOTHING = "*Not measured yet.*"
 
 
 def render(root, folder, write=True):
-    """Rewrites the tables; returns the names of the files whose text changed (or would)."""
-    changed = []
+    """Rewrites the tables; returns the names of the files that changed (or would)."""
+    changed = ladder_chart.update(folder, write)
     for path in [root / "README.md", *sorted((root / "docs").glob("*.md"))]:
         old = path.read_text()
         new = MARKER.sub(lambda m: m[1] + text_of(m[2], folder) + m[3], old)
@@ -34,55 +35,17 @@ def render(root, folder, write=True):
 
 def text_of(name, folder):
     """The Markdown between the markers of table `name`."""
-    if name in MNIST:
-        sections = MNIST[name](folder)
+    if name in SECTIONS:
+        sections = SECTIONS[name](folder)
     elif name == "checks":
         sections = op_sections(folder, name, checks_table)
     elif name.startswith("ladder:"):
         sections = op_sections(folder, name.replace(":", "_"), ladder_table)
+        if name == "ladder:matmul":
+            sections = [*ladder_chart.links(folder), *sections]
     else:
         sections = op_sections(folder, name, op_table)
     return "\n".join(sections or [NOTHING + "\n"])
-
-
-def table(head, rows):
-    """A Markdown table; columns after the last text column of the head ("|") are right-aligned."""
-    split = head.index("|")
-    head = [cell for cell in head if cell != "|"]
-    rule = ["---"] * split + ["---:"] * (len(head) - split)
-    return "".join(f"| {' | '.join(map(str, cells))} |\n" for cells in [head, rule, *rows])
-
-
-def described(row):
-    """What was measured with what, as one line."""
-    parts = [f"torch {row['torch']}"]
-    parts += [f"{label} {row[key]}" for key, label in LABELS.items() if row[key]]
-    return f"**{row['device']}** ({', '.join(parts)})\n"
-
-
-LABELS = {
-    "cuda": "CUDA",
-    "cudnn": "cuDNN",
-    "driver": "driver",
-    "clocks": "clocks",
-    "commit": "commit",
-}
-
-
-def op_sections(folder, name, make_table):
-    rows = results.load(folder, name)
-    devices = list(dict.fromkeys(row["device"] for row in rows))
-    sections = []
-    for device in devices:
-        mine = [row for row in rows if row["device"] == device]
-        sections += [described(mine[0]), make_table(mine)]
-    return sections
-
-
-def timed(row, name):
-    """Median with the 20th and 80th percentiles."""
-    median, low, high = (row[f"{name}_{part}"] for part in ("us", "p20", "p80"))
-    return f"{median} ({low}, {high})" if median else ""
 
 
 def op_table(rows):
@@ -102,16 +65,33 @@ def op_table(rows):
 
 
 def ladder_table(rows):
-    head = ["case", "pass", "dtype", "layout", "kernel", "|", "µs", "rate", "stock / kernel"]
+    head = ["case", "pass", "dtype", "layout", "kernel", "|", "µs", "rate"]
+    # Where a copy was timed beside the kernels, it is what their rates are measured by.
+    keys = ("case", "pass", "dtype", "layout")
+    copies = {tuple(row[k] for k in keys): row for row in rows if row["candidate"] == COPY}
+    head += ["of the copy" if copies else "of the peak", "stock / kernel"]
     body = []
     for row in rows:
-        cells = [row[key] for key in ("case", "pass", "dtype", "layout", "candidate")]
+        cells = [row[key] for key in (*keys, "candidate")]
+        cells[-1] += f" ({row['note']})" if row["note"] else ""
         if row["error"]:
-            refused = row["error"].startswith("RuntimeError")
-            body.append([*cells, "", "does not take it" if refused else row["error"], ""])
-        else:
-            body.append([*cells, timed(row, "braze"), f"{row['rate']} {row['unit']}", row["ratio"]])
+            why = "does not take it" if results.is_refused(row) else row["error"]
+            body.append([*cells, "", why, "", ""])
+            continue
+        copy = copies.get(tuple(row[key] for key in keys))
+        most = copy["rate"] if copy else row["peak"]
+        share = f"{float(row['rate']) / float(most):.1%}" if most else ""
+        rate = f"{row['rate']} {row['unit']}"
+        body.append([*cells, timed(row, "braze"), rate, share, row["ratio"]])
     return table(head, body)
+
+
+def counters_table(rows):
+    head = ["case", "dtype", "rung", "kernel", "|", "µs", "warps, % of the most", "tensor pipe %"]
+    head += ["FMA pipe %", "bank conflicts", "sectors a global load"]
+    keys = ["case", "dtype", "candidate", "kernel", "us", "occupancy_pct", "tensor_pct"]
+    keys += ["fma_pct", "bank_conflicts", "sectors_per_load"]
+    return table(head, [[row[key] for key in keys] for row in rows])
 
 
 def checks_table(rows):
@@ -274,10 +254,12 @@ def best_of_modes(timings):
     return best
 
 
-MNIST = {
+SECTIONS = {
     "mnist": mnist_sections,
     "mnist_modes": mnist_modes_sections,
     "mnist_gains": mnist_gains_sections,
     "mnist_profile": mnist_profile_sections,
     "mnist_accuracy": mnist_accuracy_sections,
+    "products": render_products.sections,
+    "counters:matmul": lambda folder: op_sections(folder, "counters_matmul", counters_table),
 }

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+#: what was measured, with what
+ENVIRONMENT = ["device", "driver", "clocks", "torch", "cuda", "cudnn", "commit"]
 COLUMNS = [
     "op",
     "case",
@@ -29,13 +31,7 @@ COLUMNS = [
     "floor_us",
     "cache",
     "error",
-    "device",
-    "driver",
-    "clocks",
-    "torch",
-    "cuda",
-    "cudnn",
-    "commit",
+    *ENVIRONMENT,
 ]
 
 
@@ -63,7 +59,7 @@ def slug(device):
 
 
 def environment(device):
-    """The columns that say what was measured, with what."""
+    """The columns ENVIRONMENT."""
     driver = clocks = ""
     if device.type == "cuda":
         uuid = torch.cuda.get_device_properties(device).uuid
@@ -90,12 +86,14 @@ def environment(device):
 
 
 def save(folder, device, name, rows):
-    """Writes `rows` as the op's CSV of this device, in the place of an earlier run's."""
+    """Writes `rows`, which have the same keys, as the CSV `name` of this device, in the place of an
+    earlier run's."""
     path = Path(folder) / slug(device) / f"{name}.csv"
     path.parent.mkdir(parents=True, exist_ok=True)
     described = environment(device)
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        columns = [key for key in rows[0] if key not in described] + ENVIRONMENT
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()
         writer.writerows(row | described for row in rows)
     return path
@@ -108,6 +106,11 @@ def load(folder, name):
         with path.open(newline="") as file:
             rows += csv.DictReader(file)
     return rows
+
+
+def is_refused(row):
+    """Whether one of our kernels was asked for that does not take the case, which it says."""
+    return row["error"].startswith(f"RuntimeError: {row['op']}: ")
 
 
 def line(row):

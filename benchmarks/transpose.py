@@ -2,6 +2,7 @@
 
 import torch
 
+import braze
 from benchmarks.harness import Benchmark, Case
 
 
@@ -19,7 +20,7 @@ def case(shape, **kwargs):
 BENCHMARKS = [
     Benchmark(
         op="transpose_copy",
-        braze=torch.ops.braze.transpose_copy,
+        braze=braze.transpose_copy,
         stock=stock,
         passes=("forward",),
         cases=[

@@ -6,6 +6,8 @@ import os
 import pytest
 import torch
 
+from braze import _tuned
+
 REQUIRE_CUDA = os.environ.get("BRAZE_REQUIRE_CUDA") == "1"
 
 
@@ -35,3 +37,15 @@ def _fixed_seed_and_settings():
     torch.manual_seed(0)
     torch.backends.cuda.matmul.fp32_precision = "ieee"
     torch.backends.cudnn.conv.fp32_precision = "ieee"
+
+
+@pytest.fixture
+def empty_tables(tmp_path):
+    """No tuned choices in effect, and an empty cache of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", os.fspath(tmp_path))
+        patch.setattr(_tuned, "BUILT_IN", tmp_path / "built_in")
+        _tuned.forget()
+        yield
+        _tuned.forget()
+    _tuned.load_all()

@@ -73,10 +73,31 @@ def test_the_ladder_leaves_out_slow_kernels(monkeypatch):
         rows = ladder.run_ladder(benchmark, torch.device("cpu"), args)
         return {row["candidate"]: row["error"] for row in rows}
 
-    assert set(errors()) == {"auto", "01_naive", "02_reordered", "blocked"}
+    own = {"auto", "01_naive", "02_reordered", "blocked"}
+    assert set(errors()) == own | {"stock"}
     assert not any(errors().values())
     monkeypatch.setitem(ladder.LIMIT, "cpu", 0.0)
-    assert all("the limit is 0.0 s" in error for error in errors().values())
+    found = errors()
+    assert all("the limit is 0.0 s" in found[name] for name in own)
+    assert not found["stock"]
+
+
+@pytest.mark.parametrize("op", ["transpose_copy", "vector_add"])
+def test_the_ladder_of_an_op_bound_by_memory(tmp_path, op):
+    device = torch.device("cpu")
+    args = parse("ladder", op, "--quick", "--dtype", "float32")
+    (benchmark,) = importlib.import_module(f"benchmarks.{ladder.MODULES[op]}").BENCHMARKS
+    rows = list(ladder.run_ladder(benchmark, device, args))
+    names = [row["candidate"] for row in rows]
+    assert names == ["auto", *ladder.rungs(op, device), "copy", "stock"]
+    assert not any(row["error"] for row in rows)
+    results.save(tmp_path, device, f"ladder_{op}", rows)
+    lines = render.text_of(f"ladder:{op}", tmp_path).splitlines()
+    assert "of the copy" in lines[2]
+    assert lines[-2].split(" | ")[4] == "copy"
+    assert "| 100.0% |" in lines[-2]
+    results.save(tmp_path, device, f"ladder_{op}", rows[:-2])  # interrupted before the copy
+    assert "of the copy" not in render.text_of(f"ladder:{op}", tmp_path)
 
 
 def test_a_wrong_result_is_not_timed(device):

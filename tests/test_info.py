@@ -16,7 +16,7 @@ from braze.info import Info, _missing, peak_rates
 
 SECTIONS = [
     *["braze", "python", "torch", "build", "loaded", "cpu", "devices", "vendor"],
-    "missing",
+    *["tuned", "missing"],
 ]
 PACKAGE = Path(braze.__file__).parent
 

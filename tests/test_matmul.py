@@ -257,6 +257,10 @@ def test_every_kernel_by_name(device, dtype):
         # TMA takes rows of multiples of 16 bytes, wgmma for TF32 a depth of a multiple of 4.
         tma = kernel["arch"] == "sm_90a" and kernel["name"] != "wgmma_split"
         m, k, n = (80, 136, 96) if tma else (67, 130, 71)
+        if kernel["name"] == "gemv":
+            continue  # of a vector's gradients, one is an outer product: test_matmul_thin.py
+        if kernel["name"] == "thin":  # no depth, in the gradients either, above 128
+            k = 120
         a, b = randn(m, k, device=device, dtype=dtype), randn(k, n, device=device, dtype=dtype)
         if str(dtype).removeprefix("torch.") not in kernel["dtypes"].split():
             continue
@@ -395,6 +399,14 @@ HOPPER_SHAPES = [
     (3, 200, 136, 200),
     (2, 520, 72, 1024),
     (1, 8, 8, 8),
+    # Sizes for which the plan takes tiles of 128 x 192, and of 64 x 192; 128 x 192 with the depth
+    # split over clusters of 2 and 4; and 128 x 128 over 2 and 4.
+    (2, 2040, 760, 264),
+    (1, 1576, 768, 3080),
+    (1, 1000, 1504, 8200),
+    (1, 760, 760, 8200),
+    (1, 1576, 600, 8200),
+    (1, 392, 600, 8200),
 ]
 
 
@@ -522,7 +534,46 @@ def test_split_fp32_special_values(device, name):
     torch.testing.assert_close(out[finite], reference[finite].float(), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("backend", ["wgmma", "wgmma_split"])
+@pytest.mark.parametrize("transposed", [(0, 0), (0, 1), (1, 0), (1, 1)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 128, 128, 32), (1, 4, 8, 1), (1, 300, 516, 1000), (3, 132, 68, 77)], ids=str
+)
+def test_simt_tma(device, shape, transposed):
+    hopper_only(device)
+    batch, m, n, k = shape
+    a = majors(batch, m, k, transposed[0], device, torch.float32)
+    b = majors(batch, k, n, transposed[1], device, torch.float32)
+    special = a.clone()
+    special[..., m - 1, k - 1] = float("inf")
+    ulps = max(4, k**0.5 / 2)  # one sum of k terms
+    with braze.backend(matmul="simt_tma"):
+        check_against_stock(braze.matmul, torch.matmul, [a, b], ulps)
+        check_against_stock(braze.matmul, torch.matmul, [special, b], ulps)
+        assert torch.equal(braze.matmul(a, b), braze.matmul(a, b))
+        # one matrix for the whole batch
+        check_against_stock(braze.matmul, torch.matmul, [a, b[0] if batch > 1 else b], ulps)
+    if batch == 1:
+        bias = torch.randn(n, device=device)
+        out = torch.ops.braze.linear(a, b.mT, bias, True, backend="simt_tma")
+        wide = stock.linear(a.double(), b.mT.double(), bias.double()).relu()
+        assert_by_rule(out, stock.linear(a, b.mT, bias).relu(), wide)
+
+
+def test_simt_tma_reads_strided_operands_in_place(device):
+    hopper_only(device)
+    a = torch.randn(200, 400, device=device)[:, :300].mT
+    b = torch.randn(200, 260, device=device)[:, 4:164]
+    with braze.backend(matmul="simt_tma"):
+        check_against_stock(braze.matmul, torch.matmul, [a, b])
+        with pytest.raises(
+            RuntimeError, match=r"simt_tma cannot take.*along the depth have no gaps"
+        ):
+            braze.matmul(a.contiguous()[:, :100], b[:100])
+        with pytest.raises(RuntimeError, match=r"simt_tma cannot take.*aligned to 16 bytes"):
+            braze.matmul(a, b[:, 1:100])
+
+
+@pytest.mark.parametrize("backend", ["wgmma", "wgmma_split", "simt_tma"])
 def test_hopper_kernels_in_a_graph(device, backend):
     """Captured behind a copy, a fill and another stream, and one product behind the other."""
     hopper_only(device)
@@ -554,6 +605,38 @@ def test_hopper_kernels_in_a_graph(device, backend):
     for actual, wanted in zip(results, expected, strict=True):
         assert torch.equal(actual, wanted)
     assert not results[1].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_operands_made_in_a_graph(device, dtype):
+    """In a graph a product may read its second operand before the kernels ahead of it are done; not
+    where the one right before it wrote that operand, or where something else came between."""
+    if device == "cpu":
+        pytest.skip("needs CUDA graphs")
+    source, x, fixed = (
+        torch.randn(s, device=device).to(dtype) for s in [(64, 256), (48, 64), (256, 128)]
+    )
+
+    def step():
+        made = braze.matmul(source, fixed)
+        from_the_last = braze.matmul(x, made)
+        behind_another = braze.matmul(x, made)
+        twice = braze.matmul(from_the_last.mT, behind_another)
+        written = torch.empty_like(twice).copy_(twice)
+        behind_a_copy = braze.matmul(twice, written)
+        return behind_another, twice, behind_a_copy, braze.matmul(behind_a_copy, fixed.mT)
+
+    with braze.backend(matmul="braze"):
+        step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = step()
+        for _ in range(50):
+            source.normal_()
+            graph.replay()
+            for actual, wanted in zip(results, step(), strict=True):
+                assert torch.equal(actual, wanted)
 
 
 def test_first_call_of_a_thread(device):
@@ -596,7 +679,23 @@ def test_hopper_kernel_runs_where_expected(device):
         names("wgmma", a.float(), b.float())
     big = randn16(4096, 4096)
     assert "persistent_kernel" in names("braze", big, big)
+    assert "simt_tma_kernel" in names("simt_tma", a.float(), b.float())
     # A long sum for a small result is split over clusters.
     assert "cluster_split_kernel" in names("wgmma", randn16(64, 3136), randn16(128, 3136).mT)
+    # These sizes stand for tile shapes in HOPPER_SHAPES.
+    for (m, n, k), kernel, tile in [
+        ((4080, 760, 264), "persistent_kernel", "128, 192"),
+        ((1576, 768, 3080), "persistent_kernel", "64, 192"),
+        ((1000, 1504, 8200), "cluster_split_kernel", "128, 192"),
+        ((760, 760, 8200), "cluster_split_kernel", "128, 192"),
+        ((1576, 600, 8200), "cluster_split_kernel", "128, 128"),
+        ((392, 600, 8200), "cluster_split_kernel", "128, 128"),
+    ]:
+        ran = names("wgmma", randn16(m, k), randn16(k, n))
+        assert kernel in ran, ran
+        assert tile in ran, ran
     # fp32 with TF32 off
     assert "split_planes_kernel" in names("braze", big[:2048].float(), big.float())
+    wide = big[:1024, :1024].float()
+    assert "split_planes_kernel" in names("braze", wide, wide)
+    assert "split_planes_kernel" not in names("braze", wide[:, :128], wide[:128])  # too short sums

@@ -2,6 +2,8 @@
 // functions: the libraries do not depend on the Python version.
 #include "exports.h"
 
+#include <algorithm>
+
 #include "kernels/common/registry.h"
 
 #ifdef BRAZE_CUDA
@@ -16,6 +18,21 @@ BRAZE_EXPORT int braze_kernel_count() { return static_cast<int>(braze::kernel_re
 
 BRAZE_EXPORT const braze::KernelInfo* braze_kernel_info(int i) {
   return &braze::kernel_registry()[i];
+}
+
+BRAZE_EXPORT const BrazeTuning* braze_tuning() {
+  static const BrazeTuning tuning{
+      [](const int64_t* words, const char* choice, int measured) {
+        braze::Product product;
+        std::copy_n(words, product.size(), product.begin());
+        braze::set_tuned_choice(product, choice, measured != 0);
+      },
+      [] { braze::clear_tuned_choices(); },
+      [](braze::VisitChoice* visit, void* state) { braze::for_each_choice(visit, state); },
+      [](int on) { braze::record_products(on != 0); },
+      [](braze::VisitProduct* visit, void* state) { braze::for_each_recorded(visit, state); },
+  };
+  return &tuning;
 }
 
 #ifdef BRAZE_CUDA

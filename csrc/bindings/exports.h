@@ -2,6 +2,8 @@
 
 #include <cstdint>
 
+#include "ops/tuned.h"
+
 #define BRAZE_EXPORT __attribute__((visibility("default")))
 
 struct BrazeDeviceAttributes {
@@ -11,6 +13,15 @@ struct BrazeDeviceAttributes {
   int64_t memory_bus_bits;
   int64_t l2_bytes;
   int64_t shared_bytes_per_block;
+};
+
+// ops/tuned.h for Python. `product` points to the words of a braze::Product.
+struct BrazeTuning {
+  void (*set)(const int64_t* product, const char* choice, int measured);
+  void (*clear)();
+  void (*for_each)(braze::VisitChoice* visit, void* state);
+  void (*record)(int on);
+  void (*for_each_recorded)(braze::VisitProduct* visit, void* state);
 };
 
 struct BrazeVendorLibrary {

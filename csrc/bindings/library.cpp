@@ -151,5 +151,8 @@ STABLE_TORCH_LIBRARY(braze, m) {
       "-> Tensor");
 
   // transpose
-  m.def("transpose_copy(Tensor input) -> Tensor");
+  m.def("transpose_copy(Tensor input, str backend=\"auto\") -> Tensor");
+
+  // vector_add
+  m.def("vector_add(Tensor a, Tensor b, str backend=\"auto\") -> Tensor");
 }

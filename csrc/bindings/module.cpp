@@ -1,5 +1,5 @@
 // braze._C: the only part that depends on the Python version. Loads the op libraries and asks them
-// for their kernels and the CUDA device's properties.
+// for their kernels and the CUDA device's properties; hands them what tuning found.
 #include <dlfcn.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -77,7 +77,43 @@ class Library {
     return d;
   }
 
+  void set_tuned(const braze::Product& product, const std::string& choice, bool measured) const {
+    tuning().set(product.data(), choice.c_str(), measured);
+  }
+
+  void clear_tuned() const { tuning().clear(); }
+
+  // Tuples (product, choice, measured).
+  py::list tuned() const {
+    py::list result;
+    const auto append = [](void* list, const int64_t* words, const char* choice, int measured) {
+      static_cast<py::list*>(list)->append(
+          py::make_tuple(product_of(words), choice, measured != 0));
+    };
+    tuning().for_each(append, &result);
+    return result;
+  }
+
+  void record(bool on) const { tuning().record(on); }
+
+  py::list recorded() const {
+    py::list result;
+    const auto append = [](void* list, const int64_t* words) {
+      static_cast<py::list*>(list)->append(product_of(words));
+    };
+    tuning().for_each_recorded(append, &result);
+    return result;
+  }
+
  private:
+  const BrazeTuning& tuning() const { return *symbol<const BrazeTuning*()>("braze_tuning")(); }
+
+  static py::tuple product_of(const int64_t* words) {
+    py::tuple result(std::tuple_size_v<braze::Product>);
+    for (size_t i = 0; i < result.size(); ++i) result[i] = words[i];
+    return result;
+  }
+
   template <typename Signature>
   Signature* symbol(const char* name) const {
     void* address = dlsym(handle_, name);
@@ -96,5 +132,10 @@ PYBIND11_MODULE(_C, m) {
       .def("kernels", &Library::kernels)
       .def("cuda_runtime_version", &Library::cuda_runtime_version)
       .def("vendor", &Library::vendor)
-      .def("device_attributes", &Library::device_attributes);
+      .def("device_attributes", &Library::device_attributes)
+      .def("set_tuned", &Library::set_tuned)
+      .def("clear_tuned", &Library::clear_tuned)
+      .def("tuned", &Library::tuned)
+      .def("record", &Library::record)
+      .def("recorded", &Library::recorded);
 }

@@ -169,6 +169,14 @@ constexpr int64_t kSumRows = 32, kSumsPerTask = 8;
 
 }  // namespace
 
+// Any of them takes any arguments.
+bool matmul_takes(const MatmulArgs&, const std::string& kernel) {
+  return kernel == "auto" || kernel == "blocked" || kernel == "01_naive" ||
+         kernel == "02_reordered";
+}
+
+const char* matmul_choice(const MatmulArgs&) { return "blocked"; }
+
 int64_t matmul_workspace_bytes(const MatmulArgs& args, const std::string& kernel) {
   if (kernel == "01_naive") return 0;
   if (kernel == "02_reordered") return args.n * (args.dtype == DType::kFloat64 ? 8 : 4);

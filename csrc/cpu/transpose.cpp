@@ -8,14 +8,32 @@
 namespace braze::cpu {
 namespace {
 
-const KernelEntry kEntry({"transpose_copy", "blocked", "float64 float32 bfloat16 float16", "cpu",
-                          true, "cache-blocked 32 x 32, threaded"});
+constexpr char kAll[] = "float64 float32 bfloat16 float16";
+
+const KernelEntry kNaive({"transpose_copy", "01_naive", kAll, "cpu", false,
+                          "row by row, one thread"});
+const KernelEntry kBlocked({"transpose_copy", "02_blocked", kAll, "cpu", true,
+                            "cache-blocked 32 x 32, threaded"});
+
+// Rung 1: the rows one after the other, one thread. A row of the input is read once from end to
+// end, but each of its elements goes to another cache line of the output, which has left the cache
+// by the time that the next row comes to it.
+template <typename T>
+void naive_transpose(const T* in, T* out, int64_t batch, int64_t rows, int64_t cols) {
+  for (int64_t b = 0; b < batch; ++b, in += rows * cols, out += rows * cols) {
+    for (int64_t r = 0; r < rows; ++r) {
+      for (int64_t c = 0; c < cols; ++c) out[c * rows + r] = in[r * cols + c];
+    }
+  }
+}
 
 // Rows and columns of a block, which a level-1 cache holds twice.
 constexpr int64_t kBlock = 32;
 
+// Rung 2: in blocks whose cache lines all stay until they have been used up, on both sides; strips
+// of blocks are shared out to the threads.
 template <typename T>
-void transpose_matrices(const T* in, T* out, int64_t batch, int64_t rows, int64_t cols) {
+void blocked_transpose(const T* in, T* out, int64_t batch, int64_t rows, int64_t cols) {
   const int64_t strips = ceil_div(cols, kBlock);  // a strip: kBlock rows of the output
   const int64_t grain = ceil_div(16384, rows * kBlock);
   parallel_for(0, batch * strips, grain, [&](int64_t first, int64_t last) {
@@ -39,11 +57,18 @@ void transpose_matrices(const T* in, T* out, int64_t batch, int64_t rows, int64_
 }  // namespace
 
 void transpose_copy(Stream, DType dtype, const void* in, void* out, int64_t batch, int64_t rows,
-                    int64_t cols) {
+                    int64_t cols, const std::string& kernel) {
   if (batch == 0 || rows == 0 || cols == 0) return;
   const auto run = [&](auto tag) {
     using T = typename decltype(tag)::type;
-    transpose_matrices(static_cast<const T*>(in), static_cast<T*>(out), batch, rows, cols);
+    const T* from = static_cast<const T*>(in);
+    if (kernel == "auto" || kernel == "02_blocked") {
+      blocked_transpose(from, static_cast<T*>(out), batch, rows, cols);
+    } else if (kernel == "01_naive") {
+      naive_transpose(from, static_cast<T*>(out), batch, rows, cols);
+    } else {
+      throw std::runtime_error("transpose_copy: no CPU kernel is called " + kernel);
+    }
   };
   switch (size_of(dtype)) {
     case 8: return run(TypeTag<uint64_t>{});

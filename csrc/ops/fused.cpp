@@ -2,7 +2,7 @@
 #include "kernels/fused/small_k.h"
 
 #include "ops/backend.h"
-#include "ops/common.h"
+#include "ops/small_k.h"
 
 namespace braze {
 namespace {
@@ -11,8 +11,7 @@ constexpr const char* kOp = "conv_bn_relu_max_pool2d";
 
 SmallKShape small_k_shape(const Tensor& input, const Tensor& weight,
                           const std::vector<int64_t>& padding) {
-  SmallKShape a{};
-  a.dtype = dtype_of(kOp, "input", input);
+  const DType dtype = dtype_of(kOp, "input", input);
   check_same_dtype(kOp, "weight", weight, "input", input);
   check_same_device(kOp, "weight", weight, "input", input);
   BRAZE_CHECK(input.dim() == 4 && weight.dim() == 4, kOp,
@@ -23,12 +22,8 @@ SmallKShape small_k_shape(const Tensor& input, const Tensor& weight,
   BRAZE_CHECK(input.size(1) == weight.size(1), kOp, ": expected input of shape ",
               shape_string(input), " to have ", weight.size(1), " channels, but got ",
               input.size(1));
-  a.n = input.size(0), a.c = input.size(1), a.h = input.size(2), a.w = input.size(3);
-  a.x_n = input.stride(0), a.x_c = input.stride(1), a.x_h = input.stride(2);
-  a.x_w = input.stride(3);
-  a.k = weight.size(0), a.r = weight.size(2), a.s = weight.size(3);
-  a.pad_h = padding[0], a.pad_w = padding[1];
-  a.p = a.h + 2 * a.pad_h - a.r + 1, a.q = a.w + 2 * a.pad_w - a.s + 1;
+  SmallKShape a = patches_of(input, dtype, weight.size(2), weight.size(3), padding[0], padding[1]);
+  a.k = weight.size(0);
   BRAZE_CHECK(a.p >= 2 && a.q >= 2 && a.n > 0 && a.k > 0, kOp,
               ": expected at least one pooled output, but got input ", shape_string(input),
               ", weight ", shape_string(weight), ", padding (", a.pad_h, ", ", a.pad_w, ")");
@@ -105,20 +100,14 @@ std::tuple<Tensor, Tensor, Tensor> conv_bn_relu_max_pool2d(
   Tensor codes = empty({small_k_code_words(a)}, input, ScalarType::Int);
   Tensor saved = empty({small_k_saved_size(a)}, input, ScalarType::Double);
   const Stream stream = context.stream();
-  const std::vector<int64_t> sums_sizes{kSmallKMostSets, small_k_moments(a)};
   Tensor sums;
   if (moments) {
     sums = *moments;
-    check_same_device(kOp, "moments", sums, "input", input);
-    BRAZE_CHECK(
-        sums.scalar_type() == ScalarType::Double && sums.is_contiguous() && sums.dim() == 2 &&
-            sums.size(0) == sums_sizes[0] && sums.size(1) == sums_sizes[1],
-        kOp, ": expected contiguous float64 moments of shape [", sums_sizes[0], ", ", sums_sizes[1],
-        "], but got ", scalar_type_name(sums.scalar_type()), " ", shape_string(sums));
+    check_moments(kOp, sums, a, input);
     BRAZE_CHECK(!norm.cumulative || !norm.batches, kOp,
                 ": momentum=None counts batches where moments are summed");
   } else if (training) {
-    sums = empty(sums_sizes, input, ScalarType::Double);
+    sums = empty({kSmallKMostSets, small_k_moments(a)}, input, ScalarType::Double);
     dev::small_k_sum_moments(stream, a, input.const_data_ptr(),
                              static_cast<double*>(sums.mutable_data_ptr()),
                              norm.cumulative ? norm.batches : nullptr);

@@ -1,7 +1,7 @@
 // Batches of a data set (gather.h), and the moments of their patches.
 #include "kernels/gather/gather.h"
 
-#include "ops/common.h"
+#include "ops/small_k.h"
 
 namespace braze {
 namespace {
@@ -21,12 +21,7 @@ SmallKShape patch_shape(const char* op, const Tensor& x, DType dtype,
   BRAZE_CHECK(
       filters.size() == 4 && filters[0] > 0 && filters[1] > 0 && filters[2] >= 0 && filters[3] >= 0,
       op, ": expected filters to be a height, a width and two paddings");
-  SmallKShape a{};
-  a.dtype = dtype;
-  a.n = x.size(0), a.c = x.size(1), a.h = x.size(2), a.w = x.size(3);
-  a.x_n = x.stride(0), a.x_c = x.stride(1), a.x_h = x.stride(2), a.x_w = x.stride(3);
-  a.r = filters[0], a.s = filters[1], a.pad_h = filters[2], a.pad_w = filters[3];
-  a.p = a.h + 2 * a.pad_h - a.r + 1, a.q = a.w + 2 * a.pad_w - a.s + 1;
+  const SmallKShape a = patches_of(x, dtype, filters[0], filters[1], filters[2], filters[3]);
   BRAZE_CHECK(a.p >= 2 && a.q >= 2 && dev::small_k_supports(a), op, ": no kernel for filters ", a.r,
               " x ", a.s, " over images ", shape_string(x));
   return a;
@@ -115,13 +110,7 @@ void gather_next(const Tensor& images, const Tensor& labels, const Tensor& order
   double* sums = nullptr;
   if (moments && batch > 0) {
     patches = patch_shape(kOp, batch_images, dtype_of(kOp, "dtype", batch_images), filters);
-    check_same_device(kOp, "moments", *moments, "images", images);
-    BRAZE_CHECK(moments->scalar_type() == ScalarType::Double && moments->dim() == 2 &&
-                    moments->size(0) == kSmallKMostSets &&
-                    moments->size(1) == small_k_moments(patches) && moments->is_contiguous(),
-                kOp, ": expected contiguous float64 moments of shape [", kSmallKMostSets, ", ",
-                small_k_moments(patches), "], but got ", scalar_type_name(moments->scalar_type()),
-                " ", shape_string(*moments));
+    check_moments(kOp, *moments, patches, images);
     Tensor written = *moments;
     sums = static_cast<double*>(written.mutable_data_ptr());
   }

@@ -3,9 +3,11 @@
 #include "kernels/matmul/matmul.h"
 
 #include <algorithm>
+#include <string_view>
 
 #include "ops/backend.h"
 #include "ops/common.h"
+#include "ops/tuned.h"
 
 #ifdef BRAZE_CUDA
 #include "vendor/vendor.h"
@@ -113,11 +115,19 @@ Matrices rows_of(const Tensor& t) {
 }
 
 #ifdef BRAZE_CUDA
-// Whether our own kernel is the faster one, as measured on an H200 (benchmarks/linear.py):
-// cuBLASLt's first choice does not split a sum of this length well where the result is thin (53 us
-// against 9 for 10 x 128 over 1024 in fp32) or small (with 64 x 128 over 3136 the MNIST step takes
-// 2 to 4 us more).
+// Whether our own kernel is the faster one, as measured on an H200 (benchmarks/products.py): where
+// the result or the sum is thin, because cuBLASLt's first choice is slow to start or splits a long
+// sum badly (53 us against 9 for 10 x 128 over 1024 in fp32; with 64 x 128 over 3136 the MNIST step
+// takes 2 to 4 us more); fp32 at its own accuracy on tensor cores; TF32 up to the sizes where power
+// decides, and beyond where neither operand lies along the depth.
 bool prefers_own(const MatmulArgs& args) {
+  const std::string_view own = dev::matmul_choice(args);
+  const int64_t products = args.batch * args.m * args.n * args.k;
+  if (own == "thin" || own == "wgmma_split") return true;
+  if (own == "gemv") return products <= 1 << 23;  // long rows of outputs come slowly
+  if (own == "wgmma" && args.dtype == DType::kFloat32) {
+    return products < int64_t{1} << 32 || (args.a.col != 1 && args.b.row != 1);
+  }
   if (args.dtype == DType::kFloat64 || args.k > 4096) return false;
   const bool small = args.batch == 1 && args.m * args.n <= 1 << 15;
   if (small && args.k >= 2048 && std::min(args.m, args.n) >= 32) return true;
@@ -126,9 +136,32 @@ bool prefers_own(const MatmulArgs& args) {
 }
 #endif
 
-// Which kernel computes a product. "auto" takes the faster one of our own and cuBLASLt, where that
-// is there and takes the arguments; names of kernels and of libraries are obeyed or refused.
-KernelChoice choose_matmul(const MatmulArgs& args, const std::string& backend) {
+// What tuning found to be the fastest, where it knows the product and the kernel takes it: another
+// alignment or version of a library may leave fewer candidates.
+std::optional<KernelChoice> tuned_kernel(const MatmulArgs& args, const Tensor& out) {
+  const std::optional<Product> product = product_of(args, out.get_device_index());
+  if (!product) return std::nullopt;
+  record_product(*product);
+  const std::string choice = tuned_choice(*product, args.deterministic);
+  if (choice.empty()) return std::nullopt;
+#ifdef BRAZE_CUDA
+  const int candidate = vendor::candidate_of(choice, "cublas");
+  if (candidate >= 0) {
+    if (!vendor::cublas_supports(args, candidate)) return std::nullopt;
+    return KernelChoice{candidate, ""};
+  }
+#endif
+  if (!dev::matmul_takes(args, choice)) return std::nullopt;
+  return KernelChoice{-1, choice};
+}
+
+// Which kernel computes a product. "auto" takes what tuning found, else the faster one of our own
+// and cuBLASLt, where that is there and takes the arguments; names of kernels and of libraries are
+// obeyed or refused.
+KernelChoice choose_matmul(const MatmulArgs& args, const Tensor& out, const std::string& backend) {
+  if (tuning_in_use && backend == "auto") {
+    if (const auto tuned = tuned_kernel(args, out)) return *tuned;
+  }
 #ifdef BRAZE_CUDA
   const std::string& missing = vendor::cublas_missing();
   const int candidate = vendor::candidate_of(backend, "cublas");
@@ -180,7 +213,7 @@ void multiply(const DeviceContext& context, DType dtype, int64_t batch, const Ma
     args.a.batch = 0;
     args.batch = 1;
   }
-  const KernelChoice choice = choose_matmul(args, settings.backend);
+  const KernelChoice choice = choose_matmul(args, out, settings.backend);
   if (out.numel() == 0) return;
 #ifdef BRAZE_CUDA
   if (choice.vendor >= 0) {

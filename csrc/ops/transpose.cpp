@@ -1,11 +1,11 @@
 #include "kernels/transpose/transpose.h"
 
-#include "ops/common.h"
+#include "ops/backend.h"
 
 namespace braze {
 namespace {
 
-Tensor transpose_copy(const Tensor& input) {
+Tensor transpose_copy(const Tensor& input, const std::string& backend) {
   const DType dtype = dtype_of("transpose_copy", "input", input);
   BRAZE_CHECK(input.dim() >= 2, "transpose_copy: expected input of 2 or more dimensions, but got ",
               input.dim());
@@ -18,11 +18,12 @@ Tensor transpose_copy(const Tensor& input) {
   }
   sizes.push_back(cols);
   sizes.push_back(rows);
+  const KernelChoice choice = own_kernel("transpose_copy", backend);
   const DeviceContext context(input);
   Tensor out = empty(sizes, input);
   const Tensor x = as_contiguous(input);
   dev::transpose_copy(context.stream(), dtype, x.const_data_ptr(), out.mutable_data_ptr(), batch,
-                      rows, cols);
+                      rows, cols, choice.kernel);
   return out;
 }
 

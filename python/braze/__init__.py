@@ -17,17 +17,23 @@ __all__ = [
     "nn",
     "optim",
     "transpose_copy",
+    "tune",
+    "vector_add",
 ]
 
 _lib.load()
 if _lib.load_error is None:
-    from braze import data, nn, optim
+    from braze import _tuned, data, nn, optim
     from braze._config import backend, kernels
     from braze._ops.cross_entropy import check_errors
     from braze._ops.matmul import matmul
     from braze._ops.transpose import transpose_copy
+    from braze._ops.vector_add import vector_add
     from braze.convert import convert, convert_report
     from braze.step import TrainStep
+    from braze.tuning import tune
+
+    _tuned.load_all()
 else:
     # braze.info(), the bug-report page, has to work when nothing else does.
     def __getattr__(name):

@@ -1,4 +1,4 @@
-"""``python -m braze``: info, mnist, bench."""
+"""``python -m braze``: info, mnist, bench, tune."""
 
 import argparse
 import importlib
@@ -16,11 +16,17 @@ def main(argv=None):
     info.add_argument("--json", action="store_true", help="print JSON")
     mnist = commands.add_parser("mnist", help="train a CNN on MNIST; time it against stock PyTorch")
     bench = commands.add_parser("bench", help="time the ops against stock PyTorch")
-    unavailable = {}
-    for name, command in [("mnist", mnist), ("bench", bench)]:
+    tune = commands.add_parser("tune", help="measure which kernels are the fastest here")
+    unavailable, modules = {}, {}
+    for name, module, command in [
+        ("mnist", "braze.mnist", mnist),
+        ("bench", "braze.bench", bench),
+        ("tune", "braze._tune_cli", tune),
+    ]:
         try:
             braze._lib.require()
-            importlib.import_module(f"braze.{name}").add_arguments(command)
+            modules[name] = importlib.import_module(module)
+            modules[name].add_arguments(command)
         except ImportError as error:  # `info` has to work nevertheless
             unavailable[name] = error
     args, unknown = parser.parse_known_args(argv)
@@ -33,10 +39,10 @@ def main(argv=None):
         if args.command == "info":
             page = braze.info()
             print(json.dumps(page, indent=2) if args.json else page)
-        elif args.command == "mnist":
-            braze.mnist.run(args)
+        elif args.command == "bench":
+            return modules["bench"].main(args)
         else:
-            return braze.bench.main(args)
+            modules[args.command].run(args)
     except KeyboardInterrupt:
         print(f"\nbraze {args.command}: interrupted", file=sys.stderr)
         return 130

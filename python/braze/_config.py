@@ -8,11 +8,11 @@ import re
 
 import torch
 
-from braze import _lib
+from braze import _lib, _tuned
 
 _AUTO = "auto"
 #: op -> chosen backend or kernel name
-_backends = {"matmul": _AUTO, "conv2d": _AUTO}
+_backends = dict.fromkeys(("matmul", "conv2d", "transpose_copy", "vector_add"), _AUTO)
 
 
 def kernels(op=None):
@@ -30,8 +30,20 @@ def kernels(op=None):
     return [k for lib in libraries for k in lib.kernels() if op is None or k["op"] == op]
 
 
+def check_choice(caller, op, choice):
+    """Raises ValueError, which lists what exists, where `op` has no such backend or kernel."""
+    rungs = sorted({k["name"] for k in kernels(op)})
+    vendors = backend._VENDORS.get(op, ())
+    valid = [_AUTO, "braze", *vendors, *rungs]
+    candidates = [rf"{vendor}:\d\d?" for vendor in vendors]
+    if choice not in valid and not any(re.fullmatch(c, choice) for c in candidates):
+        raise ValueError(
+            f"{caller}: expected {op} to be one of {', '.join(valid)}, but got {choice!r}"
+        )
+
+
 class backend:
-    """Chooses the kernels of matmul (and linear) and of conv2d; setter and context manager in one.
+    """Chooses the kernels of an op; setter and context manager in one. matmul's are linear's too.
 
     ``braze.backend(matmul="cublas")`` sets it from here on; ``with braze.backend(conv2d="braze"):``
     restores the previous choice at the end. The choice is global to the process, as torch's own
@@ -41,6 +53,7 @@ class backend:
         matmul: ``"auto"``, ``"braze"``, ``"cublas"`` or the name of one matmul kernel.
         conv2d: ``"auto"``, ``"braze"``, ``"cudnn"`` or the name of one conv2d kernel.
             ``"cublas:3"`` and ``"cudnn:3"`` are the libraries' fourth algorithm for the problem.
+        transpose_copy, vector_add: ``"auto"``, ``"braze"`` or the name of one of the op's kernels.
 
     Raises:
         ValueError: no such op, or no such backend or kernel for it; the message lists what exists.
@@ -52,13 +65,7 @@ class backend:
         for op, choice in choices.items():
             if op not in _backends:
                 raise ValueError(f"backend: expected one of {', '.join(_backends)}, but got {op!r}")
-            rungs = sorted({k["name"] for k in kernels(op)})
-            valid = [_AUTO, "braze", *self._VENDORS[op], *rungs]
-            candidate = rf"({'|'.join(self._VENDORS[op])}):\d\d?"
-            if choice not in valid and not re.fullmatch(candidate, choice):
-                raise ValueError(
-                    f"backend: expected {op} to be one of {', '.join(valid)}, but got {choice!r}"
-                )
+            check_choice("backend", op, choice)
         self._previous = dict(_backends)
         _backends.update(choices)
 
@@ -108,4 +115,5 @@ def settings(device_type):
         torch.backends.cuda.matmul.fp32_precision,
         torch.backends.cudnn.conv.fp32_precision,
         *_backends.values(),
+        _tuned.version,
     )

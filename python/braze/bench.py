@@ -10,9 +10,11 @@ def add_arguments(parser):
     parser.add_argument(
         "what",
         nargs="*",
-        metavar="OP | render | ladder OP",
+        metavar="OP | render | ladder OP | products | counters matmul",
         help="ops to time (default: all); render: rewrite the documents' tables from the results; "
-        "ladder OP: time every kernel of matmul or conv2d beside the vendor's",
+        "ladder OP: time every kernel of an op beside the vendor's, or beside a copy of its bytes; "
+        "products: matrix products beside the best of the vendor's algorithms; counters matmul: "
+        "the ladder's hardware counters, by ncu",
     )
     parser.add_argument("--device", help="cpu or cuda[:i] (default: cuda where there is a GPU)")
     parser.add_argument(

@@ -39,8 +39,9 @@ def info():
 
     Keys: ``braze``, ``python``, ``torch``, ``build`` (what setup.py recorded), ``loaded`` (the
     native libraries), ``cpu``, ``devices`` (one dict per GPU: SMs, clocks, memory, bandwidth and
-    peak rates at the highest clock), ``vendor`` (cuBLAS and cuDNN) and ``missing`` (sentences). A
-    part that could not be found out holds ``{"error": ...}``.
+    peak rates at the highest clock), ``vendor`` (cuBLAS and cuDNN), ``tuned`` (how many choices of
+    kernels are in effect, by origin) and ``missing`` (sentences). A part that could not be found
+    out holds ``{"error": ...}``.
     """
     page = Info()
     for name, probe in [
@@ -52,6 +53,7 @@ def info():
         ("cpu", _cpu),
         ("devices", _devices),
         ("vendor", _vendor),
+        ("tuned", _tuned),
     ]:
         try:
             page[name] = probe()
@@ -185,6 +187,17 @@ def _vendor():
     from braze import _lib
 
     return _lib.cuda_library.vendor() if _lib.cuda_library is not None else {}
+
+
+def _tuned():
+    from braze import _lib, _tuned
+
+    if _lib.load_error is not None:
+        return {}
+    # (Those of the GPUs are there: finding out about devices has started CUDA.)
+    measured = [entry[3] for entry in _tuned.entries()]
+    folders = {"path": os.fspath(_tuned.user_folder())} if any(measured) else {}
+    return {"built_in": measured.count(False), "measured": measured.count(True), **folders}
 
 
 def _missing(page):

@@ -202,14 +202,18 @@ class OutputQuad {
 
  public:
   __device__ OutputQuad(const Output<T>& out, int64_t z, int column, int n_end)
-      : out_(out), z_(z), column_(column), n_end_(n_end) {
-    row_major_ = kRowMajor || out.row_stride != 0;
-    to_ = out.data + z * out.batch + column;
+      : OutputQuad(out, z, column, n_end, kRowMajor || out.row_stride != 0) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const bool has_bias = row_major_ && out.bias && column + i < n_end;
       bias_[i] = has_bias ? convert<Acc>(out.bias[z * out.bias_batch + column + i]) : Acc(0);
     }
+  }
+  // With the columns' bias, or zeros, of a row-major output.
+  __device__ OutputQuad(const Output<T>& out, int64_t z, int column, int n_end, const T (&bias)[4])
+      : OutputQuad(out, z, column, n_end, true) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) bias_[i] = convert<Acc>(bias[i]);
   }
 
   __device__ __forceinline__ void store(const Acc (&v)[4], int row) const {
@@ -240,6 +244,11 @@ class OutputQuad {
   }
 
  private:
+  __device__ OutputQuad(const Output<T>& out, int64_t z, int column, int n_end, bool row_major)
+      : out_(out), z_(z), column_(column), n_end_(n_end), row_major_(row_major) {
+    to_ = out.data + z * out.batch + column;
+  }
+
   const Output<T>& out_;
   T* to_;
   int64_t z_;

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <initializer_list>
 #include <string>
 #include <utility>
 #include <vector>
@@ -131,11 +132,11 @@ struct SettlingKernel {
 inline thread_local SettlingKernel settling_kernel;
 
 // To be called behind its launch.
-inline void note_settling_kernel(Stream stream, std::vector<Span> written) {
+inline void note_settling_kernel(Stream stream, std::initializer_list<Span> written) {
   const Capture capture = capture_of(as_cuda(stream));
   settling_kernel = {};
   if (capture.active && capture.count == 1) {
-    settling_kernel = {capture.id, capture.last, std::move(written)};
+    settling_kernel = {capture.id, capture.last, written};
   }
 }
 

@@ -8,11 +8,9 @@
 #include <stdexcept>
 #include <string>
 
-namespace braze::cuda {
+#include "cp_async.cuh"  // shared_address
 
-__device__ __forceinline__ uint32_t shared_address(const void* p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
+namespace braze::cuda {
 
 __device__ __forceinline__ void mbarrier_init(uint64_t* barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
@@ -85,7 +83,8 @@ __device__ __forceinline__ void named_barrier(int id, int threads) {
 }
 
 // Host: a tensor map of a 4-D tensor, extents and strides innermost first (the innermost stride is
-// one element; `strides` are the other three, in bytes). The inner box is one swizzle row wide.
+// one element; `strides` are the other three, in bytes). The inner box is one swizzle row wide;
+// rows of more than 128 bytes are not swizzled.
 inline CUtensorMap make_tensor_map(CUtensorMapDataType type, const void* data,
                                    const uint64_t (&extents)[4], const uint64_t (&strides)[3],
                                    const uint32_t (&box)[4], int row_bytes) {
@@ -100,7 +99,8 @@ inline CUtensorMap make_tensor_map(CUtensorMapDataType type, const void* data,
   if (!encode) throw std::runtime_error("the CUDA driver has no cuTensorMapEncodeTiled");
   const CUtensorMapSwizzle swizzle = row_bytes == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
                                      : row_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
-                                                       : CU_TENSOR_MAP_SWIZZLE_32B;
+                                     : row_bytes == 32 ? CU_TENSOR_MAP_SWIZZLE_32B
+                                                       : CU_TENSOR_MAP_SWIZZLE_NONE;
   const uint32_t element_strides[4] = {1, 1, 1, 1};
   CUtensorMap map;
   const auto fill = [&] {

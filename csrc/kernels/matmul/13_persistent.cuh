@@ -21,22 +21,27 @@ __device__ __forceinline__ void produce(const CUtensorMap* row_map, const CUtens
                                         const Args& a, uint32_t stages, uint64_t* full,
                                         uint64_t* empty) {
   using T = typename Tile::T;
-  constexpr int kCluster = Tile::kCluster, kShare = Tile::kColumns / kCluster;
+  constexpr int kCluster = Tile::kCluster, kBox = Tile::kColumnBox;
   const int rank = kCluster > 1 ? static_cast<int>(cluster_rank()) : 0;
   Cursor<Tile::kStages> at;
   for (int tile = blockIdx.x / kCluster; tile < a.tiles; tile += gridDim.x / kCluster) {
     const Place p = place_of(a, tile);
     const int row = (p.row * kCluster + rank) * Tile::kRows;
-    const int column = p.column * Tile::kColumns + rank * kShare;
+    const int column = p.column * Tile::kColumns + rank * kBox;
     for (int d = p.first; d < p.last; ++d, at.next()) {
       mbarrier_wait(&empty[at.stage], at.phase ^ 1);
       mbarrier_expect(&full[at.stage], Tile::kStageBytes);
       const uint32_t to = stages + at.stage * Tile::kStageBytes;
       load<T, kRowMajor, Tile::kRows, 1>(row_map, &full[at.stage], to, row, d * Tile::kDepth,
                                          a.row_batch ? p.batch : 0);
-      load<T, kColumnMajor, kShare, kCluster>(
-          column_map, &full[at.stage], to + Tile::kRowBytes + rank * kShare * kSwizzle, column,
-          d * Tile::kDepth, a.column_batch ? p.batch : 0);
+      const uint32_t column_box = to + Tile::kRowBytes + rank * kBox * kSwizzle;
+#pragma unroll
+      for (int i = 0; i < Tile::kColumns; i += kCluster * kBox) {
+        if (i + kCluster * kBox > Tile::kColumns && i + rank * kBox >= Tile::kColumns) continue;
+        load<T, kColumnMajor, kBox, kCluster>(column_map, &full[at.stage],
+                                              column_box + i * kSwizzle, column + i,
+                                              d * Tile::kDepth, a.column_batch ? p.batch : 0);
+      }
     }
   }
 }

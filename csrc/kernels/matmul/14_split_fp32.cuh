@@ -199,8 +199,11 @@ struct Parts {
   bool block_inner, vectors;
 };
 
-// Eight values a thread.
-__global__ void __launch_bounds__(256) split_planes_kernel(const Parts p) {
+// Eight values a thread; the blocks' second coordinate tells the operand.
+__global__ void __launch_bounds__(256)
+    split_planes_kernel(const __grid_constant__ Parts a, const __grid_constant__ Parts b) {
+  wait_for_earlier_kernels();
+  const Parts& p = blockIdx.y == 0 ? a : b;
   const int64_t groups = p.ld / 8, total = p.batch * p.outer * groups;
   const int64_t plane = p.batch * p.outer * p.ld;
   const int64_t stride = int64_t{gridDim.x} * blockDim.x;
@@ -216,20 +219,14 @@ __global__ void __launch_bounds__(256) split_planes_kernel(const Parts p) {
 #pragma unroll
       for (int j = 0; j < 8; ++j) v[j] = column + j < p.inner ? from[j] : 0.0f;
     }
-    Vec<__nv_bfloat16, 8> parts[kPlanes];
-    bool special = false;
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      __nv_bfloat16 x[kPlanes];
-      halo::split(v[j], x);
-      special |= !halo::is_finite(v[j]);
-#pragma unroll
-      for (int k = 0; k < kPlanes; ++k) parts[k].v[j] = x[k];
-    }
+    // Tiles of infinities and NaN are marked, and never read.
+    uint32_t parts[kPlanes][4];
+    const bool special = halo::split_values(v, parts);
 #pragma unroll
     for (int k = 0; k < kPlanes; ++k) {
-      *reinterpret_cast<Vec<__nv_bfloat16, 8>*>(p.planes + k * plane + row * p.ld + column) =
-          parts[k];
+      // Of a plain assignment the compiler makes stores of 4 bytes.
+      __stcg(reinterpret_cast<uint4*>(p.planes + k * plane + row * p.ld + column),
+             uint4{parts[k][0], parts[k][1], parts[k][2], parts[k][3]});
     }
     if (special) p.special[batch * p.blocks + (p.block_inner ? column : outer) / 128] = 1;
   }

@@ -1,6 +1,6 @@
-// Rung 15: products with few tiles. The blocks of a cluster share one small tile of C and split its
-// depth; their sums meet through distributed shared memory, in a fixed order, and each block stores
-// a share of the columns. Against splits whose parts go through global memory that saves a second
+// Rung 15: products with few tiles. The blocks of a cluster share a tile of C and split its depth;
+// their sums meet through distributed shared memory, in a fixed order, and each block stores a
+// share of the columns. Against splits whose parts go through global memory that saves a second
 // kernel, the workspace and a round trip to L2. For products whose blocks all run at once.
 #pragma once
 
@@ -8,24 +8,31 @@
 
 namespace braze::cuda::hopper {
 
-__device__ __forceinline__ float4 load_remote(uint32_t address, uint32_t rank) {
-  float4 v;
+__device__ __forceinline__ void store_remote(uint32_t address, uint32_t rank, const float* v) {
   asm volatile(
       "{.reg .b32 remote;\n"
-      "mapa.shared::cluster.u32 remote, %4, %5;\n"
-      "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [remote];}"
-      : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-      : "r"(address), "r"(rank)
+      "mapa.shared::cluster.u32 remote, %0, %1;\n"
+      "st.shared::cluster.v4.f32 [remote], {%2, %3, %4, %5};}" ::"r"(address),
+      "r"(rank), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3])
       : "memory");
+}
+__device__ __forceinline__ float4 load_shared(uint32_t address) {
+  float4 v;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(address)
+               : "memory");
   return v;
 }
 
 // T: the operands' type (float stands for TF32). Tile::kCluster is 1: nothing is multicast.
+// Clusters are of 2, 4 or 8 blocks.
 template <typename T, int kRows, int kColumns, int kStages>
 struct SmallTile : Tile<T, kRows, kColumns, kStages, 1, kRows / 64> {
   static constexpr int kConsumers = kRows / 64, kThreads = kConsumers * 128 + 32;
   static constexpr int kSharedBytes = 1024 + kStages * (kRows + kColumns) * kSwizzle;
   static_assert(kRows * kColumns * 4 <= kSharedBytes - 1024);  // the sums go there
+  static_assert(kColumns / 8 % 8 == 0);                        // in equal shares
 };
 
 template <typename Tile, int kRowMajor, int kColumnMajor, bool kSwap>
@@ -85,39 +92,36 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     for (; d < p.last; ++d) step(d, fragments[0]);
     wgmma_wait<0>();
     wgmma_touch(acc[0]);
-    if (a.cluster > 1) {
-      named_barrier(1, kConsumerThreads);  // nobody reads the last stages any more
-#pragma unroll
-      for (int i = 0; i < kCount; i += 4) {
-        asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(
-                         stages + (i / 4 * kConsumerThreads + thread) * 16),
-                     "f"(acc[0][i]), "f"(acc[0][i + 1]), "f"(acc[0][i + 2]), "f"(acc[0][i + 3])
-                     : "memory");
-      }
-    }
   }
-  if (a.cluster > 1) cluster_sync();
+  // A block's share is `chunks` times 8 columns. Every block sends each share to its owner, to
+  // where the stages were, once all have read theirs.
+  constexpr int kChunks = kCount / 4;
+  const int chunks = kChunks / a.cluster;
+  const auto place = [&](int block, int chunk) {
+    return stages + ((block * chunks + chunk) * kConsumerThreads + thread) * 16;
+  };
+  cluster_meet();
   if (thread < kConsumerThreads) {
-    const int row = p.row * Tile::kRows + thread / 32 * 16 + lane / 4;
-    const int column = p.column * Tile::kColumns + lane % 4 * 2;
-    T* const c = static_cast<T*>(a.c) + p.batch * a.c_batch;
-    constexpr int kChunks = kCount / 4;  // of 8 columns
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) {
-      if (i * a.cluster / kChunks != rank) continue;
-      float sum[4] = {acc[0][4 * i], acc[0][4 * i + 1], acc[0][4 * i + 2], acc[0][4 * i + 3]};
-      if (a.cluster > 1) {
-        sum[0] = sum[1] = sum[2] = sum[3] = 0;
-        for (int other = 0; other < a.cluster; ++other) {
-          const float4 v = load_remote(stages + (i * kConsumerThreads + thread) * 16, other);
-          sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w;
-        }
-      }
-      finish<T, kSwap>(a, sum, row, column + i * 8);
-      store_direct<T, kSwap>(c, a.c_ld, a.rows, a.columns, sum, row, column + i * 8);
+      const int owner = i * a.cluster / kChunks;
+      store_remote(place(rank, i - owner * chunks), owner, &acc[0][4 * i]);
     }
   }
-  if (a.cluster > 1) cluster_sync();  // others may still read this block's sums
+  cluster_sync();
+  if (thread >= kConsumerThreads) return;
+  const int row = p.row * Tile::kRows + thread / 32 * 16 + lane / 4;
+  const int column = p.column * Tile::kColumns + rank * chunks * 8 + lane % 4 * 2;
+  T* const c = static_cast<T*>(a.c) + p.batch * a.c_batch;
+  for (int i = 0; i < chunks; ++i) {
+    float sum[4] = {};
+    for (int block = 0; block < a.cluster; ++block) {
+      const float4 v = load_shared(place(block, i));
+      sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w;
+    }
+    finish<T, kSwap>(a, sum, row, column + i * 8);
+    store_direct<T, kSwap>(c, a.c_ld, a.rows, a.columns, sum, row, column + i * 8);
+  }
 #endif
 }
 

@@ -71,6 +71,8 @@ inline MatmulPlan plan_matmul(const MatmulArgs& p, const GemmKernels& kernels) {
   if (count > 0 && 2 * count <= slots) splits = std::min(slots / count, most_splits);
   if (shape.tile == TileShape::kDeep) {
     splits = std::clamp(ceil_div(depth_tiles, kDeepGroups), int64_t{1}, splits);
+    // Clusters of 5 or 7 blocks, each of a whole multiprocessor, would leave many of those idle.
+    while (kernels.clusters && (splits & (splits - 1)) != 0) splits &= splits - 1;
   }
   // A second launch pays where it lets blocks be more and shorter than clusters can, and where the
   // product takes long: blocks that need not start together spread more evenly.
@@ -104,21 +106,27 @@ MatrixOperand<T> matrix_operand(const MatrixRef& ref, int64_t batch, int64_t out
 }
 
 template <typename T>
-GemmProblem<MatrixOperand<T>, MatrixOperand<T>> matmul_problem(const MatmulArgs& p) {
-  GemmProblem<MatrixOperand<T>, MatrixOperand<T>> problem{};
-  problem.a = matrix_operand<T>(p.a, p.batch, p.m, p.k, p.a.row, p.a.col);
-  problem.b = matrix_operand<T>(p.b, p.batch, p.n, p.k, p.b.col, p.b.row);
-  problem.batch = p.batch;
-  problem.m = static_cast<int>(p.m);
-  problem.n = static_cast<int>(p.n);
-  problem.k = static_cast<int>(p.k);
-  Output<T>& out = problem.out;
+Output<T> matmul_output(const MatmulArgs& p) {
+  Output<T> out{};
   out.data = static_cast<T*>(p.c);
   out.batch = p.m * p.n;
   out.row_stride = p.n;
   out.vectors = p.n % 4 == 0 && is_vec_aligned(out.data);
   out.bias = static_cast<const T*>(p.bias);
   out.relu = p.relu;
+  return out;
+}
+
+template <typename T>
+GemmProblem<MatrixOperand<T>, MatrixOperand<T>> matmul_problem(const MatmulArgs& p) {
+  GemmProblem<MatrixOperand<T>, MatrixOperand<T>> problem{};
+  problem.a = matrix_operand<T>(p.a, p.batch, p.m, p.k, p.a.row, p.a.col);
+  problem.b = matrix_operand<T>(p.b, p.batch, p.n, p.k, p.b.col, p.b.row);
+  problem.out = matmul_output<T>(p);
+  problem.batch = p.batch;
+  problem.m = static_cast<int>(p.m);
+  problem.n = static_cast<int>(p.n);
+  problem.k = static_cast<int>(p.k);
   return problem;
 }
 
@@ -142,6 +150,8 @@ void dispatch_majors(const MatmulArgs& p, F&& f) {
 
 // The kernels, one dtype a file.
 int64_t simt_matmul_workspace_bytes(const MatmulArgs& args);
+// Estimated for an H200, where tiles are large; 0 where they are not.
+double simt_matmul_microseconds(const MatmulArgs& args);
 void simt_matmul(Stream stream, const MatmulArgs& args, void* workspace);
 void mma_matmul_bf16(Stream stream, const MatmulArgs& args, void* workspace);
 void mma_matmul_fp16(Stream stream, const MatmulArgs& args, void* workspace);

@@ -37,9 +37,19 @@ const char* obstacle(const MatmulArgs& p) {
   return nullptr;
 }
 
-bool preferred(const MatmulArgs& p) {
-  // Tiles are at least 64 x 64, and start-up takes 2 us.
-  return std::min(p.m, p.n) >= 32 && p.batch * p.m * p.n * p.k >= int64_t{1} << 24;
+// Against mma_sync, measured on an H200.
+bool preferred(const MatmulArgs& p, bool deep_tiles) {
+  const int64_t depth_bytes = p.k * size_of(p.dtype), products = p.batch * p.m * p.n * p.k;
+  const int64_t narrow = std::min(p.m, p.n);
+  if (deep_tiles) {
+    if (narrow < 16 || depth_bytes < 6144) return false;
+  } else {
+    // Tiles are at least 64 x 64, a stage is 128 bytes deep, and start-up takes 2 us.
+    if (narrow < 32 || depth_bytes < 128 || products < int64_t{1} << 24) return false;
+  }
+  // mma_sync takes what is not K-major as it is.
+  const bool copies = size_of(p.dtype) == 4 && operand_a(p).mn_major() && operand_b(p).mn_major();
+  return !copies || make_plan(p).cost < (products < int64_t{1} << 26 ? 4 : 6 + products / 4.6e7);
 }
 
 int64_t workspace_bytes(const MatmulArgs& p) { return copy_bytes(p, make_plan(p)); }

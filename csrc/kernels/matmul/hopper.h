@@ -8,8 +8,9 @@ namespace braze::cuda::hopper {
 // 13_persistent.cuh. Why it cannot take the arguments, or nullptr.
 const char* obstacle(const MatmulArgs& args);
 
-// Whether it is the fastest of our own kernels for arguments that it takes.
-bool preferred(const MatmulArgs& args);
+// Whether it is the fastest of our own kernels for arguments that it takes. deep_tiles: whether
+// mma_sync would use the tiles whose depth several warps share.
+bool preferred(const MatmulArgs& args, bool deep_tiles);
 
 int64_t workspace_bytes(const MatmulArgs& args);
 void matmul(Stream stream, const MatmulArgs& args, void* workspace);
@@ -19,6 +20,12 @@ const char* split_obstacle(const MatmulArgs& args);
 bool split_preferred(const MatmulArgs& args);
 int64_t split_workspace_bytes(const MatmulArgs& args);
 void split_matmul(Stream stream, const MatmulArgs& args, void* workspace);
+
+// The same for simt_tma.cuh: fp32 on CUDA cores.
+const char* simt_tma_obstacle(const MatmulArgs& args);
+bool simt_tma_preferred(const MatmulArgs& args);
+int64_t simt_tma_workspace_bytes(const MatmulArgs& args);
+void simt_tma_matmul(Stream stream, const MatmulArgs& args, void* workspace);
 
 // The rungs below; for 16-bit types.
 const char* rung_obstacle(const MatmulArgs& args);

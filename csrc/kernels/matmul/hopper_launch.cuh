@@ -108,8 +108,7 @@ void launch(Stream stream, const MatmulArgs& p, bool persistent = true) {
   set_tiles<Tile>(args, p, rows, columns, 1, nullptr);
   args.direct = p.n * sizeof(T) % 16 != 0 || reinterpret_cast<uintptr_t>(p.c) % 16 != 0;
   const CUtensorMap row_map = operand_map<T>(rows, p.k, p.batch, Tile::kRows);
-  const CUtensorMap column_map =
-      operand_map<T>(columns, p.k, p.batch, Tile::kColumns / Tile::kCluster);
+  const CUtensorMap column_map = operand_map<T>(columns, p.k, p.batch, Tile::kColumnBox);
   CUtensorMap c_map = row_map;  // unused where results are stored from registers
   if (Tile::kStaged && !args.direct) {
     c_map = matrix_map<T>(p.c, p.n, p.m, p.n, p.batch, p.m * p.n, 64);
@@ -154,17 +153,21 @@ template <typename T, bool kSwap>
 void launch_shape(Stream stream, const MatmulArgs& p, const Plan& plan) {
   dispatch_mn_majors<T>(p, kSwap, [&](auto row_major, auto column_major) {
     constexpr bool kR = row_major.value, kC = column_major.value;
+    constexpr int kWideStages = sizeof(T) == 2 ? 4 : 5;
+    const auto split = [&](auto tile) {
+      launch_cluster_split<decltype(tile), kR, kC, kSwap>(stream, p, plan.cluster);
+    };
     switch (plan.shape) {
       case Shape::kLarge: return launch<Tile<T, 128, 256, 4, 2>, kR, kC, kSwap>(stream, p);
+      case Shape::kWide: return launch<Tile<T, 128, 192, kWideStages, 2>, kR, kC, kSwap>(stream, p);
       case Shape::kMedium: return launch<Tile<T, 128, 128, 6, 1>, kR, kC, kSwap>(stream, p);
+      case Shape::kFlat: return launch<Tile<T, 64, 192, 6, 1, 1>, kR, kC, kSwap>(stream, p);
       case Shape::kSmall: return launch<Tile<T, 128, 64, 8, 1>, kR, kC, kSwap>(stream, p);
       case Shape::kTiny: return launch<Tile<T, 64, 64, 8, 1, 1>, kR, kC, kSwap>(stream, p);
-      case Shape::kSmallSplit:
-        return launch_cluster_split<SmallTile<T, 128, 64, 8>, kR, kC, kSwap>(stream, p,
-                                                                             plan.cluster);
-      case Shape::kTinySplit:
-        return launch_cluster_split<SmallTile<T, 64, 64, 8>, kR, kC, kSwap>(stream, p,
-                                                                            plan.cluster);
+      case Shape::kWideSplit: return split(SmallTile<T, 128, 192, 5>{});
+      case Shape::kMediumSplit: return split(SmallTile<T, 128, 128, 6>{});
+      case Shape::kSmallSplit: return split(SmallTile<T, 128, 64, 8>{});
+      case Shape::kTinySplit: return split(SmallTile<T, 64, 64, 8>{});
     }
   });
 }

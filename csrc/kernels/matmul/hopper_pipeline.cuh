@@ -27,10 +27,12 @@ struct Tile {
   static constexpr int kThreads = (kConsumers + 1) * 128;
   static constexpr int kRowBytes = kRows * kSwizzle, kColumnBytes = kColumns * kSwizzle;
   static constexpr int kStageBytes = kRowBytes + kColumnBytes;
+  // Columns that the blocks of a cluster load at once, in turn; MN-major operands come by 64.
+  static constexpr int kColumnBox = kColumns % (64 * kCluster) == 0 ? kColumns / kCluster : 64;
   static constexpr bool kStaged = sizeof(T) == 2;
   static constexpr int kSharedBytes =
       1024 + kStages * kStageBytes + (kStaged ? kConsumers * 2 * kChunkBytes : 0);
-  static_assert(kBlocks * kConsumers * 64 == kRows && kColumns % (64 * kCluster) == 0);
+  static_assert(kBlocks * kConsumers * 64 == kRows && kColumns % kColumnBox == 0);
 };
 
 // Makes the ring's barriers, for the whole cluster to see: a stage is full with one arrival, the

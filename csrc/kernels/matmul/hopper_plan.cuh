@@ -32,9 +32,20 @@ inline bool tma_takes(const Operand& o, int64_t size) {
          o.batch * size % 16 == 0 && reinterpret_cast<uintptr_t>(o.data) % 16 == 0;
 }
 
-// Tiles of 128 rows by 256, 128 or 64 columns, and of 64 by 64; the last two also with their depth
-// split over a cluster (15_cluster_split.cuh).
-enum class Shape { kLarge, kMedium, kSmall, kTiny, kSmallSplit, kTinySplit };
+// Tiles of 128 rows by 256, 192, 128 or 64 columns, and of 64 by 192 or 64; some also with
+// their depth split over a cluster (15_cluster_split.cuh).
+enum class Shape {
+  kLarge,
+  kWide,
+  kMedium,
+  kFlat,
+  kSmall,
+  kTiny,
+  kWideSplit,
+  kMediumSplit,
+  kSmallSplit,
+  kTinySplit,
+};
 
 struct Plan {
   Shape shape;
@@ -48,16 +59,21 @@ struct Plan {
 struct Timing {
   int rows, columns, blocks;  // of a tile; blocks of a multicasting cluster
   double start, tile, stage;
+  double fragments;  // added to a stage by rows that come from registers
   double stage_kib;  // from L2 to a multiprocessor
 };
 inline Timing timing_of(Shape shape) {
   switch (shape) {
-    case Shape::kLarge: return {128, 256, 2, 2.6, 2.0, 0.55, 32};
-    case Shape::kMedium: return {128, 128, 1, 2.3, 1.3, 0.276, 32};
-    case Shape::kSmall: return {128, 64, 1, 2.2, 0.5, 0.183, 24};
-    case Shape::kTiny: return {64, 64, 1, 2.0, 0.4, 0.155, 16};
-    case Shape::kSmallSplit: return {128, 64, 1, 2.2, 2.0, 0.183, 24};
-    case Shape::kTinySplit: return {64, 64, 1, 2.0, 1.4, 0.2, 16};
+    case Shape::kLarge: return {128, 256, 2, 4.4, 1.6, 0.55, 0, 32};
+    case Shape::kWide: return {128, 192, 2, 3.4, 1.9, 0.42, 0.06, 28};
+    case Shape::kMedium: return {128, 128, 1, 2.6, 1.3, 0.28, 0.12, 32};
+    case Shape::kFlat: return {64, 192, 1, 2.2, 1.4, 0.27, 0.1, 32};
+    case Shape::kSmall: return {128, 64, 1, 2.3, 0.85, 0.18, 0.13, 24};
+    case Shape::kTiny: return {64, 64, 1, 1.8, 0.9, 0.175, 0.056, 16};
+    case Shape::kWideSplit: return {128, 192, 1, 3.8, 3.3, 0.41, 0.01, 40};
+    case Shape::kMediumSplit: return {128, 128, 1, 1.6, 3.5, 0.29, 0.07, 32};
+    case Shape::kSmallSplit: return {128, 64, 1, 2.7, 0.75, 0.2, 0.06, 24};
+    case Shape::kTinySplit: return {64, 64, 1, 1.9, 0.2, 0.18, 0, 16};
   }
   return {};
 }
@@ -73,14 +89,20 @@ inline double cost_of(const MatmulArgs& p, const Plan& plan, int multiprocessors
   const int limit = plan.cluster == 8 ? 64 : plan.cluster == 4 ? 96 : multiprocessors;
   if (plan.cluster > 1 && blocks > limit) return kNoPlan;
   const int64_t waves = ceil_div(blocks, multiprocessors);
-  const int64_t stages = ceil_div(ceil_div(p.k * size_of(p.dtype), 128), plan.cluster);
+  const int64_t size = size_of(p.dtype);
+  const int64_t stages = ceil_div(ceil_div(p.k * size, 128), plan.cluster);
+  const bool fragments = size == 4 && (plan.swap ? operand_b(p) : operand_a(p)).mn_major();
   // All multiprocessors together read about 13 TB/s from L2.
-  const double stage = std::max(size_of(p.dtype) == 4 ? 1.2 * t.stage : t.stage,
+  const double stage = std::max((size == 4 ? 1.08 : 1.0) * t.stage + (fragments ? t.fragments : 0),
                                 std::min<int64_t>(blocks, multiprocessors) * t.stage_kib / 13.2e3);
-  double cost = t.start + waves * (t.tile + stages * stage);
+  const int64_t elements = copies(operand_a(p), p.batch) * p.m * p.k +
+                           copies(operand_b(p), p.batch) * p.k * p.n + p.batch * p.m * p.n;
+  // Memory gives 2.9 TB/s, mostly meanwhile.
+  const double products = waves * (t.tile + stages * stage), memory = elements * size / 2.9e6;
+  double cost = t.start + std::max(products, memory) + 0.1 * std::min(products, memory);
+  if (plan.cluster > 1) cost += 0.016 * blocks;  // those of a cluster start together
   if (plan.copy_a || plan.copy_b) {
-    const int64_t elements = p.batch * p.k * (plan.copy_a ? p.m : p.n);
-    cost += 2.0 + elements * 8 / 3.5e6;
+    cost += 1.9 + 3.0e-6 * p.batch * p.k * (plan.copy_a ? p.m : p.n);
   }
   return cost;
 }
@@ -107,13 +129,16 @@ inline Plan make_plan(const MatmulArgs& p) {
       plan.cost = cost_of(p, plan, multiprocessors);
       if (plan.cost < best.cost) best = plan;
     };
-    for (const Shape shape : {Shape::kLarge, Shape::kMedium, Shape::kSmall, Shape::kTiny}) {
+    for (const Shape shape :
+         {Shape::kLarge, Shape::kWide, Shape::kMedium, Shape::kFlat, Shape::kSmall, Shape::kTiny}) {
       consider(shape, 1);
     }
     for (const int cluster : {2, 4, 8}) {
       if (ceil_div(p.k * size_of(p.dtype), 128) < 2 * cluster) break;  // at least two stages
-      consider(Shape::kSmallSplit, cluster);
-      consider(Shape::kTinySplit, cluster);
+      for (const Shape shape :
+           {Shape::kWideSplit, Shape::kMediumSplit, Shape::kSmallSplit, Shape::kTinySplit}) {
+        consider(shape, cluster);
+      }
     }
   }
   return best;

@@ -1,5 +1,9 @@
 // Host side of 14_split_fp32.cuh.
 #include "14_split_fp32.cuh"
+
+#include <limits>
+
+#include "gemm_plan.cuh"
 #include "hopper.h"
 #include "hopper_launch.cuh"
 #include "kernels/common/gemm_problem.cuh"
@@ -17,6 +21,7 @@ using Shape128 = SplitTile<2>;
 struct SplitPlan {
   int64_t a_special, b_special, a_planes, b_planes, partial;  // bytes of workspace
   int splits;
+  double microseconds;  // estimated
   int64_t total() const { return a_special + b_special + a_planes + b_planes + partial; }
 };
 
@@ -28,6 +33,25 @@ int64_t plane_elements(const Operand& o, const MatmulArgs& p) {
   return copies(o, p.batch) * outer(o, p) * padded(inner(o, p));
 }
 
+// Splits of the depth that fill the waves of blocks, by times fitted to an H200. A part is two
+// stages or more.
+void choose_splits(const MatmulArgs& p, SplitPlan& plan) {
+  const int64_t tiles = p.batch * ceil_div(p.m, 256) * 2 * ceil_div(p.n, 128);
+  const int64_t stages = ceil_div(p.k, Shape128::kDepth), multiprocessors = sm_count();
+  const int64_t most = std::clamp(stages / 2, int64_t{1}, int64_t{16});
+  plan.microseconds = std::numeric_limits<double>::infinity();
+  for (int splits = 1; splits <= most; ++splits) {
+    const double waves = static_cast<double>(ceil_div(tiles * splits, multiprocessors));
+    const double sum = splits == 1 ? 0 : 2 + 1.5e-6 * splits * p.batch * p.m * p.n;
+    const double microseconds = waves * (3.8 + 1.7 * ceil_div(stages, splits)) + sum;
+    if (microseconds < plan.microseconds) {
+      plan.splits = splits, plan.microseconds = microseconds;
+    }
+  }
+  const int64_t elements = plane_elements(operand_a(p), p) + plane_elements(operand_b(p), p);
+  plan.microseconds += 11 + 5e-6 * elements;
+}
+
 SplitPlan make_split_plan(const MatmulArgs& p) {
   const Operand a = operand_a(p), b = operand_b(p);
   SplitPlan plan{};
@@ -35,10 +59,7 @@ SplitPlan make_split_plan(const MatmulArgs& p) {
   plan.b_special = aligned(copies(b, p.batch) * ceil_div(p.n, 128) * 4);
   plan.a_planes = aligned(kPlanes * plane_elements(a, p) * 2);
   plan.b_planes = aligned(kPlanes * plane_elements(b, p) * 2);
-  const int64_t tiles = p.batch * ceil_div(p.m, 256) * 2 * ceil_div(p.n, 128);
-  const int64_t stages = ceil_div(p.k, Shape128::kDepth);
-  plan.splits = static_cast<int>(
-      std::max<int64_t>(1, std::min({sm_count() / tiles, stages / 4, int64_t{16}})));
+  choose_splits(p, plan);
   plan.partial = plan.splits > 1 ? plan.splits * p.batch * p.m * p.n * 4 : 0;
   return plan;
 }
@@ -60,11 +81,11 @@ Parts parts_of(const Operand& o, const MatmulArgs& p, void* special, void* plane
           is_vec_aligned(data) && row_stride % 4 == 0 && o.batch % 4 == 0};
 }
 
-void launch_split_planes(Stream stream, const Parts& parts) {
+void launch_split_planes(Stream stream, const Parts& a, const Parts& b) {
   constexpr int kThreads = 256;
-  const int64_t groups = parts.batch * parts.outer * parts.ld / 8;
-  split_planes_kernel<<<grid_stride_blocks(groups, kThreads), kThreads, 0, as_cuda(stream)>>>(
-      parts);
+  const auto groups = [](const Parts& p) { return p.batch * p.outer * p.ld / 8; };
+  const int blocks = grid_stride_blocks(std::max(groups(a), groups(b)), kThreads);
+  launch_early(split_planes_kernel, dim3(blocks, 2), kThreads, 0, stream, a, b);
   check_launch("matmul split_planes");
 }
 
@@ -104,9 +125,9 @@ const char* split_obstacle(const MatmulArgs& p) {
 
 bool split_preferred(const MatmulArgs& p) {
   constexpr int64_t kMaxWorkspace = int64_t{1} << 30;
-  return p.k >= 256 && p.m >= 1024 && p.n >= 1024 &&
-         p.batch * p.m * p.n * p.k >= int64_t{1} << 31 &&
-         make_split_plan(p).total() <= kMaxWorkspace;
+  if (p.k < 256) return false;  // for short sums the parts' own error shows
+  const SplitPlan plan = make_split_plan(p);
+  return plan.microseconds < simt_matmul_microseconds(p) && plan.total() <= kMaxWorkspace;
 }
 
 int64_t split_workspace_bytes(const MatmulArgs& p) { return make_split_plan(p).total(); }
@@ -122,8 +143,7 @@ void split_matmul(Stream stream, const MatmulArgs& p, void* workspace) {
 
   const Parts a_parts = parts_of(a, p, special, a_planes);
   const Parts b_parts = parts_of(b, p, special + plan.a_special, b_planes);
-  launch_split_planes(stream, a_parts);
-  launch_split_planes(stream, b_parts);
+  launch_split_planes(stream, a_parts, b_parts);
 
   SplitArgs args{};
   args.row = split_operand(a, a_parts);

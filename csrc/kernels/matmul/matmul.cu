@@ -6,6 +6,7 @@
 #include "mma_matmul.cuh"
 #include "obstacles.h"
 #include "rungs.h"
+#include "thin.h"
 
 namespace braze::cuda {
 namespace {
@@ -67,12 +68,17 @@ constexpr Kernel kWgmma{"wgmma", hopper::obstacle, hopper::workspace_bytes, hopp
 constexpr Kernel kSplit{"wgmma_split", hopper::split_obstacle, hopper::split_workspace_bytes,
                         hopper::split_matmul};
 
+constexpr Kernel kSimtTma{"simt_tma", hopper::simt_tma_obstacle, hopper::simt_tma_workspace_bytes,
+                          hopper::simt_tma_matmul};
+
 template <void (*run)(Stream, const MatmulArgs&)>
 constexpr Kernel rung(const char* name, Obstacle obstacle) {
   return {name, obstacle, no_workspace,
           [](Stream stream, const MatmulArgs& args, void*) { run(stream, args); }};
 }
 constexpr Kernel kCoalesced = rung<ladder::run_coalesced>("02_coalesced", no_obstacle);
+constexpr Kernel kGemv = rung<gemv_matmul>("gemv", gemv_obstacle);
+constexpr Kernel kThin = rung<thin_matmul>("thin", thin_obstacle);
 
 constexpr Kernel kKernels[] = {
     rung<ladder::run_naive>("01_naive", no_obstacle),
@@ -87,36 +93,55 @@ constexpr Kernel kKernels[] = {
     rung<hopper::run_wgmma>("10_wgmma", hopper::rung_obstacle),
     rung<hopper::run_warp_specialized>("11_warp_specialized", hopper::rung_obstacle),
     rung<hopper::run_cluster>("12_cluster", hopper::rung_obstacle),
+    kGemv,
+    kThin,
     kSimt,
+    kSimtTma,
     kMma,
     kMmaSplit,
     kWgmma,
     kSplit,
 };
 
+const Kernel* find(const std::string& name) {
+  for (const Kernel& kernel : kKernels) {
+    if (name == kernel.name) return &kernel;
+  }
+  return nullptr;
+}
+
 const Kernel& choose(const MatmulArgs& args, const std::string& name) {
   if (name == "auto") {
+    if (!gemv_obstacle(args) && prefers_gemv(args)) return kGemv;
+    if (!thin_obstacle(args) && prefers_thin(args)) return kThin;
     const bool deep = prefers_deep_tiles(args);
-    if (!deep && !hopper::obstacle(args) && hopper::preferred(args)) return kWgmma;
+    if (!hopper::obstacle(args) && hopper::preferred(args, deep)) return kWgmma;
     if (mma_sync_obstacle(args)) {  // fp32 at its own accuracy
-      if (deep && !mma_split_obstacle(args)) return kMmaSplit;
+      if (deep && args.k >= kLongSplitSum && !mma_split_obstacle(args)) return kMmaSplit;
       if (!hopper::split_obstacle(args) && hopper::split_preferred(args)) return kSplit;
+      if (!hopper::simt_tma_obstacle(args) && hopper::simt_tma_preferred(args)) return kSimtTma;
     }
     return !mma_sync_obstacle(args) ? kMma : !fp32_obstacle(args) ? kSimt : kCoalesced;
   }
-  for (const Kernel& kernel : kKernels) {
-    if (name != kernel.name) continue;
-    if (const char* why = kernel.obstacle(args)) {
-      throw std::runtime_error("matmul: kernel " + name + " cannot take these arguments: " + why);
-    }
-    return kernel;
+  const Kernel* const kernel = find(name);
+  if (!kernel) throw std::runtime_error("matmul: no kernel is named " + name);
+  if (const char* why = kernel->obstacle(args)) {
+    throw std::runtime_error("matmul: kernel " + name + " cannot take these arguments: " + why);
   }
-  throw std::runtime_error("matmul: no kernel is named " + name);
+  return *kernel;
 }
 
 bool is_empty(const MatmulArgs& args) { return args.batch == 0 || args.m == 0 || args.n == 0; }
 
 }  // namespace
+
+const char* matmul_choice(const MatmulArgs& args) { return choose(args, "auto").name; }
+
+bool matmul_takes(const MatmulArgs& args, const std::string& kernel) {
+  if (kernel == "auto") return true;
+  const Kernel* const found = find(kernel);
+  return found && !found->obstacle(args);
+}
 
 int64_t matmul_workspace_bytes(const MatmulArgs& args, const std::string& kernel) {
   return is_empty(args) ? 0 : choose(args, kernel).workspace_bytes(args);

@@ -47,6 +47,12 @@ struct LinearGradArgs {
 
 namespace BRAZE_DEVICE {
 
+// Whether there is a kernel of that name, and it can take the arguments.
+bool matmul_takes(const MatmulArgs& args, const std::string& kernel);
+
+// The name of the kernel that "auto" picks.
+const char* matmul_choice(const MatmulArgs& args);
+
 // Bytes of workspace that `matmul` wants for these arguments (0: none), for example for split-K.
 int64_t matmul_workspace_bytes(const MatmulArgs& args, const std::string& kernel);
 

@@ -54,7 +54,7 @@ void mma_matmul(Stream stream, const MatmulArgs& args, const MatmulPlan& plan, v
   });
 }
 
-constexpr int64_t kShortestSplitSum = 64;
+constexpr int64_t kShortestSplitSum = 64, kLongSplitSum = 1536;  // CUDA cores lose to the latter
 inline bool prefers_deep_tiles(const MatmulArgs& args) {
   return args.k >= kShortestSplitSum && plan_mma_matmul(args).tile == TileShape::kDeep;
 }

@@ -24,6 +24,16 @@ void launch(Stream stream, const MatmulArgs& args, const MatmulPlan& plan, void*
 
 }  // namespace
 
+double simt_matmul_microseconds(const MatmulArgs& args) {
+  const MatmulPlan p = plan(args);
+  if (p.tile != TileShape::kLarge) return 0;
+  const int64_t blocks =
+      args.batch * ceil_div(args.m, 128) * ceil_div(args.n, 128) * int64_t{p.splits};
+  const int64_t depth_tiles = ceil_div(ceil_div(args.k, kDepth), p.splits);
+  const double sum = p.splits == 1 ? 0 : p.clustered ? 7 : 7 + 0.75e-6 * blocks * 128 * 128;
+  return 8.6 + ceil_div(blocks, sm_count()) * depth_tiles * 1.5 + sum;
+}
+
 int64_t simt_matmul_workspace_bytes(const MatmulArgs& args) {
   const MatmulPlan p = plan(args);
   return p.clustered ? 0 : split_bytes<float>(p.splits, args.batch, args.m, args.n);

@@ -1,96 +1,37 @@
-// Transpose through a padded shared-memory tile, so that both the reads and the writes of global
-// memory run along rows, 16 bytes a thread. Only bits move: one kernel per element size.
+// Transposing copies: the rungs of the ladder, 01 to 05, one a file, and which of them "auto"
+// takes. docs/warm_up.md goes through them. Only bits move: one kernel per element size.
 #include "transpose.h"
 
-#include "kernels/common/launch.cuh"
-#include "kernels/common/numeric.cuh"
+#include "01_naive.cuh"
+#include "02_shared_tile.cuh"
+#include "03_padded.cuh"
+#include "04_vectorized.cuh"
+#include "05_register_block.cuh"
 #include "kernels/common/registry.h"
 
 namespace braze::cuda {
 namespace {
 
-constexpr int kTile = 64;
-constexpr int kThreads = 256;
+using namespace transpose_ladder;
 
-// A thread's accesses to the part [first_row, +kTile) x [first_col, +kTile) of a rows x cols
-// matrix, N elements each: consecutive threads take consecutive elements of a row. Calls f(step,
-// row in the tile, column in the tile, offset in the matrix).
-template <int N, typename F>
-__device__ __forceinline__ void for_each_in_tile(int64_t first_row, int64_t first_col, int64_t rows,
-                                                 int64_t cols, F&& f) {
-  constexpr int kPerRow = kTile / N, kRowsAtOnce = kThreads / kPerRow;
-  const int col = threadIdx.x % kPerRow * N;
-#pragma unroll
-  for (int step = 0; step < kTile / kRowsAtOnce; ++step) {
-    const int row = threadIdx.x / kPerRow + step * kRowsAtOnce;
-    if (first_row + row < rows && first_col + col < cols) {
-      f(step, row, col, (first_row + row) * cols + first_col + col);
-    }
-  }
-}
+constexpr char kAll[] = "float64 float32 bfloat16 float16", kArch[] = "sm_80+";
 
-// The row pitch is kTile + 1, so that the threads of a warp reading down a column meet distinct
-// banks.
-template <typename T>
-using TransposeTile = T[kTile][kTile + 1];
-
-// All of a thread's loads are in flight before the first store.
-template <int N, typename T>
-__device__ __forceinline__ void load_tile(TransposeTile<T>& tile, const T* in, int64_t row,
-                                          int64_t col, int64_t rows, int64_t cols) {
-  Vec<T, N> values[kTile * kTile / (N * kThreads)];
-  for_each_in_tile<N>(row, col, rows, cols, [&](int step, int, int, int64_t offset) {
-    values[step] = *reinterpret_cast<const Vec<T, N>*>(in + offset);
-  });
-  for_each_in_tile<N>(row, col, rows, cols, [&](int step, int r, int c, int64_t) {
-#pragma unroll
-    for (int k = 0; k < N; ++k) tile[r][c + k] = values[step].v[k];
-  });
-}
-
-template <int N, typename T>
-__device__ __forceinline__ void store_transposed(const TransposeTile<T>& tile, T* out, int64_t row,
-                                                 int64_t col, int64_t rows, int64_t cols) {
-  for_each_in_tile<N>(row, col, rows, cols, [&](int, int r, int c, int64_t offset) {
-    Vec<T, N> v;
-#pragma unroll
-    for (int k = 0; k < N; ++k) v.v[k] = tile[c + k][r];
-    *reinterpret_cast<Vec<T, N>*>(out + offset) = v;
-  });
-}
-
-// `wide_in` (`wide_out`): rows of the input (output) take 16-byte accesses.
-template <typename T>
-__global__ void __launch_bounds__(kThreads)
-    transpose_kernel(const T* in, T* __restrict__ out, int64_t rows, int64_t cols,
-                     int64_t tiles_per_row, int64_t tiles_per_matrix, bool wide_in, bool wide_out) {
-  wait_for_earlier_kernels();
-  constexpr int N = kVecWidth<T>;
-  __shared__ TransposeTile<T> tile;
-  const int64_t matrix = blockIdx.x / tiles_per_matrix;
-  const int64_t in_matrix = blockIdx.x % tiles_per_matrix;
-  const int64_t row = in_matrix / tiles_per_row * kTile, col = in_matrix % tiles_per_row * kTile;
-  in += matrix * rows * cols;
-  out += matrix * rows * cols;
-  if (wide_in) {
-    load_tile<N>(tile, in, row, col, rows, cols);
-  } else {
-    load_tile<1>(tile, in, row, col, rows, cols);
-  }
-  __syncthreads();
-  if (wide_out) {
-    store_transposed<N>(tile, out, col, row, cols, rows);
-  } else {
-    store_transposed<1>(tile, out, col, row, cols, rows);
-  }
-}
+const KernelEntry kNaiveEntry({"transpose_copy", "01_naive", kAll, kArch, false,
+                               "each element straight to its new place"});
+const KernelEntry kSharedTileEntry({"transpose_copy", "02_shared_tile", kAll, kArch, false,
+                                    "32 x 32 tiles turned in shared memory"});
+const KernelEntry kPaddedEntry({"transpose_copy", "03_padded", kAll, kArch, false,
+                                "rows of 33 elements, no bank conflicts"});
+const KernelEntry kVectorizedEntry({"transpose_copy", "04_vectorized", kAll, kArch, true,
+                                    "64 x 64 tile, 16 bytes per thread and access"});
+const KernelEntry kRegisterBlockEntry({"transpose_copy", "05_register_block", kAll, kArch, true,
+                                       "blocks transposed in registers, swizzled tile"});
 
 // A side far shorter than a tile leaves most of it empty: one thread per element of the output,
 // the strided reads served by L1.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
-    transpose_narrow_kernel(const T* in, T* __restrict__ out, int64_t n, int64_t rows,
-                            int64_t cols) {
+    narrow_kernel(const T* in, T* __restrict__ out, int64_t n, int64_t rows, int64_t cols) {
   wait_for_earlier_kernels();
   const int64_t stride = int64_t{gridDim.x} * kThreads;
   for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < n; i += stride) {
@@ -101,40 +42,52 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <typename T>
-void launch(Stream stream, const void* in, void* out, int64_t batch, int64_t rows, int64_t cols) {
-  const T* source = static_cast<const T*>(in);
-  T* target = static_cast<T*>(out);
+void run_best(Stream stream, const Matrices<T>& m) {
   constexpr int64_t kNarrow = 16;
-  const int64_t tiles_per_row = ceil_div(cols, kTile);
-  const int64_t tiles_per_matrix = tiles_per_row * ceil_div(rows, kTile);
-  const bool fits_grid = batch <= (int64_t{1} << 31) / tiles_per_matrix - 1;
-  if (rows < kNarrow || cols < kNarrow || !fits_grid) {
-    const int64_t n = batch * rows * cols;
-    launch_early(transpose_narrow_kernel<T>, grid_stride_blocks(n, kThreads), kThreads, 0, stream,
-                 source, target, n, rows, cols);
+  if (m.rows < kNarrow || m.cols < kNarrow || count_tiles<kTile>(m) > INT_MAX) {
+    const int64_t n = m.batch * m.rows * m.cols;
+    launch_early(narrow_kernel<T>, grid_stride_blocks(n, kThreads), kThreads, 0, stream, m.in,
+                 m.out, n, m.rows, m.cols);
+  } else if (takes_register_blocks(m)) {
+    run_register_block(stream, m);
   } else {
-    constexpr int N = kVecWidth<T>;
-    const bool wide_in = cols % N == 0 && is_vec_aligned(source);
-    const bool wide_out = rows % N == 0 && is_vec_aligned(target);
-    launch_early(transpose_kernel<T>, static_cast<unsigned>(batch * tiles_per_matrix), kThreads, 0,
-                 stream, source, target, rows, cols, tiles_per_row, tiles_per_matrix, wide_in,
-                 wide_out);
+    run_vectorized(stream, m);
+  }
+}
+
+template <typename T>
+void run(Stream stream, const Matrices<T>& m, const std::string& kernel) {
+  if (kernel == "auto") {
+    run_best(stream, m);
+  } else if (kernel == "05_register_block") {
+    run_register_block(stream, m);
+  } else if (kernel == "04_vectorized") {
+    run_vectorized(stream, m);
+  } else if (kernel == "03_padded") {
+    run_padded(stream, m);
+  } else if (kernel == "02_shared_tile") {
+    run_shared_tile(stream, m);
+  } else if (kernel == "01_naive") {
+    run_naive(stream, m);
+  } else {
+    throw std::runtime_error("transpose_copy: no CUDA kernel is called " + kernel);
   }
   check_launch("transpose_copy");
 }
 
-const KernelEntry kEntry({"transpose_copy", "shared_tile", "float64 float32 bfloat16 float16",
-                          "sm_80+", true, "64 x 64 tile, 16 bytes per thread and access"});
-
 }  // namespace
 
 void transpose_copy(Stream stream, DType dtype, const void* in, void* out, int64_t batch,
-                    int64_t rows, int64_t cols) {
+                    int64_t rows, int64_t cols, const std::string& kernel) {
   if (batch == 0 || rows == 0 || cols == 0) return;
+  const auto run_as = [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    run<T>(stream, {static_cast<const T*>(in), static_cast<T*>(out), batch, rows, cols}, kernel);
+  };
   switch (size_of(dtype)) {
-    case 8: return launch<uint64_t>(stream, in, out, batch, rows, cols);
-    case 4: return launch<uint32_t>(stream, in, out, batch, rows, cols);
-    default: return launch<uint16_t>(stream, in, out, batch, rows, cols);
+    case 8: return run_as(TypeTag<uint64_t>{});
+    case 4: return run_as(TypeTag<uint32_t>{});
+    default: return run_as(TypeTag<uint16_t>{});
   }
 }
 

@@ -3,6 +3,8 @@ csrc/kernels/transpose/."""
 
 import torch
 
+from braze import _config
+from braze._ops._bilinear import check_tensor
 from braze._ops._common import below_autograd, eager, register
 
 _ops = torch.ops.braze
@@ -12,19 +14,22 @@ class TransposeCopy(torch.autograd.Function):
     """Its own adjoint."""
 
     @staticmethod
-    def forward(ctx, input):
+    def forward(ctx, input, backend="auto"):
+        ctx.backend = backend
         with below_autograd():
-            return _ops.transpose_copy.default(input)
+            return _ops.transpose_copy.default(input, backend)
 
     @staticmethod
     def backward(ctx, grad_output):
-        return _transpose_copy(grad_output)
+        return _transpose_copy(grad_output, ctx.backend), None
 
 
 _transpose_copy = eager(TransposeCopy, _ops.transpose_copy.default, tensors=1)
 register(
     "transpose_copy",
-    fake=lambda input: input.new_empty((*input.shape[:-2], input.size(-1), input.size(-2))),
+    fake=lambda input, backend="auto": input.new_empty(
+        (*input.shape[:-2], input.size(-1), input.size(-2))
+    ),
     autograd=_transpose_copy,
 )
 
@@ -41,8 +46,9 @@ def transpose_copy(input):
         [..., cols, rows] for an input [..., rows, cols]. Exact. Differentiable any number of times.
 
     Raises:
-        RuntimeError: fewer than two dimensions, or another dtype.
+        TypeError: `input` is not a tensor.
+        RuntimeError: fewer than two dimensions, another dtype, or a backend that cannot take them.
     """
-    if torch.compiler.is_compiling():
-        return _ops.transpose_copy(input)
-    return _transpose_copy(input)
+    check_tensor("transpose_copy", "input", 1, input)
+    function = _ops.transpose_copy if torch.compiler.is_compiling() else _transpose_copy
+    return function(input, _config.chosen_backend("transpose_copy"))

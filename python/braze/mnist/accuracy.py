@@ -20,8 +20,8 @@ _WARM_UP_STEPS = 4
 
 @dataclass(frozen=True)
 class Recipe:
-    """SGD with Nesterov momentum; the learning rate rises to `lr` over `warm_up` steps, then falls
-    linearly to zero at the last step."""
+    """SGD with Nesterov momentum and label smoothing; the learning rate rises to `lr` over
+    `warm_up` steps, then falls linearly to zero at the last step."""
 
     batch: int
     steps: int
@@ -29,6 +29,7 @@ class Recipe:
     momentum: float
     warm_up: int
     weight_decay: float = 0.0
+    label_smoothing: float = 0.0
 
     def rate(self, step):
         """The learning rate of a step, counted from 0."""
@@ -48,7 +49,10 @@ class Recipe:
 #     256    500     0.02       0.9       98.77 %
 #    1024    200     0.06       0.9       98.78 %
 #     256    900     0.03       0.9       98.94 %, with weight decay 2e-3
-RECIPE = Recipe(batch=512, steps=600, lr=0.05, momentum=0.9, warm_up=100)
+# With label smoothing of 0.1, three seeds each: 99.21 % with 600 steps at 0.05 (99.06 % without).
+# The same on a GPU in bf16, 20 seeds each, median and least: 99.14 and 99.03 % with 600 steps,
+# 99.11 and 99.01 % with 550, 99.09 and 98.97 % with 500.
+RECIPE = Recipe(batch=512, steps=580, lr=0.05, momentum=0.9, warm_up=100, label_smoothing=0.1)
 
 
 def run(args, console, device, digits, about, load_seconds):
@@ -137,7 +141,7 @@ class Trainer:
             weight_decay=recipe.weight_decay,
             nesterov=recipe.momentum > 0,
         )
-        loss_function = braze.nn.CrossEntropyLoss()
+        loss_function = braze.nn.CrossEntropyLoss(label_smoothing=recipe.label_smoothing)
         self.step = braze.TrainStep(
             self.model, loss_function, self.optimizer, autocast=self.dtype
         ).bind(self.loader)

@@ -1,0 +1,52 @@
+#include "kernels/vector_add/vector_add.h"
+
+#include "cpu/numeric.h"
+#include "cpu/parallel.h"
+#include "kernels/common/registry.h"
+
+namespace braze::cpu {
+namespace {
+
+constexpr char kAll[] = "float64 float32 bfloat16 float16";
+
+const KernelEntry kNaive({"vector_add", "01_naive", kAll, "cpu", false, "one loop, one thread"});
+const KernelEntry kThreaded({"vector_add", "02_threaded", kAll, "cpu", true,
+                             "the loop shared out to all threads"});
+
+// Elements per task, enough to outweigh handing the task over.
+constexpr int64_t kGrain = 8192;
+
+// Rung 1: one loop, which the compiler vectorises. A single core has too few cache lines under way
+// to use all of the memory's bandwidth.
+template <typename T>
+void add(const T* a, const T* b, T* out, int64_t first, int64_t last) {
+#pragma omp simd
+  for (int64_t i = first; i < last; ++i) {
+    out[i] = T(static_cast<acc_t<T>>(a[i]) + static_cast<acc_t<T>>(b[i]));
+  }
+}
+
+// Rung 2: a stretch of the loop for each thread, so that every core waits for lines of its own.
+template <typename T>
+void threaded_add(const T* a, const T* b, T* out, int64_t n) {
+  parallel_for(0, n, kGrain, [&](int64_t first, int64_t last) { add(a, b, out, first, last); });
+}
+
+}  // namespace
+
+void vector_add(Stream, DType dtype, const void* a, const void* b, void* out, int64_t n,
+                const std::string& kernel) {
+  dispatch(dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const T *left = static_cast<const T*>(a), *right = static_cast<const T*>(b);
+    if (kernel == "auto" || kernel == "02_threaded") {
+      threaded_add(left, right, static_cast<T*>(out), n);
+    } else if (kernel == "01_naive") {
+      add(left, right, static_cast<T*>(out), 0, n);
+    } else {
+      throw std::runtime_error("vector_add: no CPU kernel is called " + kernel);
+    }
+  });
+}
+
+}  // namespace braze::cpu

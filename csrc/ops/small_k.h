@@ -1,0 +1,32 @@
+// What the ops on a convolution's input patches (kernels/fused/small_k.h) have in common.
+#pragma once
+
+#include "kernels/fused/small_k.h"
+#include "ops/common.h"
+
+namespace braze {
+
+// The patches of a 4-D input for r x s filters; k is left to the caller.
+inline SmallKShape patches_of(const Tensor& x, DType dtype, int64_t r, int64_t s, int64_t pad_h,
+                              int64_t pad_w) {
+  SmallKShape a{};
+  a.dtype = dtype;
+  a.n = x.size(0), a.c = x.size(1), a.h = x.size(2), a.w = x.size(3);
+  a.x_n = x.stride(0), a.x_c = x.stride(1), a.x_h = x.stride(2), a.x_w = x.stride(3);
+  a.r = r, a.s = s, a.pad_h = pad_h, a.pad_w = pad_w;
+  a.p = a.h + 2 * pad_h - r + 1, a.q = a.w + 2 * pad_w - s + 1;
+  return a;
+}
+
+inline void check_moments(const char* op, const Tensor& moments, const SmallKShape& patches,
+                          const Tensor& input) {
+  check_same_device(op, "moments", moments, "input", input);
+  BRAZE_CHECK(moments.scalar_type() == ScalarType::Double && moments.is_contiguous() &&
+                  moments.dim() == 2 && moments.size(0) == kSmallKMostSets &&
+                  moments.size(1) == small_k_moments(patches),
+              op, ": expected contiguous float64 moments of shape [", kSmallKMostSets, ", ",
+              small_k_moments(patches), "], but got ", scalar_type_name(moments.scalar_type()), " ",
+              shape_string(moments));
+}
+
+}  // namespace braze
