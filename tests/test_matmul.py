@@ -195,6 +195,7 @@ def test_opcheck(device, dtype):
     x, w, b = (randn(*s, device=device, dtype=dtype) for s in [(2, 6, 7), (5, 7), (5,)])
     g = randn(2, 6, 5, device=device, dtype=dtype)
     torch.library.opcheck(torch.ops.braze.matmul.default, (x, w.mT))
+    torch.library.opcheck(torch.ops.braze.linear.default, (x, w))
     torch.library.opcheck(torch.ops.braze.linear.default, (x, w, b, True))
     torch.library.opcheck(torch.ops.braze.linear_backward.default, (g, x, w, [True, True, True]))
     torch.library.opcheck(torch.ops.braze.linear_backward.default, (g, x, w, [False, True, False]))

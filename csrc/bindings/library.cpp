@@ -107,6 +107,15 @@ STABLE_TORCH_LIBRARY(braze, m) {
       "linear_relu_backward(Tensor grad_output, Tensor result, Tensor input, Tensor weight, "
       "bool[3] output_mask, bool allow_tf32=False, bool deterministic=False, "
       "str backend=\"auto\") -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "matmul_epilogue(Tensor input, Tensor other, Tensor? bias=None, Tensor? residual=None, "
+      "Tensor? relu_result=None, bool relu=False, bool column_sums=False, bool row_sums=False, "
+      "bool allow_tf32=False, bool deterministic=False, str backend=\"auto\") "
+      "-> (Tensor output, Tensor column_sums, Tensor row_sums)");
+  m.def(
+      "linear_relu_linear(Tensor input, Tensor weight1, Tensor? bias1, Tensor weight2, "
+      "Tensor? bias2=None, bool allow_tf32=False, bool deterministic=False, "
+      "str backend=\"auto\") -> (Tensor output, Tensor hidden)");
 
   // pool
   m.def(

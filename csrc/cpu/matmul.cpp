@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "cpu/epilogue.h"
 #include "cpu/gemm.h"
 #include "cpu/matmul_rungs.h"
 #include "cpu/numeric.h"
@@ -148,14 +149,23 @@ struct Blocked {
   }
 
   // The epilogue: a column of tiles to C.
-  void store_panel(const Acc* tiles, int64_t matrix, int64_t first_row, int64_t rows,
+  void store_panel(Acc* tiles, int64_t matrix, int64_t first_row, int64_t rows,
                    int64_t panel) const {
     const int64_t width = plan.panels.width(panel), columns = plan.panels.columns(panel);
     const int64_t column = plan.panels.begin(panel);
     Acc bias[kMaxPanelWidth<Acc>] = {};
     const T* given = static_cast<const T*>(args.bias) + column;
     for (int64_t j = 0; args.bias && j < columns; ++j) bias[j] = Acc(given[j]);
-    T* c = static_cast<T*>(args.c) + (matrix * args.m + first_row) * args.n + column;
+    const int64_t row = matrix * args.m + first_row;
+    if (changes_values(args)) {
+      for (int64_t i = 0; i < rows; ++i) {
+        Acc* tile = tiles + i * width;
+        for (int64_t j = 0; j < columns; ++j) tile[j] += bias[j];
+        finish_row<T>(args, tile, row + i, column, columns);
+      }
+      return;
+    }
+    T* c = static_cast<T*>(args.c) + row * args.n + column;
     for (int64_t i = 0; i < rows; ++i, c += args.n) {
       const Acc* tile = tiles + i * width;
       for (int64_t j = 0; j < columns; ++j) c[j] = relu_if<T>(args.relu, tile[j] + bias[j]);
@@ -163,9 +173,14 @@ struct Blocked {
   }
 };
 
-// Rows that are summed one after the other before the partial sums are added up, in the same order
-// for any number of threads: short chains of additions round less. A task takes several of them.
-constexpr int64_t kSumRows = 32, kSumsPerTask = 8;
+int64_t acc_size(DType dtype) { return dtype == DType::kFloat64 ? 8 : 4; }
+
+// Of what the kernel itself needs.
+int64_t kernel_bytes(const MatmulArgs& args, const std::string& kernel) {
+  if (kernel == "01_naive") return 0;
+  if (kernel == "02_reordered") return args.n * acc_size(args.dtype);
+  return args.dtype == DType::kFloat64 ? Plan<double>(args).bytes() : Plan<float>(args).bytes();
+}
 
 }  // namespace
 
@@ -178,9 +193,10 @@ bool matmul_takes(const MatmulArgs&, const std::string& kernel) {
 const char* matmul_choice(const MatmulArgs&) { return "blocked"; }
 
 int64_t matmul_workspace_bytes(const MatmulArgs& args, const std::string& kernel) {
-  if (kernel == "01_naive") return 0;
-  if (kernel == "02_reordered") return args.n * (args.dtype == DType::kFloat64 ? 8 : 4);
-  return args.dtype == DType::kFloat64 ? Plan<double>(args).bytes() : Plan<float>(args).bytes();
+  // The sums are taken from C when it is done: the same memory serves again.
+  const int64_t sums =
+      args.column_sums ? column_sum_parts(args.m) * args.n * acc_size(args.dtype) : 0;
+  return std::max(sums, kernel_bytes(args, kernel));
 }
 
 void matmul(Stream, const MatmulArgs& args, const std::string& kernel, void* workspace) {
@@ -195,47 +211,38 @@ void matmul(Stream, const MatmulArgs& args, const std::string& kernel, void* wor
     } else {
       throw std::runtime_error("matmul: no CPU kernel is called " + kernel);
     }
+    const T* c = static_cast<const T*>(args.c);
+    if (args.column_sums) {
+      sum_columns(args.m, args.n, static_cast<acc_t<T>*>(workspace),
+                  static_cast<T*>(args.column_sums),
+                  [&](int64_t begin, int64_t) { return c + begin * args.n; });
+    }
+    if (args.row_sums) sum_rows(args.m, args.n, c, static_cast<T*>(args.row_sums));
   });
 }
 
 int64_t column_sum_workspace_bytes(const ColumnSumArgs& args) {
   if (!args.out) return 0;
-  return ceil_div(args.m, kSumRows) * args.n * (args.dtype == DType::kFloat64 ? 8 : 4);
+  return column_sum_parts(args.m) * args.n * acc_size(args.dtype);
 }
 
 void column_sum(Stream, const ColumnSumArgs& args, void* workspace) {
   dispatch(args.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     using Acc = acc_t<T>;
-    const int64_t n = args.n, blocks = ceil_div(args.m, kSumRows);
-    Acc* partial = static_cast<Acc*>(workspace);
-    parallel_for(0, blocks, kSumsPerTask, [&](int64_t first, int64_t last) {
-      for (int64_t block = first; block < last; ++block) {
-        const int64_t begin = block * kSumRows, end = std::min(args.m, begin + kSumRows);
-        const T* in = static_cast<const T*>(args.x);
-        if (args.result) {
-          const T* __restrict__ x = in;
-          const T* __restrict__ result = static_cast<const T*>(args.result);
-          T* __restrict__ masked = static_cast<T*>(args.masked);
-          for (int64_t i = begin * n; i < end * n; ++i) {
-            masked[i] = static_cast<Acc>(result[i]) <= Acc(0) ? T(0) : x[i];  // NaN passes
-          }
-          in = masked;
-        }
-        if (!args.out) continue;
-        Acc* __restrict__ sum = partial + block * n;
-        std::fill(sum, sum + n, Acc(0));
-        for (int64_t i = begin; i < end; ++i) {
-          const T* __restrict__ row = in + i * n;
-          for (int64_t j = 0; j < n; ++j) sum[j] += static_cast<Acc>(row[j]);
-        }
-      }
-    });
-    for (int64_t j = 0; args.out && j < n; ++j) {
-      double sum = 0;
-      for (int64_t block = 0; block < blocks; ++block) sum += partial[block * n + j];
-      static_cast<T*>(args.out)[j] = T(static_cast<Acc>(sum));
-    }
+    const int64_t n = args.n;
+    sum_columns(args.m, n, static_cast<Acc*>(workspace), static_cast<T*>(args.out),
+                [&](int64_t begin, int64_t end) {
+                  const T* in = static_cast<const T*>(args.x);
+                  if (!args.result) return in + begin * n;
+                  const T* __restrict__ x = in;
+                  const T* __restrict__ result = static_cast<const T*>(args.result);
+                  T* __restrict__ masked = static_cast<T*>(args.masked);
+                  for (int64_t i = begin * n; i < end * n; ++i) {
+                    masked[i] = static_cast<Acc>(result[i]) <= Acc(0) ? T(0) : x[i];  // NaN passes
+                  }
+                  return static_cast<const T*>(masked) + begin * n;
+                });
   });
 }
 

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "cpu/epilogue.h"
 #include "cpu/gemm.h"
 #include "cpu/numeric.h"
 #include "kernels/matmul/matmul.h"
@@ -30,7 +31,11 @@ void naive_matmul(const MatmulArgs& args) {
           sum += static_cast<Acc>(row[p * args.a.col]) * static_cast<Acc>(column[p * args.b.row]);
         }
         if (bias) sum += static_cast<Acc>(bias[j]);
-        c[(l * args.m + i) * args.n + j] = relu_if<T>(args.relu, sum);
+        if (changes_values(args)) {
+          finish_row<T>(args, &sum, l * args.m + i, j, 1);
+        } else {
+          c[(l * args.m + i) * args.n + j] = relu_if<T>(args.relu, sum);
+        }
       }
     }
   }
@@ -62,6 +67,11 @@ void reordered_matmul(const MatmulArgs& args, acc_t<T>* __restrict__ sums) {
         } else {
           for (int64_t j = 0; j < n; ++j) sums[j] += x * static_cast<Acc>(row[j * args.b.col]);
         }
+      }
+      if (changes_values(args)) {
+        for (int64_t j = 0; bias && j < n; ++j) sums[j] += static_cast<Acc>(bias[j]);
+        finish_row<T>(args, sums, l * args.m + i, 0, n);
+        continue;
       }
       for (int64_t j = 0; j < n; ++j) {
         const Acc sum = bias ? sums[j] + static_cast<Acc>(bias[j]) : sums[j];

@@ -1,12 +1,11 @@
 // matmul, linear (with ReLU or without) and its backward: from torch's shapes and strides to
 // batches of matrices.
-#include "kernels/matmul/matmul.h"
+#include "ops/matmul.h"
 
 #include <algorithm>
 #include <string_view>
 
 #include "ops/backend.h"
-#include "ops/common.h"
 #include "ops/tuned.h"
 
 #ifdef BRAZE_CUDA
@@ -15,24 +14,6 @@
 
 namespace braze {
 namespace {
-
-struct Settings {
-  bool allow_tf32, deterministic;
-  const std::string& backend;
-};
-
-// Matrices in the memory of a tensor.
-struct Matrices {
-  Tensor tensor;
-  int64_t rows, cols;
-  MatrixRef ref;
-
-  Matrices transposed() const {
-    return {tensor, cols, rows, {ref.data, ref.batch, ref.col, ref.row}};
-  }
-};
-
-using Sizes = std::vector<int64_t>;
 
 // One stride that walks all the dimensions in row-major order, if there is one. Dimensions of
 // size 1 do not matter; the stride of none at all is 0.
@@ -98,22 +79,6 @@ Matrices matrices_of(const Tensor& t, const Sizes& batch, bool vector_is_column)
   return matrices_of(dense, batch, vector_is_column);
 }
 
-// The last dimension are the columns, all others the rows.
-Matrices rows_of(const Tensor& t) {
-  Sizes sizes, strides;
-  for (int64_t i = 0; i < t.dim() - 1; ++i) {
-    sizes.push_back(t.size(i));
-    strides.push_back(t.stride(i));
-  }
-  const int64_t rows = product(sizes), cols = t.size(t.dim() - 1), col = t.stride(t.dim() - 1);
-  const std::optional<int64_t> row = common_stride(sizes, strides);
-  if (row && (rows == 1 || *row > 0) && (cols == 1 || col > 0)) {
-    return {t, rows, cols, normalized(t, 0, rows, *row, cols, col)};
-  }
-  const Tensor dense = as_contiguous(t);
-  return {dense, rows, cols, {dense.const_data_ptr(), 0, cols, 1}};
-}
-
 #ifdef BRAZE_CUDA
 // Whether our own kernel is the faster one, as measured on an H200 (benchmarks/products.py): where
 // the result or the sum is thin, because cuBLASLt's first choice is slow to start or splits a long
@@ -157,9 +122,9 @@ std::optional<KernelChoice> tuned_kernel(const MatmulArgs& args, const Tensor& o
 
 // Which kernel computes a product. "auto" takes what tuning found, else the faster one of our own
 // and cuBLASLt, where that is there and takes the arguments; names of kernels and of libraries are
-// obeyed or refused.
+// obeyed or refused. Tuning and libraries know bias and ReLU only.
 KernelChoice choose_matmul(const MatmulArgs& args, const Tensor& out, const std::string& backend) {
-  if (tuning_in_use && backend == "auto") {
+  if (tuning_in_use && backend == "auto" && !args.has_full_epilogue()) {
     if (const auto tuned = tuned_kernel(args, out)) return *tuned;
   }
 #ifdef BRAZE_CUDA
@@ -168,6 +133,8 @@ KernelChoice choose_matmul(const MatmulArgs& args, const Tensor& out, const std:
   if (candidate >= 0) {
     BRAZE_CHECK(missing.empty(), "matmul: backend ", backend, " cannot be used: ", missing);
     if (args.k == 0) return {-1, "auto"};  // there is nothing to multiply
+    BRAZE_CHECK(!args.has_full_epilogue(), "matmul: backend ", backend,
+                " has no residual, ReLU gradient or sums in its epilogue");
     BRAZE_CHECK(vendor::cublas_supports(args, candidate), "matmul: backend ", backend,
                 " does not take these shapes, strides and dtype");
     return {candidate, ""};
@@ -196,14 +163,46 @@ MatmulArgs arguments(DType dtype, const Matrices& a, const Matrices& b, void* ou
           settings.deterministic};
 }
 
-// out = epilogue(a * b); `out` is dense, with batch * a.rows * b.cols elements.
+Sizes broadcast_batch(const Tensor& a, const Tensor& b) {
+  const int64_t dim = std::max<int64_t>(0, std::max(a.dim(), b.dim()) - 2);
+  Sizes batch(dim, 1);
+  for (int64_t i = 0; i < dim; ++i) {
+    const int64_t ai = a.dim() - 2 - dim + i, bi = b.dim() - 2 - dim + i;
+    const int64_t a_size = ai < 0 ? 1 : a.size(ai), b_size = bi < 0 ? 1 : b.size(bi);
+    BRAZE_CHECK(a_size == b_size || a_size == 1 || b_size == 1, "The size of tensor a (", a_size,
+                ") must match the size of tensor b (", b_size, ") at non-singleton dimension ", i);
+    batch[i] = a_size == 1 ? b_size : a_size;
+  }
+  return batch;
+}
+
+}  // namespace
+
+Matrices rows_of(const Tensor& t) {
+  Sizes sizes, strides;
+  for (int64_t i = 0; i < t.dim() - 1; ++i) {
+    sizes.push_back(t.size(i));
+    strides.push_back(t.stride(i));
+  }
+  const int64_t rows = product(sizes), cols = t.size(t.dim() - 1), col = t.stride(t.dim() - 1);
+  const std::optional<int64_t> row = common_stride(sizes, strides);
+  if (row && (rows == 1 || *row > 0) && (cols == 1 || col > 0)) {
+    return {t, rows, cols, normalized(t, 0, rows, *row, cols, col)};
+  }
+  const Tensor dense = as_contiguous(t);
+  return {dense, rows, cols, {dense.const_data_ptr(), 0, cols, 1}};
+}
+
 void multiply(const DeviceContext& context, DType dtype, int64_t batch, const Matrices& a,
-              const Matrices& b, Tensor& out, const void* bias, bool relu,
-              const Settings& settings) {
+              const Matrices& b, Tensor& out, const Epilogue& epilogue, const Settings& settings) {
   MatmulArgs args = arguments(dtype, a, b, out.mutable_data_ptr(), settings);
   args.batch = batch;
-  args.bias = bias;
-  args.relu = relu;
+  args.bias = epilogue.bias;
+  args.relu = epilogue.relu;
+  args.residual = epilogue.residual;
+  args.relu_result = epilogue.relu_result;
+  args.column_sums = epilogue.column_sums;
+  args.row_sums = epilogue.row_sums;
   if (batch == 1) args.a.batch = args.b.batch = 0;
   if (args.b.batch == 0 && batch > 1 && args.a.batch != 0 &&
       (args.m == 1 || args.a.batch == args.m * args.a.row)) {
@@ -226,18 +225,64 @@ void multiply(const DeviceContext& context, DType dtype, int64_t batch, const Ma
   dev::matmul(context.stream(), args, choice.kernel, workspace.data());
 }
 
-Sizes broadcast_batch(const Tensor& a, const Tensor& b) {
-  const int64_t dim = std::max<int64_t>(0, std::max(a.dim(), b.dim()) - 2);
-  Sizes batch(dim, 1);
-  for (int64_t i = 0; i < dim; ++i) {
-    const int64_t ai = a.dim() - 2 - dim + i, bi = b.dim() - 2 - dim + i;
-    const int64_t a_size = ai < 0 ? 1 : a.size(ai), b_size = bi < 0 ? 1 : b.size(bi);
-    BRAZE_CHECK(a_size == b_size || a_size == 1 || b_size == 1, "The size of tensor a (", a_size,
-                ") must match the size of tensor b (", b_size, ") at non-singleton dimension ", i);
-    batch[i] = a_size == 1 ? b_size : a_size;
-  }
-  return batch;
+Sizes with_last(const Tensor& input, int64_t last) {
+  Sizes sizes;
+  for (int64_t i = 0; i < input.dim() - 1; ++i) sizes.push_back(input.size(i));
+  sizes.push_back(last);
+  return sizes;
 }
+
+void check_like(const char* op, const char* arg, const Tensor& t, const Sizes& sizes,
+                const char* what, const Tensor& input) {
+  check_same_device(op, arg, t, "input", input);
+  check_same_dtype(op, arg, t, "input", input);
+  bool matches = t.dim() == static_cast<int64_t>(sizes.size());
+  for (int64_t i = 0; matches && i < t.dim(); ++i) matches = t.size(i) == sizes[i];
+  std::string expected;
+  for (const int64_t size : sizes)
+    expected += (expected.empty() ? "" : ", ") + std::to_string(size);
+  BRAZE_CHECK(matches, op, ": expected ", arg, " to have the shape of ", what, ", [", expected,
+              "], but got ", shape_string(t));
+}
+
+namespace {
+
+void check_linear(const char* op, const Tensor& input, const Tensor& weight,
+                  const char* weight_arg = "weight") {
+  check_same_device(op, weight_arg, weight, "input", input);
+  check_same_dtype(op, weight_arg, weight, "input", input);
+  BRAZE_CHECK(input.dim() > 0, op, ": expected input to be at least 1D, but got 0D");
+  BRAZE_CHECK(weight.dim() == 2, op, ": expected ", weight_arg, " to be 2D, but got ", weight.dim(),
+              "D");
+  const int64_t k = input.size(input.dim() - 1);
+  BRAZE_CHECK(k == weight.size(1), "mat1 and mat2 shapes cannot be multiplied (",
+              input.numel() / std::max<int64_t>(1, k), "x", k, " and ", weight.size(1), "x",
+              weight.size(0), ")");
+}
+
+}  // namespace
+
+Tensor linear_forward(const char* op, const Tensor& input, const char* weight_arg,
+                      const Tensor& weight, const char* bias_arg, const std::optional<Tensor>& bias,
+                      bool relu, const Settings& settings) {
+  const DType dtype = dtype_of(op, "input", input);
+  check_linear(op, input, weight, weight_arg);
+  std::optional<Tensor> dense_bias;
+  if (bias) {
+    check_same_device(op, bias_arg, *bias, "input", input);
+    check_same_dtype(op, bias_arg, *bias, "input", input);
+    BRAZE_CHECK(bias->dim() == 1 && bias->size(0) == weight.size(0), op, ": expected ", bias_arg,
+                " to have shape [", weight.size(0), "], but got ", shape_string(*bias));
+    dense_bias = as_contiguous(*bias);
+  }
+  const DeviceContext context(input);
+  Tensor out = empty(with_last(input, weight.size(0)), input);
+  multiply(context, dtype, 1, rows_of(input), rows_of(weight).transposed(), out,
+           {dense_bias ? dense_bias->const_data_ptr() : nullptr, relu}, settings);
+  return out;
+}
+
+namespace {
 
 Tensor matmul(const Tensor& input, const Tensor& other, bool allow_tf32, bool deterministic,
               const std::string& backend) {
@@ -261,55 +306,21 @@ Tensor matmul(const Tensor& input, const Tensor& other, bool allow_tf32, bool de
   const DeviceContext context(input);
   Tensor out = empty(sizes, input);
   multiply(context, dtype, product(batch), matrices_of(input, batch, false),
-           matrices_of(other, batch, true), out, nullptr, false,
-           {allow_tf32, deterministic, backend});
+           matrices_of(other, batch, true), out, {}, {allow_tf32, deterministic, backend});
   return out;
-}
-
-void check_linear(const char* op, const Tensor& input, const Tensor& weight) {
-  check_same_device(op, "weight", weight, "input", input);
-  check_same_dtype(op, "weight", weight, "input", input);
-  BRAZE_CHECK(input.dim() > 0, op, ": expected input to be at least 1D, but got 0D");
-  BRAZE_CHECK(weight.dim() == 2, op, ": expected weight to be 2D, but got ", weight.dim(), "D");
-  const int64_t k = input.size(input.dim() - 1);
-  BRAZE_CHECK(k == weight.size(1), "mat1 and mat2 shapes cannot be multiplied (",
-              input.numel() / std::max<int64_t>(1, k), "x", k, " and ", weight.size(1), "x",
-              weight.size(0), ")");
-}
-
-Sizes linear_output_sizes(const Tensor& input, const Tensor& weight) {
-  Sizes sizes;
-  for (int64_t i = 0; i < input.dim() - 1; ++i) sizes.push_back(input.size(i));
-  sizes.push_back(weight.size(0));
-  return sizes;
 }
 
 Tensor linear(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
               bool relu, bool allow_tf32, bool deterministic, const std::string& backend) {
-  const DType dtype = dtype_of("linear", "input", input);
-  check_linear("linear", input, weight);
-  std::optional<Tensor> dense_bias;
-  if (bias) {
-    check_same_device("linear", "bias", *bias, "input", input);
-    check_same_dtype("linear", "bias", *bias, "input", input);
-    BRAZE_CHECK(bias->dim() == 1 && bias->size(0) == weight.size(0),
-                "linear: expected bias to have shape [", weight.size(0), "], but got ",
-                shape_string(*bias));
-    dense_bias = as_contiguous(*bias);
-  }
-  const DeviceContext context(input);
-  Tensor out = empty(linear_output_sizes(input, weight), input);
-  multiply(context, dtype, 1, rows_of(input), rows_of(weight).transposed(), out,
-           dense_bias ? dense_bias->const_data_ptr() : nullptr, relu,
-           {allow_tf32, deterministic, backend});
-  return out;
+  return linear_forward("linear", input, "weight", weight, "bias", bias, relu,
+                        {allow_tf32, deterministic, backend});
 }
 
 void check_of_output_shape(const char* op, const char* arg, const Tensor& t, const Tensor& input,
                            const Tensor& weight) {
   check_same_device(op, arg, t, "input", input);
   check_same_dtype(op, arg, t, "input", input);
-  const Sizes expected = linear_output_sizes(input, weight);
+  const Sizes expected = with_last(input, weight.size(0));
   bool matches = t.dim() == input.dim();
   for (int64_t i = 0; matches && i < input.dim(); ++i) matches = t.size(i) == expected[i];
   BRAZE_CHECK(matches, op, ": expected ", arg, " of the forward's output shape, but got ",
@@ -331,8 +342,7 @@ std::tuple<Tensor, Tensor, Tensor> gradients(const char* op, const Tensor& grad_
 
   const DeviceContext context(input);
   // An empty tensor for what is not wanted: results of an op must not alias.
-  Sizes input_sizes = linear_output_sizes(input, weight);
-  input_sizes.back() = weight.size(1);
+  Sizes input_sizes = with_last(input, weight.size(1));
   Tensor grad_input = empty(output_mask[0] ? input_sizes : Sizes{0}, input);
   Tensor grad_weight =
       empty(output_mask[1] ? Sizes{weight.size(0), weight.size(1)} : Sizes{0}, input);
@@ -357,7 +367,7 @@ std::tuple<Tensor, Tensor, Tensor> gradients(const char* op, const Tensor& grad_
     if (output_mask[2]) TORCH_ERROR_CODE_CHECK(aoti_torch_zero_(grad_bias.get()));
   } else if (result || output_mask[2]) {
     const Tensor dense = passed;
-    if (result) passed = empty(linear_output_sizes(input, weight), input);
+    if (result) passed = empty(with_last(input, weight.size(0)), input);
     const ColumnSumArgs sum{dtype,          dense.numel() / weight.size(0),
                             weight.size(0), dense.const_data_ptr(),
                             result_data,    result ? passed.mutable_data_ptr() : nullptr,
@@ -368,11 +378,10 @@ std::tuple<Tensor, Tensor, Tensor> gradients(const char* op, const Tensor& grad_
   }
   const Matrices dy = rows_of(passed);
   if (output_mask[0]) {
-    multiply(context, dtype, 1, dy, rows_of(weight), grad_input, nullptr, false, settings);
+    multiply(context, dtype, 1, dy, rows_of(weight), grad_input, {}, settings);
   }
   if (output_mask[1]) {
-    multiply(context, dtype, 1, dy.transposed(), rows_of(input), grad_weight, nullptr, false,
-             settings);
+    multiply(context, dtype, 1, dy.transposed(), rows_of(input), grad_weight, {}, settings);
   }
   return {grad_input, grad_weight, grad_bias};
 }

@@ -303,7 +303,7 @@ std::string cublas_version() {
 }
 
 bool cublas_supports(const MatmulArgs& args, int candidate) {
-  if (!cublas_missing().empty()) return false;
+  if (!cublas_missing().empty() || args.has_full_epilogue()) return false;
   if (is_empty(args)) return true;
   const auto problem = make_problem(args);
   return problem && has(*plan_for(*problem, candidate), candidate);

@@ -132,9 +132,10 @@ class MmaOperand {
 
 // kSplit: fp32 in two parts, at fp32's accuracy (but for denormals, whose last bits are lost).
 template <typename Tile, bool kADepthMajor, bool kBDepthMajor, Load kLoadA, Load kLoadB,
-          typename OpA, typename OpB, bool kSplit = false>
+          typename OpA, typename OpB, bool kSplit = false, typename Out = Output<typename OpA::T>>
 struct MmaKernel {
   using T = typename OpA::T;
+  using Problem = GemmProblem<OpA, OpB, Out>;
   using A = MmaOperand<OpA, Tile::kM, Tile::kGroupThreads, kADepthMajor, kLoadA>;
   using B = MmaOperand<OpB, Tile::kN, Tile::kGroupThreads, kBDepthMajor, kLoadB>;
   using Acc = acc_t<T>;
@@ -151,10 +152,10 @@ struct MmaKernel {
   // the stages and the tables, then the tile of C
   static constexpr int kSharedBytes =
       std::max(Tile::kGroups * Tile::kStages * kStageSize * static_cast<int>(sizeof(T)) + kTables,
-               GemmProblem<OpA, OpB>::template shared_bytes<kTileM, kTileN, Tile::kGroups>());
+               Problem::template shared_bytes<kTileM, kTileN, Tile::kGroups>());
   static constexpr int kFragmentsM = Tile::kWarpM / 16, kFragmentsN = Tile::kWarpN / 8;
 
-  static __device__ __forceinline__ void run(const GemmProblem<OpA, OpB>& p) {
+  static __device__ __forceinline__ void run(const Problem& p) {
     // 128-byte rows keep the swizzle free of bank conflicts
     extern __shared__ __align__(128) unsigned char shared[];
     const GemmBlock block = p.template block<kTileM, kTileN>();

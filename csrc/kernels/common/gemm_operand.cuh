@@ -155,6 +155,7 @@ struct GatheredOperand {
 // Where C goes: element (m, n) of batch z at z * batch + rows(m) + columns(n), after the epilogue.
 template <typename T>
 struct Output {
+  static constexpr bool kFull = false;
   T* data;
   int64_t batch;
   Axis<int64_t> rows, columns;
@@ -192,6 +193,16 @@ struct Output {
       }
     }
   }
+};
+
+// The output of a matrix product, not batched, with the full epilogue (MatmulArgs): a type of its
+// own, so that kernels without it are not slowed down.
+template <typename T>
+struct FullOutput : Output<T> {
+  static constexpr bool kFull = true;
+  const T *residual = nullptr, *relu_result = nullptr;  // `vectors` holds for them too
+  // What every tile adds to the sums: [row of tiles][column], [column of tiles][row]; or nullptr.
+  acc_t<T>*column_parts = nullptr, *row_parts = nullptr;
 };
 
 // Four columns of C from a multiple of 4 on, for a thread that stores them in many rows: what does
@@ -255,6 +266,64 @@ class OutputQuad {
   int column_, n_end_;
   bool row_major_;
   Acc bias_[4];
+};
+
+// The same with the full epilogue.
+template <typename T>
+class FullOutputQuad {
+  using Acc = acc_t<T>;
+
+ public:
+  __device__ FullOutputQuad(const FullOutput<T>& out, int column, int n_end)
+      : out_(out), column_(column), n_end_(n_end), vectors_(out.vectors && column + 4 <= n_end) {
+    if (out.bias) load(out.bias + column, bias_);
+  }
+
+  // v becomes what was stored.
+  __device__ __forceinline__ void store(Acc (&v)[4], int row) const {
+    const int64_t offset = row * out_.row_stride + column_;
+    Acc added[4] = {}, result[4] = {1, 1, 1, 1};
+    if (out_.residual) load(out_.residual + offset, added);
+    if (out_.relu_result) load(out_.relu_result + offset, result);
+    Vec<T, 4> values;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      Acc x = v[i] + bias_[i] + added[i];
+      if (out_.relu && x < Acc(0)) x = 0;  // NaN stays NaN
+      if (result[i] <= Acc(0)) x = 0;      // NaN passes
+      values.v[i] = convert<T>(x);
+      v[i] = convert<Acc>(values.v[i]);
+    }
+    T* const to = out_.data + offset;
+    if (vectors_) {
+      store_vec(to, values);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (column_ + i < n_end_) to[i] = values.v[i];
+      }
+    }
+  }
+
+ private:
+  // Those of the four that exist.
+  __device__ __forceinline__ void load(const T* from, Acc (&to)[4]) const {
+    if (vectors_) {
+      const Vec<T, 4> v = load_vec<4>(from);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) to[i] = convert<Acc>(v.v[i]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (column_ + i < n_end_) to[i] = convert<Acc>(from[i]);
+      }
+    }
+  }
+
+  const FullOutput<T>& out_;
+  int column_, n_end_;
+  bool vectors_;
+  Acc bias_[4] = {};
 };
 
 }  // namespace braze::cuda

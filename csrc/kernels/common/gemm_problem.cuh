@@ -15,12 +15,50 @@ struct GemmBlock {
   int split, m0, n0, first_tile, tiles;
 };
 
-template <typename OpA, typename OpB>
+// What rows [begin, end) of a tile, in shared memory as they were stored, add to the sums of C's
+// columns and rows; always in the same order. The tile's corner is at (m0, n0).
+template <int kTileN, int kRow, int kThreads, typename T>
+__device__ __forceinline__ void sum_tile(const FullOutput<T>& out, const acc_t<T>* tile, int m,
+                                         int n, int m0, int n0, int begin, int end, int column_part,
+                                         int row_part) {
+  using Acc = acc_t<T>;
+  __syncthreads();
+  const int columns = min(kTileN, n - n0);
+  if (out.column_parts) {
+    for (int column = threadIdx.x; column < columns; column += kThreads) {
+      Acc sums[4] = {};  // short chains of additions are fast, and round less
+      for (int row = begin; row < end; row += 4) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          if (row + i < end) sums[i] += tile[(row + i) * kRow + column];
+        }
+      }
+      out.column_parts[int64_t{column_part} * n + n0 + column] =
+          (sums[0] + sums[1]) + (sums[2] + sums[3]);
+    }
+  }
+  if (out.row_parts) {
+    const int lane = threadIdx.x % 32;
+    for (int row = begin + threadIdx.x / 32; row < end; row += kThreads / 32) {
+      Acc sum = 0;
+#pragma unroll
+      for (int column = lane; column < kTileN; column += 32) {
+        if (column < columns) sum += tile[row * kRow + column];
+      }
+#pragma unroll
+      for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(0xffffffff, sum, lanes);
+      if (lane == 0) out.row_parts[int64_t{row_part} * m + m0 + row] = sum;
+    }
+  }
+}
+
+// Out: Output or, for the full epilogue, FullOutput.
+template <typename OpA, typename OpB, typename Out = Output<typename OpA::T>>
 struct GemmProblem {
   using T = typename OpA::T;
   OpA a;
   OpB b;
-  Output<T> out;
+  Out out;
   int64_t batch;
   int m, n, k;
   // Set by launch_gemm. With more than one split every block writes its part of C, in the
@@ -89,15 +127,29 @@ struct GemmProblem {
     };
     const auto store = row_store(block, block.n0 + column);  // reads the bias meanwhile
     const bool inside = block.n0 + column < n;
+    // For the sums of columns and rows the finished values go back to where they came from.
+    const auto keep = [&](int row, const Acc(&v)[4]) {
+      if constexpr (Out::kFull) write4(tile + row * kRow + column, v);
+    };
+    const auto sum_rows = [&](int begin, int end) {
+      if constexpr (Out::kFull) {
+        const int parts = clustered ? splits : 1;
+        sum_tile<kTileN, kRow, kThreads>(out, tile, m, n, block.m0, block.n0, begin, end,
+                                         block.m0 / kTileM * parts + block.split,
+                                         block.n0 / kTileN);
+      }
+    };
     if (!clustered) {
       __syncthreads();
-      if (!inside) return;
+      if (!Out::kFull && !inside) return;
 #pragma unroll 2
-      for (int row = first; row < rows; row += kStep) {
+      for (int row = first; row < (inside ? rows : 0); row += kStep) {
         Acc sum[4] = {};
         sum_groups(tile + row * kRow + column, sum);
         store(sum, block.m0 + row);
+        keep(row, sum);
       }
+      if (splits == 1) sum_rows(0, rows);
       return;
     }
     // In a cluster every block adds up its share of the rows, always in the order of the splits.
@@ -122,7 +174,9 @@ struct GemmProblem {
         for (int j = 0; j < 4; ++j) sum[j] += part.v[j];
       }
       store(sum, block.m0 + row);
+      keep(row, sum);
     }
+    sum_rows(kTileM * block.split / splits, min(rows, kTileM * (block.split + 1) / splits));
     cluster_sync();  // no block ends while another may read its shared memory
   }
 
@@ -154,9 +208,17 @@ struct GemmProblem {
   __device__ __forceinline__ auto row_store(const GemmBlock& block, int column) const {
     const bool final = splits == 1 || clustered;
     constexpr bool kRowMajor = !OpA::kGathered && !OpB::kGathered;  // a matrix product
-    const OutputQuad<T, kRowMajor> quad(out, block.batch, column, n);
+    const auto quad = [&] {
+      if constexpr (Out::kFull) {
+        return FullOutputQuad<T>(out, column, n);
+      } else {
+        return OutputQuad<T, kRowMajor>(out, block.batch, column, n);
+      }
+    }();
     acc_t<T>* const part = partial + (block.split * batch + block.batch) * m * n + column;
-    return [=](const acc_t<T>(&v)[4], int row) {
+    // FullOutputQuad writes to v.
+    using Values = std::conditional_t<Out::kFull, acc_t<T>, const acc_t<T>>;
+    return [=](Values(&v)[4], int row) {
       if (final) {
         quad.store(v, row);
         return;
@@ -207,6 +269,40 @@ __global__ void gemm_reduce_kernel(const acc_t<T>* partial, Output<T> out, int64
   }
 }
 
+constexpr int kReduceRows = 32, kReduceColumns = 128, kReduceThreads = 256;
+
+// The same with the full epilogue, tile by tile.
+template <typename T>
+__global__ void __launch_bounds__(kReduceThreads)
+    gemm_reduce_full_kernel(const acc_t<T>* partial, const __grid_constant__ FullOutput<T> out,
+                            int m, int n, int splits) {
+  wait_for_earlier_kernels();
+  constexpr int kRow = kReduceColumns + 8, kQuads = kReduceColumns / 4;
+  __shared__ __align__(16) acc_t<T> tile[kReduceRows][kRow];
+  const int tiles_n = (n - 1) / kReduceColumns + 1;
+  const int tile_row = blockIdx.x / tiles_n, tile_column = blockIdx.x % tiles_n;
+  const int m0 = tile_row * kReduceRows, n0 = tile_column * kReduceColumns;
+  const int rows = min(kReduceRows, m - m0), in_tile = threadIdx.x % kQuads * 4;
+  const int column = n0 + in_tile;
+  const FullOutputQuad<T> quad(out, column, n);
+  for (int row = threadIdx.x / kQuads; row < rows; row += kReduceThreads / kQuads) {
+    acc_t<T> sum[4] = {};
+#pragma unroll 4
+    for (int s = 0; s < splits; ++s) {
+      const acc_t<T>* const from = partial + (int64_t{s} * m + m0 + row) * n + column;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        if (column + j < n) sum[j] += from[j];
+      }
+    }
+    if (column < n) quad.store(sum, m0 + row);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) tile[row][in_tile + j] = sum[j];
+  }
+  sum_tile<kReduceColumns, kRow, kReduceThreads>(out, &tile[0][0], m, n, m0, n0, 0, rows, tile_row,
+                                                 tile_column);
+}
+
 // How many parts the depth is split into, so that `blocks` tiles of C fill the device: 1 where they
 // do already. Every part keeps at least 4 tiles of depth.
 inline int plan_splits(int64_t blocks, int64_t depth_tiles, int blocks_per_sm) {
@@ -228,6 +324,16 @@ void launch_gemm_reduce(Stream stream, const acc_t<T>* partial, const Output<T>&
   const int blocks = grid_stride_blocks(batch * m * ceil_div(n, 4), kThreads);
   launch_early(gemm_reduce_kernel<T>, blocks, kThreads, 0, stream, partial, out, batch, m, n,
                splits);
+  check_launch("gemm_reduce");
+}
+
+template <typename T>
+void launch_gemm_reduce(Stream stream, const acc_t<T>* partial, const FullOutput<T>& out, int64_t,
+                        int m, int n, int splits) {
+  const int64_t blocks = ceil_div(m, kReduceRows) * ceil_div(n, kReduceColumns);
+  if (blocks > INT_MAX) throw std::runtime_error("gemm_reduce: more than 2^31 - 1 tiles");
+  launch_early(gemm_reduce_full_kernel<T>, static_cast<unsigned>(blocks), kReduceThreads, 0, stream,
+               partial, out, m, n, splits);
   check_launch("gemm_reduce");
 }
 

@@ -33,9 +33,11 @@ __device__ __forceinline__ void load4(T* to, const T* shared) {
   }
 }
 
-template <typename Tile, bool kADepthFast, bool kBDepthFast, typename OpA, typename OpB>
+template <typename Tile, bool kADepthFast, bool kBDepthFast, typename OpA, typename OpB,
+          typename Out = Output<typename OpA::T>>
 struct SimtKernel {
   using T = typename OpA::T;
+  using Problem = GemmProblem<OpA, OpB, Out>;
   using LayoutA = PaddedLayout<T, Tile::kM, Tile::kDepth>;
   using LayoutB = PaddedLayout<T, Tile::kN, Tile::kDepth>;
   using TableA = OuterTable<OpA, Tile::kM>;
@@ -50,9 +52,9 @@ struct SimtKernel {
   // the stages and the tables, then the tile of C
   static constexpr int kSharedBytes = std::max(
       Tile::kStages * kStageSize * static_cast<int>(sizeof(T)) + TableA::kBytes + TableB::kBytes,
-      GemmProblem<OpA, OpB>::template shared_bytes<kTileM, kTileN, Tile::kGroups>());
+      Problem::template shared_bytes<kTileM, kTileN, Tile::kGroups>());
 
-  static __device__ __forceinline__ void run(const GemmProblem<OpA, OpB>& p) {
+  static __device__ __forceinline__ void run(const Problem& p) {
     extern __shared__ __align__(16) unsigned char shared[];
     const GemmBlock block = p.template block<kTileM, kTileN>();
     const TableA table_a(p.a, block.m0, shared);

@@ -12,6 +12,7 @@
 // blocks in flight read few rows and columns of A and B, which stay in L2.
 #pragma once
 
+#include "hopper_epilogue.cuh"
 #include "hopper_pipeline.cuh"
 
 namespace braze::cuda::hopper {
@@ -111,8 +112,9 @@ struct Finished {
   }
 };
 
-template <typename Tile, int kRowMajor, int kColumnMajor, bool kSwap>
-__device__ __forceinline__ void consume(const CUtensorMap* c_map, const Args& a, uint32_t stages,
+// A: Args or, for the full epilogue, FullArgs.
+template <typename Tile, int kRowMajor, int kColumnMajor, bool kSwap, typename A>
+__device__ __forceinline__ void consume(const CUtensorMap* c_map, const A& a, uint32_t stages,
                                         uint64_t* full, uint64_t* empty) {
   using T = typename Tile::T;
   constexpr int kCluster = Tile::kCluster, kBlocks = Tile::kBlocks;
@@ -184,7 +186,12 @@ __device__ __forceinline__ void consume(const CUtensorMap* c_map, const Args& a,
     const int row = tile_row + thread / 32 * 16 + lane / 4, column = tile_column + lane % 4 * 2;
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
-      finish<T, kSwap>(a, acc[b], row + b * 64, column);
+      if constexpr (A::kFull) {
+        finish_full<T, kSwap>(a, acc[b], row + b * 64, column);
+        sum_tile<Tile::kColumns>(a, acc[b], tile_row + b * 64, tile_column, p.column);
+      } else {
+        finish<T, kSwap>(a, acc[b], row + b * 64, column);
+      }
       if constexpr (Tile::kStaged) {
         if (!a.direct) {
           finished.take(acc[b], b);
@@ -203,11 +210,11 @@ __device__ __forceinline__ void consume(const CUtensorMap* c_map, const Args& a,
   }
 }
 
-template <typename Tile, int kRowMajor, int kColumnMajor, bool kSwap>
+template <typename Tile, int kRowMajor, int kColumnMajor, bool kSwap, typename A = Args>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     persistent_kernel(const __grid_constant__ CUtensorMap row_map,
                       const __grid_constant__ CUtensorMap column_map,
-                      const __grid_constant__ CUtensorMap c_map, const Args a) {
+                      const __grid_constant__ CUtensorMap c_map, const A a) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL  // other architectures get a kernel that nobody launches
   extern __shared__ unsigned char shared_bytes[];
   __shared__ uint64_t full[Tile::kStages], empty[Tile::kStages];

@@ -152,7 +152,7 @@ __device__ __forceinline__ void consume_parts(const SplitArgs& a, uint32_t stage
         for (int i = 0; i < kCount; ++i) acc[i] += part[i];
       }
     }
-    if (a.splits > 1) {
+    if (a.partial) {
       const int batches = a.tiles / (a.splits * a.super_rows * a.tile_columns);
       const int64_t index = int64_t{p.split} * batches + p.batch;
       store_direct<float, false>(a.partial + index * a.rows * a.columns, a.columns, a.rows,

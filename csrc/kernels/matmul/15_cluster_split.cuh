@@ -4,6 +4,7 @@
 // kernel, the workspace and a round trip to L2. For products whose blocks all run at once.
 #pragma once
 
+#include "hopper_epilogue.cuh"
 #include "hopper_pipeline.cuh"
 
 namespace braze::cuda::hopper {
@@ -35,16 +36,19 @@ struct SmallTile : Tile<T, kRows, kColumns, kStages, 1, kRows / 64> {
   static_assert(kColumns / 8 % 8 == 0);                        // in equal shares
 };
 
-template <typename Tile, int kRowMajor, int kColumnMajor, bool kSwap>
+template <typename Tile, int kRowMajor, int kColumnMajor, bool kSwap, typename A = Args>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     cluster_split_kernel(const __grid_constant__ CUtensorMap row_map,
-                         const __grid_constant__ CUtensorMap column_map, const Args a) {
+                         const __grid_constant__ CUtensorMap column_map, const A a) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL  // other architectures get a kernel that nobody launches
   using T = typename Tile::T;
   constexpr bool kFragments = sizeof(T) == 4 && kRowMajor == 1;
   constexpr int kCount = Tile::kColumns / 2, kConsumerThreads = Tile::kConsumers * 128;
   extern __shared__ unsigned char shared_bytes[];
   __shared__ uint64_t full[Tile::kStages], empty[Tile::kStages];
+  // With the full epilogue: of each warp's rows, for the block's share of the columns.
+  constexpr int kShare = A::kFull ? Tile::kColumns / 2 : 1;
+  [[maybe_unused]] __shared__ float column_sums[A::kFull ? kConsumerThreads / 32 : 1][kShare];
   const uint32_t stages = (shared_address(shared_bytes) + 1023) & ~1023u;
   static_assert(Tile::kCluster == 1);  // blocks of a cluster share sums, not stages
   start_ring<Tile>(&row_map, &column_map, full, empty);
@@ -113,14 +117,39 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   const int row = p.row * Tile::kRows + thread / 32 * 16 + lane / 4;
   const int column = p.column * Tile::kColumns + rank * chunks * 8 + lane % 4 * 2;
   T* const c = static_cast<T*>(a.c) + p.batch * a.c_batch;
+  [[maybe_unused]] float row_sums[2] = {};
   for (int i = 0; i < chunks; ++i) {
     float sum[4] = {};
     for (int block = 0; block < a.cluster; ++block) {
       const float4 v = load_shared(place(block, i));
       sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w;
     }
-    finish<T, kSwap>(a, sum, row, column + i * 8);
+    if constexpr (A::kFull) {
+      finish_full<T, kSwap>(a, sum, row, column + i * 8);
+      row_sums[0] += sum[0] + sum[1], row_sums[1] += sum[2] + sum[3];
+      if (a.column_parts) {
+#pragma unroll
+        for (int v = 0; v < 2; ++v) {
+          float both = sum[v] + sum[v + 2];
+#pragma unroll
+          for (int lanes = 16; lanes >= 4; lanes /= 2) {
+            both += __shfl_xor_sync(0xffffffff, both, lanes);
+          }
+          if (lane < 4) column_sums[thread / 32][i * 8 + lane * 2 + v] = both;
+        }
+      }
+    } else {
+      finish<T, kSwap>(a, sum, row, column + i * 8);
+    }
     store_direct<T, kSwap>(c, a.c_ld, a.rows, a.columns, sum, row, column + i * 8);
+  }
+  if constexpr (A::kFull) {
+    if (a.row_parts) store_row_part(a, row_sums, row, p.column * a.cluster + rank);
+    if (a.column_parts) {
+      store_column_part<kShare>(a, &column_sums[thread / 128 * 4],
+                                p.row * Tile::kRows + thread / 128 * 64,
+                                p.column * Tile::kColumns + rank * chunks * 8, chunks * 8);
+    }
   }
 #endif
 }

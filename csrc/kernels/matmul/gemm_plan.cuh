@@ -3,6 +3,7 @@
 
 #include "kernels/common/gemm_problem.cuh"
 #include "matmul.h"
+#include "sum_parts.cuh"
 
 namespace braze::cuda {
 
@@ -16,7 +17,8 @@ constexpr int kDeepGroups = 8;
 struct MatmulPlan {
   TileShape tile;
   int splits;
-  bool clustered;  // the blocks of all splits of a tile add up their parts by themselves
+  bool clustered;     // the blocks of all splits of a tile add up their parts by themselves
+  int rows, columns;  // of a tile
 };
 
 // What the kernels of one kind offer the plan.
@@ -54,16 +56,18 @@ inline MatmulPlan plan_matmul(const MatmulArgs& p, const GemmKernels& kernels) {
   const auto fills = [&](const Shape& s) {
     return blocks(s) * most_splits >= int64_t{sm_count()} * 3 / 4;
   };
-  Shape shape = kTiny;
-  if (kernels.narrow && p.n <= 32 && fills(kTall)) {
+  // The full epilogue is compiled for two tile shapes only.
+  const bool full = p.has_full_epilogue();
+  Shape shape = full ? kSmall : kTiny;
+  if (!full && kernels.narrow && p.n <= 32 && fills(kTall)) {
     shape = kTall;
-  } else if (kernels.narrow && p.m <= 32 && fills(kWide)) {
+  } else if (!full && kernels.narrow && p.m <= 32 && fills(kWide)) {
     shape = kWide;
   } else if (kernels.large && p.m > 64 && p.n > 64 && fills(kLarge)) {
     shape = kLarge;
   } else if (p.m > 32 && p.n > 32 && fills(kSmall)) {
     shape = kSmall;
-  } else if (kernels.deep && blocks(kSquare) <= sm_count()) {
+  } else if (!full && kernels.deep && blocks(kSquare) <= sm_count()) {
     shape = kDeep;
   }
   const int64_t slots = int64_t{sm_count()} * shape.per_sm, count = blocks(shape);
@@ -81,9 +85,9 @@ inline MatmulPlan plan_matmul(const MatmulArgs& p, const GemmKernels& kernels) {
   const bool long_sums = more >= 4 * splits && depth_tiles >= 12 * splits;
   const bool long_product = more > 1 && p.batch * p.m * p.n * p.k >= kernels.long_product;
   if (kernels.clusters && splits > 1 && (long_sums || long_product)) {
-    return {shape.tile, static_cast<int>(more), false};
+    return {shape.tile, static_cast<int>(more), false, shape.m, shape.n};
   }
-  return {shape.tile, static_cast<int>(splits), kernels.clusters};
+  return {shape.tile, static_cast<int>(splits), kernels.clusters, shape.m, shape.n};
 }
 
 template <typename T>
@@ -105,29 +109,65 @@ MatrixOperand<T> matrix_operand(const MatrixRef& ref, int64_t batch, int64_t out
           vectors};
 }
 
-template <typename T>
-Output<T> matmul_output(const MatmulArgs& p) {
-  Output<T> out{};
+template <typename T, typename Out = Output<T>>
+Out matmul_output(const MatmulArgs& p) {
+  Out out{};
   out.data = static_cast<T*>(p.c);
   out.batch = p.m * p.n;
   out.row_stride = p.n;
   out.vectors = p.n % 4 == 0 && is_vec_aligned(out.data);
   out.bias = static_cast<const T*>(p.bias);
   out.relu = p.relu;
+  if constexpr (Out::kFull) {
+    out.residual = static_cast<const T*>(p.residual);
+    out.relu_result = static_cast<const T*>(p.relu_result);
+    out.vectors &=
+        is_vec_aligned(out.bias) && is_vec_aligned(out.residual) && is_vec_aligned(out.relu_result);
+  }
   return out;
 }
 
-template <typename T>
-GemmProblem<MatrixOperand<T>, MatrixOperand<T>> matmul_problem(const MatmulArgs& p) {
-  GemmProblem<MatrixOperand<T>, MatrixOperand<T>> problem{};
+template <typename T, typename Out = Output<T>>
+GemmProblem<MatrixOperand<T>, MatrixOperand<T>, Out> matmul_problem(const MatmulArgs& p) {
+  GemmProblem<MatrixOperand<T>, MatrixOperand<T>, Out> problem{};
   problem.a = matrix_operand<T>(p.a, p.batch, p.m, p.k, p.a.row, p.a.col);
   problem.b = matrix_operand<T>(p.b, p.batch, p.n, p.k, p.b.col, p.b.row);
-  problem.out = matmul_output<T>(p);
+  problem.out = matmul_output<T, Out>(p);
   problem.batch = p.batch;
   problem.m = static_cast<int>(p.m);
   problem.n = static_cast<int>(p.n);
   problem.k = static_cast<int>(p.k);
   return problem;
+}
+
+// The parts of sums that the tiles of a plan leave.
+inline SumParts sum_parts(const MatmulArgs& p, const MatmulPlan& plan) {
+  if (plan.splits > 1 && !plan.clustered) {
+    return {ceil_div(p.m, kReduceRows), ceil_div(p.n, kReduceColumns)};
+  }
+  return {ceil_div(p.m, plan.rows) * plan.splits, ceil_div(p.n, plan.columns)};
+}
+
+inline int64_t plan_workspace_bytes(const MatmulArgs& p, const MatmulPlan& plan) {
+  int64_t bytes = sum_parts(p, plan).bytes(p);
+  if (plan.clustered) return bytes;
+  return bytes + (p.dtype == DType::kFloat64 ? split_bytes<double>(plan.splits, p.batch, p.m, p.n)
+                                             : split_bytes<float>(plan.splits, p.batch, p.m, p.n));
+}
+
+// launch_gemm for a kernel whose output is a FullOutput.
+template <typename Kernel>
+void launch_full(Stream stream, const MatmulArgs& args, const MatmulPlan& plan, void* workspace) {
+  using T = typename Kernel::T;
+  const SumParts parts = sum_parts(args, plan);
+  auto problem = matmul_problem<T, FullOutput<T>>(args);
+  problem.out.column_parts = parts.columns<acc_t<T>>(args, workspace);
+  problem.out.row_parts = parts.rows<acc_t<T>>(args, workspace);
+  const bool in_workspace = plan.splits > 1 && !plan.clustered;
+  launch_gemm<Kernel>(stream, problem, plan.splits,
+                      in_workspace ? static_cast<char*>(workspace) + parts.bytes(args) : nullptr,
+                      plan.clustered);
+  parts.add_up<T>(stream, args, workspace);
 }
 
 // Whether both operands are read 16 bytes at a time.

@@ -52,25 +52,36 @@ bool preferred(const MatmulArgs& p, bool deep_tiles) {
   return !copies || make_plan(p).cost < (products < int64_t{1} << 26 ? 4 : 6 + products / 4.6e7);
 }
 
-int64_t workspace_bytes(const MatmulArgs& p) { return copy_bytes(p, make_plan(p)); }
+int64_t workspace_bytes(const MatmulArgs& p) {
+  const Plan plan = make_plan(p);
+  return sum_parts(p, plan).bytes(p) + copy_bytes(p, plan);
+}
 
 void matmul(Stream stream, const MatmulArgs& args, void* workspace) {
   const Plan plan = make_plan(args);
+  const SumParts parts = sum_parts(args, plan);
+  void* const copy = static_cast<char*>(workspace) + parts.bytes(args);
   MatmulArgs p = args;
   if (plan.copy_a || plan.copy_b) {
     MatrixRef& ref = plan.copy_a ? p.a : p.b;
     const Operand o = plan.copy_a ? operand_a(p) : operand_b(p);
-    transpose_copy(stream, p.dtype, ref.data, workspace, copies(o, p.batch), p.k, o.outer);
-    ref.data = workspace;
+    transpose_copy(stream, p.dtype, ref.data, copy, copies(o, p.batch), p.k, o.outer);
+    ref.data = copy;
     ref.batch = o.batch ? p.k * o.outer : 0;
     (plan.copy_a ? ref.row : ref.col) = p.k;
     (plan.copy_a ? ref.col : ref.row) = 1;
   }
-  switch (p.dtype) {
-    case DType::kBFloat16: return run_bf16(stream, p, plan);
-    case DType::kFloat16: return run_fp16(stream, p, plan);
-    default: return run_tf32(stream, p, plan);
-  }
+  dispatch(p.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+      run_bf16(stream, p, plan, workspace);
+    } else if constexpr (std::is_same_v<T, __half>) {
+      run_fp16(stream, p, plan, workspace);
+    } else {
+      run_tf32(stream, p, plan, workspace);
+    }
+    parts.add_up<T>(stream, p, workspace);
+  });
 }
 
 }  // namespace braze::cuda::hopper

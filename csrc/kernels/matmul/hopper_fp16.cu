@@ -2,8 +2,8 @@
 
 namespace braze::cuda::hopper {
 
-void run_fp16(Stream stream, const MatmulArgs& p, const Plan& plan) {
-  run<__half>(stream, p, plan);
+void run_fp16(Stream stream, const MatmulArgs& p, const Plan& plan, void* sums) {
+  run<__half>(stream, p, plan, sums);
 }
 
 }  // namespace braze::cuda::hopper

@@ -99,12 +99,12 @@ void launch_persistent(Stream stream, int tiles, bool persistent, const Argument
 }
 
 // Rows of the product are those of A, or, swapped, the columns of B.
-template <typename Tile, int kRowMajor, int kColumnMajor, bool kSwap>
-void launch(Stream stream, const MatmulArgs& p, bool persistent = true) {
+template <typename Tile, int kRowMajor, int kColumnMajor, bool kSwap, typename A = Args>
+void launch(Stream stream, const MatmulArgs& p, bool persistent = true, const A& epilogue = {}) {
   using T = typename Tile::T;
   const Operand a = operand_a(p), b = operand_b(p);
   const Operand &rows = kSwap ? b : a, &columns = kSwap ? a : b;
-  Args args{};
+  A args = epilogue;
   set_tiles<Tile>(args, p, rows, columns, 1, nullptr);
   args.direct = p.n * sizeof(T) % 16 != 0 || reinterpret_cast<uintptr_t>(p.c) % 16 != 0;
   const CUtensorMap row_map = operand_map<T>(rows, p.k, p.batch, Tile::kRows);
@@ -113,26 +113,26 @@ void launch(Stream stream, const MatmulArgs& p, bool persistent = true) {
   if (Tile::kStaged && !args.direct) {
     c_map = matrix_map<T>(p.c, p.n, p.m, p.n, p.batch, p.m * p.n, 64);
   }
-  launch_persistent<Tile, persistent_kernel<Tile, kRowMajor, kColumnMajor, kSwap>>(
+  launch_persistent<Tile, persistent_kernel<Tile, kRowMajor, kColumnMajor, kSwap, A>>(
       stream, args.tiles, persistent, row_map, column_map, c_map, args);
 }
 
 // The same with the depth split over `cluster` blocks.
-template <typename Tile, int kRowMajor, int kColumnMajor, bool kSwap>
-void launch_cluster_split(Stream stream, const MatmulArgs& p, int cluster) {
+template <typename Tile, int kRowMajor, int kColumnMajor, bool kSwap, typename A = Args>
+void launch_cluster_split(Stream stream, const MatmulArgs& p, int cluster, const A& epilogue = {}) {
   using T = typename Tile::T;
   const Operand a = operand_a(p), b = operand_b(p);
   const Operand &rows = kSwap ? b : a, &columns = kSwap ? a : b;
-  Args args{};
+  A args = epilogue;
   set_tiles<Tile>(args, p, rows, columns, 1, nullptr);
   args.cluster = cluster;
   const CUtensorMap row_map = operand_map<T>(rows, p.k, p.batch, Tile::kRows);
   const CUtensorMap column_map = operand_map<T>(columns, p.k, p.batch, Tile::kColumns);
-  constexpr auto kKernel = cluster_split_kernel<Tile, kRowMajor, kColumnMajor, kSwap>;
+  constexpr auto kKernel = cluster_split_kernel<Tile, kRowMajor, kColumnMajor, kSwap, A>;
   resident_clusters<kKernel>(cluster, Tile::kThreads, Tile::kSharedBytes);
   launch_early_in_clusters(kKernel, static_cast<unsigned>(args.tiles * cluster), Tile::kThreads,
                            Tile::kSharedBytes, stream, cluster, row_map, column_map,
-                           static_cast<const Args&>(args));
+                           static_cast<const A&>(args));
   check_launch("matmul wgmma");
 }
 
@@ -172,12 +172,45 @@ void launch_shape(Stream stream, const MatmulArgs& p, const Plan& plan) {
   });
 }
 
+// The same with the full epilogue, for the shapes that have it.
+template <typename T, bool kSwap>
+void launch_full(Stream stream, const MatmulArgs& p, const Plan& plan, void* sums) {
+  const SumParts parts = sum_parts(p, plan);
+  float *const columns = parts.columns<float>(p, sums), *const rows = parts.rows<float>(p, sums);
+  const auto is_aligned = [](const void* data) {
+    return reinterpret_cast<uintptr_t>(data) % (2 * sizeof(T)) == 0;
+  };
+  FullArgs epilogue{};
+  epilogue.residual = p.residual, epilogue.relu_result = p.relu_result;
+  epilogue.pairs = p.n % 2 == 0 && is_aligned(p.residual) && is_aligned(p.relu_result);
+  epilogue.column_parts = kSwap ? rows : columns;
+  epilogue.row_parts = kSwap ? columns : rows;
+  dispatch_mn_majors<T>(p, kSwap, [&](auto row_major, auto column_major) {
+    constexpr bool kR = row_major.value, kC = column_major.value;
+    constexpr int kWideStages = sizeof(T) == 2 ? 4 : 5;
+    switch (plan.shape) {
+      case Shape::kWide:
+        return launch<Tile<T, 128, 192, kWideStages, 2>, kR, kC, kSwap>(stream, p, true, epilogue);
+      case Shape::kMedium:  // a stage less than without the sums
+        return launch<Tile<T, 128, 128, 5, 1>, kR, kC, kSwap>(stream, p, true, epilogue);
+      case Shape::kSmallSplit:
+        return launch_cluster_split<SmallTile<T, 128, 64, 8>, kR, kC, kSwap>(
+            stream, p, plan.cluster, epilogue);
+      default: throw std::runtime_error("matmul: no full epilogue for this tile shape");
+    }
+  });
+}
+
 template <typename T>
-void run(Stream stream, const MatmulArgs& p, const Plan& plan) {
+void run(Stream stream, const MatmulArgs& p, const Plan& plan, void* sums) {
+  const bool full = p.has_full_epilogue();
   if constexpr (sizeof(T) == 4) {
-    if (plan.swap) return launch_shape<T, true>(stream, p, plan);
+    if (plan.swap) {
+      return full ? launch_full<T, true>(stream, p, plan, sums)
+                  : launch_shape<T, true>(stream, p, plan);
+    }
   }
-  launch_shape<T, false>(stream, p, plan);
+  full ? launch_full<T, false>(stream, p, plan, sums) : launch_shape<T, false>(stream, p, plan);
 }
 
 }  // namespace braze::cuda::hopper

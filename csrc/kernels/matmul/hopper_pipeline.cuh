@@ -59,6 +59,8 @@ __device__ __forceinline__ void start_ring(const CUtensorMap* row_map,
 }
 
 struct Args {
+  static constexpr bool kFull = false;  // of FullArgs (hopper_epilogue.cuh) it is true
+
   int rows, columns;             // of the product
   int super_rows, tile_columns;  // in tiles; rows of tiles that a cluster takes at once
   int depth_tiles, splits;       // the depth, and in how many parts it is summed
@@ -203,9 +205,9 @@ __device__ __forceinline__ void multiply_stage(float (&acc)[Tile::kBlocks][Tile:
   wgmma_commit();
 }
 
-// Bias and ReLU. `row` and `column` are the place of acc[0] in the product.
+// `row` and `column` are the place of acc[0] in the product.
 template <typename T, bool kSwap, int kCount>
-__device__ __forceinline__ void finish(const Args& a, float (&acc)[kCount], int row, int column) {
+__device__ __forceinline__ void add_bias(const Args& a, float (&acc)[kCount], int row, int column) {
   if (a.bias) {
     const T* const bias = static_cast<const T*>(a.bias);
     if constexpr (kSwap) {
@@ -232,10 +234,21 @@ __device__ __forceinline__ void finish(const Args& a, float (&acc)[kCount], int 
       }
     }
   }
+}
+
+template <int kCount>
+__device__ __forceinline__ void apply_relu(const Args& a, float (&acc)[kCount]) {
   if (a.relu) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) acc[i] = acc[i] < 0 ? 0.0f : acc[i];  // NaN stays NaN
   }
+}
+
+// Bias and ReLU.
+template <typename T, bool kSwap, int kCount>
+__device__ __forceinline__ void finish(const Args& a, float (&acc)[kCount], int row, int column) {
+  add_bias<T, kSwap>(a, acc, row, column);
+  apply_relu(a, acc);
 }
 
 // From registers to C, or to a part of it, at `c`; what lies outside is dropped.

@@ -4,6 +4,7 @@
 
 #include "kernels/common/launch.cuh"
 #include "matmul.h"
+#include "sum_parts.cuh"
 
 namespace braze::cuda::hopper {
 
@@ -54,6 +55,11 @@ struct Plan {
   bool copy_a, copy_b;  // transposed, to K-major, first
   double cost;          // microseconds, estimated
 };
+
+// Those that the full epilogue is compiled for.
+inline bool has_full_epilogue(Shape shape) {
+  return shape == Shape::kWide || shape == Shape::kMedium || shape == Shape::kSmallSplit;
+}
 
 // Microseconds for `waves` of tiles that are `depth` stages deep, fitted to an H200.
 struct Timing {
@@ -125,6 +131,7 @@ inline Plan make_plan(const MatmulArgs& p) {
       if ((plan.copy_a || plan.copy_b) && (!dense || p.k % 4 != 0)) continue;
     }
     const auto consider = [&](Shape shape, int cluster) {
+      if (p.has_full_epilogue() && !has_full_epilogue(shape)) return;
       plan.shape = shape, plan.cluster = cluster;
       plan.cost = cost_of(p, plan, multiprocessors);
       if (plan.cost < best.cost) best = plan;
@@ -144,9 +151,20 @@ inline Plan make_plan(const MatmulArgs& p) {
   return best;
 }
 
-// The product for one element type; each .cu beside compiles one.
-void run_bf16(Stream stream, const MatmulArgs& p, const Plan& plan);
-void run_fp16(Stream stream, const MatmulArgs& p, const Plan& plan);
-void run_tf32(Stream stream, const MatmulArgs& p, const Plan& plan);
+// The parts of sums that the tiles leave: of columns for every 64 rows of the accumulator.
+inline SumParts sum_parts(const MatmulArgs& p, const Plan& plan) {
+  const Timing t = timing_of(plan.shape);
+  const int64_t rows = plan.swap ? p.n : p.m, columns = plan.swap ? p.m : p.n;
+  const int64_t of_column = ceil_div(rows, t.rows * t.blocks) * t.blocks * t.rows / 64;
+  const int64_t of_row = ceil_div(columns, t.columns) * plan.cluster;
+  if (plan.swap) return {of_row, of_column};
+  return {of_column, of_row};
+}
+
+// The product for one element type; each .cu beside compiles one. `sums` is where its tiles leave
+// parts of sums.
+void run_bf16(Stream stream, const MatmulArgs& p, const Plan& plan, void* sums);
+void run_fp16(Stream stream, const MatmulArgs& p, const Plan& plan, void* sums);
+void run_tf32(Stream stream, const MatmulArgs& p, const Plan& plan, void* sums);
 
 }  // namespace braze::cuda::hopper

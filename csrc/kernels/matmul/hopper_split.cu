@@ -19,11 +19,16 @@ const KernelEntry kEntry({"matmul", "wgmma_split", "float32", "sm_90a", true,
 using Shape128 = SplitTile<2>;
 
 struct SplitPlan {
-  int64_t a_special, b_special, a_planes, b_planes, partial;  // bytes of workspace
+  int64_t sums, a_special, b_special, a_planes, b_planes, partial;  // bytes of workspace
   int splits;
   double microseconds;  // estimated
-  int64_t total() const { return a_special + b_special + a_planes + b_planes + partial; }
+  int64_t total() const { return sums + a_special + b_special + a_planes + b_planes + partial; }
 };
+
+// Of the second launch, which has the full epilogue; the product itself leaves it to that.
+SumParts sum_parts(const MatmulArgs& p) {
+  return {ceil_div(p.m, kReduceRows), ceil_div(p.n, kReduceColumns)};
+}
 
 int64_t inner(const Operand& o, const MatmulArgs& p) { return o.mn_major() ? o.outer : p.k; }
 int64_t outer(const Operand& o, const MatmulArgs& p) { return o.mn_major() ? p.k : o.outer; }
@@ -60,7 +65,9 @@ SplitPlan make_split_plan(const MatmulArgs& p) {
   plan.a_planes = aligned(kPlanes * plane_elements(a, p) * 2);
   plan.b_planes = aligned(kPlanes * plane_elements(b, p) * 2);
   choose_splits(p, plan);
-  plan.partial = plan.splits > 1 ? plan.splits * p.batch * p.m * p.n * 4 : 0;
+  plan.sums = sum_parts(p).bytes(p);
+  const bool in_two_launches = plan.splits > 1 || p.has_full_epilogue();
+  plan.partial = in_two_launches ? plan.splits * p.batch * p.m * p.n * 4 : 0;
   return plan;
 }
 
@@ -136,7 +143,7 @@ void split_matmul(Stream stream, const MatmulArgs& p, void* workspace) {
   using Tile = Shape128;
   const SplitPlan plan = make_split_plan(p);
   const Operand a = operand_a(p), b = operand_b(p);
-  char* const special = static_cast<char*>(workspace);
+  char* const special = static_cast<char*>(workspace) + plan.sums;
   char* const a_planes = special + plan.a_special + plan.b_special;
   char* const b_planes = a_planes + plan.a_planes;
   cudaMemsetAsync(special, 0, plan.a_special + plan.b_special, as_cuda(stream));
@@ -149,7 +156,7 @@ void split_matmul(Stream stream, const MatmulArgs& p, void* workspace) {
   args.row = split_operand(a, a_parts);
   args.column = split_operand(b, b_parts);
   args.depth = static_cast<int>(p.k);
-  set_tiles<Tile>(args, p, a, b, plan.splits, b_planes + plan.b_planes);
+  set_tiles<Tile>(args, p, a, b, plan.splits, plan.partial ? b_planes + plan.b_planes : nullptr);
   const CUtensorMap row_map = planes_map(a, p, a_planes, Tile::kRows);
   const CUtensorMap column_map = planes_map(b, p, b_planes, Tile::kColumns / Tile::kCluster);
   if (a.mn_major()) {
@@ -165,16 +172,17 @@ void split_matmul(Stream stream, const MatmulArgs& p, void* workspace) {
       launch_split<0, 0>(stream, row_map, column_map, args);
     }
   }
-  if (plan.splits > 1) {
-    Output<float> out{};
-    out.data = static_cast<float*>(p.c);
-    out.batch = p.m * p.n;
-    out.row_stride = p.n;
-    out.vectors = p.n % 4 == 0 && is_vec_aligned(out.data);
-    out.bias = static_cast<const float*>(p.bias);
-    out.relu = p.relu;
-    launch_gemm_reduce<float>(stream, args.partial, out, p.batch, static_cast<int>(p.m),
-                              static_cast<int>(p.n), plan.splits);
+  const int m = static_cast<int>(p.m), n = static_cast<int>(p.n);
+  if (p.has_full_epilogue()) {
+    const SumParts parts = sum_parts(p);
+    auto out = matmul_output<float, FullOutput<float>>(p);
+    out.column_parts = parts.columns<float>(p, workspace);
+    out.row_parts = parts.rows<float>(p, workspace);
+    launch_gemm_reduce<float>(stream, args.partial, out, p.batch, m, n, plan.splits);
+    parts.add_up<float>(stream, p, workspace);
+  } else if (plan.splits > 1) {
+    launch_gemm_reduce<float>(stream, args.partial, matmul_output<float>(p), p.batch, m, n,
+                              plan.splits);
   }
 }
 

@@ -2,6 +2,8 @@
 
 namespace braze::cuda::hopper {
 
-void run_tf32(Stream stream, const MatmulArgs& p, const Plan& plan) { run<float>(stream, p, plan); }
+void run_tf32(Stream stream, const MatmulArgs& p, const Plan& plan, void* sums) {
+  run<float>(stream, p, plan, sums);
+}
 
 }  // namespace braze::cuda::hopper

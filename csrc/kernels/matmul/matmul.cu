@@ -35,11 +35,7 @@ const char* mma_split_obstacle(const MatmulArgs& args) {
 
 template <MatmulPlan (*make_plan)(const MatmulArgs&)>
 int64_t mma_workspace_bytes(const MatmulArgs& args) {
-  const MatmulPlan plan = make_plan(args);
-  if (plan.clustered) return 0;
-  return args.dtype == DType::kFloat64
-             ? split_bytes<double>(plan.splits, args.batch, args.m, args.n)
-             : split_bytes<float>(plan.splits, args.batch, args.m, args.n);
+  return plan_workspace_bytes(args, make_plan(args));
 }
 
 void mma(Stream stream, const MatmulArgs& args, void* workspace) {
@@ -53,20 +49,29 @@ void mma(Stream stream, const MatmulArgs& args, void* workspace) {
 
 struct Kernel {
   const char* name;
-  Obstacle obstacle;
+  Obstacle own_obstacle;
   int64_t (*workspace_bytes)(const MatmulArgs&);
   void (*run)(Stream, const MatmulArgs&, void* workspace);
+  bool full_epilogue = false;
+
+  const char* obstacle(const MatmulArgs& args) const {
+    if (args.has_full_epilogue() && !full_epilogue) {
+      return "its epilogue has bias and ReLU only, no residual, ReLU gradient or sums";
+    }
+    return own_obstacle(args);
+  }
 };
 
 int64_t no_workspace(const MatmulArgs&) { return 0; }
 
-constexpr Kernel kSimt{"simt", fp32_obstacle, simt_matmul_workspace_bytes, simt_matmul};
-constexpr Kernel kMma{"mma_sync", mma_sync_obstacle, mma_workspace_bytes<plan_mma_matmul>, mma};
+constexpr Kernel kSimt{"simt", fp32_obstacle, simt_matmul_workspace_bytes, simt_matmul, true};
+constexpr Kernel kMma{"mma_sync", mma_sync_obstacle, mma_workspace_bytes<plan_mma_matmul>, mma,
+                      true};
 constexpr Kernel kMmaSplit{"mma_split", mma_split_obstacle, mma_workspace_bytes<plan_split_matmul>,
-                           mma_matmul_split};
-constexpr Kernel kWgmma{"wgmma", hopper::obstacle, hopper::workspace_bytes, hopper::matmul};
+                           mma_matmul_split, true};
+constexpr Kernel kWgmma{"wgmma", hopper::obstacle, hopper::workspace_bytes, hopper::matmul, true};
 constexpr Kernel kSplit{"wgmma_split", hopper::split_obstacle, hopper::split_workspace_bytes,
-                        hopper::split_matmul};
+                        hopper::split_matmul, true};
 
 constexpr Kernel kSimtTma{"simt_tma", hopper::simt_tma_obstacle, hopper::simt_tma_workspace_bytes,
                           hopper::simt_tma_matmul};
@@ -111,24 +116,30 @@ const Kernel* find(const std::string& name) {
 }
 
 const Kernel& choose(const MatmulArgs& args, const std::string& name) {
+  const auto checked = [&](const Kernel& kernel) -> const Kernel& {
+    if (const char* why = kernel.obstacle(args)) {
+      throw std::runtime_error(std::string("matmul: kernel ") + kernel.name +
+                               " cannot take these arguments: " + why);
+    }
+    return kernel;
+  };
   if (name == "auto") {
-    if (!gemv_obstacle(args) && prefers_gemv(args)) return kGemv;
-    if (!thin_obstacle(args) && prefers_thin(args)) return kThin;
-    const bool deep = prefers_deep_tiles(args);
-    if (!hopper::obstacle(args) && hopper::preferred(args, deep)) return kWgmma;
+    const bool full = args.has_full_epilogue();
+    if (!kGemv.obstacle(args) && prefers_gemv(args)) return kGemv;
+    if (!kThin.obstacle(args) && prefers_thin(args)) return kThin;
+    const bool deep = prefers_deep_tiles(args);  // which mma_sync has without the full epilogue
+    if (!kWgmma.obstacle(args) && hopper::preferred(args, deep && !full)) return kWgmma;
     if (mma_sync_obstacle(args)) {  // fp32 at its own accuracy
       if (deep && args.k >= kLongSplitSum && !mma_split_obstacle(args)) return kMmaSplit;
-      if (!hopper::split_obstacle(args) && hopper::split_preferred(args)) return kSplit;
-      if (!hopper::simt_tma_obstacle(args) && hopper::simt_tma_preferred(args)) return kSimtTma;
+      if (!kSplit.obstacle(args) && hopper::split_preferred(args)) return kSplit;
+      if (!kSimtTma.obstacle(args) && hopper::simt_tma_preferred(args)) return kSimtTma;
     }
-    return !mma_sync_obstacle(args) ? kMma : !fp32_obstacle(args) ? kSimt : kCoalesced;
+    if (!mma_sync_obstacle(args)) return kMma;
+    return !fp32_obstacle(args) ? kSimt : checked(kCoalesced);
   }
   const Kernel* const kernel = find(name);
   if (!kernel) throw std::runtime_error("matmul: no kernel is named " + name);
-  if (const char* why = kernel->obstacle(args)) {
-    throw std::runtime_error("matmul: kernel " + name + " cannot take these arguments: " + why);
-  }
-  return *kernel;
+  return checked(*kernel);
 }
 
 bool is_empty(const MatmulArgs& args) { return args.batch == 0 || args.m == 0 || args.n == 0; }

@@ -23,6 +23,23 @@ struct MatmulArgs {
   bool relu;           // max(x, 0) after the bias; NaN stays NaN
   bool allow_tf32;     // fp32 inputs may be rounded to TF32
   bool deterministic;  // measured kernel choices are ignored
+
+  // The full epilogue, each part of it if not nullptr, for one matrix (batch is 1). In this order:
+  const void* residual = nullptr;  // laid out as C; added after the bias, before the ReLU
+  // Laid out as C, the result of a ReLU: where it is not positive C counts as 0 (NaN is as torch
+  // has it: positive), which makes of a gradient behind the ReLU that before it.
+  const void* relu_result = nullptr;
+  // n sums over the rows of C, m over its columns, of the values as they were rounded; in C's
+  // dtype, summed in fp32 (fp64 for fp64), always in the same order.
+  void *column_sums = nullptr, *row_sums = nullptr;
+
+  bool has_full_epilogue() const { return residual || relu_result || column_sums || row_sums; }
+  MatmulArgs with_plain_epilogue() const {
+    MatmulArgs plain = *this;
+    plain.residual = plain.relu_result = nullptr;
+    plain.column_sums = plain.row_sums = nullptr;
+    return plain;
+  }
 };
 
 // out[j] = sum over i of x[i * n + j]: the gradient of a bias. With the result of a ReLU given, x

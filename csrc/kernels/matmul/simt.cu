@@ -11,14 +11,18 @@ MatmulPlan plan(const MatmulArgs& args) {
   return plan_matmul(args, {kDepth, 128, true, false, runs_sm90_code(), int64_t{1} << 28});
 }
 
-template <typename Tile>
+template <typename Tile, typename Out = Output<float>>
 void launch(Stream stream, const MatmulArgs& args, const MatmulPlan& plan, void* workspace) {
   static_assert(Tile::kDepth == kDepth);
   dispatch_majors(args, [&](auto a_depth, auto b_depth) {
     using Op = MatrixOperand<float>;
-    using Kernel = SimtKernel<Tile, a_depth.value, b_depth.value, Op, Op>;
-    launch_gemm<Kernel>(stream, matmul_problem<float>(args), plan.splits, workspace,
-                        plan.clustered);
+    using Kernel = SimtKernel<Tile, a_depth.value, b_depth.value, Op, Op, Out>;
+    if constexpr (Out::kFull) {
+      launch_full<Kernel>(stream, args, plan, workspace);
+    } else {
+      launch_gemm<Kernel>(stream, matmul_problem<float>(args), plan.splits, workspace,
+                          plan.clustered);
+    }
   });
 }
 
@@ -35,12 +39,18 @@ double simt_matmul_microseconds(const MatmulArgs& args) {
 }
 
 int64_t simt_matmul_workspace_bytes(const MatmulArgs& args) {
-  const MatmulPlan p = plan(args);
-  return p.clustered ? 0 : split_bytes<float>(p.splits, args.batch, args.m, args.n);
+  return plan_workspace_bytes(args, plan(args));
 }
 
 void simt_matmul(Stream stream, const MatmulArgs& args, void* workspace) {
   const MatmulPlan p = plan(args);
+  if (args.has_full_epilogue()) {  // compiled for two tile shapes
+    using Full = FullOutput<float>;
+    if (p.tile == TileShape::kLarge) {
+      return launch<SimtTile<128, 128, 8, 8>, Full>(stream, args, p, workspace);
+    }
+    return launch<SimtTile<64, 64, 8, 4>, Full>(stream, args, p, workspace);
+  }
   switch (p.tile) {
     case TileShape::kLarge: return launch<SimtTile<128, 128, 8, 8>>(stream, args, p, workspace);
     case TileShape::kSmall: return launch<SimtTile<64, 64, 8, 4>>(stream, args, p, workspace);

@@ -81,11 +81,11 @@ class Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         input, weight, *result = ctx.saved_tensors
-        mask = ctx.needs_input_grad[:3]
+        mask = (*ctx.needs_input_grad, False)[:3]  # a raw call may have left out the bias
         if result:
-            grads = _linear_relu_backward(grad, *result, input, weight, mask, *ctx.settings)
+            grads = linear_relu_backward(grad, *result, input, weight, mask, *ctx.settings)
         else:
-            grads = _linear_backward(grad, input, weight, mask, *ctx.settings)
+            grads = linear_backward(grad, input, weight, mask, *ctx.settings)
         return *masked(grads, mask), None, None, None, None
 
 
@@ -167,15 +167,15 @@ def _linear_double_backward(ctx, grads, settings):
         ctx,
         grads,
         lambda x, w, b: _linear(x, w, b, False, *settings),
-        lambda g, x, w, mask: _linear_backward(g, x, w, mask, *settings),
+        lambda g, x, w, mask: linear_backward(g, x, w, mask, *settings),
         lambda b, like: b.expand_as(like),
     )
 
 
 _matmul = eager(Matmul, _ops.matmul.default, tensors=2)
 _linear = eager(Linear, _ops.linear.default, tensors=3)
-_linear_backward = eager(LinearBackward, _ops.linear_backward.default, tensors=3)
-_linear_relu_backward = eager(LinearReLUBackward, _ops.linear_relu_backward.default, tensors=4)
+linear_backward = eager(LinearBackward, _ops.linear_backward.default, tensors=3)
+linear_relu_backward = eager(LinearReLUBackward, _ops.linear_relu_backward.default, tensors=4)
 
 
 def _fake_matmul(input, other, allow_tf32=False, deterministic=False, backend="auto"):
@@ -207,11 +207,11 @@ def _cast_three(input, weight, bias=None, *rest):
 
 register("matmul", fake=_fake_matmul, autograd=_matmul, autocast=_cast_two)
 register("linear", fake=_fake_linear, autograd=_linear, autocast=_cast_three)
-register("linear_backward", fake=_fake_linear_backward, autograd=_linear_backward)
-register("linear_relu_backward", fake=_fake_linear_relu_backward, autograd=_linear_relu_backward)
+register("linear_backward", fake=_fake_linear_backward, autograd=linear_backward)
+register("linear_relu_backward", fake=_fake_linear_relu_backward, autograd=linear_relu_backward)
 
 
-def _settings(input):
+def settings(input):
     return (
         _config.allow_tf32("matmul", input),
         _config.deterministic(),
@@ -243,7 +243,7 @@ def matmul(input, other):
     if dtype is not None:
         input, other = cast_to(dtype, input, other)
     function = _ops.matmul if torch.compiler.is_compiling() else _matmul
-    return function(input, other, *_settings(input))
+    return function(input, other, *settings(input))
 
 
 def linear(input, weight, bias=None):
@@ -301,4 +301,4 @@ def _checked_linear(name, input, weight, bias, with_relu):
     if bias is not None and bias.numel() == 1:
         bias = bias.expand(weight.shape[0])
     function = _ops.linear if torch.compiler.is_compiling() else _linear
-    return function(input, weight, bias, with_relu, *_settings(input))
+    return function(input, weight, bias, with_relu, *settings(input))

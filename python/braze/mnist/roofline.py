@@ -102,6 +102,10 @@ def _linear(name, tensors):
         (rows, columns), (features, _) = matrices[-2][0], matrices[-1][0]
         return (rows * columns + features * columns) * size, 4 * rows * columns * features
     (rows, columns), (features, _) = matrices[0][0], matrices[1][0]
+    if name == "linear_relu_linear":
+        outputs = matrices[2][0][0]
+        written = rows * (features + outputs) * size
+        return written, 2 * rows * features * (columns + outputs)
     return rows * features * size, 2 * rows * columns * features
 
 

@@ -4,6 +4,7 @@ from braze._ops.batch_norm import batch_norm
 from braze._ops.conv2d import conv2d
 from braze._ops.cross_entropy import cross_entropy
 from braze._ops.fused import conv_bn_relu2d, conv_bn_relu_max_pool2d
+from braze._ops.linear_fused import linear_add, linear_relu_linear
 from braze._ops.matmul import linear, linear_relu
 from braze._ops.nll_loss import nll_loss
 from braze._ops.pool import avg_pool2d, max_pool2d
@@ -18,7 +19,9 @@ __all__ = [
     "conv_bn_relu_max_pool2d",
     "cross_entropy",
     "linear",
+    "linear_add",
     "linear_relu",
+    "linear_relu_linear",
     "log_softmax",
     "max_pool2d",
     "nll_loss",
