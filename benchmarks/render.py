@@ -1,8 +1,9 @@
 """Writes the tables of README.md and docs/*.md from the results.
 
 A table stands between ``<!-- bench:NAME -->`` and ``<!-- /bench -->``, NAME being an op, one of
-MNIST's tables, ``products``, ``ladder:OP``, ``counters:matmul`` or ``checks`` (what test runs
-printed). Figures in the documents are never typed by hand.
+MNIST's tables, ``products``, ``ladder:OP``, ``kernels:OP`` (a ladder with a line per case),
+``counters:matmul`` or ``checks`` (what test runs printed). Figures in the documents are never
+typed by hand.
 """
 
 import json
@@ -10,6 +11,7 @@ import re
 from pathlib import Path
 
 from benchmarks import ladder_chart, render_products, results
+from benchmarks.candidates import VENDORS
 from benchmarks.ladder import COPY
 from benchmarks.markdown import LABELS, NOTHING, described, op_sections, table, timed
 from braze.mnist import timing
@@ -39,6 +41,8 @@ def text_of(name, folder):
         sections = SECTIONS[name](folder)
     elif name == "checks":
         sections = op_sections(folder, name, checks_table)
+    elif name.startswith("kernels:"):
+        sections = op_sections(folder, name.replace("kernels:", "ladder_"), kernels_table)
     elif name.startswith("ladder:"):
         sections = op_sections(folder, name.replace(":", "_"), ladder_table)
         if name == "ladder:matmul":
@@ -84,6 +88,22 @@ def ladder_table(rows):
         rate = f"{row['rate']} {row['unit']}"
         body.append([*cells, timed(row, "braze"), rate, share, row["ratio"]])
     return table(head, body)
+
+
+def kernels_table(rows):
+    """What each kernel takes, a line per case, and how the fastest own one compares with stock."""
+    keys = ("case", "pass", "dtype", "layout")
+    names = list(dict.fromkeys(row["candidate"] for row in rows))
+    cases = {}
+    for row in rows:
+        cases.setdefault(tuple(row[key] for key in keys), {})[row["candidate"]] = row
+    body = []
+    for case, found in cases.items():
+        us = {name: float(row["braze_us"]) for name, row in found.items() if not row["error"]}
+        own = [us[name] for name in us if name not in {"auto", "stock", *VENDORS.values()}]
+        cells = [found[name]["braze_us"] if name in us else "" for name in names]
+        body.append([*case, *cells, f"{us['stock'] / min(own):.2f}" if own else ""])
+    return table([*keys, "|", *(f"{name} µs" for name in names), "stock / own"], body)
 
 
 def counters_table(rows):

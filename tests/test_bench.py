@@ -100,6 +100,19 @@ def test_the_ladder_of_an_op_bound_by_memory(tmp_path, op):
     assert "of the copy" not in render.text_of(f"ladder:{op}", tmp_path)
 
 
+def test_kernels_side_by_side(tmp_path):
+    row = dict.fromkeys(results.COLUMNS, "") | {"op": "conv2d", "case": "c", "pass": "forward"}
+    row |= {"dtype": "float32", "layout": "contiguous"}
+    times = {"auto": "5", "direct": "8", "halo_wgmma": "", "cudnn": "3", "stock": "4"}
+    rows = [
+        row | {"candidate": name, "braze_us": us, "error": "" if us else "cannot take"}
+        for name, us in times.items()
+    ]
+    results.save(tmp_path, torch.device("cpu"), "ladder_conv2d", rows)
+    last = render.text_of("kernels:conv2d", tmp_path).splitlines()[-1]
+    assert last == "| c | forward | float32 | contiguous | 5 | 8 |  | 3 | 4 | 0.50 |"
+
+
 def test_a_wrong_result_is_not_timed(device):
     args = parse("relu", "--quick", "--dtype", "float32")
     wrong = small_relu(lambda x: torch.relu(x) * 1.001)

@@ -251,6 +251,9 @@ def own_kernels(device):
     return [k for k in braze.kernels("matmul") if wanted(k["arch"]) and k["name"] not in vendor]
 
 
+ROUND_TO_TF32 = ("09_wmma", "mma_sync", "wgmma", "stream_k")
+
+
 def test_every_kernel_by_name(device, dtype):
     kernels = own_kernels(device)
     assert kernels
@@ -258,8 +261,8 @@ def test_every_kernel_by_name(device, dtype):
         # TMA takes rows of multiples of 16 bytes, wgmma for TF32 a depth of a multiple of 4.
         tma = kernel["arch"] == "sm_90a" and kernel["name"] != "wgmma_split"
         m, k, n = (80, 136, 96) if tma else (67, 130, 71)
-        if kernel["name"] == "gemv":
-            continue  # of a vector's gradients, one is an outer product: test_matmul_thin.py
+        if kernel["name"] in ("gemv", "outer"):
+            continue  # each's gradients are for the other: test_matmul_thin.py
         if kernel["name"] == "thin":  # no depth, in the gradients either, above 128
             k = 120
         a, b = randn(m, k, device=device, dtype=dtype), randn(k, n, device=device, dtype=dtype)
@@ -268,7 +271,7 @@ def test_every_kernel_by_name(device, dtype):
         if kernel["arch"] == "sm_90a" and torch.cuda.get_device_capability() != (9, 0):
             continue
         with braze.backend(matmul=kernel["name"]):
-            if dtype == torch.float32 and kernel["name"] in ("09_wmma", "mma_sync", "wgmma"):
+            if dtype == torch.float32 and kernel["name"] in ROUND_TO_TF32:
                 with pytest.raises(RuntimeError, match="rounded to TF32, which is not allowed"):
                     braze.matmul(a, b)
                 torch.backends.cuda.matmul.fp32_precision = "tf32"
@@ -424,12 +427,14 @@ def majors(batch, rows, cols, transposed, device, dtype):
     return t[0] if batch == 1 else t
 
 
-@pytest.mark.parametrize("name", ["wgmma", "10_wgmma", "11_warp_specialized", "12_cluster"])
+@pytest.mark.parametrize(
+    "name", ["wgmma", "stream_k", "10_wgmma", "11_warp_specialized", "12_cluster"]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", HOPPER_SHAPES, ids=str)
 def test_hopper_kernels(device, dtype, shape, name):
     hopper_only(device)
-    if name != "wgmma" and dtype == torch.float32:
+    if name not in ("wgmma", "stream_k") and dtype == torch.float32:
         pytest.skip("the rungs below are for 16-bit types")
     batch, m, n, k = shape
     torch.backends.cuda.matmul.fp32_precision = "tf32"
@@ -493,6 +498,59 @@ def test_fp64_on_tensor_cores(device, transposed, shape):
         bias = (1000 * torch.randn(n, device=device, dtype=torch.float64)).round()
         out = torch.ops.braze.linear(a, b.mT, bias, True, backend="mma_sync")
         assert torch.equal(out, stock.linear(a, b.mT, bias).relu())
+
+
+# Whole tiles and others, one and several waves of them, depths that end inside a stage.
+DMMA_SHAPES = [(1, 128, 128, 16), (1, 2, 2, 2), (1, 130, 258, 70), (3, 384, 128, 200)]
+DMMA_SHAPES += [(1, 2050, 1034, 34), (2, 126, 140, 1000), (1, 1024, 2176, 130)]
+
+
+@pytest.mark.parametrize("shape", DMMA_SHAPES, ids=str)
+@pytest.mark.parametrize("transposed", [(0, 0), (0, 1), (1, 0), (1, 1)], ids=str)
+def test_fp64_by_tma(device, transposed, shape):
+    """Sums of integers are exact, in whatever order."""
+    hopper_only(device)
+    batch, m, n, k = shape
+    a = (1000 * majors(batch, m, k, transposed[0], device, torch.float64)).round()
+    b = (1000 * majors(batch, k, n, transposed[1], device, torch.float64)).round()
+    with braze.backend(matmul="dmma_tma"):
+        assert torch.equal(braze.matmul(a, b), torch.matmul(a, b))
+        if batch == 1:
+            bias = (1000 * torch.randn(n, device=device, dtype=torch.float64)).round()
+            out = torch.ops.braze.linear(a, b.mT, bias, True, backend="dmma_tma")
+            assert torch.equal(out, stock.linear(a, b.mT, bias).relu())
+        else:
+            assert torch.equal(braze.matmul(a, b[:1]), torch.matmul(a, b[:1]))
+
+
+def test_fp64_by_tma_refuses_odd_rows(device):
+    hopper_only(device)
+    a = torch.randn(64, 65, device=device, dtype=torch.float64)
+    for left, right in [(a, a.mT), (a[:, 1:], a[:, 1:].mT)]:
+        with pytest.raises(RuntimeError, match=r"dmma_tma cannot take these .* others even"):
+            torch.ops.braze.matmul(left, right, backend="dmma_tma")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_stream_k_shares_out_the_depth(device, dtype):
+    """Fewer tiles than multiprocessors and more: tiles in many parts, in two, and whole."""
+    hopper_only(device)
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    with braze.backend(matmul="stream_k"):
+        for m, n, k in [(64, 72, 5000), (256, 1024, 8200), (2560, 1032, 264), (4096, 3000, 72)]:
+            a = torch.randn(m, k, device=device).to(dtype)
+            b, bias = torch.randn(n, k, device=device).to(dtype), torch.randn(n, device=device)
+            bias = bias.to(dtype)
+            out = torch.ops.braze.linear(a, b, bias, True, True, backend="stream_k")
+            assert torch.equal(
+                out, torch.ops.braze.linear(a, b, bias, True, True, backend="stream_k")
+            )
+            wide = stock.linear(a.double(), b.double(), bias.double()).relu()
+            assert_by_rule(out, stock.linear(a, b, bias).relu(), wide)
+            names = cuda_kernels_of(lambda a=a, b=b: braze.matmul(a, b.mT))
+            assert "stream_k_kernel" in names
+            assert "stream_k_sum_kernel" in names
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
 
 
 SPLIT_KERNELS = ["wgmma_split", "mma_split"]
@@ -574,11 +632,20 @@ def test_simt_tma_reads_strided_operands_in_place(device):
             braze.matmul(a, b[:, 1:100])
 
 
-@pytest.mark.parametrize("backend", ["wgmma", "wgmma_split", "simt_tma"])
-def test_hopper_kernels_in_a_graph(device, backend):
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [
+        ("wgmma", torch.bfloat16),
+        ("stream_k", torch.bfloat16),
+        ("wgmma_split", torch.float32),
+        ("simt_tma", torch.float32),
+        ("dmma_tma", torch.float64),
+    ],
+    ids=str,
+)
+def test_hopper_kernels_in_a_graph(device, backend, dtype):
     """Captured behind a copy, a fill and another stream, and one product behind the other."""
     hopper_only(device)
-    dtype = torch.bfloat16 if backend == "wgmma" else torch.float32
     source = torch.randn(512, 512, device=device).to(dtype)
     a, b = torch.empty_like(source), torch.zeros_like(source)
     side = torch.cuda.Stream()

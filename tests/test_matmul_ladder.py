@@ -38,7 +38,7 @@ def rungs(device, dtype):
         if kernel["arch"] != "sm_90a"
         # Sums of at least 64 products: test_matmul.py. One row or column, little depth:
         # test_matmul_thin.py.
-        and kernel["name"] not in ("mma_split", "gemv", "thin")
+        and kernel["name"] not in ("mma_split", "gemv", "thin", "outer")
         and str(dtype).removeprefix("torch.") in kernel["dtypes"].split()
     ]
     assert {"01_naive", "02_reordered" if device == "cpu" else "02_coalesced"} <= set(names)

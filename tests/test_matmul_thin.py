@@ -1,4 +1,5 @@
-"""The kernels for a matrix and a vector (gemv) and for little depth (thin), by name and chosen."""
+"""The kernels for a matrix and a vector (gemv), for little depth (thin) and for a depth of 1
+(outer), by name and chosen."""
 
 import itertools
 
@@ -41,7 +42,9 @@ THIN_SHAPES = [
     (1, 512, 1032, 8),
     (1, 640, 1024, 32),
 ]
+OUTER_SHAPES = [(1, 1, 1, 1), (1, 128, 3136, 1), (1, 5, 33, 1), (70, 67, 2, 1), (3, 1030, 515, 1)]
 CASES = [("gemv", shape) for shape in GEMV_SHAPES] + [("thin", shape) for shape in THIN_SHAPES]
+CASES += [("outer", shape) for shape in OUTER_SHAPES]
 
 
 @pytest.fixture(autouse=True)
@@ -70,13 +73,13 @@ def test_sizes_and_layouts(device, dtype, name, shape):
                 check(matmul, a, shifted(b), name)
 
 
-@pytest.mark.parametrize("name", ["gemv", "thin"])
+@pytest.mark.parametrize("name", ["gemv", "thin", "outer"])
 def test_strides_and_broadcasts(device, dtype, name):
-    n = 1 if name == "gemv" else 24
+    n, k = 1 if name == "gemv" else 24, 1 if name == "outer" else 64
     r = lambda *s: torch.randn(s, device=device).to(dtype)  # noqa: E731
-    lefts = [r(5, 40, 64), r(40, 64).expand(5, 40, 64), r(5, 80, 128)[:, ::2, ::2]]
-    lefts += [r(40, 5, 64).movedim(0, 1), r(40, 64, 5).permute(2, 0, 1)]
-    rights = [r(5, 64, n), r(64, n).expand(5, 64, n), r(5, 128, 2 * n)[:, ::2, ::2], r(5, n, 64).mT]
+    lefts = [r(5, 40, k), r(40, k).expand(5, 40, k), r(5, 80, 2 * k)[:, ::2, ::2]]
+    lefts += [r(40, 5, k).movedim(0, 1), r(40, k, 5).permute(2, 0, 1)]
+    rights = [r(5, k, n), r(k, n).expand(5, k, n), r(5, 2 * k, 2 * n)[:, ::2, ::2], r(5, n, k).mT]
     with running(name) as matmul:
         for a, b in itertools.product(lefts, rights):
             check(matmul, a, b, name)
@@ -97,6 +100,8 @@ def test_strides_and_broadcasts(device, dtype, name):
         ("thin", (37, 33, 65)),
         ("thin", (512, 1024, 4)),
         ("thin", (512, 1030, 3)),
+        ("outer", (37, 140, 1)),
+        ("outer", (37, 33, 1)),
     ],
     ids=str,
 )
@@ -117,7 +122,8 @@ def test_epilogue(device, dtype, name, shape, bias, relu):
 
 
 @pytest.mark.parametrize(
-    ("name", "shape"), [("gemv", (1, 70, 33)), ("gemv", (65, 1, 33)), ("thin", (65, 70, 33))]
+    ("name", "shape"),
+    [("gemv", (1, 70, 33)), ("gemv", (65, 1, 33)), ("thin", (65, 70, 33)), ("outer", (65, 70, 1))],
 )
 def test_special_values(device, dtype, name, shape):
     """Infinities and NaN reach their row and column, and meet no zero that fills up a load."""
@@ -151,6 +157,9 @@ def test_what_they_do_not_take(device, dtype):
     for name in ("gemv", "thin"):
         with pytest.raises(RuntimeError, match=f"{name} cannot take .*: there is nothing to multi"):
             torch.ops.braze.matmul(r(1, 0), r(0, 2), backend=name)
+    for k in (0, 2):
+        with pytest.raises(RuntimeError, match=r"outer cannot take .*: it takes a depth of 1"):
+            torch.ops.braze.matmul(r(1, k), r(k, 2), backend="outer")
 
 
 def test_they_run_where_expected(device, dtype):
@@ -165,7 +174,8 @@ def test_they_run_where_expected(device, dtype):
     assert "gemv_dot_kernel" in kernels(r(1, 3136), r(128, 3136).mT)
     assert "gemv_dot_kernel" in kernels(r(1024, 100), r(100, 1))
     assert "gemv_columns_kernel" in kernels(r(1024, 100).mT, r(1024, 1))
-    for m, n, k in [(1000, 2048, 1), (7, 10, 100), (3072, 768, 8), (64, 128, 10), (128, 100, 100)]:
+    assert "outer_kernel" in kernels(r(128, 1), r(1, 3136))
+    for m, n, k in [(1000, 2048, 2), (7, 10, 100), (3072, 768, 8), (64, 128, 10), (128, 100, 100)]:
         assert "thin_kernel" in kernels(r(m, k), r(k, n))
     # Few outputs of a very long sum, much work, and a depth that is not little.
     for m, n, k in [(1, 1, 1 << 20), (1024, 1024, 64), (32, 32, 200)]:
@@ -186,9 +196,11 @@ def test_in_a_graph(device, dtype):
             v = braze.matmul(source, column)
             v = braze.matmul(source.mT, v)
         with braze.backend(matmul="thin"):
-            outer = braze.matmul(v, column.mT)
+            product = braze.matmul(v, column.mT)
+        with braze.backend(matmul="outer"):
+            product = product + braze.matmul(v, v.mT)
         with braze.backend(matmul="gemv"):
-            return braze.matmul(outer, v), outer
+            return braze.matmul(product, v), product
 
     step()
     torch.cuda.synchronize()

@@ -88,7 +88,7 @@ Matrices matrices_of(const Tensor& t, const Sizes& batch, bool vector_is_column)
 bool prefers_own(const MatmulArgs& args) {
   const std::string_view own = dev::matmul_choice(args);
   const int64_t products = args.batch * args.m * args.n * args.k;
-  if (own == "thin" || own == "wgmma_split") return true;
+  if (own == "outer" || own == "thin" || own == "wgmma_split") return true;
   if (own == "gemv") return products <= 1 << 23;  // long rows of outputs come slowly
   if (own == "wgmma" && args.dtype == DType::kFloat32) {
     return products < int64_t{1} << 32 || (args.a.col != 1 && args.b.row != 1);
@@ -133,8 +133,8 @@ KernelChoice choose_matmul(const MatmulArgs& args, const Tensor& out, const std:
   if (candidate >= 0) {
     BRAZE_CHECK(missing.empty(), "matmul: backend ", backend, " cannot be used: ", missing);
     if (args.k == 0) return {-1, "auto"};  // there is nothing to multiply
-    BRAZE_CHECK(!args.has_full_epilogue(), "matmul: backend ", backend,
-                " has no residual, ReLU gradient or sums in its epilogue");
+    BRAZE_CHECK(!args.has_more_than_residual(), "matmul: backend ", backend,
+                " has no ReLU gradient and no sums in its epilogue");
     BRAZE_CHECK(vendor::cublas_supports(args, candidate), "matmul: backend ", backend,
                 " does not take these shapes, strides and dtype");
     return {candidate, ""};

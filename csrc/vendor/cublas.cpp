@@ -303,7 +303,9 @@ std::string cublas_version() {
 }
 
 bool cublas_supports(const MatmulArgs& args, int candidate) {
-  if (!cublas_missing().empty() || args.has_full_epilogue()) return false;
+  if (!cublas_missing().empty() || args.has_more_than_residual()) return false;
+  // Algorithms are asked for as for fresh memory.
+  if (reinterpret_cast<uintptr_t>(args.residual) % 256 != 0) return false;
   if (is_empty(args)) return true;
   const auto problem = make_problem(args);
   return problem && has(*plan_for(*problem, candidate), candidate);
@@ -354,13 +356,13 @@ void cublas_matmul(Stream stream, const MatmulArgs& args, void* workspace, int c
   }
   const Desc biased = bias ? make_desc(*problem, bias) : nullptr;
   const auto& algo = plan->algos[candidate];
-  const double one64 = 1, zero64 = 0;
-  const float one32 = 1, zero32 = 0;
+  const double one64 = 1, beta64 = q.residual ? 1 : 0;
+  const float one32 = 1, beta32 = q.residual ? 1 : 0;
   const bool fp64 = q.dtype == DType::kFloat64;
   check(api().matmul(handle_of(current_device()), bias ? biased.get() : plan->desc.get(),
                      fp64 ? static_cast<const void*>(&one64) : &one32, b, plan->b.get(), a,
-                     plan->a.get(), fp64 ? static_cast<const void*>(&zero64) : &zero32, q.c,
-                     plan->c.get(), q.c, plan->c.get(), &algo.algo,
+                     plan->a.get(), fp64 ? static_cast<const void*>(&beta64) : &beta32,
+                     q.residual ? q.residual : q.c, plan->c.get(), q.c, plan->c.get(), &algo.algo,
                      algo.workspaceSize ? front + problem->front_bytes() : nullptr,
                      algo.workspaceSize, cuda_stream),
         "matmul");

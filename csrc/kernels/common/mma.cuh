@@ -71,6 +71,19 @@ __device__ __forceinline__ void mma_m8n8(double* c, double a, double b) {
       : "d"(a), "d"(b));
 }
 
+// c (16x8, fp64) += a (16x8) * b (8x8), sm_90. Lane l holds a[l / 4][l % 4], the same eight rows
+// further, both of them four columns further, b[l % 4][l / 4], the same four rows further, and c as
+// in mma_m8n8 for either half of the rows.
+__device__ __forceinline__ void mma_m16n8k8(double (&c)[4], const double (&a)[4], const double* b) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f64.f64.f64.f64 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
+      : "+d"(c[0]), "+d"(c[1]), "+d"(c[2]), "+d"(c[3])
+      : "d"(a[0]), "d"(a[1]), "d"(a[2]), "d"(a[3]), "d"(b[0]), "d"(b[1]));
+#endif
+}
+
 // c (16x8, fp64) += a (16x4) * b (4x8). Lane l holds a[l / 4][l % 4], `low` the same eight rows
 // further, b[l % 4][l / 4], and of c what it has in mma_m8n8, for either row.
 __device__ __forceinline__ void mma_m16n8(double (&c)[4], double a, double low, double b) {

@@ -14,10 +14,48 @@ const KernelEntry kEntry({"matmul", "wgmma", "float32 bfloat16 float16", "sm_90a
                           "tensor cores: TMA and wgmma, producer and consumers apart, clusters, "
                           "persistent; float32 as TF32"});
 
+const KernelEntry kStreamEntry({"matmul", "stream_k", "float32 bfloat16 float16", "sm_90a", true,
+                                "wgmma with the depths of all tiles in equal shares; float32 as "
+                                "TF32"});
+
 int64_t copy_bytes(const MatmulArgs& p, const Plan& plan) {
   const Operand o = plan.copy_a ? operand_a(p) : operand_b(p);
   if (!plan.copy_a && !plan.copy_b) return 0;
   return aligned(copies(o, p.batch) * o.outer * p.k * size_of(p.dtype));
+}
+
+// What tiles leave; a copied operand comes behind it.
+int64_t tile_bytes(const MatmulArgs& p, const Plan& plan) {
+  return sum_parts(p, plan).bytes(p) + stream_bytes(plan);
+}
+int64_t plan_bytes(const MatmulArgs& p, const Plan& plan) {
+  return tile_bytes(p, plan) + copy_bytes(p, plan);
+}
+
+void run_plan(Stream stream, const MatmulArgs& args, const Plan& plan, void* workspace) {
+  MatmulArgs p = args;
+  if (plan.copy_a || plan.copy_b) {
+    void* const copy = static_cast<char*>(workspace) + tile_bytes(args, plan);
+    MatrixRef& ref = plan.copy_a ? p.a : p.b;
+    const Operand o = plan.copy_a ? operand_a(p) : operand_b(p);
+    transpose_copy(stream, p.dtype, ref.data, copy, copies(o, p.batch), p.k, o.outer);
+    ref.data = copy;
+    ref.batch = o.batch ? p.k * o.outer : 0;
+    (plan.copy_a ? ref.row : ref.col) = p.k;
+    (plan.copy_a ? ref.col : ref.row) = 1;
+  }
+  const SumParts parts = sum_parts(p, plan);
+  dispatch(p.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+      run_bf16(stream, p, plan, workspace);
+    } else if constexpr (std::is_same_v<T, __half>) {
+      run_fp16(stream, p, plan, workspace);
+    } else {
+      run_tf32(stream, p, plan, workspace);
+    }
+    parts.add_up<T>(stream, p, workspace);
+  });
 }
 
 }  // namespace
@@ -37,6 +75,11 @@ const char* obstacle(const MatmulArgs& p) {
   return nullptr;
 }
 
+const char* stream_k_obstacle(const MatmulArgs& p) {
+  if (const char* why = obstacle(p)) return why;
+  return make_plan(p, true).cost == kNoPlan ? "its tiles fill all multiprocessors" : nullptr;
+}
+
 // Against mma_sync, measured on an H200.
 bool preferred(const MatmulArgs& p, bool deep_tiles) {
   const int64_t depth_bytes = p.k * size_of(p.dtype), products = p.batch * p.m * p.n * p.k;
@@ -52,36 +95,16 @@ bool preferred(const MatmulArgs& p, bool deep_tiles) {
   return !copies || make_plan(p).cost < (products < int64_t{1} << 26 ? 4 : 6 + products / 4.6e7);
 }
 
-int64_t workspace_bytes(const MatmulArgs& p) {
-  const Plan plan = make_plan(p);
-  return sum_parts(p, plan).bytes(p) + copy_bytes(p, plan);
-}
+int64_t workspace_bytes(const MatmulArgs& p) { return plan_bytes(p, make_plan(p)); }
+
+int64_t stream_k_workspace_bytes(const MatmulArgs& p) { return plan_bytes(p, make_plan(p, true)); }
 
 void matmul(Stream stream, const MatmulArgs& args, void* workspace) {
-  const Plan plan = make_plan(args);
-  const SumParts parts = sum_parts(args, plan);
-  void* const copy = static_cast<char*>(workspace) + parts.bytes(args);
-  MatmulArgs p = args;
-  if (plan.copy_a || plan.copy_b) {
-    MatrixRef& ref = plan.copy_a ? p.a : p.b;
-    const Operand o = plan.copy_a ? operand_a(p) : operand_b(p);
-    transpose_copy(stream, p.dtype, ref.data, copy, copies(o, p.batch), p.k, o.outer);
-    ref.data = copy;
-    ref.batch = o.batch ? p.k * o.outer : 0;
-    (plan.copy_a ? ref.row : ref.col) = p.k;
-    (plan.copy_a ? ref.col : ref.row) = 1;
-  }
-  dispatch(p.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-      run_bf16(stream, p, plan, workspace);
-    } else if constexpr (std::is_same_v<T, __half>) {
-      run_fp16(stream, p, plan, workspace);
-    } else {
-      run_tf32(stream, p, plan, workspace);
-    }
-    parts.add_up<T>(stream, p, workspace);
-  });
+  run_plan(stream, args, make_plan(args), workspace);
+}
+
+void stream_k_matmul(Stream stream, const MatmulArgs& args, void* workspace) {
+  run_plan(stream, args, make_plan(args, true), workspace);
 }
 
 }  // namespace braze::cuda::hopper

@@ -15,6 +15,11 @@ bool preferred(const MatmulArgs& args, bool deep_tiles);
 int64_t workspace_bytes(const MatmulArgs& args);
 void matmul(Stream stream, const MatmulArgs& args, void* workspace);
 
+// 16_stream_k.cuh, which the kernel above uses where it estimates it to be the fastest.
+const char* stream_k_obstacle(const MatmulArgs& args);
+int64_t stream_k_workspace_bytes(const MatmulArgs& args);
+void stream_k_matmul(Stream stream, const MatmulArgs& args, void* workspace);
+
 // The same for 14_split_fp32.cuh.
 const char* split_obstacle(const MatmulArgs& args);
 bool split_preferred(const MatmulArgs& args);
@@ -26,6 +31,11 @@ const char* simt_tma_obstacle(const MatmulArgs& args);
 bool simt_tma_preferred(const MatmulArgs& args);
 int64_t simt_tma_workspace_bytes(const MatmulArgs& args);
 void simt_tma_matmul(Stream stream, const MatmulArgs& args, void* workspace);
+
+// The same for dmma_tma.cuh: fp64.
+const char* dmma_tma_obstacle(const MatmulArgs& args);
+bool dmma_tma_preferred(const MatmulArgs& args);
+void dmma_tma_matmul(Stream stream, const MatmulArgs& args);
 
 // The rungs below; for 16-bit types.
 const char* rung_obstacle(const MatmulArgs& args);

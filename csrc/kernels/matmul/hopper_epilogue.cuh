@@ -28,30 +28,36 @@ __device__ __forceinline__ void for_each_value(const FullArgs& a, const void* da
   const T* upper = advanced(static_cast<const T*>(data), row * down + column * right);
   const T* lower = advanced(upper, 8 * down);
   const bool has_upper = row < a.rows, has_lower = row + 8 < a.rows;
-  constexpr int kBatch = kCount < 16 ? kCount : 16;  // asked for together
-  static_assert(kCount % kBatch == 0);
+  // Asked for together: each round waits for memory, but more than registers hold would, too.
+  constexpr int kBatch = kCount % 48 == 0 ? 48 : kCount % 32 == 0 ? 32 : kCount;
 #pragma unroll
   for (int first = 0; first < kCount; first += kBatch) {
     Vec<T, 2> v[kBatch / 2];
+    const auto load_all = [&](auto load) {
 #pragma unroll
-    for (int i = 0; i < kBatch; i += 2) {
-      const int j = column + (first + i) / 4 * 8;
-      const T* const at = i / 2 % 2 ? lower : upper;
-      const bool inside = (i / 2 % 2 ? has_lower : has_upper) && j < a.columns;
-      if (!kSwap && a.pairs) {
-        v[i / 2] = load_inside<2>(at, inside);
-      } else {
-        v[i / 2].v[0] = load_inside<1>(at, inside).v[0];
-        v[i / 2].v[1] = load_inside<1>(at + right, inside && j + 1 < a.columns).v[0];
+      for (int i = 0; i < kBatch; i += 4) {
+        const int j = column + (first + i) * 2;
+        v[i / 2] = load(upper, has_upper, j);
+        v[i / 2 + 1] = load(lower, has_lower, j);
+        upper = advanced(upper, 8 * right), lower = advanced(lower, 8 * right);
       }
-      if (i / 2 % 2) upper = advanced(upper, 8 * right), lower = advanced(lower, 8 * right);
+    };
+    // Either loop as a whole: a choice at each load would wait for it.
+    if (!kSwap && a.pairs) {
+      load_all([&](const T* at, bool inside, int j) {
+        return load_inside<2>(at, inside && j < a.columns);
+      });
+    } else {
+      load_all([&](const T* at, bool inside, int j) {
+        const T x = load_inside<1>(at, inside && j < a.columns).v[0];
+        return Vec<T, 2>{x, load_inside<1>(at + right, inside && j + 1 < a.columns).v[0]};
+      });
     }
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) visit(first + i, convert<float>(v[i / 2].v[i % 2]));
   }
 }
 
-// acc becomes what C will hold, rounded; 0 outside.
 template <typename T, bool kSwap, int kCount>
 __device__ __forceinline__ void finish_full(const FullArgs& a, float (&acc)[kCount], int row,
                                             int column) {

@@ -3,6 +3,7 @@
 
 #include "13_persistent.cuh"
 #include "15_cluster_split.cuh"
+#include "16_stream_k.cuh"
 #include <atomic>
 
 #include "hopper_plan.cuh"
@@ -14,6 +15,7 @@ template <typename T>
 CUtensorMapDataType tensor_map_type() {
   // TMA rounds to TF32, where the tensor cores would truncate.
   return std::is_same_v<T, float>    ? CU_TENSOR_MAP_DATA_TYPE_TFLOAT32
+         : std::is_same_v<T, double> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT64
          : std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                                      : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
 }
@@ -83,8 +85,18 @@ void set_tiles(Args& args, const MatmulArgs& p, const Operand& rows, const Opera
   args.group = 8;
   args.row_batch = rows.batch != 0, args.column_batch = columns.batch != 0;
   args.c = p.c, args.c_batch = p.m * p.n, args.c_ld = p.n;
+  args.direct =
+      p.n * sizeof(typename Tile::T) % 16 != 0 || reinterpret_cast<uintptr_t>(p.c) % 16 != 0;
   args.bias = p.bias, args.relu = p.relu;
   args.partial = static_cast<float*>(partial);
+}
+
+// C as TMA stores it, or where results are stored from registers, whose own map is not used,
+// `other`.
+template <typename Tile>
+CUtensorMap output_map(const Args& args, const MatmulArgs& p, const CUtensorMap& other) {
+  if (!Tile::kStaged || args.direct) return other;
+  return matrix_map<typename Tile::T>(p.c, p.n, p.m, p.n, p.batch, p.m * p.n, 64);
 }
 
 // As many clusters as run at once or as there are tiles; the latter if not `persistent`.
@@ -106,13 +118,9 @@ void launch(Stream stream, const MatmulArgs& p, bool persistent = true, const A&
   const Operand &rows = kSwap ? b : a, &columns = kSwap ? a : b;
   A args = epilogue;
   set_tiles<Tile>(args, p, rows, columns, 1, nullptr);
-  args.direct = p.n * sizeof(T) % 16 != 0 || reinterpret_cast<uintptr_t>(p.c) % 16 != 0;
   const CUtensorMap row_map = operand_map<T>(rows, p.k, p.batch, Tile::kRows);
   const CUtensorMap column_map = operand_map<T>(columns, p.k, p.batch, Tile::kColumnBox);
-  CUtensorMap c_map = row_map;  // unused where results are stored from registers
-  if (Tile::kStaged && !args.direct) {
-    c_map = matrix_map<T>(p.c, p.n, p.m, p.n, p.batch, p.m * p.n, 64);
-  }
+  const CUtensorMap c_map = output_map<Tile>(args, p, row_map);
   launch_persistent<Tile, persistent_kernel<Tile, kRowMajor, kColumnMajor, kSwap, A>>(
       stream, args.tiles, persistent, row_map, column_map, c_map, args);
 }
@@ -136,6 +144,36 @@ void launch_cluster_split(Stream stream, const MatmulArgs& p, int cluster, const
   check_launch("matmul wgmma");
 }
 
+// The same in equal shares for all clusters.
+template <typename Tile, int kRowMajor, int kColumnMajor, bool kSwap>
+void launch_stream_k(Stream stream, const MatmulArgs& p, void* workspace) {
+  using T = typename Tile::T;
+  static_assert(Tile::kColumnBox * Tile::kCluster == Tile::kColumns);
+  const Operand a = operand_a(p), b = operand_b(p);
+  const Operand &rows = kSwap ? b : a, &columns = kSwap ? a : b;
+  StreamArgs args{};
+  set_tiles<Tile>(args, p, rows, columns, 1, nullptr);
+  constexpr auto kKernel = stream_k_kernel<Tile, kRowMajor, kColumnMajor, kSwap>;
+  const int resident =
+      resident_clusters<kKernel>(Tile::kCluster, Tile::kThreads, Tile::kSharedBytes);
+  args.stream_tiles = tiles_to_share(args.tiles, resident);
+  const int shared_stages = args.stream_tiles * args.depth_tiles;
+  args.clusters = std::min(resident, args.stream_tiles ? shared_stages : args.tiles);
+  args.share = shared_stages / args.clusters, args.longer = shared_stages % args.clusters;
+  args.parts = static_cast<float4*>(workspace);
+  const CUtensorMap row_map = operand_map<T>(rows, p.k, p.batch, Tile::kRows);
+  const CUtensorMap column_map = operand_map<T>(columns, p.k, p.batch, Tile::kColumnBox);
+  const CUtensorMap c_map = output_map<Tile>(args, p, row_map);
+  launch_early_in_clusters(kKernel, static_cast<unsigned>(args.clusters * Tile::kCluster),
+                           Tile::kThreads, Tile::kSharedBytes, stream, Tile::kCluster, row_map,
+                           column_map, c_map, static_cast<const StreamArgs&>(args));
+  check_launch("matmul stream_k");
+  if (args.stream_tiles == 0) return;
+  const dim3 grid(args.stream_tiles * Tile::kCluster, Tile::kPieces);
+  launch_early(stream_k_sum_kernel<Tile, kSwap>, grid, Tile::kConsumerThreads, 0, stream, args);
+  check_launch("matmul stream_k_sum");
+}
+
 // Calls f(std::bool_constant, std::bool_constant): whether the rows' operand and the columns' one
 // are MN-major. TF32 takes columns K-major only.
 template <typename T, typename F>
@@ -150,12 +188,15 @@ void dispatch_mn_majors(const MatmulArgs& p, bool swap, F&& f) {
 }
 
 template <typename T, bool kSwap>
-void launch_shape(Stream stream, const MatmulArgs& p, const Plan& plan) {
+void launch_shape(Stream stream, const MatmulArgs& p, const Plan& plan, void* workspace) {
   dispatch_mn_majors<T>(p, kSwap, [&](auto row_major, auto column_major) {
     constexpr bool kR = row_major.value, kC = column_major.value;
     constexpr int kWideStages = sizeof(T) == 2 ? 4 : 5;
     const auto split = [&](auto tile) {
       launch_cluster_split<decltype(tile), kR, kC, kSwap>(stream, p, plan.cluster);
+    };
+    const auto stream_k = [&](auto tile) {
+      launch_stream_k<decltype(tile), kR, kC, kSwap>(stream, p, workspace);
     };
     switch (plan.shape) {
       case Shape::kLarge: return launch<Tile<T, 128, 256, 4, 2>, kR, kC, kSwap>(stream, p);
@@ -168,6 +209,8 @@ void launch_shape(Stream stream, const MatmulArgs& p, const Plan& plan) {
       case Shape::kMediumSplit: return split(SmallTile<T, 128, 128, 6>{});
       case Shape::kSmallSplit: return split(SmallTile<T, 128, 64, 8>{});
       case Shape::kTinySplit: return split(SmallTile<T, 64, 64, 8>{});
+      case Shape::kLargeStream: return stream_k(StreamTile<T, 128, 256, 4, 2>{});
+      case Shape::kMediumStream: return stream_k(StreamTile<T, 128, 128, 6, 1>{});
     }
   });
 }
@@ -202,15 +245,16 @@ void launch_full(Stream stream, const MatmulArgs& p, const Plan& plan, void* sum
 }
 
 template <typename T>
-void run(Stream stream, const MatmulArgs& p, const Plan& plan, void* sums) {
+void run(Stream stream, const MatmulArgs& p, const Plan& plan, void* workspace) {
   const bool full = p.has_full_epilogue();
   if constexpr (sizeof(T) == 4) {
     if (plan.swap) {
-      return full ? launch_full<T, true>(stream, p, plan, sums)
-                  : launch_shape<T, true>(stream, p, plan);
+      return full ? launch_full<T, true>(stream, p, plan, workspace)
+                  : launch_shape<T, true>(stream, p, plan, workspace);
     }
   }
-  full ? launch_full<T, false>(stream, p, plan, sums) : launch_shape<T, false>(stream, p, plan);
+  full ? launch_full<T, false>(stream, p, plan, workspace)
+       : launch_shape<T, false>(stream, p, plan, workspace);
 }
 
 }  // namespace braze::cuda::hopper

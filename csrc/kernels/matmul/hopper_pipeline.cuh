@@ -93,8 +93,11 @@ __device__ __forceinline__ Place place_of(const Args& a, int tile) {
   tile -= group * a.group * a.tile_columns;
   p.column = tile / height;
   p.row = group * a.group + tile - p.column * height;
-  p.first = static_cast<int>(int64_t{a.depth_tiles} * p.split / a.splits);
-  p.last = static_cast<int>(int64_t{a.depth_tiles} * (p.split + 1) / a.splits);
+  p.first = 0, p.last = a.depth_tiles;
+  if (a.splits > 1) {
+    p.first = static_cast<int>(int64_t{a.depth_tiles} * p.split / a.splits);
+    p.last = static_cast<int>(int64_t{a.depth_tiles} * (p.split + 1) / a.splits);
+  }
   return p;
 }
 

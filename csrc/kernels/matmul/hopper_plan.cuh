@@ -2,6 +2,8 @@
 // split of the depth.
 #pragma once
 
+#include <climits>
+
 #include "kernels/common/launch.cuh"
 #include "matmul.h"
 #include "sum_parts.cuh"
@@ -34,7 +36,7 @@ inline bool tma_takes(const Operand& o, int64_t size) {
 }
 
 // Tiles of 128 rows by 256, 192, 128 or 64 columns, and of 64 by 192 or 64; some also with
-// their depth split over a cluster (15_cluster_split.cuh).
+// their depth split over a cluster (15_cluster_split.cuh) or in equal shares (16_stream_k.cuh).
 enum class Shape {
   kLarge,
   kWide,
@@ -46,6 +48,8 @@ enum class Shape {
   kMediumSplit,
   kSmallSplit,
   kTinySplit,
+  kLargeStream,
+  kMediumStream,
 };
 
 struct Plan {
@@ -53,6 +57,7 @@ struct Plan {
   bool swap;            // rows of the accumulator are the columns of C
   int cluster;          // blocks that split the depth
   bool copy_a, copy_b;  // transposed, to K-major, first
+  bool stream_only;     // stream-K was asked for by name
   double cost;          // microseconds, estimated
 };
 
@@ -80,13 +85,53 @@ inline Timing timing_of(Shape shape) {
     case Shape::kMediumSplit: return {128, 128, 1, 1.6, 3.5, 0.29, 0.07, 32};
     case Shape::kSmallSplit: return {128, 64, 1, 2.7, 0.75, 0.2, 0.06, 24};
     case Shape::kTinySplit: return {64, 64, 1, 1.9, 0.2, 0.18, 0, 16};
+    case Shape::kLargeStream: return {128, 256, 2, 9.7, 5.4, 0.75, 0.01, 32};
+    case Shape::kMediumStream: return {128, 128, 1, 15.9, 0, 0.51, 0.07, 32};
   }
   return {};
 }
 
 constexpr double kNoPlan = 1e30;  // microseconds
 
+// How many tiles stream-K cuts: where the last wave is not full that one and the one before.
+inline int tiles_to_share(int64_t tiles, int clusters) {
+  const int64_t whole = tiles % clusters == 0 ? tiles : (tiles / clusters - 1) * clusters;
+  return static_cast<int>(tiles - std::max<int64_t>(0, whole));
+}
+
+inline bool is_stream(Shape shape) {
+  return shape == Shape::kLargeStream || shape == Shape::kMediumStream;
+}
+
+// Workspace for the parts of tiles: at most two of each cluster.
+inline int64_t stream_bytes(const Plan& plan) {
+  if (!is_stream(plan.shape)) return 0;
+  const Timing t = timing_of(plan.shape);
+  return aligned(int64_t{2} * sm_count() * t.rows * t.columns * int64_t{sizeof(float)});
+}
+
+// Of 16_stream_k.cuh, from readings of its own: blocks are at different depths, so that they share
+// less of what is in L2 than those of other kernels, and a stage takes longer.
+inline double stream_cost_of(const MatmulArgs& p, const Plan& plan, int multiprocessors) {
+  const Timing t = timing_of(plan.shape);
+  const int64_t rows = plan.swap ? p.n : p.m, columns = plan.swap ? p.m : p.n;
+  const int64_t tiles = p.batch * ceil_div(rows, t.rows * t.blocks) * ceil_div(columns, t.columns);
+  const int clusters = multiprocessors / t.blocks;
+  const int64_t size = size_of(p.dtype), stages = ceil_div(p.k * size, 128);
+  // 16 bits gain nothing: other tiles keep up where those do not fill the device.
+  if (size == 2 && !plan.stream_only) return kNoPlan;
+  if (tiles_to_share(tiles, clusters) == 0 || tiles * stages > INT_MAX) return kNoPlan;
+  const double each = static_cast<double>(tiles) / clusters, parts = std::max(1.0, 1 / each);
+  const bool fragments = size == 4 && (plan.swap ? operand_b(p) : operand_a(p)).mn_major();
+  const int64_t elements = copies(operand_a(p), p.batch) * p.m * p.k +
+                           copies(operand_b(p), p.batch) * p.k * p.n + p.batch * p.m * p.n;
+  return t.start + t.tile * (ceil_div(tiles, clusters) + 1) +
+         each * stages * (t.stage + fragments * t.fragments) + 0.14 * parts +
+         0.03e-6 * elements * size;
+}
+
 inline double cost_of(const MatmulArgs& p, const Plan& plan, int multiprocessors) {
+  if (is_stream(plan.shape)) return stream_cost_of(p, plan, multiprocessors);
   const Timing t = timing_of(plan.shape);
   const int64_t rows = plan.swap ? p.n : p.m, columns = plan.swap ? p.m : p.n;
   const int64_t blocks = ceil_div(rows, t.rows * t.blocks) * t.blocks * p.batch *
@@ -107,13 +152,15 @@ inline double cost_of(const MatmulArgs& p, const Plan& plan, int multiprocessors
   const double products = waves * (t.tile + stages * stage), memory = elements * size / 2.9e6;
   double cost = t.start + std::max(products, memory) + 0.1 * std::min(products, memory);
   if (plan.cluster > 1) cost += 0.016 * blocks;  // those of a cluster start together
-  if (plan.copy_a || plan.copy_b) {
-    cost += 1.9 + 3.0e-6 * p.batch * p.k * (plan.copy_a ? p.m : p.n);
-  }
   return cost;
 }
 
-inline Plan make_plan(const MatmulArgs& p) {
+inline double copy_cost_of(const MatmulArgs& p, const Plan& plan) {
+  if (!plan.copy_a && !plan.copy_b) return 0;
+  return 1.9 + 3.0e-6 * p.batch * p.k * (plan.copy_a ? p.m : p.n);
+}
+
+inline Plan make_plan(const MatmulArgs& p, bool stream_only = false) {
   const int multiprocessors = sm_count();
   const bool a_mn = operand_a(p).mn_major(), b_mn = operand_b(p).mn_major();
   Plan best{};
@@ -121,7 +168,7 @@ inline Plan make_plan(const MatmulArgs& p) {
   for (const bool swap : {false, true}) {
     if (swap && size_of(p.dtype) == 2) break;  // only TF32 may have to
     Plan plan{};
-    plan.swap = swap;
+    plan.swap = swap, plan.stream_only = stream_only;
     if (size_of(p.dtype) == 4) {
       // TF32 takes columns K-major only, rows also through registers.
       if (swap ? a_mn : b_mn) (swap ? plan.copy_a : plan.copy_b) = true;
@@ -133,9 +180,11 @@ inline Plan make_plan(const MatmulArgs& p) {
     const auto consider = [&](Shape shape, int cluster) {
       if (p.has_full_epilogue() && !has_full_epilogue(shape)) return;
       plan.shape = shape, plan.cluster = cluster;
-      plan.cost = cost_of(p, plan, multiprocessors);
+      plan.cost = cost_of(p, plan, multiprocessors) + copy_cost_of(p, plan);
       if (plan.cost < best.cost) best = plan;
     };
+    for (const Shape shape : {Shape::kLargeStream, Shape::kMediumStream}) consider(shape, 1);
+    if (stream_only) continue;
     for (const Shape shape :
          {Shape::kLarge, Shape::kWide, Shape::kMedium, Shape::kFlat, Shape::kSmall, Shape::kTiny}) {
       consider(shape, 1);
@@ -161,10 +210,10 @@ inline SumParts sum_parts(const MatmulArgs& p, const Plan& plan) {
   return {of_column, of_row};
 }
 
-// The product for one element type; each .cu beside compiles one. `sums` is where its tiles leave
-// parts of sums.
-void run_bf16(Stream stream, const MatmulArgs& p, const Plan& plan, void* sums);
-void run_fp16(Stream stream, const MatmulArgs& p, const Plan& plan, void* sums);
-void run_tf32(Stream stream, const MatmulArgs& p, const Plan& plan, void* sums);
+// The product for one element type; each .cu beside compiles one. `workspace` is where tiles leave
+// parts: of themselves (stream_bytes()), or of sums.
+void run_bf16(Stream stream, const MatmulArgs& p, const Plan& plan, void* workspace);
+void run_fp16(Stream stream, const MatmulArgs& p, const Plan& plan, void* workspace);
+void run_tf32(Stream stream, const MatmulArgs& p, const Plan& plan, void* workspace);
 
 }  // namespace braze::cuda::hopper

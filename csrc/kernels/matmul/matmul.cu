@@ -70,6 +70,8 @@ constexpr Kernel kMma{"mma_sync", mma_sync_obstacle, mma_workspace_bytes<plan_mm
 constexpr Kernel kMmaSplit{"mma_split", mma_split_obstacle, mma_workspace_bytes<plan_split_matmul>,
                            mma_matmul_split, true};
 constexpr Kernel kWgmma{"wgmma", hopper::obstacle, hopper::workspace_bytes, hopper::matmul, true};
+constexpr Kernel kStreamK{"stream_k", hopper::stream_k_obstacle, hopper::stream_k_workspace_bytes,
+                          hopper::stream_k_matmul};
 constexpr Kernel kSplit{"wgmma_split", hopper::split_obstacle, hopper::split_workspace_bytes,
                         hopper::split_matmul, true};
 
@@ -83,7 +85,9 @@ constexpr Kernel rung(const char* name, Obstacle obstacle) {
 }
 constexpr Kernel kCoalesced = rung<ladder::run_coalesced>("02_coalesced", no_obstacle);
 constexpr Kernel kGemv = rung<gemv_matmul>("gemv", gemv_obstacle);
+constexpr Kernel kDmmaTma = rung<hopper::dmma_tma_matmul>("dmma_tma", hopper::dmma_tma_obstacle);
 constexpr Kernel kThin = rung<thin_matmul>("thin", thin_obstacle);
+constexpr Kernel kOuter = rung<outer_matmul>("outer", outer_obstacle);
 
 constexpr Kernel kKernels[] = {
     rung<ladder::run_naive>("01_naive", no_obstacle),
@@ -100,11 +104,14 @@ constexpr Kernel kKernels[] = {
     rung<hopper::run_cluster>("12_cluster", hopper::rung_obstacle),
     kGemv,
     kThin,
+    kOuter,
     kSimt,
     kSimtTma,
+    kDmmaTma,
     kMma,
     kMmaSplit,
     kWgmma,
+    kStreamK,
     kSplit,
 };
 
@@ -126,7 +133,9 @@ const Kernel& choose(const MatmulArgs& args, const std::string& name) {
   if (name == "auto") {
     const bool full = args.has_full_epilogue();
     if (!kGemv.obstacle(args) && prefers_gemv(args)) return kGemv;
+    if (!kOuter.obstacle(args) && prefers_outer(args)) return kOuter;
     if (!kThin.obstacle(args) && prefers_thin(args)) return kThin;
+    if (!kDmmaTma.obstacle(args) && hopper::dmma_tma_preferred(args)) return kDmmaTma;
     const bool deep = prefers_deep_tiles(args);  // which mma_sync has without the full epilogue
     if (!kWgmma.obstacle(args) && hopper::preferred(args, deep && !full)) return kWgmma;
     if (mma_sync_obstacle(args)) {  // fp32 at its own accuracy

@@ -33,7 +33,8 @@ struct MatmulArgs {
   // dtype, summed in fp32 (fp64 for fp64), always in the same order.
   void *column_sums = nullptr, *row_sums = nullptr;
 
-  bool has_full_epilogue() const { return residual || relu_result || column_sums || row_sums; }
+  bool has_full_epilogue() const { return residual || has_more_than_residual(); }
+  bool has_more_than_residual() const { return relu_result || column_sums || row_sums; }
   MatmulArgs with_plain_epilogue() const {
     MatmulArgs plain = *this;
     plain.residual = plain.relu_result = nullptr;

@@ -1,0 +1,220 @@
+// Rung 16: stream-K (Osama et al., arXiv 2301.03598). Where tiles do not fill the last wave, or are
+// fewer than the multiprocessors, the depths of all of them are laid end to end and cut into equal
+// shares, so that every cluster multiplies for as long as any other, wherever tiles begin and end.
+//
+// With more tiles than clusters only the last wave and the one before are cut; the others are left
+// whole. A cluster whose share ends inside a tile leaves its sums in the workspace, where a second
+// kernel finds all of a tile's, adds them up in the order of the depth, and finishes the tile: the
+// same every time. That costs a launch and two trips of at most two tiles a cluster to L2; against
+// a split of every tile into as many parts it evens out what does not divide.
+#pragma once
+
+#include "13_persistent.cuh"
+
+namespace braze::cuda::hopper {
+
+struct StreamArgs : Args {
+  int clusters;       // that share the work
+  int stream_tiles;   // the first ones, whose depths are shared out; the others are taken whole
+  int share, longer;  // stages of each share; the first `longer` ones have one more
+  float4* parts;      // [cluster][2][rank][piece of a thread's sums][thread]
+};
+
+template <typename T, int kRows, int kColumns, int kStages, int kCluster>
+struct StreamTile : Tile<T, kRows, kColumns, kStages, kCluster> {
+  static constexpr int kConsumerThreads = StreamTile::kConsumers * 128;
+  static constexpr int kPieces = StreamTile::kBlocks * kColumns / 8;  // of a thread, 4 sums each
+};
+
+// The first stage, of those that are shared out, of cluster c's share; and whose share a stage is.
+__device__ __forceinline__ int share_begin(const StreamArgs& a, int c) {
+  return a.share * c + min(c, a.longer);
+}
+__device__ __forceinline__ int share_of(const StreamArgs& a, int stage) {
+  const int in_longer = a.longer * (a.share + 1);
+  return stage < in_longer ? stage / (a.share + 1) : a.longer + (stage - in_longer) / a.share;
+}
+
+// Calls f(place, part) for all that the cluster works on. part: where its sums go, or -1 for a
+// whole tile. A tile's first part is the last of its cluster's share, all others are the first.
+template <typename F>
+__device__ __forceinline__ void for_share(const StreamArgs& a, int cluster, F&& f) {
+  int at = share_begin(a, cluster), whole_tile = a.stream_tiles + cluster;
+  const int end = share_begin(a, cluster + 1);
+  while (true) {  // one loop, and so one copy of f, for both kinds: code comes from memory, too
+    int tile = whole_tile, first = 0, last = a.depth_tiles;
+    if (at < end) {
+      tile = at / a.depth_tiles;
+      first = at - tile * a.depth_tiles;
+      last = min(last, first + end - at);
+      at += last - first;
+    } else {
+      if (tile >= a.tiles) return;
+      whole_tile += a.clusters;
+    }
+    Place p = place_of(a, tile);
+    p.first = first, p.last = last;
+    f(p, last - first == a.depth_tiles ? -1 : 2 * cluster + (first == 0));
+  }
+}
+
+template <typename Tile, int kRowMajor, int kColumnMajor, bool kSwap>
+__device__ __forceinline__ void consume_share(const CUtensorMap* c_map, const StreamArgs& a,
+                                              int cluster, int rank, uint32_t stages,
+                                              uint64_t* full, uint64_t* empty) {
+  using T = typename Tile::T;
+  constexpr bool kFragments = sizeof(T) == 4 && kRowMajor == 1;
+  const int group = threadIdx.x / 128, thread = threadIdx.x % 128, lane = threadIdx.x % 32;
+  const uint32_t staging = stages + Tile::kStages * Tile::kStageBytes + group * 2 * kChunkBytes;
+  Cursor<Tile::kStages> at;
+  float acc[Tile::kBlocks][Tile::kColumns / 2];
+  const auto release = [&](int stage) {
+    if constexpr (Tile::kCluster > 1) {
+      if (thread < Tile::kCluster) mbarrier_arrive_remote(&empty[stage], thread);
+    } else {
+      if (thread == 0) mbarrier_arrive(&empty[stage]);
+    }
+  };
+  for_share(a, cluster, [&](const Place& p, int part) {
+    int before = -1;  // the stage whose products may still run
+    [[maybe_unused]] uint32_t fragments[2][4][4];
+    const auto step = [&](int d, auto& fragment) {
+      mbarrier_wait(&full[at.stage], at.phase);
+      multiply_stage<Tile, kRowMajor, kColumnMajor>(
+          acc, fragment, stages + at.stage * Tile::kStageBytes, d > p.first);
+      wgmma_wait<1>();
+      if (before >= 0) release(before);
+      before = at.stage;
+      at.next();
+    };
+    int d = p.first;
+    if constexpr (kFragments) {
+      for (; d + 1 < p.last; d += 2) {
+        step(d, fragments[0]);
+        step(d + 1, fragments[1]);
+      }
+    }
+    for (; d < p.last; ++d) step(d, fragments[0]);
+    wgmma_wait<0>();
+    release(before);
+#pragma unroll
+    for (int b = 0; b < Tile::kBlocks; ++b) wgmma_touch(acc[b]);
+
+    if (part >= 0) {
+      float4* const to =
+          a.parts + int64_t{part * Tile::kCluster + rank} * Tile::kPieces * Tile::kConsumerThreads +
+          threadIdx.x;
+#pragma unroll
+      for (int b = 0; b < Tile::kBlocks; ++b) {
+#pragma unroll
+        for (int i = 0; i < Tile::kColumns / 8; ++i) {
+          const float* const v = &acc[b][4 * i];
+          to[(b * (Tile::kColumns / 8) + i) * Tile::kConsumerThreads] =
+              make_float4(v[0], v[1], v[2], v[3]);
+        }
+      }
+      return;
+    }
+    const int tile_row = (p.row * Tile::kCluster + rank) * Tile::kRows + group * Tile::kBlocks * 64;
+    const int tile_column = p.column * Tile::kColumns;
+    const int row = tile_row + thread / 32 * 16 + lane / 4, column = tile_column + lane % 4 * 2;
+    [[maybe_unused]] Finished<Tile> finished;
+#pragma unroll
+    for (int b = 0; b < Tile::kBlocks; ++b) {
+      finish<T, kSwap>(a, acc[b], row + b * 64, column);
+      if constexpr (Tile::kStaged) {
+        if (!a.direct) {
+          finished.take(acc[b], b);
+          continue;
+        }
+      }
+      store_direct<T, kSwap>(static_cast<T*>(a.c) + p.batch * a.c_batch, a.c_ld, a.rows, a.columns,
+                             acc[b], row + b * 64, column);
+    }
+    if constexpr (Tile::kStaged) {
+      finished.full = !a.direct;
+      finished.row = tile_row, finished.column = tile_column, finished.batch = p.batch;
+      finished.template flush<kSwap>(c_map, staging, group);
+    }
+  });
+  if constexpr (Tile::kStaged) {
+    if (thread == 0) tma_store_wait_read<0>();
+  }
+}
+
+template <typename Tile, int kRowMajor, int kColumnMajor, bool kSwap>
+__global__ void __launch_bounds__(Tile::kThreads, 1)
+    stream_k_kernel(const __grid_constant__ CUtensorMap row_map,
+                    const __grid_constant__ CUtensorMap column_map,
+                    const __grid_constant__ CUtensorMap c_map, const StreamArgs a) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL  // other architectures get a kernel that nobody launches
+  using T = typename Tile::T;
+  constexpr int kCluster = Tile::kCluster, kBox = Tile::kColumnBox;
+  extern __shared__ unsigned char shared_bytes[];
+  __shared__ uint64_t full[Tile::kStages], empty[Tile::kStages];
+  const uint32_t stages = (shared_address(shared_bytes) + 1023) & ~1023u;
+  start_ring<Tile>(&row_map, &column_map, full, empty);
+  const int cluster = blockIdx.x / kCluster;
+  const int rank = kCluster > 1 ? static_cast<int>(cluster_rank()) : 0;
+  if (threadIdx.x / 128 == Tile::kConsumers) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    if (threadIdx.x % 128 == 0) {
+      Cursor<Tile::kStages> at;
+      for_share(a, cluster, [&](const Place& p, int) {
+        const int row = (p.row * kCluster + rank) * Tile::kRows;
+        const int column = p.column * Tile::kColumns + rank * kBox;
+        for (int d = p.first; d < p.last; ++d, at.next()) {
+          mbarrier_wait(&empty[at.stage], at.phase ^ 1);
+          mbarrier_expect(&full[at.stage], Tile::kStageBytes);
+          const uint32_t to = stages + at.stage * Tile::kStageBytes;
+          load<T, kRowMajor, Tile::kRows, 1>(&row_map, &full[at.stage], to, row, d * Tile::kDepth,
+                                             a.row_batch ? p.batch : 0);
+          load<T, kColumnMajor, kBox, kCluster>(
+              &column_map, &full[at.stage], to + Tile::kRowBytes + rank * kBox * kSwizzle, column,
+              d * Tile::kDepth, a.column_batch ? p.batch : 0);
+        }
+      });
+    }
+    __syncwarp();
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    consume_share<Tile, kRowMajor, kColumnMajor, kSwap>(&c_map, a, cluster, rank, stages, full,
+                                                        empty);
+  }
+  // A block that has ended could not be sent what its neighbours still send.
+  if constexpr (kCluster > 1) cluster_sync();
+#endif
+}
+
+// Finishes the tiles that were shared out: blockIdx.x is tile and rank, blockIdx.y the piece.
+template <typename Tile, bool kSwap>
+__global__ void __launch_bounds__(Tile::kConsumerThreads) stream_k_sum_kernel(const StreamArgs a) {
+  using T = typename Tile::T;
+  const int tile = blockIdx.x / Tile::kCluster, rank = blockIdx.x % Tile::kCluster;
+  const int first_stage = tile * a.depth_tiles;
+  const int first = share_of(a, first_stage), last = share_of(a, first_stage + a.depth_tiles - 1);
+  wait_for_earlier_kernels();
+  if (first == last) return;  // one cluster had all of it
+  const auto part = [&](int number) {
+    const int64_t at = int64_t{number * Tile::kCluster + rank} * Tile::kPieces + blockIdx.y;
+    return a.parts[at * Tile::kConsumerThreads + threadIdx.x];
+  };
+  const float4 begin = part(2 * first + 1);
+  float sum[4] = {begin.x, begin.y, begin.z, begin.w};
+#pragma unroll 4
+  for (int c = first + 1; c <= last; ++c) {
+    const float4 v = part(2 * c);
+    sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w;
+  }
+  const Place p = place_of(a, tile);
+  const int group = threadIdx.x / 128, warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
+  const int block = blockIdx.y / (Tile::kColumns / 8), chunk = blockIdx.y % (Tile::kColumns / 8);
+  const int row = (p.row * Tile::kCluster + rank) * Tile::kRows +
+                  (group * Tile::kBlocks + block) * 64 + warp * 16 + lane / 4;
+  const int column = p.column * Tile::kColumns + chunk * 8 + lane % 4 * 2;
+  finish<T, kSwap>(a, sum, row, column);
+  store_direct<T, kSwap>(static_cast<T*>(a.c) + p.batch * a.c_batch, a.c_ld, a.rows, a.columns, sum,
+                         row, column);
+}
+
+}  // namespace braze::cuda::hopper
