@@ -122,7 +122,7 @@ std::optional<KernelChoice> tuned_kernel(const MatmulArgs& args, const Tensor& o
 
 // Which kernel computes a product. "auto" takes what tuning found, else the faster one of our own
 // and cuBLASLt, where that is there and takes the arguments; names of kernels and of libraries are
-// obeyed or refused. Tuning and libraries know bias and ReLU only.
+// obeyed or refused. Tuning knows bias and ReLU only.
 KernelChoice choose_matmul(const MatmulArgs& args, const Tensor& out, const std::string& backend) {
   if (tuning_in_use && backend == "auto" && !args.has_full_epilogue()) {
     if (const auto tuned = tuned_kernel(args, out)) return *tuned;
