@@ -135,6 +135,13 @@ inline bool same_sizes(const Tensor& a, const Tensor& b) {
   }
   return true;
 }
+inline bool same_sizes(const Tensor& t, const std::vector<int64_t>& sizes) {
+  if (t.dim() != static_cast<int64_t>(sizes.size())) return false;
+  for (int64_t i = 0; i < t.dim(); ++i) {
+    if (t.size(i) != sizes[i]) return false;
+  }
+  return true;
+}
 
 inline void check_same_shape(const char* op, const char* arg, const Tensor& t, const char* ref_arg,
                              const Tensor& ref) {

@@ -236,13 +236,11 @@ void check_like(const char* op, const char* arg, const Tensor& t, const Sizes& s
                 const char* what, const Tensor& input) {
   check_same_device(op, arg, t, "input", input);
   check_same_dtype(op, arg, t, "input", input);
-  bool matches = t.dim() == static_cast<int64_t>(sizes.size());
-  for (int64_t i = 0; matches && i < t.dim(); ++i) matches = t.size(i) == sizes[i];
   std::string expected;
   for (const int64_t size : sizes)
     expected += (expected.empty() ? "" : ", ") + std::to_string(size);
-  BRAZE_CHECK(matches, op, ": expected ", arg, " to have the shape of ", what, ", [", expected,
-              "], but got ", shape_string(t));
+  BRAZE_CHECK(same_sizes(t, sizes), op, ": expected ", arg, " to have the shape of ", what, ", [",
+              expected, "], but got ", shape_string(t));
 }
 
 namespace {
@@ -320,12 +318,9 @@ void check_of_output_shape(const char* op, const char* arg, const Tensor& t, con
                            const Tensor& weight) {
   check_same_device(op, arg, t, "input", input);
   check_same_dtype(op, arg, t, "input", input);
-  const Sizes expected = with_last(input, weight.size(0));
-  bool matches = t.dim() == input.dim();
-  for (int64_t i = 0; matches && i < input.dim(); ++i) matches = t.size(i) == expected[i];
-  BRAZE_CHECK(matches, op, ": expected ", arg, " of the forward's output shape, but got ",
-              shape_string(t), " for input ", shape_string(input), " and weight ",
-              shape_string(weight));
+  BRAZE_CHECK(same_sizes(t, with_last(input, weight.size(0))), op, ": expected ", arg,
+              " of the forward's output shape, but got ", shape_string(t), " for input ",
+              shape_string(input), " and weight ", shape_string(weight));
 }
 
 // The gradients of linear, or with the result of a ReLU given, of both: one pass over grad_output

@@ -126,14 +126,6 @@ __device__ __forceinline__ void consume(const CUtensorMap* c_map, const A& a, ui
   Cursor<Tile::kStages> at;
   float acc[kBlocks][Tile::kColumns / 2];
 
-  const auto release = [&](int stage) {
-    if constexpr (kCluster > 1) {
-      if (thread < kCluster) mbarrier_arrive_remote(&empty[stage], thread);
-    } else {
-      if (thread == 0) mbarrier_arrive(&empty[stage]);
-    }
-  };
-
   // A 16-bit tile is kept, packed, while the next one begins: each of the next
   // one's first steps stores a chunk of it.
   Finished<Tile> finished;
@@ -154,7 +146,7 @@ __device__ __forceinline__ void consume(const CUtensorMap* c_map, const A& a, ui
           finished.template store<kSwap>(chunk, c_map, staging, group);
       }
       wgmma_wait<1>();
-      if (before >= 0) release(before);
+      if (before >= 0) release_stage<Tile>(empty, before);
       before = at.stage;
       at.next();
     };
@@ -171,7 +163,7 @@ __device__ __forceinline__ void consume(const CUtensorMap* c_map, const A& a, ui
     }
     for (; d < p.last; ++d) step(d, -1, fragments[0]);
     wgmma_wait<0>();
-    if (before >= 0) release(before);
+    if (before >= 0) release_stage<Tile>(empty, before);
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) wgmma_touch(acc[b]);
     if constexpr (Tile::kStaged) {

@@ -42,7 +42,6 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
                          const __grid_constant__ CUtensorMap column_map, const A a) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL  // other architectures get a kernel that nobody launches
   using T = typename Tile::T;
-  constexpr bool kFragments = sizeof(T) == 4 && kRowMajor == 1;
   constexpr int kCount = Tile::kColumns / 2, kConsumerThreads = Tile::kConsumers * 128;
   extern __shared__ unsigned char shared_bytes[];
   __shared__ uint64_t full[Tile::kStages], empty[Tile::kStages];
@@ -75,27 +74,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     }
     __syncwarp();
   } else {
-    int before = -1;  // the stage whose products may still run
-    [[maybe_unused]] uint32_t fragments[2][4][4];
-    const auto step = [&](int d, auto& fragment) {
-      mbarrier_wait(&full[at.stage], at.phase);
-      multiply_stage<Tile, kRowMajor, kColumnMajor>(
-          acc, fragment, stages + at.stage * Tile::kStageBytes, d > p.first);
-      wgmma_wait<1>();
-      if (before >= 0 && thread % 128 == 0) mbarrier_arrive(&empty[before]);
-      before = at.stage;
-      at.next();
-    };
-    int d = p.first;
-    if constexpr (kFragments) {
-      for (; d + 1 < p.last; d += 2) {
-        step(d, fragments[0]);
-        step(d + 1, fragments[1]);
-      }
-    }
-    for (; d < p.last; ++d) step(d, fragments[0]);
-    wgmma_wait<0>();
-    wgmma_touch(acc[0]);
+    multiply_depths<Tile, kRowMajor, kColumnMajor>(acc, at, stages, full, empty, p.first, p.last);
   }
   // A block's share is `chunks` times 8 columns. Every block sends each share to its owner, to
   // where the stages were, once all have read theirs.

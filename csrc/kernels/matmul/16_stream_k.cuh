@@ -63,42 +63,14 @@ __device__ __forceinline__ void consume_share(const CUtensorMap* c_map, const St
                                               int cluster, int rank, uint32_t stages,
                                               uint64_t* full, uint64_t* empty) {
   using T = typename Tile::T;
-  constexpr bool kFragments = sizeof(T) == 4 && kRowMajor == 1;
   const int group = threadIdx.x / 128, thread = threadIdx.x % 128, lane = threadIdx.x % 32;
   const uint32_t staging = stages + Tile::kStages * Tile::kStageBytes + group * 2 * kChunkBytes;
   Cursor<Tile::kStages> at;
   float acc[Tile::kBlocks][Tile::kColumns / 2];
-  const auto release = [&](int stage) {
-    if constexpr (Tile::kCluster > 1) {
-      if (thread < Tile::kCluster) mbarrier_arrive_remote(&empty[stage], thread);
-    } else {
-      if (thread == 0) mbarrier_arrive(&empty[stage]);
-    }
-  };
   for_share(a, cluster, [&](const Place& p, int part) {
-    int before = -1;  // the stage whose products may still run
-    [[maybe_unused]] uint32_t fragments[2][4][4];
-    const auto step = [&](int d, auto& fragment) {
-      mbarrier_wait(&full[at.stage], at.phase);
-      multiply_stage<Tile, kRowMajor, kColumnMajor>(
-          acc, fragment, stages + at.stage * Tile::kStageBytes, d > p.first);
-      wgmma_wait<1>();
-      if (before >= 0) release(before);
-      before = at.stage;
-      at.next();
-    };
-    int d = p.first;
-    if constexpr (kFragments) {
-      for (; d + 1 < p.last; d += 2) {
-        step(d, fragments[0]);
-        step(d + 1, fragments[1]);
-      }
-    }
-    for (; d < p.last; ++d) step(d, fragments[0]);
-    wgmma_wait<0>();
-    release(before);
-#pragma unroll
-    for (int b = 0; b < Tile::kBlocks; ++b) wgmma_touch(acc[b]);
+    const int last = multiply_depths<Tile, kRowMajor, kColumnMajor>(acc, at, stages, full, empty,
+                                                                    p.first, p.last);
+    release_stage<Tile>(empty, last);
 
     if (part >= 0) {
       float4* const to =

@@ -208,6 +208,49 @@ __device__ __forceinline__ void multiply_stage(float (&acc)[Tile::kBlocks][Tile:
   wgmma_commit();
 }
 
+// The calling consumer has left the stage, and tells all whose copies fill it.
+template <typename Tile>
+__device__ __forceinline__ void release_stage(uint64_t* empty, int stage) {
+  const int thread = threadIdx.x % 128;
+  if constexpr (Tile::kCluster > 1) {
+    if (thread < Tile::kCluster) mbarrier_arrive_remote(&empty[stage], thread);
+  } else {
+    if (thread == 0) mbarrier_arrive(&empty[stage]);
+  }
+}
+
+// acc = rows * columns of the depths [first, last), which come in the stages from `at` on. Returns
+// the last of these, which is still to be released.
+template <typename Tile, int kRowMajor, int kColumnMajor>
+__device__ __forceinline__ int multiply_depths(float (&acc)[Tile::kBlocks][Tile::kColumns / 2],
+                                               Cursor<Tile::kStages>& at, uint32_t stages,
+                                               uint64_t* full, uint64_t* empty, int first,
+                                               int last) {
+  int before = -1;  // the stage whose products may still run
+  [[maybe_unused]] uint32_t fragments[2][4][4];
+  const auto step = [&](int d, auto& fragment) {
+    mbarrier_wait(&full[at.stage], at.phase);
+    multiply_stage<Tile, kRowMajor, kColumnMajor>(acc, fragment,
+                                                  stages + at.stage * Tile::kStageBytes, d > first);
+    wgmma_wait<1>();
+    if (before >= 0) release_stage<Tile>(empty, before);
+    before = at.stage;
+    at.next();
+  };
+  int d = first;
+  if constexpr (sizeof(typename Tile::T) == 4 && kRowMajor == 1) {
+    for (; d + 1 < last; d += 2) {
+      step(d, fragments[0]);
+      step(d + 1, fragments[1]);
+    }
+  }
+  for (; d < last; ++d) step(d, fragments[0]);
+  wgmma_wait<0>();
+#pragma unroll
+  for (int b = 0; b < Tile::kBlocks; ++b) wgmma_touch(acc[b]);
+  return before;
+}
+
 // `row` and `column` are the place of acc[0] in the product.
 template <typename T, bool kSwap, int kCount>
 __device__ __forceinline__ void add_bias(const Args& a, float (&acc)[kCount], int row, int column) {

@@ -57,7 +57,6 @@ struct Plan {
   bool swap;            // rows of the accumulator are the columns of C
   int cluster;          // blocks that split the depth
   bool copy_a, copy_b;  // transposed, to K-major, first
-  bool stream_only;     // stream-K was asked for by name
   double cost;          // microseconds, estimated
 };
 
@@ -118,8 +117,6 @@ inline double stream_cost_of(const MatmulArgs& p, const Plan& plan, int multipro
   const int64_t tiles = p.batch * ceil_div(rows, t.rows * t.blocks) * ceil_div(columns, t.columns);
   const int clusters = multiprocessors / t.blocks;
   const int64_t size = size_of(p.dtype), stages = ceil_div(p.k * size, 128);
-  // 16 bits gain nothing: other tiles keep up where those do not fill the device.
-  if (size == 2 && !plan.stream_only) return kNoPlan;
   if (tiles_to_share(tiles, clusters) == 0 || tiles * stages > INT_MAX) return kNoPlan;
   const double each = static_cast<double>(tiles) / clusters, parts = std::max(1.0, 1 / each);
   const bool fragments = size == 4 && (plan.swap ? operand_b(p) : operand_a(p)).mn_major();
@@ -168,7 +165,7 @@ inline Plan make_plan(const MatmulArgs& p, bool stream_only = false) {
   for (const bool swap : {false, true}) {
     if (swap && size_of(p.dtype) == 2) break;  // only TF32 may have to
     Plan plan{};
-    plan.swap = swap, plan.stream_only = stream_only;
+    plan.swap = swap;
     if (size_of(p.dtype) == 4) {
       // TF32 takes columns K-major only, rows also through registers.
       if (swap ? a_mn : b_mn) (swap ? plan.copy_a : plan.copy_b) = true;
@@ -183,7 +180,10 @@ inline Plan make_plan(const MatmulArgs& p, bool stream_only = false) {
       plan.cost = cost_of(p, plan, multiprocessors) + copy_cost_of(p, plan);
       if (plan.cost < best.cost) best = plan;
     };
-    for (const Shape shape : {Shape::kLargeStream, Shape::kMediumStream}) consider(shape, 1);
+    // In 16 bits it gains nothing: other tiles keep up where those do not fill the device.
+    if (stream_only || size_of(p.dtype) == 4) {
+      for (const Shape shape : {Shape::kLargeStream, Shape::kMediumStream}) consider(shape, 1);
+    }
     if (stream_only) continue;
     for (const Shape shape :
          {Shape::kLarge, Shape::kWide, Shape::kMedium, Shape::kFlat, Shape::kSmall, Shape::kTiny}) {
