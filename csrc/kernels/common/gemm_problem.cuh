@@ -7,6 +7,7 @@
 #include "cluster.cuh"
 #include "gemm_operand.cuh"
 #include "launch.cuh"
+#include "tile_order.cuh"
 
 namespace braze::cuda {
 
@@ -61,35 +62,41 @@ struct GemmProblem {
   Out out;
   int64_t batch;
   int m, n, k;
-  // Set by launch_gemm. With more than one split every block writes its part of C, in the
-  // accumulation type, to partial[split][batch][m][n]; or, clustered, keeps it in shared memory,
-  // where the blocks of the other splits, all of one cluster, find it.
+  // Set by set_tiles() and launch_gemm(). With more than one split every block writes its part of
+  // C, in the accumulation type, to partial[split][batch][m][n]; or, clustered, keeps it in shared
+  // memory, where the blocks of the other splits, all of one cluster, find it.
+  TileOrder order;
   int splits, depth_tiles;
+  FastDiv by_splits;
   acc_t<T>* partial;
   bool clustered;
   unsigned first_block;  // of the launch that works on this product
   bool settled_b;        // B may be read before earlier kernels are done (may_read_early)
 
-  // What the calling block works on. Blocks run down groups of 8 row tiles before the next column
-  // tile, so that the blocks in flight share rows and columns in L2.
+  // Cuts it into tiles, kDepth deep, and their depth into `parts`. Returns how many blocks that
+  // takes.
+  template <int kTileM, int kTileN, int kDepth>
+  unsigned set_tiles(int parts) {
+    const int64_t rows = ceil_div(m, kTileM), columns = ceil_div(n, kTileN);
+    const int64_t blocks = rows * columns * batch * parts;
+    if (blocks > INT_MAX) throw std::runtime_error("gemm: more than 2^31 - 1 tiles");
+    order = TileOrder(rows, columns);
+    splits = parts, by_splits = FastDiv(parts);
+    depth_tiles = static_cast<int>(ceil_div(k, kDepth));
+    return static_cast<unsigned>(blocks);
+  }
+
+  // What the calling block works on.
   template <int kTileM, int kTileN>
   __device__ __forceinline__ GemmBlock block() const {
-    constexpr int kGroup = 8;
-    const int tiles_m = (m - 1) / kTileM + 1, tiles_n = (n - 1) / kTileN + 1;
-    const unsigned per_part = static_cast<unsigned>(tiles_m) * tiles_n;
-    const unsigned number = blockIdx.x - first_block;
-    const unsigned index = clustered ? number / splits : number;
-    const unsigned part = index / per_part;
-    const int tile = static_cast<int>(index - part * per_part);
-    const int group = tile / (kGroup * tiles_n);
-    const int rows = min(kGroup, tiles_m - group * kGroup);
-    const int in_group = tile - group * kGroup * tiles_n;
     GemmBlock result;
-    result.split = static_cast<int>((clustered ? number : part) % splits);
-    result.batch = clustered ? part : part / splits;
-    result.m0 = (group * kGroup + in_group % rows) * kTileM;
-    result.n0 = in_group / rows * kTileN;
-    const int each = depth_tiles / splits, rest = depth_tiles - each * splits;
+    int index = static_cast<int>(blockIdx.x - first_block), row, column;
+    if (clustered) index = by_splits.div(index, result.split);
+    index = order.place(index, row, column);
+    result.batch = clustered ? index : by_splits.div(index, result.split);
+    result.m0 = row * kTileM, result.n0 = column * kTileN;
+    int rest;
+    const int each = by_splits.div(depth_tiles, rest);
     result.first_tile = each * result.split + min(rest, result.split);
     result.tiles = each + (result.split < rest);
     return result;
@@ -163,8 +170,9 @@ struct GemmProblem {
       }
     }
     cluster_sync();
-    const int end = inside ? min(rows, kTileM * (block.split + 1) / splits) : 0;
-    for (int row = kTileM * block.split / splits + first; row < end; row += kStep) {
+    const int begin = by_splits.div(kTileM * block.split);
+    const int end = min(rows, by_splits.div(kTileM * (block.split + 1)));
+    for (int row = begin + first; row < (inside ? end : 0); row += kStep) {
       Acc sum[4] = {};
 #pragma unroll 8
       for (int s = 0; s < splits; ++s) {
@@ -176,7 +184,7 @@ struct GemmProblem {
       store(sum, block.m0 + row);
       keep(row, sum);
     }
-    sum_rows(kTileM * block.split / splits, min(rows, kTileM * (block.split + 1) / splits));
+    sum_rows(begin, end);
     cluster_sync();  // no block ends while another may read its shared memory
   }
 
@@ -358,27 +366,25 @@ template <typename Kernel, typename Problem>
 void launch_gemm(Stream stream, Problem problem, int splits, void* workspace,
                  bool clustered = false) {
   using T = typename Problem::T;
-  problem.splits = workspace || clustered ? splits : 1;
-  problem.depth_tiles = static_cast<int>(ceil_div(problem.k, Kernel::kDepth));
+  const unsigned blocks =
+      problem.template set_tiles<Kernel::kTileM, Kernel::kTileN, Kernel::kDepth>(
+          workspace || clustered ? splits : 1);
   problem.partial = static_cast<acc_t<T>*>(workspace);
   problem.clustered = clustered && problem.splits > 1;
   if constexpr (Kernel::kSettles) {
     problem.settled_b = problem.batch == 1 && may_read_early(stream, span_of(problem.b));
   }
-  const int64_t blocks = ceil_div(problem.m, Kernel::kTileM) * ceil_div(problem.n, Kernel::kTileN) *
-                         problem.batch * problem.splits;
-  if (blocks > INT_MAX) throw std::runtime_error("gemm: more than 2^31 - 1 tiles");
   static std::atomic<uint64_t> done{0};
   allow_shared_memory(reinterpret_cast<const void*>(gemm_kernel<Kernel, Problem>),
                       Kernel::kSharedBytes, done);
   if (problem.clustered) {
-    launch_clusters("gemm", stream, gemm_kernel<Kernel, Problem>, static_cast<unsigned>(blocks),
-                    Kernel::kThreads, Kernel::kSharedBytes, problem.splits, problem);
+    launch_clusters("gemm", stream, gemm_kernel<Kernel, Problem>, blocks, Kernel::kThreads,
+                    Kernel::kSharedBytes, problem.splits, problem);
     if constexpr (Kernel::kSettles) note_settling_kernel(stream, {problem.written()});
     return;
   }
-  launch_early(gemm_kernel<Kernel, Problem>, static_cast<unsigned>(blocks), Kernel::kThreads,
-               Kernel::kSharedBytes, stream, problem);
+  launch_early(gemm_kernel<Kernel, Problem>, blocks, Kernel::kThreads, Kernel::kSharedBytes, stream,
+               problem);
   check_launch("gemm");
   if (problem.splits > 1) {
     launch_gemm_reduce<T>(stream, problem.partial, problem.out, problem.batch, problem.m, problem.n,

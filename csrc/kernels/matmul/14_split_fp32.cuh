@@ -143,18 +143,13 @@ __device__ __forceinline__ void consume_parts(const SplitArgs& a, uint32_t stage
         wgmma_commit();
         wgmma_wait<0>();
         wgmma_touch(part);
-        if constexpr (kCluster > 1) {
-          if (thread < kCluster) mbarrier_arrive_remote(&empty[at.stage], thread);
-        } else {
-          if (thread == 0) mbarrier_arrive(&empty[at.stage]);
-        }
+        release_stage<Tile>(empty, at.stage);
 #pragma unroll
         for (int i = 0; i < kCount; ++i) acc[i] += part[i];
       }
     }
     if (a.partial) {
-      const int batches = a.tiles / (a.splits * a.super_rows * a.tile_columns);
-      const int64_t index = int64_t{p.split} * batches + p.batch;
+      const int64_t index = int64_t{p.split} * a.batch + p.batch;
       store_direct<float, false>(a.partial + index * a.rows * a.columns, a.columns, a.rows,
                                  a.columns, acc, row, column);
     } else {

@@ -52,10 +52,10 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   static_assert(Tile::kCluster == 1);  // blocks of a cluster share sums, not stages
   start_ring<Tile>(&row_map, &column_map, full, empty);
 
-  const int rank = blockIdx.x % a.cluster;
-  Place p = place_of(a, blockIdx.x / a.cluster);
-  p.first = static_cast<int>(int64_t{a.depth_tiles} * rank / a.cluster);
-  p.last = static_cast<int>(int64_t{a.depth_tiles} * (rank + 1) / a.cluster);
+  const int cluster = 1 << a.cluster_bits, rank = static_cast<int>(cluster_rank());
+  Place p = place_of(a, blockIdx.x >> a.cluster_bits);
+  p.first = a.depth_tiles * rank >> a.cluster_bits;
+  p.last = a.depth_tiles * (rank + 1) >> a.cluster_bits;
   const int thread = threadIdx.x, lane = thread % 32;
   Cursor<Tile::kStages> at;
   float acc[1][kCount];
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   // A block's share is `chunks` times 8 columns. Every block sends each share to its owner, to
   // where the stages were, once all have read theirs.
   constexpr int kChunks = kCount / 4;
-  const int chunks = kChunks / a.cluster;
+  const int chunks = kChunks >> a.cluster_bits;
   const auto place = [&](int block, int chunk) {
     return stages + ((block * chunks + chunk) * kConsumerThreads + thread) * 16;
   };
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   if (thread < kConsumerThreads) {
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) {
-      const int owner = i * a.cluster / kChunks;
+      const int owner = i * cluster / kChunks;
       store_remote(place(rank, i - owner * chunks), owner, &acc[0][4 * i]);
     }
   }
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   [[maybe_unused]] float row_sums[2] = {};
   for (int i = 0; i < chunks; ++i) {
     float sum[4] = {};
-    for (int block = 0; block < a.cluster; ++block) {
+    for (int block = 0; block < cluster; ++block) {
       const float4 v = load_shared(place(block, i));
       sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w;
     }
@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     store_direct<T, kSwap>(c, a.c_ld, a.rows, a.columns, sum, row, column + i * 8);
   }
   if constexpr (A::kFull) {
-    if (a.row_parts) store_row_part(a, row_sums, row, p.column * a.cluster + rank);
+    if (a.row_parts) store_row_part(a, row_sums, row, p.column * cluster + rank);
     if (a.column_parts) {
       store_column_part<kShare>(a, &column_sums[thread / 128 * 4],
                                 p.row * Tile::kRows + thread / 128 * 64,

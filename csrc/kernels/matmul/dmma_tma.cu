@@ -49,15 +49,11 @@ bool dmma_tma_preferred(const MatmulArgs& p) {
 void dmma_tma_matmul(Stream stream, const MatmulArgs& p) {
   const Operand a = operand_a(p), b = operand_b(p);
   DmmaProblem problem = matmul_problem<double>(p);
-  problem.splits = 1;
-  problem.depth_tiles = static_cast<int>(ceil_div(p.k, DmmaTile::kDepth));
-  const int64_t blocks = tiles_of(p);
-  if (blocks > INT_MAX) throw std::runtime_error("matmul: more than 2^31 - 1 tiles");
+  const unsigned blocks = problem.set_tiles<DmmaTile::kM, DmmaTile::kN, DmmaTile::kDepth>(1);
   const CUtensorMap a_map = operand_map<double>(a, p.k, p.batch, 16);
   const CUtensorMap b_map = operand_map<double>(b, p.k, p.batch, 16);
   const auto run = [&](auto a_mn_major, auto b_mn_major) {
-    launch<a_mn_major.value, b_mn_major.value>(stream, problem, static_cast<unsigned>(blocks),
-                                               a_map, b_map);
+    launch<a_mn_major.value, b_mn_major.value>(stream, problem, blocks, a_map, b_map);
   };
   if (a.mn_major()) {
     return b.mn_major() ? run(std::true_type{}, std::true_type{})

@@ -75,14 +75,14 @@ template <typename Tile>
 void set_tiles(Args& args, const MatmulArgs& p, const Operand& rows, const Operand& columns,
                int splits, void* partial) {
   args.rows = static_cast<int>(rows.outer), args.columns = static_cast<int>(columns.outer);
-  args.super_rows = static_cast<int>(ceil_div(rows.outer, Tile::kRows * Tile::kCluster));
-  args.tile_columns = static_cast<int>(ceil_div(columns.outer, Tile::kColumns));
-  args.depth_tiles = static_cast<int>(ceil_div(p.k, Tile::kDepth));
-  args.splits = splits;
-  const int64_t tiles = p.batch * splits * args.super_rows * args.tile_columns;
+  const int64_t tile_rows = ceil_div(rows.outer, Tile::kRows * Tile::kCluster);
+  const int64_t tile_columns = ceil_div(columns.outer, Tile::kColumns);
+  const int64_t tiles = p.batch * splits * tile_rows * tile_columns;
   if (tiles > INT_MAX) throw std::runtime_error("matmul: more than 2^31 - 1 tiles");
-  args.tiles = static_cast<int>(tiles);
-  args.group = 8;
+  args.order = TileOrder(tile_rows, tile_columns);
+  args.depth_tiles = static_cast<int>(ceil_div(p.k, Tile::kDepth));
+  args.splits = splits, args.by_splits = FastDiv(splits);
+  args.batch = static_cast<int>(p.batch), args.tiles = static_cast<int>(tiles);
   args.row_batch = rows.batch != 0, args.column_batch = columns.batch != 0;
   args.c = p.c, args.c_batch = p.m * p.n, args.c_ld = p.n;
   args.direct =
@@ -133,7 +133,7 @@ void launch_cluster_split(Stream stream, const MatmulArgs& p, int cluster, const
   const Operand &rows = kSwap ? b : a, &columns = kSwap ? a : b;
   A args = epilogue;
   set_tiles<Tile>(args, p, rows, columns, 1, nullptr);
-  args.cluster = cluster;
+  args.cluster_bits = cluster == 8 ? 3 : cluster == 4 ? 2 : 1;
   const CUtensorMap row_map = operand_map<T>(rows, p.k, p.batch, Tile::kRows);
   const CUtensorMap column_map = operand_map<T>(columns, p.k, p.batch, Tile::kColumns);
   constexpr auto kKernel = cluster_split_kernel<Tile, kRowMajor, kColumnMajor, kSwap, A>;

@@ -9,6 +9,7 @@
 #include "kernels/common/launch.cuh"
 #include "kernels/common/multicast.cuh"
 #include "kernels/common/numeric.cuh"
+#include "kernels/common/tile_order.cuh"
 #include "kernels/common/wgmma.cuh"
 
 namespace braze::cuda::hopper {
@@ -61,12 +62,12 @@ __device__ __forceinline__ void start_ring(const CUtensorMap* row_map,
 struct Args {
   static constexpr bool kFull = false;  // of FullArgs (hopper_epilogue.cuh) it is true
 
-  int rows, columns;             // of the product
-  int super_rows, tile_columns;  // in tiles; rows of tiles that a cluster takes at once
-  int depth_tiles, splits;       // the depth, and in how many parts it is summed
-  int cluster;                   // 15_cluster_split.cuh: blocks that share a tile
-  int tiles;                     // in all
-  int group;                     // super rows
+  int rows, columns;        // of the product
+  TileOrder order;          // a row of tiles stands for as many as a cluster takes at once
+  int depth_tiles, splits;  // the depth, and in how many parts it is summed
+  FastDiv by_splits;
+  int cluster_bits;              // 15_cluster_split.cuh: of blocks that share a tile, log2
+  int batch, tiles;              // the latter in all
   bool row_batch, column_batch;  // else one operand for all of the batch
   bool direct;                   // C is stored from registers
   bool relu;
@@ -83,16 +84,7 @@ struct Place {
 
 __device__ __forceinline__ Place place_of(const Args& a, int tile) {
   Place p;
-  const int per_part = a.super_rows * a.tile_columns;
-  const int part = tile / per_part;
-  tile -= part * per_part;
-  p.batch = part / a.splits;
-  p.split = part - p.batch * a.splits;
-  const int group = tile / (a.group * a.tile_columns);
-  const int height = min(a.group, a.super_rows - group * a.group);
-  tile -= group * a.group * a.tile_columns;
-  p.column = tile / height;
-  p.row = group * a.group + tile - p.column * height;
+  p.batch = a.by_splits.div(a.order.place(tile, p.row, p.column), p.split);
   p.first = 0, p.last = a.depth_tiles;
   if (a.splits > 1) {
     p.first = static_cast<int>(int64_t{a.depth_tiles} * p.split / a.splits);

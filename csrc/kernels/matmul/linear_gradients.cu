@@ -73,23 +73,19 @@ Problem<T> masked_problem(const MatmulArgs& args, const void* result) {
   problem.m = plain.m;
   problem.n = plain.n;
   problem.k = plain.k;
-  problem.splits = 1;
   return problem;
 }
 
 template <typename T, typename Input, typename Weight>
 void launch(Stream stream, const LinearGradArgs& args) {
   static_assert(Input::kThreads == Weight::kThreads && Input::kSettles && Weight::kSettles);
-  const auto blocks = [](const Problem<T>& p) {
-    return static_cast<unsigned>(ceil_div(p.m, Input::kTileM) * ceil_div(p.n, Input::kTileN));
-  };
   Problem<T> input = masked_problem<T>(args.input, args.result);
   Problem<T> weight = masked_problem<T>(args.weight, args.result);
-  input.depth_tiles = static_cast<int>(ceil_div(input.k, Input::kDepth));
-  weight.depth_tiles = static_cast<int>(ceil_div(weight.k, Weight::kDepth));
-  weight.first_block = blocks(input);
+  weight.first_block = input.template set_tiles<Input::kTileM, Input::kTileN, Input::kDepth>(1);
   input.settled_b = may_read_early(stream, span_of(input.b));
-  const unsigned bias_block = weight.first_block + blocks(weight);
+  const unsigned bias_block =
+      weight.first_block +
+      weight.template set_tiles<Weight::kTileM, Weight::kTileN, Weight::kDepth>(1);
   const unsigned bias_blocks =
       args.bias ? static_cast<unsigned>(ceil_div(args.weight.m, kColumns)) : 0;
   constexpr int kShared = std::max(Input::kSharedBytes, Weight::kSharedBytes);

@@ -85,15 +85,12 @@ void simt_tma_matmul(Stream stream, const MatmulArgs& args, void* workspace) {
   p.a = {a.data, a.batch, a.outer_stride, a.depth_stride};
   p.b = {b.data, b.batch, b.depth_stride, b.outer_stride};
   TmaProblem problem = matmul_problem<float>(p);
-  problem.splits = 1;
-  problem.depth_tiles = static_cast<int>(ceil_div(p.k, TmaTile::kDepth));
-  const int64_t blocks = ceil_div(p.m, TmaTile::kM) * ceil_div(p.n, TmaTile::kN) * p.batch;
-  if (blocks > INT_MAX) throw std::runtime_error("matmul: more than 2^31 - 1 tiles");
+  const unsigned blocks = problem.set_tiles<TmaTile::kM, TmaTile::kN, TmaTile::kDepth>(1);
   constexpr int kBytes = kTmaSharedBytes<TmaTile>;
   static std::atomic<uint64_t> done{0};
   allow_shared_memory(reinterpret_cast<const void*>(simt_tma_kernel<TmaTile>), kBytes, done);
-  launch_early(simt_tma_kernel<TmaTile>, static_cast<unsigned>(blocks), TmaTile::kThreads, kBytes,
-               stream, tile_map(a, p, TmaTile::kM), tile_map(b, p, TmaTile::kN), problem);
+  launch_early(simt_tma_kernel<TmaTile>, blocks, TmaTile::kThreads, kBytes, stream,
+               tile_map(a, p, TmaTile::kM), tile_map(b, p, TmaTile::kN), problem);
   check_launch("matmul simt_tma");
 }
 
