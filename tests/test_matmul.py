@@ -403,9 +403,13 @@ HOPPER_SHAPES = [
     (3, 200, 136, 200),
     (2, 520, 72, 1024),
     (1, 8, 8, 8),
-    # Sizes for which the plan takes tiles of 128 x 192, and of 64 x 192; 128 x 192 with the depth
-    # split over clusters of 2 and 4; and 128 x 128 over 2 and 4.
+    # Sizes for which the plan takes, in 16 bits, tiles of 128 x 192, and of 64 x 192; of 256, 128
+    # and 64 x 144, where A is K-major; 128 x 192 with the depth split over clusters of 2 and 4;
+    # and 128 x 128 over 2 and 4.
     (2, 2040, 760, 264),
+    (1, 760, 1504, 264),
+    (1, 1576, 3000, 264),
+    (2, 1576, 760, 264),
     (1, 1576, 768, 3080),
     (1, 1000, 1504, 8200),
     (1, 760, 760, 8200),
@@ -449,10 +453,30 @@ def test_hopper_kernels(device, dtype, shape, name):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(4080, 759, 264), (1576, 3001, 264), (3152, 759, 264)], ids=str)
+def test_hopper_results_of_odd_rows(device, dtype, shape):
+    """Rows of C that TMA cannot store: from registers, of tiles that are swapped and others."""
+    hopper_only(device)
+    m, n, k = shape
+    a, b = majors(1, m, k, False, device, dtype), majors(1, k, n, True, device, dtype)
+    with braze.backend(matmul="wgmma"):
+        out = braze.matmul(a, b)
+    assert_by_rule(out, torch.matmul(a, b), torch.matmul(a.double(), b.double()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_hopper_kernel_in_linear(device, dtype):
     """Forward with bias and ReLU, and both gradients, of odd and of round sizes."""
     hopper_only(device)
-    for rows, features, outputs in [(512, 768, 1024), (200, 264, 136), (1024, 3136, 128)]:
+    # The latter three: tiles of 64, 128 and 256 x 144.
+    for rows, features, outputs in [
+        (512, 768, 1024),
+        (200, 264, 136),
+        (1024, 3136, 128),
+        (1576, 520, 760),
+        (3152, 264, 760),
+        (1576, 264, 3000),
+    ]:
         inputs = [
             torch.randn(s, device=device).to(dtype).requires_grad_()
             for s in [(rows, features), (outputs, features), (outputs,)]
@@ -751,7 +775,10 @@ def test_hopper_kernel_runs_where_expected(device):
     # These sizes stand for tile shapes in HOPPER_SHAPES.
     for (m, n, k), kernel, tile in [
         ((4080, 760, 264), "persistent_kernel", "128, 192"),
-        ((1576, 768, 3080), "persistent_kernel", "64, 192"),
+        ((760, 1504, 264), "persistent_kernel", "64, 192"),
+        ((1576, 3000, 264), "persistent_kernel", "256, 144"),
+        ((3152, 760, 264), "persistent_kernel", "128, 144"),
+        ((1576, 768, 3080), "persistent_kernel", "64, 144"),
         ((1000, 1504, 8200), "cluster_split_kernel", "128, 192"),
         ((760, 760, 8200), "cluster_split_kernel", "128, 192"),
         ((1576, 600, 8200), "cluster_split_kernel", "128, 128"),

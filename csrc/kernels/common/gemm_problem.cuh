@@ -185,7 +185,9 @@ struct GemmProblem {
       keep(row, sum);
     }
     sum_rows(begin, end);
-    cluster_sync();  // no block ends while another may read its shared memory
+    // No block ends while another may read its shared memory. What was read has been added up, and
+    // for what was written nobody need wait.
+    cluster_meet();
   }
 
   // What a matrix product without splits, or clustered, writes.

@@ -29,6 +29,7 @@ __device__ __forceinline__ void produce(const CUtensorMap* row_map, const CUtens
     const Place p = place_of(a, tile);
     const int row = (p.row * kCluster + rank) * Tile::kRows;
     const int column = p.column * Tile::kColumns + rank * kBox;
+#pragma unroll 1
     for (int d = p.first; d < p.last; ++d, at.next()) {
       mbarrier_wait(&empty[at.stage], at.phase ^ 1);
       mbarrier_expect(&full[at.stage], Tile::kStageBytes);
@@ -45,25 +46,26 @@ __device__ __forceinline__ void produce(const CUtensorMap* row_map, const CUtens
       }
     }
   }
+  drain_ring<Tile>(empty, at);
 }
 
-// A finished tile of 16-bit values that waits to be stored: 64 rows by 64 columns a chunk.
+// 64 finished rows of 16-bit values that wait to be stored, kChunk columns at a time.
 template <typename Tile>
 struct Finished {
-  static constexpr int kColumnChunks = Tile::kColumns / 64;
-  static constexpr int kChunks = Tile::kBlocks * kColumnChunks;
-  uint32_t pairs[kChunks][16];  // of neighbouring columns
-  int row, column, batch;       // of the consumer's first element in the product
+  static constexpr int kChunks = Tile::kColumns / Tile::kChunk, kPairs = Tile::kChunk / 4;
+  uint32_t pairs[kChunks][kPairs];  // of neighbouring columns
+  int row, column, batch;           // of the first element in the product
   bool full = false;
 
   template <int kCount>
-  __device__ __forceinline__ void take(const float (&acc)[kCount], int block) {
+  __device__ __forceinline__ void take(const float (&acc)[kCount], int r, int c, int b) {
     using T = typename Tile::T;
 #pragma unroll
     for (int i = 0; i < kCount / 2; ++i) {
       const Vec<T, 2> pair{convert<T>(acc[2 * i]), convert<T>(acc[2 * i + 1])};
-      pairs[block * kColumnChunks + i / 16][i % 16] = *reinterpret_cast<const uint32_t*>(&pair);
+      pairs[i / kPairs][i % kPairs] = *reinterpret_cast<const uint32_t*>(&pair);
     }
+    row = r, column = c, batch = b, full = true;
   }
 
   // Through shared memory, two buffers in turn, and TMA.
@@ -71,12 +73,12 @@ struct Finished {
   __device__ __forceinline__ void store(int chunk, const CUtensorMap* map, uint32_t staging,
                                         int group) const {
     const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
-    const uint32_t buffer = staging + chunk % 2 * kChunkBytes;
+    const uint32_t buffer = staging + chunk % 2 * Tile::kChunkBytes;
     // The buffer's last copy is two back, or the last one.
     if (thread == 0) tma_store_wait_read<kChunks % 2 == 0 ? 1 : 0>();
     named_barrier(1 + group, 128);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {  // 16 columns
+    for (int i = 0; i < Tile::kChunk / 16; ++i) {  // 16 columns
       const uint32_t* v = &pairs[chunk][i * 4];
       if constexpr (kSwap) {
         // Lane l addresses row l % 8 of matrix l / 8: columns become rows.
@@ -96,8 +98,9 @@ struct Finished {
     fence_async_proxy();
     named_barrier(1 + group, 128);
     if (thread == 0) {
-      const int r = row + chunk / kColumnChunks * 64, c = column + chunk % kColumnChunks * 64;
-      tma_store_4d(map, buffer, kSwap ? r : c, kSwap ? c : r, batch, 0);
+      const int c = column + chunk * Tile::kChunk;
+      static_assert(kSwap || Tile::kChunk == 64);
+      tma_store_4d(map, buffer, kSwap ? row : c, kSwap ? c : row, batch, 0);
       tma_store_commit();
     }
   }
@@ -121,15 +124,14 @@ __device__ __forceinline__ void consume(const CUtensorMap* c_map, const A& a, ui
   constexpr bool kFragments = sizeof(T) == 4 && kRowMajor == 1;
   const int rank = kCluster > 1 ? static_cast<int>(cluster_rank()) : 0;
   const int group = threadIdx.x / 128, thread = threadIdx.x % 128, lane = threadIdx.x % 32;
-  const uint32_t staging = stages + Tile::kStages * Tile::kStageBytes + group * 2 * kChunkBytes;
+  const uint32_t staging = stages + Tile::kStages * Tile::kStageBytes + group * Tile::kStagingBytes;
   const int first_row = group * kBlocks * 64;  // of the tile
   Cursor<Tile::kStages> at;
   float acc[kBlocks][Tile::kColumns / 2];
 
-  // A 16-bit tile is kept, packed, while the next one begins: each of the next
-  // one's first steps stores a chunk of it.
+  // A 16-bit tile is kept, packed, while the next one begins, if there are registers for both: each
+  // of the next one's first steps stores a chunk of it.
   Finished<Tile> finished;
-  constexpr int kChunks = Tile::kStaged ? Finished<Tile>::kChunks : 0;
 
   for (int tile = blockIdx.x / kCluster; tile < a.tiles; tile += gridDim.x / kCluster) {
     const Place p = place_of(a, tile);
@@ -141,9 +143,8 @@ __device__ __forceinline__ void consume(const CUtensorMap* c_map, const A& a, ui
       mbarrier_wait(&full[at.stage], at.phase);
       multiply_stage<Tile, kRowMajor, kColumnMajor>(
           acc, fragment, stages + at.stage * Tile::kStageBytes, d > p.first);
-      if constexpr (Tile::kStaged) {
-        if (chunk >= 0 && finished.full)
-          finished.template store<kSwap>(chunk, c_map, staging, group);
+      if constexpr (Tile::kKept) {
+        if (chunk >= 0) finished.template store<kSwap>(chunk, c_map, staging, group);
       }
       wgmma_wait<1>();
       if (before >= 0) release_stage<Tile>(empty, before);
@@ -151,29 +152,32 @@ __device__ __forceinline__ void consume(const CUtensorMap* c_map, const A& a, ui
       at.next();
     };
     int d = p.first;
+    if constexpr (Tile::kKept) {
+      if (finished.full) {
 #pragma unroll
-    for (int chunk = 0; chunk < kChunks; ++chunk) {
-      if (d < p.last) step(d++, chunk, fragments[0]);
+        for (int chunk = 0; chunk < Finished<Tile>::kChunks; ++chunk) {
+          if (d < p.last) {
+            step(d++, chunk, fragments[0]);
+          } else {
+            finished.template store<kSwap>(chunk, c_map, staging, group);
+          }
+        }
+      }
     }
+    // Rolled: a few products are over before unrolled code has come from memory.
     if constexpr (kFragments) {
+#pragma unroll 1
       for (; d + 1 < p.last; d += 2) {
         step(d, -1, fragments[0]);
         step(d + 1, -1, fragments[1]);
       }
     }
+#pragma unroll 1
     for (; d < p.last; ++d) step(d, -1, fragments[0]);
     wgmma_wait<0>();
     if (before >= 0) release_stage<Tile>(empty, before);
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) wgmma_touch(acc[b]);
-    if constexpr (Tile::kStaged) {
-#pragma unroll
-      for (int chunk = 1; chunk < kChunks; ++chunk) {  // there were fewer steps than chunks
-        if (finished.full && chunk >= p.last - p.first) {
-          finished.template store<kSwap>(chunk, c_map, staging, group);
-        }
-      }
-    }
 
     const int row = tile_row + thread / 32 * 16 + lane / 4, column = tile_column + lane % 4 * 2;
 #pragma unroll
@@ -186,18 +190,17 @@ __device__ __forceinline__ void consume(const CUtensorMap* c_map, const A& a, ui
       }
       if constexpr (Tile::kStaged) {
         if (!a.direct) {
-          finished.take(acc[b], b);
+          finished.take(acc[b], tile_row + b * 64, tile_column, p.batch);
+          if constexpr (!Tile::kKept) finished.template flush<kSwap>(c_map, staging, group);
           continue;
         }
       }
       store_direct<T, kSwap>(static_cast<T*>(a.c) + p.batch * a.c_batch, a.c_ld, a.rows, a.columns,
                              acc[b], row + b * 64, column);
     }
-    finished.full = Tile::kStaged && !a.direct;
-    finished.row = tile_row, finished.column = tile_column, finished.batch = p.batch;
   }
   if constexpr (Tile::kStaged) {
-    finished.template flush<kSwap>(c_map, staging, group);
+    if constexpr (Tile::kKept) finished.template flush<kSwap>(c_map, staging, group);
     if (thread == 0) tma_store_wait_read<0>();
   }
 }
@@ -224,8 +227,6 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     if constexpr (Tile::kConsumers == 2) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     consume<Tile, kRowMajor, kColumnMajor, kSwap>(&c_map, a, stages, full, empty);
   }
-  // A block that has ended could not be sent what its neighbours still send.
-  if constexpr (Tile::kCluster > 1) cluster_sync();
 #endif
 }
 

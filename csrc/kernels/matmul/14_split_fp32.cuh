@@ -91,6 +91,7 @@ __device__ __forceinline__ void produce_parts(const CUtensorMap* row_map,
       }
     }
   }
+  drain_ring<Tile>(empty, at);
 }
 
 template <typename Tile, int kRowMajor, int kColumnMajor>
@@ -179,7 +180,6 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     consume_parts<Tile, kRowMajor, kColumnMajor>(a, stages, full, empty);
   }
-  if constexpr (Tile::kCluster > 1) cluster_sync();
 #endif
 }
 

@@ -1,7 +1,9 @@
 // Rung 15: products with few tiles. The blocks of a cluster share a tile of C and split its depth;
 // their sums meet through distributed shared memory, in a fixed order, and each block stores a
 // share of the columns. Against splits whose parts go through global memory that saves a second
-// kernel, the workspace and a round trip to L2. For products whose blocks all run at once.
+// kernel, the workspace and a round trip to L2. Sums are counted on their arrival by a barrier in
+// the block that they are for: one of the cluster would wait for all that was written before, which
+// takes 1500 cycles. For products whose blocks all run at once.
 #pragma once
 
 #include "hopper_epilogue.cuh"
@@ -9,13 +11,23 @@
 
 namespace braze::cuda::hopper {
 
-__device__ __forceinline__ void store_remote(uint32_t address, uint32_t rank, const float* v) {
+// To `address` in block `rank` of the cluster, whose barrier counts the bytes.
+__device__ __forceinline__ void send(uint32_t address, uint64_t* barrier, uint32_t rank,
+                                     const float* v) {
   asm volatile(
-      "{.reg .b32 remote;\n"
-      "mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "st.shared::cluster.v4.f32 [remote], {%2, %3, %4, %5};}" ::"r"(address),
-      "r"(rank), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3])
+      "{.reg .b32 to, counted;\n"
+      "mapa.shared::cluster.u32 to, %0, %2;\n"
+      "mapa.shared::cluster.u32 counted, %1, %2;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [to], {%3, %4, %5, %6}, "
+      "[counted];}" ::"r"(address),
+      "r"(shared_address(barrier)), "r"(rank), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3])
       : "memory");
+}
+// In the thread's own block, for itself.
+__device__ __forceinline__ void keep(uint32_t address, const float* v) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(v[0]), "f"(v[1]),
+               "f"(v[2]), "f"(v[3])
+               : "memory");
 }
 __device__ __forceinline__ float4 load_shared(uint32_t address) {
   float4 v;
@@ -50,6 +62,12 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   [[maybe_unused]] __shared__ float column_sums[A::kFull ? kConsumerThreads / 32 : 1][kShare];
   const uint32_t stages = (shared_address(shared_bytes) + 1023) & ~1023u;
   static_assert(Tile::kCluster == 1);  // blocks of a cluster share sums, not stages
+  __shared__ uint64_t arrived;
+  if (threadIdx.x == 0) {
+    mbarrier_init(&arrived, 1);
+    const uint32_t share = Tile::kRows * Tile::kColumns * sizeof(float) >> a.cluster_bits;
+    mbarrier_expect(&arrived, share * ((1u << a.cluster_bits) - 1));  // from all others
+  }
   start_ring<Tile>(&row_map, &column_map, full, empty);
 
   const int cluster = 1 << a.cluster_bits, rank = static_cast<int>(cluster_rank());
@@ -61,6 +79,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   float acc[1][kCount];
   if (thread / 128 == Tile::kConsumers) {
     if (lane == 0) {
+#pragma unroll 1
       for (int d = p.first; d < p.last; ++d, at.next()) {
         mbarrier_wait(&empty[at.stage], at.phase ^ 1);
         mbarrier_expect(&full[at.stage], Tile::kStageBytes);
@@ -88,11 +107,12 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) {
       const int owner = i * cluster / kChunks;
-      store_remote(place(rank, i - owner * chunks), owner, &acc[0][4 * i]);
+      const uint32_t to = place(rank, i - owner * chunks);
+      owner == rank ? keep(to, &acc[0][4 * i]) : send(to, &arrived, owner, &acc[0][4 * i]);
     }
   }
-  cluster_sync();
   if (thread >= kConsumerThreads) return;
+  mbarrier_wait(&arrived, 0);
   const int row = p.row * Tile::kRows + thread / 32 * 16 + lane / 4;
   const int column = p.column * Tile::kColumns + rank * chunks * 8 + lane % 4 * 2;
   T* const c = static_cast<T*>(a.c) + p.batch * a.c_batch;

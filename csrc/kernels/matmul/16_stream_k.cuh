@@ -64,7 +64,7 @@ __device__ __forceinline__ void consume_share(const CUtensorMap* c_map, const St
                                               uint64_t* full, uint64_t* empty) {
   using T = typename Tile::T;
   const int group = threadIdx.x / 128, thread = threadIdx.x % 128, lane = threadIdx.x % 32;
-  const uint32_t staging = stages + Tile::kStages * Tile::kStageBytes + group * 2 * kChunkBytes;
+  const uint32_t staging = stages + Tile::kStages * Tile::kStageBytes + group * Tile::kStagingBytes;
   Cursor<Tile::kStages> at;
   float acc[Tile::kBlocks][Tile::kColumns / 2];
   for_share(a, cluster, [&](const Place& p, int part) {
@@ -90,23 +90,19 @@ __device__ __forceinline__ void consume_share(const CUtensorMap* c_map, const St
     const int tile_row = (p.row * Tile::kCluster + rank) * Tile::kRows + group * Tile::kBlocks * 64;
     const int tile_column = p.column * Tile::kColumns;
     const int row = tile_row + thread / 32 * 16 + lane / 4, column = tile_column + lane % 4 * 2;
-    [[maybe_unused]] Finished<Tile> finished;
 #pragma unroll
     for (int b = 0; b < Tile::kBlocks; ++b) {
       finish<T, kSwap>(a, acc[b], row + b * 64, column);
       if constexpr (Tile::kStaged) {
         if (!a.direct) {
-          finished.take(acc[b], b);
+          Finished<Tile> finished;
+          finished.take(acc[b], tile_row + b * 64, tile_column, p.batch);
+          finished.template flush<kSwap>(c_map, staging, group);
           continue;
         }
       }
       store_direct<T, kSwap>(static_cast<T*>(a.c) + p.batch * a.c_batch, a.c_ld, a.rows, a.columns,
                              acc[b], row + b * 64, column);
-    }
-    if constexpr (Tile::kStaged) {
-      finished.full = !a.direct;
-      finished.row = tile_row, finished.column = tile_column, finished.batch = p.batch;
-      finished.template flush<kSwap>(c_map, staging, group);
     }
   });
   if constexpr (Tile::kStaged) {
@@ -135,6 +131,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
       for_share(a, cluster, [&](const Place& p, int) {
         const int row = (p.row * kCluster + rank) * Tile::kRows;
         const int column = p.column * Tile::kColumns + rank * kBox;
+#pragma unroll 1
         for (int d = p.first; d < p.last; ++d, at.next()) {
           mbarrier_wait(&empty[at.stage], at.phase ^ 1);
           mbarrier_expect(&full[at.stage], Tile::kStageBytes);
@@ -146,6 +143,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
               d * Tile::kDepth, a.column_batch ? p.batch : 0);
         }
       });
+      drain_ring<Tile>(empty, at);
     }
     __syncwarp();
   } else {
@@ -153,8 +151,6 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     consume_share<Tile, kRowMajor, kColumnMajor, kSwap>(&c_map, a, cluster, rank, stages, full,
                                                         empty);
   }
-  // A block that has ended could not be sent what its neighbours still send.
-  if constexpr (kCluster > 1) cluster_sync();
 #endif
 }
 

@@ -213,7 +213,8 @@ void plan_columns(Plan& plan, int64_t batch, int width, int bytes) {
   // A cache line of a row, less of it where that leaves multiprocessors idle: down to a sector,
   // and below where rows are too many for one round of loads.
   set(log2_ceil(std::min(32, 128 / (width * bytes))));
-  while (p.shift > 0 && plan.blocks < sm_count() && (plan.outputs * bytes > 32 || p.rounds > 1)) {
+  while (p.shift > 0 && plan.blocks < sm_count() * 3 / 4 &&
+         (plan.outputs * bytes > 32 || p.rounds > 1)) {
     set(p.shift - 1);
   }
 }

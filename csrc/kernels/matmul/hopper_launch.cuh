@@ -96,7 +96,7 @@ void set_tiles(Args& args, const MatmulArgs& p, const Operand& rows, const Opera
 template <typename Tile>
 CUtensorMap output_map(const Args& args, const MatmulArgs& p, const CUtensorMap& other) {
   if (!Tile::kStaged || args.direct) return other;
-  return matrix_map<typename Tile::T>(p.c, p.n, p.m, p.n, p.batch, p.m * p.n, 64);
+  return matrix_map<typename Tile::T>(p.c, p.n, p.m, p.n, p.batch, p.m * p.n, Tile::kChunk);
 }
 
 // As many clusters as run at once or as there are tiles; the latter if not `persistent`.
@@ -211,8 +211,24 @@ void launch_shape(Stream stream, const MatmulArgs& p, const Plan& plan, void* wo
       case Shape::kTinySplit: return split(SmallTile<T, 64, 64, 8>{});
       case Shape::kLargeStream: return stream_k(StreamTile<T, 128, 256, 4, 2>{});
       case Shape::kMediumStream: return stream_k(StreamTile<T, 128, 128, 6, 1>{});
+      default: throw std::runtime_error("matmul: no kernel of this tile shape");
     }
   });
+}
+
+// Tiles of 144 columns, for which 16-bit products are swapped; A is K-major.
+template <typename T>
+void launch_swapped(Stream stream, const MatmulArgs& p, const Plan& plan) {
+  const auto run = [&](auto row_major) {
+    constexpr bool kR = row_major.value;
+    switch (plan.shape) {
+      case Shape::kTall144: return launch<Tile<T, 256, 144, 4, 2>, kR, false, true>(stream, p);
+      case Shape::kMedium144: return launch<Tile<T, 128, 144, 5, 2>, kR, false, true>(stream, p);
+      case Shape::kFlat144: return launch<Tile<T, 64, 144, 8, 2, 1>, kR, false, true>(stream, p);
+      default: throw std::runtime_error("matmul: no swapped kernel of this tile shape");
+    }
+  };
+  operand_b(p).mn_major() ? run(std::true_type{}) : run(std::false_type{});
 }
 
 // The same with the full epilogue, for the shapes that have it.
@@ -247,8 +263,10 @@ void launch_full(Stream stream, const MatmulArgs& p, const Plan& plan, void* sum
 template <typename T>
 void run(Stream stream, const MatmulArgs& p, const Plan& plan, void* workspace) {
   const bool full = p.has_full_epilogue();
-  if constexpr (sizeof(T) == 4) {
-    if (plan.swap) {
+  if (plan.swap) {
+    if constexpr (sizeof(T) == 2) {
+      return launch_swapped<T>(stream, p, plan);
+    } else {
       return full ? launch_full<T, true>(stream, p, plan, workspace)
                   : launch_shape<T, true>(stream, p, plan, workspace);
     }

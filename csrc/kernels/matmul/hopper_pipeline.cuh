@@ -14,8 +14,7 @@
 
 namespace braze::cuda::hopper {
 
-constexpr int kSwizzle = 128;               // bytes of a row in shared memory
-constexpr int kChunkBytes = 64 * kSwizzle;  // 64 rows: what a consumer stages of C at a time
+constexpr int kSwizzle = 128;  // bytes of a row in shared memory
 
 // T: the operands' type (float stands for TF32).
 template <typename T_, int kRows_, int kColumns_, int kStages_, int kCluster_, int kConsumers_ = 2>
@@ -29,11 +28,16 @@ struct Tile {
   static constexpr int kRowBytes = kRows * kSwizzle, kColumnBytes = kColumns * kSwizzle;
   static constexpr int kStageBytes = kRowBytes + kColumnBytes;
   // Columns that the blocks of a cluster load at once, in turn; MN-major operands come by 64.
-  static constexpr int kColumnBox = kColumns % (64 * kCluster) == 0 ? kColumns / kCluster : 64;
-  static constexpr bool kStaged = sizeof(T) == 2;
-  static constexpr int kSharedBytes =
-      1024 + kStages * kStageBytes + (kStaged ? kConsumers * 2 * kChunkBytes : 0);
-  static_assert(kBlocks * kConsumers * 64 == kRows && kColumns % kColumnBox == 0);
+  static constexpr int kColumnBox =
+      kColumns % (64 * kCluster) == 0 || kColumns % 64 != 0 ? kColumns / kCluster : 64;
+  // 16-bit results are staged in shared memory, 64 rows by kChunk columns at a time, and kept in
+  // registers while the next tile begins, if there are enough of these.
+  static constexpr bool kStaged = sizeof(T) == 2, kKept = kStaged && kBlocks == 1;
+  static constexpr int kChunk = kColumns % 64 == 0 ? 64 : 48, kChunkBytes = kChunk * kSwizzle;
+  static constexpr int kStagingBytes = kStaged ? 2 * kChunkBytes : 0;  // of a consumer
+  static constexpr int kSharedBytes = 1024 + kStages * kStageBytes + kConsumers * kStagingBytes;
+  static_assert(kBlocks * kConsumers * 64 == kRows && kColumns % kColumnBox == 0 &&
+                kColumns % kChunk == 0);
 };
 
 // Makes the ring's barriers, for the whole cluster to see: a stage is full with one arrival, the
@@ -52,7 +56,7 @@ __device__ __forceinline__ void start_ring(const CUtensorMap* row_map,
     mbarrier_init_fence();
   }
   if constexpr (Tile::kCluster > 1) {
-    cluster_sync();
+    cluster_meet();  // the fence has published the barriers
   } else {
     __syncthreads();
   }
@@ -102,6 +106,19 @@ struct Cursor {
     if (++stage == kStages) stage = 0, phase ^= 1;
   }
 };
+
+// The producer's end: a block that has ended could not be told by its neighbours that they have
+// left its stages. That costs less than a barrier of the cluster, which would wait for all results
+// to be written.
+template <typename Tile>
+__device__ __forceinline__ void drain_ring(uint64_t* empty, Cursor<Tile::kStages> at) {
+  if constexpr (Tile::kCluster > 1) {
+#pragma unroll 1
+    for (int i = 0; i < Tile::kStages; ++i, at.next()) {
+      mbarrier_wait(&empty[at.stage], at.phase ^ 1);
+    }
+  }
+}
 
 // Rows or columns [first, first + kCount) of the operand at depth `depth`, to shared memory. A
 // K-major operand is kCount rows of 128 bytes of depth; an MN-major one blocks of kDepth rows, each
@@ -229,13 +246,16 @@ __device__ __forceinline__ int multiply_depths(float (&acc)[Tile::kBlocks][Tile:
     before = at.stage;
     at.next();
   };
+  // Rolled: a few products are over before unrolled code has come from memory.
   int d = first;
   if constexpr (sizeof(typename Tile::T) == 4 && kRowMajor == 1) {
+#pragma unroll 1
     for (; d + 1 < last; d += 2) {
       step(d, fragments[0]);
       step(d + 1, fragments[1]);
     }
   }
+#pragma unroll 1
   for (; d < last; ++d) step(d, fragments[0]);
   wgmma_wait<0>();
 #pragma unroll

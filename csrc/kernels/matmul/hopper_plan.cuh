@@ -37,6 +37,8 @@ inline bool tma_takes(const Operand& o, int64_t size) {
 
 // Tiles of 128 rows by 256, 192, 128 or 64 columns, and of 64 by 192 or 64; some also with
 // their depth split over a cluster (15_cluster_split.cuh) or in equal shares (16_stream_k.cuh).
+// Those of 144 columns, by 256, 128 or 64 rows, are for numbers of rows of C that powers of two do
+// not divide, such as ViT's 197 a picture: 11 times 144 and 12 rows of tiles fill an H200.
 enum class Shape {
   kLarge,
   kWide,
@@ -44,6 +46,9 @@ enum class Shape {
   kFlat,
   kSmall,
   kTiny,
+  kTall144,
+  kMedium144,
+  kFlat144,
   kWideSplit,
   kMediumSplit,
   kSmallSplit,
@@ -74,17 +79,20 @@ struct Timing {
 };
 inline Timing timing_of(Shape shape) {
   switch (shape) {
-    case Shape::kLarge: return {128, 256, 2, 4.4, 1.6, 0.55, 0, 32};
-    case Shape::kWide: return {128, 192, 2, 3.4, 1.9, 0.42, 0.06, 28};
-    case Shape::kMedium: return {128, 128, 1, 2.6, 1.3, 0.28, 0.12, 32};
-    case Shape::kFlat: return {64, 192, 1, 2.2, 1.4, 0.27, 0.1, 32};
-    case Shape::kSmall: return {128, 64, 1, 2.3, 0.85, 0.18, 0.13, 24};
-    case Shape::kTiny: return {64, 64, 1, 1.8, 0.9, 0.175, 0.056, 16};
-    case Shape::kWideSplit: return {128, 192, 1, 3.8, 3.3, 0.41, 0.01, 40};
-    case Shape::kMediumSplit: return {128, 128, 1, 1.6, 3.5, 0.29, 0.07, 32};
-    case Shape::kSmallSplit: return {128, 64, 1, 2.7, 0.75, 0.2, 0.06, 24};
-    case Shape::kTinySplit: return {64, 64, 1, 1.9, 0.2, 0.18, 0, 16};
-    case Shape::kLargeStream: return {128, 256, 2, 9.7, 5.4, 0.75, 0.01, 32};
+    case Shape::kLarge: return {128, 256, 2, 2.2, 1.25, 0.585, 0, 32};
+    case Shape::kWide: return {128, 192, 2, 2.2, 1.2, 0.45, 0.06, 28};
+    case Shape::kMedium: return {128, 128, 1, 2.2, 0.7, 0.295, 0.12, 32};
+    case Shape::kFlat: return {64, 192, 1, 2.6, 0, 0.25, 0.1, 32};
+    case Shape::kSmall: return {128, 64, 1, 1.9, 0.5, 0.225, 0.13, 24};
+    case Shape::kTiny: return {64, 64, 1, 1.9, 0.25, 0.17, 0.056, 16};
+    case Shape::kTall144: return {256, 144, 2, 1.2, 2.5, 0.675, 0, 41};
+    case Shape::kMedium144: return {128, 144, 2, 1.9, 1.2, 0.345, 0, 25};
+    case Shape::kFlat144: return {64, 144, 2, 1.8, 0.9, 0.21, 0, 17};
+    case Shape::kWideSplit: return {128, 192, 1, 7.3, 0.75, 0.465, 0.01, 40};
+    case Shape::kMediumSplit: return {128, 128, 1, 2.9, 2.5, 0.34, 0.07, 32};
+    case Shape::kSmallSplit: return {128, 64, 1, 3.4, 0.06, 0.205, 0.06, 24};
+    case Shape::kTinySplit: return {64, 64, 1, 1.8, 0, 0.19, 0, 16};
+    case Shape::kLargeStream: return {128, 256, 2, 8.2, 5.4, 0.75, 0.01, 32};
     case Shape::kMediumStream: return {128, 128, 1, 15.9, 0, 0.51, 0.07, 32};
   }
   return {};
@@ -163,7 +171,6 @@ inline Plan make_plan(const MatmulArgs& p, bool stream_only = false) {
   Plan best{};
   best.cost = kNoPlan;
   for (const bool swap : {false, true}) {
-    if (swap && size_of(p.dtype) == 2) break;  // only TF32 may have to
     Plan plan{};
     plan.swap = swap;
     if (size_of(p.dtype) == 4) {
@@ -180,6 +187,13 @@ inline Plan make_plan(const MatmulArgs& p, bool stream_only = false) {
       plan.cost = cost_of(p, plan, multiprocessors) + copy_cost_of(p, plan);
       if (plan.cost < best.cost) best = plan;
     };
+    if (swap && size_of(p.dtype) == 2) {
+      if (a_mn || stream_only) break;
+      for (const Shape shape : {Shape::kTall144, Shape::kMedium144, Shape::kFlat144}) {
+        consider(shape, 1);
+      }
+      break;
+    }
     // In 16 bits it gains nothing: other tiles keep up where those do not fill the device.
     if (stream_only || size_of(p.dtype) == 4) {
       for (const Shape shape : {Shape::kLargeStream, Shape::kMediumStream}) consider(shape, 1);

@@ -242,7 +242,7 @@ bool prefers_thin(const MatmulArgs& args) {
   // Up to a depth of 8 it is the result that takes time; beyond, tensor cores and pipelines win
   // where there is much to multiply.
   const int64_t products = args.batch * args.m * args.n * args.k;
-  return args.k <= 8 || (args.k <= 32 && products <= 1 << 25) || products <= 1 << 22;
+  return args.k <= 8 || (args.k <= 32 && products <= 1 << 25) || products <= 1 << 23;
 }
 
 void thin_matmul(Stream stream, const MatmulArgs& args) {
