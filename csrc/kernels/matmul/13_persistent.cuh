@@ -55,7 +55,6 @@ struct Finished {
   static constexpr int kChunks = Tile::kColumns / Tile::kChunk, kPairs = Tile::kChunk / 4;
   uint32_t pairs[kChunks][kPairs];  // of neighbouring columns
   int row, column, batch;           // of the first element in the product
-  bool full = false;
 
   template <int kCount>
   __device__ __forceinline__ void take(const float (&acc)[kCount], int r, int c, int b) {
@@ -65,7 +64,7 @@ struct Finished {
       const Vec<T, 2> pair{convert<T>(acc[2 * i]), convert<T>(acc[2 * i + 1])};
       pairs[i / kPairs][i % kPairs] = *reinterpret_cast<const uint32_t*>(&pair);
     }
-    row = r, column = c, batch = b, full = true;
+    row = r, column = c, batch = b;
   }
 
   // Through shared memory, two buffers in turn, and TMA.
@@ -105,13 +104,10 @@ struct Finished {
     }
   }
 
-  // All that is left.
   template <bool kSwap>
-  __device__ __forceinline__ void flush(const CUtensorMap* map, uint32_t staging, int group) {
-    if (!full) return;
+  __device__ __forceinline__ void flush(const CUtensorMap* map, uint32_t staging, int group) const {
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) store<kSwap>(chunk, map, staging, group);
-    full = false;
   }
 };
 
@@ -133,38 +129,25 @@ __device__ __forceinline__ void consume(const CUtensorMap* c_map, const A& a, ui
   // of the next one's first steps stores a chunk of it.
   Finished<Tile> finished;
 
-  for (int tile = blockIdx.x / kCluster; tile < a.tiles; tile += gridDim.x / kCluster) {
-    const Place p = place_of(a, tile);
-    const int tile_row = (p.row * kCluster + rank) * Tile::kRows + first_row;
-    const int tile_column = p.column * Tile::kColumns;
-    int before = -1;  // the stage whose products may still run
-    [[maybe_unused]] uint32_t fragments[2][4][4];
-    const auto step = [&](int d, int chunk, auto& fragment) {
-      mbarrier_wait(&full[at.stage], at.phase);
-      multiply_stage<Tile, kRowMajor, kColumnMajor>(
-          acc, fragment, stages + at.stage * Tile::kStageBytes, d > p.first);
-      if constexpr (Tile::kKept) {
-        if (chunk >= 0) finished.template store<kSwap>(chunk, c_map, staging, group);
-      }
-      wgmma_wait<1>();
-      if (before >= 0) release_stage<Tile>(empty, before);
-      before = at.stage;
-      at.next();
-    };
-    int d = p.first;
+  // Code comes from memory as it is run, and quickest in order. So what a block with one tile runs
+  // is rolled and together; what others run stands behind it.
+  int tile = blockIdx.x / kCluster;
+  Place p = place_of(a, tile);
+  int d = p.first, before = -1;  // the latter: the stage whose products may still run
+  [[maybe_unused]] uint32_t fragments[2][4][4];
+  const auto step = [&](int depth, int chunk, auto& fragment) {
+    mbarrier_wait(&full[at.stage], at.phase);
+    multiply_stage<Tile, kRowMajor, kColumnMajor>(
+        acc, fragment, stages + at.stage * Tile::kStageBytes, depth > p.first);
     if constexpr (Tile::kKept) {
-      if (finished.full) {
-#pragma unroll
-        for (int chunk = 0; chunk < Finished<Tile>::kChunks; ++chunk) {
-          if (d < p.last) {
-            step(d++, chunk, fragments[0]);
-          } else {
-            finished.template store<kSwap>(chunk, c_map, staging, group);
-          }
-        }
-      }
+      if (chunk >= 0) finished.template store<kSwap>(chunk, c_map, staging, group);
     }
-    // Rolled: a few products are over before unrolled code has come from memory.
+    wgmma_wait<1>();
+    if (before >= 0) release_stage<Tile>(empty, before);
+    before = at.stage;
+    at.next();
+  };
+  while (true) {
     if constexpr (kFragments) {
 #pragma unroll 1
       for (; d + 1 < p.last; d += 2) {
@@ -179,28 +162,55 @@ __device__ __forceinline__ void consume(const CUtensorMap* c_map, const A& a, ui
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) wgmma_touch(acc[b]);
 
+    const int tile_row = (p.row * kCluster + rank) * Tile::kRows + first_row;
+    const int tile_column = p.column * Tile::kColumns;
     const int row = tile_row + thread / 32 * 16 + lane / 4, column = tile_column + lane % 4 * 2;
+    if constexpr (A::kFull) {
 #pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-      if constexpr (A::kFull) {
+      for (int b = 0; b < kBlocks; ++b) {
         finish_full<T, kSwap>(a, acc[b], row + b * 64, column);
         sum_tile<Tile::kColumns>(a, acc[b], tile_row + b * 64, tile_column, p.column);
-      } else {
-        finish<T, kSwap>(a, acc[b], row + b * 64, column);
       }
-      if constexpr (Tile::kStaged) {
-        if (!a.direct) {
+    } else if (a.bias || a.relu) {
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b) finish<T, kSwap>(a, acc[b], row + b * 64, column);
+    }
+    tile += gridDim.x / kCluster;
+    const bool last = tile >= a.tiles;
+    const bool direct = !Tile::kStaged || a.direct;
+    if constexpr (Tile::kStaged) {
+      if (!direct) {
+#pragma unroll
+        for (int b = 0; b < kBlocks; ++b) {
           finished.take(acc[b], tile_row + b * 64, tile_column, p.batch);
-          if constexpr (!Tile::kKept) finished.template flush<kSwap>(c_map, staging, group);
-          continue;
+          if (!Tile::kKept || last) finished.template flush<kSwap>(c_map, staging, group);
         }
       }
-      store_direct<T, kSwap>(static_cast<T*>(a.c) + p.batch * a.c_batch, a.c_ld, a.rows, a.columns,
-                             acc[b], row + b * 64, column);
+    }
+    if (direct) {
+      T* const c = static_cast<T*>(a.c) + p.batch * a.c_batch;
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b) {
+        store_direct<T, kSwap>(c, a.c_ld, a.rows, a.columns, acc[b], row + b * 64, column);
+      }
+    }
+    if (last) break;
+
+    p = place_of(a, tile);
+    d = p.first, before = -1;
+    if constexpr (Tile::kKept) {
+      if (direct) continue;
+#pragma unroll
+      for (int chunk = 0; chunk < Finished<Tile>::kChunks; ++chunk) {
+        if (d < p.last) {
+          step(d++, chunk, fragments[0]);
+        } else {
+          finished.template store<kSwap>(chunk, c_map, staging, group);
+        }
+      }
     }
   }
   if constexpr (Tile::kStaged) {
-    if constexpr (Tile::kKept) finished.template flush<kSwap>(c_map, staging, group);
     if (thread == 0) tma_store_wait_read<0>();
   }
 }

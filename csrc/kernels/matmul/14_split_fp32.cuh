@@ -63,6 +63,19 @@ __device__ __noinline__ float plain_sum(const SplitArgs& a, int batch, int row, 
   return sum;
 }
 
+struct PartPlace : Place {
+  int split;
+};
+__device__ __forceinline__ PartPlace part_of(const Args& a, int tile) {
+  PartPlace p{place_of(a, tile), 0};
+  p.batch = a.by_splits.div(p.batch, p.split);
+  if (a.splits > 1) {
+    p.first = static_cast<int>(int64_t{a.depth_tiles} * p.split / a.splits);
+    p.last = static_cast<int>(int64_t{a.depth_tiles} * (p.split + 1) / a.splits);
+  }
+  return p;
+}
+
 template <typename Tile, int kRowMajor, int kColumnMajor>
 __device__ __forceinline__ void produce_parts(const CUtensorMap* row_map,
                                               const CUtensorMap* column_map, const SplitArgs& a,
@@ -72,7 +85,7 @@ __device__ __forceinline__ void produce_parts(const CUtensorMap* row_map,
   const int rank = kCluster > 1 ? static_cast<int>(cluster_rank()) : 0;
   Cursor<Tile::kStages> at;
   for (int tile = blockIdx.x / kCluster; tile < a.tiles; tile += gridDim.x / kCluster) {
-    const Place p = place_of(a, tile);
+    const PartPlace p = part_of(a, tile);
     if (is_special<Tile>(a, p)) continue;
     const int row = (p.row * kCluster + rank) * Tile::kRows;
     const int column = p.column * Tile::kColumns + rank * kShare;
@@ -109,7 +122,7 @@ __device__ __forceinline__ void consume_parts(const SplitArgs& a, uint32_t stage
   float acc[kCount], part[kCount];
 
   for (int tile = blockIdx.x / kCluster; tile < a.tiles; tile += gridDim.x / kCluster) {
-    const Place p = place_of(a, tile);
+    const PartPlace p = part_of(a, tile);
     const int row =
         (p.row * kCluster + rank) * Tile::kRows + group * 64 + thread / 32 * 16 + lane / 4;
     const int column = p.column * Tile::kColumns + lane % 4 * 2;

@@ -83,17 +83,13 @@ struct Args {
 
 // Where a cluster's tile is.
 struct Place {
-  int batch, split, row, column, first, last;  // row and column in tiles, first..last in depth
+  int batch, row, column, first, last;  // row and column in tiles, first..last in depth
 };
 
 __device__ __forceinline__ Place place_of(const Args& a, int tile) {
   Place p;
-  p.batch = a.by_splits.div(a.order.place(tile, p.row, p.column), p.split);
+  p.batch = a.order.place(tile, p.row, p.column);
   p.first = 0, p.last = a.depth_tiles;
-  if (a.splits > 1) {
-    p.first = static_cast<int>(int64_t{a.depth_tiles} * p.split / a.splits);
-    p.last = static_cast<int>(int64_t{a.depth_tiles} * (p.split + 1) / a.splits);
-  }
   return p;
 }
 
