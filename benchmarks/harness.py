@@ -6,6 +6,7 @@ of braze.testing before it is timed, forward and backward are timed separately.
 
 import dataclasses
 import functools
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -196,7 +197,10 @@ def timer_for(device):
 
 
 def interleaved(timer, makers, device, warm=False, quick=False, budget=None):
-    """Times the candidates in turn, again and again.
+    """Times the candidates in turn, again and again, in an order that is drawn anew every time.
+
+    What ran before leaves its mark: on the clock, which power limits, and in the instruction cache,
+    where a second candidate that runs the same kernel finds it.
 
     Args:
         makers: name -> function that makes the function to time.
@@ -216,10 +220,12 @@ def interleaved(timer, makers, device, warm=False, quick=False, budget=None):
     # A very slow one (the first rungs of a ladder) drops out when it has had ten times its share.
     enough = {name: max(3, 10 * seconds * 1e6 / us) for name, us in once.items()}
     measured = {name: [] for name in candidates}
+    order, draw = list(candidates), random.Random(0)
     for i in range(repeats):
-        for name, candidate in candidates.items():
+        draw.shuffle(order)
+        for name in order:
             if i < enough[name]:
-                measured[name].append(timer.time_once(candidate, warm))
+                measured[name].append(timer.time_once(candidates[name], warm))
     summary = {}
     for name, measurements in measured.items():
         times = timer.microseconds(measurements)

@@ -23,6 +23,7 @@ from benchmarks.harness import (  # noqa: E402
     bind_pass,
     check_same_result,
     in_layout,
+    interleaved,
     run_benchmark,
     timer_for,
 )
@@ -56,6 +57,38 @@ def test_rows(device):
         rate = touched * 4 / float(row["braze_us"]) / 1e3
         assert abs(float(row["rate"]) - rate) < 0.01 * rate
         assert row["unit"] == "GB/s"
+
+
+class Recorder:
+    """A timer that takes down what it is asked to time; each name takes a microsecond a letter."""
+
+    floor = None
+
+    def __init__(self):
+        self.timed = []
+
+    def capture(self, make):
+        return make()
+
+    def time_once(self, candidate, warm):
+        self.timed.append(candidate)
+        return candidate
+
+    def microseconds(self, measurements):
+        return [float(len(name)) for name in measurements]
+
+
+def test_no_candidate_keeps_its_place():
+    names = ["a", "bb", "ccc", "dddd"]
+    recorder = Recorder()
+    makers = {name: lambda name=name: name for name in names}
+    times = interleaved(recorder, makers, torch.device("cpu"), budget=(1.0, 40, 40))
+    assert {name: us for name, (us, *_) in times.items()} == {"a": 1, "bb": 2, "ccc": 3, "dddd": 4}
+    timed = recorder.timed[len(names) :]  # first, once each, for how long they take
+    rounds = [timed[i : i + len(names)] for i in range(0, len(timed), len(names))]
+    assert len(rounds) == 40
+    assert all(sorted(r) == names for r in rounds)
+    assert all({r[place] for r in rounds} == set(names) for place in range(len(names)))
 
 
 def test_cases_by_name():
