@@ -104,7 +104,8 @@ def test_the_ladder_leaves_out_slow_kernels(monkeypatch):
 
     def errors():
         rows = ladder.run_ladder(benchmark, torch.device("cpu"), args)
-        return {row["candidate"]: row["error"] for row in rows}
+        # amx, where the machine has it, does not take float32.
+        return {row["candidate"]: row["error"] for row in rows if row["candidate"] != "amx"}
 
     own = {"auto", "01_naive", "02_reordered", "blocked"}
     assert set(errors()) == own | {"stock"}

@@ -291,6 +291,54 @@ def test_backend_is_honoured_on_cpu():
     assert not torch.equal(results["01_naive"], results["blocked"])
 
 
+# Odd and even extents, rows and columns that fill a tile of 16 or not, sums longer than a block is
+# deep, batches.
+AMX_SHAPES = [
+    (1, 1, 1, 1),
+    (1, 16, 16, 32),
+    (1, 17, 33, 31),
+    (1, 100, 47, 513),
+    (1, 300, 1100, 64),
+    (1, 515, 96, 1030),
+    (5, 33, 20, 70),
+    (2, 0, 8, 8),
+    (2, 8, 8, 0),
+]
+
+
+@pytest.mark.parametrize("shape", AMX_SHAPES, ids=str)
+def test_amx(shape):
+    if "amx" not in {kernel["name"] for kernel in braze.kernels("matmul")}:
+        a = torch.ones(2, 2, dtype=torch.bfloat16)
+        with braze.backend(matmul="braze"):
+            assert torch.equal(braze.matmul(a, a), 2 * a)  # "blocked" serves
+        pytest.skip("the processor has no AMX")
+    batch, m, n, k = shape
+    for transposed_a, transposed_b in [(0, 0), (0, 1), (1, 0), (1, 1)]:
+        a = majors(batch, m, k, transposed_a, "cpu", torch.bfloat16)
+        b = majors(batch, k, n, transposed_b, "cpu", torch.bfloat16)
+        with braze.backend(matmul="amx"):
+            out = braze.matmul(a, b)
+            assert torch.equal(out, braze.matmul(a, b))
+            if batch > 1:  # one B for the whole batch
+                assert torch.equal(braze.matmul(a, b[0])[0], out[0])
+        assert_by_rule(out, torch.matmul(a, b), torch.matmul(a.double(), b.double()))
+        if m * n * k > 1:
+            nan = a.clone()
+            nan[..., 0, 0] = float("nan")
+            with braze.backend(matmul="amx"):
+                bad = braze.matmul(nan, b)
+            assert bad[..., 0, :].isnan().all()
+            assert torch.equal(bad[..., 1:, :], out[..., 1:, :])
+
+
+def test_amx_takes_bfloat16_only():
+    if "amx" not in {kernel["name"] for kernel in braze.kernels("matmul")}:
+        pytest.skip("the processor has no AMX")
+    with braze.backend(matmul="amx"), pytest.raises(RuntimeError, match="amx takes bfloat16"):
+        braze.matmul(torch.ones(3, 3), torch.ones(3, 3))
+
+
 def test_backend_is_kept_for_backward(device):
     a = torch.randn(16, 3000, device=device, requires_grad=True)
     b, g = torch.randn(3000, 16, device=device), torch.randn(16, 16, device=device)

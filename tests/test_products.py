@@ -55,11 +55,8 @@ def test_rows(device):
     assert float(row["ratio"]) == pytest.approx(ratio, rel=0.01, abs=0.001)
     assert float(row["best_us"]) == min(float(row["vendor_us"]), float(row["own_best_us"]))
     if device == "cpu":
-        assert (row["own_kernel"], row["vendor_name"], row["vendor_count"]) == (
-            "blocked",
-            "stock",
-            1,
-        )
+        assert "blocked" in row["own_kernel"].split(" or ")
+        assert (row["vendor_name"], row["vendor_count"]) == ("stock", 1)
     else:
         assert row["own_kernel"]
         assert row["vendor_name"] in vendor_names("matmul")

@@ -162,16 +162,22 @@ inline int panel_rows(int64_t rows) {
 }
 
 // One panel of B (`vecs` wide, packed) against `panels` panels of A of `rows` rows, one after the
-// other: fills as many consecutive tiles.
+// other: fills as many consecutive tiles. Meanwhile `next_size` elements at `next`, the panel of B
+// after this one, come closer: the first panel of A would else wait for all of it.
 template <typename Acc>
 void multiply_panels(int64_t depth, const Acc* a, int rows, int64_t panels, const Acc* b, int vecs,
-                     Acc* tiles, bool accumulate) {
+                     Acc* tiles, bool accumulate, const Acc* next, int64_t next_size) {
   with_tile(rows, vecs, [&](auto rows_tag, auto vecs_tag) {
     constexpr int64_t kWidth = vecs_tag * kLanes<Acc>;
+    const int64_t share = next_size * int64_t{sizeof(Acc)} / panels, each = share / depth;
     for (int64_t i = 0; i < panels; ++i) {
-      micro_kernel<Acc, rows_tag, vecs_tag>(
-          depth, a + i * rows_tag * depth, [b](int64_t p) { return b + p * kWidth; },
-          tiles + i * rows_tag * kWidth, kWidth, accumulate);
+      const char* const ahead = reinterpret_cast<const char*>(next) + i * share;
+      const auto row = [=](int64_t p) {
+        __builtin_prefetch(ahead + p * each, 0, 2);
+        return b + p * kWidth;
+      };
+      micro_kernel<Acc, rows_tag, vecs_tag>(depth, a + i * rows_tag * depth, row,
+                                            tiles + i * rows_tag * kWidth, kWidth, accumulate);
     }
   });
 }

@@ -7,6 +7,7 @@
 
 #include "cpu/epilogue.h"
 #include "cpu/gemm.h"
+#include "cpu/matmul_amx.h"
 #include "cpu/matmul_rungs.h"
 #include "cpu/numeric.h"
 #include "cpu/parallel.h"
@@ -21,6 +22,12 @@ const KernelEntry kReordered({"matmul", "02_reordered", "float64 float32 bfloat1
                               false, "the inner loop along rows of B"});
 const KernelEntry kBlocked({"matmul", "blocked", "float64 float32 bfloat16 float16", "cpu", true,
                             "packed panels, register tiles, cache blocks, threads"});
+
+// Where the machine has it.
+const bool kAmxListed =
+    amx_available() && (KernelEntry({"matmul", "amx", "bfloat16", "cpu", true,
+                                     "tile registers: packed panels, cache blocks, threads"}),
+                        true);
 
 // A block of C that one task computes: at most 96 rows, so that its panel of A (96 KiB at depth
 // 256) stays in the second-level cache, by at most 768 columns (288 KiB of accumulators).
@@ -73,6 +80,32 @@ struct Plan {
   int64_t block_rows, block_panels;  // of C, for one task
   int64_t a_size, scratch;           // packed A; all memory of one worker
 };
+
+// The epilogue: `rows` by `columns` sums, rows `width` apart, to C[matrix] at (first_row, column).
+template <typename T>
+void store_columns(const MatmulArgs& args, acc_t<T>* sums, int64_t width, int64_t matrix,
+                   int64_t first_row, int64_t rows, int64_t column, int64_t columns) {
+  using Acc = acc_t<T>;
+  constexpr int64_t kMostColumns = 64;
+  static_assert(kMaxPanelWidth<Acc> <= kMostColumns);
+  Acc bias[kMostColumns] = {};
+  const T* given = static_cast<const T*>(args.bias) + column;
+  for (int64_t j = 0; args.bias && j < columns; ++j) bias[j] = Acc(given[j]);
+  const int64_t row = matrix * args.m + first_row;
+  if (changes_values(args)) {
+    for (int64_t i = 0; i < rows; ++i) {
+      Acc* tile = sums + i * width;
+      for (int64_t j = 0; j < columns; ++j) tile[j] += bias[j];
+      finish_row<T>(args, tile, row + i, column, columns);
+    }
+    return;
+  }
+  T* c = static_cast<T*>(args.c) + row * args.n + column;
+  for (int64_t i = 0; i < rows; ++i, c += args.n) {
+    const Acc* tile = sums + i * width;
+    for (int64_t j = 0; j < columns; ++j) c[j] = relu_if<T>(args.relu, tile[j] + bias[j]);
+  }
+}
 
 template <typename T>
 struct Blocked {
@@ -128,6 +161,9 @@ struct Blocked {
         static_cast<const T*>(args.a.data) + matrix * args.a.batch + first_row * args.a.row;
     Acc* tiles = packed_a + plan.a_size;
     const int64_t tile_panel = row_panels * plan.rows * kMaxPanelWidth<Acc>;
+    const auto panel_at = [&](int64_t j, int64_t p) {
+      return b + plan.panels.begin(j) * args.k + p * plan.panels.width(j);
+    };
 
     if (args.k == 0) std::fill(tiles, tiles + (last_panel - first_panel) * tile_panel, Acc(0));
     for (int64_t p = 0; p < args.k; p += kDepth) {
@@ -138,45 +174,31 @@ struct Blocked {
                    args.a.row, args.a.col, std::min<int64_t>(plan.rows, rows - row), depth);
       }
       for (int64_t j = first_panel; j < last_panel; ++j) {
-        multiply_panels(depth, packed_a, plan.rows, row_panels,
-                        b + plan.panels.begin(j) * args.k + p * plan.panels.width(j),
-                        plan.panels.vecs(j), tiles + (j - first_panel) * tile_panel, p > 0);
+        const bool last = j + 1 == last_panel;
+        multiply_panels(depth, packed_a, plan.rows, row_panels, panel_at(j, p), plan.panels.vecs(j),
+                        tiles + (j - first_panel) * tile_panel, p > 0,
+                        last ? panel_at(first_panel, p + depth) : panel_at(j + 1, p),
+                        last && p + depth == args.k
+                            ? 0
+                            : depth * plan.panels.width(last ? first_panel : j + 1));
       }
     }
     for (int64_t j = first_panel; j < last_panel; ++j) {
-      store_panel(tiles + (j - first_panel) * tile_panel, matrix, first_row, rows, j);
-    }
-  }
-
-  // The epilogue: a column of tiles to C.
-  void store_panel(Acc* tiles, int64_t matrix, int64_t first_row, int64_t rows,
-                   int64_t panel) const {
-    const int64_t width = plan.panels.width(panel), columns = plan.panels.columns(panel);
-    const int64_t column = plan.panels.begin(panel);
-    Acc bias[kMaxPanelWidth<Acc>] = {};
-    const T* given = static_cast<const T*>(args.bias) + column;
-    for (int64_t j = 0; args.bias && j < columns; ++j) bias[j] = Acc(given[j]);
-    const int64_t row = matrix * args.m + first_row;
-    if (changes_values(args)) {
-      for (int64_t i = 0; i < rows; ++i) {
-        Acc* tile = tiles + i * width;
-        for (int64_t j = 0; j < columns; ++j) tile[j] += bias[j];
-        finish_row<T>(args, tile, row + i, column, columns);
-      }
-      return;
-    }
-    T* c = static_cast<T*>(args.c) + row * args.n + column;
-    for (int64_t i = 0; i < rows; ++i, c += args.n) {
-      const Acc* tile = tiles + i * width;
-      for (int64_t j = 0; j < columns; ++j) c[j] = relu_if<T>(args.relu, tile[j] + bias[j]);
+      store_columns<T>(args, tiles + (j - first_panel) * tile_panel, plan.panels.width(j), matrix,
+                       first_row, rows, plan.panels.begin(j), plan.panels.columns(j));
     }
   }
 };
+
+bool takes_amx(const MatmulArgs& args, const std::string& kernel) {
+  return kernel == "amx" || (kernel == "auto" && AmxMatmul::preferred(args));
+}
 
 int64_t acc_size(DType dtype) { return dtype == DType::kFloat64 ? 8 : 4; }
 
 // Of what the kernel itself needs.
 int64_t kernel_bytes(const MatmulArgs& args, const std::string& kernel) {
+  if (takes_amx(args, kernel)) return AmxMatmul(args).bytes();
   if (kernel == "01_naive") return 0;
   if (kernel == "02_reordered") return args.n * acc_size(args.dtype);
   return args.dtype == DType::kFloat64 ? Plan<double>(args).bytes() : Plan<float>(args).bytes();
@@ -184,13 +206,16 @@ int64_t kernel_bytes(const MatmulArgs& args, const std::string& kernel) {
 
 }  // namespace
 
-// Any of them takes any arguments.
-bool matmul_takes(const MatmulArgs&, const std::string& kernel) {
+// All others take any arguments.
+bool matmul_takes(const MatmulArgs& args, const std::string& kernel) {
+  if (kernel == "amx") return args.dtype == DType::kBFloat16 && amx_available();
   return kernel == "auto" || kernel == "blocked" || kernel == "01_naive" ||
          kernel == "02_reordered";
 }
 
-const char* matmul_choice(const MatmulArgs&) { return "blocked"; }
+const char* matmul_choice(const MatmulArgs& args) {
+  return AmxMatmul::preferred(args) ? "amx" : "blocked";
+}
 
 int64_t matmul_workspace_bytes(const MatmulArgs& args, const std::string& kernel) {
   // The sums are taken from C when it is done: the same memory serves again.
@@ -202,7 +227,15 @@ int64_t matmul_workspace_bytes(const MatmulArgs& args, const std::string& kernel
 void matmul(Stream, const MatmulArgs& args, const std::string& kernel, void* workspace) {
   dispatch(args.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    if (kernel == "auto" || kernel == "blocked") {
+    if (takes_amx(args, kernel)) {
+      if (!matmul_takes(args, "amx")) {
+        throw std::runtime_error(
+            "matmul: kernel amx takes bfloat16, on a processor and a system with AMX");
+      }
+      AmxMatmul(args).run(workspace, [&](float* sums, auto... place) {
+        store_columns<BFloat16>(args, sums, place...);
+      });
+    } else if (kernel == "auto" || kernel == "blocked") {
       Blocked<T>(args, workspace).run();
     } else if (kernel == "01_naive") {
       naive_matmul<T>(args);

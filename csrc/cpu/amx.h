@@ -1,0 +1,131 @@
+// AMX: Intel's tile registers and the instruction that multiplies tiles of bf16. Intel 64 and IA-32
+// Architectures Software Developer's Manual, volume 1, chapter 18.
+//
+// A tile is up to 16 rows of 64 bytes. tdpbf16ps adds to a tile of 16 x 16 fp32 sums the product of
+// 16 rows of 32 bf16 and 16 rows of 16 pairs of bf16: rows of a pair of B are neighbours in memory.
+#pragma once
+
+#include <cstdint>
+
+// Assemblers of that age know the instructions.
+#if defined(__AVX512F__) && defined(__x86_64__) && defined(__linux__) && \
+    ((defined(__clang__) && __clang_major__ >= 12) || (!defined(__clang__) && __GNUC__ >= 11))
+#define BRAZE_HAS_AMX 1
+
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+namespace braze::cpu {
+
+// Whether the processor has it and the system lets this process use it, which has to be asked for.
+inline bool amx_available() {
+  static const bool available = [] {
+    unsigned a, b, c, d;
+    if (!__get_cpuid_count(1, 0, &a, &b, &c, &d) || !(c >> 27 & 1)) return false;  // OSXSAVE
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+    constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24;
+    if ((d & (kBf16 | kTile)) != (kBf16 | kTile)) return false;
+    unsigned low, high;
+    asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    if ((low >> 17 & 3) != 3) return false;  // the system saves tiles
+    constexpr long kRequestPermission = 0x1023, kTileData = 18;
+    return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  }();
+  return available;
+}
+
+struct alignas(64) TileConfig {
+  uint8_t palette = 0, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {};
+  uint8_t rows[16] = {};
+};
+
+// While it lives all eight tiles of the calling thread are 16 rows of 64 bytes; afterwards they are
+// what they were, because other libraries configure them, too.
+class WholeTiles {
+ public:
+  WholeTiles() {
+    asm volatile("sttilecfg %0" : "=m"(before_));
+    TileConfig config;
+    config.palette = 1;
+    for (int i = 0; i < 8; ++i) config.row_bytes[i] = 64, config.rows[i] = 16;
+    asm volatile("ldtilecfg %0" ::"m"(config));
+  }
+  ~WholeTiles() {
+    if (before_.palette) {
+      asm volatile("ldtilecfg %0" ::"m"(before_));
+    } else {
+      asm volatile("tilerelease");
+    }
+  }
+  WholeTiles(const WholeTiles&) = delete;
+  WholeTiles& operator=(const WholeTiles&) = delete;
+
+ private:
+  TileConfig before_;
+};
+
+#define BRAZE_TILE_ZERO(tile) asm volatile("tilezero %%tmm" #tile ::)
+#define BRAZE_TILE_LOAD(tile, from, stride) \
+  asm volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"(from), "r"(int64_t{stride}) : "memory")
+#define BRAZE_TILE_STORE(tile, to, stride) \
+  asm volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"(to), "r"(int64_t{stride}) : "memory")
+// sums += a * b
+#define BRAZE_TILE_MULTIPLY(sums, a, b) \
+  asm volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #sums ::)
+
+// kRowTiles x kColumnTiles tiles of sums at `out`, rows `ld` floats apart, = or += `steps` steps,
+// each 32 deep, of rows of A, `a_ld` values apart, times a panel of B: per step 16 rows of 32
+// pairs.
+template <int kRowTiles, int kColumnTiles>
+inline void multiply_tiles(int64_t steps, const uint16_t* a, int64_t a_ld, const uint32_t* b,
+                           float* out, int64_t ld, bool accumulate) {
+  constexpr bool kTwoRows = kRowTiles == 2, kTwoColumns = kColumnTiles == 2;
+  const int64_t stride = ld * 4, a_stride = a_ld * 2, b_stride = 32 * 4;
+  float* const below = out + 16 * ld;
+  if (accumulate) {
+    BRAZE_TILE_LOAD(0, out, stride);
+    if (kTwoColumns) BRAZE_TILE_LOAD(1, out + 16, stride);
+    if (kTwoRows) BRAZE_TILE_LOAD(2, below, stride);
+    if (kTwoRows && kTwoColumns) BRAZE_TILE_LOAD(3, below + 16, stride);
+  } else {
+    BRAZE_TILE_ZERO(0);
+    if (kTwoColumns) BRAZE_TILE_ZERO(1);
+    if (kTwoRows) BRAZE_TILE_ZERO(2);
+    if (kTwoRows && kTwoColumns) BRAZE_TILE_ZERO(3);
+  }
+  for (int64_t s = 0; s < steps; ++s, a += 32, b += 16 * 32) {
+    BRAZE_TILE_LOAD(4, a, a_stride);
+    BRAZE_TILE_LOAD(6, b, b_stride);
+    BRAZE_TILE_MULTIPLY(0, 4, 6);
+    if (kTwoRows) {
+      BRAZE_TILE_LOAD(5, a + 16 * a_ld, a_stride);
+      BRAZE_TILE_MULTIPLY(2, 5, 6);
+    }
+    if (kTwoColumns) {
+      BRAZE_TILE_LOAD(7, b + 16, b_stride);
+      BRAZE_TILE_MULTIPLY(1, 4, 7);
+      if (kTwoRows) BRAZE_TILE_MULTIPLY(3, 5, 7);
+    }
+  }
+  BRAZE_TILE_STORE(0, out, stride);
+  if (kTwoColumns) BRAZE_TILE_STORE(1, out + 16, stride);
+  if (kTwoRows) BRAZE_TILE_STORE(2, below, stride);
+  if (kTwoRows && kTwoColumns) BRAZE_TILE_STORE(3, below + 16, stride);
+}
+
+#undef BRAZE_TILE_ZERO
+#undef BRAZE_TILE_LOAD
+#undef BRAZE_TILE_STORE
+#undef BRAZE_TILE_MULTIPLY
+
+}  // namespace braze::cpu
+
+#else
+
+namespace braze::cpu {
+inline bool amx_available() { return false; }
+}  // namespace braze::cpu
+
+#endif
