@@ -1,5 +1,26 @@
-"""The tests' names for the tolerance rule and the checks built on it: braze/testing.py."""
+"""The tests' names for the tolerance rule and the checks built on it (braze/testing.py), and what
+several of them share."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from braze.testing import DTYPES, assert_by_rule, check_against_stock, layouts
+from conftest import require_cuda
 
-__all__ = ["DTYPES", "assert_by_rule", "check_against_stock", "layouts"]
+__all__ = ["DTYPES", "assert_by_rule", "check_against_stock", "fuzzed", "layouts"]
+
+
+def fuzzed(check):
+    """Two tests that call check(data, device) with hypothesis' data: on the CPU, and on a GPU."""
+
+    def on(device):
+        @settings(max_examples=25, deadline=None)
+        @given(data=st.data())
+        def test(data):
+            if device == "cuda":
+                require_cuda()
+            check(data, device)
+
+        return test
+
+    return on("cpu"), on("cuda")

@@ -4,13 +4,12 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as stock
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import braze
 import braze.nn.functional as F
 from braze import _config
-from common import assert_by_rule, check_against_stock, layouts
+from common import assert_by_rule, check_against_stock, fuzzed, layouts
 from conftest import require_cuda
 
 # (input, weight, stride, padding, dilation, groups)
@@ -204,19 +203,6 @@ def test_special_values(device, dtype):
     assert dw[:, 0, 1, 1].isfinite().all()
 
 
-@settings(max_examples=25, deadline=None)
-@given(data=st.data())
-def test_fuzzed_on_cpu(data):
-    fuzz(data, "cpu")
-
-
-@settings(max_examples=25, deadline=None)
-@given(data=st.data())
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_fuzzed_on_cuda(data):
-    fuzz(data, "cuda")
-
-
 def fuzz(data, device):
     draw = lambda low, high: data.draw(st.integers(low, high))  # noqa: E731
     groups = draw(1, 3)
@@ -241,6 +227,9 @@ def fuzz(data, device):
         [t.requires_grad_() for t in (x, w, b)],
         ulps(dtype, c * 16, k * 16, x.numel()),
     )
+
+
+test_fuzzed_on_cpu, test_fuzzed_on_cuda = fuzzed(fuzz)
 
 
 def test_gradcheck(device):

@@ -3,12 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as stock
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import braze
 import braze.nn.functional as F
-from common import check_against_stock
+from common import check_against_stock, fuzzed
 from convert_models import ops_run
 
 SHAPES = [
@@ -124,19 +123,6 @@ def test_perceptron_with_a_named_backend(device, name):
         check_perceptron(integer_perceptron((300, 72), 136, 64, device, dtype))
 
 
-@settings(max_examples=25, deadline=None)
-@given(data=st.data())
-def test_fuzzed_on_cpu(data):
-    fuzz(data, "cpu")
-
-
-@settings(max_examples=25, deadline=None)
-@given(data=st.data())
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_fuzzed_on_cuda(data):
-    fuzz(data, "cuda")
-
-
 def fuzz(data, device):
     rows, features, outputs = (data.draw(st.integers(0, 70)) for _ in range(3))
     hidden = data.draw(st.integers(1, 200))
@@ -144,6 +130,9 @@ def fuzz(data, device):
     dtype = data.draw(st.sampled_from([torch.float64, torch.float32, torch.bfloat16]))
     biases = data.draw(st.sampled_from(BIASES))
     check_perceptron(integer_perceptron((rows, features), hidden, outputs, device, dtype, biases))
+
+
+test_fuzzed_on_cpu, test_fuzzed_on_cuda = fuzzed(fuzz)
 
 
 def test_every_combination_of_gradients(device):

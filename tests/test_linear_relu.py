@@ -4,12 +4,11 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as stock
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import braze
 import braze.nn.functional as F
-from common import check_against_stock
+from common import check_against_stock, fuzzed
 from convert_models import ops_run
 
 SHAPES = [
@@ -94,19 +93,6 @@ def test_zero_and_nan_results(device, dtype):
     assert db.tolist() == [2, 2]
 
 
-@settings(max_examples=25, deadline=None)
-@given(data=st.data())
-def test_fuzzed_on_cpu(data):
-    fuzz(data, "cpu")
-
-
-@settings(max_examples=25, deadline=None)
-@given(data=st.data())
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_fuzzed_on_cuda(data):
-    fuzz(data, "cuda")
-
-
 def fuzz(data, device):
     extent = st.integers(0, 70)
     m, k, n = data.draw(extent), data.draw(extent), data.draw(extent)
@@ -114,6 +100,9 @@ def fuzz(data, device):
     with braze.backend(matmul=data.draw(st.sampled_from(["auto", "braze"]))):
         inputs = operands((m, k), n, data.draw(st.booleans()), device, dtype)
         check_against_stock(F.linear_relu, linear_relu, inputs)
+
+
+test_fuzzed_on_cpu, test_fuzzed_on_cuda = fuzzed(fuzz)
 
 
 def test_gradcheck(device):

@@ -5,13 +5,12 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as stock
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import braze
 import braze.nn.functional as F
 from braze import _config
-from common import assert_by_rule, check_against_stock
+from common import assert_by_rule, check_against_stock, fuzzed
 
 MATMUL_SHAPES = [
     ((3,), (3,)),
@@ -131,19 +130,6 @@ def test_special_values(device, dtype):
     assert braze.matmul(big, big).isinf().all()
 
 
-@settings(max_examples=25, deadline=None)
-@given(data=st.data())
-def test_fuzzed_on_cpu(data):
-    fuzz_matmul(data, "cpu")
-
-
-@settings(max_examples=25, deadline=None)
-@given(data=st.data())
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_fuzzed_on_cuda(data):
-    fuzz_matmul(data, "cuda")
-
-
 def fuzz_matmul(data, device):
     extent = st.integers(0, 70)
     m, k, n = data.draw(extent), data.draw(extent), data.draw(extent)
@@ -159,6 +145,9 @@ def fuzz_matmul(data, device):
         t = torch.randn(*batch, *((cols, rows) if flip else (rows, cols)), device=device).to(dtype)
         operands.append((t.mT if flip else t).requires_grad_())
     check_against_stock(braze.matmul, torch.matmul, operands, conditioned=True)
+
+
+test_fuzzed_on_cpu, test_fuzzed_on_cuda = fuzzed(fuzz_matmul)
 
 
 def test_linear_with_relu(device, dtype):
@@ -306,9 +295,13 @@ AMX_SHAPES = [
 ]
 
 
+def has_amx():
+    return "amx" in {kernel["name"] for kernel in own_kernels("cpu")}
+
+
 @pytest.mark.parametrize("shape", AMX_SHAPES, ids=str)
 def test_amx(shape):
-    if "amx" not in {kernel["name"] for kernel in braze.kernels("matmul")}:
+    if not has_amx():
         a = torch.ones(2, 2, dtype=torch.bfloat16)
         with braze.backend(matmul="braze"):
             assert torch.equal(braze.matmul(a, a), 2 * a)  # "blocked" serves
@@ -333,7 +326,7 @@ def test_amx(shape):
 
 
 def test_amx_takes_bfloat16_only():
-    if "amx" not in {kernel["name"] for kernel in braze.kernels("matmul")}:
+    if not has_amx():
         pytest.skip("the processor has no AMX")
     with braze.backend(matmul="amx"), pytest.raises(RuntimeError, match="amx takes bfloat16"):
         braze.matmul(torch.ones(3, 3), torch.ones(3, 3))

@@ -6,12 +6,11 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as stock
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_matmul import cuda_kernels_of, hopper_only, majors, own_kernels
 from torch.autograd import DeviceType
 
-from common import assert_by_rule
+from common import assert_by_rule, fuzzed
 
 SIZES = [
     (1, 1, 1),
@@ -264,19 +263,6 @@ def test_empty(device, dtype, size):
     assert torch.equal(rows, residual.sum(1))
 
 
-@settings(max_examples=25, deadline=None)
-@given(data=st.data())
-def test_fuzzed_on_cpu(data):
-    fuzz(data, "cpu")
-
-
-@settings(max_examples=25, deadline=None)
-@given(data=st.data())
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_fuzzed_on_cuda(data):
-    fuzz(data, "cuda")
-
-
 def fuzz(data, device):
     m, n, k = (data.draw(st.integers(0, 300)) for _ in range(3))
     dtype = data.draw(st.sampled_from([torch.float64, torch.float32, torch.bfloat16]))
@@ -285,6 +271,9 @@ def fuzz(data, device):
     present = [data.draw(st.booleans()) for _ in range(4)]
     backend = data.draw(st.sampled_from(["auto", "braze"]))
     assert_exact(a, b, *chosen(parts, present[:3]), present[3], backend)
+
+
+test_fuzzed_on_cpu, test_fuzzed_on_cuda = fuzzed(fuzz)
 
 
 @pytest.mark.parametrize("size", [(257, 65, 130), (1500, 1200, 64), (64, 72, 12000)], ids=str)

@@ -86,33 +86,33 @@ inline void multiply_tiles(int64_t steps, const uint16_t* a, int64_t a_ld, const
   float* const below = out + 16 * ld;
   if (accumulate) {
     BRAZE_TILE_LOAD(0, out, stride);
-    if (kTwoColumns) BRAZE_TILE_LOAD(1, out + 16, stride);
-    if (kTwoRows) BRAZE_TILE_LOAD(2, below, stride);
-    if (kTwoRows && kTwoColumns) BRAZE_TILE_LOAD(3, below + 16, stride);
+    if constexpr (kTwoColumns) BRAZE_TILE_LOAD(1, out + 16, stride);
+    if constexpr (kTwoRows) BRAZE_TILE_LOAD(2, below, stride);
+    if constexpr (kTwoRows && kTwoColumns) BRAZE_TILE_LOAD(3, below + 16, stride);
   } else {
     BRAZE_TILE_ZERO(0);
-    if (kTwoColumns) BRAZE_TILE_ZERO(1);
-    if (kTwoRows) BRAZE_TILE_ZERO(2);
-    if (kTwoRows && kTwoColumns) BRAZE_TILE_ZERO(3);
+    if constexpr (kTwoColumns) BRAZE_TILE_ZERO(1);
+    if constexpr (kTwoRows) BRAZE_TILE_ZERO(2);
+    if constexpr (kTwoRows && kTwoColumns) BRAZE_TILE_ZERO(3);
   }
   for (int64_t s = 0; s < steps; ++s, a += 32, b += 16 * 32) {
     BRAZE_TILE_LOAD(4, a, a_stride);
     BRAZE_TILE_LOAD(6, b, b_stride);
     BRAZE_TILE_MULTIPLY(0, 4, 6);
-    if (kTwoRows) {
+    if constexpr (kTwoRows) {
       BRAZE_TILE_LOAD(5, a + 16 * a_ld, a_stride);
       BRAZE_TILE_MULTIPLY(2, 5, 6);
     }
-    if (kTwoColumns) {
+    if constexpr (kTwoColumns) {
       BRAZE_TILE_LOAD(7, b + 16, b_stride);
       BRAZE_TILE_MULTIPLY(1, 4, 7);
-      if (kTwoRows) BRAZE_TILE_MULTIPLY(3, 5, 7);
+      if constexpr (kTwoRows) BRAZE_TILE_MULTIPLY(3, 5, 7);
     }
   }
   BRAZE_TILE_STORE(0, out, stride);
-  if (kTwoColumns) BRAZE_TILE_STORE(1, out + 16, stride);
-  if (kTwoRows) BRAZE_TILE_STORE(2, below, stride);
-  if (kTwoRows && kTwoColumns) BRAZE_TILE_STORE(3, below + 16, stride);
+  if constexpr (kTwoColumns) BRAZE_TILE_STORE(1, out + 16, stride);
+  if constexpr (kTwoRows) BRAZE_TILE_STORE(2, below, stride);
+  if constexpr (kTwoRows && kTwoColumns) BRAZE_TILE_STORE(3, below + 16, stride);
 }
 
 #undef BRAZE_TILE_ZERO

@@ -33,6 +33,9 @@ constexpr int kMaxPanelWidth = kMaxPanelVecs * kLanes<Acc>;
 // depth is 48 KiB at most, which the second-level cache streams fast enough.
 constexpr int64_t kDepth = 256;
 
+// Packed B of a batch beyond this many bytes is made and used a few matrices at a time.
+constexpr int64_t kPackedBytes = int64_t{4} << 20;
+
 inline int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
 // Columns [0, n) split into panels of whole vectors, as even in width as possible: 4 vectors are

@@ -32,8 +32,6 @@ const bool kAmxListed =
 // A block of C that one task computes: at most 96 rows, so that its panel of A (96 KiB at depth
 // 256) stays in the second-level cache, by at most 768 columns (288 KiB of accumulators).
 constexpr int64_t kMaxBlockRows = 96, kMaxBlockCols = 768;
-// Packed B of a batch beyond this many bytes is made and used a few matrices at a time.
-constexpr int64_t kPackedBytes = int64_t{4} << 20;
 // Multiply-adds that one thread has done before another would have woken up.
 constexpr int64_t kSerialWork = 1 << 18;
 // Elements by which regions of the workspace are aligned: a cache line of fp32.
@@ -174,13 +172,13 @@ struct Blocked {
                    args.a.row, args.a.col, std::min<int64_t>(plan.rows, rows - row), depth);
       }
       for (int64_t j = first_panel; j < last_panel; ++j) {
-        const bool last = j + 1 == last_panel;
+        // After the last panel at this depth comes the first one below it.
+        const bool last = j + 1 == last_panel, done = last && p + depth == args.k;
+        const int64_t next = last ? first_panel : j + 1;
         multiply_panels(depth, packed_a, plan.rows, row_panels, panel_at(j, p), plan.panels.vecs(j),
                         tiles + (j - first_panel) * tile_panel, p > 0,
-                        last ? panel_at(first_panel, p + depth) : panel_at(j + 1, p),
-                        last && p + depth == args.k
-                            ? 0
-                            : depth * plan.panels.width(last ? first_panel : j + 1));
+                        panel_at(next, last ? p + depth : p),
+                        done ? 0 : depth * plan.panels.width(next));
       }
     }
     for (int64_t j = first_panel; j < last_panel; ++j) {

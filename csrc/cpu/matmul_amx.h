@@ -65,7 +65,6 @@ class AmxMatmul {
 
  private:
   static constexpr int64_t kWidth = 32, kStep = 32, kDepth = 512;
-  static constexpr int64_t kPackedBytes = int64_t{4} << 20;
 
   int64_t tasks() const {
     return std::min(group_, args_.batch) * ceil_div(args_.m, block_rows_) *
@@ -91,7 +90,8 @@ class AmxMatmul {
 
   void pack_pairs(uint32_t* to, const uint16_t* from, int64_t columns) const {
     const int64_t row = args_.b.row, col = args_.b.col, k = args_.k;
-    std::fill(to, to + (columns < kWidth ? kWidth * depth_ / 2 : 0), 0u);
+    // What stays zero beside the columns, or below the pairs.
+    std::fill(to + (columns < kWidth ? 0 : k / 2 * kWidth), to + depth_ / 2 * kWidth, 0u);
     if (row == 1 && col % 2 == 0) {  // pairs as they are: a transposition of 32-bit elements
       copy_matrix(reinterpret_cast<float*>(to), kWidth, reinterpret_cast<const float*>(from), 1,
                   col / 2, k / 2, columns);
@@ -104,35 +104,28 @@ class AmxMatmul {
         }
       }
     }
-    uint32_t* rest = to + k / 2 * kWidth;
-    if (k % 2 == 1) {
-      for (int64_t j = 0; j < columns; ++j) rest[j] = from[(k - 1) * row + j * col];
-      rest += kWidth;
-      if (columns < kWidth) return;
-    }
-    std::fill(rest, to + depth_ / 2 * kWidth, 0u);
+    uint32_t* const last = to + k / 2 * kWidth;
+    for (int64_t j = 0; k % 2 == 1 && j < columns; ++j) last[j] = from[(k - 1) * row + j * col];
   }
 
-  // Rows of A at depths [first, first + depth), padded with zeros to whole tiles.
+  // Rows of A, `depth` deep, padded with zeros to whole tiles.
   void pack_a(uint16_t* to, const uint16_t* from, int64_t rows, int64_t depth) const {
     const int64_t row = args_.a.row, col = args_.a.col, width = round_up(depth, kStep);
+    for (int64_t i = 0; i < rows; ++i) {
+      if (col == 1) std::copy(from + i * row, from + i * row + depth, to + i * width);
+      std::fill(to + i * width + depth, to + (i + 1) * width, 0);
+    }
+    std::fill(to + rows * width, to + round_up(rows, 16) * width, 0);
+    if (col == 1) return;
     constexpr int64_t kBlock = 32;  // columns in memory become rows in the first-level cache
     for (int64_t i0 = 0; i0 < rows; i0 += kBlock) {
-      for (int64_t p0 = 0; p0 < depth; p0 += col == 1 ? depth : kBlock) {
-        const int64_t end = col == 1 ? depth : std::min(depth, p0 + kBlock);
+      for (int64_t p0 = 0; p0 < depth; p0 += kBlock) {
+        const int64_t end = std::min(depth, p0 + kBlock);
         for (int64_t i = i0; i < std::min(rows, i0 + kBlock); ++i) {
-          uint16_t* __restrict__ out = to + i * width;
-          const uint16_t* const in = from + i * row;
-          if (col == 1) {
-            std::copy(in, in + depth, out);
-          } else {
-            for (int64_t p = p0; p < end; ++p) out[p] = in[p * col];
-          }
+          for (int64_t p = p0; p < end; ++p) to[i * width + p] = from[i * row + p * col];
         }
       }
     }
-    for (int64_t i = 0; i < rows; ++i) std::fill(to + i * width + depth, to + (i + 1) * width, 0);
-    std::fill(to + rows * width, to + round_up(rows, 16) * width, 0);
   }
 
   template <typename Store>
