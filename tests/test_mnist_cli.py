@@ -17,6 +17,7 @@ from test_data import TEST_IMAGES, TEST_LABELS, TRAIN_IMAGES, TRAIN_LABELS, idx_
 import braze
 from braze.__main__ import main
 from braze.data import load_mnist
+from conftest import require_cuda
 
 pytest.importorskip("rich", reason="braze mnist needs rich")
 pytest.importorskip("matplotlib", reason="braze mnist needs matplotlib")
@@ -229,6 +230,43 @@ def test_what_is_wrong_is_not_timed(judged, monkeypatch):
 
     for change in (other_rate, no_gradient, other_eps):
         assert "against float64" in (wrong("contiguous", change) or ""), change
+
+
+_TWO_GRAPHS = """
+import gc
+import torch
+from braze.data import load_mnist
+from braze.mnist import steps
+from torch._inductor.cudagraph_trees import clear_cublass_cache
+
+setup = steps.Setup(load_mnist({data!r}), torch.device("cuda"), "fp32", 500, 0.002, 0)
+
+def losses(make):
+    epoch = make(steps.StockStep(setup, "channels_last"))
+    for _ in range(4):
+        yield from (float(loss) for loss in epoch())
+
+expected = list(losses(steps.eager))
+dropped = steps.cuda_graph(steps.StockStep(setup, "contiguous"))
+kept = losses(steps.cuda_graph)
+actual = [next(kept)]
+del dropped
+clear_cublass_cache()  # as torch.compile's mode "reduce-overhead" does
+gc.collect()
+torch.cuda.empty_cache()
+others = [torch.full((1 << 20,), float("nan"), device="cuda") for _ in range(256)]
+actual += kept
+torch.testing.assert_close(torch.tensor(actual), torch.tensor(expected), rtol=1e-3, atol=0)
+assert all(bool(other.isnan().all()) for other in others)
+"""
+
+
+def test_a_graph_of_stock_outlives_another(environment, data):
+    """In a process of its own: memory that a graph has lost is an error that CUDA keeps."""
+    require_cuda()
+    code = _TWO_GRAPHS.format(data=os.fspath(data))
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
 
 
 def test_stock_best_times_the_recorded_best_two(data, tmp_path, monkeypatch, capsys):

@@ -159,7 +159,9 @@ def cuda_graph(step):
     torch.cuda.current_stream().wait_stream(stream)
     step.model.load_state_dict(state)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # On a stream of its own: torch keeps one workspace of cuBLAS per stream, in the memory of the
+    # first graph captured there, and frees it with that graph (pytorch/pytorch#193402).
+    with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
         loss = step(static_indices)
 
     def replay(indices):
