@@ -164,23 +164,50 @@ inline int panel_rows(int64_t rows) {
   return size;
 }
 
-// One panel of B (`vecs` wide, packed) against `panels` panels of A of `rows` rows, one after the
-// other: fills as many consecutive tiles. Meanwhile `next_size` elements at `next`, the panel of B
-// after this one, come closer: the first panel of A would else wait for all of it.
+// A panel of B, `vecs` wide, whose rows are `ld` apart; packed, or in the matrix itself. While a
+// packed one is multiplied, `next_size` elements at `next`, the panel after it, come closer: the
+// first panel of A would else wait for all of it.
 template <typename Acc>
-void multiply_panels(int64_t depth, const Acc* a, int rows, int64_t panels, const Acc* b, int vecs,
-                     Acc* tiles, bool accumulate, const Acc* next, int64_t next_size) {
-  with_tile(rows, vecs, [&](auto rows_tag, auto vecs_tag) {
+struct ColumnPanel {
+  const Acc* first;
+  int64_t ld;
+  int vecs;
+  const Acc* next = nullptr;
+  int64_t next_size = 0;
+};
+
+// Where the tiles of consecutive panels of A go: `step` elements apart, their rows `ld`.
+template <typename Acc>
+struct TileColumn {
+  Acc* first;
+  int64_t ld, step;
+};
+
+// One panel of B against `panels` panels of A of `rows` rows, one after the other: fills as many
+// tiles.
+template <typename Acc>
+void multiply_panels(int64_t depth, const Acc* a, int rows, int64_t panels,
+                     const ColumnPanel<Acc>& b, const TileColumn<Acc>& tiles, bool accumulate) {
+  if (panels == 0) return;
+  with_tile(rows, b.vecs, [&](auto rows_tag, auto vecs_tag) {
     constexpr int64_t kWidth = vecs_tag * kLanes<Acc>;
-    const int64_t share = next_size * int64_t{sizeof(Acc)} / panels, each = share / depth;
-    for (int64_t i = 0; i < panels; ++i) {
-      const char* const ahead = reinterpret_cast<const char*>(next) + i * share;
-      const auto row = [=](int64_t p) {
-        __builtin_prefetch(ahead + p * each, 0, 2);
-        return b + p * kWidth;
-      };
+    const auto multiply = [&](int64_t i, const auto& row) {
       micro_kernel<Acc, rows_tag, vecs_tag>(depth, a + i * rows_tag * depth, row,
-                                            tiles + i * rows_tag * kWidth, kWidth, accumulate);
+                                            tiles.first + i * tiles.step, tiles.ld, accumulate);
+    };
+    const Acc* const first = b.first;
+    if (b.ld != kWidth) {
+      const int64_t ld = b.ld;
+      for (int64_t i = 0; i < panels; ++i) multiply(i, [=](int64_t p) { return first + p * ld; });
+      return;
+    }
+    const int64_t share = b.next_size * int64_t{sizeof(Acc)} / panels, each = share / depth;
+    for (int64_t i = 0; i < panels; ++i) {
+      const char* const ahead = reinterpret_cast<const char*>(b.next) + i * share;
+      multiply(i, [=](int64_t p) {
+        __builtin_prefetch(ahead + p * each, 0, 2);
+        return first + p * kWidth;
+      });
     }
   });
 }

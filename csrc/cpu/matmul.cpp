@@ -1,4 +1,4 @@
-// Matrix product: both operands packed into panels (gemm.h), blocked for the second-level cache,
+// Matrix product: the operands packed into panels (gemm.h), blocked for the second-level cache,
 // after K. Goto and R. van de Geijn, "Anatomy of high-performance matrix multiplication" (2008).
 // The rungs below it are in matmul_rungs.h.
 #include "kernels/matmul/matmul.h"
@@ -34,6 +34,9 @@ const bool kAmxListed =
 constexpr int64_t kMaxBlockRows = 96, kMaxBlockCols = 768;
 // Multiply-adds that one thread has done before another would have woken up.
 constexpr int64_t kSerialWork = 1 << 18;
+// Rows of A up to which a panel of B is not read often enough for packing it to pay, where its rows
+// lie side by side already.
+constexpr int64_t kUnpackedRows = 128;
 // Elements by which regions of the workspace are aligned: a cache line of fp32.
 constexpr int64_t kAlign = 16;
 
@@ -43,7 +46,10 @@ struct Plan {
   explicit Plan(const MatmulArgs& args)
       : rows(panel_rows(args.m)),
         panels(args.n),
-        b_size(round_up(args.k * panels.padded(), kAlign)),
+        in_place(args.dtype == DType::kFloat32 || args.dtype == DType::kFloat64),
+        first_packed(in_place && args.b.col == 1 && args.m <= kUnpackedRows ? whole_panels(args)
+                                                                            : 0),
+        b_size(round_up(args.k * (panels.padded() - panels.begin(first_packed)), kAlign)),
         b_matrices(args.b.batch == 0 ? 1 : args.batch),
         group(std::clamp<int64_t>(kPackedBytes / std::max<int64_t>(1, b_size * sizeof(Acc)), 1,
                                   std::max<int64_t>(1, args.batch))),
@@ -63,6 +69,10 @@ struct Plan {
     const int64_t tiles = block_rows * block_panels * kMaxPanelWidth<Acc>;
     scratch = round_up(a_size + tiles, kAlign);
   }
+  // Panels without padding: all, or all but the last one.
+  int64_t whole_panels(const MatmulArgs& args) const {
+    return panels.count() - (panels.padded() != args.n);
+  }
   int64_t row_blocks(const MatmulArgs& args) const { return ceil_div(args.m, block_rows); }
   int64_t col_blocks() const { return ceil_div(panels.count(), block_panels); }
   int64_t tasks(const MatmulArgs& args) const {
@@ -73,6 +83,8 @@ struct Plan {
 
   int rows;  // of a panel of A
   Panels<Acc> panels;
+  bool in_place;                     // elements are of the accumulation type
+  int64_t first_packed;              // panels of B before it are read where they are
   int64_t b_size, b_matrices;        // one packed matrix; how many different ones there are
   int64_t group;                     // matrices of the batch that are worked on together
   int64_t block_rows, block_panels;  // of C, for one task
@@ -133,35 +145,63 @@ struct Blocked {
 
   // Matrices [first, first + count) of B, each as one panel after the other.
   void pack_b(int64_t first, int64_t count) const {
-    const int64_t panels = plan.panels.count();
+    const int64_t panels = plan.panels.count() - plan.first_packed;
+    const int64_t depths = ceil_div(args.k, kDepth), per_matrix = panels * depths;
     const T* b = static_cast<const T*>(args.b.data);
-    const int64_t grain = ceil_div(16384, std::max<int64_t>(1, args.k * kMaxPanelWidth<Acc>));
-    parallel_for(0, count * panels, grain, [&](int64_t begin, int64_t end) {
+    const int64_t piece = std::max<int64_t>(1, std::min(args.k, kDepth) * kMaxPanelWidth<Acc>);
+    parallel_for(0, count * per_matrix, ceil_div(16384, piece), [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
-        const int64_t matrix = i / panels, panel = i % panels;
-        const int64_t column = plan.panels.begin(panel);
-        pack_panel(packed_b + matrix * plan.b_size + column * args.k, plan.panels.width(panel),
-                   b + (first + matrix) * args.b.batch + column * args.b.col, args.b.col,
-                   args.b.row, plan.panels.columns(panel), args.k);
+        const int64_t matrix = i / per_matrix, j = plan.first_packed + i % per_matrix / depths;
+        const int64_t p = i % depths * kDepth, width = plan.panels.width(j);
+        pack_panel(packed_panel(matrix, j) + p * width, width,
+                   b + (first + matrix) * args.b.batch + plan.panels.begin(j) * args.b.col +
+                       p * args.b.row,
+                   args.b.col, args.b.row, plan.panels.columns(j), std::min(kDepth, args.k - p));
       }
     });
+  }
+
+  Acc* packed_panel(int64_t slot, int64_t j) const {
+    const int64_t columns = plan.panels.begin(j) - plan.panels.begin(plan.first_packed);
+    return packed_b + slot * plan.b_size + columns * args.k;
+  }
+
+  // Panel j of B from row p on, and the panel `next` from row `next_p` on that comes after it.
+  ColumnPanel<Acc> panel_of_b(int64_t slot, int64_t matrix, int64_t j, int64_t p, int64_t next,
+                              int64_t next_p) const {
+    const int64_t width = plan.panels.width(j);
+    if constexpr (std::is_same_v<T, Acc>) {
+      if (j < plan.first_packed) {
+        const T* b = static_cast<const T*>(args.b.data) + matrix * args.b.batch;
+        return {b + p * args.b.row + plan.panels.begin(j), args.b.row, plan.panels.vecs(j)};
+      }
+    }
+    if (plan.b_matrices == 1) slot = 0;
+    ColumnPanel<Acc> panel{packed_panel(slot, j) + p * width, width, plan.panels.vecs(j)};
+    if (next >= plan.first_packed && next_p < args.k) {
+      panel.next = packed_panel(slot, next) + next_p * plan.panels.width(next);
+      panel.next_size = std::min(kDepth, args.k - next_p) * plan.panels.width(next);
+    }
+    return panel;
+  }
+
+  // Whether panel j of C needs neither further sums nor an epilogue, nor has it padding.
+  bool stores_to_c(int64_t j) const {
+    return plan.in_place && args.k > 0 && args.k <= kDepth && !args.bias && !args.relu &&
+           !changes_values(args) && j < plan.whole_panels(args);
   }
 
   // Block `index` of C[matrix]; `slot` is the matrix's place in its group.
   void block(Acc* packed_a, int64_t slot, int64_t matrix, int64_t index) const {
     const int64_t first_row = index / plan.col_blocks() * plan.block_rows;
     const int64_t rows = std::min(plan.block_rows, args.m - first_row);
-    const int64_t row_panels = ceil_div(rows, plan.rows);
+    const int64_t row_panels = ceil_div(rows, plan.rows), whole_row_panels = rows / plan.rows;
     const int64_t first_panel = index % plan.col_blocks() * plan.block_panels;
     const int64_t last_panel = std::min(first_panel + plan.block_panels, plan.panels.count());
-    const Acc* b = packed_b + (plan.b_matrices == 1 ? 0 : slot * plan.b_size);
     const T* a =
         static_cast<const T*>(args.a.data) + matrix * args.a.batch + first_row * args.a.row;
     Acc* tiles = packed_a + plan.a_size;
     const int64_t tile_panel = row_panels * plan.rows * kMaxPanelWidth<Acc>;
-    const auto panel_at = [&](int64_t j, int64_t p) {
-      return b + plan.panels.begin(j) * args.k + p * plan.panels.width(j);
-    };
 
     if (args.k == 0) std::fill(tiles, tiles + (last_panel - first_panel) * tile_panel, Acc(0));
     for (int64_t p = 0; p < args.k; p += kDepth) {
@@ -173,17 +213,27 @@ struct Blocked {
       }
       for (int64_t j = first_panel; j < last_panel; ++j) {
         // After the last panel at this depth comes the first one below it.
-        const bool last = j + 1 == last_panel, done = last && p + depth == args.k;
-        const int64_t next = last ? first_panel : j + 1;
-        multiply_panels(depth, packed_a, plan.rows, row_panels, panel_at(j, p), plan.panels.vecs(j),
-                        tiles + (j - first_panel) * tile_panel, p > 0,
-                        panel_at(next, last ? p + depth : p),
-                        done ? 0 : depth * plan.panels.width(next));
+        const bool last = j + 1 == last_panel;
+        const auto b =
+            panel_of_b(slot, matrix, j, p, last ? first_panel : j + 1, last ? p + depth : p);
+        const int64_t width = plan.panels.width(j), direct = stores_to_c(j) ? whole_row_panels : 0;
+        if (direct) {
+          Acc* c = static_cast<Acc*>(args.c) + (matrix * args.m + first_row) * args.n;
+          multiply_panels(depth, packed_a, plan.rows, direct, b,
+                          {c + plan.panels.begin(j), args.n, plan.rows * args.n}, false);
+        }
+        multiply_panels(depth, packed_a + direct * plan.rows * depth, plan.rows,
+                        row_panels - direct, b,
+                        {tiles + (j - first_panel) * tile_panel + direct * plan.rows * width, width,
+                         plan.rows * width},
+                        p > 0);
       }
     }
     for (int64_t j = first_panel; j < last_panel; ++j) {
-      store_columns<T>(args, tiles + (j - first_panel) * tile_panel, plan.panels.width(j), matrix,
-                       first_row, rows, plan.panels.begin(j), plan.panels.columns(j));
+      const int64_t width = plan.panels.width(j);
+      const int64_t done = stores_to_c(j) ? whole_row_panels * plan.rows : 0;
+      store_columns<T>(args, tiles + (j - first_panel) * tile_panel + done * width, width, matrix,
+                       first_row + done, rows - done, plan.panels.begin(j), plan.panels.columns(j));
     }
   }
 };
