@@ -165,6 +165,7 @@ def test_to_accuracy_trains_each_seed_anew(data, device, monkeypatch, tmp_path):
 def test_profile(environment, data, tmp_path, device):
     done = run_command("--device", device, "--data", data, "--out", tmp_path, "--profile", *TINY)
     assert done.returncode == 0, done.stderr
+    assert "profiler_st" not in done.stderr  # torch's report of its starts and stops
     figures = json.loads((tmp_path / "mnist_profile.json").read_text())
     assert (tmp_path / "mnist_timeline.png").read_bytes().startswith(PNG)
     ops = {op["op"]: op for op in figures["ops"]}

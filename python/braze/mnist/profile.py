@@ -60,6 +60,8 @@ def _profile(setup):
     """The parts of one step, in the order of time, as :func:`_part` describes them."""
     # CUPTI, taken down between profiles, does not get along with CUDA graphs.
     os.environ |= {"TEARDOWN_CUPTI": "0", "DISABLE_CUPTI_LAZY_REINIT": "1"}
+    # Above all levels: torch 2.13's profiler reports each of its starts and stops on stderr.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     step = BrazeStep(setup, _LAYOUT).captured(setup)
     traces = []
     for _ in range(2 + _REPEATS):
