@@ -15,6 +15,7 @@ Environment:
                         "8.0 8.6 8.9 9.0a 9.0+PTX"
   BRAZE_CPU_ISA         "generic avx2 avx512" (default on x86-64); a subset builds faster
   CUDA_HOME             where nvcc is; default: that of the nvcc on PATH, or /usr/local/cuda
+  CXX                   the C++ compiler; default: g++
   MAX_JOBS              parallel compile jobs
 """
 

@@ -29,14 +29,12 @@ LABELS = {
 }
 
 
-def op_sections(folder, name, make_table):
-    rows = results.load(folder, name)
-    devices = list(dict.fromkeys(row["device"] for row in rows))
-    sections = []
-    for device in devices:
-        mine = [row for row in rows if row["device"] == device]
-        sections += [described(mine[0]), make_table(mine)]
-    return sections
+def op_sections(folder, name, make_table, one_table=described):
+    """A description and a table for all rows of which one_table(row) is the same."""
+    groups = {}
+    for row in results.load(folder, name):
+        groups.setdefault(one_table(row), []).append(row)
+    return [part for rows in groups.values() for part in (described(rows[0]), make_table(rows))]
 
 
 def timed(row, name):

@@ -197,7 +197,7 @@ def time_product(product, timer, device, quick):
     default = vendors[0] if vendors[0] in vendor_screen else None
     finalists = {*fastest(vendor_screen, FINALISTS), *([default] if default else [])}
 
-    own = product.own if device.type == "cuda" else ("braze",)
+    own = own_names(product, device)
     ours = dict.fromkeys([*own, "auto", *fastest(own_screen)])
     errors = errors_of(ours, product, a, b)
     right = [name for name in ours if name not in errors]

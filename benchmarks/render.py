@@ -8,6 +8,7 @@ typed by hand.
 
 import json
 import re
+from operator import itemgetter
 from pathlib import Path
 
 from benchmarks import ladder_chart, render_products, results
@@ -40,7 +41,7 @@ def text_of(name, folder):
     if name in SECTIONS:
         sections = SECTIONS[name](folder)
     elif name == "checks":
-        sections = op_sections(folder, name, checks_table)
+        sections = op_sections(folder, name, checks_table, itemgetter("device"))
     elif name.startswith("kernels:"):
         sections = op_sections(folder, name.replace("kernels:", "ladder_"), kernels_table)
     elif name.startswith("ladder:"):

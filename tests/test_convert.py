@@ -289,9 +289,16 @@ def test_dropout_follows_the_mode():
 def test_signature_and_symbolic_trace():
     model = braze.convert(LeNet())
     assert list(inspect.signature(model.forward).parameters) == ["x", "temperature"]
-    tracer = torch.fx.Tracer()
-    tracer.is_leaf_module = lambda module, name: True
-    assert any(n.target == "conv1" for n in tracer.trace(model).nodes)
+
+    class Tracer(torch.fx.Tracer):  # as in docs/convert.md
+        def is_leaf_module(self, module, name):
+            leaf = type(module).__module__.startswith("braze.")
+            return leaf or super().is_leaf_module(module, name)
+
+    graph = Tracer().trace(model.eval())
+    assert any(n.target == "conv1" for n in graph.nodes)
+    x = images("cpu")
+    torch.testing.assert_close(torch.fx.GraphModule(model, graph)(x, 2.0), model(x, 2.0))
 
 
 def test_the_model_itself_may_be_a_layer():

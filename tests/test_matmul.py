@@ -30,6 +30,10 @@ MATMUL_SHAPES = [
     ((4, 0), (0, 7)),
     ((4, 5), (5, 0)),
     ((0, 4, 5), (0, 5, 7)),
+    ((2, 0, 4, 5), (5, 6)),
+    ((5, 4), (2, 0, 4, 6)),
+    ((1, 0, 4, 5), (3, 0, 5, 6)),
+    ((3, 0, 1, 4, 5), (5,)),
     ((0,), (0,)),
 ]
 LINEAR_SHAPES = [
@@ -40,6 +44,7 @@ LINEAR_SHAPES = [
     ((33, 257), 129),
     ((2, 3, 5, 7), 11),
     ((0, 7), 3),
+    ((2, 0, 4, 5), 3),
     ((4, 0), 3),
     ((4, 7), 0),
 ]
@@ -366,6 +371,8 @@ def test_bad_backend(device):
     a = torch.randn(3, 3, device=device)
     with pytest.raises(ValueError, match="expected matmul to be one of auto, braze, cublas"):
         braze.backend(matmul="fastest")
+    with pytest.raises(ValueError, match=r"auto, braze, cublas.*but got None"):
+        braze.backend(matmul=None)
     with pytest.raises(RuntimeError, match=r"expected backend to be one of auto, braze.*fastest"):
         torch.ops.braze.matmul(a, a, backend="fastest")
     if device == "cpu":

@@ -10,7 +10,6 @@ extern "C" {
 int32_t torch_parallel_for(int64_t begin, int64_t end, int64_t grain_size,
                            void (*callback)(int64_t, int64_t, void*), void* context);
 int32_t torch_get_num_threads(uint32_t* threads);
-int32_t torch_get_thread_idx(uint32_t* index);
 }
 
 namespace braze::cpu {

@@ -16,8 +16,9 @@ namespace braze {
 namespace {
 
 // One stride that walks all the dimensions in row-major order, if there is one. Dimensions of
-// size 1 do not matter; the stride of none at all is 0.
+// size 1 do not matter; the stride of none at all is 0, and that where there is nothing to walk.
 std::optional<int64_t> common_stride(const Sizes& sizes, const Sizes& strides) {
+  if (std::find(sizes.begin(), sizes.end(), 0) != sizes.end()) return 0;
   int64_t innermost = 0, expected = -1;
   for (size_t i = sizes.size(); i-- > 0;) {
     if (sizes[i] == 1) continue;

@@ -225,8 +225,8 @@ def convert(model, *, strict=False):
 
     Left alone are layers with hooks, parametrizations, another `forward`, more than one name in
     the model, dtypes other than float64, float32, bfloat16 and float16, and subclasses of torch's
-    layers. Fused runs whose layers gain hooks later are run layer by layer. Fused runs can be
-    differentiated once, everything else as :mod:`braze.nn` says.
+    layers. Fused runs whose layers gain hooks later are run layer by layer. Fused runs with
+    a convolution can be differentiated once, everything else as :mod:`braze.nn` says.
 
     Args:
         model: a ``torch.nn.Module``.

@@ -49,6 +49,8 @@ class ReLUBackward(torch.autograd.Function):
 
 
 def _overwrite(input):
+    if input.is_inference() and not torch.is_inference_mode_enabled():
+        raise RuntimeError("relu: inplace on an inference tensor outside of inference mode")
     _ops.relu_.default(input)
     mark_written(input)
     return input
@@ -83,7 +85,7 @@ def relu(input, inplace=False):
         Same shape, dtype and memory format as `input`. Bitwise repeatable. Twice differentiable.
 
     Raises:
-        RuntimeError: other dtypes.
+        RuntimeError: other dtypes; `inplace` on an inference tensor outside of inference mode.
     """
     if torch.compiler.is_compiling():
         # The compiler turns the copy into an overwrite where it can.

@@ -1,6 +1,7 @@
 """A loader for data sets that fit in device memory."""
 
 import math
+import numbers
 
 import torch
 
@@ -34,9 +35,11 @@ class DeviceLoader:
         ``(images, labels)``: `dtype` ``[batch, C, H, W]`` and int64 ``[batch]``.
 
     Raises:
-        TypeError: `images` are not uint8, `labels` are not integers, or another `dtype`.
-        ValueError: another rank, different counts, `batch_size` below 1, `std` of 0, or `mean` or
-            `std` neither one number nor one per channel.
+        TypeError: `images` are no uint8 tensor, `labels` no integer tensor, `batch_size` is no
+            integer, or another `dtype`.
+        ValueError: another rank, different counts, `batch_size` below 1, `std` of 0, `mean` or
+            `std` not finite, or neither one number nor one per channel, or another
+            `memory_format`.
 
     Example:
         >>> digits = braze.data.load_mnist()
@@ -59,6 +62,11 @@ class DeviceLoader:
         std=1.0,
         memory_format=torch.contiguous_format,
     ):
+        for name, given in (("images", images), ("labels", labels)):
+            if not isinstance(given, torch.Tensor):
+                raise TypeError(
+                    f"DeviceLoader: expected {name} to be a tensor, but got {type(given).__name__}"
+                )
         if images.dtype != torch.uint8:
             raise TypeError(f"DeviceLoader: expected images of dtype uint8, but got {images.dtype}")
         if labels.dtype.is_floating_point or labels.dtype.is_complex:
@@ -77,12 +85,21 @@ class DeviceLoader:
                 f"DeviceLoader: expected one label per image, but got images {[*images.shape]} and "
                 f"labels {[*labels.shape]}"
             )
+        if isinstance(batch_size, bool) or not isinstance(batch_size, numbers.Integral):
+            raise TypeError(
+                f"DeviceLoader: expected batch_size to be an int, but got {batch_size!r}"
+            )
         if batch_size < 1:
             raise ValueError(f"DeviceLoader: expected batch_size of at least 1, got {batch_size}")
+        if memory_format not in (torch.contiguous_format, torch.channels_last):
+            raise ValueError(
+                "DeviceLoader: expected memory_format to be torch.contiguous_format or "
+                f"torch.channels_last, but got {memory_format!r}"
+            )
         images = images.unsqueeze(1) if images.dim() == 3 else images
         mean, std = (torch.as_tensor(x, dtype=torch.float64, device="cpu") for x in (mean, std))
-        if not std.all():
-            raise ValueError("DeviceLoader: expected std other than 0")
+        if not (std.all() and std.isfinite().all() and mean.isfinite().all()):
+            raise ValueError("DeviceLoader: expected a finite mean and a finite std other than 0")
         mean = _per_channel("mean", mean, images.size(1))
         std = _per_channel("std", std, images.size(1))
         self.images = images.to(device).contiguous()
