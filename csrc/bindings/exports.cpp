@@ -36,8 +36,6 @@ BRAZE_EXPORT const BrazeTuning* braze_tuning() {
 }
 
 #ifdef BRAZE_CUDA
-BRAZE_EXPORT int braze_cuda_runtime_version() { return CUDART_VERSION; }
-
 BRAZE_EXPORT int braze_device_attributes(int device, BrazeDeviceAttributes* out) {
   const auto get = [&](cudaDeviceAttr attribute, int64_t* value) {
     int v = 0;

@@ -40,10 +40,8 @@ class Library {
     return result;
   }
 
-  // Only in libbraze_cuda.
-  int cuda_runtime_version() const { return symbol<int()>("braze_cuda_runtime_version")(); }
-
-  // Name -> version and, where the library cannot be used, the reason ("" where it can).
+  // Only in libbraze_cuda. Name -> version and, where the library cannot be used, the reason (""
+  // where it can).
   py::dict vendor() const {
     const auto count = symbol<int()>("braze_vendor_count");
     const auto get = symbol<void(int, BrazeVendorLibrary*)>("braze_vendor_library");
@@ -130,7 +128,6 @@ PYBIND11_MODULE(_C, m) {
   py::class_<Library>(m, "Library")
       .def(py::init<const std::string&>())
       .def("kernels", &Library::kernels)
-      .def("cuda_runtime_version", &Library::cuda_runtime_version)
       .def("vendor", &Library::vendor)
       .def("device_attributes", &Library::device_attributes)
       .def("set_tuned", &Library::set_tuned)

@@ -6,24 +6,17 @@
 #include <unordered_map>
 #include <vector>
 
+#include "kernels/common/hash_words.h"
+
 namespace braze {
 namespace {
-
-// FNV-1a over whole words.
-struct HashProduct {
-  size_t operator()(const Product& product) const {
-    uint64_t hash = 14695981039346656037u;
-    for (const int64_t word : product) hash = (hash ^ static_cast<uint64_t>(word)) * 1099511628211u;
-    return hash ^ (hash >> 32);
-  }
-};
 
 struct Choices {
   std::string built_in, measured;  // empty: none
 };
 
 // Never destroyed: other threads may still compute when static objects are.
-auto& table = *new std::unordered_map<Product, Choices, HashProduct>;
+auto& table = *new std::unordered_map<Product, Choices, HashWords>;
 auto& recorded = *new std::vector<Product>;
 std::shared_mutex mutex;  // guards the two, and writes to the third
 std::atomic<bool> recording{false};

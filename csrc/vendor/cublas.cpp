@@ -13,6 +13,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "kernels/common/hash_words.h"
 #include "kernels/relu/relu.h"
 #include "vendor/loader.h"
 
@@ -311,13 +312,6 @@ bool cublas_supports(const MatmulArgs& args, int candidate) {
   return problem && has(*plan_for(*problem, candidate), candidate);
 }
 
-int cublas_candidates(const MatmulArgs& args) {
-  if (!cublas_missing().empty()) return 0;
-  if (is_empty(args)) return 1;
-  const auto problem = make_problem(args);
-  return problem ? static_cast<int>(plan_for(*problem, 1)->algos.size()) : 0;
-}
-
 int64_t cublas_workspace_bytes(const MatmulArgs& args, int candidate) {
   if (!cublas_missing().empty() || is_empty(args)) return 0;
   const auto problem = make_problem(args);
@@ -384,7 +378,6 @@ const std::string& cublas_missing() {
 }
 std::string cublas_version() { return ""; }
 bool cublas_supports(const MatmulArgs&, int) { return false; }
-int cublas_candidates(const MatmulArgs&) { return 0; }
 int64_t cublas_workspace_bytes(const MatmulArgs&, int) { return 0; }
 void cublas_matmul(Stream, const MatmulArgs&, void*, int) {
   throw std::runtime_error("cublas: " + cublas_missing());

@@ -9,6 +9,7 @@
 #include <mutex>
 #include <unordered_map>
 
+#include "kernels/common/hash_words.h"
 #include "vendor/cudnn_plans.h"
 
 namespace braze::vendor {
@@ -74,13 +75,6 @@ bool cudnn_supports(Conv2dPass pass, const Conv2dShape& shape, const Tensor4dRef
   if (p.is_empty()) return p.result().numel() == 0 || (p.result().is_dense() && !bias);
   return p.possible &&
          Device::with_plans(p, [&](Device&, Plans& plans) { return plans.has(candidate); });
-}
-
-int cudnn_candidates(Conv2dPass pass, const Conv2dShape& shape, const Tensor4dRef& x,
-                     const Tensor4dRef& w, const Tensor4dRef& y, const void* bias) {
-  int count = 0;
-  while (count < kMaxCandidates && cudnn_supports(pass, shape, x, w, y, bias, count)) ++count;
-  return count;
 }
 
 int64_t cudnn_workspace_bytes(Conv2dPass pass, const Conv2dShape& shape, const Tensor4dRef& x,
@@ -149,10 +143,6 @@ std::string cudnn_version() { return ""; }
 bool cudnn_supports(cuda::Conv2dPass, const Conv2dShape&, const Tensor4dRef&, const Tensor4dRef&,
                     const Tensor4dRef&, const void*, int) {
   return false;
-}
-int cudnn_candidates(cuda::Conv2dPass, const Conv2dShape&, const Tensor4dRef&, const Tensor4dRef&,
-                     const Tensor4dRef&, const void*) {
-  return 0;
 }
 int64_t cudnn_workspace_bytes(cuda::Conv2dPass, const Conv2dShape&, const Tensor4dRef&,
                               const Tensor4dRef&, const Tensor4dRef&, const void*, int) {

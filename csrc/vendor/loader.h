@@ -1,11 +1,10 @@
-// What the two backends share: finding a library at run time, and hashing a problem for its cache.
+// What the two backends share: finding a library at run time, and setting it up in a capture.
 #pragma once
 
 #include <cuda_runtime.h>
 #include <dlfcn.h>
 
 #include <algorithm>
-#include <array>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
@@ -73,16 +72,6 @@ class AllowSetupInCapture {
 
  private:
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
-};
-
-// FNV-1a over whole words.
-struct HashWords {
-  template <size_t N>
-  size_t operator()(const std::array<int64_t, N>& words) const {
-    uint64_t hash = 14695981039346656037u;
-    for (const int64_t word : words) hash = (hash ^ static_cast<uint64_t>(word)) * 1099511628211u;
-    return hash ^ (hash >> 32);
-  }
 };
 
 }  // namespace braze::vendor

@@ -28,8 +28,6 @@ constexpr int kMaxCandidates = 32;
 
 // Whether cuBLASLt takes these arguments (dtype, strides, and for candidate > 0 has so many).
 bool cublas_supports(const MatmulArgs& args, int candidate = 0);
-// Number of algorithms for these arguments, at most kMaxCandidates.
-int cublas_candidates(const MatmulArgs& args);
 int64_t cublas_workspace_bytes(const MatmulArgs& args, int candidate = 0);
 void cublas_matmul(Stream stream, const MatmulArgs& args, void* workspace, int candidate = 0);
 
@@ -39,9 +37,6 @@ void cublas_matmul(Stream stream, const MatmulArgs& args, void* workspace, int c
 bool cudnn_supports(cuda::Conv2dPass pass, const Conv2dShape& shape, const Tensor4dRef& x,
                     const Tensor4dRef& w, const Tensor4dRef& y, const void* bias = nullptr,
                     int candidate = 0);
-// Number of engine configurations, at most kMaxCandidates. Builds them all: slow.
-int cudnn_candidates(cuda::Conv2dPass pass, const Conv2dShape& shape, const Tensor4dRef& x,
-                     const Tensor4dRef& w, const Tensor4dRef& y, const void* bias = nullptr);
 int64_t cudnn_workspace_bytes(cuda::Conv2dPass pass, const Conv2dShape& shape, const Tensor4dRef& x,
                               const Tensor4dRef& w, const Tensor4dRef& y,
                               const void* bias = nullptr, int candidate = 0);

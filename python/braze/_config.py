@@ -23,8 +23,8 @@ def kernels(op=None):
 
     Returns:
         Dicts with ``op``, ``name`` (what :func:`backend` takes), ``dtypes`` (space-separated),
-        ``arch`` (``"cpu"``, ``"sm_80+"``, ``"sm_90a"``), ``shipped`` (False for ladder rungs, which
-        only :func:`backend` chooses) and ``note``.
+        ``arch`` (``"cpu"``, ``"sm_80+"``, ``"sm_90a"``), ``shipped`` (False for ladder rungs)
+        and ``note``.
     """
     libraries = [lib for lib in (_lib.ops_library, _lib.cuda_library) if lib is not None]
     return [k for lib in libraries for k in lib.kernels() if op is None or k["op"] == op]

@@ -8,10 +8,10 @@ namespace braze {
 
 struct KernelInfo {
   const char* op;      // "relu"
-  const char* name;    // "vectorized": what braze.backend(relu=...) takes where there is a choice
+  const char* name;    // "vectorized": what braze.backend() takes for an op with a choice
   const char* dtypes;  // "float64 float32 bfloat16 float16"
   const char* arch;    // "cpu", "sm_80+", "sm_90a"
-  bool shipped;        // false for ladder rungs, which only braze.backend() chooses
+  bool shipped;        // false for ladder rungs, which "auto" does not prefer
   const char* note;    // one line
 };
 

@@ -55,8 +55,9 @@ const char* obstacle(Choice choice, const Conv2dArgs& args) {
   if (choice == Choice::kHalo) {
     return halo::supports(args.pass, args.shape, args.gathered, args.other, args.out)
                ? nullptr
-               : "it takes channels-last bfloat16, float16 or (fprop and dgrad) TF32 tensors, "
-                 "stride and dilation 1, one group, small filters, and compute capability 9.0";
+               : "it takes channels-last float32, bfloat16 and float16 tensors, stride and "
+                 "dilation 1, one group, small filters (three columns in wgrad), and compute "
+                 "capability 9.0";
   }
   if (!has_small_offsets(args)) return "it addresses tensors with 31 bits";
   const DType dtype = args.shape.dtype;

@@ -1,4 +1,4 @@
-// Products of little depth: an outer product at depth 1, up to 128 where C is small. A block takes
+// Products of little depth, up to 128 where C is small (depth 1 has outer.cu). A block takes
 // the whole depth of its rows of A and columns of B into shared memory at once, without stages, and
 // multiplies on the CUDA cores: what such a product takes is the start, one way to memory and back,
 // and fetching the kernel's instructions, which are few.
