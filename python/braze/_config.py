@@ -36,8 +36,8 @@ def check_choice(caller, op, choice):
     vendors = backend._VENDORS.get(op, ())
     valid = [_AUTO, "braze", *vendors, *rungs]
     candidates = [rf"{vendor}:\d\d?" for vendor in vendors]
-    known = choice in valid or any(re.fullmatch(c, str(choice)) for c in candidates)
-    if not (isinstance(choice, str) and known):
+    numbered = isinstance(choice, str) and any(re.fullmatch(c, choice) for c in candidates)
+    if choice not in valid and not numbered:
         raise ValueError(
             f"{caller}: expected {op} to be one of {', '.join(valid)}, but got {choice!r}"
         )
