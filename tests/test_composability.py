@@ -201,6 +201,39 @@ def test_inference_mode(device, op):
     assert torch.equal(result, OPS[op][0](OURS, *arguments))
 
 
+def _step(param):
+    param.grad = torch.ones_like(param)
+    braze.optim.SGD([param], lr=0.1).step()
+
+
+# What overwrites tensors: name -> f(images, a tensor for each channel, and another one).
+WRITERS = {
+    "relu": lambda x, mean, var: F.relu(mean, inplace=True),
+    "batch_norm": lambda x, mean, var: F.batch_norm(x, mean, var, training=True),
+    "conv_bn_relu2d": lambda x, mean, var: F.conv_bn_relu2d(
+        x, x.new_ones(2, 2, 3, 3), None, mean, var, training=True
+    ),
+    "conv_bn_relu_max_pool2d": lambda x, mean, var: F.conv_bn_relu_max_pool2d(
+        x, x.new_ones(2, 2, 3, 3), None, mean, var, training=True
+    ),
+    "SGD": lambda x, mean, var: _step(mean),
+}
+
+
+@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+def test_inference_tensors_are_overwritten_in_inference_mode_only(device, write):
+    x = torch.randn(2, 2, 6, 6, device=device)
+    with torch.inference_mode():
+        mean, var = -torch.ones(2, device=device), torch.ones(2, device=device)
+        before = mean.clone()
+    with pytest.raises(RuntimeError, match="inference tensor outside of inference mode"):
+        write(x, mean, var)
+    assert torch.equal(mean, before)
+    with torch.inference_mode():
+        write(x, mean, var)
+        assert not torch.equal(mean, before)
+
+
 @every_op
 def test_torch_func_is_refused(device, op):
     call, _ = OPS[op]

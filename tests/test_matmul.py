@@ -452,8 +452,8 @@ HOPPER_SHAPES = [
     (2, 520, 72, 1024),
     (1, 8, 8, 8),
     # Sizes for which the plan takes, in 16 bits, tiles of 128 x 192, and of 64 x 192; of 256, 128
-    # and 64 x 144, where A is K-major; 128 x 192 with the depth split over clusters of 2 and 4;
-    # and 128 x 128 over 2 and 4.
+    # and 64 x 144, where A is K-major, else of 128 x 144 for the former two; 128 x 192 with the
+    # depth split over clusters of 2 and 4; and 128 x 128 over 2 and 4.
     (2, 2040, 760, 264),
     (1, 760, 1504, 264),
     (1, 1576, 3000, 264),
@@ -811,6 +811,9 @@ def test_hopper_kernel_runs_where_expected(device):
         assert "persistent_kernel" not in names("mma_sync", x, y)
     # A row of 1030 bytes is not a multiple of 16.
     assert "persistent_kernel" not in names("braze", randn16(1024, 515), randn16(515, 768))
+    # A large result of short sums: storing it is what takes time.
+    assert "persistent_kernel" in names("braze", randn16(8, 3072).mT, randn16(8, 768))
+    assert "thin_kernel" in names("braze", randn16(8, 1024).mT, randn16(8, 768))
     with pytest.raises(RuntimeError, match=r"wgmma cannot take these arguments.*multiples of 16"):
         names("wgmma", randn16(64, 515), randn16(515, 64))
     with pytest.raises(RuntimeError, match="rounded to TF32, which is not allowed"):
@@ -835,6 +838,8 @@ def test_hopper_kernel_runs_where_expected(device):
         ran = names("wgmma", randn16(m, k), randn16(k, n))
         assert kernel in ran, ran
         assert tile in ran, ran
+    # Of A by columns, which come by 64, a tile of 144 loads 192.
+    assert "128, 144, 5, 2, 2, 192" in names("wgmma", randn16(264, 3152).mT, randn16(264, 760))
     # fp32 with TF32 off
     assert "split_planes_kernel" in names("braze", big[:2048].float(), big.float())
     wide = big[:1024, :1024].float()

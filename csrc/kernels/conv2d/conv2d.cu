@@ -131,7 +131,7 @@ void run_halo(Stream stream, const Conv2dArgs& args, void* workspace) {
   if (args.pass == Conv2dPass::kWgrad) {
     return halo::wgrad(stream, args.shape, args.other, args.gathered, args.out, workspace);
   }
-  halo::conv(stream, args.pass, args.shape, args.gathered, args.other, args.bias, false, args.out,
+  halo::conv(stream, args.pass, args.shape, args.gathered, args.other, args.bias, args.out,
              args.moments);
 }
 

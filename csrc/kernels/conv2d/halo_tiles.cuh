@@ -30,7 +30,6 @@ struct Args {
   bool copy_weights;           // by TMA, as they are in memory
   bool settled_weights;        // may be read before earlier kernels are done
   bool flip;                   // dgrad: taps in reverse order
-  bool relu;
   bool wide_stores;            // fp32 results 16 bytes at a time
   int64_t y_n, y_k, y_h, y_w;  // output strides
 };

@@ -134,16 +134,14 @@ int moment_sets(Conv2dPass pass, const Conv2dShape& s) {
 }
 
 void conv(Stream stream, Conv2dPass pass, const Conv2dShape& s, const Tensor4dRef& in,
-          const Tensor4dRef& w, const void* bias, bool relu, const Tensor4dRef& out,
-          Moments* moments) {
+          const Tensor4dRef& w, const void* bias, const Tensor4dRef& out, Moments* moments) {
   const bool dgrad = pass == Conv2dPass::kDgrad;
-  if (dgrad && !bias && !relu && !moments && supports_narrow_dgrad(s, w, out)) {
+  if (dgrad && !bias && !moments && supports_narrow_dgrad(s, w, out)) {
     return narrow_dgrad(stream, s, in, w, out);
   }
   Plan plan = make_plan(pass, s);
   Args& a = plan.args;
   a.w_k = dgrad ? w.c : w.n, a.w_c = dgrad ? w.n : w.c, a.w_r = w.h, a.w_s = w.w;
-  a.relu = relu;
   a.wide_stores = a.wide_stores && a.k % 4 == 0 && tma_takes(s.dtype, out);
   a.y_n = out.n, a.y_k = out.c, a.y_h = out.h, a.y_w = out.w;
   const auto extent = [](int v) { return static_cast<uint32_t>(v); };

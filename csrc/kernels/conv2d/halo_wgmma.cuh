@@ -271,12 +271,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     named_barrier(2 + group, 128);  // all have read this tile, and `out` is free
     if (kPlanes == 1 && thread == 0) ring.release(j, a.stages);
 
-    if (bias || a.relu) {
+    if (bias) {
 #pragma unroll
-      for (int i = 0; i < kAcc; ++i) {
-        acc[i] += bias_values[i / 2 % 2];
-        if (a.relu) acc[i] = acc[i] < 0 ? 0.0f : acc[i];
-      }
+      for (int i = 0; i < kAcc; ++i) acc[i] += bias_values[i / 2 % 2];
     }
     if (moments && j == group) {  // position 0 is an output
       row_moments[0].shift = __shfl_sync(~0u, convert<float>(convert<T>(acc[0])), lane & ~3);

@@ -18,8 +18,7 @@ int moment_sets(Conv2dPass pass, const Conv2dShape& shape);
 // bias, moments: may be null. moments: [computed channels][moment_sets], of the results as they are
 // stored.
 void conv(Stream stream, Conv2dPass pass, const Conv2dShape& shape, const Tensor4dRef& in,
-          const Tensor4dRef& w, const void* bias, bool relu, const Tensor4dRef& out,
-          Moments* moments);
+          const Tensor4dRef& w, const void* bias, const Tensor4dRef& out, Moments* moments);
 
 // The input gradient for few channels, which conv() leaves to this kernel: its own would waste half
 // of the products. supports_narrow_dgrad asks only what supports() does not.

@@ -23,6 +23,7 @@ __device__ __forceinline__ void produce(const CUtensorMap* row_map, const CUtens
                                         uint64_t* empty) {
   using T = typename Tile::T;
   constexpr int kCluster = Tile::kCluster, kBox = Tile::kColumnBox;
+  constexpr int kLoaded = Tile::kLoadedColumns;
   const int rank = kCluster > 1 ? static_cast<int>(cluster_rank()) : 0;
   Cursor<Tile::kStages> at;
   for (int tile = blockIdx.x / kCluster; tile < a.tiles; tile += gridDim.x / kCluster) {
@@ -38,8 +39,8 @@ __device__ __forceinline__ void produce(const CUtensorMap* row_map, const CUtens
                                          a.row_batch ? p.batch : 0);
       const uint32_t column_box = to + Tile::kRowBytes + rank * kBox * kSwizzle;
 #pragma unroll
-      for (int i = 0; i < Tile::kColumns; i += kCluster * kBox) {
-        if (i + kCluster * kBox > Tile::kColumns && i + rank * kBox >= Tile::kColumns) continue;
+      for (int i = 0; i < kLoaded; i += kCluster * kBox) {
+        if (i + kCluster * kBox > kLoaded && i + rank * kBox >= kLoaded) continue;
         load<T, kColumnMajor, kBox, kCluster>(column_map, &full[at.stage],
                                               column_box + i * kSwizzle, column + i,
                                               d * Tile::kDepth, a.column_batch ? p.batch : 0);
@@ -52,7 +53,7 @@ __device__ __forceinline__ void produce(const CUtensorMap* row_map, const CUtens
 // 64 finished rows of 16-bit values that wait to be stored, kChunk columns at a time.
 template <typename Tile>
 struct Finished {
-  static constexpr int kChunks = Tile::kColumns / Tile::kChunk, kPairs = Tile::kChunk / 4;
+  static constexpr int kChunks = Tile::kChunks, kPairs = Tile::kChunk / 4;
   uint32_t pairs[kChunks][kPairs];  // of neighbouring columns
   int row, column, batch;           // of the first element in the product
 
@@ -67,14 +68,15 @@ struct Finished {
     row = r, column = c, batch = b;
   }
 
-  // Through shared memory, two buffers in turn, and TMA.
+  // Through shared memory, its buffers in turn, and TMA.
   template <bool kSwap>
   __device__ __forceinline__ void store(int chunk, const CUtensorMap* map, uint32_t staging,
                                         int group) const {
     const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
-    const uint32_t buffer = staging + chunk % 2 * Tile::kChunkBytes;
-    // The buffer's last copy is two back, or the last one.
-    if (thread == 0) tma_store_wait_read<kChunks % 2 == 0 ? 1 : 0>();
+    constexpr int kBuffers = Tile::kBuffers;
+    const uint32_t buffer = staging + chunk % kBuffers * Tile::kChunkBytes;
+    // The buffer's last copy is as many back as there are, or the last one.
+    if (thread == 0) tma_store_wait_read<kChunks % kBuffers == 0 ? kBuffers - 1 : 0>();
     named_barrier(1 + group, 128);
 #pragma unroll
     for (int i = 0; i < Tile::kChunk / 16; ++i) {  // 16 columns
@@ -198,6 +200,15 @@ __device__ __forceinline__ void consume(const CUtensorMap* c_map, const A& a, ui
 
     p = place_of(a, tile);
     d = p.first, before = -1;
+    if constexpr (A::kFull) {
+      // Else ptxas takes what the epilogue wrote for an operand of the next products, which it then
+      // has wait for each other (C7515).
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b) {
+#pragma unroll
+        for (float& sum : acc[b]) sum = 0;
+      }
+    }
     if constexpr (Tile::kKept) {
       if (direct) continue;
 #pragma unroll

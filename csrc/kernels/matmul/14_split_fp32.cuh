@@ -38,7 +38,10 @@ struct SplitOperand {
 };
 struct SplitArgs : Args {
   SplitOperand row, column;
-  int depth;
+  int depth, batch;
+  int splits;  // in how many parts the depth is summed
+  FastDiv by_splits;
+  float* partial;  // [split][batch][row][column] if what follows adds up the parts, or nullptr
 };
 
 template <typename Tile>
@@ -66,7 +69,7 @@ __device__ __noinline__ float plain_sum(const SplitArgs& a, int batch, int row, 
 struct PartPlace : Place {
   int split;
 };
-__device__ __forceinline__ PartPlace part_of(const Args& a, int tile) {
+__device__ __forceinline__ PartPlace part_of(const SplitArgs& a, int tile) {
   PartPlace p{place_of(a, tile), 0};
   p.batch = a.by_splits.div(p.batch, p.split);
   if (a.splits > 1) {

@@ -95,6 +95,11 @@ bool preferred(const MatmulArgs& p, bool deep_tiles) {
   return !copies || make_plan(p).cost < (products < int64_t{1} << 26 ? 4 : 6 + products / 4.6e7);
 }
 
+bool preferred_for_result(const MatmulArgs& p) {
+  return size_of(p.dtype) == 2 && p.batch * p.m * p.n >= int64_t{1} << 21 &&
+         std::min(p.m, p.n) >= 32 && p.n % 8 == 0;
+}
+
 int64_t workspace_bytes(const MatmulArgs& p) { return plan_bytes(p, make_plan(p)); }
 
 int64_t stream_k_workspace_bytes(const MatmulArgs& p) { return plan_bytes(p, make_plan(p, true)); }

@@ -11,6 +11,9 @@ const char* obstacle(const MatmulArgs& args);
 // Whether it is the fastest of our own kernels for arguments that it takes. deep_tiles: whether
 // mma_sync would use the tiles whose depth several warps share.
 bool preferred(const MatmulArgs& args, bool deep_tiles);
+// Whether there are so many results that storing them, by TMA, is what counts, however short the
+// sums.
+bool preferred_for_result(const MatmulArgs& args);
 
 int64_t workspace_bytes(const MatmulArgs& args);
 void matmul(Stream stream, const MatmulArgs& args, void* workspace);

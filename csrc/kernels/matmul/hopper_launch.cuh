@@ -70,10 +70,10 @@ int resident_clusters(int cluster, int threads, int shared_bytes) {
   return clusters;
 }
 
-// What the tiles of a product are and where they go. `partial` holds the splits' parts.
+// What the tiles of a product, each in `splits` parts, are and where they go.
 template <typename Tile>
 void set_tiles(Args& args, const MatmulArgs& p, const Operand& rows, const Operand& columns,
-               int splits, void* partial) {
+               int splits = 1) {
   args.rows = static_cast<int>(rows.outer), args.columns = static_cast<int>(columns.outer);
   const int64_t tile_rows = ceil_div(rows.outer, Tile::kRows * Tile::kCluster);
   const int64_t tile_columns = ceil_div(columns.outer, Tile::kColumns);
@@ -81,14 +81,12 @@ void set_tiles(Args& args, const MatmulArgs& p, const Operand& rows, const Opera
   if (tiles > INT_MAX) throw std::runtime_error("matmul: more than 2^31 - 1 tiles");
   args.order = TileOrder(tile_rows, tile_columns);
   args.depth_tiles = static_cast<int>(ceil_div(p.k, Tile::kDepth));
-  args.splits = splits, args.by_splits = FastDiv(splits);
-  args.batch = static_cast<int>(p.batch), args.tiles = static_cast<int>(tiles);
+  args.tiles = static_cast<int>(tiles);
   args.row_batch = rows.batch != 0, args.column_batch = columns.batch != 0;
   args.c = p.c, args.c_batch = p.m * p.n, args.c_ld = p.n;
   args.direct =
       p.n * sizeof(typename Tile::T) % 16 != 0 || reinterpret_cast<uintptr_t>(p.c) % 16 != 0;
   args.bias = p.bias, args.relu = p.relu;
-  args.partial = static_cast<float*>(partial);
 }
 
 // C as TMA stores it, or where results are stored from registers, whose own map is not used,
@@ -117,7 +115,7 @@ void launch(Stream stream, const MatmulArgs& p, bool persistent = true, const A&
   const Operand a = operand_a(p), b = operand_b(p);
   const Operand &rows = kSwap ? b : a, &columns = kSwap ? a : b;
   A args = epilogue;
-  set_tiles<Tile>(args, p, rows, columns, 1, nullptr);
+  set_tiles<Tile>(args, p, rows, columns);
   const CUtensorMap row_map = operand_map<T>(rows, p.k, p.batch, Tile::kRows);
   const CUtensorMap column_map = operand_map<T>(columns, p.k, p.batch, Tile::kColumnBox);
   const CUtensorMap c_map = output_map<Tile>(args, p, row_map);
@@ -132,7 +130,7 @@ void launch_cluster_split(Stream stream, const MatmulArgs& p, int cluster, const
   const Operand a = operand_a(p), b = operand_b(p);
   const Operand &rows = kSwap ? b : a, &columns = kSwap ? a : b;
   A args = epilogue;
-  set_tiles<Tile>(args, p, rows, columns, 1, nullptr);
+  set_tiles<Tile>(args, p, rows, columns);
   args.cluster_bits = cluster == 8 ? 3 : cluster == 4 ? 2 : 1;
   const CUtensorMap row_map = operand_map<T>(rows, p.k, p.batch, Tile::kRows);
   const CUtensorMap column_map = operand_map<T>(columns, p.k, p.batch, Tile::kColumns);
@@ -152,7 +150,7 @@ void launch_stream_k(Stream stream, const MatmulArgs& p, void* workspace) {
   const Operand a = operand_a(p), b = operand_b(p);
   const Operand &rows = kSwap ? b : a, &columns = kSwap ? a : b;
   StreamArgs args{};
-  set_tiles<Tile>(args, p, rows, columns, 1, nullptr);
+  set_tiles<Tile>(args, p, rows, columns);
   constexpr auto kKernel = stream_k_kernel<Tile, kRowMajor, kColumnMajor, kSwap>;
   const int resident =
       resident_clusters<kKernel>(Tile::kCluster, Tile::kThreads, Tile::kSharedBytes);
@@ -216,14 +214,17 @@ void launch_shape(Stream stream, const MatmulArgs& p, const Plan& plan, void* wo
   });
 }
 
-// Tiles of 144 columns, for which 16-bit products are swapped; A is K-major.
+// Tiles of 144 columns, for which 16-bit products are swapped.
 template <typename T>
 void launch_swapped(Stream stream, const MatmulArgs& p, const Plan& plan) {
   const auto run = [&](auto row_major) {
     constexpr bool kR = row_major.value;
     switch (plan.shape) {
       case Shape::kTall144: return launch<Tile<T, 256, 144, 4, 2>, kR, false, true>(stream, p);
-      case Shape::kMedium144: return launch<Tile<T, 128, 144, 5, 2>, kR, false, true>(stream, p);
+      case Shape::kMedium144:
+        return operand_a(p).mn_major()
+                   ? launch<Tile<T, 128, 144, 5, 2, 2, 192>, kR, true, true>(stream, p)
+                   : launch<Tile<T, 128, 144, 5, 2>, kR, false, true>(stream, p);
       case Shape::kFlat144: return launch<Tile<T, 64, 144, 8, 2, 1>, kR, false, true>(stream, p);
       default: throw std::runtime_error("matmul: no swapped kernel of this tile shape");
     }

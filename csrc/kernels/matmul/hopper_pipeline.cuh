@@ -15,28 +15,38 @@
 namespace braze::cuda::hopper {
 
 constexpr int kSwizzle = 128;  // bytes of a row in shared memory
+// Of a block; beside it there are barriers and what the full epilogue sums.
+constexpr int kMostSharedBytes = 220 << 10;
 
-// T: the operands' type (float stands for TF32).
-template <typename T_, int kRows_, int kColumns_, int kStages_, int kCluster_, int kConsumers_ = 2>
+// T: the operands' type (float stands for TF32). kLoadedColumns: MN-major operands come by 64.
+template <typename T_, int kRows_, int kColumns_, int kStages_, int kCluster_, int kConsumers_ = 2,
+          int kLoadedColumns_ = kColumns_>
 struct Tile {
   using T = T_;
   static constexpr int kRows = kRows_, kColumns = kColumns_, kStages = kStages_;
+  static constexpr int kLoadedColumns = kLoadedColumns_;
   static constexpr int kCluster = kCluster_, kConsumers = kConsumers_;
   static constexpr int kDepth = kSwizzle / int{sizeof(T)};
   static constexpr int kBlocks = kRows / kConsumers / 64;  // of 64 rows, per consumer
   static constexpr int kThreads = (kConsumers + 1) * 128;
-  static constexpr int kRowBytes = kRows * kSwizzle, kColumnBytes = kColumns * kSwizzle;
-  static constexpr int kStageBytes = kRowBytes + kColumnBytes;
-  // Columns that the blocks of a cluster load at once, in turn; MN-major operands come by 64.
+  static constexpr int kRowBytes = kRows * kSwizzle;
+  static constexpr int kStageBytes = kRowBytes + kLoadedColumns * kSwizzle;
+  // Columns that the blocks of a cluster load at once, in turn.
   static constexpr int kColumnBox =
-      kColumns % (64 * kCluster) == 0 || kColumns % 64 != 0 ? kColumns / kCluster : 64;
+      kLoadedColumns % (64 * kCluster) == 0 || kLoadedColumns % 64 != 0 ? kLoadedColumns / kCluster
+                                                                        : 64;
   // 16-bit results are staged in shared memory, 64 rows by kChunk columns at a time, and kept in
   // registers while the next tile begins, if there are enough of these.
   static constexpr bool kStaged = sizeof(T) == 2, kKept = kStaged && kBlocks == 1;
   static constexpr int kChunk = kColumns % 64 == 0 ? 64 : 48, kChunkBytes = kChunk * kSwizzle;
-  static constexpr int kStagingBytes = kStaged ? 2 * kChunkBytes : 0;  // of a consumer
+  // A chunk that has a buffer of its own need not wait until another one has left it.
+  static constexpr int kChunks = kColumns / kChunk;
+  static constexpr bool kOwnBuffers =
+      1024 + kStages * kStageBytes + kConsumers * kChunks * kChunkBytes <= kMostSharedBytes;
+  static constexpr int kBuffers = kOwnBuffers ? kChunks : 2;
+  static constexpr int kStagingBytes = kStaged ? kBuffers * kChunkBytes : 0;  // of a consumer
   static constexpr int kSharedBytes = 1024 + kStages * kStageBytes + kConsumers * kStagingBytes;
-  static_assert(kBlocks * kConsumers * 64 == kRows && kColumns % kColumnBox == 0 &&
+  static_assert(kBlocks * kConsumers * 64 == kRows && kLoadedColumns % kColumnBox == 0 &&
                 kColumns % kChunk == 0);
 };
 
@@ -66,19 +76,16 @@ __device__ __forceinline__ void start_ring(const CUtensorMap* row_map,
 struct Args {
   static constexpr bool kFull = false;  // of FullArgs (hopper_epilogue.cuh) it is true
 
-  int rows, columns;        // of the product
-  TileOrder order;          // a row of tiles stands for as many as a cluster takes at once
-  int depth_tiles, splits;  // the depth, and in how many parts it is summed
-  FastDiv by_splits;
+  int rows, columns;             // of the product
+  TileOrder order;               // a row of tiles stands for as many as a cluster takes at once
+  int depth_tiles, tiles;        // the latter in all
   int cluster_bits;              // 15_cluster_split.cuh: of blocks that share a tile, log2
-  int batch, tiles;              // the latter in all
   bool row_batch, column_batch;  // else one operand for all of the batch
   bool direct;                   // C is stored from registers
   bool relu;
   void* c;
   int64_t c_batch, c_ld;
   const void* bias;  // by column of C
-  float* partial;    // with splits: [split][batch][rows of C][columns of C]
 };
 
 // Where a cluster's tile is.

@@ -79,15 +79,15 @@ struct Timing {
 };
 inline Timing timing_of(Shape shape) {
   switch (shape) {
-    case Shape::kLarge: return {128, 256, 2, 2.2, 1.25, 0.585, 0, 32};
-    case Shape::kWide: return {128, 192, 2, 2.2, 1.2, 0.45, 0.06, 28};
-    case Shape::kMedium: return {128, 128, 1, 2.2, 0.7, 0.295, 0.12, 32};
-    case Shape::kFlat: return {64, 192, 1, 2.6, 0, 0.25, 0.1, 32};
-    case Shape::kSmall: return {128, 64, 1, 1.9, 0.5, 0.225, 0.13, 24};
-    case Shape::kTiny: return {64, 64, 1, 1.9, 0.25, 0.17, 0.056, 16};
-    case Shape::kTall144: return {256, 144, 2, 1.2, 2.5, 0.675, 0, 41};
-    case Shape::kMedium144: return {128, 144, 2, 1.9, 1.2, 0.345, 0, 25};
-    case Shape::kFlat144: return {64, 144, 2, 1.8, 0.9, 0.21, 0, 17};
+    case Shape::kLarge: return {128, 256, 2, 2.4, 1.0, 0.585, 0, 32};
+    case Shape::kWide: return {128, 192, 2, 2.2, 0.85, 0.45, 0.06, 28};
+    case Shape::kMedium: return {128, 128, 1, 2.1, 0.7, 0.295, 0.12, 32};
+    case Shape::kFlat: return {64, 192, 1, 1.6, 0.55, 0.25, 0.1, 32};
+    case Shape::kSmall: return {128, 64, 1, 1.8, 0.4, 0.225, 0.13, 24};
+    case Shape::kTiny: return {64, 64, 1, 1.5, 0.35, 0.17, 0.056, 16};
+    case Shape::kTall144: return {256, 144, 2, 1.4, 2.2, 0.675, 0, 41};
+    case Shape::kMedium144: return {128, 144, 2, 2.2, 0.85, 0.345, 0, 25};
+    case Shape::kFlat144: return {64, 144, 2, 1.9, 0.9, 0.21, 0, 17};
     case Shape::kWideSplit: return {128, 192, 1, 7.3, 0.75, 0.465, 0.01, 40};
     case Shape::kMediumSplit: return {128, 128, 1, 2.9, 2.5, 0.34, 0.07, 32};
     case Shape::kSmallSplit: return {128, 64, 1, 3.4, 0.06, 0.205, 0.06, 24};
@@ -151,11 +151,14 @@ inline double cost_of(const MatmulArgs& p, const Plan& plan, int multiprocessors
   // All multiprocessors together read about 13 TB/s from L2.
   const double stage = std::max((size == 4 ? 1.08 : 1.0) * t.stage + (fragments ? t.fragments : 0),
                                 std::min<int64_t>(blocks, multiprocessors) * t.stage_kib / 13.2e3);
-  const int64_t elements = copies(operand_a(p), p.batch) * p.m * p.k +
-                           copies(operand_b(p), p.batch) * p.k * p.n + p.batch * p.m * p.n;
-  // Memory gives 2.9 TB/s, mostly meanwhile.
-  const double products = waves * (t.tile + stages * stage), memory = elements * size / 2.9e6;
+  const int64_t elements =
+      copies(operand_a(p), p.batch) * p.m * p.k + copies(operand_b(p), p.batch) * p.k * p.n;
+  // Memory gives 2.9 TB/s, mostly meanwhile. Some of what is written may stay in L2.
+  const double products = waves * (t.tile + stages * stage);
+  const double memory = (elements + 0.7 * p.batch * p.m * p.n) * size / 2.9e6;
   double cost = t.start + std::max(products, memory) + 0.1 * std::min(products, memory);
+  // MN-major columns come in three boxes, and more of them.
+  if (plan.shape == Shape::kMedium144 && operand_a(p).mn_major()) cost += 0.3;
   if (plan.cluster > 1) cost += 0.016 * blocks;  // those of a cluster start together
   return cost;
 }
@@ -188,10 +191,10 @@ inline Plan make_plan(const MatmulArgs& p, bool stream_only = false) {
       if (plan.cost < best.cost) best = plan;
     };
     if (swap && size_of(p.dtype) == 2) {
-      if (a_mn || stream_only) break;
-      for (const Shape shape : {Shape::kTall144, Shape::kMedium144, Shape::kFlat144}) {
-        consider(shape, 1);
-      }
+      if (stream_only) break;
+      consider(Shape::kMedium144, 1);
+      if (a_mn) break;  // of the others, with 192 columns loaded, few stages would fit
+      for (const Shape shape : {Shape::kTall144, Shape::kFlat144}) consider(shape, 1);
       break;
     }
     // In 16 bits it gains nothing: other tiles keep up where those do not fill the device.

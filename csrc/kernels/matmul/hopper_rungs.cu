@@ -21,7 +21,7 @@ void launch_wgmma(Stream stream, const MatmulArgs& p) {
   using Tile = WgmmaTile<T>;
   const Operand a = operand_a(p), b = operand_b(p);
   Args args{};
-  set_tiles<Tile>(args, p, a, b, 1, nullptr);
+  set_tiles<Tile>(args, p, a, b);
   const CUtensorMap row_map = operand_map<T>(a, p.k, p.batch, Tile::kRows);
   const CUtensorMap column_map = operand_map<T>(b, p.k, p.batch, Tile::kColumns);
   launch_early(wgmma_kernel<Tile, kRowMajor, kColumnMajor>, args.tiles, Tile::kThreads,

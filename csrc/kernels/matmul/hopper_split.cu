@@ -155,8 +155,10 @@ void split_matmul(Stream stream, const MatmulArgs& p, void* workspace) {
   SplitArgs args{};
   args.row = split_operand(a, a_parts);
   args.column = split_operand(b, b_parts);
-  args.depth = static_cast<int>(p.k);
-  set_tiles<Tile>(args, p, a, b, plan.splits, plan.partial ? b_planes + plan.b_planes : nullptr);
+  args.depth = static_cast<int>(p.k), args.batch = static_cast<int>(p.batch);
+  args.splits = plan.splits, args.by_splits = FastDiv(plan.splits);
+  if (plan.partial) args.partial = reinterpret_cast<float*>(b_planes + plan.b_planes);
+  set_tiles<Tile>(args, p, a, b, plan.splits);
   const CUtensorMap row_map = planes_map(a, p, a_planes, Tile::kRows);
   const CUtensorMap column_map = planes_map(b, p, b_planes, Tile::kColumns / Tile::kCluster);
   if (a.mn_major()) {

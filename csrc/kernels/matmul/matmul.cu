@@ -134,6 +134,7 @@ const Kernel& choose(const MatmulArgs& args, const std::string& name) {
     const bool full = args.has_full_epilogue();
     if (!kGemv.obstacle(args) && prefers_gemv(args)) return kGemv;
     if (!kOuter.obstacle(args) && prefers_outer(args)) return kOuter;
+    if (hopper::preferred_for_result(args) && !kWgmma.obstacle(args)) return kWgmma;
     if (!kThin.obstacle(args) && prefers_thin(args)) return kThin;
     if (!kDmmaTma.obstacle(args) && hopper::dmma_tma_preferred(args)) return kDmmaTma;
     const bool deep = prefers_deep_tiles(args);  // which mma_sync has without the full epilogue

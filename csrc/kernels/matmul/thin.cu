@@ -103,8 +103,13 @@ __device__ __forceinline__ void load_slice(const Slice<T>& s, int64_t batch, int
   }
 }
 
+// As many blocks at once as registers allow without spilling.
 template <typename T, typename Tile>
-__global__ void __launch_bounds__(kThreads, 3) thin_kernel(const __grid_constant__ Thin<T> p) {
+constexpr int kResidentBlocks = sizeof(T) == 2 && Tile::kGroups == 1 ? 5 : 3;
+
+template <typename T, typename Tile>
+__global__ void __launch_bounds__(kThreads, kResidentBlocks<T, Tile>)
+    thin_kernel(const __grid_constant__ Thin<T> p) {
   using Acc = acc_t<T>;
   constexpr int kM = Tile::kM, kN = Tile::kN, kRow = Tile::kRow;
   extern __shared__ __align__(16) unsigned char thin_shared[];

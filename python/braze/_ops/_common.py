@@ -157,14 +157,27 @@ def cast_to(dtype, *tensors):
     )
 
 
-def mark_written(*buffers):
-    """Bumps the version counters, which a stable-ABI op does not: a backward that saved a buffer
-    has to notice. While compiling, the functionalised graph takes care of it."""
+def overwrite(buffers, op, *args):
+    """op(*args), which overwrites `buffers`, tensors or None.
+
+    Bumps their version counters, which a stable-ABI op does not: a backward that saved a buffer has
+    to notice. While compiling, the functionalised graph takes care of it.
+
+    Raises:
+        RuntimeError: before anything is written, an inference tensor outside of inference mode.
+    """
     if torch.compiler.is_compiling():
-        return
-    written = [b for b in buffers if b is not None and not b.is_inference()]
-    if written:
-        torch.autograd.graph.increment_version(written)
+        return op(*args)
+    written = [b for b in buffers if b is not None]
+    counted = [b for b in written if not b.is_inference()]
+    if len(counted) < len(written) and not torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            f"{op.name()} would overwrite an inference tensor outside of inference mode"
+        )
+    results = op(*args)
+    if counted:
+        torch.autograd.graph.increment_version(counted)
+    return results
 
 
 def is_channels_last(tensor):

@@ -8,7 +8,7 @@ from braze._ops._common import (
     eager,
     eager_backward,
     is_channels_last,
-    mark_written,
+    overwrite,
     register,
 )
 
@@ -16,11 +16,8 @@ _ops = torch.ops.braze
 
 
 def _run(*args):
-    results = _ops.batch_norm.default(*args)
     buffers, training = args[3:6], args[6]
-    if training:
-        mark_written(*buffers)
-    return results
+    return overwrite(buffers if training else (), _ops.batch_norm.default, *args)
 
 
 class BatchNorm(torch.autograd.Function):

@@ -9,7 +9,7 @@ from braze._ops._common import (
     eager,
     eager_backward,
     is_channels_last,
-    mark_written,
+    overwrite,
     register,
 )
 from braze._ops.batch_norm import empty_like_input
@@ -19,11 +19,8 @@ _ops = torch.ops.braze
 
 
 def _run_bn_relu2d(*args):
-    results = _ops.bn_relu2d.default(*args)
     buffers, training = args[3:6], args[6]
-    if training:
-        mark_written(*buffers)
-    return results
+    return overwrite(buffers if training else (), _ops.bn_relu2d.default, *args)
 
 
 class BnReLU2d(torch.autograd.Function):
@@ -54,11 +51,8 @@ class BnReLU2d(torch.autograd.Function):
 
 
 def _run_conv_bn_relu2d(*args):
-    results = _ops.conv_bn_relu2d.default(*args)
     buffers, training = args[5:8], args[12]
-    if training:
-        mark_written(*buffers)
-    return results
+    return overwrite(buffers if training else (), _ops.conv_bn_relu2d.default, *args)
 
 
 class ConvBnReLU2d(torch.autograd.Function):

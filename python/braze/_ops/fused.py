@@ -13,7 +13,7 @@ from braze._ops._common import (
     eager,
     eager_backward,
     is_channels_last,
-    mark_written,
+    overwrite,
     register,
 )
 from braze._ops.batch_norm import batch_norm_counting, check_settings
@@ -34,11 +34,8 @@ _MOST_FILTERS = 128
 
 
 def _run(*args):
-    results = _ops.conv_bn_relu_max_pool2d.default(*args)
     buffers, training = args[5:8], args[9]
-    if training:
-        mark_written(*buffers)
-    return results
+    return overwrite(buffers if training else (), _ops.conv_bn_relu_max_pool2d.default, *args)
 
 
 class ConvBnReLUMaxPool2d(torch.autograd.Function):

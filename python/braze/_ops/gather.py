@@ -6,7 +6,7 @@ import contextlib
 import torch
 
 from braze._nvtx import ranged
-from braze._ops._common import below_autograd, current, mark_written, register
+from braze._ops._common import below_autograd, current, overwrite, register
 
 _ops = torch.ops.braze
 _MOST_SETS = 512  # of moments: kSmallKMostSets in csrc/kernels/fused/small_k.h
@@ -33,8 +33,10 @@ def _gather_next_autograd(
         raise RuntimeError("braze::gather_next is not differentiable")
     inputs, outputs = (images, labels, order), (batch_images, batch_labels, moments)
     with below_autograd():
-        _ops.gather_next.default(*inputs, position, scale, shift, *outputs, filters)
-    mark_written(position, *outputs)
+        overwrite(
+            (position, *outputs), _ops.gather_next.default,
+            *inputs, position, scale, shift, *outputs, filters,
+        )  # fmt: skip
 
 
 register("gather_images", fake=_fake_gather_images)

@@ -2,7 +2,7 @@
 
 import torch
 
-from braze._ops._common import below_autograd, eager, mark_written, register
+from braze._ops._common import below_autograd, eager, overwrite, register
 
 _ops = torch.ops.braze
 
@@ -49,10 +49,7 @@ class ReLUBackward(torch.autograd.Function):
 
 
 def _overwrite(input):
-    if input.is_inference() and not torch.is_inference_mode_enabled():
-        raise RuntimeError("relu: inplace on an inference tensor outside of inference mode")
-    _ops.relu_.default(input)
-    mark_written(input)
+    overwrite([input], _ops.relu_.default, input)
     return input
 
 

@@ -3,7 +3,7 @@
 import torch
 
 from braze._nvtx import ranged
-from braze._ops._common import below_autograd, register
+from braze._ops._common import below_autograd, overwrite, register
 
 _op = torch.ops.braze.sgd_.default
 
@@ -15,9 +15,9 @@ def sgd_(params, grads, momentum_buffers, casts, *settings):
         casts: outputs, which are among `grads`, and inputs of a :func:`braze._ops.cast.cast_` to be
             done before, or in the same launch where that is possible.
     """
+    written = (*params, *momentum_buffers, *casts[0])
     with below_autograd():
-        _op(params, grads, momentum_buffers, *casts, *settings)
-    torch.autograd.graph.increment_version([*params, *momentum_buffers, *casts[0]])
+        overwrite(written, _op, params, grads, momentum_buffers, *casts, *settings)
 
 
 def _autograd(params, grads, momentum_buffers, outputs, inputs, *settings):
