@@ -100,7 +100,7 @@ def fuzz(data, device):
     dtype = data.draw(st.sampled_from([torch.float64, torch.float32, torch.bfloat16]))
     with braze.backend(matmul=data.draw(st.sampled_from(["auto", "braze"]))):
         inputs = operands((m, k), n, data.draw(st.booleans()), device, dtype)
-        check_against_stock(F.linear_relu, linear_relu, inputs)
+        check_against_stock(F.linear_relu, linear_relu, inputs, conditioned=True)
 
 
 test_fuzzed_on_cpu, test_fuzzed_on_cuda = fuzzed(fuzz)

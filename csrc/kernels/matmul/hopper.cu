@@ -87,8 +87,10 @@ bool preferred(const MatmulArgs& p, bool deep_tiles) {
   if (deep_tiles) {
     if (narrow < 16 || depth_bytes < 6144) return false;
   } else {
-    // Tiles are at least 64 x 64, a stage is 128 bytes deep, and start-up takes 2 us.
-    if (narrow < 32 || depth_bytes < 128 || products < int64_t{1} << 24) return false;
+    // Tiles are at least 64 x 64, a stage is 128 bytes deep, start-up takes 2 us, and storing
+    // results without TMA another.
+    const int64_t few = int64_t{1} << (size_of(p.dtype) == 2 && p.n % 8 != 0 ? 25 : 24);
+    if (narrow < 32 || depth_bytes < 128 || products < few) return false;
   }
   // mma_sync takes what is not K-major as it is.
   const bool copies = size_of(p.dtype) == 4 && operand_a(p).mn_major() && operand_b(p).mn_major();
@@ -96,7 +98,7 @@ bool preferred(const MatmulArgs& p, bool deep_tiles) {
 }
 
 bool preferred_for_result(const MatmulArgs& p) {
-  return size_of(p.dtype) == 2 && p.batch * p.m * p.n >= int64_t{1} << 21 &&
+  return size_of(p.dtype) == 2 && p.batch * p.m * p.n >= int64_t{1} << 22 &&
          std::min(p.m, p.n) >= 32 && p.n % 8 == 0;
 }
 

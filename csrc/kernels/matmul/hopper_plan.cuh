@@ -83,7 +83,7 @@ inline Timing timing_of(Shape shape) {
     case Shape::kWide: return {128, 192, 2, 2.2, 0.85, 0.45, 0.06, 28};
     case Shape::kMedium: return {128, 128, 1, 2.1, 0.7, 0.295, 0.12, 32};
     case Shape::kFlat: return {64, 192, 1, 1.6, 0.55, 0.25, 0.1, 32};
-    case Shape::kSmall: return {128, 64, 1, 1.8, 0.4, 0.225, 0.13, 24};
+    case Shape::kSmall: return {128, 64, 1, 1.9, 0.4, 0.225, 0.13, 24};
     case Shape::kTiny: return {64, 64, 1, 1.5, 0.35, 0.17, 0.056, 16};
     case Shape::kTall144: return {256, 144, 2, 1.4, 2.2, 0.675, 0, 41};
     case Shape::kMedium144: return {128, 144, 2, 2.2, 0.85, 0.345, 0, 25};
