@@ -451,10 +451,12 @@ HOPPER_SHAPES = [
     (3, 200, 136, 200),
     (2, 520, 72, 1024),
     (1, 8, 8, 8),
-    # Sizes for which the plan takes, in 16 bits, tiles of 128 x 192, and of 64 x 192; of 256, 128
-    # and 64 x 144, where A is K-major, else of 128 x 144 for the former two; 128 x 192 with the
-    # depth split over clusters of 2 and 4; and 128 x 128 over 2 and 4.
+    # Sizes for which the plan takes, in 16 bits, tiles of 128 x 192, of the product and of the
+    # transposed one, and of 64 x 192; of 256, 128 and 64 x 144, where A is K-major, else of
+    # 128 x 144 for the former two; 128 x 192 with the depth split over clusters of 2 and 4; and
+    # 128 x 128 over 2 and 4.
     (2, 2040, 760, 264),
+    (1, 3048, 1000, 264),
     (1, 760, 1504, 264),
     (1, 1576, 3000, 264),
     (2, 1576, 760, 264),
@@ -825,6 +827,7 @@ def test_hopper_kernel_runs_where_expected(device):
     # These sizes stand for tile shapes in HOPPER_SHAPES.
     for (m, n, k), kernel, tile in [
         ((4080, 760, 264), "persistent_kernel", "128, 192"),
+        ((3048, 1000, 264), "persistent_kernel", "128, 192, 4, 2, 2, 192>, 1, 0, true"),
         ((760, 1504, 264), "persistent_kernel", "64, 192"),
         ((1576, 3000, 264), "persistent_kernel", "256, 144"),
         ((3152, 760, 264), "persistent_kernel", "128, 144"),

@@ -214,22 +214,26 @@ void launch_shape(Stream stream, const MatmulArgs& p, const Plan& plan, void* wo
   });
 }
 
-// Tiles of 144 columns, for which 16-bit products are swapped.
+// 16-bit products that are swapped: those in tiles of 144 columns, and some in tiles of 128 x 192.
 template <typename T>
 void launch_swapped(Stream stream, const MatmulArgs& p, const Plan& plan) {
-  const auto run = [&](auto row_major) {
-    constexpr bool kR = row_major.value;
-    switch (plan.shape) {
-      case Shape::kTall144: return launch<Tile<T, 256, 144, 4, 2>, kR, false, true>(stream, p);
-      case Shape::kMedium144:
-        return operand_a(p).mn_major()
-                   ? launch<Tile<T, 128, 144, 5, 2, 2, 192>, kR, true, true>(stream, p)
-                   : launch<Tile<T, 128, 144, 5, 2>, kR, false, true>(stream, p);
-      case Shape::kFlat144: return launch<Tile<T, 64, 144, 8, 2, 1>, kR, false, true>(stream, p);
-      default: throw std::runtime_error("matmul: no swapped kernel of this tile shape");
+  dispatch_mn_majors<T>(p, true, [&](auto row_major, auto column_major) {
+    constexpr bool kR = row_major.value, kC = column_major.value;
+    if (plan.shape == Shape::kWide) return launch<Tile<T, 128, 192, 4, 2>, kR, kC, true>(stream, p);
+    if constexpr (kC) {
+      if (plan.shape == Shape::kMedium144) {
+        return launch<Tile<T, 128, 144, 5, 2, 2, 192>, kR, true, true>(stream, p);
+      }
+    } else {
+      switch (plan.shape) {
+        case Shape::kTall144: return launch<Tile<T, 256, 144, 4, 2>, kR, false, true>(stream, p);
+        case Shape::kMedium144: return launch<Tile<T, 128, 144, 5, 2>, kR, false, true>(stream, p);
+        case Shape::kFlat144: return launch<Tile<T, 64, 144, 8, 2, 1>, kR, false, true>(stream, p);
+        default: break;
+      }
     }
-  };
-  operand_b(p).mn_major() ? run(std::true_type{}) : run(std::false_type{});
+    throw std::runtime_error("matmul: no swapped kernel of this tile shape");
+  });
 }
 
 // The same with the full epilogue, for the shapes that have it.

@@ -38,7 +38,8 @@ inline bool tma_takes(const Operand& o, int64_t size) {
 // Tiles of 128 rows by 256, 192, 128 or 64 columns, and of 64 by 192 or 64; some also with
 // their depth split over a cluster (15_cluster_split.cuh) or in equal shares (16_stream_k.cuh).
 // Those of 144 columns, by 256, 128 or 64 rows, are for numbers of rows of C that powers of two do
-// not divide, such as ViT's 197 a picture: 11 times 144 and 12 rows of tiles fill an H200.
+// not divide, such as ViT's 197 a picture: 11 times 144 and 12 rows of tiles fill an H200. In 16
+// bits they are of the transposed product, and so are those of 128 by 192 where they fit better.
 enum class Shape {
   kLarge,
   kWide,
@@ -79,8 +80,8 @@ struct Timing {
 };
 inline Timing timing_of(Shape shape) {
   switch (shape) {
-    case Shape::kLarge: return {128, 256, 2, 2.4, 1.0, 0.585, 0, 32};
-    case Shape::kWide: return {128, 192, 2, 2.2, 0.85, 0.45, 0.06, 28};
+    case Shape::kLarge: return {128, 256, 2, 2.4, 1.0, 0.592, 0, 32};
+    case Shape::kWide: return {128, 192, 2, 2.2, 0.85, 0.447, 0.06, 28};
     case Shape::kMedium: return {128, 128, 1, 2.1, 0.7, 0.295, 0.12, 32};
     case Shape::kFlat: return {64, 192, 1, 1.6, 0.55, 0.25, 0.1, 32};
     case Shape::kSmall: return {128, 64, 1, 1.9, 0.4, 0.225, 0.13, 24};
@@ -148,8 +149,11 @@ inline double cost_of(const MatmulArgs& p, const Plan& plan, int multiprocessors
   const int64_t size = size_of(p.dtype);
   const int64_t stages = ceil_div(ceil_div(p.k * size, 128), plan.cluster);
   const bool fragments = size == 4 && (plan.swap ? operand_b(p) : operand_a(p)).mn_major();
+  // Of MN-major columns, 192 are loaded for 144.
+  const bool wasted = plan.shape == Shape::kMedium144 && operand_a(p).mn_major();
+  const double scale = size == 4 ? 1.08 : wasted ? 1.14 : 1.0;
   // All multiprocessors together read about 13 TB/s from L2.
-  const double stage = std::max((size == 4 ? 1.08 : 1.0) * t.stage + (fragments ? t.fragments : 0),
+  const double stage = std::max(scale * t.stage + (fragments ? t.fragments : 0),
                                 std::min<int64_t>(blocks, multiprocessors) * t.stage_kib / 13.2e3);
   const int64_t elements =
       copies(operand_a(p), p.batch) * p.m * p.k + copies(operand_b(p), p.batch) * p.k * p.n;
@@ -157,8 +161,6 @@ inline double cost_of(const MatmulArgs& p, const Plan& plan, int multiprocessors
   const double products = waves * (t.tile + stages * stage);
   const double memory = (elements + 0.7 * p.batch * p.m * p.n) * size / 2.9e6;
   double cost = t.start + std::max(products, memory) + 0.1 * std::min(products, memory);
-  // MN-major columns come in three boxes, and more of them.
-  if (plan.shape == Shape::kMedium144 && operand_a(p).mn_major()) cost += 0.3;
   if (plan.cluster > 1) cost += 0.016 * blocks;  // those of a cluster start together
   return cost;
 }
@@ -191,8 +193,8 @@ inline Plan make_plan(const MatmulArgs& p, bool stream_only = false) {
       if (plan.cost < best.cost) best = plan;
     };
     if (swap && size_of(p.dtype) == 2) {
-      if (stream_only) break;
-      consider(Shape::kMedium144, 1);
+      if (stream_only || p.has_full_epilogue()) break;
+      for (const Shape shape : {Shape::kWide, Shape::kMedium144}) consider(shape, 1);
       if (a_mn) break;  // of the others, with 192 columns loaded, few stages would fit
       for (const Shape shape : {Shape::kTall144, Shape::kFlat144}) consider(shape, 1);
       break;
