@@ -13,15 +13,19 @@ PLACES = {
     "simt_tma": 8.6,
     "mma_sync": 9.4,
     "mma_split": 9.5,
+    "dmma_tma": 9.6,
     "wgmma": 13,
     "wgmma_split": 14,
+    "stream_k": 16,
 }
 RIVALS = {"cutlass": 20, "triton": 21}
 BEST = "cublas best"
 
 
 def place(name):
-    return (PLACES | RIVALS).get(name) or float(name.split("_")[0])
+    """Where on the axis: after all rungs if nobody has said."""
+    number = name.split("_")[0]
+    return (PLACES | RIVALS).get(name) or (float(number) if number.isdecimal() else 19)
 
 
 def data_of(path):

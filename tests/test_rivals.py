@@ -167,6 +167,7 @@ def ladder_rows():
     row = dict.fromkeys(results.COLUMNS, "") | {"case": ladder_chart.CASE, "pass": "forward"}
     row |= {"dtype": "float32", "device": "G", "torch": "2.11", "unit": "TFLOP/s", "ratio": "1"}
     rates = {"01_naive": 1, "simt": 50, "wgmma_split": 80, "auto": 50, "cutlass": 45}
+    rates["a_new_kernel"] = 10
     rows = [row | {"candidate": c, "rate": str(r), "note": ""} for c, r in rates.items()]
     rows.append(row | {"candidate": "cublas best", "rate": "52", "note": "cublas:3"})
     why = "ModuleNotFoundError: No module named 'triton'"
@@ -188,7 +189,7 @@ def test_the_ladder_and_its_picture(tmp_path):
     assert ladder_chart.update(tmp_path) == [f"some-gpu/{ladder_chart.NAME}"]
     assert ladder_chart.update(tmp_path) == []
     drawn = picture.read_text()
-    names = ["01_naive", "simt", "wgmma_split", "cutlass"]
+    names = ["01_naive", "simt", "wgmma_split", "a_new_kernel", "cutlass"]
     assert [drawn.index(f">{name}<") for name in names] == sorted(
         drawn.index(f">{name}<") for name in names
     )
