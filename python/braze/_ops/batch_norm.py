@@ -174,8 +174,9 @@ def batch_norm(
         ValueError: one value per channel in training, `eps` out of range, or only one of
             running_mean and running_var in training.
         TypeError: a momentum that is no number.
-        RuntimeError: other dtypes, lengths other than C, no statistics in evaluation, or
-            differentiating twice.
+        RuntimeError: other dtypes, lengths other than C, no statistics in evaluation, statistics to
+            overwrite that are inference tensors outside of inference mode, or differentiating
+            twice.
     """
     if not isinstance(momentum, (float, int)):
         raise TypeError(

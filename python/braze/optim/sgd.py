@@ -24,8 +24,8 @@ class SGD(torch.optim.SGD):
         ValueError: settings out of range, as torch; a tensor as `weight_decay`.
         RuntimeError: ``differentiable=True``; from ``step()``, a sparse gradient, a parameter
             that is not float64, float32, bfloat16 or float16, or a momentum buffer of another dtype
-            than its parameter (after ``model.bfloat16()``, for example). Nothing has been updated
-            then.
+            than its parameter (after ``model.bfloat16()``, for example), an inference tensor
+            outside of inference mode. Nothing has been updated then.
     """
 
     # GradScaler leaves unscaling and the check for infinities to step().
