@@ -222,16 +222,18 @@ WRITERS = {
 
 @pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
 def test_inference_tensors_are_overwritten_in_inference_mode_only(device, write):
-    x = torch.randn(2, 2, 6, 6, device=device)
+    x, before = torch.randn(2, 2, 6, 6, device=device), torch.tensor([-1.0, 2], device=device)
+    expected = before.clone()
+    write(x, expected, before.abs())
+    assert not torch.equal(expected, before)
     with torch.inference_mode():
-        mean, var = -torch.ones(2, device=device), torch.ones(2, device=device)
-        before = mean.clone()
+        mean, var = before.clone(), before.abs()
     with pytest.raises(RuntimeError, match="inference tensor outside of inference mode"):
         write(x, mean, var)
     assert torch.equal(mean, before)
     with torch.inference_mode():
         write(x, mean, var)
-        assert not torch.equal(mean, before)
+    assert torch.equal(mean, expected)
 
 
 @every_op
