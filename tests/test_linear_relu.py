@@ -100,7 +100,9 @@ def fuzz(data, device):
     dtype = data.draw(st.sampled_from([torch.float64, torch.float32, torch.bfloat16]))
     with braze.backend(matmul=data.draw(st.sampled_from(["auto", "braze"]))):
         inputs = operands((m, k), n, data.draw(st.booleans()), device, dtype)
-        check_against_stock(F.linear_relu, linear_relu, inputs, conditioned=True)
+        # In float64 the reference is no better than what it judges.
+        conditioned = dtype == torch.float64
+        check_against_stock(F.linear_relu, linear_relu, inputs, conditioned=conditioned)
 
 
 test_fuzzed_on_cpu, test_fuzzed_on_cuda = fuzzed(fuzz)
