@@ -15,8 +15,9 @@ from benchmarks.harness import DTYPES, QUICK_BUDGET, interleaved, rounded, set_p
 from benchmarks.results import ENVIRONMENT
 from braze.testing import assert_by_rule
 
-#: Seconds per candidate, and the least and most repeats of a product.
-BUDGET = {"cuda": (0.12, 9, 80), "cpu": (0.05, 3, 20)}
+#: Seconds per candidate, and the least and most repeats of a product. Nine repeats of fp64's 20 ms
+#: read one kernel under two names 4 % apart: power limits the clock.
+BUDGET = {"cuda": (0.12, 25, 80), "cpu": (0.05, 3, 20)}
 #: Multiply-adds; more are left out on a CPU.
 CPU_LIMIT = 1 << 26
 #: how many of the vendor's algorithms are timed properly, beside its own favourite
