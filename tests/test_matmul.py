@@ -815,6 +815,9 @@ def test_hopper_kernel_runs_where_expected(device):
     assert "persistent_kernel" not in names("braze", randn16(1024, 515), randn16(515, 768))
     # A large result of short sums: storing it is what takes time.
     assert "persistent_kernel" in names("braze", randn16(8192, 8), randn16(8, 1024))
+    assert "persistent_kernel" in names("braze", randn16(2048, 16), randn16(16, 512))
+    assert "thin_kernel" in names("braze", randn16(2048, 8), randn16(8, 512))
+    assert "persistent_kernel" not in names("braze", randn16(1024, 32, 16), randn16(1024, 16, 32))
     with pytest.raises(RuntimeError, match=r"wgmma cannot take these arguments.*multiples of 16"):
         names("wgmma", randn16(64, 515), randn16(515, 64))
     with pytest.raises(RuntimeError, match="rounded to TF32, which is not allowed"):

@@ -68,15 +68,14 @@ struct Finished {
     row = r, column = c, batch = b;
   }
 
-  // Through shared memory, its buffers in turn, and TMA.
+  // Through shared memory, one of its two buffers, and TMA.
   template <bool kSwap>
   __device__ __forceinline__ void store(int chunk, const CUtensorMap* map, uint32_t staging,
                                         int group) const {
     const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
-    constexpr int kBuffers = Tile::kBuffers;
-    const uint32_t buffer = staging + chunk % kBuffers * Tile::kChunkBytes;
-    // The buffer's last copy is as many back as there are, or the last one.
-    if (thread == 0) tma_store_wait_read<kChunks % kBuffers == 0 ? kBuffers - 1 : 0>();
+    const uint32_t buffer = staging + chunk % 2 * Tile::kChunkBytes;
+    // The buffer's last copy is the last but one; with an odd number of chunks it may be the last.
+    if (thread == 0) tma_store_wait_read<kChunks % 2 == 0 ? 1 : 0>();
     named_barrier(1 + group, 128);
 #pragma unroll
     for (int i = 0; i < Tile::kChunk / 16; ++i) {  // 16 columns

@@ -89,7 +89,7 @@ bool preferred(const MatmulArgs& p, bool deep_tiles) {
   } else {
     // Tiles are at least 64 x 64, a stage is 128 bytes deep, start-up takes 2 us, and storing
     // results without TMA another.
-    const int64_t few = int64_t{1} << (size_of(p.dtype) == 2 && p.n % 8 != 0 ? 25 : 24);
+    const int64_t few = int64_t{1} << (size_of(p.dtype) == 2 && !tma_stores(p) ? 25 : 24);
     if (narrow < 32 || depth_bytes < 128 || products < few) return false;
   }
   // mma_sync takes what is not K-major as it is.
@@ -98,8 +98,11 @@ bool preferred(const MatmulArgs& p, bool deep_tiles) {
 }
 
 bool preferred_for_result(const MatmulArgs& p) {
-  return size_of(p.dtype) == 2 && p.batch * p.m * p.n >= int64_t{1} << 22 &&
-         std::min(p.m, p.n) >= 32 && p.n % 8 == 0;
+  // Rows of the depth that are not whole sectors of 32 bytes take TMA longer. The full epilogue's
+  // tiles are large: few results do not fill the device.
+  const bool soon = p.k % 16 == 0 && !p.has_full_epilogue();
+  return size_of(p.dtype) == 2 && p.batch * p.m * p.n >= int64_t{1} << (soon ? 20 : 22) &&
+         std::min(p.m, p.n) >= 32 && std::max(p.m, p.n) >= 64 && tma_stores(p);
 }
 
 int64_t workspace_bytes(const MatmulArgs& p) { return plan_bytes(p, make_plan(p)); }

@@ -84,8 +84,7 @@ void set_tiles(Args& args, const MatmulArgs& p, const Operand& rows, const Opera
   args.tiles = static_cast<int>(tiles);
   args.row_batch = rows.batch != 0, args.column_batch = columns.batch != 0;
   args.c = p.c, args.c_batch = p.m * p.n, args.c_ld = p.n;
-  args.direct =
-      p.n * sizeof(typename Tile::T) % 16 != 0 || reinterpret_cast<uintptr_t>(p.c) % 16 != 0;
+  args.direct = !tma_stores(p);
   args.bias = p.bias, args.relu = p.relu;
 }
 

@@ -15,8 +15,6 @@
 namespace braze::cuda::hopper {
 
 constexpr int kSwizzle = 128;  // bytes of a row in shared memory
-// Of a block; beside it there are barriers and what the full epilogue sums.
-constexpr int kMostSharedBytes = 220 << 10;
 
 // T: the operands' type (float stands for TF32). kLoadedColumns: MN-major operands come by 64.
 template <typename T_, int kRows_, int kColumns_, int kStages_, int kCluster_, int kConsumers_ = 2,
@@ -39,12 +37,8 @@ struct Tile {
   // registers while the next tile begins, if there are enough of these.
   static constexpr bool kStaged = sizeof(T) == 2, kKept = kStaged && kBlocks == 1;
   static constexpr int kChunk = kColumns % 64 == 0 ? 64 : 48, kChunkBytes = kChunk * kSwizzle;
-  // A chunk that has a buffer of its own need not wait until another one has left it.
   static constexpr int kChunks = kColumns / kChunk;
-  static constexpr bool kOwnBuffers =
-      1024 + kStages * kStageBytes + kConsumers * kChunks * kChunkBytes <= kMostSharedBytes;
-  static constexpr int kBuffers = kOwnBuffers ? kChunks : 2;
-  static constexpr int kStagingBytes = kStaged ? kBuffers * kChunkBytes : 0;  // of a consumer
+  static constexpr int kStagingBytes = kStaged ? 2 * kChunkBytes : 0;  // of a consumer
   static constexpr int kSharedBytes = 1024 + kStages * kStageBytes + kConsumers * kStagingBytes;
   static_assert(kBlocks * kConsumers * 64 == kRows && kLoadedColumns % kColumnBox == 0 &&
                 kColumns % kChunk == 0);

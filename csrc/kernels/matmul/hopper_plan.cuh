@@ -35,6 +35,11 @@ inline bool tma_takes(const Operand& o, int64_t size) {
          o.batch * size % 16 == 0 && reinterpret_cast<uintptr_t>(o.data) % 16 == 0;
 }
 
+// Whether TMA can store C; else results are stored from registers.
+inline bool tma_stores(const MatmulArgs& p) {
+  return p.n * size_of(p.dtype) % 16 == 0 && reinterpret_cast<uintptr_t>(p.c) % 16 == 0;
+}
+
 // Tiles of 128 rows by 256, 192, 128 or 64 columns, and of 64 by 192 or 64; some also with
 // their depth split over a cluster (15_cluster_split.cuh) or in equal shares (16_stream_k.cuh).
 // Those of 144 columns, by 256, 128 or 64 rows, are for numbers of rows of C that powers of two do

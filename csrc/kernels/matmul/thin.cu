@@ -103,7 +103,7 @@ __device__ __forceinline__ void load_slice(const Slice<T>& s, int64_t batch, int
   }
 }
 
-// As many blocks at once as registers allow without spilling.
+// In 16 bits WideTile gains from as many blocks at once as registers allow without spilling.
 template <typename T, typename Tile>
 constexpr int kResidentBlocks = sizeof(T) == 2 && Tile::kGroups == 1 ? 5 : 3;
 
