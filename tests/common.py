@@ -1,13 +1,14 @@
 """The tests' names for the tolerance rule and the checks built on it (braze/testing.py), and what
 several of them share."""
 
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from braze.testing import DTYPES, assert_by_rule, check_against_stock, layouts
 from conftest import require_cuda
 
-__all__ = ["DTYPES", "assert_by_rule", "check_against_stock", "fuzzed", "layouts"]
+__all__ = ["DTYPES", "assert_by_rule", "check_against_stock", "fuzzed", "layouts", "sum_ulps"]
 
 
 def fuzzed(check):
@@ -24,3 +25,9 @@ def fuzzed(check):
         return test
 
     return on("cpu"), on("cuda")
+
+
+def sum_ulps(dtype, *terms):
+    """The floor for sums of so many products. The float64 reference of the rule is as rounded as
+    the result: both err by a random walk of as many steps."""
+    return 4 + max(terms) ** 0.5 if dtype == torch.float64 else 4

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import braze
 import braze.nn.functional as F
 from braze import _config
-from common import assert_by_rule, check_against_stock, fuzzed, layouts
+from common import assert_by_rule, check_against_stock, fuzzed, layouts, sum_ulps
 from conftest import require_cuda
 
 # (input, weight, stride, padding, dilation, groups)
@@ -55,15 +55,9 @@ def call(function, case):
     return with_bias
 
 
-def ulps(dtype, *terms):
-    """The floor for sums of so many products. The float64 reference of the rule is as rounded as
-    the result: both err by a random walk of as many steps."""
-    return 4 + max(terms) ** 0.5 if dtype == torch.float64 else 4
-
-
 def case_ulps(case, dtype):
     (n, _, h, w), (k, c, r, s), _, _, _, groups = CASES[case]
-    return ulps(dtype, c * r * s, k // groups * r * s, n * h * w)
+    return sum_ulps(dtype, c * r * s, k // groups * r * s, n * h * w)
 
 
 @pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "nhwc"])
@@ -225,7 +219,7 @@ def fuzz(data, device):
         lambda *t: F.conv2d(*t, *arguments),
         lambda *t: stock.conv2d(*t, *arguments),
         [t.requires_grad_() for t in (x, w, b)],
-        ulps(dtype, c * 16, k * 16, x.numel()),
+        sum_ulps(dtype, c * 16, k * 16, x.numel()),
     )
 
 
