@@ -218,24 +218,20 @@ class ReadsList(FunctionalBlock):
         return stock.relu(self.conv(x)) * self.scales[0]
 
 
-UNTRACEABLE = {
-    Branches: "symbolically traced",
-    NoGrad: "gradients",
-    DrawsNumbers: "random",
-    DrawsFromNumpy: "random",
-    Prints: "print",
-    AsksInAHelper: "isinstance",
-    DefaultTuple: "'size' has a tuple",
-    MakesTensors: "makes tensors",
-    CountsCalls: "sets attributes",
-    AsksForTypes: "isinstance",
-    ReadsList: "'scales', a list",
-}
-
-
-class Halves(nn.Module):
-    def forward(self, x):
-        return x / 2 if isinstance(x, torch.Tensor) else [y / 2 for y in x]
+#: Forwards that no trace would stand for.
+UNUSUAL = [
+    Branches,
+    NoGrad,
+    DrawsNumbers,
+    DrawsFromNumpy,
+    Prints,
+    AsksInAHelper,
+    DefaultTuple,
+    MakesTensors,
+    CountsCalls,
+    AsksForTypes,
+    ReadsList,
+]
 
 
 class Switchable(FunctionalBlock):

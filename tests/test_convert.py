@@ -4,6 +4,7 @@ import copy
 import gc
 import inspect
 import io
+import pathlib
 import pickle
 import weakref
 
@@ -15,6 +16,7 @@ from torch import nn
 import braze
 import braze.nn.functional as F
 import convert_models
+from braze.convert import runs
 from common import assert_by_rule
 from convert_models import BLOCK, MODELS, FunctionalBlock, LeNet, Switchable, images, ops_run
 
@@ -338,32 +340,60 @@ def test_torchvision_resnet18(device):
 
 
 class Flattened(torch.nn.Module):
-    """The ways to flatten what goes into a linear layer."""
+    """A linear layer behind a flattened image; the ways to flatten it."""
 
-    def __init__(self, how, relu):
+    def __init__(self):
         super().__init__()
         self.pool = torch.nn.MaxPool2d(2)
         self.flatten, self.linear = torch.nn.Flatten(), torch.nn.Linear(6 * 3 * 2, 4)
-        self.how, self.relu = how, relu
 
+
+class ByLayer(Flattened):
     def forward(self, x):
         x = self.pool(x)
-        if self.how == "layer":
-            x = self.flatten(x)
-        else:
-            x = torch.flatten(x, 1) if self.how == "function" else x.flatten(1)
+        x = self.flatten(x)
+        return self.linear(x)
+
+
+class ByFunction(Flattened):
+    def forward(self, x):
+        x = torch.flatten(self.pool(x), 1)
         x = self.linear(x)
-        return torch.relu(x) if self.relu else x
+        return x
+
+
+class ByMethod(Flattened):
+    def forward(self, x):
+        return self.linear(self.pool(x).flatten(1))
+
+
+class ByLayerWithReLU(Flattened):
+    def forward(self, x):
+        flat = self.flatten(self.pool(x))
+        y = self.linear(flat)
+        return torch.relu(y)
+
+
+class ByFunctionWithReLU(Flattened):
+    def forward(self, x):
+        return self.linear(torch.flatten(self.pool(x), 1)).relu()
+
+
+class ByMethodWithReLU(Flattened):
+    def forward(self, x):
+        x = self.pool(x)
+        x = self.linear(x.flatten(1))
+        x = stock.relu(x, inplace=True)
+        return x
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("relu", [False, True])
-@pytest.mark.parametrize("how", ["layer", "function", "method"])
-def test_flatten_before_linear(device, how, relu, autocast, monkeypatch):
+@pytest.mark.parametrize("kind", Flattened.__subclasses__())
+def test_flatten_before_linear(device, kind, autocast, monkeypatch):
     """A channels_last batch larger than the weight is not copied: the weight is."""
-    original = Flattened(how, relu).to(device)
+    original = kind().to(device)
     model = braze.convert(copy.deepcopy(original))
-    assert len(braze.convert_report(original).fused) == relu
+    assert len(braze.convert_report(original).fused) == kind.__name__.endswith("ReLU")
     seen = []
     for name in ("linear", "linear_relu"):
         function = getattr(F, name)
@@ -399,13 +429,13 @@ def test_block_before_flatten(device, monkeypatch):
     """What a small batch's block leaves is flat already, where a linear layer and nothing else
     takes it."""
     seen = []
-    block = braze._rewrite.conv_bn_relu_max_pool2d
+    block = runs.conv_bn_relu_max_pool2d
 
     def watched(*args):
         seen.append(block(*args))
         return seen[-1]
 
-    monkeypatch.setattr(braze._rewrite, "conv_bn_relu_max_pool2d", watched)
+    monkeypatch.setattr(runs, "conv_bn_relu_max_pool2d", watched)
     layers = [
         torch.nn.Conv2d(16, 8, 3, padding=1),
         torch.nn.BatchNorm2d(8),
@@ -421,10 +451,9 @@ def test_block_before_flatten(device, monkeypatch):
             self.layers = torch.nn.ModuleList(layers)
 
         def forward(self, x):
-            *block, flatten, linear = self.layers
-            for layer in block:
+            for layer in self.layers[:4]:
                 x = layer(x)
-            return linear(flatten(x)) + x.sum((1, 2, 3))[:, None]
+            return self.layers[5](self.layers[4](x)) + x.sum((1, 2, 3))[:, None]
 
     for original, n, flat in [
         (torch.nn.Sequential(*layers), 3, True),
@@ -443,3 +472,16 @@ def test_block_before_flatten(device, monkeypatch):
             for t, m in ((y, model), (expected, original))
         )
         torch.testing.assert_close((y, *grads), (expected, *expected_grads), rtol=1e-3, atol=1e-3)
+
+
+def test_a_model_saved_by_version_0_1_0():
+    path = pathlib.Path(__file__).parent / "data" / "converted_by_0.1.0.pt"
+    model = torch.load(path, weights_only=False)
+    assert len(braze.convert_report(model).fused) == 3
+    assert not any("_braze_plans" in vars(m) for m in model.modules())
+    x = images("cpu")
+    for name, make in (("a", convert_models.mnist), ("b", FunctionalBlock)):
+        original = make().eval()
+        original.load_state_dict(model[name].state_dict())
+        torch.testing.assert_close(model[name](x), original(x))
+        assert "conv_bn_relu2d" in ops_run(lambda name=name: model[name](x))

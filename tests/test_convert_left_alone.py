@@ -1,16 +1,18 @@
-"""What braze.convert leaves alone: layers, runs that are not the block, forwards that fx would get
-wrong."""
+"""What braze.convert leaves alone, and what it has to notice: layers, runs that are not the block,
+unusual forwards."""
 
 import copy
+import random
 
+import numpy
 import pytest
 import torch
 from torch import nn
 
 import braze
 import convert_models
-from braze._rewrite import Rewritten
-from convert_models import BLOCK, UNTRACEABLE, NotInOneRun, Switchable, images, ops_run
+from braze.convert.classes import Rewritten
+from convert_models import BLOCK, UNUSUAL, NotInOneRun, Switchable, images, ops_run
 
 
 def reason(model, name):
@@ -169,35 +171,39 @@ def test_runs_without_a_pooling_that_fits(last):
     assert torch.equal(model[1].num_batches_tracked, original[1].num_batches_tracked)
 
 
-def test_parts_used_twice_are_not_fused():
+def test_layers_called_twice():
+    """What is fused is the call whose result is used once, not that layer's other call."""
     model = NotInOneRun()
-    assert not braze.convert_report(model).fused
+    (entry,) = braze.convert_report(model).fused
+    assert entry.name == "conv, bn, relu()"
     original = copy.deepcopy(model)
     x = images("cpu")
     torch.testing.assert_close(braze.convert(model)(x), original(x))
     assert model.bn.num_batches_tracked == 2
+    torch.testing.assert_close(model.bn.running_mean, original.bn.running_mean)
 
 
-@pytest.mark.parametrize("kind", UNTRACEABLE, ids=lambda kind: kind.__name__)
-def test_untraceable_forwards_stay(kind):
-    model = kind()
+@pytest.mark.parametrize("kind", UNUSUAL, ids=lambda kind: kind.__name__)
+def test_unusual_forwards(kind, capsys):
+    original = kind()
+    model = copy.deepcopy(original)
     state = torch.get_rng_state()
-    assert UNTRACEABLE[kind] in reason(model, "")
-    assert torch.equal(torch.get_rng_state(), state)
-    attributes = dict(model.__dict__)
-    braze.convert(model)
-    assert model.__dict__ == attributes
-    assert type(model) is kind
-    assert type(model.conv) is braze.nn.Conv2d
-    model(images("cpu"))
-    with pytest.raises(RuntimeError, match="forward"):
-        braze.convert(kind(), strict=True)
-
-
-def test_untraceable_forwards_without_anything_to_replace_are_not_reported():
-    model = nn.Sequential(convert_models.Halves(), nn.ReLU())
-    assert not braze.convert_report(model).left_alone
     braze.convert(model, strict=True)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.__dict__.keys() == original.__dict__.keys()
+    x = images("cpu")
+    for i in range(4):
+        results = []
+        for m in (model, original):
+            random.seed(i)
+            numpy.random.seed(i)  # noqa: NPY002
+            results.append((m(x), random.random(), numpy.random.rand()))  # noqa: NPY002
+        (y, *ours), (expected, *theirs) = results
+        torch.testing.assert_close(y, expected)
+        assert ours == theirs
+        assert getattr(model, "calls", i + 1) == i + 1
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == (8 if kind.__name__ == "Prints" else 0)
 
 
 def test_settings_are_watched():

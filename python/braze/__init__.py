@@ -18,6 +18,7 @@ __all__ = [
     "optim",
     "transpose_copy",
     "tune",
+    "unconvert",
     "vector_add",
 ]
 
@@ -29,7 +30,7 @@ if _lib.load_error is None:
     from braze._ops.matmul import matmul
     from braze._ops.transpose import transpose_copy
     from braze._ops.vector_add import vector_add
-    from braze.convert import convert, convert_report
+    from braze.convert import convert, convert_report, unconvert
     from braze.step import TrainStep
     from braze.tuning import tune
 

@@ -1,13 +1,16 @@
 """``braze.convert``: an existing model on braze's kernels, in place."""
 
-import collections
 import dataclasses
 
 import torch
 
 import braze.nn
 from braze._ops._common import FLOAT_DTYPES
-from braze._rewrite import LAYERS, hooks, plans, rewrite, worth_rewriting
+from braze.convert.classes import Rewritten, class_for
+from braze.convert.runs import BLOCKS, LAYERS, hooks
+from braze.convert.runs import kind_of as layer_kind
+from braze.convert.source import Unknown
+from braze.convert.splice import own_class, worth_splicing
 
 _TO = {getattr(torch.nn, name): getattr(braze.nn, name) for name in LAYERS}
 _CONVERTED = {to: stock for stock, to in _TO.items()}
@@ -24,6 +27,7 @@ _NOTHING_TO_DO = (
 )
 
 
+_FLATTEN = torch.nn.Flatten, braze.nn.Flatten
 _BATCHES = "num_batches_tracked"
 
 
@@ -80,10 +84,17 @@ class Report:
 
 
 def _names(model):
-    """Every module with all of its names."""
-    names = collections.defaultdict(list)
-    for name, module in model.named_modules(remove_duplicate=False):
-        names[module].append(name)
+    """Every module with all of its names, without running any code of its class."""
+    names, todo = {}, [("", model, ())]
+    while todo:
+        name, module, above = todo.pop()
+        names.setdefault(module, []).append(name)
+        if isinstance(module, torch.jit.ScriptModule) or module in above:
+            continue
+        prefix = f"{name}." if name else ""
+        children = list(module.__dict__["_modules"].items())
+        above = *above, module
+        todo += [(prefix + n, m, above) for n, m in reversed(children) if m is not None]
     return names
 
 
@@ -98,7 +109,7 @@ def _reason_to_leave(module, names):
     stock = _stock_layer(module)
     if isinstance(module, torch.nn.modules.lazy.LazyModuleMixin):
         return "lazy: run it once first"
-    if torch.nn.utils.parametrize.is_parametrized(module):
+    if _is_parametrized(module):
         return "parametrized"
     if kind.__module__.startswith(("torch.ao.", "torch.nn.quantized", "torch.nn.qat")):
         return "quantized"
@@ -112,17 +123,24 @@ def _reason_to_leave(module, names):
         return f"has {', '.join(hooks(module))}"
     if "forward" in module.__dict__:
         return "its forward has been replaced"
-    for tensor in (*module.parameters(False), *module.buffers(False)):
-        if tensor.dtype not in FLOAT_DTYPES and tensor is not module._buffers.get(_BATCHES):
+    tensors = (*module._parameters.items(), *module._buffers.items())
+    for name, tensor in tensors:
+        if tensor is None:
+            continue
+        if tensor.dtype not in FLOAT_DTYPES and name != _BATCHES:
             return f"{tensor.dtype} is not supported"
         if tensor.device.type not in ("cpu", "cuda", "meta"):
             return f"device {tensor.device} is not supported"
     return None
 
 
+def _is_parametrized(module):
+    return "parametrizations" in module.__dict__["_modules"]
+
+
 def _has_own_forward(module):
     """Whether a module is one that combines others in Python code, so that its forward counts."""
-    kind = type(module)
+    kind = own_class(module)
     if isinstance(module, torch.nn.Sequential):
         return True
     return kind.forward is not torch.nn.Module.forward and not kind.__module__.startswith(
@@ -133,47 +151,65 @@ def _has_own_forward(module):
 def _why_not_rewritten(module):
     if isinstance(module, torch.fx.GraphModule):
         return "its forward is generated: convert the model before it is traced"
-    if isinstance(module, torch.jit.ScriptModule):
-        return "its forward is compiled: convert the model before it is scripted"
     if "forward" in module.__dict__:
         return "its forward has been replaced"
+    if _is_parametrized(module):
+        return "parametrized"
+    if isinstance(module, Rewritten) and type(module) is own_class(module):
+        return "its class was changed after it was converted"
     return None
 
 
 def _forward_entries(module, name, kind_of):
-    """What becomes of a module's own forward, as entries; whether it is rewritten."""
-    kind = type(module).__qualname__
-    reason = _why_not_rewritten(module)
-    found = [] if reason else plans(module, kind_of)
-    untraceable = next((plan.reason for plan in found if plan.reason), None)
-    if untraceable and not worth_rewriting(module, kind_of):
-        return [], False
-    reason = reason or untraceable
-    if reason:
-        return [Entry(name, "left alone", f"{kind}.forward", reason=reason)], False
+    """What becomes of a module's own forward: entries, and the class that it gets or None."""
+    try:
+        reason = _why_not_rewritten(module)
+        if reason:
+            raise Unknown(reason)
+        rewriting = class_for(module, kind_of)
+    except Unknown as error:
+        if not worth_splicing(module, kind_of):
+            return [], None
+        kind = type(module).__qualname__
+        return [Entry(name, "left alone", f"{kind}.forward", reason=str(error))], None
     prefix = f"{name}." if name else ""
-    entries = {}
-    for plan in found:
-        for block in plan.blocks:
-            parts = ", ".join(p if p.endswith("()") else prefix + p for p in block.parts)
-            entries[parts] = Entry(parts, "fused", block.before, block.after)
-        for function in plan.functions:
-            before, after = f"functional {function}", f"braze.nn.functional.{function}"
-            entries[name, function] = Entry(name, "swapped", before, after)
-    return list(entries.values()), any(plan.function for plan in found)
+    entries = []
+    for run in dict.fromkeys(rewriting.runs):
+        kinds = tuple(kind for kind, _ in run)
+        parts = ", ".join(part if part.endswith("()") else prefix + part for _, part in run)
+        entries.append(Entry(parts, "fused", ", ".join(kinds), BLOCKS[kinds]))
+    for function in dict.fromkeys(rewriting.functions):
+        before, after = f"functional {function}", f"braze.nn.functional.{function}"
+        entries.append(Entry(name, "swapped", before, after))
+    return entries, rewriting.made
+
+
+def _check(model, function):
+    if not isinstance(model, torch.nn.Module):
+        kind = type(model).__name__
+        raise TypeError(f"{function}(): model must be a torch.nn.Module, not {kind}")
+
+
+def _script_name(module):
+    return getattr(module, "original_name", type(module).__qualname__)
 
 
 def _analyse(model):
     """The report, the layers to swap, and the modules whose forward to rewrite."""
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"convert(): model must be a torch.nn.Module, not {type(model).__name__}")
+    _check(model, "convert")
     names = _names(model)
     entries, swaps, kinds = [], [], {}
     for module, all_names in names.items():
         kind = type(module)
+        if isinstance(module, torch.jit.ScriptModule):
+            reason = "it is compiled: convert the model before it is scripted or traced"
+            entries.append(Entry(all_names[0], "left alone", _script_name(module), reason=reason))
+            continue
         if kind in _NOTHING_TO_DO or kind in (braze.nn.Flatten, braze.nn.Sequential):
             continue
-        if _stock_layer(module) is None and (_has_own_forward(module) or module._modules):
+        if _stock_layer(module) is None and (
+            _has_own_forward(module) or module.__dict__["_modules"]
+        ):
             continue
         reason = _reason_to_leave(module, all_names)
         if reason:
@@ -184,13 +220,22 @@ def _analyse(model):
         swaps.append(module)
         before, after = f"torch.nn.{stock.__name__}", f"braze.nn.{stock.__name__}"
         entries.append(Entry(all_names[0], "swapped", before, after))
+
+    def kind_of(module):
+        kind = kinds.get(module)
+        if kind == "MaxPool2d" and module.return_indices:
+            return None
+        return kind or (layer_kind(module) if type(module) in _FLATTEN else None)
+
     rewrites = []
     for module, all_names in names.items():
-        if _stock_layer(module) is None and _has_own_forward(module):
-            found, rewritten = _forward_entries(module, all_names[0], kinds.get)
+        if isinstance(module, torch.jit.ScriptModule) or _stock_layer(module) is not None:
+            continue
+        if _has_own_forward(module):
+            found, made = _forward_entries(module, all_names[0], kind_of)
             entries += found
-            if rewritten:
-                rewrites.append(module)
+            if made is not None:
+                rewrites.append((module, made))
     return Report(tuple(entries)), swaps, rewrites
 
 
@@ -245,8 +290,39 @@ def convert(model, *, strict=False):
     if strict and report.left_alone:
         lines = "\n".join(f"  {e}" for e in report.left_alone)
         raise RuntimeError(f"convert(strict=True): these would be left alone:\n{lines}")
-    for module in swaps:
-        module.__class__ = _TO.get(type(module), type(module))
-    for module in rewrites:
-        rewrite(module)
+    _set_classes([*((m, _TO.get(type(m), type(m))) for m in swaps), *rewrites])
     return model
+
+
+def unconvert(model):
+    """Gives the modules of a converted model their own classes back, in place, and returns it.
+
+    For what wants torch's classes: ``torch.jit.script``, exporters, pickles that load without
+    braze. Layers that were made as ``braze.nn``'s become ``torch.nn``'s of the same name too. What
+    got another class since, by a parametrization for example, is left alone.
+
+    Args:
+        model: a ``torch.nn.Module``.
+
+    Raises:
+        TypeError: `model` is not a module.
+    """
+    _check(model, "unconvert")
+    modules = _names(model)
+    _set_classes([(m, _CONVERTED.get(type(m)) or own_class(m)) for m in modules])
+    return model
+
+
+def _set_classes(changes):
+    """Changes modules' classes, all of them or none."""
+    done = []
+    try:
+        for module, kind in changes:
+            if type(module) is not kind:
+                before = type(module)
+                object.__setattr__(module, "__class__", kind)
+                done.append((module, before))
+    except BaseException:
+        for module, before in done:
+            object.__setattr__(module, "__class__", before)
+        raise

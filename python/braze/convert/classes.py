@@ -1,0 +1,127 @@
+"""The classes that converted modules get: subclasses of the same name, whose forward is another."""
+
+import abc
+import copyreg
+import functools
+import types
+
+import torch
+
+from braze.convert import runs
+from braze.convert.source import Unknown
+from braze.convert.splice import analyse, analyse_children, own_class, spliced
+
+_SEQUENTIAL_FORWARD = torch.nn.Sequential.forward
+
+
+class Rewritten:
+    """Mixed into a module's class. A module holds nothing of what was done to its forward: its
+    class does."""
+
+    def __init_subclass__(cls):
+        """Not that of the module's own class, which is for what its author derives from it."""
+
+    def __reduce_ex__(self, protocol):
+        # The class is made at run time, so that no pickle can name it.
+        make, args, *state = super().__reduce_ex__(max(protocol, 2))
+        if make is copyreg.__newobj__:
+            return new, (self._class_before_convert, *args[1:]), *state
+        if make is copyreg.__newobj_ex__:
+            args, kwargs = args[1:]
+            return functools.partial(new, self._class_before_convert, *args, **kwargs), (), *state
+        return make, args, *state
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self.__dict__.pop("_braze_plans", None)  # pickles of version 0.1.0 have it
+        try:
+            kind = class_for(self, runs.kind_of).made
+        except Unknown:
+            kind = None
+        object.__setattr__(self, "__class__", kind or self._class_before_convert)
+
+
+def new(kind, *args, **kwargs):
+    """An instance of a rewritten `kind` as pickle makes it, before it has its state."""
+    made = _subclass(kind, "pending", lambda: kind.forward)
+    return made.__new__(made, *args, **kwargs)
+
+
+class Rewriting:
+    """What is to become of a module's forward.
+
+    Attributes:
+        made: the class that it gets, or None where there is nothing to change.
+        runs: tuples of (kind, name) of the parts of each fused run.
+        functions: the names of torch.nn.functional's functions that are replaced.
+    """
+
+    def __init__(self, made, found_runs, functions=()):
+        self.made, self.runs, self.functions = made, found_runs, functions
+
+
+def class_for(module, kind_of):
+    """What is to become of a module's forward; nothing is changed.
+
+    Args:
+        kind_of: a function from a module to the kind of layer that it is or will be, or None.
+
+    Raises:
+        Unknown: why its forward has to stay as it is.
+    """
+    kind = own_class(module)
+    if kind.forward is _SEQUENTIAL_FORWARD:
+        found = analyse_children(module, kind_of)
+        made = _subclass(kind, "children", lambda: _run_sequential) if found else None
+        return Rewriting(made, found)
+    splices, found, functions = analyse(module, kind.forward, kind_of)
+    made = splices and _subclass(kind, splices, lambda: spliced(kind.forward, splices))
+    return Rewriting(made or None, found, functions)
+
+
+def _run_sequential(self, input):
+    for module in runs.fused(self):
+        input = module(input)
+    return input
+
+
+def _subclass(kind, key, make_forward):
+    """The subclass of `kind` with a forward that is made for the key; it is made only once."""
+    if type(kind).__new__ not in _PLAIN_NEW or type(kind).__init__ is not type.__init__:
+        raise Unknown(f"its class is made by {type(kind).__name__}, a metaclass of its own")
+    known = kind.forward
+    key = key, known, getattr(known, "__code__", None)
+    for made in type.__subclasses__(kind):
+        if vars(made).get("_braze_key") == key:
+            return made
+    attributes = {
+        "forward": _checked(kind, known, make_forward()),
+        "__doc__": kind.__doc__,
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "_class_before_convert": kind,
+        "_braze_key": key,
+    }
+    bases = Rewritten, kind
+    return types.new_class(kind.__name__, bases, exec_body=lambda d: d.update(attributes))
+
+
+_PLAIN_NEW = type.__new__, abc.ABCMeta.__new__
+
+
+def _checked(kind, known, made):
+    """`made` as long as the class's own forward is what it was made of."""
+    code = known.__code__ if hasattr(made, "__wrapped__") else None
+
+    def forward(self, *args, **kwargs):
+        if not torch.compiler.is_compiling() and (
+            kind.forward is not known or (code and runs.changed(known, code, made))
+        ):
+            return kind.forward(self, *args, **kwargs)
+        return made(self, *args, **kwargs)
+
+    # torch.compile counts recompilations per code object, so each class has one of its own.
+    forward = types.FunctionType(
+        forward.__code__.replace(), globals(), "forward", None, forward.__closure__
+    )
+    return functools.wraps(known)(forward)  # for inspect.signature
