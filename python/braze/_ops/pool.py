@@ -65,8 +65,18 @@ class AvgPool2dBackward(torch.autograd.Function):
         return _avg_pool2d(grad, *ctx.settings), *(None,) * (len(ctx.settings) + 2)
 
 
+def _max_pool2d_gradient(grad_output, taps, input_size, *args):
+    """The backward in torch's ops, to be differentiated by them."""
+    indices = _ops.max_pool2d_indices.default(taps, input_size, *args[:-1])
+    planes = grad_output.new_zeros((*input_size[:-2], input_size[-2] * input_size[-1]))
+    planes = planes.scatter_add(-1, indices.flatten(-2), grad_output.flatten(-2))
+    return planes.unflatten(-1, input_size[-2:])
+
+
 _max_pool2d = eager(MaxPool2d, _ops.max_pool2d.default, tensors=1)
-_max_pool2d_backward = eager_backward(MaxPool2d, _ops.max_pool2d_backward.default, tensors=2)
+_max_pool2d_backward = eager_backward(
+    MaxPool2d, _ops.max_pool2d_backward.default, 2, formula=_max_pool2d_gradient
+)
 _avg_pool2d = eager(AvgPool2d, _ops.avg_pool2d.default, tensors=1)
 _avg_pool2d_backward = eager(AvgPool2dBackward, _ops.avg_pool2d_backward.default, tensors=1)
 
@@ -164,12 +174,12 @@ def max_pool2d(
         [N, C, P, Q] or [C, P, Q] in the input's dtype and memory format. With `return_indices`, a
         pair with the int64 indices (row * W + column) of the maxima. NaN counts as the largest; of
         equal elements the first wins. Bitwise repeatable, forward and backward (each input element
-        gathers its gradient). Differentiable once.
+        gathers its gradient). Twice differentiable; the second derivative and all further ones are
+        made of torch's ops.
 
     Raises:
         TypeError: a setting that is neither an int nor a tuple of ints.
-        RuntimeError: other dtypes or ranks, settings out of range, a window larger than the padded
-            input, or differentiating twice.
+        RuntimeError: other ranks, settings out of range, or a window larger than the padded input.
     """
     kernel_size = int_pair("max_pool2d", "kernel_size", 2, kernel_size)
     stride = [] if stride is None else int_pair("max_pool2d", "stride", 3, stride)
