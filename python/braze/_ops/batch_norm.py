@@ -9,6 +9,7 @@ from braze._ops._common import (
     eager_backward,
     is_channels_last,
     overwrite,
+    plain,
     register,
 )
 
@@ -220,7 +221,16 @@ def batch_norm_counting(
     input, running_mean, running_var, weight, bias, training, momentum, eps, num_batches_tracked
 ):
     """:func:`batch_norm` that in training also adds one to the int64 `num_batches_tracked`, if not
-    None; without a momentum, the running statistics become the average over that many batches."""
+    None; without a momentum, the running statistics become the average over that many batches, or
+    stay as they are where nothing counts."""
+    if momentum is None and num_batches_tracked is None:
+        momentum = 0.0
+    if not plain(input, weight, bias, running_mean, running_var):
+        if training and num_batches_tracked is not None:
+            num_batches_tracked.add_(1)
+            momentum = 1 / float(num_batches_tracked) if momentum is None else momentum
+        norm = running_mean, running_var, weight, bias, training, momentum, eps
+        return torch.nn.functional.batch_norm(input, *norm)
     if training:
         _check_count(input)
     check_settings(running_mean, running_var, training, eps)

@@ -3,8 +3,8 @@
 import torch
 
 from braze import _config
-from braze._ops._bilinear import check_tensor, double_backward, masked
-from braze._ops._common import autocast_dtype, below_autograd, cast_to, eager, register
+from braze._ops._bilinear import double_backward, masked
+from braze._ops._common import autocast_dtype, below_autograd, cast_to, eager, plain, register
 
 _ops = torch.ops.braze
 
@@ -222,8 +222,9 @@ def conv2d(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
             different or other dtypes, different devices, or a backend that cannot take the
             arguments.
     """
-    check_tensor("conv2d", "input", 1, input)
-    check_tensor("conv2d", "weight", 2, weight)
+    if not plain(input, weight, bias):
+        arguments = stride, padding, dilation, groups
+        return torch.nn.functional.conv2d(input, weight, bias, *arguments)
     if input.dim() == 3:
         batch = conv2d(input.unsqueeze(0), weight, bias, stride, padding, dilation, groups)
         return batch.squeeze(0)

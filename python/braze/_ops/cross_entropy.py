@@ -5,7 +5,7 @@ import contextlib
 
 import torch
 
-from braze._ops._common import autocast_dtype, below_autograd, current, eager, register
+from braze._ops._common import autocast_dtype, below_autograd, current, eager, plain, register
 from braze._ops._loss import (
     HALF_DTYPES,
     MEAN,
@@ -281,6 +281,9 @@ def cross_entropy(
             zero, and :func:`braze.check_errors` raises.
         ValueError, RuntimeError: shapes or dtypes that do not fit.
     """
+    if not plain(input, target, weight):
+        settings = weight, size_average, ignore_index, reduce, reduction, label_smoothing
+        return torch.nn.functional.cross_entropy(input, target, *settings)
     reduction = reduction_number(size_average, reduce, reduction)
     if label_smoothing > 1.0:
         raise RuntimeError(f"label_smoothing must be between 0.0 and 1.0. Got: {label_smoothing}")

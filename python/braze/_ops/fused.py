@@ -4,7 +4,6 @@ output (csrc/kernels/fused/small_k.h). Those of every other one are in bn_relu.p
 import torch
 
 from braze._ops import bn_relu
-from braze._ops._bilinear import check_tensor
 from braze._ops._common import (
     autocast_dtype,
     below_autograd,
@@ -14,6 +13,7 @@ from braze._ops._common import (
     eager_backward,
     is_channels_last,
     overwrite,
+    plain,
     register,
 )
 from braze._ops.batch_norm import batch_norm_counting, check_settings
@@ -196,10 +196,12 @@ def _as_one_op(
     stride, padding, dilation, groups, training, momentum, eps, num_batches_tracked
 ):  # fmt: skip
     """The block's result where one op makes it, else None."""
-    check_tensor("conv2d", "input", 1, input)
-    check_tensor("conv2d", "weight", 2, weight)
+    if not plain(input, weight, bias, running_mean, running_var, bn_weight, bn_bias):
+        return None
     if input.dim() != 4 or weight.dim() != 4:
         return None
+    if momentum is None and num_batches_tracked is None:
+        momentum = 0.0
     input, stride, padding, dilation = conv2d_geometry(input, weight, stride, padding, dilation)
     small_k = max_pool and _takes_small_k(input, weight, stride, padding, dilation, groups)
     if not small_k and not _takes(input, weight, stride, padding, dilation, max_pool):

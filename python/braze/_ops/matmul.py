@@ -6,8 +6,8 @@ import typing
 import torch
 
 from braze import _config
-from braze._ops._bilinear import check_tensor, double_backward, masked
-from braze._ops._common import autocast_dtype, below_autograd, cast_to, eager, register
+from braze._ops._bilinear import double_backward, masked
+from braze._ops._common import autocast_dtype, below_autograd, cast_to, eager, plain, register
 from braze._ops.relu import relu, relu_backward
 
 _ops = torch.ops.braze
@@ -48,8 +48,8 @@ def _grad_left(grad, a, b, settings):
     """The gradient of `a` in a @ b, both matrices or batches of them."""
     if a.dim() == 2 and b.dim() > 2:
         # One A for a batch of B: the sum over the batch is a single product of all columns.
-        grad = grad.movedim(-2, 0).flatten(1)
-        b = b.movedim(-2, 0).flatten(1)
+        grad = grad.movedim(-2, 0).reshape(grad.shape[-2], -1)
+        b = b.movedim(-2, 0).reshape(b.shape[-2], -1)
     return _sum_to(_matmul(grad, b.mT, *settings), a.shape)
 
 
@@ -234,11 +234,11 @@ def matmul(input, other):
 
     Raises:
         TypeError: an argument is not a tensor.
-        RuntimeError: shapes that do not fit, different or other dtypes, different devices, or a
-            backend that cannot take the arguments.
+        RuntimeError: shapes that do not fit, different dtypes, different devices, or a backend that
+            cannot take the arguments.
     """
-    check_tensor("matmul", "input", 1, input)
-    check_tensor("matmul", "other", 2, other)
+    if not plain(input, other):
+        return torch.matmul(input, other)
     dtype = autocast_dtype(input)
     if dtype is not None:
         input, other = cast_to(dtype, input, other)
@@ -263,7 +263,9 @@ def linear(input, weight, bias=None):
         TypeError: input or weight is not a tensor.
         RuntimeError: as :func:`braze.matmul`.
     """
-    return _checked_linear("linear", input, weight, bias, False)
+    if not plain(input, weight, bias):
+        return torch.nn.functional.linear(input, weight, bias)
+    return _checked_linear(input, weight, bias, False)
 
 
 def linear_relu(input, weight, bias=None):
@@ -280,12 +282,12 @@ def linear_relu(input, weight, bias=None):
     Raises:
         TypeError, RuntimeError: as :func:`linear`.
     """
-    return _checked_linear("linear_relu", input, weight, bias, True)
+    if not plain(input, weight, bias):
+        return relu(linear(input, weight, bias))
+    return _checked_linear(input, weight, bias, True)
 
 
-def _checked_linear(name, input, weight, bias, with_relu):
-    check_tensor(name, "input", 1, input)
-    check_tensor(name, "weight", 2, weight)
+def _checked_linear(input, weight, bias, with_relu):
     if input.dim() == 0 or weight.dim() == 0:
         raise RuntimeError(
             f"both arguments to linear need to be at least 1D, but they are {input.dim()}D and "

@@ -2,7 +2,7 @@
 
 import torch
 
-from braze._ops._common import below_autograd, eager, register
+from braze._ops._common import below_autograd, eager, plain, register
 from braze._ops._loss import (
     NONE,
     acc_dtype,
@@ -116,6 +116,9 @@ def nll_loss(
             zero, and :func:`braze.check_errors` raises.
         ValueError, RuntimeError: shapes or dtypes that do not fit.
     """
+    if not plain(input, target, weight):
+        settings = weight, size_average, ignore_index, reduce, reduction
+        return torch.nn.functional.nll_loss(input, target, *settings)
     reduction = reduction_number(size_average, reduce, reduction)
     check_labels_fit(input, target)
     if torch.is_autocast_enabled(input.device.type):

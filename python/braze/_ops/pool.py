@@ -9,6 +9,7 @@ from braze._ops._common import (
     eager_backward,
     int_pair,
     is_channels_last,
+    plain,
     register,
 )
 
@@ -181,6 +182,9 @@ def max_pool2d(
         TypeError: a setting that is neither an int nor a tuple of ints.
         RuntimeError: other ranks, settings out of range, or a window larger than the padded input.
     """
+    if not plain(input):
+        settings = kernel_size, stride, padding, dilation, ceil_mode, return_indices
+        return torch.nn.functional.max_pool2d(input, *settings)
     kernel_size = int_pair("max_pool2d", "kernel_size", 2, kernel_size)
     stride = [] if stride is None else int_pair("max_pool2d", "stride", 3, stride)
     padding = int_pair("max_pool2d", "padding", 4, padding)
@@ -219,9 +223,12 @@ def avg_pool2d(
 
     Raises:
         TypeError: a setting that is neither an int nor a tuple of ints.
-        RuntimeError: other dtypes or ranks, settings out of range, a zero divisor, or a window
-            larger than the padded input.
+        RuntimeError: other ranks, settings out of range, a zero divisor, or a window larger than
+            the padded input.
     """
+    if not plain(input):
+        settings = kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override
+        return torch.nn.functional.avg_pool2d(input, *settings)
     kernel_size = int_pair("avg_pool2d", "kernel_size", 2, kernel_size)
     stride = [] if stride is None else int_pair("avg_pool2d", "stride", 3, stride)
     padding = int_pair("avg_pool2d", "padding", 4, padding)

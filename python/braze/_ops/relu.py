@@ -2,7 +2,7 @@
 
 import torch
 
-from braze._ops._common import below_autograd, eager, overwrite, register
+from braze._ops._common import below_autograd, eager, overwrite, plain, register
 
 _ops = torch.ops.braze
 
@@ -82,8 +82,11 @@ def relu(input, inplace=False):
         Same shape, dtype and memory format as `input`. Bitwise repeatable. Twice differentiable.
 
     Raises:
-        RuntimeError: other dtypes; `inplace` on an inference tensor outside of inference mode.
+        RuntimeError: `inplace` on an inference tensor outside of inference mode, or on a tensor
+            whose elements share memory.
     """
+    if not plain(input):
+        return torch.nn.functional.relu(input, inplace)
     if torch.compiler.is_compiling():
         # The compiler turns the copy into an overwrite where it can.
         return input.copy_(_ops.relu(input)) if inplace else _ops.relu(input)

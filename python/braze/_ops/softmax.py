@@ -5,7 +5,7 @@ import warnings
 
 import torch
 
-from braze._ops._common import below_autograd, eager, register
+from braze._ops._common import below_autograd, eager, plain, register
 
 _ops = torch.ops.braze
 _HALF_DTYPES = (torch.bfloat16, torch.float16)
@@ -159,8 +159,9 @@ def softmax(input, dim=None, _stacklevel=3, dtype=None):
 
     Raises:
         IndexError: no such dimension.
-        RuntimeError: other dtypes.
     """
+    if not plain(input):
+        return torch.nn.functional.softmax(input, dim, _stacklevel + 1, dtype)
     return _apply("softmax", _softmax, _ops.softmax, input, dim, _stacklevel, dtype)
 
 
@@ -169,4 +170,6 @@ def log_softmax(input, dim=None, _stacklevel=3, dtype=None):
 
     Arguments, result and errors as :func:`softmax`.
     """
+    if not plain(input):
+        return torch.nn.functional.log_softmax(input, dim, _stacklevel + 1, dtype)
     return _apply("log_softmax", _log_softmax, _ops.log_softmax, input, dim, _stacklevel, dtype)
