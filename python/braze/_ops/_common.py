@@ -7,6 +7,7 @@ import torch
 from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
+from torch.utils import flop_counter
 
 from braze import _lib
 from braze._nvtx import ranged
@@ -142,7 +143,7 @@ def derivatives(formula, tensors, wanted, rest, grads):
     return tuple(next(found) if w else None for w in wanted)
 
 
-def register(name, *, fake, autograd=None, autocast=None):
+def register(name, *, fake, autograd=None, autocast=None, flops=None):
     """Registers the Python kernels of ``torch.ops.braze.<name>``.
 
     Args:
@@ -153,6 +154,8 @@ def register(name, *, fake, autograd=None, autocast=None):
             refuses inputs that require grad.
         autocast: same signature as the op, for ops in torch's autocast lists; returns the
             arguments cast. Runs for both device types.
+        flops: what ``torch.utils.flop_counter`` counts: takes the op's arguments with shapes in the
+            place of tensors, and the results' shapes as `out_shape`.
     """
     torch.library.register_fake(f"braze::{name}", fake, lib=_library)
     _library.impl(name, autograd or _not_differentiable(name), "Autograd")
@@ -160,6 +163,8 @@ def register(name, *, fake, autograd=None, autocast=None):
         op = getattr(torch.ops.braze, name).default
         for key in ("AutocastCPU", "AutocastCUDA"):
             _library.impl(name, _autocast_kernel(op, autocast, key), key)
+    if flops is not None:
+        flop_counter.register_flop_formula(getattr(torch.ops.braze, name))(flops)
 
 
 def _not_differentiable(name):

@@ -14,7 +14,7 @@ from braze._ops._common import (
 )
 from braze._ops.batch_norm import empty_like_input
 from braze._ops.batch_norm import gradients as batch_norm_gradients
-from braze._ops.conv2d import fake_conv2d, fake_conv2d_backward
+from braze._ops.conv2d import conv2d_backward_flops, conv2d_flops, fake_conv2d, fake_conv2d_backward
 
 _ops = torch.ops.braze
 
@@ -259,13 +259,26 @@ def _fake_conv_backward(
     return *conv, *_parameter_gradients(bn_weight, bn_bias, statistics, output_mask[3:])
 
 
+def _backward_flops(
+    grad_output, input, weight, bn_weight, bn_bias, z, codes, statistics, stride, padding,
+    dilation, groups, training, max_pool, output_mask, *settings, out_shape
+):  # fmt: skip
+    return conv2d_backward_flops(z, input, weight, output_mask)
+
+
 register("bn_relu2d", fake=_fake, autograd=_bn_relu2d)
 register("bn_relu2d_backward", fake=_fake_backward, autograd=_bn_relu2d_backward)
-register("conv_bn_relu2d", fake=_fake_conv, autograd=_conv_bn_relu2d)
+register(
+    "conv_bn_relu2d",
+    fake=_fake_conv,
+    autograd=_conv_bn_relu2d,
+    flops=lambda *args, out_shape: conv2d_flops(*args, out_shape=out_shape[1]),
+)
 register(
     "conv_bn_relu2d_backward",
     fake=_fake_conv_backward,
     autograd=lambda *args: _conv_bn_relu2d_backward(None, *args),
+    flops=_backward_flops,
 )
 
 

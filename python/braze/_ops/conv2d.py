@@ -1,6 +1,7 @@
 """conv2d: public function, autograd Functions, fake kernels. Kernels: csrc/kernels/conv2d/."""
 
 import torch
+from torch.utils import flop_counter
 
 from braze import _config
 from braze._ops._bilinear import double_backward, masked
@@ -133,8 +134,28 @@ def _cast(input, weight, bias=None, *rest):
     return *cast_to(autocast_dtype(input), input, weight, bias), *rest
 
 
-register("conv2d", fake=fake_conv2d, autograd=_conv2d, autocast=_cast)
-register("conv2d_backward", fake=fake_conv2d_backward, autograd=_conv2d_backward)
+def conv2d_flops(input, weight, *args, out_shape):
+    return flop_counter.conv_flop_count(input, weight, out_shape)
+
+
+def conv2d_backward_flops(grad_output, input, weight, output_mask):
+    """As torch counts the gradients of input and weight."""
+    unused = (None,) * 4
+    results = input, weight, None
+    return flop_counter.conv_backward_flop(
+        grad_output, input, weight, *unused, False, None, 1, output_mask, out_val=results
+    )
+
+
+register("conv2d", fake=fake_conv2d, autograd=_conv2d, autocast=_cast, flops=conv2d_flops)
+register(
+    "conv2d_backward",
+    fake=fake_conv2d_backward,
+    autograd=_conv2d_backward,
+    flops=lambda grad_output, input, weight, *args, out_shape: conv2d_backward_flops(
+        grad_output, input, weight, args[4]
+    ),
+)
 
 
 def pair(name, value):

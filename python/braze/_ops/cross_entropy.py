@@ -2,6 +2,7 @@
 csrc/kernels/cross_entropy/."""
 
 import contextlib
+import math
 
 import torch
 
@@ -173,7 +174,7 @@ def _fake_cross_entropy(
     rows = row_sizes(input)
     acc = acc_dtype(input.dtype)
     loss = input.new_empty(rows if reduction == NONE else (), dtype=dtype)
-    return loss, input.new_empty((3, rows.numel()), dtype=acc), input.new_empty((), dtype=acc)
+    return loss, input.new_empty((3, math.prod(rows)), dtype=acc), input.new_empty((), dtype=acc)
 
 
 def _fake_cross_entropy_with_grad(input, *args):

@@ -18,7 +18,7 @@ from braze._ops._common import (
 )
 from braze._ops.batch_norm import batch_norm_counting, check_settings
 from braze._ops.batch_norm import gradients as batch_norm_gradients
-from braze._ops.conv2d import conv2d
+from braze._ops.conv2d import conv2d, conv2d_backward_flops, conv2d_flops
 from braze._ops.conv2d import geometry as conv2d_geometry
 from braze._ops.conv2d import settings as conv2d_settings
 from braze._ops.pool import max_pool2d
@@ -141,11 +141,31 @@ def _backward_fake(grad_output, input, weight, bn_weight, codes, moments, paddin
     )
 
 
-register("conv_bn_relu_max_pool2d", fake=_forward_fake, autograd=_forward)
+def _convolved(input, weight, padding):
+    """The shape of the convolution's output."""
+    extents = (i + 2 * p - f + 1 for i, p, f in zip(input[2:], padding, weight[2:], strict=True))
+    return input[0], weight[0], *extents
+
+
+def _forward_flops(
+    input, weight, bias, bn_weight, bn_bias, mean, var, batches, padding, *settings, out_shape
+):
+    return conv2d_flops(input, weight, out_shape=_convolved(input, weight, padding))
+
+
+def _backward_flops(
+    grad_output, input, weight, bn_weight, codes, moments, padding, *settings, out_shape
+):
+    z = _convolved(input, weight, padding)
+    return conv2d_backward_flops(z, input, weight, (False, True, False))
+
+
+register("conv_bn_relu_max_pool2d", fake=_forward_fake, autograd=_forward, flops=_forward_flops)
 register(
     "conv_bn_relu_max_pool2d_backward",
     fake=_backward_fake,
     autograd=lambda *args: _backward(None, *args),
+    flops=_backward_flops,
 )
 
 
@@ -188,7 +208,16 @@ def _takes(input, weight, stride, padding, dilation, max_pool):
     )
     if not max_pool:
         return min(p, q) > 0 and n * p * q > 1 and k > 0
-    return min(p, q) > 1 and 0 < n * k * ((p + 1) // 2) * ((q + 1) // 2) <= _MOST_TILES
+    tiles = n * k * ((p + 1) // 2) * ((q + 1) // 2)
+    return min(p, q) > 1 and tiles > 0 and not _exceeds(tiles, _MOST_TILES)
+
+
+def _exceeds(size, limit):
+    """Whether a size is over the limit; one that a dynamic shape leaves open is taken not to be, so
+    that the shape stays as open as it was."""
+    if torch.compiler.is_compiling():
+        return torch.fx.experimental.symbolic_shapes.statically_known_true(size > limit)
+    return size > limit
 
 
 def _as_one_op(

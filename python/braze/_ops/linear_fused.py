@@ -5,7 +5,14 @@ import torch
 
 from braze._ops._bilinear import masked
 from braze._ops._common import autocast_dtype, below_autograd, cast_to, eager, plain, register
-from braze._ops.matmul import linear, linear_backward, linear_relu, linear_relu_backward, settings
+from braze._ops.matmul import (
+    linear,
+    linear_backward,
+    linear_relu,
+    linear_relu_backward,
+    product_flops,
+    settings,
+)
 from braze._ops.relu import relu_backward
 
 _ops = torch.ops.braze
@@ -181,14 +188,24 @@ def _cast_five(a, b, c=None, d=None, e=None, *rest):
     return *cast_to(autocast_dtype(a), a, b, c, d, e), *rest
 
 
+def _linear_relu_linear_flops(input, *args, out_shape):
+    out, hidden = out_shape
+    return product_flops(input, out_shape=hidden) + product_flops(hidden, out_shape=out)
+
+
 register(
-    "matmul_epilogue", fake=_fake_matmul_epilogue, autograd=_matmul_epilogue, autocast=_cast_five
+    "matmul_epilogue",
+    fake=_fake_matmul_epilogue,
+    autograd=_matmul_epilogue,
+    autocast=_cast_five,
+    flops=lambda input, *args, out_shape: product_flops(input, out_shape=out_shape[0]),
 )
 register(
     "linear_relu_linear",
     fake=_fake_linear_relu_linear,
     autograd=_linear_relu_linear,
     autocast=_cast_five,
+    flops=_linear_relu_linear_flops,
 )
 
 

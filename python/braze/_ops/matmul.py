@@ -1,6 +1,7 @@
 """matmul and linear: public functions, autograd Functions, fake kernels. Kernels:
 csrc/kernels/matmul/."""
 
+import math
 import typing
 
 import torch
@@ -205,10 +206,30 @@ def _cast_three(input, weight, bias=None, *rest):
     return *cast_to(autocast_dtype(input), input, weight, bias), *rest
 
 
-register("matmul", fake=_fake_matmul, autograd=_matmul, autocast=_cast_two)
-register("linear", fake=_fake_linear, autograd=_linear, autocast=_cast_three)
-register("linear_backward", fake=_fake_linear_backward, autograd=linear_backward)
-register("linear_relu_backward", fake=_fake_linear_relu_backward, autograd=linear_relu_backward)
+def product_flops(input, *args, out_shape):
+    return 2 * math.prod(out_shape) * input[-1]
+
+
+def _linear_backward_flops(grad_output, input, weight, output_mask, *args, out_shape):
+    return 2 * math.prod(grad_output) * input[-1] * sum(output_mask[:2])
+
+
+register("matmul", fake=_fake_matmul, autograd=_matmul, autocast=_cast_two, flops=product_flops)
+register("linear", fake=_fake_linear, autograd=_linear, autocast=_cast_three, flops=product_flops)
+register(
+    "linear_backward",
+    fake=_fake_linear_backward,
+    autograd=linear_backward,
+    flops=_linear_backward_flops,
+)
+register(
+    "linear_relu_backward",
+    fake=_fake_linear_relu_backward,
+    autograd=linear_relu_backward,
+    flops=lambda grad, result, *args, out_shape: _linear_backward_flops(
+        grad, *args, out_shape=out_shape
+    ),
+)
 
 
 def settings(input):
