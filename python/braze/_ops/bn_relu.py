@@ -15,6 +15,7 @@ from braze._ops._common import (
 from braze._ops.batch_norm import empty_like_input
 from braze._ops.batch_norm import gradients as batch_norm_gradients
 from braze._ops.conv2d import conv2d_backward_flops, conv2d_flops, fake_conv2d, fake_conv2d_backward
+from braze._ops.conv2d import gradients as conv2d_gradients
 
 _ops = torch.ops.braze
 
@@ -168,15 +169,6 @@ def with_derivatives_of(value, other):
     return value + (other - other.detach())
 
 
-def conv_gradients(grad, input, weight, geometry, mask):
-    """torch's gradients of a convolution's input, weight and bias."""
-    channels = [weight.shape[0]]
-    stride, padding, dilation, groups = geometry
-    return torch.ops.aten.convolution_backward(
-        grad, input, weight, channels, stride, padding, dilation, False, [0, 0], groups, mask
-    )
-
-
 def _conv_bn_relu2d_gradients(
     conv_bias, grad_output, input, weight, bn_weight, bn_bias, z, codes, statistics, stride,
     padding, dilation, groups, training, max_pool, mask, *settings
@@ -187,7 +179,8 @@ def _conv_bn_relu2d_gradients(
     z = with_derivatives_of(z.detach(), again)
     norm = training, max_pool, None
     dz, *d_norm = _bn_relu2d_gradients(grad_output, z, bn_weight, bn_bias, codes, statistics, *norm)
-    dx, dw, d_bias = conv_gradients(dz, input, weight, geometry, [*mask[:2], not training])
+    mask = (*mask[:2], not training)
+    dx, dw, d_bias = conv2d_gradients(dz, input, weight, *geometry, mask)
     return dx, dw, d_bias, *d_norm
 
 

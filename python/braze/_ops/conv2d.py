@@ -76,8 +76,24 @@ class Conv2dBackward(torch.autograd.Function):
         return *d, None, None, None, None, None, None, None, None
 
 
-_conv2d = eager(Conv2d, _ops.conv2d.default, tensors=3)
-_conv2d_backward = eager(Conv2dBackward, _ops.conv2d_backward.default, tensors=3)
+def _formula(
+    input, weight, bias=None, stride=(1,), padding=(0,), dilation=(1,), groups=1, *settings
+):
+    return torch.nn.functional.conv2d(input, weight, bias, stride, padding, dilation, groups)
+
+
+def gradients(
+    grad_output, input, weight, stride, padding, dilation, groups, output_mask, *settings
+):
+    """The backward in torch's ops."""
+    channels, geometry = weight.shape[:1], (stride, padding, dilation, False, (0, 0), groups)
+    return torch.ops.aten.convolution_backward(
+        grad_output, input, weight, channels, *geometry, output_mask
+    )
+
+
+_conv2d = eager(Conv2d, _ops.conv2d.default, 3, _formula)
+_conv2d_backward = eager(Conv2dBackward, _ops.conv2d_backward.default, 3, gradients)
 
 
 def _suggests_channels_last(t):

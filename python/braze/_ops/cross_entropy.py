@@ -6,7 +6,15 @@ import math
 
 import torch
 
-from braze._ops._common import autocast_dtype, below_autograd, current, eager, plain, register
+from braze._ops._common import (
+    autocast_dtype,
+    below_autograd,
+    current,
+    derivatives,
+    eager,
+    plain,
+    register,
+)
 from braze._ops._loss import (
     HALF_DTYPES,
     MEAN,
@@ -16,6 +24,7 @@ from braze._ops._loss import (
     check_labels_fit,
     check_weight_dtype,
     fake_gradient,
+    name_of,
     reduction_number,
     refuse_weight_grad,
     row_sizes,
@@ -155,9 +164,23 @@ class CrossEntropyBackward(torch.autograd.Function):
         return tuple(grads)
 
 
+def _gradients(grad_output, input, target, weight, *args):
+    """The backward by torch's function."""
+    reduction, ignore_index, label_smoothing, target_grad = args[2:]
+    settings = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+
+    def loss(input, target):
+        logits, reduce = input.to(grad_output.dtype), name_of(reduction)
+        return torch.nn.functional.cross_entropy(
+            logits, target, weight, reduction=reduce, **settings
+        )
+
+    return derivatives(loss, [input, target], [True, target_grad], (), [grad_output])
+
+
 _cross_entropy = eager(CrossEntropy, _ops.cross_entropy.default, tensors=2)
 _cross_entropy_backward = eager(
-    CrossEntropyBackward, _ops.cross_entropy_backward.default, tensors=6
+    CrossEntropyBackward, _ops.cross_entropy_backward.default, 6, _gradients
 )
 
 

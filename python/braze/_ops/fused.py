@@ -20,6 +20,7 @@ from braze._ops.batch_norm import batch_norm_counting, check_settings
 from braze._ops.batch_norm import gradients as batch_norm_gradients
 from braze._ops.conv2d import conv2d, conv2d_backward_flops, conv2d_flops
 from braze._ops.conv2d import geometry as conv2d_geometry
+from braze._ops.conv2d import gradients as conv2d_gradients
 from braze._ops.conv2d import settings as conv2d_settings
 from braze._ops.pool import max_pool2d
 from braze._ops.relu import relu
@@ -100,8 +101,8 @@ def _gradients(
         z = z + bn_relu.with_derivatives_of(zero, conv_bias).to(acc).view(-1, 1, 1)
     g = bn_relu.unpool(grad_output, _unpack(codes, grad_output.shape), *z.shape[2:])
     dz, d_weight, d_bias = batch_norm_gradients(g, z, bn_weight, mean, rstd, training)
-    mask = [False, True, not training]
-    _, dw, d_conv_bias = bn_relu.conv_gradients(dz, x, w, ((1, 1), padding, (1, 1), 1), mask)
+    mask = (False, True, not training)
+    _, dw, d_conv_bias = conv2d_gradients(dz, x, w, (1, 1), padding, (1, 1), 1, mask)
     parameters = bn_dtype or (dtype if bn_weight is None else bn_weight.dtype)
     d_conv_bias = None if training else d_conv_bias.to(dtype)
     return dw.to(dtype), d_conv_bias, d_weight.to(parameters), d_bias.to(parameters)

@@ -173,10 +173,30 @@ def _linear_double_backward(ctx, grads, settings):
     )
 
 
-_matmul = eager(Matmul, _ops.matmul.default, tensors=2)
-_linear = eager(Linear, _ops.linear.default, tensors=3)
-linear_backward = eager(LinearBackward, _ops.linear_backward.default, tensors=3)
-linear_relu_backward = eager(LinearReLUBackward, _ops.linear_relu_backward.default, tensors=4)
+def _linear_formula(input, weight, bias=None, relu=False, *settings):
+    out = torch.nn.functional.linear(input, weight, bias)
+    return torch.relu(out) if relu else out
+
+
+def _linear_gradients(grad_output, input, weight, output_mask, *settings):
+    rows = grad_output.reshape(-1, weight.shape[0])
+    return (
+        grad_output.matmul(weight) if output_mask[0] else None,
+        rows.mT.matmul(input.reshape(-1, weight.shape[1])) if output_mask[1] else None,
+        rows.sum(0) if output_mask[2] else None,
+    )
+
+
+def _linear_relu_gradients(grad_output, result, *args):
+    return _linear_gradients(relu_backward(grad_output, result), *args)
+
+
+_matmul = eager(Matmul, _ops.matmul.default, 2, lambda a, b, *settings: torch.matmul(a, b))
+_linear = eager(Linear, _ops.linear.default, 3, _linear_formula)
+linear_backward = eager(LinearBackward, _ops.linear_backward.default, 3, _linear_gradients)
+linear_relu_backward = eager(
+    LinearReLUBackward, _ops.linear_relu_backward.default, 4, _linear_relu_gradients
+)
 
 
 def _fake_matmul(input, other, allow_tf32=False, deterministic=False, backend="auto"):

@@ -78,8 +78,18 @@ _max_pool2d = eager(MaxPool2d, _ops.max_pool2d.default, tensors=1)
 _max_pool2d_backward = eager_backward(
     MaxPool2d, _ops.max_pool2d_backward.default, 2, formula=_max_pool2d_gradient
 )
-_avg_pool2d = eager(AvgPool2d, _ops.avg_pool2d.default, tensors=1)
-_avg_pool2d_backward = eager(AvgPool2dBackward, _ops.avg_pool2d_backward.default, tensors=1)
+
+
+def _avg_pool2d_gradient(grad_output, input_size, *args):
+    settings = args[:-1]
+    input = torch.zeros((), dtype=grad_output.dtype, device=grad_output.device).expand(input_size)
+    return torch.ops.aten.avg_pool2d_backward(grad_output, input, *settings)
+
+
+_avg_pool2d = eager(AvgPool2d, _ops.avg_pool2d.default, 1, torch.nn.functional.avg_pool2d)
+_avg_pool2d_backward = eager(
+    AvgPool2dBackward, _ops.avg_pool2d_backward.default, 1, _avg_pool2d_gradient
+)
 
 
 def _output_extent(size, kernel, stride, padding, dilation, ceil_mode):

@@ -53,9 +53,13 @@ def _overwrite(input):
     return input
 
 
-_relu = eager(ReLU, _ops.relu.default, tensors=1)
+def _relu_gradient(grad_output, result):
+    return torch.ops.aten.threshold_backward(grad_output, result, 0)
+
+
+_relu = eager(ReLU, _ops.relu.default, tensors=1, formula=torch.relu)
 _relu_inplace = eager(ReLUInplace, _overwrite, tensors=1)
-relu_backward = eager(ReLUBackward, _ops.relu_backward.default, tensors=2)
+relu_backward = eager(ReLUBackward, _ops.relu_backward.default, tensors=2, formula=_relu_gradient)
 
 
 def _relu_(input):

@@ -87,10 +87,15 @@ class LogSoftmaxBackward(torch.autograd.Function):
         return grad_dy, grad_y, None, None
 
 
-_softmax = eager(Softmax, _ops.softmax.default, tensors=1)
-_softmax_backward = eager(SoftmaxBackward, _ops.softmax_backward.default, tensors=2)
-_log_softmax = eager(LogSoftmax, _ops.log_softmax.default, tensors=1)
-_log_softmax_backward = eager(LogSoftmaxBackward, _ops.log_softmax_backward.default, tensors=2)
+_aten = torch.ops.aten
+_softmax = eager(Softmax, _ops.softmax.default, 1, torch.softmax)
+_softmax_backward = eager(
+    SoftmaxBackward, _ops.softmax_backward.default, 2, _aten._softmax_backward_data
+)
+_log_softmax = eager(LogSoftmax, _ops.log_softmax.default, 1, torch.log_softmax)
+_log_softmax_backward = eager(
+    LogSoftmaxBackward, _ops.log_softmax_backward.default, 2, _aten._log_softmax_backward_data
+)
 
 
 def _fake(input, dim, dtype=None):
