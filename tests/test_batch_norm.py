@@ -222,16 +222,6 @@ def test_gradients_by_mask(device, dtype):
                 assert torch.equal(got, expected if wanted else expected.new_empty(0))
 
 
-def test_double_backward_is_refused(device):
-    x = torch.randn(4, 2, 4, 4, device=device, requires_grad=True)
-    y = F.batch_norm(x, None, None, training=True)
-    (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="batch_norm is not twice differentiable"):
-        grad.sum().backward()
-    with pytest.raises(RuntimeError, match="batch_norm is not twice differentiable"):
-        torch.autograd.grad(grad.sum(), x)
-
-
 def test_saved_buffer_is_protected(device):
     """A graph that saved a buffer refuses to go backward after the buffer was updated."""
     mean = torch.zeros(3, device=device)

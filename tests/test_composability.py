@@ -236,25 +236,59 @@ def test_inference_tensors_are_overwritten_in_inference_mode_only(device, write)
     assert torch.equal(mean, expected)
 
 
-@every_op
-def test_torch_func_is_refused(device, op):
-    call, _ = OPS[op]
-    arguments = [t.detach() for t in arguments_of(op, device)]
-    with pytest.raises(RuntimeError, match=r"functorch|torch\.func|vmap"):
-        torch.func.grad(lambda t: call(OURS, t, *arguments[1:]).sum())(arguments[0])
-    stacked = torch.stack([arguments[0], arguments[0]])
-    with pytest.raises(RuntimeError, match=r"functorch|torch\.func|vmap"):
-        torch.func.vmap(lambda t: call(OURS, t, *arguments[1:]))(stacked)
+# name -> the transform of a function of floating-point tensors
+TRANSFORMS = {
+    "grad": lambda f: torch.func.grad(lambda t, *rest: f(t, *rest).square().sum()),
+    "vmap": lambda f: lambda *tensors: torch.func.vmap(f)(*(torch.stack([t, -t]) for t in tensors)),
+    "jvp": lambda f: lambda *tensors: torch.func.jvp(f, tensors, tensors),
+    "jacrev": torch.func.jacrev,
+    "hessian": lambda f: torch.func.hessian(lambda t, *rest: f(t, *rest).square().sum()),
+}
 
 
 @every_op
-def test_forward_mode_is_refused(device, op):
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_torch_func(device, op, transform):
     call, _ = OPS[op]
     arguments = [t.detach() for t in arguments_of(op, device)]
-    with forward_ad.dual_level():
-        arguments[0] = forward_ad.make_dual(arguments[0], torch.ones_like(arguments[0]))
-        with pytest.raises(RuntimeError, match="jvp"):
-            call(OURS, *arguments)
+    varied = [t for t in arguments if t.is_floating_point()]
+    fixed = arguments[len(varied) :]
+
+    def result(api):
+        return transform(lambda *tensors: call(api, *tensors, *fixed))(*varied)
+
+    torch.testing.assert_close(result(OURS), result(STOCK))
+
+
+@every_op
+def test_vmap_over_backward(device, op):
+    """Of a graph that was recorded outside."""
+    arguments = arguments_of(op, device)
+    leaves = [t for t in arguments if t.requires_grad]
+
+    def result(api):
+        y = OPS[op][0](api, *arguments)
+        grads = torch.stack([torch.ones_like(y), y.detach()])
+        return torch.func.vmap(lambda g: torch.autograd.grad(y, leaves, g, retain_graph=True))(
+            grads
+        ), torch.autograd.grad(y, leaves, grads, is_grads_batched=True)
+
+    torch.testing.assert_close(result(OURS), result(STOCK))
+
+
+@every_op
+def test_forward_mode(device, op):
+    """Tangents of the result and of its gradient."""
+    call, _ = OPS[op]
+    x, *rest = arguments_of(op, device)
+
+    def result(api):
+        with forward_ad.dual_level():
+            y = call(api, forward_ad.make_dual(x, torch.ones_like(x)), *rest)
+            (grad,) = torch.autograd.grad(y.square().sum(), x)
+            return [forward_ad.unpack_dual(t).tangent.detach() for t in (y, grad)]
+
+    torch.testing.assert_close(result(OURS), result(STOCK))
 
 
 @every_op

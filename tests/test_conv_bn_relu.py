@@ -367,9 +367,6 @@ def test_bad_input(device, pool):
     with pytest.raises(TypeError, match="input"):
         run(None, w, b, gamma, beta)
     assert torch.equal(mean, torch.zeros_like(mean))
-    grad = torch.autograd.grad(run(x, w, b, gamma, beta).sum(), w, create_graph=True)[0]
-    with pytest.raises(RuntimeError, match="braze::conv_bn_relu2d is not twice"):
-        grad.sum().backward()
 
 
 def test_the_tests_reject_a_wrong_kernel(device, pool):

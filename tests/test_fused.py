@@ -246,9 +246,6 @@ def test_bad_input(device):
     with pytest.raises(RuntimeError, match="contiguous vector"):
         fused(x, w, b, gamma, beta[:2], mean=mean, var=var)
     assert torch.equal(mean, before)
-    grad = torch.autograd.grad(fused(x, w, b, gamma, beta).sum(), w, create_graph=True)[0]
-    with pytest.raises(RuntimeError, match="braze::conv_bn_relu_max_pool2d is not twice"):
-        grad.sum().backward()
 
 
 def test_the_tests_reject_a_wrong_kernel(device):

@@ -171,15 +171,6 @@ def test_gradcheck(device):
         assert torch.autograd.gradgradcheck(lambda t, args=args: F.avg_pool2d(t, *args), x)
 
 
-def test_max_double_backward_is_refused(device):
-    x = torch.randn(1, 2, 4, 4, device=device, requires_grad=True)
-    (grad,) = torch.autograd.grad(F.max_pool2d(x, 2).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="max_pool2d is not twice differentiable"):
-        grad.sum().backward()
-    with pytest.raises(RuntimeError, match="max_pool2d is not twice differentiable"):
-        torch.autograd.grad(grad.sum(), x)
-
-
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_opcheck(device, dtype, channels_last):
     x = draw((2, 3, 6, 7), device, dtype, grad=False)

@@ -92,7 +92,7 @@ std::tuple<Tensor, Tensor, Tensor> conv_bn_relu_max_pool2d(
   BRAZE_CHECK(!training || momentum || !running_mean || norm.batches, kOp,
               ": momentum=None needs num_batches_tracked");
   norm.training = training;
-  norm.cumulative = !momentum;
+  norm.cumulative = !momentum && norm.batches;  // else there is nothing to update
   norm.momentum = momentum.value_or(0);
   norm.eps = eps;
   const DeviceContext context(input);
@@ -104,7 +104,7 @@ std::tuple<Tensor, Tensor, Tensor> conv_bn_relu_max_pool2d(
   if (moments) {
     sums = *moments;
     check_moments(kOp, sums, a, input);
-    BRAZE_CHECK(!norm.cumulative || !norm.batches, kOp,
+    BRAZE_CHECK(!norm.cumulative, kOp,
                 ": momentum=None counts batches where moments are summed");
   } else if (training) {
     sums = empty({kSmallKMostSets, small_k_moments(a)}, input, ScalarType::Double);

@@ -18,6 +18,12 @@ Tensor relu(const Tensor& input) {
 
 void relu_(Tensor input) {
   const DType dtype = dtype_of("relu_", "input", input);
+  for (int64_t i = 0; i < input.dim(); ++i) {
+    BRAZE_CHECK(input.stride(i) != 0 || input.size(i) <= 1 || input.numel() == 0,
+                "relu_: unsupported operation: more than one element of the written-to tensor "
+                "refers to a single memory location. Please clone() the tensor before performing "
+                "the operation.");
+  }
   const DeviceContext context(input);
   const bool is_dense = input.is_contiguous() || is_channels_last(input);
   Tensor dense = is_dense ? input : with_layout_of(input, dense_like(input));

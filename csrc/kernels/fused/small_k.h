@@ -37,7 +37,7 @@ struct SmallKNorm {
                           // where the moments are summed
   DType param_dtype;      // of gamma, beta and the running statistics
   bool training;          // false: normalise with the running statistics
-  bool cumulative;        // momentum=None: average over all batches seen
+  bool cumulative;        // momentum=None: average over all batches seen; needs `batches`
   double momentum, eps;
 };
 
@@ -57,8 +57,9 @@ inline int64_t small_k_moments(const SmallKShape& a) {
 }
 
 // A code per pooled element, for backward: the position of the maximum in the window, and whether
-// ReLU stops the gradient. Eight filters to a word, [n * p/2 * q/2][ceil(k / 8)]; what a word looks
-// like is the device's own affair.
+// ReLU stops the gradient. Eight filters to a word, [n * p/2 * q/2][ceil(k / 8)]; a word of
+// the CPU holds eight 4-bit codes, one of CUDA what kernels/fused/small_k.cuh says (_unpack() in
+// python/braze/_ops/fused.py reads both).
 inline int64_t small_k_code_words(const SmallKShape& a) {
   return a.n * (a.p / 2) * (a.q / 2) * ceil_div(a.k, 8);
 }

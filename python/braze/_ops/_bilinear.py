@@ -1,8 +1,6 @@
 """What linear and conv2d share: both are bilinear in input and weight, so that the derivatives of
 their backward are made of the same ops again."""
 
-import torch
-
 
 def masked(grads, mask):
     """The gradients that were asked for; None in the place of the others."""
@@ -42,12 +40,3 @@ def double_backward(ctx, grads, forward, backward, expand_bias):
         w = weight if to_weight is None else to_weight
         d_input, d_weight, _ = masked(backward(grad_output, x, w, mask), mask)
     return d_grad, d_input, d_weight
-
-
-def check_tensor(function, argument, position, value):
-    """Raises torch's TypeError where `value` is no tensor."""
-    if not isinstance(value, torch.Tensor):
-        raise TypeError(
-            f"{function}(): argument '{argument}' (position {position}) must be Tensor, "
-            f"not {type(value).__name__}"
-        )

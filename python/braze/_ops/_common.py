@@ -4,7 +4,10 @@ import operator
 import threading
 
 import torch
+from torch._subclasses import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
+from torch.utils import flop_counter
 
 from braze import _lib
 from braze._nvtx import ranged
@@ -20,8 +23,33 @@ FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 _functorch_is_active = torch._C._are_functorch_transforms_active
 
+# Dense data, or what stands for it while a graph is traced.
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor})
 
-def eager(function, op, tensors):
+
+def plain(input, *others):
+    """Whether a public function may give these arguments to its op.
+
+    All else goes to torch's function of the same meaning, which computes it or raises its own
+    error: integers and complex numbers, sparse tensors, subclasses such as DTensor, objects that
+    are no tensors; and any tensor within ``torch.func``'s transforms or forward-mode
+    differentiation, for which the ops have no formulas.
+
+    Args:
+        input: what decides the dtype.
+        others: further arguments that are tensors or None.
+    """
+    if type(input) not in _PLAIN or input.dtype not in FLOAT_DTYPES:
+        return False
+    if input.layout is not torch.strided or forward_ad._current_level >= 0:
+        return False
+    for other in others:
+        if other is not None and type(other) not in _PLAIN:
+            return False
+    return not _functorch_is_active()
+
+
+def eager(function, op, tensors, formula=None):
     """What public functions and backwards call for `function.apply`: the same, but cheaper.
 
     Where autograd records nothing (most of all in a backward without ``create_graph``), the op
@@ -32,47 +60,90 @@ def eager(function, op, tensors):
         function: the op's autograd Function.
         op: what its forward runs: same arguments, same results.
         tensors: how many of the arguments, the first ones, are tensors or None.
+        formula: the op made of torch's, for backwards that run within ``torch.func``'s transforms
+            or forward-mode differentiation, which are refused without.
     """
     record = super(torch.autograd.Function, function).apply
+    if formula is None:
+        formula = function.apply  # which refuses
 
     def call(*args):
-        if _functorch_is_active():
-            return function.apply(*args)  # which refuses
+        if _functorch_is_active() or forward_ad._current_level >= 0:
+            return formula(*args)
         if torch.is_grad_enabled():
             for tensor in args[:tensors]:
                 if tensor is not None and tensor.requires_grad:
                     return record(*args)
-        if forward_ad._current_level >= 0:
-            return record(*args)  # which refuses tangents
         with below_autograd():
             return op(*args)
 
     return ranged(function.__name__, call)
 
 
-def eager_backward(function, op, tensors):
-    """:func:`eager` of a backward op that is not differentiable itself, which its error says.
+def eager_backward(function, op, tensors, formula):
+    """:func:`eager` of a backward op whose own derivatives are taken of a formula in torch's ops.
+
+    Nothing of the formula is computed before a second derivative is asked for.
 
     Args:
         function: the forward's autograd Function.
-        op: the backward op, named after the forward's.
+        op: the backward op.
         tensors: as in :func:`eager`.
+        formula: the op made of torch's, which differentiate it to any order: same arguments, same
+            results, None for what it takes as zero.
     """
 
     def forward(ctx, *args):
+        ctx.save_for_backward(*args[:tensors])
+        ctx.rest = args[tensors:]
+        ctx.set_materialize_grads(False)
         with below_autograd():
             return op(*args)
 
     def backward(ctx, *grads):
-        name = op._schema.name.removesuffix("_backward")
-        raise RuntimeError(f"{name} is not twice differentiable")
+        wanted = ctx.needs_input_grad[:tensors]
+        found = derivatives(formula, ctx.saved_tensors, wanted, ctx.rest, grads)
+        return *found, *(None,) * len(ctx.rest)
 
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     name = f"{function.__name__}Backward"
-    return eager(type(name, (torch.autograd.Function,), methods), op, tensors)
+    return eager(type(name, (torch.autograd.Function,), methods), op, tensors, formula)
 
 
-def register(name, *, fake, autograd=None, autocast=None):
+def derivatives(formula, tensors, wanted, rest, grads):
+    """The gradients of formula(*tensors, *rest) with respect to the tensors, by autograd.
+
+    Args:
+        wanted: which of the tensors to differentiate; None is returned for the others.
+        grads: the gradient of each result, or None.
+    """
+    graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # Aliases, so that a tensor that stands in two places has a gradient for each.
+        tensors = [t.view_as(t) if w else t for t, w in zip(tensors, wanted, strict=True)]
+        results = formula(*tensors, *rest)
+        results = results if isinstance(results, tuple) else (results,)
+    pairs = [
+        (r, g)
+        for r, g in zip(results, grads, strict=True)
+        if g is not None and r is not None and r.requires_grad
+    ]
+    inputs = [t for t, w in zip(tensors, wanted, strict=True) if w]
+    if not pairs:
+        return (None,) * len(tensors)
+    found = iter(
+        torch.autograd.grad(
+            [r for r, _ in pairs],
+            inputs,
+            [g for _, g in pairs],
+            create_graph=graph,
+            allow_unused=True,
+        )
+    )
+    return tuple(next(found) if w else None for w in wanted)
+
+
+def register(name, *, fake, autograd=None, autocast=None, flops=None):
     """Registers the Python kernels of ``torch.ops.braze.<name>``.
 
     Args:
@@ -83,6 +154,8 @@ def register(name, *, fake, autograd=None, autocast=None):
             refuses inputs that require grad.
         autocast: same signature as the op, for ops in torch's autocast lists; returns the
             arguments cast. Runs for both device types.
+        flops: what ``torch.utils.flop_counter`` counts: takes the op's arguments with shapes in the
+            place of tensors, and the results' shapes as `out_shape`.
     """
     torch.library.register_fake(f"braze::{name}", fake, lib=_library)
     _library.impl(name, autograd or _not_differentiable(name), "Autograd")
@@ -90,6 +163,8 @@ def register(name, *, fake, autograd=None, autocast=None):
         op = getattr(torch.ops.braze, name).default
         for key in ("AutocastCPU", "AutocastCUDA"):
             _library.impl(name, _autocast_kernel(op, autocast, key), key)
+    if flops is not None:
+        flop_counter.register_flop_formula(getattr(torch.ops.braze, name))(flops)
 
 
 def _not_differentiable(name):

@@ -38,6 +38,10 @@ def to_float32(tensor):
     return tensor.float()
 
 
+def name_of(reduction):
+    return next(name for name, number in _REDUCTIONS.items() if number == reduction)
+
+
 def reduction_number(size_average, reduce, reduction):
     if size_average is not None or reduce is not None:
         reduction = torch.nn._reduction.legacy_get_string(size_average, reduce)

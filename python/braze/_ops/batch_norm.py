@@ -9,6 +9,7 @@ from braze._ops._common import (
     eager_backward,
     is_channels_last,
     overwrite,
+    plain,
     register,
 )
 
@@ -72,9 +73,35 @@ class BatchNorm(torch.autograd.Function):
         )
 
 
+def gradients(grad_output, input, weight, mean, rstd, training, *_):
+    """The backward in torch's ops, to be differentiated by them: gradients of input, weight and
+    bias. `mean` and `rstd` are taken as constants in evaluation, as input's statistics in training.
+    """
+    dims = [d for d in range(input.dim()) if d != 1]
+    each = [-1 if d == 1 else 1 for d in range(input.dim())]
+    x, g = input.to(mean.dtype), grad_output.to(mean.dtype)
+    mean, rstd = mean.view(each), rstd.view(each)
+    if training:
+        # Of the values that the forward used, and of the derivatives that those have.
+        batch_mean = x.mean(dims, keepdim=True)
+        mean = mean + (batch_mean - batch_mean.detach())
+        var = x.var(dims, correction=0, keepdim=True)
+        rstd = (rstd.square().reciprocal() + (var - var.detach())).rsqrt()
+    normalised = (x - mean) * rstd
+    scale = rstd if weight is None else weight.to(x.dtype).view(each) * rstd
+    dweight, dbias = (g * normalised).sum(dims), g.sum(dims)
+    if training:
+        g = g - g.mean(dims, keepdim=True)
+        g = g - normalised * (g * normalised).mean(dims, keepdim=True)
+    dtype = mean.dtype if weight is None else weight.dtype
+    return (scale * g).to(input.dtype), dweight.to(dtype), dbias.to(dtype)
+
+
 _NO_GRADS = (None,) * 6  # of the buffers and settings
 _batch_norm = eager(BatchNorm, _run, tensors=6)
-_batch_norm_backward = eager_backward(BatchNorm, _ops.batch_norm_backward.default, tensors=5)
+_batch_norm_backward = eager_backward(
+    BatchNorm, _ops.batch_norm_backward.default, 5, formula=gradients
+)
 
 
 def empty_like_input(input):
@@ -164,8 +191,8 @@ def batch_norm(
 
     Returns:
         Input's shape, dtype and memory format (contiguous or channels_last). Bitwise repeatable on
-        one kind of GPU and on the CPU for any number of threads. Differentiable once, with respect
-        to input, weight and bias.
+        one kind of GPU and on the CPU for any number of threads. Differentiable with respect to
+        input, weight and bias; the second derivative and all further ones are made of torch's ops.
 
         Sums are taken about a value close to the mean and merged in float64 (Chan, Golub and
         LeVeque, 1979), so a mean much larger than the deviation costs no accuracy.
@@ -174,9 +201,11 @@ def batch_norm(
         ValueError: one value per channel in training, `eps` out of range, or only one of
             running_mean and running_var in training.
         TypeError: a momentum that is no number.
-        RuntimeError: other dtypes, lengths other than C, no statistics in evaluation, statistics to
-            overwrite that are inference tensors outside of inference mode, or differentiating
-            twice.
+        RuntimeError: lengths other than C, no statistics in evaluation, or statistics to overwrite
+            that are inference tensors outside of inference mode.
+
+    What :func:`plain` says is no case for the kernels goes to torch's function, and so do its
+    errors.
     """
     if not isinstance(momentum, (float, int)):
         raise TypeError(
@@ -192,7 +221,16 @@ def batch_norm_counting(
     input, running_mean, running_var, weight, bias, training, momentum, eps, num_batches_tracked
 ):
     """:func:`batch_norm` that in training also adds one to the int64 `num_batches_tracked`, if not
-    None; without a momentum, the running statistics become the average over that many batches."""
+    None; without a momentum, the running statistics become the average over that many batches, or
+    stay as they are where nothing counts."""
+    if momentum is None and num_batches_tracked is None:
+        momentum = 0.0
+    if not plain(input, weight, bias, running_mean, running_var):
+        if training and num_batches_tracked is not None:
+            num_batches_tracked.add_(1)
+            momentum = 1 / float(num_batches_tracked) if momentum is None else momentum
+        norm = running_mean, running_var, weight, bias, training, momentum, eps
+        return torch.nn.functional.batch_norm(input, *norm)
     if training:
         _check_count(input)
     check_settings(running_mean, running_var, training, eps)

@@ -13,7 +13,9 @@ from braze._ops._common import (
     register,
 )
 from braze._ops.batch_norm import empty_like_input
-from braze._ops.conv2d import fake_conv2d, fake_conv2d_backward
+from braze._ops.batch_norm import gradients as batch_norm_gradients
+from braze._ops.conv2d import conv2d_backward_flops, conv2d_flops, fake_conv2d, fake_conv2d_backward
+from braze._ops.conv2d import gradients as conv2d_gradients
 
 _ops = torch.ops.braze
 
@@ -106,6 +108,7 @@ class ConvBnReLU2d(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*saved)
         ctx.save_for_backward(input, weight, bn_weight, bn_bias, *saved)
+        ctx.conv_bias = conv_bias
         ctx.geometry = *geometry, training, max_pool
         ctx.settings = settings
         return output, *saved
@@ -116,16 +119,83 @@ class ConvBnReLU2d(torch.autograd.Function):
             return (None,) * 20
         mask = ctx.needs_input_grad[:5]
         grads = _conv_bn_relu2d_backward(
-            grad_output, *ctx.saved_tensors, *ctx.geometry, mask, *ctx.settings
+            ctx.conv_bias, grad_output, *ctx.saved_tensors, *ctx.geometry, mask, *ctx.settings
         )
         return *masked(grads, mask), *(None,) * 15
 
 
+def unpool(grad_output, codes, height, width):
+    """The gradient of a 2x2 max pool behind a ReLU, in torch's ops.
+
+    Args:
+        codes: by element of `grad_output`, which one of the window was the largest, in reading
+            order, or 4 where ReLU stops the gradient.
+        height, width: of what was pooled.
+    """
+    p, q = grad_output.shape[2:]
+    windows = torch.stack([grad_output.where(codes == i, 0) for i in range(4)], -1)
+    planes = windows.unflatten(-1, (2, 2)).transpose(3, 4).flatten(4).flatten(2, 3)
+    return torch.nn.functional.pad(planes, (0, width - 2 * q, 0, height - 2 * p))
+
+
+def unpack(codes):
+    """The eight 4-bit codes of each word."""
+    return (codes.unsqueeze(-1) >> torch.arange(0, 32, 4, device=codes.device)) & 7
+
+
+def _bn_relu2d_gradients(
+    grad_output, input, weight, bias, codes, statistics, training, max_pool, mask
+):
+    """The backward in torch's ops, to be differentiated by them."""
+    mean, rstd, scale, shift = statistics.unbind()
+    if max_pool:
+        n, c, p, q = grad_output.shape
+        order = (n, p, q, c) if is_channels_last(input) else (n, c, p, q)
+        codes = unpack(codes).flatten()[: grad_output.numel()].view(order)
+        codes = codes.permute(0, 3, 1, 2) if is_channels_last(input) else codes
+        g = unpool(grad_output, codes, *input.shape[2:])
+    else:
+        each = (-1, 1, 1)
+        normalised = (input.detach() - mean.view(each)) * scale.view(each) + shift.view(each)
+        g = grad_output.where(~(normalised <= 0), 0)  # NaN lets it through
+    dx, dweight, dbias = batch_norm_gradients(g, input, weight, mean, rstd, training)
+    if weight is None and bias is not None:
+        return dx, dweight.to(bias.dtype), dbias.to(bias.dtype)
+    return dx, dweight, dbias
+
+
+def with_derivatives_of(value, other):
+    """The value of the one, the derivatives of the other."""
+    return value + (other - other.detach())
+
+
+def _conv_bn_relu2d_gradients(
+    conv_bias, grad_output, input, weight, bn_weight, bn_bias, z, codes, statistics, stride,
+    padding, dilation, groups, training, max_pool, mask, *settings
+):  # fmt: skip
+    """The backward in torch's ops, to be differentiated by them."""
+    geometry = stride, padding, dilation, groups
+    again = torch.nn.functional.conv2d(input, weight, conv_bias, *geometry)
+    z = with_derivatives_of(z.detach(), again)
+    norm = training, max_pool, None
+    dz, *d_norm = _bn_relu2d_gradients(grad_output, z, bn_weight, bn_bias, codes, statistics, *norm)
+    mask = (*mask[:2], not training)
+    dx, dw, d_bias = conv2d_gradients(dz, input, weight, *geometry, mask)
+    return dx, dw, d_bias, *d_norm
+
+
+def _run_conv_bn_relu2d_backward(conv_bias, *args):
+    return _ops.conv_bn_relu2d_backward.default(*args)
+
+
 _bn_relu2d = eager(BnReLU2d, _run_bn_relu2d, tensors=6)
-_bn_relu2d_backward = eager_backward(BnReLU2d, _ops.bn_relu2d_backward.default, tensors=6)
+_bn_relu2d_backward = eager_backward(
+    BnReLU2d, _ops.bn_relu2d_backward.default, 6, formula=_bn_relu2d_gradients
+)
 _conv_bn_relu2d = eager(ConvBnReLU2d, _run_conv_bn_relu2d, tensors=8)
+# The convolution's bias is for the second derivative only.
 _conv_bn_relu2d_backward = eager_backward(
-    ConvBnReLU2d, _ops.conv_bn_relu2d_backward.default, tensors=8
+    ConvBnReLU2d, _run_conv_bn_relu2d_backward, 9, formula=_conv_bn_relu2d_gradients
 )
 
 
@@ -182,10 +252,27 @@ def _fake_conv_backward(
     return *conv, *_parameter_gradients(bn_weight, bn_bias, statistics, output_mask[3:])
 
 
+def _backward_flops(
+    grad_output, input, weight, bn_weight, bn_bias, z, codes, statistics, stride, padding,
+    dilation, groups, training, max_pool, output_mask, *settings, out_shape
+):  # fmt: skip
+    return conv2d_backward_flops(z, input, weight, output_mask)
+
+
 register("bn_relu2d", fake=_fake, autograd=_bn_relu2d)
 register("bn_relu2d_backward", fake=_fake_backward, autograd=_bn_relu2d_backward)
-register("conv_bn_relu2d", fake=_fake_conv, autograd=_conv_bn_relu2d)
-register("conv_bn_relu2d_backward", fake=_fake_conv_backward, autograd=_conv_bn_relu2d_backward)
+register(
+    "conv_bn_relu2d",
+    fake=_fake_conv,
+    autograd=_conv_bn_relu2d,
+    flops=lambda *args, out_shape: conv2d_flops(*args, out_shape=out_shape[1]),
+)
+register(
+    "conv_bn_relu2d_backward",
+    fake=_fake_conv_backward,
+    autograd=lambda *args: _conv_bn_relu2d_backward(None, *args),
+    flops=_backward_flops,
+)
 
 
 def conv_bn_relu2d(*args):

@@ -1,10 +1,11 @@
 """conv2d: public function, autograd Functions, fake kernels. Kernels: csrc/kernels/conv2d/."""
 
 import torch
+from torch.utils import flop_counter
 
 from braze import _config
-from braze._ops._bilinear import check_tensor, double_backward, masked
-from braze._ops._common import autocast_dtype, below_autograd, cast_to, eager, register
+from braze._ops._bilinear import double_backward, masked
+from braze._ops._common import autocast_dtype, below_autograd, cast_to, eager, plain, register
 
 _ops = torch.ops.braze
 
@@ -75,8 +76,24 @@ class Conv2dBackward(torch.autograd.Function):
         return *d, None, None, None, None, None, None, None, None
 
 
-_conv2d = eager(Conv2d, _ops.conv2d.default, tensors=3)
-_conv2d_backward = eager(Conv2dBackward, _ops.conv2d_backward.default, tensors=3)
+def _formula(
+    input, weight, bias=None, stride=(1,), padding=(0,), dilation=(1,), groups=1, *settings
+):
+    return torch.nn.functional.conv2d(input, weight, bias, stride, padding, dilation, groups)
+
+
+def gradients(
+    grad_output, input, weight, stride, padding, dilation, groups, output_mask, *settings
+):
+    """The backward in torch's ops."""
+    channels, geometry = weight.shape[:1], (stride, padding, dilation, False, (0, 0), groups)
+    return torch.ops.aten.convolution_backward(
+        grad_output, input, weight, channels, *geometry, output_mask
+    )
+
+
+_conv2d = eager(Conv2d, _ops.conv2d.default, 3, _formula)
+_conv2d_backward = eager(Conv2dBackward, _ops.conv2d_backward.default, 3, gradients)
 
 
 def _suggests_channels_last(t):
@@ -133,8 +150,28 @@ def _cast(input, weight, bias=None, *rest):
     return *cast_to(autocast_dtype(input), input, weight, bias), *rest
 
 
-register("conv2d", fake=fake_conv2d, autograd=_conv2d, autocast=_cast)
-register("conv2d_backward", fake=fake_conv2d_backward, autograd=_conv2d_backward)
+def conv2d_flops(input, weight, *args, out_shape):
+    return flop_counter.conv_flop_count(input, weight, out_shape)
+
+
+def conv2d_backward_flops(grad_output, input, weight, output_mask):
+    """As torch counts the gradients of input and weight."""
+    unused = (None,) * 4
+    results = input, weight, None
+    return flop_counter.conv_backward_flop(
+        grad_output, input, weight, *unused, False, None, 1, output_mask, out_val=results
+    )
+
+
+register("conv2d", fake=fake_conv2d, autograd=_conv2d, autocast=_cast, flops=conv2d_flops)
+register(
+    "conv2d_backward",
+    fake=fake_conv2d_backward,
+    autograd=_conv2d_backward,
+    flops=lambda grad_output, input, weight, *args, out_shape: conv2d_backward_flops(
+        grad_output, input, weight, args[4]
+    ),
+)
 
 
 def pair(name, value):
@@ -222,8 +259,9 @@ def conv2d(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
             different or other dtypes, different devices, or a backend that cannot take the
             arguments.
     """
-    check_tensor("conv2d", "input", 1, input)
-    check_tensor("conv2d", "weight", 2, weight)
+    if not plain(input, weight, bias):
+        arguments = stride, padding, dilation, groups
+        return torch.nn.functional.conv2d(input, weight, bias, *arguments)
     if input.dim() == 3:
         batch = conv2d(input.unsqueeze(0), weight, bias, stride, padding, dilation, groups)
         return batch.squeeze(0)

@@ -2,10 +2,19 @@
 csrc/kernels/cross_entropy/."""
 
 import contextlib
+import math
 
 import torch
 
-from braze._ops._common import autocast_dtype, below_autograd, current, eager, register
+from braze._ops._common import (
+    autocast_dtype,
+    below_autograd,
+    current,
+    derivatives,
+    eager,
+    plain,
+    register,
+)
 from braze._ops._loss import (
     HALF_DTYPES,
     MEAN,
@@ -15,6 +24,7 @@ from braze._ops._loss import (
     check_labels_fit,
     check_weight_dtype,
     fake_gradient,
+    name_of,
     reduction_number,
     refuse_weight_grad,
     row_sizes,
@@ -154,9 +164,23 @@ class CrossEntropyBackward(torch.autograd.Function):
         return tuple(grads)
 
 
+def _gradients(grad_output, input, target, weight, *args):
+    """The backward by torch's function."""
+    reduction, ignore_index, label_smoothing, target_grad = args[2:]
+    settings = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+
+    def loss(input, target):
+        logits, reduce = input.to(grad_output.dtype), name_of(reduction)
+        return torch.nn.functional.cross_entropy(
+            logits, target, weight, reduction=reduce, **settings
+        )
+
+    return derivatives(loss, [input, target], [True, target_grad], (), [grad_output])
+
+
 _cross_entropy = eager(CrossEntropy, _ops.cross_entropy.default, tensors=2)
 _cross_entropy_backward = eager(
-    CrossEntropyBackward, _ops.cross_entropy_backward.default, tensors=6
+    CrossEntropyBackward, _ops.cross_entropy_backward.default, 6, _gradients
 )
 
 
@@ -173,7 +197,7 @@ def _fake_cross_entropy(
     rows = row_sizes(input)
     acc = acc_dtype(input.dtype)
     loss = input.new_empty(rows if reduction == NONE else (), dtype=dtype)
-    return loss, input.new_empty((3, rows.numel()), dtype=acc), input.new_empty((), dtype=acc)
+    return loss, input.new_empty((3, math.prod(rows)), dtype=acc), input.new_empty((), dtype=acc)
 
 
 def _fake_cross_entropy_with_grad(input, *args):
@@ -281,6 +305,9 @@ def cross_entropy(
             zero, and :func:`braze.check_errors` raises.
         ValueError, RuntimeError: shapes or dtypes that do not fit.
     """
+    if not plain(input, target, weight):
+        settings = weight, size_average, ignore_index, reduce, reduction, label_smoothing
+        return torch.nn.functional.cross_entropy(input, target, *settings)
     reduction = reduction_number(size_average, reduce, reduction)
     if label_smoothing > 1.0:
         raise RuntimeError(f"label_smoothing must be between 0.0 and 1.0. Got: {label_smoothing}")

@@ -4,7 +4,6 @@ output (csrc/kernels/fused/small_k.h). Those of every other one are in bn_relu.p
 import torch
 
 from braze._ops import bn_relu
-from braze._ops._bilinear import check_tensor
 from braze._ops._common import (
     autocast_dtype,
     below_autograd,
@@ -14,11 +13,14 @@ from braze._ops._common import (
     eager_backward,
     is_channels_last,
     overwrite,
+    plain,
     register,
 )
 from braze._ops.batch_norm import batch_norm_counting, check_settings
-from braze._ops.conv2d import conv2d
+from braze._ops.batch_norm import gradients as batch_norm_gradients
+from braze._ops.conv2d import conv2d, conv2d_backward_flops, conv2d_flops
 from braze._ops.conv2d import geometry as conv2d_geometry
+from braze._ops.conv2d import gradients as conv2d_gradients
 from braze._ops.conv2d import settings as conv2d_settings
 from braze._ops.pool import max_pool2d
 from braze._ops.relu import relu
@@ -57,6 +59,7 @@ class ConvBnReLUMaxPool2d(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(codes, moments)
         ctx.save_for_backward(input, weight, bn_weight, codes, moments)
+        ctx.conv_bias = bias
         ctx.settings = padding, training, None if bn_bias is None else bn_bias.dtype
         return output, codes, moments
 
@@ -65,15 +68,53 @@ class ConvBnReLUMaxPool2d(torch.autograd.Function):
         wanted = ctx.needs_input_grad
         if grad_output is None:
             return (None,) * len(wanted)
-        grads = _backward(grad_output, *ctx.saved_tensors, *ctx.settings)
+        grads = _backward(ctx.conv_bias, grad_output, *ctx.saved_tensors, *ctx.settings)
         grads = (None, *grads, *(None,) * (len(wanted) - 5))
         return tuple(g if need else None for g, need in zip(grads, wanted, strict=True))
 
 
+def _unpack(codes, shape):
+    """The codes that bn_relu.unpool() takes, of a pooled result of this shape."""
+    n, k, p, q = shape
+    if codes.is_cuda:
+        # A bit of the code in each of three bytes, the first filter in the highest bit; the third
+        # byte says whether ReLU lets the gradient through: small_k.cuh.
+        words = codes.unsqueeze(-1) >> torch.arange(7, -1, -1, device=codes.device)
+        codes = (words & 1) + (words >> 7 & 2) + 4 * (1 - (words >> 16 & 1))
+    else:
+        codes = bn_relu.unpack(codes)
+    return codes.view(n, p, q, -1)[..., :k].permute(0, 3, 1, 2)
+
+
+def _gradients(
+    conv_bias, grad_output, input, weight, bn_weight, codes, moments, padding, training, bn_dtype
+):
+    """The backward in torch's ops, to be differentiated by them: of all parameters."""
+    k, dtype = weight.shape[0], weight.dtype
+    acc = torch.float64 if dtype == torch.float64 else torch.float32
+    mean, rstd = moments[-2 * k :].to(acc).view(2, k)
+    x, w = input.to(acc), weight.to(acc)
+    # The statistics are those of the convolution without its bias.
+    z = torch.nn.functional.conv2d(x, w, padding=padding)
+    if conv_bias is not None and not training:
+        zero = torch.zeros_like(conv_bias, dtype=acc)
+        z = z + bn_relu.with_derivatives_of(zero, conv_bias).to(acc).view(-1, 1, 1)
+    g = bn_relu.unpool(grad_output, _unpack(codes, grad_output.shape), *z.shape[2:])
+    dz, d_weight, d_bias = batch_norm_gradients(g, z, bn_weight, mean, rstd, training)
+    mask = (False, True, not training)
+    _, dw, d_conv_bias = conv2d_gradients(dz, x, w, (1, 1), padding, (1, 1), 1, mask)
+    parameters = bn_dtype or (dtype if bn_weight is None else bn_weight.dtype)
+    d_conv_bias = None if training else d_conv_bias.to(dtype)
+    return dw.to(dtype), d_conv_bias, d_weight.to(parameters), d_bias.to(parameters)
+
+
+def _run_backward(conv_bias, *args):
+    return _ops.conv_bn_relu_max_pool2d_backward.default(*args)
+
+
 _forward = eager(ConvBnReLUMaxPool2d, _run, tensors=8)
-_backward = eager_backward(
-    ConvBnReLUMaxPool2d, _ops.conv_bn_relu_max_pool2d_backward.default, tensors=6
-)
+# The convolution's bias is for the second derivative only.
+_backward = eager_backward(ConvBnReLUMaxPool2d, _run_backward, 7, formula=_gradients)
 
 
 def _forward_fake(input, weight, bias, bn_weight, bn_bias, mean, var, batches, padding, *_):
@@ -101,11 +142,31 @@ def _backward_fake(grad_output, input, weight, bn_weight, codes, moments, paddin
     )
 
 
-register("conv_bn_relu_max_pool2d", fake=_forward_fake, autograd=_forward)
+def _convolved(input, weight, padding):
+    """The shape of the convolution's output."""
+    extents = (i + 2 * p - f + 1 for i, p, f in zip(input[2:], padding, weight[2:], strict=True))
+    return input[0], weight[0], *extents
+
+
+def _forward_flops(
+    input, weight, bias, bn_weight, bn_bias, mean, var, batches, padding, *settings, out_shape
+):
+    return conv2d_flops(input, weight, out_shape=_convolved(input, weight, padding))
+
+
+def _backward_flops(
+    grad_output, input, weight, bn_weight, codes, moments, padding, *settings, out_shape
+):
+    z = _convolved(input, weight, padding)
+    return conv2d_backward_flops(z, input, weight, (False, True, False))
+
+
+register("conv_bn_relu_max_pool2d", fake=_forward_fake, autograd=_forward, flops=_forward_flops)
 register(
     "conv_bn_relu_max_pool2d_backward",
     fake=_backward_fake,
-    autograd=_backward,
+    autograd=lambda *args: _backward(None, *args),
+    flops=_backward_flops,
 )
 
 
@@ -148,7 +209,16 @@ def _takes(input, weight, stride, padding, dilation, max_pool):
     )
     if not max_pool:
         return min(p, q) > 0 and n * p * q > 1 and k > 0
-    return min(p, q) > 1 and 0 < n * k * ((p + 1) // 2) * ((q + 1) // 2) <= _MOST_TILES
+    tiles = n * k * ((p + 1) // 2) * ((q + 1) // 2)
+    return min(p, q) > 1 and tiles > 0 and not _exceeds(tiles, _MOST_TILES)
+
+
+def _exceeds(size, limit):
+    """Whether a size is over the limit; one that a dynamic shape leaves open is taken not to be, so
+    that the shape stays as open as it was."""
+    if torch.compiler.is_compiling():
+        return torch.fx.experimental.symbolic_shapes.statically_known_true(size > limit)
+    return size > limit
 
 
 def _as_one_op(
@@ -156,10 +226,12 @@ def _as_one_op(
     stride, padding, dilation, groups, training, momentum, eps, num_batches_tracked
 ):  # fmt: skip
     """The block's result where one op makes it, else None."""
-    check_tensor("conv2d", "input", 1, input)
-    check_tensor("conv2d", "weight", 2, weight)
+    if not plain(input, weight, bias, running_mean, running_var, bn_weight, bn_bias):
+        return None
     if input.dim() != 4 or weight.dim() != 4:
         return None
+    if momentum is None and num_batches_tracked is None:
+        momentum = 0.0
     input, stride, padding, dilation = conv2d_geometry(input, weight, stride, padding, dilation)
     small_k = max_pool and _takes_small_k(input, weight, stride, padding, dilation, groups)
     if not small_k and not _takes(input, weight, stride, padding, dilation, max_pool):

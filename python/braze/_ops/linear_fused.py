@@ -3,9 +3,16 @@ Kernels: csrc/kernels/matmul/; front end: csrc/ops/linear_fused.cpp."""
 
 import torch
 
-from braze._ops._bilinear import check_tensor, masked
-from braze._ops._common import autocast_dtype, below_autograd, cast_to, eager, register
-from braze._ops.matmul import linear_backward, linear_relu_backward, settings
+from braze._ops._bilinear import masked
+from braze._ops._common import autocast_dtype, below_autograd, cast_to, eager, plain, register
+from braze._ops.matmul import (
+    linear,
+    linear_backward,
+    linear_relu,
+    linear_relu_backward,
+    product_flops,
+    settings,
+)
 from braze._ops.relu import relu_backward
 
 _ops = torch.ops.braze
@@ -172,9 +179,8 @@ def _fake_matmul_epilogue(
 
 
 def _fake_linear_relu_linear(input, weight1, bias1, weight2, bias2=None, *settings):
-    linear = torch.nn.functional.linear
-    hidden = linear(input, weight1, bias1)
-    out = linear(hidden, weight2, bias2)
+    hidden = torch.nn.functional.linear(input, weight1, bias1)
+    out = torch.nn.functional.linear(hidden, weight2, bias2)
     return input.new_empty(out.shape), input.new_empty(hidden.shape)
 
 
@@ -182,14 +188,24 @@ def _cast_five(a, b, c=None, d=None, e=None, *rest):
     return *cast_to(autocast_dtype(a), a, b, c, d, e), *rest
 
 
+def _linear_relu_linear_flops(input, *args, out_shape):
+    out, hidden = out_shape
+    return product_flops(input, out_shape=hidden) + product_flops(hidden, out_shape=out)
+
+
 register(
-    "matmul_epilogue", fake=_fake_matmul_epilogue, autograd=_matmul_epilogue, autocast=_cast_five
+    "matmul_epilogue",
+    fake=_fake_matmul_epilogue,
+    autograd=_matmul_epilogue,
+    autocast=_cast_five,
+    flops=lambda input, *args, out_shape: product_flops(input, out_shape=out_shape[0]),
 )
 register(
     "linear_relu_linear",
     fake=_fake_linear_relu_linear,
     autograd=_linear_relu_linear,
     autocast=_cast_five,
+    flops=_linear_relu_linear_flops,
 )
 
 
@@ -207,9 +223,8 @@ def linear_add(input, weight, bias, residual):
     Raises:
         TypeError, RuntimeError: as :func:`linear`; RuntimeError for a residual of another shape.
     """
-    check_tensor("linear_add", "input", 1, input)
-    check_tensor("linear_add", "weight", 2, weight)
-    check_tensor("linear_add", "residual", 4, residual)
+    if not plain(input, weight, bias, residual):
+        return linear(input, weight, bias) + residual
     _check_dims("linear_add", input, weight=weight)
     _check_shape("linear_add", "residual", residual, (*input.shape[:-1], weight.shape[0]))
     dtype = autocast_dtype(input)
@@ -240,9 +255,8 @@ def linear_relu_linear(input, weight1, bias1, weight2, bias2=None):
     Raises:
         TypeError, RuntimeError: as :func:`linear`.
     """
-    check_tensor("linear_relu_linear", "input", 1, input)
-    check_tensor("linear_relu_linear", "weight1", 2, weight1)
-    check_tensor("linear_relu_linear", "weight2", 4, weight2)
+    if not plain(input, weight1, bias1, weight2, bias2):
+        return linear(linear_relu(input, weight1, bias1), weight2, bias2)
     _check_dims("linear_relu_linear", input, weight1=weight1, weight2=weight2)
     dtype = autocast_dtype(input)
     if dtype is not None:

@@ -1,13 +1,14 @@
 """matmul and linear: public functions, autograd Functions, fake kernels. Kernels:
 csrc/kernels/matmul/."""
 
+import math
 import typing
 
 import torch
 
 from braze import _config
-from braze._ops._bilinear import check_tensor, double_backward, masked
-from braze._ops._common import autocast_dtype, below_autograd, cast_to, eager, register
+from braze._ops._bilinear import double_backward, masked
+from braze._ops._common import autocast_dtype, below_autograd, cast_to, eager, plain, register
 from braze._ops.relu import relu, relu_backward
 
 _ops = torch.ops.braze
@@ -48,8 +49,8 @@ def _grad_left(grad, a, b, settings):
     """The gradient of `a` in a @ b, both matrices or batches of them."""
     if a.dim() == 2 and b.dim() > 2:
         # One A for a batch of B: the sum over the batch is a single product of all columns.
-        grad = grad.movedim(-2, 0).flatten(1)
-        b = b.movedim(-2, 0).flatten(1)
+        grad = grad.movedim(-2, 0).reshape(grad.shape[-2], -1)
+        b = b.movedim(-2, 0).reshape(b.shape[-2], -1)
     return _sum_to(_matmul(grad, b.mT, *settings), a.shape)
 
 
@@ -172,10 +173,30 @@ def _linear_double_backward(ctx, grads, settings):
     )
 
 
-_matmul = eager(Matmul, _ops.matmul.default, tensors=2)
-_linear = eager(Linear, _ops.linear.default, tensors=3)
-linear_backward = eager(LinearBackward, _ops.linear_backward.default, tensors=3)
-linear_relu_backward = eager(LinearReLUBackward, _ops.linear_relu_backward.default, tensors=4)
+def _linear_formula(input, weight, bias=None, relu=False, *settings):
+    out = torch.nn.functional.linear(input, weight, bias)
+    return torch.relu(out) if relu else out
+
+
+def _linear_gradients(grad_output, input, weight, output_mask, *settings):
+    rows = grad_output.reshape(-1, weight.shape[0])
+    return (
+        grad_output.matmul(weight) if output_mask[0] else None,
+        rows.mT.matmul(input.reshape(-1, weight.shape[1])) if output_mask[1] else None,
+        rows.sum(0) if output_mask[2] else None,
+    )
+
+
+def _linear_relu_gradients(grad_output, result, *args):
+    return _linear_gradients(relu_backward(grad_output, result), *args)
+
+
+_matmul = eager(Matmul, _ops.matmul.default, 2, lambda a, b, *settings: torch.matmul(a, b))
+_linear = eager(Linear, _ops.linear.default, 3, _linear_formula)
+linear_backward = eager(LinearBackward, _ops.linear_backward.default, 3, _linear_gradients)
+linear_relu_backward = eager(
+    LinearReLUBackward, _ops.linear_relu_backward.default, 4, _linear_relu_gradients
+)
 
 
 def _fake_matmul(input, other, allow_tf32=False, deterministic=False, backend="auto"):
@@ -205,10 +226,30 @@ def _cast_three(input, weight, bias=None, *rest):
     return *cast_to(autocast_dtype(input), input, weight, bias), *rest
 
 
-register("matmul", fake=_fake_matmul, autograd=_matmul, autocast=_cast_two)
-register("linear", fake=_fake_linear, autograd=_linear, autocast=_cast_three)
-register("linear_backward", fake=_fake_linear_backward, autograd=linear_backward)
-register("linear_relu_backward", fake=_fake_linear_relu_backward, autograd=linear_relu_backward)
+def product_flops(input, *args, out_shape):
+    return 2 * math.prod(out_shape) * input[-1]
+
+
+def _linear_backward_flops(grad_output, input, weight, output_mask, *args, out_shape):
+    return 2 * math.prod(grad_output) * input[-1] * sum(output_mask[:2])
+
+
+register("matmul", fake=_fake_matmul, autograd=_matmul, autocast=_cast_two, flops=product_flops)
+register("linear", fake=_fake_linear, autograd=_linear, autocast=_cast_three, flops=product_flops)
+register(
+    "linear_backward",
+    fake=_fake_linear_backward,
+    autograd=linear_backward,
+    flops=_linear_backward_flops,
+)
+register(
+    "linear_relu_backward",
+    fake=_fake_linear_relu_backward,
+    autograd=linear_relu_backward,
+    flops=lambda grad, result, *args, out_shape: _linear_backward_flops(
+        grad, *args, out_shape=out_shape
+    ),
+)
 
 
 def settings(input):
@@ -234,11 +275,11 @@ def matmul(input, other):
 
     Raises:
         TypeError: an argument is not a tensor.
-        RuntimeError: shapes that do not fit, different or other dtypes, different devices, or a
-            backend that cannot take the arguments.
+        RuntimeError: shapes that do not fit, different dtypes, different devices, or a backend that
+            cannot take the arguments.
     """
-    check_tensor("matmul", "input", 1, input)
-    check_tensor("matmul", "other", 2, other)
+    if not plain(input, other):
+        return torch.matmul(input, other)
     dtype = autocast_dtype(input)
     if dtype is not None:
         input, other = cast_to(dtype, input, other)
@@ -263,7 +304,9 @@ def linear(input, weight, bias=None):
         TypeError: input or weight is not a tensor.
         RuntimeError: as :func:`braze.matmul`.
     """
-    return _checked_linear("linear", input, weight, bias, False)
+    if not plain(input, weight, bias):
+        return torch.nn.functional.linear(input, weight, bias)
+    return _checked_linear(input, weight, bias, False)
 
 
 def linear_relu(input, weight, bias=None):
@@ -280,12 +323,12 @@ def linear_relu(input, weight, bias=None):
     Raises:
         TypeError, RuntimeError: as :func:`linear`.
     """
-    return _checked_linear("linear_relu", input, weight, bias, True)
+    if not plain(input, weight, bias):
+        return relu(linear(input, weight, bias))
+    return _checked_linear(input, weight, bias, True)
 
 
-def _checked_linear(name, input, weight, bias, with_relu):
-    check_tensor(name, "input", 1, input)
-    check_tensor(name, "weight", 2, weight)
+def _checked_linear(input, weight, bias, with_relu):
     if input.dim() == 0 or weight.dim() == 0:
         raise RuntimeError(
             f"both arguments to linear need to be at least 1D, but they are {input.dim()}D and "

@@ -2,7 +2,7 @@
 
 import torch
 
-from braze._ops._common import below_autograd, eager, register
+from braze._ops._common import below_autograd, derivatives, eager, plain, register
 from braze._ops._loss import (
     NONE,
     acc_dtype,
@@ -10,6 +10,7 @@ from braze._ops._loss import (
     check_labels_fit,
     check_weight_dtype,
     fake_gradient,
+    name_of,
     reduction_number,
     refuse_weight_grad,
     row_sizes,
@@ -59,8 +60,18 @@ class NLLLossBackward(torch.autograd.Function):
         return loss.view(ctx.shape), None, None, None, None, None, None
 
 
+def _gradient(grad_output, input, target, weight, total_weight, reduction, ignore_index):
+    """The backward by torch's function."""
+
+    def loss(input):
+        settings = {"ignore_index": ignore_index, "reduction": name_of(reduction)}
+        return torch.nn.functional.nll_loss(input, target, weight, **settings)
+
+    return derivatives(loss, [input], [True], (), [grad_output])[0]
+
+
 _nll_loss = eager(NLLLoss, _ops.nll_loss.default, tensors=2)
-_nll_loss_backward = eager(NLLLossBackward, _ops.nll_loss_backward.default, tensors=5)
+_nll_loss_backward = eager(NLLLossBackward, _ops.nll_loss_backward.default, 5, _gradient)
 
 
 def _nll_loss_autograd(input, target, weight=None, reduction=1, ignore_index=-100):
@@ -116,6 +127,9 @@ def nll_loss(
             zero, and :func:`braze.check_errors` raises.
         ValueError, RuntimeError: shapes or dtypes that do not fit.
     """
+    if not plain(input, target, weight):
+        settings = weight, size_average, ignore_index, reduce, reduction
+        return torch.nn.functional.nll_loss(input, target, *settings)
     reduction = reduction_number(size_average, reduce, reduction)
     check_labels_fit(input, target)
     if torch.is_autocast_enabled(input.device.type):

@@ -9,6 +9,7 @@ from braze._ops._common import (
     eager_backward,
     int_pair,
     is_channels_last,
+    plain,
     register,
 )
 
@@ -65,10 +66,30 @@ class AvgPool2dBackward(torch.autograd.Function):
         return _avg_pool2d(grad, *ctx.settings), *(None,) * (len(ctx.settings) + 2)
 
 
+def _max_pool2d_gradient(grad_output, taps, input_size, *args):
+    """The backward in torch's ops, to be differentiated by them."""
+    indices = _ops.max_pool2d_indices.default(taps, input_size, *args[:-1])
+    planes = grad_output.new_zeros((*input_size[:-2], input_size[-2] * input_size[-1]))
+    planes = planes.scatter_add(-1, indices.flatten(-2), grad_output.flatten(-2))
+    return planes.unflatten(-1, input_size[-2:])
+
+
 _max_pool2d = eager(MaxPool2d, _ops.max_pool2d.default, tensors=1)
-_max_pool2d_backward = eager_backward(MaxPool2d, _ops.max_pool2d_backward.default, tensors=2)
-_avg_pool2d = eager(AvgPool2d, _ops.avg_pool2d.default, tensors=1)
-_avg_pool2d_backward = eager(AvgPool2dBackward, _ops.avg_pool2d_backward.default, tensors=1)
+_max_pool2d_backward = eager_backward(
+    MaxPool2d, _ops.max_pool2d_backward.default, 2, formula=_max_pool2d_gradient
+)
+
+
+def _avg_pool2d_gradient(grad_output, input_size, *args):
+    settings = args[:-1]
+    input = torch.zeros((), dtype=grad_output.dtype, device=grad_output.device).expand(input_size)
+    return torch.ops.aten.avg_pool2d_backward(grad_output, input, *settings)
+
+
+_avg_pool2d = eager(AvgPool2d, _ops.avg_pool2d.default, 1, torch.nn.functional.avg_pool2d)
+_avg_pool2d_backward = eager(
+    AvgPool2dBackward, _ops.avg_pool2d_backward.default, 1, _avg_pool2d_gradient
+)
 
 
 def _output_extent(size, kernel, stride, padding, dilation, ceil_mode):
@@ -164,13 +185,16 @@ def max_pool2d(
         [N, C, P, Q] or [C, P, Q] in the input's dtype and memory format. With `return_indices`, a
         pair with the int64 indices (row * W + column) of the maxima. NaN counts as the largest; of
         equal elements the first wins. Bitwise repeatable, forward and backward (each input element
-        gathers its gradient). Differentiable once.
+        gathers its gradient). Twice differentiable; the second derivative and all further ones are
+        made of torch's ops.
 
     Raises:
         TypeError: a setting that is neither an int nor a tuple of ints.
-        RuntimeError: other dtypes or ranks, settings out of range, a window larger than the padded
-            input, or differentiating twice.
+        RuntimeError: other ranks, settings out of range, or a window larger than the padded input.
     """
+    if not plain(input):
+        settings = kernel_size, stride, padding, dilation, ceil_mode, return_indices
+        return torch.nn.functional.max_pool2d(input, *settings)
     kernel_size = int_pair("max_pool2d", "kernel_size", 2, kernel_size)
     stride = [] if stride is None else int_pair("max_pool2d", "stride", 3, stride)
     padding = int_pair("max_pool2d", "padding", 4, padding)
@@ -209,9 +233,12 @@ def avg_pool2d(
 
     Raises:
         TypeError: a setting that is neither an int nor a tuple of ints.
-        RuntimeError: other dtypes or ranks, settings out of range, a zero divisor, or a window
-            larger than the padded input.
+        RuntimeError: other ranks, settings out of range, a zero divisor, or a window larger than
+            the padded input.
     """
+    if not plain(input):
+        settings = kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override
+        return torch.nn.functional.avg_pool2d(input, *settings)
     kernel_size = int_pair("avg_pool2d", "kernel_size", 2, kernel_size)
     stride = [] if stride is None else int_pair("avg_pool2d", "stride", 3, stride)
     padding = int_pair("avg_pool2d", "padding", 4, padding)

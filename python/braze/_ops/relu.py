@@ -2,7 +2,7 @@
 
 import torch
 
-from braze._ops._common import below_autograd, eager, overwrite, register
+from braze._ops._common import below_autograd, eager, overwrite, plain, register
 
 _ops = torch.ops.braze
 
@@ -53,9 +53,13 @@ def _overwrite(input):
     return input
 
 
-_relu = eager(ReLU, _ops.relu.default, tensors=1)
+def _relu_gradient(grad_output, result):
+    return torch.ops.aten.threshold_backward(grad_output, result, 0)
+
+
+_relu = eager(ReLU, _ops.relu.default, tensors=1, formula=torch.relu)
 _relu_inplace = eager(ReLUInplace, _overwrite, tensors=1)
-relu_backward = eager(ReLUBackward, _ops.relu_backward.default, tensors=2)
+relu_backward = eager(ReLUBackward, _ops.relu_backward.default, tensors=2, formula=_relu_gradient)
 
 
 def _relu_(input):
@@ -82,8 +86,11 @@ def relu(input, inplace=False):
         Same shape, dtype and memory format as `input`. Bitwise repeatable. Twice differentiable.
 
     Raises:
-        RuntimeError: other dtypes; `inplace` on an inference tensor outside of inference mode.
+        RuntimeError: `inplace` on an inference tensor outside of inference mode, or on a tensor
+            whose elements share memory.
     """
+    if not plain(input):
+        return torch.nn.functional.relu(input, inplace)
     if torch.compiler.is_compiling():
         # The compiler turns the copy into an overwrite where it can.
         return input.copy_(_ops.relu(input)) if inplace else _ops.relu(input)

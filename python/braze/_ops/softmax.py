@@ -5,7 +5,7 @@ import warnings
 
 import torch
 
-from braze._ops._common import below_autograd, eager, register
+from braze._ops._common import below_autograd, eager, plain, register
 
 _ops = torch.ops.braze
 _HALF_DTYPES = (torch.bfloat16, torch.float16)
@@ -87,10 +87,15 @@ class LogSoftmaxBackward(torch.autograd.Function):
         return grad_dy, grad_y, None, None
 
 
-_softmax = eager(Softmax, _ops.softmax.default, tensors=1)
-_softmax_backward = eager(SoftmaxBackward, _ops.softmax_backward.default, tensors=2)
-_log_softmax = eager(LogSoftmax, _ops.log_softmax.default, tensors=1)
-_log_softmax_backward = eager(LogSoftmaxBackward, _ops.log_softmax_backward.default, tensors=2)
+_aten = torch.ops.aten
+_softmax = eager(Softmax, _ops.softmax.default, 1, torch.softmax)
+_softmax_backward = eager(
+    SoftmaxBackward, _ops.softmax_backward.default, 2, _aten._softmax_backward_data
+)
+_log_softmax = eager(LogSoftmax, _ops.log_softmax.default, 1, torch.log_softmax)
+_log_softmax_backward = eager(
+    LogSoftmaxBackward, _ops.log_softmax_backward.default, 2, _aten._log_softmax_backward_data
+)
 
 
 def _fake(input, dim, dtype=None):
@@ -159,8 +164,9 @@ def softmax(input, dim=None, _stacklevel=3, dtype=None):
 
     Raises:
         IndexError: no such dimension.
-        RuntimeError: other dtypes.
     """
+    if not plain(input):
+        return torch.nn.functional.softmax(input, dim, _stacklevel + 1, dtype)
     return _apply("softmax", _softmax, _ops.softmax, input, dim, _stacklevel, dtype)
 
 
@@ -169,4 +175,6 @@ def log_softmax(input, dim=None, _stacklevel=3, dtype=None):
 
     Arguments, result and errors as :func:`softmax`.
     """
+    if not plain(input):
+        return torch.nn.functional.log_softmax(input, dim, _stacklevel + 1, dtype)
     return _apply("log_softmax", _log_softmax, _ops.log_softmax, input, dim, _stacklevel, dtype)

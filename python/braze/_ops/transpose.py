@@ -4,8 +4,7 @@ csrc/kernels/transpose/."""
 import torch
 
 from braze import _config
-from braze._ops._bilinear import check_tensor
-from braze._ops._common import below_autograd, eager, register
+from braze._ops._common import below_autograd, eager, plain, register
 
 _ops = torch.ops.braze
 
@@ -47,8 +46,9 @@ def transpose_copy(input):
 
     Raises:
         TypeError: `input` is not a tensor.
-        RuntimeError: fewer than two dimensions, another dtype, or a backend that cannot take them.
+        RuntimeError: fewer than two dimensions, or a backend that cannot take them.
     """
-    check_tensor("transpose_copy", "input", 1, input)
+    if not plain(input):
+        return torch.transpose(input, -2, -1).contiguous()
     function = _ops.transpose_copy if torch.compiler.is_compiling() else _transpose_copy
     return function(input, _config.chosen_backend("transpose_copy"))

@@ -4,8 +4,7 @@ csrc/kernels/vector_add/."""
 import torch
 
 from braze import _config
-from braze._ops._bilinear import check_tensor
-from braze._ops._common import below_autograd, eager, register
+from braze._ops._common import below_autograd, eager, plain, register
 
 _ops = torch.ops.braze
 
@@ -44,9 +43,9 @@ def vector_add(a, b):
 
     Raises:
         TypeError: an argument is not a tensor.
-        RuntimeError: different shapes, dtypes or devices, another dtype, or an unknown backend.
+        RuntimeError: different shapes, dtypes or devices, or an unknown backend.
     """
-    check_tensor("vector_add", "a", 1, a)
-    check_tensor("vector_add", "b", 2, b)
+    if not plain(a, b):
+        return torch.add(a, b)
     function = _ops.vector_add if torch.compiler.is_compiling() else _vector_add
     return function(a, b, _config.chosen_backend("vector_add"))
