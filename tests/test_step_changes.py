@@ -187,3 +187,24 @@ def test_states_that_do_not_fit_are_refused_unchanged(device):
     unscaled = braze.TrainStep(other, loss_fn, optimizer, grad_scaler=disabled)
     unscaled.load_state_dict(states["none"])
     unscaled(*data[2])
+
+
+def test_first_steps_that_a_scaler_skips(device):
+    """Before and after the capture; with dampening the first momentum has a rule of its own."""
+    data = batches(device, 10)
+    for skipped in (1, 2, 5):
+        for i in range(skipped):
+            data[i] = (torch.full_like(data[i][0], float("inf")), data[i][1])
+        results = []
+        for maker in (braze.optim.SGD, torch.optim.SGD):
+            model, _ = make_plain(device)
+            optimizer = maker(model.parameters(), lr=0.1, momentum=0.9, dampening=0.5)
+            scaler = torch.amp.GradScaler(device, init_scale=1024.0)
+            if maker is braze.optim.SGD:
+                step = braze.TrainStep(model, loss_fn, optimizer, grad_scaler=scaler)
+                losses = [step(x, y) for x, y in data]
+            else:
+                losses = plain_loop(model, optimizer, data, scaler=scaler)
+            results += [model[1].weight, torch.stack(losses)[skipped:]]
+        torch.testing.assert_close(results[0], results[2])
+        torch.testing.assert_close(results[1], results[3])
