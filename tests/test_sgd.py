@@ -252,6 +252,24 @@ def test_the_launch_reads_whether_the_buffers_are_unwritten(device, dtype):
             assert torch.equal(p, torch.full_like(p, 1 - expected))
 
 
+@pytest.mark.parametrize("gone", [(1,), (1, 2), (0,), (0, 2)], ids=str)
+def test_gradients_that_are_missing_behind_a_skipped_step(device, gone):
+    """A parameter's first momentum is that of its own first step."""
+    results = []
+    for optimizer_class in (braze.optim.SGD, torch.optim.SGD):
+        both = [torch.nn.Parameter(torch.ones(3, device=device)) for _ in range(2)]
+        optimizer = optimizer_class(both, lr=0.1, **DAMPENED)
+        scaler = torch.amp.GradScaler(device, init_scale=4.0)
+        for step, value in enumerate((INF, 1.0, 2.0, 3.0)):
+            optimizer.zero_grad()
+            used = both[:1] if step in gone else both
+            scaler.scale(sum((p * value).sum() for p in used)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        results.append(both)
+    torch.testing.assert_close(*results)
+
+
 def reloaded_in(optimizer_class):
     """Goes on with the state in a new optimizer of that class."""
 

@@ -180,6 +180,8 @@ class SGD(torch.optim.SGD):
             buffers = _sharded.locals_of(made)
             if found_inf is not None and group["dampening"] != 0:
                 unwritten = torch.ones((), device=device)
+        elif unwritten is not None:
+            unwritten = self._own_flag(owners, unwritten)
         lr, lr_tensor = group["lr"], None
         if isinstance(lr, torch.Tensor):
             if lr.device == device and lr.dtype in (torch.float32, torch.float64):
@@ -222,6 +224,19 @@ class SGD(torch.optim.SGD):
             unwritten.zero_()
         else:
             torch.minimum(unwritten, found_inf, out=unwritten)
+
+    def _own_flag(self, owners, unwritten):
+        """`unwritten`, or a copy where other parameters, which have no gradient now, share it."""
+        if sum(flag is unwritten for flag in self._unwritten.values()) == len(owners):
+            return unwritten
+        if unwritten.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "braze.optim.SGD: a step is captured in a CUDA graph that updates other parameters "
+                "than the step before did; take one like it outside of the graph first"
+            )
+        unwritten = unwritten.clone()
+        self._keep_unwritten(owners, unwritten)
+        return unwritten
 
     def _keep_unwritten(self, owners, unwritten):
         if unwritten is not None:
