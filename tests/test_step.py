@@ -747,6 +747,7 @@ def test_bad_arguments(device):
     model, optimizer = make(device)
     for settings, error, message in [
         ({"accumulate": 0}, ValueError, "accumulate of at least 1, but got 0"),
+        ({"grad_scaler": True}, TypeError, "torch.amp.GradScaler or None, but got bool"),
         ({"accumulate": 1.5}, TypeError, "accumulate to be an int, but got 1.5"),
         ({"accumulate": True}, TypeError, "accumulate to be an int, but got True"),
         ({"max_grad_norm": "1"}, TypeError, "max_grad_norm to be a number, but got '1'"),
@@ -755,7 +756,17 @@ def test_bad_arguments(device):
     ]:
         with pytest.raises(error, match=message):
             braze.TrainStep(model, loss_fn, optimizer, **settings)
-    step = braze.TrainStep(model, loss_fn, optimizer)
+    for arguments, message in [
+        ((loss_fn, loss_fn, list(model.parameters())), "optimizer to be a torch.optim.Optimizer"),
+        ((model, 3, optimizer), "loss_fn to be callable, but got int"),
+        (([], loss_fn, optimizer), "model to be a torch.nn.Module, but got list"),
+    ]:
+        with pytest.raises(TypeError, match=message):
+            braze.TrainStep(*arguments)
+    with pytest.raises(ValueError, match="LBFGS calls the model by itself"):
+        braze.TrainStep(model, loss_fn, torch.optim.LBFGS(model.parameters()))
+    step = braze.TrainStep(model, loss_fn, optimizer, max_grad_norm=torch.tensor(2.0))
+    assert step.max_grad_norm == 2.0
     with pytest.raises(TypeError, match="inputs and a target, but got 1"):
         step(torch.ones(2))
     with pytest.raises(RuntimeError, match=r"bind\(loader\) before epoch"):

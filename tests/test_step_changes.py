@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import braze
+from braze.data import DeviceLoader
 from step_common import OPTIONS, assert_same, batches, loss_fn, make, make_plain, plain_loop
 
 
@@ -187,6 +188,40 @@ def test_states_that_do_not_fit_are_refused_unchanged(device):
     unscaled = braze.TrainStep(other, loss_fn, optimizer, grad_scaler=disabled)
     unscaled.load_state_dict(states["none"])
     unscaled(*data[2])
+
+
+def test_a_state_of_a_longer_epoch_is_refused(device):
+    """It would yield an epoch without batches."""
+    images, labels = torch.zeros(8, 4, 4, dtype=torch.uint8), torch.zeros(8, dtype=torch.int64)
+    steps = []
+    for size in (2, 8):
+        model, optimizer = make_plain(device)
+        loader = DeviceLoader(images, labels, size, device=device)
+        steps.append(braze.TrainStep(model, loss_fn, optimizer).bind(loader))
+    for _, _loss in zip(range(2), steps[0].epoch(), strict=False):
+        state = copy.deepcopy(steps[0].state_dict())
+    before = steps[1].model[1].weight.detach().clone()
+    with pytest.raises(ValueError, match="at batch 2 of an epoch, but the loader has 1"):
+        steps[1].load_state_dict(state)
+    assert torch.equal(steps[1].model[1].weight, before)
+
+
+def test_a_group_that_is_gone(device):
+    """Its parameters stay as they are; whatever its rate was."""
+    model, _ = make_plain(device)
+    rest = list(model.parameters())
+    optimizer = braze.optim.SGD([{"params": rest[:1]}, {"params": rest[1:], "lr": 0.2}], lr=0.1)
+    step, data = braze.TrainStep(model, loss_fn, optimizer), batches(device)
+    for x, y in data[:4]:
+        step(x, y)
+    del optimizer.param_groups[1]
+    kept = rest[1].detach().clone()
+    moved = rest[0].detach().clone()
+    optimizer.param_groups[0]["lr"] = 0.05
+    for x, y in data[4:]:
+        step(x, y)
+    assert torch.equal(rest[1], kept)
+    assert not torch.equal(rest[0], moved)
 
 
 def test_first_steps_that_a_scaler_skips(device):

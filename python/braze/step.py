@@ -32,8 +32,8 @@ _LOSSES = 1 << 19
 # step as much time as it would take from its own (H200: batch 512 in bf16 5 us gained, batch 1024
 # nothing, in TF32 12 us lost).
 _PREFETCHED = 1 << 20
-# They count their steps on the CPU whatever the settings, or call the model themselves.
-_UNCAPTURABLE = (torch.optim.Adafactor, torch.optim.Adagrad, torch.optim.LBFGS)
+# They count their steps on the CPU whatever the settings.
+_UNCAPTURABLE = (torch.optim.Adafactor, torch.optim.Adagrad)
 _NOT_CAPTURED = (
     "TrainStep: this step cannot be captured in a CUDA graph; model and optimizer are unchanged. "
     "The usual cause is code in the model, the loss, a hook or the optimizer that waits for the "
@@ -145,10 +145,22 @@ class TrainStep:
         accumulate=1,
         max_grad_norm=None,
     ):
+        for name, given, attribute, wanted in (
+            ("model", model, "parameters", "a torch.nn.Module"),
+            ("loss_fn", loss_fn, "__call__", "callable"),
+            ("optimizer", optimizer, "param_groups", "a torch.optim.Optimizer"),
+            ("grad_scaler", grad_scaler, "is_enabled", "a torch.amp.GradScaler or None"),
+        ):
+            if not hasattr(given, attribute) and (name, given) != ("grad_scaler", None):
+                raise TypeError(
+                    f"TrainStep: expected {name} to be {wanted}, but got {type(given).__name__}"
+                )
         if isinstance(accumulate, bool) or not isinstance(accumulate, numbers.Integral):
             raise TypeError(f"TrainStep: expected accumulate to be an int, but got {accumulate!r}")
         if accumulate < 1:
             raise ValueError(f"TrainStep: expected accumulate of at least 1, but got {accumulate}")
+        if isinstance(max_grad_norm, torch.Tensor):
+            max_grad_norm = max_grad_norm.item()
         if max_grad_norm is not None:
             if not isinstance(max_grad_norm, numbers.Real):
                 raise TypeError(
@@ -192,6 +204,8 @@ class TrainStep:
 
     def _inspect(self):
         """Reads model and optimizer: parameters, modules, device; refuses what cannot work."""
+        if isinstance(self.optimizer, torch.optim.LBFGS):
+            raise ValueError("TrainStep: LBFGS calls the model by itself, several times in a step")
         owned = [p for group in self.optimizer.param_groups for p in group["params"]]
         params = list(dict.fromkeys([*self.model.parameters(), *owned]))
         devices = {t.device for t in (*params, *self.model.buffers())}
@@ -209,7 +223,7 @@ class TrainStep:
         self._buffers = {p: buffer for p, buffer in self._buffers.items() if p in kept}
         self._window_grads = [(p, grad) for p, grad in self._window_grads if p in kept]
         if self._watched is not self.optimizer:
-            self._watched, self._rates = self.optimizer, None
+            self._watched = self.optimizer
             # Loading gives its state new memory, of which the graphs know nothing.
             dropper = weakref.WeakMethod(self.recapture)
             self.optimizer.register_load_state_dict_post_hook(
@@ -223,8 +237,7 @@ class TrainStep:
             # Blocks of its kernels go before those of the branches for gradients (fork.cu), and
             # these before those of the branch for losses and batches.
             self._stream = torch.cuda.Stream(device, priority=-2)
-        if self._rates is None or self._rates.device != device:
-            self._rates = Rates(self.optimizer, device)
+        self._rates = Rates(self.optimizer, device)
         # Its eager steps are meant: no need to warn of them.
         self.optimizer._warned_capturable_if_run_uncaptured = True
 
@@ -402,6 +415,7 @@ class TrainStep:
         key = self._key(leaves, spec, gather, first, last)
         entry = self._entries.pop(key, None)
         if entry is None:
+            self._check_capturable()  # settings may have changed
             if len(self._entries) >= _MAX_ENTRIES:
                 torch.cuda.synchronize(self.device)
                 del self._entries[next(iter(self._entries))]
@@ -693,7 +707,8 @@ class TrainStep:
         Raises:
             KeyError: `state` is no such dict; nothing has been loaded.
             RuntimeError: this step has a GradScaler, but the state none, or that of a disabled one;
-                nothing has been loaded. Or model, optimizer or loader do not fit.
+                nothing has been loaded. Or model or optimizer do not fit, as torch says it.
+            ValueError: the loader has fewer batches than the state; nothing has been loaded.
         """
         missing = {"model", "optimizer", "grad_scaler", "loader", "rng"}.difference(state)
         if missing:
@@ -707,11 +722,17 @@ class TrainStep:
                 "with a disabled one. To go on with this one's scale, set state['grad_scaler'] = "
                 "step.grad_scaler.state_dict() before loading"
             )
+        resumes = self._loader is not None and state["loader"] is not None
+        if resumes and state["loader"]["position"] > len(self._loader):
+            raise ValueError(
+                f"TrainStep: the state is at batch {state['loader']['position']} of an epoch, but "
+                f"the loader has {len(self._loader)}; expected the loader's settings as saved"
+            )
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         if self._scales():
             self.grad_scaler.load_state_dict(state["grad_scaler"])
-        if self._loader is not None and state["loader"] is not None:
+        if resumes:
             self._loader.set_state(state["loader"]["generator"].cpu())
             self._epoch_state, self._position = None, 0
             self._skip = state["loader"]["position"]
