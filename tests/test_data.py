@@ -47,8 +47,7 @@ def write(directory, contents):
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     """The user's cache in an empty directory, and BRAZE_DATA unset."""
-    platformdirs = pytest.importorskip("platformdirs")
-    monkeypatch.setattr(platformdirs, "user_cache_dir", lambda name: str(tmp_path / "cache" / name))
+    monkeypatch.setenv("XDG_CACHE_HOME", os.fspath(tmp_path / "cache"))
     monkeypatch.delenv("BRAZE_DATA", raising=False)
     return tmp_path / "cache" / "braze" / "mnist"
 
@@ -156,6 +155,14 @@ def test_gzip_faults(tmp_path, damage, fault):
 def test_files_that_do_not_fit(tmp_path, name, array, fault):
     directory = write(tmp_path / "data", idx_files() | {name: idx_bytes(array)})
     with pytest.raises(ValueError, match=f"^{directory}.*: {fault}"):
+        load_mnist(directory)
+
+
+def test_an_empty_set_is_refused(tmp_path):
+    """Accuracy would be 0 of 0."""
+    empty = {TEST_IMAGES: idx_bytes(np.zeros((0, 28, 28))), TEST_LABELS: idx_bytes(np.zeros(0))}
+    directory = write(tmp_path / "data", idx_files() | empty)
+    with pytest.raises(ValueError, match=f"{TEST_IMAGES}: expected images, but it has none"):
         load_mnist(directory)
 
 

@@ -139,6 +139,34 @@ def test_command_line():
     assert Path(page["braze"]["path"]) == PACKAGE
 
 
+@pytest.mark.parametrize("package", ["numpy", "sklearn"])
+def test_command_line_without_a_package(tmp_path, package):
+    """Each but torch may be missing; where braze needs it, the page says so."""
+    code = f"import sys; sys.modules[{package!r}] = None\n"
+    code += "from braze.__main__ import main; sys.exit(main(['info']))"
+    out = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        env=os.environ | {"PYTHONPATH": os.fspath(PACKAGE.parent)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert out.returncode == 0, out.stderr
+    name = {"sklearn": "scikit-learn"}.get(package, package)
+    assert f"  - no {name}, which is for " in out.stdout
+    assert ("braze does not load: import of numpy" in out.stdout) == (package == "numpy")
+    assert "Traceback" not in out.stderr
+
+
+@pytest.mark.parametrize("record", ["{ cut off", "[1]", "\xff"])
+def test_a_damaged_build_record(monkeypatch, tmp_path, record):
+    (tmp_path / "build.json").write_bytes(record.encode("latin-1"))
+    monkeypatch.setattr(braze._lib, "LIB_DIR", tmp_path)
+    page = info_function()
+    assert "Error: " in page["build"]["error"]
+    assert page["loaded"]["kernels"] > 0
+
+
 def test_command_line_without_native_libraries(tmp_path):
     root = copy_of_package(tmp_path)
     out = run_info(root=root)

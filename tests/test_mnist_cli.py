@@ -307,6 +307,8 @@ def test_stock_best_times_the_recorded_best_two(data, tmp_path, monkeypatch, cap
         (["--lr", "nan"], "argument --lr: invalid positive float value: 'nan'"),
         (["--lr", "-1"], "argument --lr: invalid positive float value: '-1'"),
         (["--epochs", "1.5"], "argument --epochs: invalid positive int value: '1.5'"),
+        (["--seed", "-1"], "argument --seed: invalid seed from 0 to 2**62 value: '-1'"),
+        (["--seed", "1" + "0" * 30], "argument --seed: invalid seed from 0 to 2**62 value"),
         (["--precision", "fp8"], "argument --precision: invalid choice: 'fp8'"),
         (["--stock", "some"], "argument --stock: invalid choice: 'some'"),
         (["--to-accuracy", "99"], "argument --to-accuracy: invalid share between 0 and 1 value"),
@@ -350,6 +352,28 @@ def test_what_cannot_be_done(capsys, monkeypatch, data, options, message):
     assert error.startswith("braze mnist: ")
     assert message in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("mode", [["--stock", "none"], ["--profile"]], ids=["training", "profile"])
+def test_without_matplotlib_there_are_figures(data, tmp_path, monkeypatch, capsys, mode):
+    """It is missed before the work, which is done nevertheless."""
+    monkeypatch.setattr(honesty, "checked_steps", lambda setup: 2)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setenv("COLUMNS", "200")
+    options = ["--device", "cpu", "--data", str(data), "--out", str(tmp_path), *mode]
+    assert main(["mnist", *options, *TINY]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("Note: no pictures (")
+    assert lines[1].endswith("`pip install matplotlib`")
+    (written,) = tmp_path.iterdir()
+    assert json.loads(written.read_text())["batch"] == 32
+
+
+def test_a_folder_that_cannot_be_written_costs_no_training(data, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # which root never meets
+    out = ["--device", "cpu", "--data", str(data), "--out", str(tmp_path)]
+    assert main(["mnist", *out]) == 2
+    assert f"braze mnist: --out {tmp_path}: cannot be written to" in capsys.readouterr().err
 
 
 def test_ctrl_c(environment, data, tmp_path):

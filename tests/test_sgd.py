@@ -200,6 +200,152 @@ def test_grad_scaler(device, momentum):
     torch.testing.assert_close(*results)
 
 
+def scaled_steps(optimizer_class, device, values, restart=None, **options):
+    """A parameter after scaled steps with these gradients, and its optimizer.
+
+    Args:
+        restart: a function of the optimizer, called after the first step; it returns the one to go
+            on with.
+    """
+    p = torch.nn.Parameter(torch.ones(5, device=device))
+    optimizer = optimizer_class([p], lr=0.1, **options)
+    scaler = torch.amp.GradScaler(device, init_scale=1024.0)
+    for i, value in enumerate(values):
+        optimizer.zero_grad()
+        scaler.scale((p * value).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        if i == 0 and restart is not None:
+            optimizer = restart(optimizer)
+            (p,) = optimizer.param_groups[0]["params"]
+    return p, optimizer
+
+
+DAMPENED = {"momentum": 0.9, "dampening": 0.5}
+INF = float("inf")
+
+
+@pytest.mark.parametrize("values", [(INF, 2, 3), (INF, INF, 2, 3), (2, INF, 3), (2, 3)], ids=str)
+@pytest.mark.parametrize("options", [DAMPENED, {**DAMPENED, "weight_decay": 0.1}], ids=str)
+def test_a_skipped_first_step_is_no_first_momentum(device, values, options):
+    """Zeros are not what torch has then: nothing."""
+    results = [
+        scaled_steps(optimizer_class, device, values, **options)
+        for optimizer_class in (braze.optim.SGD, torch.optim.SGD)
+    ]
+    torch.testing.assert_close(results[0][0], results[1][0])
+    buffers = [optimizer.state[p]["momentum_buffer"] for p, optimizer in results]
+    torch.testing.assert_close(*buffers)
+
+
+def test_the_launch_reads_whether_the_buffers_are_unwritten(device, dtype):
+    """More tensors than one launch takes, of one element and of many."""
+    values = [torch.full((1 + 700 * (i % 3),), 2.0) for i in range(90)]
+    for unwritten, expected in ((1.0, 3.0), (0.0, 0.5 * 5 + 0.25 * 3)):
+        params, grads, buffers = (
+            [(v * scale).to(device, dtype) for v in values] for scale in (0.5, 1.5, 2.5)
+        )
+        flag = torch.tensor(unwritten, device=device)
+        torch.ops.braze.sgd_(*(params, grads, buffers, [], [], 1.0, 0.5, 0.75), unwritten=flag)
+        for p, b in zip(params, buffers, strict=True):
+            assert torch.equal(b, torch.full_like(b, expected))
+            assert torch.equal(p, torch.full_like(p, 1 - expected))
+
+
+@pytest.mark.parametrize("gone", [(1,), (1, 2), (0,), (0, 2)], ids=str)
+def test_gradients_that_are_missing_behind_a_skipped_step(device, gone):
+    """A parameter's first momentum is that of its own first step."""
+    results = []
+    for optimizer_class in (braze.optim.SGD, torch.optim.SGD):
+        both = [torch.nn.Parameter(torch.ones(3, device=device)) for _ in range(2)]
+        optimizer = optimizer_class(both, lr=0.1, **DAMPENED)
+        scaler = torch.amp.GradScaler(device, init_scale=4.0)
+        for step, value in enumerate((INF, 1.0, 2.0, 3.0)):
+            optimizer.zero_grad()
+            used = both[:1] if step in gone else both
+            scaler.scale(sum((p * value).sum() for p in used)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        results.append(both)
+    torch.testing.assert_close(*results)
+
+
+def reloaded_in(optimizer_class):
+    """Goes on with the state in a new optimizer of that class."""
+
+    def restart(optimizer):
+        (p,) = optimizer.param_groups[0]["params"]
+        other = optimizer_class([p], lr=7.0)
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        return other
+
+    return restart
+
+
+RESTARTS = {
+    "copied": lambda optimizer: copy.deepcopy(optimizer),
+    "in torch's": reloaded_in(torch.optim.SGD),
+    "in braze's": reloaded_in(braze.optim.SGD),
+}
+
+
+@pytest.mark.parametrize("first", [INF, 2], ids=str)
+@pytest.mark.parametrize("how", RESTARTS)
+def test_the_state_of_a_skipped_first_step(device, how, first):
+    values = (first, 2, 3)
+    ours, _ = scaled_steps(braze.optim.SGD, device, values, RESTARTS[how], **DAMPENED)
+    stock, _ = scaled_steps(torch.optim.SGD, device, values, **DAMPENED)
+    torch.testing.assert_close(ours, stock)
+    p = torch.nn.Parameter(torch.ones(2, device=device))
+    optimizer = braze.optim.SGD([p], lr=0.1, **DAMPENED)
+    p.grad = torch.ones_like(p)
+    optimizer.grad_scale = torch.ones((), device=device)
+    optimizer.found_inf = torch.ones((), device=device)
+    optimizer.step()
+    assert optimizer.state_dict()["state"] == {0: {}}
+    assert "momentum_buffer" in optimizer.state[p]  # where a captured graph finds it
+    del optimizer.grad_scale, optimizer.found_inf
+    optimizer.step()  # without the scaler
+    assert torch.equal(optimizer.state_dict()["state"][0]["momentum_buffer"], p.grad)
+
+
+def test_a_refused_step_changes_nothing(device):
+    """Also where another launch would have been fine, and where buffers were still to be made."""
+
+    def refused(*params, groups=None, message, state=()):
+        optimizer = braze.optim.SGD(groups or params, lr=0.1, momentum=0.9)
+        for p in params:
+            p.grad = torch.ones(p.shape, dtype=p.dtype, device=device)
+        for p, buffer in state:
+            optimizer.state[p]["momentum_buffer"] = buffer
+        before = [p.detach().clone() for p in params]
+        held = {p: dict(s) for p, s in optimizer.state.items() if s}
+        with pytest.raises(RuntimeError, match=message):
+            optimizer.step()
+        assert all(torch.equal(p, b) for p, b in zip(params, before, strict=True))
+        assert {p: s for p, s in optimizer.state.items() if s} == held
+
+    def fine():
+        return torch.nn.Parameter(torch.ones(3, device=device))
+
+    overlapping = torch.nn.Parameter(torch.ones(1, device=device).expand(3))
+    refused(overlapping, message="more than one element")
+    for wrong in (torch.ones(4, device=device), torch.ones(3, device=device).double()):
+        a, b = fine(), fine()
+        refused(
+            a,
+            b,
+            groups=[{"params": [a]}, {"params": [b]}],
+            message="expected the momentum buffer of a parameter to be torch.float32 .3. on",
+            state=[(b, wrong)],
+        )
+    with torch.inference_mode():
+        inference = torch.ones(3, device=device)
+    a, b = fine(), fine()
+    groups = [{"params": [a]}, {"params": [b]}]
+    refused(a, b, groups=groups, message="inference tensor", state=[(b, inference)])
+
+
 def test_opcheck(device, dtype):
     params, grads, buffers = (
         [torch.randn(4, 3, device=device).to(dtype), torch.randn(5, device=device).to(dtype)]
@@ -250,6 +396,8 @@ def test_bad_input(device):
             op(*args)
     with pytest.raises(RuntimeError, match="expected lr_tensor to be one float32"):
         op([x], [y], [], [], [], 0.1, lr_tensor=y)
+    with pytest.raises(RuntimeError, match="expected unwritten to be one float32"):
+        op([x], [y], [], [], [], 0.1, unwritten=y)
     assert torch.equal(x, torch.ones_like(x))
 
 

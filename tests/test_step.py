@@ -11,21 +11,7 @@ from braze._aside import Aside
 from braze._capture import HostState, Rates
 from braze._ops.gather import GatheredMoments
 from braze.data import DeviceLoader
-
-CALLS = 8  # two eager, one captured and replayed, the rest replayed
-MAKERS = {
-    "braze SGD": lambda p, cuda: braze.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
-    "torch SGD": lambda p, cuda: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5),
-    "torch SGD fused": lambda p, cuda: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
-    "torch Adam": lambda p, cuda: torch.optim.Adam(p, lr=0.01, capturable=cuda),
-    "torch AdamW fused": lambda p, cuda: torch.optim.AdamW(p, 0.01, fused=True, capturable=cuda),
-}
-OPTIONS = {
-    "plain": {},
-    "clipped": {"max_grad_norm": 0.5},
-    "accumulated": {"accumulate": 3, "max_grad_norm": 0.5},
-    "autocast": {"autocast": torch.bfloat16},
-}
+from step_common import MAKERS, OPTIONS, assert_same, batches, loss_fn, make, make_plain, plain_loop
 
 
 @pytest.fixture(autouse=True)
@@ -33,80 +19,6 @@ def _deterministic():
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
-
-
-class Net(torch.nn.Module):
-    """Buffers, dropout, and a parameter that gets no gradient."""
-
-    def __init__(self):
-        super().__init__()
-        self.body = torch.nn.Sequential(
-            braze.nn.Conv2d(1, 4, 3, padding=1),
-            braze.nn.BatchNorm2d(4),
-            braze.nn.ReLU(),
-            torch.nn.Dropout(0.3),
-            torch.nn.Flatten(),
-            braze.nn.Linear(64, 5),
-        )
-        self.unused = torch.nn.Parameter(torch.ones(3))
-
-    def forward(self, x):
-        return self.body(x)
-
-
-def make(device, maker="braze SGD"):
-    torch.manual_seed(0)
-    model = Net().to(device)
-    return model, MAKERS[maker](model.parameters(), device == "cuda")
-
-
-def batches(device, count=CALLS, sizes=(6,)):
-    generator = torch.Generator().manual_seed(1)
-    return [
-        (
-            torch.randn(sizes[i % len(sizes)], 1, 4, 4, generator=generator).to(device),
-            torch.randint(5, (sizes[i % len(sizes)],), generator=generator).to(device),
-        )
-        for i in range(count)
-    ]
-
-
-loss_fn = braze.nn.CrossEntropyLoss()
-
-
-def plain_loop(
-    model, optimizer, data, *, autocast=None, scaler=None, accumulate=1, max_grad_norm=None
-):
-    """The uncaptured loop; returns the losses."""
-    device, losses = next(model.parameters()).device.type, []
-    for i, (x, y) in enumerate(data):
-        context = torch.autocast(device, autocast) if autocast else contextlib.nullcontext()
-        with context:
-            loss = loss_fn(model(x), y)
-        losses.append(loss.detach())
-        loss = loss / accumulate if accumulate > 1 else loss
-        (scaler.scale(loss) if scaler else loss).backward()
-        if (i + 1) % accumulate:
-            continue
-        if max_grad_norm:
-            if scaler:
-                scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
-        if scaler:
-            scaler.step(optimizer)
-            scaler.update()
-        else:
-            optimizer.step()
-        optimizer.zero_grad()
-    return losses
-
-
-def assert_same(model, losses, other_model, other_losses):
-    assert [float(x) for x in losses] == [float(x) for x in other_losses]
-    for (name, a), b in zip(
-        model.state_dict().items(), other_model.state_dict().values(), strict=True
-    ):
-        assert torch.equal(a, b), name
 
 
 def graphs(step):
@@ -567,13 +479,6 @@ def test_state_dict_within_a_window_is_refused(device):
         step.state_dict()
 
 
-def make_plain(device):
-    """Neither buffers nor dropout: a failed forward leaves no trace."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Flatten(), braze.nn.Linear(16, 5)).to(device)
-    return model, braze.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
 @pytest.mark.parametrize("failing_call", [0, 2])
 def test_exception_in_user_code(device, failing_call):
     """It passes through, nothing has been trained, and all goes on. Call 2 captures."""
@@ -842,12 +747,26 @@ def test_bad_arguments(device):
     model, optimizer = make(device)
     for settings, error, message in [
         ({"accumulate": 0}, ValueError, "accumulate of at least 1, but got 0"),
+        ({"grad_scaler": True}, TypeError, "torch.amp.GradScaler or None, but got bool"),
+        ({"accumulate": 1.5}, TypeError, "accumulate to be an int, but got 1.5"),
+        ({"accumulate": True}, TypeError, "accumulate to be an int, but got True"),
+        ({"max_grad_norm": "1"}, TypeError, "max_grad_norm to be a number, but got '1'"),
         ({"max_grad_norm": -1.0}, ValueError, "max_grad_norm above 0 or None, but got -1.0"),
         ({"autocast": "bf16"}, TypeError, "a dtype, a torch.autocast or None, but got str"),
     ]:
         with pytest.raises(error, match=message):
             braze.TrainStep(model, loss_fn, optimizer, **settings)
-    step = braze.TrainStep(model, loss_fn, optimizer)
+    for arguments, message in [
+        ((loss_fn, loss_fn, list(model.parameters())), "optimizer to be a torch.optim.Optimizer"),
+        ((model, 3, optimizer), "loss_fn to be callable, but got int"),
+        (([], loss_fn, optimizer), "model to be a torch.nn.Module, but got list"),
+    ]:
+        with pytest.raises(TypeError, match=message):
+            braze.TrainStep(*arguments)
+    with pytest.raises(ValueError, match="LBFGS calls the model by itself"):
+        braze.TrainStep(model, loss_fn, torch.optim.LBFGS(model.parameters()))
+    step = braze.TrainStep(model, loss_fn, optimizer, max_grad_norm=torch.tensor(2.0))
+    assert step.max_grad_norm == 2.0
     with pytest.raises(TypeError, match="inputs and a target, but got 1"):
         step(torch.ones(2))
     with pytest.raises(RuntimeError, match=r"bind\(loader\) before epoch"):

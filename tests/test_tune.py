@@ -10,7 +10,6 @@ from braze._tuned import Product
 from common import assert_by_rule
 from tune_common import PRODUCT, RUNG, by_name, factors, good_kernel, index_of, place, timed
 
-pytest.importorskip("platformdirs", reason="the cache's place")
 pytestmark = pytest.mark.usefixtures("empty_tables")
 
 

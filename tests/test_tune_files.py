@@ -16,7 +16,6 @@ from braze.__main__ import main
 from braze._tuned import Product
 from tune_common import PRODUCT, RUNG, by_name, factors, good_kernel, index_of, place, timed
 
-pytest.importorskip("platformdirs", reason="the cache's place")
 pytestmark = pytest.mark.usefixtures("empty_tables")
 
 
@@ -59,8 +58,20 @@ def damaged(text, place):
         yield json.dumps(content | {key: "another"})
     for wrong in ({"m": "16"}, {"choice": 3}, {"dtype": "int8"}, {"relu": 0}):
         yield json.dumps(content | {"products": [row | wrong]})
+    for number in (1 << 63, 1 << 64, 10**400, -1, 0, 1.5, float("nan"), float("inf"), None, []):
+        # The second row: nothing of such a file takes effect.
+        yield json.dumps(content | {"products": [row, row | {"k": number}]})
+    for name in ("\ud800", "\0", "", "a" * 10**6, "naïve", {"a": 1}):
+        yield json.dumps(content | {"products": [row | {"choice": name}]})
     yield json.dumps(content | {"products": [{"choice": RUNG}]})
     yield json.dumps(content | {"products": 3})
+    yield json.dumps(content | {"products": {"a": row}})
+    yield json.dumps(content | {"device": "a" * 10**6})
+    yield text.replace('"products": [', '"products": ' + "[" * 10**5)
+    yield '{"format": ' + "9" * 10**5 + "}"
+    yield "NaN"
+    yield text + " " * (16 << 20)
+    yield "\ufeff" + text
 
 
 def test_a_damaged_or_foreign_file_is_ignored(device):
@@ -69,8 +80,11 @@ def test_a_damaged_or_foreign_file_is_ignored(device):
     whole = path.read_text()
     for text in damaged(whole, here):
         path.write_text(text)
-        with pytest.warns(UserWarning, match="ignores the tuned choices in"):
+        with pytest.warns(UserWarning, match="ignores the tuned choices in") as caught:
             _tuned.load(index_of(device))
+        (message,) = [str(w.message) for w in caught]
+        assert os.fspath(path) in message
+        assert len(message) < 1000
         assert _tuned.entries() == []
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.warns(UserWarning, match="UnicodeDecodeError"):
@@ -78,6 +92,37 @@ def test_a_damaged_or_foreign_file_is_ignored(device):
     with pytest.warns(UserWarning, match="ignores"):
         _tuned.write(path, here, {PRODUCT: {"choice": RUNG}})
     assert path.read_text() == whole
+
+
+def test_places_that_hold_no_file(device, monkeypatch, tmp_path):
+    path = place(device).user_file()
+    path.mkdir(parents=True)
+    with pytest.warns(UserWarning, match=f"ignores the tuned choices in {path}: .*it is no file"):
+        _tuned.load(index_of(device))
+    path.rmdir()
+    os.mkfifo(path)  # which nobody writes
+    with pytest.warns(UserWarning, match="it is no file"):
+        _tuned.load(index_of(device))
+    for folder in (tmp_path / "file", tmp_path / ("a" * 300), "relative"):
+        (tmp_path / "file").write_text("")
+        monkeypatch.setenv("XDG_CACHE_HOME", os.fspath(folder))
+        monkeypatch.setenv("HOME", os.fspath(tmp_path / "home"))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="braze reads no tuned choices")
+            _tuned.load(index_of(device))
+        assert _tuned.entries() == []
+
+
+@pytest.mark.parametrize(
+    "choice", ["auto", "braze", "nonsense", "cublas:9" + "9" * 30, "cublas:-1"]
+)
+def test_a_choice_that_no_kernel_answers_to_is_passed_over(device, choice):
+    a, b = factors(device)
+    expected = braze.matmul(a, b)
+    here = place(device)
+    _tuned.write(here.user_file(), here, {PRODUCT: {"choice": choice}})
+    _tuned.load(index_of(device))
+    assert torch.equal(braze.matmul(a, b), expected)
 
 
 def test_built_in_table(device):

@@ -147,7 +147,7 @@ STABLE_TORCH_LIBRARY(braze, m) {
       "Tensor(c!)[] cast_outputs, Tensor[] cast_inputs, float lr, "
       "float momentum=0.0, float dampening=0.0, float weight_decay=0.0, bool nesterov=False, "
       "bool maximize=False, bool first_step=False, Tensor? lr_tensor=None, "
-      "Tensor? grad_scale=None, Tensor? found_inf=None) -> ()");
+      "Tensor? grad_scale=None, Tensor? found_inf=None, Tensor? unwritten=None) -> ()");
 
   // softmax
   m.def("softmax(Tensor input, int dim, ScalarType? dtype=None) -> Tensor");

@@ -23,7 +23,8 @@ void update_range(const SgdTensor& t, const SgdOptions& o, double rate, int64_t 
   const A lr = static_cast<A>(rate), momentum = static_cast<A>(o.momentum);
   const A kept = static_cast<A>(1 - o.dampening), decay = static_cast<A>(o.weight_decay);
   const A unscale = o.grad_scale == nullptr ? A(1) : A(1) / static_cast<A>(*o.grad_scale);
-  const bool negate = o.maximize, first = o.first_step, nesterov = o.nesterov;
+  const bool negate = o.maximize, nesterov = o.nesterov;
+  const bool first = o.first_step || (o.unwritten != nullptr && *o.unwritten != 0.0f);
   const auto gradient = [=](A g, A p) {
     g *= unscale;
     if (negate) g = -g;

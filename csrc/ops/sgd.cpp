@@ -30,7 +30,7 @@ void sgd_(const std::vector<Tensor>& params, const std::vector<Tensor>& grads,
           const std::vector<Tensor>& cast_inputs, double lr, double momentum, double dampening,
           double weight_decay, bool nesterov, bool maximize, bool first_step,
           std::optional<Tensor> lr_tensor, std::optional<Tensor> grad_scale,
-          std::optional<Tensor> found_inf) {
+          std::optional<Tensor> found_inf, std::optional<Tensor> unwritten) {
   const size_t count = params.size(), wanted = momentum != 0 ? count : 0;
   BRAZE_CHECK(grads.size() == count && momentum_buffers.size() == wanted, "sgd_: expected ", count,
               " grads and ", wanted, " momentum_buffers, but got ", grads.size(), " and ",
@@ -58,8 +58,8 @@ void sgd_(const std::vector<Tensor>& params, const std::vector<Tensor>& grads,
     check("momentum_buffers", momentum_buffers[i], params[i]);
     check_no_overlap("momentum_buffers", momentum_buffers[i]);
   }
-  SgdOptions options{lr,       nullptr,  false,      momentum, dampening, weight_decay,
-                     nesterov, maximize, first_step, nullptr,  nullptr,   casts.from};
+  SgdOptions options{lr,       nullptr,    false,   momentum, dampening, weight_decay, nesterov,
+                     maximize, first_step, nullptr, nullptr,  nullptr,   casts.from};
   if (lr_tensor) {
     check_same_device("sgd_", "lr_tensor", *lr_tensor, "params", params[0]);
     const ScalarType type = lr_tensor->scalar_type();
@@ -72,6 +72,7 @@ void sgd_(const std::vector<Tensor>& params, const std::vector<Tensor>& grads,
   }
   options.grad_scale = scalar_on_device("grad_scale", grad_scale, params[0]);
   options.found_inf = scalar_on_device("found_inf", found_inf, params[0]);
+  options.unwritten = scalar_on_device("unwritten", unwritten, params[0]);
 
   const DeviceContext context(params[0]);
   // Casts that make a gradient while the update reads it; the others come first.

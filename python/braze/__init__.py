@@ -24,18 +24,21 @@ __all__ = [
 
 _lib.load()
 if _lib.load_error is None:
-    from braze import _tuned, data, nn, optim
-    from braze._config import backend, kernels
-    from braze._ops.cross_entropy import check_errors
-    from braze._ops.matmul import matmul
-    from braze._ops.transpose import transpose_copy
-    from braze._ops.vector_add import vector_add
-    from braze.convert import convert, convert_report, unconvert
-    from braze.step import TrainStep
-    from braze.tuning import tune
-
-    _tuned.load_all()
-else:
+    try:
+        from braze import _tuned, data, nn, optim
+        from braze._config import backend, kernels
+        from braze._ops.cross_entropy import check_errors
+        from braze._ops.matmul import matmul
+        from braze._ops.transpose import transpose_copy
+        from braze._ops.vector_add import vector_add
+        from braze.convert import convert, convert_report, unconvert
+        from braze.step import TrainStep
+        from braze.tuning import tune
+    except ImportError as error:  # a package that braze depends on is missing, or does not load
+        _lib.load_error = error
+    else:
+        _tuned.load_all()
+if _lib.load_error is not None:
     # braze.info(), the bug-report page, has to work when nothing else does.
     def __getattr__(name):
         if name in __all__:

@@ -30,9 +30,16 @@ cuda_missing = "the native libraries are not loaded"
 
 
 def build_info():
-    """What setup.py recorded about the build (compiler, torch, CUDA, architectures), or {}."""
+    """What setup.py recorded about the build (compiler, torch, CUDA, architectures), or {}; of a
+    record that cannot be read {"error": why}."""
     path = LIB_DIR / "build.json"
-    return json.loads(path.read_text()) if path.exists() else {}
+    try:
+        record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        if not isinstance(record, dict):
+            raise ValueError(f"{path} holds no record")
+    except (OSError, ValueError) as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    return record
 
 
 def load():

@@ -5,7 +5,6 @@ The built-in table, ``tuned/<device>.json``, comes with the package. The user's 
 into the tables of csrc/ops/tuned.h, which ``backend="auto"`` asks before its rules.
 """
 
-import contextlib
 import fcntl
 import json
 import os
@@ -15,10 +14,12 @@ import warnings
 from pathlib import Path
 from typing import NamedTuple
 
-from braze import _lib
+from braze import _cache, _lib
 
 BUILT_IN = Path(__file__).parent / "tuned"
 _FORMAT = 1
+# More than a file of ours ever has: larger ones are not read.
+_MOST_BYTES = 16 << 20
 #: csrc/kernels/common/types.h has them in this order
 _DTYPES = ["float64", "float32", "bfloat16", "float16"]
 
@@ -84,7 +85,7 @@ class Place(NamedTuple):
         return ("cpu-" if self.index < 0 else "") + _slug(self.device)
 
     def user_file(self):
-        """The cache's file; raises ImportError without platformdirs."""
+        """The cache's file."""
         name = f"{self.slug()}_{_slug(self.library)}_braze-{_slug(self.braze)}.json"
         return user_folder() / name
 
@@ -94,9 +95,7 @@ def _slug(text):
 
 
 def user_folder():
-    import platformdirs
-
-    return Path(platformdirs.user_cache_dir("braze")) / "tuned"
+    return _cache.user_folder() / "tuned"
 
 
 def library_of(index):
@@ -127,10 +126,15 @@ def read(path, place, built_in=False):
     of the vendor library, the choices that number its candidates are left out.
     """
     try:
-        text = path.read_text()
+        if path.exists() and not path.is_file():
+            raise ValueError("it is no file")  # reading might wait for ever
+        with open(path, encoding="utf-8") as file:
+            text = file.read(_MOST_BYTES + 1)
+        if len(text) > _MOST_BYTES:
+            raise ValueError(f"it has more than {_MOST_BYTES >> 20} MiB")
     except FileNotFoundError:
         return {}
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # text that is not UTF-8 is a ValueError
         return _ignored(path, error)
     try:
         content = json.loads(text)
@@ -138,9 +142,9 @@ def read(path, place, built_in=False):
         expected = [_FORMAT, place.device, place.library, place.braze]
         compared = 2 if built_in else 4
         if head[:compared] != expected[:compared]:
-            raise ValueError(f"it is of {head}, expected {expected}")
+            raise ValueError(f"it is of {head!s:.200}, expected {expected}")
         rows = dict(map(_checked_row, content["products"]))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         return _ignored(path, error)
     if content["library"] != place.library:
         rows = {p: row for p, row in rows.items() if not re.search(r":[1-9]", row["choice"])}
@@ -154,9 +158,14 @@ def _checked_row(row):
     for field, value in [*product._asdict().items(), ("choice", row["choice"])]:
         wanted = types.get(field, str)
         if type(value) is not wanted:
-            raise TypeError(f"expected {field} to be of type {wanted.__name__}, but got {value!r}")
+            got = f"{value!r:.80}"
+            raise TypeError(f"expected {field} to be of type {wanted.__name__}, but got {got}")
+        if wanted is int and not 0 < value < 1 << 63:
+            raise ValueError(f"expected {field} from 1 to 2**63 - 1")
     if product.dtype not in (*_DTYPES, "tf32"):
-        raise ValueError(f"unknown dtype {product.dtype!r}")
+        raise ValueError(f"unknown dtype {product.dtype!r:.80}")
+    if not re.fullmatch(r"[\w.:+-]{1,80}", row["choice"], re.ASCII):
+        raise ValueError(f"expected choice to be a kernel's name, but got {row['choice']!r:.80}")
     return product, row
 
 
@@ -228,23 +237,19 @@ def forget():
 
 def load(index):
     """Reads both files of a device into its table. Warns at worst."""
-    folders = [BUILT_IN]
-    with contextlib.suppress(ImportError):  # braze.info() says what platformdirs is for
-        folders.append(user_folder())
     # Finding out names and versions takes milliseconds, which most processes need not spend.
     pattern = "cpu-*.json" if index < 0 else "*.json"
-    if not any(True for folder in folders for _ in folder.glob(pattern)):
-        return
     try:
+        if not any(True for folder in (BUILT_IN, user_folder()) for _ in folder.glob(pattern)):
+            return
         place = place_of(index)
     except (OSError, RuntimeError) as error:  # importing braze has to go on
         warnings.warn(f"braze reads no tuned choices: {error}", stacklevel=2)
         return
     for row in _rows(BUILT_IN / f"{place.slug()}.json", place, built_in=True):
         put(index, *row, False)
-    if len(folders) > 1:
-        for row in _rows(place.user_file(), place, built_in=False):
-            put(index, *row, True)
+    for row in _rows(place.user_file(), place, built_in=False):
+        put(index, *row, True)
 
 
 def _rows(path, place, built_in):

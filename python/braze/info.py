@@ -223,7 +223,7 @@ def _missing(page):
     for module, package, purpose in [
         ("matplotlib", "matplotlib", "the plot of `braze mnist`"),
         ("rich", "rich", "the progress bar and table of `braze mnist`"),
-        ("platformdirs", "platformdirs", "the data and tuning caches"),
+        ("numpy", "numpy", "reading data sets, which `import braze` includes"),
         ("sklearn", "scikit-learn", "digits where MNIST cannot be downloaded"),
     ]:
         if importlib.util.find_spec(module) is None:

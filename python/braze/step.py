@@ -2,6 +2,8 @@
 
 import contextlib
 import itertools
+import numbers
+import operator
 import weakref
 from typing import NamedTuple
 
@@ -30,8 +32,8 @@ _LOSSES = 1 << 19
 # step as much time as it would take from its own (H200: batch 512 in bf16 5 us gained, batch 1024
 # nothing, in TF32 12 us lost).
 _PREFETCHED = 1 << 20
-# They count their steps on the CPU whatever the settings, or call the model themselves.
-_UNCAPTURABLE = (torch.optim.Adafactor, torch.optim.Adagrad, torch.optim.LBFGS)
+# They count their steps on the CPU whatever the settings.
+_UNCAPTURABLE = (torch.optim.Adafactor, torch.optim.Adagrad)
 _NOT_CAPTURED = (
     "TrainStep: this step cannot be captured in a CUDA graph; model and optimizer are unchanged. "
     "The usual cause is code in the model, the loss, a hook or the optimizer that waits for the "
@@ -89,6 +91,7 @@ class _Entry:
         ]
         self.eager_calls = 0
         self.graph = self.losses = self.loss_dtype = self.prefetch = None
+        self.buffers = []  # addresses of the model's that the graph reads and writes
         # What a replay leaves, in memory of the graph or of the accumulation buffers.
         self.grad_norm = None
         self.grads = []
@@ -142,12 +145,31 @@ class TrainStep:
         accumulate=1,
         max_grad_norm=None,
     ):
+        for name, given, attribute, wanted in (
+            ("model", model, "parameters", "a torch.nn.Module"),
+            ("loss_fn", loss_fn, "__call__", "callable"),
+            ("optimizer", optimizer, "param_groups", "a torch.optim.Optimizer"),
+            ("grad_scaler", grad_scaler, "is_enabled", "a torch.amp.GradScaler or None"),
+        ):
+            if not hasattr(given, attribute) and (name, given) != ("grad_scaler", None):
+                raise TypeError(
+                    f"TrainStep: expected {name} to be {wanted}, but got {type(given).__name__}"
+                )
+        if isinstance(accumulate, bool) or not isinstance(accumulate, numbers.Integral):
+            raise TypeError(f"TrainStep: expected accumulate to be an int, but got {accumulate!r}")
         if accumulate < 1:
             raise ValueError(f"TrainStep: expected accumulate of at least 1, but got {accumulate}")
-        if max_grad_norm is not None and not max_grad_norm > 0:
-            raise ValueError(
-                f"TrainStep: expected max_grad_norm above 0 or None, but got {max_grad_norm}"
-            )
+        if isinstance(max_grad_norm, torch.Tensor):
+            max_grad_norm = max_grad_norm.item()
+        if max_grad_norm is not None:
+            if not isinstance(max_grad_norm, numbers.Real):
+                raise TypeError(
+                    f"TrainStep: expected max_grad_norm to be a number, but got {max_grad_norm!r}"
+                )
+            if not max_grad_norm > 0:
+                raise ValueError(
+                    f"TrainStep: expected max_grad_norm above 0 or None, but got {max_grad_norm}"
+                )
         if not (
             autocast is None or isinstance(autocast, torch.dtype) or hasattr(autocast, "__enter__")
         ):
@@ -176,27 +198,50 @@ class TrainStep:
         self._entries = {}
         self._casts, self._moments = SharedCasts(), GatheredMoments()
         self._ones = {}  # the gradient of the loss, for each dtype and device
-        self._stream = self._last_stream = self._rates = None
+        self._stream = self._last_stream = self._rates = self._watched = None
+        self._modules, self._structure = [], []
         self._inspect()
-        # Loading gives the optimizer's state new memory, of which the graphs know nothing.
-        dropper = weakref.WeakMethod(self.recapture)
-        optimizer.register_load_state_dict_post_hook(lambda _: (drop := dropper()) and drop())
 
     def _inspect(self):
         """Reads model and optimizer: parameters, modules, device; refuses what cannot work."""
+        if isinstance(self.optimizer, torch.optim.LBFGS):
+            raise ValueError("TrainStep: LBFGS calls the model by itself, several times in a step")
         owned = [p for group in self.optimizer.param_groups for p in group["params"]]
-        self._params = list(dict.fromkeys([*self.model.parameters(), *owned]))
-        self._modules = list(self.model.modules())
-        devices = {t.device for t in (*self._params, *self.model.buffers())}
+        params = list(dict.fromkeys([*self.model.parameters(), *owned]))
+        devices = {t.device for t in (*params, *self.model.buffers())}
         if len(devices) != 1:
             found = ", ".join(sorted(map(str, devices))) or "none"
             raise ValueError(
                 "TrainStep: expected the model's parameters and buffers and the optimizer's "
                 f"parameters on one device, but found {found}"
             )
-        (self.device,) = devices
-        if self.device.type != "cuda":
+        (device,) = devices
+        if device.type == "cuda":
+            self._check_capturable()
+        self._params, self.device = params, device
+        kept = set(params)
+        self._buffers = {p: buffer for p, buffer in self._buffers.items() if p in kept}
+        self._window_grads = [(p, grad) for p, grad in self._window_grads if p in kept]
+        if self._watched is not self.optimizer:
+            self._watched = self.optimizer
+            # Loading gives its state new memory, of which the graphs know nothing.
+            dropper = weakref.WeakMethod(self.recapture)
+            self.optimizer.register_load_state_dict_post_hook(
+                lambda _: (drop := dropper()) and drop()
+            )
+        self._modules = list(self.model.modules())
+        self._structure = self._parts()
+        if device.type != "cuda":
             return
+        if self._stream is None or self._stream.device != device:
+            # Blocks of its kernels go before those of the branches for gradients (fork.cu), and
+            # these before those of the branch for losses and batches.
+            self._stream = torch.cuda.Stream(device, priority=-2)
+        self._rates = Rates(self.optimizer, device)
+        # Its eager steps are meant: no need to warn of them.
+        self.optimizer._warned_capturable_if_run_uncaptured = True
+
+    def _check_capturable(self):
         name = type(self.optimizer).__name__
         if isinstance(self.optimizer, _UNCAPTURABLE):
             raise ValueError(f"TrainStep: {name} cannot be captured in a CUDA graph")
@@ -210,14 +255,28 @@ class TrainStep:
                 f"TrainStep: with {name} a GradScaler waits for the GPU in every step; expected an "
                 "optimizer that checks for infinities itself: braze.optim.SGD, or fused=True"
             )
-        if self._stream is None or self._stream.device != self.device:
-            # Blocks of its kernels go before those of the branches for gradients (fork.cu), and
-            # these before those of the branch for losses and batches.
-            self._stream = torch.cuda.Stream(self.device, priority=-2)
-        if self._rates is None or self._rates.device != self.device:
-            self._rates = Rates(self.optimizer, self.device)
-        # Its eager steps are meant: no need to warn of them.
-        self.optimizer._warned_capturable_if_run_uncaptured = True
+
+    def _parts(self):
+        """What the step consists of. The same objects, compared by identity: the same step; what
+        this list holds cannot be freed, so that no new object takes an old one's place unseen."""
+        loader = self._loader
+        parts = [self.model, self.loss_fn, self.optimizer, self.grad_scaler, self.autocast]
+        if loader is not None:
+            parts += loader.dtype, loader.memory_format
+        for module in self._modules:
+            parts += module._modules.values()
+            parts += module._parameters.values()
+        for group in self.optimizer.param_groups:
+            parts.append(group)
+            parts += group["params"]
+        return parts
+
+    def _is_the_same(self):
+        """Whether what :meth:`_inspect` has read still holds."""
+        if self._params[0].device != self.device:
+            return False  # the model has been moved
+        parts = self._parts()
+        return len(parts) == len(self._structure) and all(map(operator.is_, parts, self._structure))
 
     def _scales(self):
         return self.grad_scaler is not None and self.grad_scaler.is_enabled()
@@ -299,8 +358,9 @@ class TrainStep:
         """Forgets all graphs, after a change that :class:`TrainStep` cannot see.
 
         It sees shapes, hyper-parameters, train and eval mode, ``requires_grad``, autocast,
-        precision, determinism, backends, and new memory of parameters; not a replaced submodule or
-        buffer, nor what Python code in the model decides by itself.
+        precision, determinism, backends, replaced submodules, parameters and buffers and their new
+        memory, and new parameter groups; not a module's other attributes, nor what Python code in
+        the model decides by itself.
         """
         if self._entries and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # a graph may still be running
@@ -321,9 +381,10 @@ class TrainStep:
         self._order, self._fetched = None, (None, None, 0)
 
     def _run(self, batch, gather, order=None):
-        if self._params[0].device != self.device:
-            self._inspect()  # the model has been moved
-        first, last = self._micro_step == 0, self._micro_step == self.accumulate - 1
+        if not self._is_the_same():
+            self.recapture()
+            self._inspect()
+        first, last = self._micro_step == 0, self._micro_step >= self.accumulate - 1
         try:
             if self.device.type == "cuda":
                 loss = self._run_cuda(batch, gather, first, last, order)
@@ -354,7 +415,7 @@ class TrainStep:
         key = self._key(leaves, spec, gather, first, last)
         entry = self._entries.pop(key, None)
         if entry is None:
-            self._inspect()
+            self._check_capturable()  # settings may have changed
             if len(self._entries) >= _MAX_ENTRIES:
                 torch.cuda.synchronize(self.device)
                 del self._entries[next(iter(self._entries))]
@@ -379,7 +440,11 @@ class TrainStep:
             entry.loss_dtype = loss.dtype
             self._window_grads = self._grads()
         else:
-            if entry.graph is None or entry.losses.full():
+            if (
+                entry.graph is None
+                or entry.losses.full()
+                or entry.buffers != self._buffer_addresses()
+            ):
                 self._capture(entry, gather, first, last)
             if gather:
                 self._fetch(entry.prefetch, *order, batch[0])
@@ -474,7 +539,11 @@ class TrainStep:
             raise
         entry.graph, entry.losses, entry.prefetch = graph, losses, prefetch
         entry.grad_norm, entry.grads = norm, grads
+        entry.buffers = self._buffer_addresses()
         return True
+
+    def _buffer_addresses(self):
+        return [b.data_ptr() for m in self._modules for b in m._buffers.values() if b is not None]
 
     def _update_takes_casts(self):
         """Whether gradients may be unfinished until the optimizer's launch casts them: whether it
@@ -633,12 +702,37 @@ class TrainStep:
         }
 
     def load_state_dict(self, state):
-        """Goes on from a :meth:`state_dict`, with the same model, optimizer and loader settings."""
+        """Goes on from a :meth:`state_dict`, with the same model, optimizer and loader settings.
+
+        Raises:
+            KeyError: `state` is no such dict; nothing has been loaded.
+            RuntimeError: this step has a GradScaler, but the state none, or that of a disabled one;
+                nothing has been loaded. Or model or optimizer do not fit, as torch says it.
+            ValueError: the loader has fewer batches than the state; nothing has been loaded.
+        """
+        missing = {"model", "optimizer", "grad_scaler", "loader", "rng"}.difference(state)
+        if missing:
+            raise KeyError(
+                "TrainStep: expected a dict of TrainStep.state_dict(), but it has no "
+                f"{', '.join(map(repr, sorted(missing)))}"
+            )
+        if self._scales() and not state["grad_scaler"]:
+            raise RuntimeError(
+                "TrainStep: this step has a GradScaler, but the state was saved without one, or "
+                "with a disabled one. To go on with this one's scale, set state['grad_scaler'] = "
+                "step.grad_scaler.state_dict() before loading"
+            )
+        resumes = self._loader is not None and state["loader"] is not None
+        if resumes and state["loader"]["position"] > len(self._loader):
+            raise ValueError(
+                f"TrainStep: the state is at batch {state['loader']['position']} of an epoch, but "
+                f"the loader has {len(self._loader)}; expected the loader's settings as saved"
+            )
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        if self.grad_scaler is not None:
+        if self._scales():
             self.grad_scaler.load_state_dict(state["grad_scaler"])
-        if self._loader is not None and state["loader"] is not None:
+        if resumes:
             self._loader.set_state(state["loader"]["generator"].cpu())
             self._epoch_state, self._position = None, 0
             self._skip = state["loader"]["position"]

@@ -34,7 +34,7 @@ struct Update {
         unscale(o.grad_scale == nullptr ? A(1) : A(1) / static_cast<A>(*o.grad_scale)),
         nesterov(o.nesterov),
         negate(o.maximize),
-        first_step(o.first_step) {}
+        first_step(o.first_step || (o.unwritten != nullptr && *o.unwritten != 0.0f)) {}
 
   // New values of p and, where there is momentum, of m.
   __device__ void operator()(A& p, A g, A& m, bool has_momentum) const {

@@ -27,6 +27,7 @@ struct SgdOptions {
   bool first_step;          // momentum buffers are written, not read
   const float* grad_scale;  // gradients are multiplied by its reciprocal; or null
   const float* found_inf;   // nothing is written where it is not 0; or null
+  const float* unwritten;   // where it is not 0, as first_step; or null
   DType source_dtype;       // of all sources
 };
 
@@ -36,7 +37,7 @@ namespace braze::BRAZE_DEVICE {
 
 // torch.optim.SGD's update of `count` tensors of one dtype:
 //   g = (maximize ? -grad : grad) (1 / grad_scale) + weight_decay p
-//   m = first_step ? g : momentum m + (1 - dampening) g
+//   m = first_step or unwritten ? g : momentum m + (1 - dampening) g
 //   p -= lr (momentum == 0 ? g : nesterov ? g + momentum m : m)
 // 16-bit parameters are computed in float32 and rounded once.
 void sgd(Stream stream, DType dtype, const SgdTensor* tensors, int64_t count,

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from braze import _cache
 from braze.data.idx import parse_idx, read_bytes, unzip
 
 MIRRORS = (
@@ -63,16 +64,14 @@ def load_mnist(root=None, download=True):
     Raises:
         FileNotFoundError: `root` or ``$BRAZE_DATA`` lacks a file, or `download` is False and the
             cache does.
-        ValueError: a file is truncated, corrupt, no IDX file, or does not fit the others; the
-            message names the file and the fault. Or what the mirrors hold has another md5.
+        ValueError: a file is truncated, corrupt, empty, no IDX file, or does not fit the others;
+            the message names the file and the fault. Or what the mirrors hold has another md5.
         OSError: there is neither a network nor scikit-learn.
     """
     named = root if root is not None else os.environ.get("BRAZE_DATA")
     if named:
         return _read(Path(named).expanduser())
-    import platformdirs
-
-    cache = Path(platformdirs.user_cache_dir("braze")) / "mnist"
+    cache = _cache.user_folder() / "mnist"
     missing = [name for name in FILES if _find(cache, name) is None]
     if missing and download:
         try:
@@ -156,7 +155,9 @@ def _read_pair(images_path, labels_path):
         raise ValueError(
             f"{labels_path}: {len(labels)} labels, but {images_path} has {len(images)} images"
         )
-    if len(labels) and labels.max() > 9:
+    if not len(labels):
+        raise ValueError(f"{images_path}: expected images, but it has none")
+    if labels.max() > 9:
         raise ValueError(f"{labels_path}: expected labels from 0 to 9, but got {labels.max()}")
     return torch.from_numpy(images), torch.from_numpy(labels)
 

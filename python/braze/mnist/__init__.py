@@ -4,6 +4,7 @@ from the same initial weights, then times a step of both in every mode."""
 import dataclasses
 import itertools
 import math
+import os
 import time
 import warnings
 from pathlib import Path
@@ -33,7 +34,7 @@ def add_arguments(parser):
     add("--data", type=Path, metavar="DIR", help="the four MNIST files (default: $BRAZE_DATA, ...)")
     add("--epochs", type=_positive(int), help="default: by batch size and device")
     add("--lr", type=_positive(float), help="learning rate of the training (default: 0.1)")
-    add("--seed", type=int, default=0, help="of the weights and of the order (default: 0)")
+    add("--seed", type=_seed, default=0, help="of the weights and of the order (default: 0)")
     add("--limit", type=_positive(int), metavar="N", help="train on the first N images only")
     add("--steps", type=_positive(int), help="timed steps per row (default: 100; fewer on a CPU)")
     add(
@@ -72,6 +73,8 @@ def run(args):
     digits = _load(args, console)
     place = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     args.out.mkdir(parents=True, exist_ok=True)  # now, so that a bad --out costs no training
+    if not os.access(args.out, os.W_OK):
+        raise PermissionError(f"--out {args.out}: cannot be written to")
     about = {
         "device": place,
         "precision": args.precision,
@@ -123,6 +126,7 @@ def _setup(args, device, digits):
 
 def _train_and_time(args, console, setup, about):
     device, batch = setup.device, setup.batch_size
+    plots = report.can_plot(console)
     epochs = args.epochs or _epochs(batch, device, len(setup.digits.train_images))
     steps = args.steps or (100 if device.type == "cuda" else min(20, max(4, 1280 // batch)))
     console.print(
@@ -168,9 +172,11 @@ def _train_and_time(args, console, setup, about):
             "stock_sweep": known or stock_rows,
         },
     )
-    losses = {name: result["losses"] for name, result in trained.items()}
-    report.write_plot(plot_path, losses, rows, title)
-    console.print(f"Figures: {json_path.resolve()}\nPlot:    {plot_path.resolve()}")
+    console.print(f"Figures: {json_path.resolve()}")
+    if plots:
+        losses = {name: result["losses"] for name, result in trained.items()}
+        report.write_plot(plot_path, losses, rows, title)
+        console.print(f"Plot:    {plot_path.resolve()}")
 
 
 def _choose(args, console, setup, about):
@@ -244,6 +250,16 @@ def _positive(kind):
 
     parse.__name__ = f"positive {kind.__name__}"
     return parse
+
+
+def _seed(text):
+    value = int(text)
+    if not 0 <= value < 1 << 62:  # torch's generators take 64 bits; --seeds counts on from here
+        raise ValueError
+    return value
+
+
+_seed.__name__ = "seed from 0 to 2**62"
 
 
 def _share(text):

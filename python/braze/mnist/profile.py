@@ -27,6 +27,7 @@ _REPEATS = 9
 
 def run(args, console, setup, about):
     """Profiles a step, prints the table, writes JSON and two pictures."""
+    plots = report.can_plot(console)
     with braze.backend(matmul="braze", conv2d="braze"), console.status("profiling"):
         parts = _profile(setup)
     add_own_times(parts)
@@ -47,6 +48,8 @@ def run(args, console, setup, about):
     }
     report.write_json(path, about | figures)
     console.print(f"Figures: {path.resolve()}")
+    if not plots:
+        return
     pictures = {"Timeline": "mnist_timeline.png", "Roofline": "mnist_roofline.png"}
     timeline, roof = (args.out / name for name in pictures.values())
     report.write_timeline(timeline, parts, title)

@@ -1,5 +1,6 @@
 """The table, JSON file and plot of ``python -m braze mnist``."""
 
+import importlib
 import json
 
 import numpy as np
@@ -44,6 +45,17 @@ def _publishable(part):
         return part
     private = ("path", "executable", "platform")  # the kernel's release
     return {key: value for key, value in part.items() if key not in private}
+
+
+def can_plot(console):
+    """Whether there is matplotlib; says so where not. To be asked before the work, which is worth
+    doing without pictures."""
+    try:
+        importlib.import_module("matplotlib.figure")
+    except ImportError as error:
+        console.print(f"Note: no pictures ({error}): `pip install matplotlib`")
+        return False
+    return True
 
 
 def write_plot(path, losses, rows, title):

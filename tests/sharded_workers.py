@@ -1,0 +1,196 @@
+"""What each process of test_sgd_sharded.py does; a module of its own, so that a spawned process
+imports nothing else."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict as sharded_states
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
+
+import braze
+
+RANKS = 2
+OPTIONS = [
+    {},
+    {"momentum": 0.9},
+    {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+    {"momentum": 0.9, "dampening": 0.3, "maximize": True},
+]
+
+
+def run(rank, port, device):
+    """All checks, in a process group of RANKS processes."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", rank=rank, world_size=RANKS)
+    try:
+        fully_sharded(device)
+        checkpointed(device)
+        any_placement(device)
+    finally:
+        dist.destroy_process_group()
+
+
+def model(device, mesh):
+    """Whole, then sharded: one bias is shorter than the mesh, so that a rank has nothing of it."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(6, 7), torch.nn.ReLU(), torch.nn.Linear(7, 1))
+    net.to(device)
+    for layer in (net[0], net[2], net):
+        fully_shard(layer, mesh=mesh)
+    return net
+
+
+def batches(device, count=4):
+    generator = torch.Generator().manual_seed(1 + dist.get_rank())
+    return [torch.randn(5, 6, generator=generator).to(device) for _ in range(count)]
+
+
+def train(net, optimizer, data, scaler=None, max_norm=None):
+    norms = []
+    for x in data:
+        optimizer.zero_grad()
+        loss = net(x).square().mean()
+        (scaler.scale(loss) if scaler else loss).backward()
+        if max_norm:
+            if scaler:
+                scaler.unscale_(optimizer)
+            norms.append(torch.nn.utils.clip_grad_norm_(net.parameters(), max_norm))
+        if scaler:
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            optimizer.step()
+    return norms
+
+
+def assert_close(ours, stock):
+    assert type(ours) is type(stock)
+    if isinstance(ours, DTensor):
+        assert ours.placements == stock.placements
+        ours, stock = ours.full_tensor(), stock.full_tensor()
+    torch.testing.assert_close(ours, stock)
+
+
+def compare(trained):
+    """Two pairs of a model and its optimizer, ours and torch's."""
+    (net, optimizer), (stock, stock_optimizer) = trained
+    for p, q in zip(net.parameters(), stock.parameters(), strict=True):
+        assert isinstance(p, DTensor)
+        assert_close(p.detach(), q.detach())
+        state, stock_state = optimizer.state[p], stock_optimizer.state[q]
+        assert state.get("momentum_buffer") is not None or "momentum_buffer" not in stock_state
+        if stock_state.get("momentum_buffer") is not None:
+            assert_close(state["momentum_buffer"], stock_state["momentum_buffer"])
+
+
+def fully_sharded(device):
+    mesh = init_device_mesh(device, (RANKS,))
+    # Both with and without a scaler and clipping, each with other options.
+    for options, scaled, max_norm in zip(
+        OPTIONS, (False, True, False, True), (None, None, 0.5, 0.5), strict=True
+    ):
+        trained, last_norms = [], []
+        for optimizer_class in (braze.optim.SGD, torch.optim.SGD):
+            net = model(device, mesh)
+            optimizer = optimizer_class(net.parameters(), lr=0.1, **options)
+            scaler = torch.amp.GradScaler(device, init_scale=64.0) if scaled else None
+            data = batches(device)
+            if scaled and dist.get_rank() == 1:
+                data[0] = data[0] * float("inf")  # the other rank has to skip, too
+            last_norms += train(net, optimizer, data, scaler, max_norm)[-1:]
+            trained.append((net, optimizer))
+            assert all(p.isfinite().full_tensor().all() for p in net.parameters())
+        compare(trained)
+        if max_norm:
+            assert_close(*last_norms)
+
+
+def checkpointed(device):
+    """States gathered whole, and loaded into the other optimizer's model."""
+    mesh = init_device_mesh(device, (RANKS,))
+    classes = (braze.optim.SGD, torch.optim.SGD)
+    for first in classes:
+        net = model(device, mesh)
+        optimizer = first(net.parameters(), lr=0.1, momentum=0.9)
+        train(net, optimizer, batches(device, 2))
+        whole = sharded_states.StateDictOptions(full_state_dict=True)
+        states = sharded_states.get_state_dict(net, optimizer, options=whole)
+        assert not isinstance(states[1]["state"]["0.weight"]["momentum_buffer"], DTensor)
+        trained = []
+        for second in classes:
+            other = model(device, mesh)
+            fresh = second(other.parameters(), lr=1.0, momentum=0.5)
+            model_state, optimizer_state = states
+            sharded_states.set_state_dict(
+                other,
+                fresh,
+                model_state_dict=model_state,
+                optim_state_dict=optimizer_state,
+                options=whole,
+            )
+            train(other, fresh, batches(device, 4)[2:])
+            trained.append((other, fresh))
+        compare(trained)
+        train(net, optimizer, batches(device, 4)[2:])
+        compare([(net, optimizer), trained[1]])
+
+
+def any_placement(device):
+    """Gradients laid out as their parameters, and otherwise; versions; what is refused."""
+    mesh = init_device_mesh(device, (RANKS,))
+    whole = torch.arange(12.0, device=device).reshape(4, 3)
+    gradient = torch.full((4, 3), 2.0, device=device)
+    for placement in (Shard(0), Shard(1), Replicate()):
+        for of_gradient in (Shard(0), Replicate(), Partial()):
+            trained = []
+            for optimizer_class in (braze.optim.SGD, torch.optim.SGD):
+                p = torch.nn.Parameter(distribute_tensor(whole.clone(), mesh, [placement]))
+                plain = torch.nn.Parameter(torch.ones(2, device=device))
+                optimizer = optimizer_class([p, plain], lr=0.1, momentum=0.9, dampening=0.5)
+                plain.grad = torch.ones_like(plain)
+                for _ in range(2):
+                    if isinstance(of_gradient, Partial):
+                        local = gradient / RANKS
+                        p.grad = DTensor.from_local(local, mesh, [of_gradient])
+                    else:
+                        p.grad = distribute_tensor(gradient, mesh, [of_gradient])
+                    optimizer.step()
+                trained.append((p, plain))
+            (p, plain), (q, stock_plain) = trained
+            assert p.placements == (placement,)
+            torch.testing.assert_close(p.full_tensor(), q.full_tensor())
+            torch.testing.assert_close(plain, stock_plain)
+    p = torch.nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)]))
+    optimizer = braze.optim.SGD([p], lr=0.1, momentum=0.9)
+    p.grad = distribute_tensor(gradient, mesh, [Shard(0)])
+    for _ in range(2):
+        product, version = (p * p).sum(), p._version
+        optimizer.step()
+        assert p._version > version
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+    before = p.full_tensor().clone()
+    for wrong, message in (
+        (
+            torch.zeros(4, 3, device=device),
+            "momentum buffer of a DTensor parameter to be a DTensor",
+        ),
+        (distribute_tensor(whole, mesh, [Replicate()]), "momentum buffer .* placements"),
+    ):
+        optimizer.state[p]["momentum_buffer"] = wrong
+        with pytest.raises(RuntimeError, match=message):
+            optimizer.step()
+    assert torch.equal(p.full_tensor(), before)
