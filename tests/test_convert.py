@@ -330,15 +330,6 @@ def test_not_a_module(function):
         function(3)
 
 
-def test_torchvision_resnet18(device):
-    torchvision = pytest.importorskip("torchvision")
-    original = torchvision.models.resnet18(num_classes=10).to(device)
-    model = braze.convert(copy.deepcopy(original))
-    assert len(braze.convert_report(model).fused) == 9  # the stem, and half of each of 8 blocks
-    x = torch.randn(2, 3, 64, 64, device=device)
-    torch.testing.assert_close(model(x), original(x), rtol=1e-3, atol=1e-3)
-
-
 class Flattened(torch.nn.Module):
     """A linear layer behind a flattened image; the ways to flatten it."""
 

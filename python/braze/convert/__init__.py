@@ -262,16 +262,16 @@ def convert(model, *, strict=False):
     become braze's: the module that runs them, a ``Sequential`` or one with a forward of its own,
     gets a rewritten `forward` by way of a subclass of the same name; its children stay.
 
-    A forward is rewritten where torch.fx traces it. What it reads of the module is watched: where
-    `training`, another setting or the children change, it is traced anew. Forwards that would be
-    traced wrongly (branches on values, random numbers, ``torch.no_grad()``, ``isinstance``) stay
-    as they are, with their layers swapped; global variables that a forward branches on are not
-    watched. A run is found within one forward, not across several.
+    A rewritten forward is the user's own code, compiled again from its source, in which calls that
+    follow each other are spliced into one; nothing of it is executed here, and all that it does, it
+    goes on doing. Whether layers are still what they were is asked at every call: of those that
+    have gained hooks, other settings or another class, runs go layer by layer. A run is found
+    within one forward, not across several. Forwards whose source is not to be found, or that ask
+    for their own local variables, stay as they are, with their layers swapped.
 
     Left alone are layers with hooks, parametrizations, another `forward`, more than one name in
-    the model, dtypes other than float64, float32, bfloat16 and float16, and subclasses of torch's
-    layers. Fused runs whose layers gain hooks later are run layer by layer. Fused runs with
-    a convolution can be differentiated once, everything else as :mod:`braze.nn` says.
+    the model, dtypes other than float64, float32, bfloat16 and float16, subclasses of torch's
+    layers, and scripted modules with all that is in them.
 
     Args:
         model: a ``torch.nn.Module``.
