@@ -364,7 +364,7 @@ def test_bad_dtypes(device):
     mean, var = torch.zeros(3, device=device), torch.ones(3, device=device)
     for dtype in (torch.int32, torch.int64, torch.complex64, torch.bool):
         with pytest.raises(RuntimeError, match="batch_norm: expected input of dtype float64"):
-            F.batch_norm(x.to(dtype), mean, var)
+            torch.ops.braze.batch_norm(x.to(dtype), None, None, mean, var, None, False, 0.1, 1e-5)
     for dtype in (torch.float64, torch.bfloat16, torch.int64):
         with pytest.raises(RuntimeError, match="expected weight of dtype float32"):
             F.batch_norm(x, mean, var, mean.to(dtype))

@@ -574,8 +574,8 @@ def test_bad_input(device):
     with pytest.raises(RuntimeError, match="same dtype as input, but got float64 and float32"):
         F.conv2d(x, w.double())
     with pytest.raises(RuntimeError, match="bfloat16 or float16, but got int64"):
-        F.conv2d(x.long(), w.long())
-    with pytest.raises(TypeError, match=r"argument 'weight' \(position 2\) must be Tensor"):
+        torch.ops.braze.conv2d(x.long(), w.long())
+    with pytest.raises(TypeError, match="conv2d"):
         F.conv2d(x, 3)
     for bad in (1.5, (1.5, 2), True):
         with pytest.raises(TypeError, match="argument 'stride' must be an int or a tuple of ints"):

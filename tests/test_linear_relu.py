@@ -191,7 +191,7 @@ def test_vector_weight_and_bias_of_one_element(device):
 
 def test_bad_input(device):
     r = lambda *s: torch.randn(s, device=device)  # noqa: E731
-    with pytest.raises(TypeError, match=r"linear_relu\(\): argument 'weight' .* must be Tensor"):
+    with pytest.raises(TypeError, match=r"linear\(\): argument 'weight' .* must be Tensor"):
         F.linear_relu(r(2, 3), 3)
     with pytest.raises(RuntimeError, match=r"shapes cannot be multiplied \(2x3 and 5x4\)"):
         F.linear_relu(r(2, 3), r(4, 5))

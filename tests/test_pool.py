@@ -256,10 +256,13 @@ def test_bad_input(device):
         F.avg_pool2d(x, 2, divisor_override=0)
     with pytest.raises(TypeError, match="'divisor_override' must be int, not float"):
         F.avg_pool2d(x, 2, divisor_override=2.5)
+    ops = torch.ops.braze
+    for dtype in (torch.int32, torch.int64, torch.complex64, torch.bool):
+        with pytest.raises(RuntimeError, match="max_pool2d: expected input of dtype float64"):
+            ops.max_pool2d(x.to(dtype), [2], [], [0], [1], False)
+        with pytest.raises(RuntimeError, match="avg_pool2d: expected input of dtype float64"):
+            ops.avg_pool2d(x.to(dtype), [2], [], [0], False, True, None)
     for name in ("max_pool2d", "avg_pool2d"):
-        for dtype in (torch.int32, torch.int64, torch.complex64, torch.bool):
-            with pytest.raises(RuntimeError, match=f"{name}: expected input of dtype float64"):
-                getattr(F, name)(x.to(dtype), 2)
         with pytest.raises(RuntimeError, match="3D or 4D"):
             getattr(F, name)(x[0, 0], 2)
     y, taps = torch.ops.braze.max_pool2d(x, [2], [], [0], [1], False)

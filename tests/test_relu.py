@@ -77,7 +77,7 @@ def test_compile(device, inplace):
 
 def test_bad_input(device):
     with pytest.raises(RuntimeError, match=r"expected input of dtype float64.*but got int64"):
-        F.relu(torch.arange(3, device=device))
+        torch.ops.braze.relu(torch.arange(3, device=device))
     x = torch.randn(3, device=device)
     with pytest.raises(RuntimeError, match=r"same shape as result, but got \[2\] and \[3\]"):
         torch.ops.braze.relu_backward(x[:2], x)
@@ -85,9 +85,10 @@ def test_bad_input(device):
         torch.ops.braze.relu_backward(x.double(), x)
 
 
-def test_transforms_are_refused(device):
-    with pytest.raises(RuntimeError, match="functorch"):
-        torch.func.vmap(F.relu)(torch.randn(3, 4, device=device))
+def test_transforms(device):
+    """Of the raw op; those of the function are in test_composability.py."""
+    x = torch.randn(3, 4, device=device)
+    assert torch.equal(torch.func.vmap(torch.ops.braze.relu.default)(x), x.relu())
 
 
 def test_the_tests_reject_a_wrong_kernel(device, dtype):

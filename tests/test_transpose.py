@@ -134,7 +134,7 @@ def test_bad_input(device):
     with pytest.raises(RuntimeError, match="expected input of 2 or more dimensions, but got 1"):
         braze.transpose_copy(torch.randn(3, device=device))
     with pytest.raises(RuntimeError, match="expected input of dtype float64"):
-        braze.transpose_copy(torch.ones(3, 3, device=device, dtype=torch.int64))
+        torch.ops.braze.transpose_copy(torch.ones(3, 3, device=device, dtype=torch.int64))
 
 
 def test_unknown_kernels(device):

@@ -49,6 +49,15 @@ def plain(input, *others):
     return not _functorch_is_active()
 
 
+def check_tensor(function, argument, position, value):
+    """Raises torch's TypeError where `value` is no tensor, for functions that torch has not."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(
+            f"{function}(): argument '{argument}' (position {position}) must be Tensor, "
+            f"not {type(value).__name__}"
+        )
+
+
 def eager(function, op, tensors, formula=None):
     """What public functions and backwards call for `function.apply`: the same, but cheaper.
 

@@ -291,8 +291,8 @@ def conv_bn_relu2d(
             ``momentum=None`` the running statistics are the average over that many batches.
 
     Returns:
-        What the three functions return. Differentiable once, with respect to every parameter and
-        the input; in training the gradient of `bias`, which batch norm cancels, is exactly zero.
+        What the three functions return. Differentiable with respect to every parameter and the
+        input, from the second derivative on by torch's ops; in training the gradient of `bias`, which batch norm cancels, is exactly zero.
         Bitwise repeatable as conv2d is.
 
     Raises:
@@ -362,8 +362,8 @@ def conv_bn_relu_max_pool2d(
             costs no pass of its own on a GPU where it is small.
 
     Returns:
-        What the four functions return. Differentiable once, with respect to every parameter and
-        the input; in training the gradient of `bias`, which batch norm cancels, is exactly zero.
+        What the four functions return. Differentiable with respect to every parameter and the
+        input, from the second derivative on by torch's ops; in training the gradient of `bias`, which batch norm cancels, is exactly zero.
         Bitwise repeatable as conv2d is.
 
     Raises:

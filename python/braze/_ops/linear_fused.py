@@ -4,7 +4,15 @@ Kernels: csrc/kernels/matmul/; front end: csrc/ops/linear_fused.cpp."""
 import torch
 
 from braze._ops._bilinear import masked
-from braze._ops._common import autocast_dtype, below_autograd, cast_to, eager, plain, register
+from braze._ops._common import (
+    autocast_dtype,
+    below_autograd,
+    cast_to,
+    check_tensor,
+    eager,
+    plain,
+    register,
+)
 from braze._ops.matmul import (
     linear,
     linear_backward,
@@ -224,6 +232,7 @@ def linear_add(input, weight, bias, residual):
         TypeError, RuntimeError: as :func:`linear`; RuntimeError for a residual of another shape.
     """
     if not plain(input, weight, bias, residual):
+        check_tensor("linear_add", "residual", 4, residual)
         return linear(input, weight, bias) + residual
     _check_dims("linear_add", input, weight=weight)
     _check_shape("linear_add", "residual", residual, (*input.shape[:-1], weight.shape[0]))

@@ -4,7 +4,7 @@ csrc/kernels/vector_add/."""
 import torch
 
 from braze import _config
-from braze._ops._common import below_autograd, eager, plain, register
+from braze._ops._common import below_autograd, check_tensor, eager, plain, register
 
 _ops = torch.ops.braze
 
@@ -46,6 +46,8 @@ def vector_add(a, b):
         RuntimeError: different shapes, dtypes or devices, or an unknown backend.
     """
     if not plain(a, b):
+        check_tensor("vector_add", "a", 1, a)
+        check_tensor("vector_add", "b", 2, b)
         return torch.add(a, b)
     function = _ops.vector_add if torch.compiler.is_compiling() else _vector_add
     return function(a, b, _config.chosen_backend("vector_add"))
