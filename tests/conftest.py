@@ -1,11 +1,13 @@
 """Fixtures: every op test runs on each device and dtype. Without a GPU the tests that need one are
-deselected; BRAZE_REQUIRE_CUDA=1 makes them fail instead. BRAZE_TEST_SEED=7 draws other numbers."""
+deselected; BRAZE_REQUIRE_CUDA=1 makes them fail instead. `--seeds` draws other numbers."""
 
 import os
+import zlib
 
 # Threads that spin while they wait slow down the other processes of `pytest -n`.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+import hypothesis
 import pytest
 import torch
 
@@ -14,8 +16,6 @@ from braze import _tuned
 REQUIRE_CUDA = os.environ.get("BRAZE_REQUIRE_CUDA") == "1"
 WITH_CUDA = REQUIRE_CUDA or torch.cuda.is_available()
 DEVICES = ["cpu", "cuda"] if WITH_CUDA else ["cpu"]
-#: where random numbers begin, in tests that draw their own too
-SEED = int(os.environ.get("BRAZE_TEST_SEED", "0"))
 
 
 def require_cuda():
@@ -45,23 +45,35 @@ def dtype(request):
     return getattr(torch, request.param)
 
 
-@pytest.hookimpl(tryfirst=True)
+def pytest_addoption(parser):
+    parser.addoption("--seeds", default="0", help="7, or 0-19 to run every test with each of these")
+    parser.addoption("--share", type=float, default=1.0, help="0.1 runs a tenth, others per seed")
+
+
 def pytest_configure(config):
-    if config.getoption("hypothesis_seed", None) is None:
-        config.option.hypothesis_seed = str(SEED)
-    if hasattr(config, "workerinput"):
+    if hasattr(config, "workerinput") and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(min(2, torch.get_num_threads()))
 
 
+def pytest_generate_tests(metafunc):
+    first, _, last = metafunc.config.getoption("seeds").partition("-")
+    if int(last or first):
+        seeds = range(int(first), int(last or first) + 1)
+        metafunc.parametrize("random_seed", seeds, indirect=True, ids=lambda n: f"seed{n}")
+
+
 def pytest_collection_modifyitems(config, items):
+    share = config.getoption("share") * (1 << 32)
+
     def runs(item):
+        if zlib.crc32(item.nodeid.encode()) > share:
+            return False
         if "gpu" not in getattr(item, "fixturenames", ()):
             return True
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
         return WITH_CUDA and parameters.get("device") != "cpu"
 
-    gone = [item for item in items if not runs(item)]
-    config.hook.pytest_deselected(items=gone)
+    config.hook.pytest_deselected(items=[item for item in items if not runs(item)])
     items[:] = filter(runs, items)
 
 
@@ -70,10 +82,19 @@ def pytest_xdist_auto_num_workers():
     return 0 if WITH_CUDA else min(len(os.sched_getaffinity(0)), 4)
 
 
+@pytest.fixture
+def random_seed(request):
+    """Where the numbers of the test begin. Tests with a generator of their own take
+    torch.initial_seed()."""
+    return getattr(request, "param", 0)
+
+
 @pytest.fixture(autouse=True)
-def _fixed_seed_and_settings():
+def _fixed_seed_and_settings(request, random_seed):
     """Each test draws the same numbers whichever others run, with TF32 off unless it asks."""
-    torch.manual_seed(SEED)
+    torch.manual_seed(random_seed)
+    if getattr(request.function, "is_hypothesis_test", False):
+        hypothesis.seed(random_seed)(request.function)
     torch.backends.cuda.matmul.fp32_precision = "ieee"
     torch.backends.cudnn.conv.fp32_precision = "ieee"
 

@@ -33,7 +33,7 @@ def linear_relu(input, weight, bias=None):
 def operands(shape, n, bias, device, dtype):
     """Small integers: results are exact, so that rounding cannot decide whether the gradient
     passes. Every other output is negative."""
-    g = torch.Generator().manual_seed(sum(shape) + n)
+    g = torch.Generator().manual_seed(sum(shape) + n + torch.initial_seed())
     signs = torch.ones(n)
     signs[1::2] = -1
     tensors = [

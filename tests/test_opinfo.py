@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 import braze
 import braze.nn.functional as F
-from braze.testing import WAYS, mover
+from braze.testing import WAYS, mover, moving_what_is_kept
 from common import DTYPES, assert_by_rule
 
 # Importing common_utils forbids plain assignments to torch.backends in the whole process.
@@ -185,7 +185,11 @@ def test_samples(device, dtype, key):
             reference = call(op.op, sample, torch.float64)
 
             def moved(op=op.op, sample=sample):
-                return [call(op, sample, torch.float64, mover(way)) for way in WAYS]
+                results = []
+                for move in map(mover, WAYS):
+                    with moving_what_is_kept(move):
+                        results.append(call(op, sample, torch.float64, move))
+                return results
 
             if key[
                 0

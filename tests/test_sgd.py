@@ -22,7 +22,7 @@ OPTIONS = [
 
 
 def parameters(device, dtype, shapes=SHAPES):
-    generator = torch.Generator().manual_seed(3)
+    generator = torch.Generator().manual_seed(3 + torch.initial_seed())
     return [
         torch.randn(s, generator=generator, dtype=torch.float64).to(device, dtype) for s in shapes
     ]
@@ -32,7 +32,7 @@ def train(optimizer_class, values, steps=5, dtype=None, lr=0.1, **options):
     """The parameters after `steps` steps of fixed random gradients, and the optimizer."""
     params = [torch.nn.Parameter(v.to(dtype or v.dtype).clone()) for v in values]
     optimizer = optimizer_class(params, lr=lr, **options)
-    generator = torch.Generator().manual_seed(4)
+    generator = torch.Generator().manual_seed(4 + torch.initial_seed())
     for _ in range(steps):
         for p, v in zip(params, values, strict=True):
             grad = torch.randn(v.shape, generator=generator, dtype=torch.float64).to(v.dtype)

@@ -1,5 +1,6 @@
 """The tolerance rule and checks against stock torch, for tests, benchmarks and new ops."""
 
+import contextlib
 import functools
 import itertools
 
@@ -11,8 +12,8 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 # The step of the finite differences: far above float64's rounding, so that they show the condition
 # and not the reference's own noise; far below what would take a value to the other side of a tie.
 _STEP = 2.0**-36
-#: the ways in which inputs are moved; the largest change counts
-WAYS = (1, 2, 3, 4)
+#: the ways in which inputs are moved, forth (1) and back (-1); the largest change counts
+WAYS = (1, -1, 2, -2, 3, -3)
 
 
 def assert_by_rule(actual, stock, reference, ulps=4, what="output", terms=None, moved=None):
@@ -28,13 +29,14 @@ def assert_by_rule(actual, stock, reference, ulps=4, what="output", terms=None, 
     Where this comes from: an algorithm is as good as can be asked for if its result is the exact
     one for inputs that are a few roundings off (Higham, Accuracy and Stability of Numerical
     Algorithms, 1.5 and 1.6). What that may cost is the condition: `change`, how far the reference
-    moves when every input moves by one rounding of the arithmetic (float64's for float64, else
-    float32's). Up to float32 stock's error shows what long sums cost on top. In float64 it does
-    not: the reference is float64 too, equals stock, and errs itself. So the bound has to be known
-    beforehand. Roundings that do not depend on each other add up to sqrt(`terms`) of them, in
-    whatever order a sum is taken (Higham and Mary, A New Approach to Probabilistic Rounding Error
-    Analysis, 2019), hence for any instruction set and number of threads. Wrong kernels are far off:
-    for a million terms the floor is 2e-13, while anything done in float32 errs by 6e-8.
+    moves when every input, and what is kept for the backward, moves by one rounding of the
+    arithmetic (float64's for float64, else float32's). Up to float32 stock's error shows what long
+    sums cost on top. In float64 it does not: the reference is float64 too, equals stock, and errs
+    itself. So the bound has to be known beforehand. Roundings that do not depend on each other add
+    up to sqrt(`terms`) of them, in whatever order a sum is taken (Higham and Mary, A New Approach
+    to Probabilistic Rounding Error Analysis, 2019), hence for any instruction set and number of
+    threads. Wrong kernels are far off: for a million terms the floor is 2e-13 of the largest
+    element, while anything done in float32 errs by 6e-8 of it.
 
     Args:
         actual: braze's result.
@@ -42,8 +44,8 @@ def assert_by_rule(actual, stock, reference, ulps=4, what="output", terms=None, 
         reference: torch's result in float64 on the same (rounded) inputs.
         ulps: how many roundings a result may be off that is not a long sum.
         terms: of the longest sum behind an element; default: as many as the result has elements.
-        moved: a function that returns a list of references for inputs that a :func:`mover` moved;
-            called if the verdict depends on it. Without it `change` counts as 0.
+        moved: a function that returns references for inputs that :func:`mover` moved, one for each
+            of `WAYS`; called if the verdict depends on it. Without it `change` counts as 0.
     """
     assert actual.shape == stock.shape, f"{what}: shape {actual.shape}, stock {stock.shape}"
     assert actual.dtype == stock.dtype, f"{what}: dtype {actual.dtype}, stock {stock.dtype}"
@@ -65,7 +67,7 @@ def assert_by_rule(actual, stock, reference, ulps=4, what="output", terms=None, 
         ulps += (terms or actual.numel()) ** 0.5
     limit = 2 * stock_error + ulps * unit
     if error > limit and moved is not None:
-        change = max((m.detach().to(r)[finite] - r).abs().max() for m in moved())
+        change = _largest_change(r, [m.detach().to(r)[finite] for m in moved()])
         rounding = torch.finfo(torch.promote_types(stock.dtype, torch.float32)).eps
         limit = 2 * stock_error + ulps * max(unit, change * (rounding / _STEP))
     assert error <= limit, f"{what}: error {error:.3e}, stock {stock_error:.3e}, limit {limit:.3e}"
@@ -74,15 +76,35 @@ def assert_by_rule(actual, stock, reference, ulps=4, what="output", terms=None, 
 def mover(way):
     """A function that gives a tensor in float64 with each value up or down by the relative `_STEP`:
     another choice for each of `WAYS` and for each call, but the same for equal values of a tensor,
-    so that ties stay ties."""
-    turns = itertools.count(1000 * way)
+    so that ties stay ties. `-way` moves all that `way` moves, to the other side."""
+    turns = itertools.count(1000 * abs(way))
+    step = _STEP if way > 0 else -_STEP
 
     def move(t):
-        t, factor = t.double(), pow(0x9E3779B97F4A7C15, next(turns), 1 << 63)
+        t, factor = t.detach().double(), pow(0x9E3779B97F4A7C15, next(turns), 1 << 63)
         up = t.view(torch.int64) * factor < 0  # a hash: the highest bit of the product
-        return t * (1 + _STEP * torch.where(up, 1, -1).to(t))
+        return t * (1 + step * torch.where(up, 1, -1).to(t))
 
     return move
+
+
+def moving_what_is_kept(move):
+    """A context in which what a forward keeps for its backward moves too: a softmax's gradient, for
+    one, is made from its rounded result."""
+    return torch.autograd.graph.saved_tensors_hooks(
+        lambda t: move(t) if t.is_floating_point() else t, lambda t: t
+    )
+
+
+def _largest_change(reference, moved):
+    """Of the references for inputs that were moved in all `WAYS`. An element that does not go back
+    where the inputs go back jumped: at a tie, which has nothing to do with rounding."""
+    largest = 0.0
+    for forth, back in zip(moved[::2], moved[1::2], strict=True):
+        change, bend = (forth - back) / 2, forth + back - 2 * reference
+        change = torch.where(bend.abs() <= change.abs(), change.abs(), 0)
+        largest = max(largest, change.max().item())
+    return largest
 
 
 def check_against_stock(
@@ -105,12 +127,13 @@ def check_against_stock(
     def is_float(t):
         return isinstance(t, torch.Tensor) and t.is_floating_point()
 
-    def run(fn, convert=lambda t: t, move=lambda t: t):
+    def run(fn, convert=lambda t: t, keeping=contextlib.nullcontext):
         args = [
-            move(convert(t.detach())).requires_grad_(t.requires_grad) if is_float(t) else t
+            convert(t.detach()).requires_grad_(t.requires_grad) if is_float(t) else t
             for t in inputs
         ]
-        out = fn(*args)
+        with keeping():
+            out = fn(*args)
         wanted = [t for t in args if is_float(t) and t.requires_grad]
         if not wanted:
             return (out,)
@@ -122,11 +145,12 @@ def check_against_stock(
             generator = torch.Generator(place).manual_seed(1)
             weight = torch.randn(out.shape, generator=generator, dtype=torch.float64, device=place)
             weight = weight.to(next(t.dtype for t in inputs if is_float(t)))
-        return out, *torch.autograd.grad(out, wanted, move(weight.to(out)))
+        return out, *torch.autograd.grad(out, wanted, convert(weight.to(out)))
 
     @functools.cache
     def moved():
-        return [run(stock_fn, torch.Tensor.double, mover(way)) for way in WAYS]
+        moves = map(mover, WAYS)
+        return [run(stock_fn, m, functools.partial(moving_what_is_kept, m)) for m in moves]
 
     actual, stock = run(braze_fn), run(stock_fn)
     reference = run(stock_fn, torch.Tensor.double)
