@@ -116,7 +116,8 @@ def check_against_stock(
     Args:
         braze_fn, stock_fn: take `inputs`, return one tensor.
         inputs: tensors; the floating-point ones get gradients if they require grad.
-        ulps, grad_ulps: the floor for the result and for the gradients.
+        ulps, grad_ulps: the floor for the result and for the gradients; default: twice as much for
+            these, which have the roundings of both ways behind them.
         terms: of the longest sum; default: as many as the largest tensor has elements.
         grad_output: the incoming gradient; default: random.
 
@@ -157,7 +158,7 @@ def check_against_stock(
     tensors = [t for t in (*inputs, actual[0]) if isinstance(t, torch.Tensor)]
     terms = terms or max(t.numel() for t in tensors)
     for i, (a, s, r) in enumerate(zip(actual, stock, reference, strict=True)):
-        what, floor = (f"gradient {i - 1}", grad_ulps or ulps) if i else ("output", ulps)
+        what, floor = (f"gradient {i - 1}", grad_ulps or 2 * ulps) if i else ("output", ulps)
         assert_by_rule(a, s, r, floor, what, terms, lambda i=i: [m[i] for m in moved()])
     return actual[0]
 
