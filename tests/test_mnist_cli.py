@@ -17,7 +17,6 @@ from test_data import TEST_IMAGES, TEST_LABELS, TRAIN_IMAGES, TRAIN_LABELS, idx_
 import braze
 from braze.__main__ import main
 from braze.data import load_mnist
-from conftest import require_cuda
 
 pytest.importorskip("rich", reason="braze mnist needs rich")
 pytest.importorskip("matplotlib", reason="braze mnist needs matplotlib")
@@ -262,9 +261,8 @@ assert all(bool(other.isnan().all()) for other in others)
 """
 
 
-def test_a_graph_of_stock_outlives_another(environment, data):
+def test_a_graph_of_stock_outlives_another(gpu, environment, data):
     """In a process of its own: memory that a graph has lost is an error that CUDA keeps."""
-    require_cuda()
     code = _TWO_GRAPHS.format(data=os.fspath(data))
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
