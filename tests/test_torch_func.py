@@ -1,5 +1,5 @@
-"""torch.func's transforms of the fused functions, of converted models and of compiled functions give
-what stock's do. Those of single ops are in test_composability.py."""
+"""torch.func's transforms of the fused functions, of converted models and of compiled functions
+give what stock's do. Those of single ops are in test_composability.py."""
 
 import copy
 
@@ -108,23 +108,21 @@ def models(device):
 
 def test_converted_model(models):
     *both, x = models
-    results = []
-    for model in both:
-        model.eval()
-        parameters = dict(model.named_parameters())
 
-        def result(parameters, x, model=model):
+    def results(model):
+        parameters = dict(model.eval().named_parameters())
+
+        def result(parameters, x):
             return functional_call(model, parameters, (x,))
 
-        results.append(
-            (
-                jacrev(result)(parameters, x),
-                vmap(grad(lambda p, one: result(p, one[None]).sum()), (None, 0))(parameters, x),
-                hessian(lambda x: result(parameters, x).square().sum())(x),
-                jvp(model, (x,), (x,)),
-            )
+        return (
+            jacrev(result)(parameters, x),
+            vmap(grad(lambda p, one: result(p, one[None]).sum()), (None, 0))(parameters, x),
+            hessian(lambda x: result(parameters, x).square().sum())(x),
+            jvp(model, (x,), (x,)),
         )
-    torch.testing.assert_close(results[1], results[0])
+
+    torch.testing.assert_close(*map(results, both))
 
 
 def test_converted_model_in_training(models):

@@ -1,7 +1,7 @@
 """Drop-in functions: the names, argument order and defaults of ``torch.nn.functional``.
 
-What braze has no kernels for goes to torch's function of the name (for the fused ones: to those that
-make them up), which computes it or raises its own error: integers, complex numbers, sparse tensors,
+What braze has no kernels for goes to torch's function of the name (the fused ones become what they
+are made of), which computes it or raises its own error: integers, complex numbers, sparse tensors,
 subclasses of tensors, and everything within ``torch.func``'s transforms and forward-mode
 differentiation.
 """
