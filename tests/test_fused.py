@@ -243,6 +243,57 @@ def test_bad_input(device):
     assert torch.equal(mean, before)
 
 
+def no_statistics(bn):
+    bn.running_mean = bn.running_var = bn.num_batches_tracked = None
+
+
+def no_count(bn):
+    bn.num_batches_tracked = None
+
+
+def no_running_statistics(bn):
+    bn.running_mean = bn.running_var = None
+
+
+@pytest.mark.parametrize("change", [None, no_statistics, no_count, no_running_statistics])
+@pytest.mark.parametrize("channels", [1, 8])
+@pytest.mark.parametrize("pool", [True, False])
+def test_no_momentum_without_buffers(device, change, channels, pool):
+    """An average over all batches where nothing counts them, or nothing is averaged."""
+    n = torch.nn
+    track = change is not None
+    bn = n.BatchNorm2d(4, momentum=None, track_running_stats=track)
+    layers = n.Conv2d(channels, 4, 3), bn, n.ReLU(), *[n.MaxPool2d(2)] * pool
+    expected = n.Sequential(*layers).to(device)
+    if track:
+        change(expected[1])
+    models = copy.deepcopy(expected), braze.convert(copy.deepcopy(expected))
+    models[0][1].__class__ = braze.nn.BatchNorm2d
+    x = torch.randn(2, channels, 8, 8, device=device)
+    for training in (True, True, False):
+        stock_result = expected.train(training)(x)
+        for model in models:
+            torch.testing.assert_close(model.train(training)(x), stock_result)
+            torch.testing.assert_close(model.state_dict(), expected.state_dict())
+
+
+def test_no_momentum_in_the_functions(device):
+    x, w = torch.randn(2, 1, 8, 8, device=device), torch.randn(4, 1, 3, 3, device=device)
+    expected = reference(x, w, None, None, None)
+    result = fused(x, w, None, None, None, momentum=None)
+    torch.testing.assert_close(result, expected)
+    batches = torch.tensor(3, device=device)
+    for count in (None, batches):
+        op = torch.ops.braze.conv_bn_relu_max_pool2d
+        raw, *_ = op(x, w, None, None, None, None, None, count, [0, 0], True, None, 1e-5)
+        assert torch.equal(raw, result)
+    assert batches == 4
+    mean, var = torch.ones(4, device=device), torch.ones(4, device=device)
+    fused(x, w, None, None, None, mean=mean, var=var, momentum=None)
+    assert torch.equal(mean, torch.ones_like(mean))  # nothing counts: as torch's layer has it
+    assert torch.equal(var, torch.ones_like(var))
+
+
 def test_the_tests_reject_a_wrong_kernel(device):
     """Gradients without batch norm's correction terms: the comparison must fail."""
 

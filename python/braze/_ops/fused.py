@@ -292,8 +292,8 @@ def conv_bn_relu2d(
 
     Returns:
         What the three functions return. Differentiable with respect to every parameter and the
-        input, from the second derivative on by torch's ops; in training the gradient of `bias`, which batch norm cancels, is exactly zero.
-        Bitwise repeatable as conv2d is.
+        input, from the second derivative on by torch's ops; in training the gradient of `bias`,
+        which batch norm cancels, is exactly zero. Bitwise repeatable as conv2d is.
 
     Raises:
         As the three functions do.
@@ -363,8 +363,8 @@ def conv_bn_relu_max_pool2d(
 
     Returns:
         What the four functions return. Differentiable with respect to every parameter and the
-        input, from the second derivative on by torch's ops; in training the gradient of `bias`, which batch norm cancels, is exactly zero.
-        Bitwise repeatable as conv2d is.
+        input, from the second derivative on by torch's ops; in training the gradient of `bias`,
+        which batch norm cancels, is exactly zero. Bitwise repeatable as conv2d is.
 
     Raises:
         As the four functions do.
