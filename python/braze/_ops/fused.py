@@ -226,7 +226,8 @@ def _as_one_op(
     stride, padding, dilation, groups, training, momentum, eps, num_batches_tracked
 ):  # fmt: skip
     """The block's result where one op makes it, else None."""
-    if not plain(input, weight, bias, running_mean, running_var, bn_weight, bn_bias):
+    others = weight, bias, running_mean, running_var, bn_weight, bn_bias
+    if weight is None or not plain(input, *others):
         return None
     if input.dim() != 4 or weight.dim() != 4:
         return None

@@ -278,7 +278,7 @@ def matmul(input, other):
         RuntimeError: shapes that do not fit, different dtypes, different devices, or a backend that
             cannot take the arguments.
     """
-    if not plain(input, other):
+    if other is None or not plain(input, other):
         return torch.matmul(input, other)
     dtype = autocast_dtype(input)
     if dtype is not None:
@@ -304,7 +304,7 @@ def linear(input, weight, bias=None):
         TypeError: input or weight is not a tensor.
         RuntimeError: as :func:`braze.matmul`.
     """
-    if not plain(input, weight, bias):
+    if weight is None or not plain(input, weight, bias):
         return torch.nn.functional.linear(input, weight, bias)
     return _checked_linear(input, weight, bias, False)
 
@@ -323,7 +323,7 @@ def linear_relu(input, weight, bias=None):
     Raises:
         TypeError, RuntimeError: as :func:`linear`.
     """
-    if not plain(input, weight, bias):
+    if weight is None or not plain(input, weight, bias):
         return relu(linear(input, weight, bias))
     return _checked_linear(input, weight, bias, True)
 

@@ -45,7 +45,7 @@ def vector_add(a, b):
         TypeError: an argument is not a tensor.
         RuntimeError: different shapes, dtypes or devices, or an unknown backend.
     """
-    if not plain(a, b):
+    if b is None or not plain(a, b):
         check_tensor("vector_add", "a", 1, a)
         check_tensor("vector_add", "b", 2, b)
         return torch.add(a, b)
