@@ -101,7 +101,7 @@ def load_digits():
     images = torch.nn.functional.interpolate(images, size=(20, 20), mode="bilinear")
     images = torch.nn.functional.pad(images, (4, 4, 4, 4)).squeeze(1).round().to(torch.uint8)
     labels = torch.from_numpy(digits.target.astype(np.uint8))
-    test = torch.arange(len(images)) % 5 == 4
+    test = torch.arange(len(images), device="cpu") % 5 == 4  # whatever the default device is
     return Digits(
         images[~test],
         labels[~test],
