@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import platformdirs
 import torch
 
-from braze import _cache
 from braze.data.idx import parse_idx, read_bytes, unzip
 
 MIRRORS = (
@@ -71,7 +71,7 @@ def load_mnist(root=None, download=True):
     named = root if root is not None else os.environ.get("BRAZE_DATA")
     if named:
         return _read(Path(named).expanduser())
-    cache = _cache.user_folder() / "mnist"
+    cache = platformdirs.user_cache_path("braze") / "mnist"
     missing = [name for name in FILES if _find(cache, name) is None]
     if missing and download:
         try:
