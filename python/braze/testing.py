@@ -8,7 +8,6 @@ import torch
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
-
 # The step of the finite differences: far above float64's rounding, so that they show the condition
 # and not the reference's own noise; far below what would take a value to the other side of a tie.
 _STEP = 2.0**-36
@@ -102,7 +101,7 @@ def _largest_change(reference, moved):
     largest = 0.0
     for forth, back in zip(moved[::2], moved[1::2], strict=True):
         change, bend = (forth - back) / 2, forth + back - 2 * reference
-        change = torch.where(bend.abs() <= change.abs(), change.abs(), 0)
+        change = torch.where(bend.abs() < change.abs(), change.abs(), 0)
         largest = max(largest, change.max().item())
     return largest
 
