@@ -159,6 +159,15 @@ def test_the_first_derivative_is_the_same(device, case):
     assert any(r.requires_grad for r in recorded)
 
 
+@pytest.mark.parametrize("filters_last", [False, True])
+def test_mixed_layouts(device, filters_last):
+    """The codes of a block are in the order of the convolution's output, whatever that is."""
+    function, (x, w, *rest) = CASES["block, pooled, training"]
+    tensors = leaves([x], device, not filters_last) + leaves([w], device, filters_last)
+    tensors += leaves(rest, device)
+    assert torch.autograd.gradgradcheck(function, tensors, fast_mode=True)
+
+
 def test_one_tensor_in_two_places(device):
     """As input and as gradient, as weight and as bias."""
     x, w = rand(4, 3).to(device).requires_grad_(), rand(3).to(device).requires_grad_()

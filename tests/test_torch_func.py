@@ -86,6 +86,21 @@ def test_functions(device, case, transform):
     torch.testing.assert_close(actual, expected)
 
 
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_vmap_over_backward(device, case):
+    """Of a graph that was recorded outside, by the kernels."""
+    ours, theirs, tensors = case
+    tensors = [t.to(device).requires_grad_() for t in tensors]
+    results = []
+    for f in (ours, theirs):
+        y = f(*tensors)
+        seeds = torch.stack([torch.ones_like(y), y.detach()])
+        results.append(
+            vmap(lambda g, y=y: torch.autograd.grad(y, tensors, g, retain_graph=True))(seeds)
+        )
+    torch.testing.assert_close(*results, atol=1e-10, rtol=1e-7)
+
+
 @pytest.fixture
 def models(device):
     """Stock's, converted, and a batch."""

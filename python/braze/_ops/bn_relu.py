@@ -143,30 +143,39 @@ def unpack(codes):
     return (codes.unsqueeze(-1) >> torch.arange(0, 32, 4, device=codes.device)) & 7
 
 
+def _through_relu(grad_output, input, codes, statistics, max_pool):
+    """The gradient of batch norm's result, in torch's ops; `input` as the forward saved it."""
+    if max_pool:
+        n, c, p, q = grad_output.shape
+        channels_last = is_channels_last(input)  # the order of the codes
+        codes = unpack(codes).flatten()[: grad_output.numel()]
+        codes = codes.view((n, p, q, c) if channels_last else grad_output.shape)
+        codes = codes.permute(0, 3, 1, 2) if channels_last else codes
+        return unpool(grad_output, codes, *input.shape[2:])
+    mean, _, scale, shift = statistics.view(4, -1, 1, 1).unbind()
+    result = (input.detach() - mean) * scale + shift
+    return grad_output.where(~(result <= 0), 0)  # NaN lets it through
+
+
 def _bn_relu2d_gradients(
     grad_output, input, weight, bias, codes, statistics, training, max_pool, mask
 ):
     """The backward in torch's ops, to be differentiated by them."""
-    mean, rstd, scale, shift = statistics.unbind()
-    if max_pool:
-        n, c, p, q = grad_output.shape
-        order = (n, p, q, c) if is_channels_last(input) else (n, c, p, q)
-        codes = unpack(codes).flatten()[: grad_output.numel()].view(order)
-        codes = codes.permute(0, 3, 1, 2) if is_channels_last(input) else codes
-        g = unpool(grad_output, codes, *input.shape[2:])
-    else:
-        each = (-1, 1, 1)
-        normalised = (input.detach() - mean.view(each)) * scale.view(each) + shift.view(each)
-        g = grad_output.where(~(normalised <= 0), 0)  # NaN lets it through
-    dx, dweight, dbias = batch_norm_gradients(g, input, weight, mean, rstd, training)
+    g = _through_relu(grad_output, input, codes, statistics, max_pool)
+    dx, *d = batch_norm_gradients(g, input, weight, *statistics[:2], training)
     if weight is None and bias is not None:
-        return dx, dweight.to(bias.dtype), dbias.to(bias.dtype)
-    return dx, dweight, dbias
+        d = [t.to(bias.dtype) for t in d]
+    return dx, *d
 
 
 def with_derivatives_of(value, other):
     """The value of the one, the derivatives of the other."""
     return value + (other - other.detach())
+
+
+def conv_bias_gradient(dz, training):
+    """Of a convolution before batch norm, which cancels the bias in training."""
+    return dz.new_zeros(dz.shape[1]) if training else dz.sum((0, 2, 3))
 
 
 def _conv_bn_relu2d_gradients(
@@ -175,13 +184,14 @@ def _conv_bn_relu2d_gradients(
 ):  # fmt: skip
     """The backward in torch's ops, to be differentiated by them."""
     geometry = stride, padding, dilation, groups
+    g = _through_relu(grad_output, z, codes, statistics, max_pool)
     again = torch.nn.functional.conv2d(input, weight, conv_bias, *geometry)
     z = with_derivatives_of(z.detach(), again)
-    norm = training, max_pool, None
-    dz, *d_norm = _bn_relu2d_gradients(grad_output, z, bn_weight, bn_bias, codes, statistics, *norm)
-    mask = (*mask[:2], not training)
-    dx, dw, d_bias = conv2d_gradients(dz, input, weight, *geometry, mask)
-    return dx, dw, d_bias, *d_norm
+    dz, *d_norm = batch_norm_gradients(g, z, bn_weight, *statistics[:2], training)
+    if bn_weight is None and bn_bias is not None:
+        d_norm = [t.to(bn_bias.dtype) for t in d_norm]
+    dx, dw, _ = conv2d_gradients(dz, input, weight, *geometry, (*mask[:2], False))
+    return dx, dw, conv_bias_gradient(dz, training), *d_norm
 
 
 def _run_conv_bn_relu2d_backward(conv_bias, *args):

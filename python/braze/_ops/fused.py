@@ -101,11 +101,10 @@ def _gradients(
         z = z + bn_relu.with_derivatives_of(zero, conv_bias).to(acc).view(-1, 1, 1)
     g = bn_relu.unpool(grad_output, _unpack(codes, grad_output.shape), *z.shape[2:])
     dz, d_weight, d_bias = batch_norm_gradients(g, z, bn_weight, mean, rstd, training)
-    mask = (False, True, not training)
-    _, dw, d_conv_bias = conv2d_gradients(dz, x, w, (1, 1), padding, (1, 1), 1, mask)
+    _, dw, _ = conv2d_gradients(dz, x, w, (1, 1), padding, (1, 1), 1, (False, True, False))
+    d_conv_bias = bn_relu.conv_bias_gradient(dz, training)
     parameters = bn_dtype or (dtype if bn_weight is None else bn_weight.dtype)
-    d_conv_bias = None if training else d_conv_bias.to(dtype)
-    return dw.to(dtype), d_conv_bias, d_weight.to(parameters), d_bias.to(parameters)
+    return dw.to(dtype), d_conv_bias.to(dtype), d_weight.to(parameters), d_bias.to(parameters)
 
 
 def _run_backward(conv_bias, *args):

@@ -158,7 +158,27 @@ def _one_by_one(settings, hidden, weight2):
     return hidden.is_cuda and rows <= _FEW_ROWS and max(outputs, width) <= _FEW_OUTPUTS
 
 
-_matmul_epilogue = eager(MatmulEpilogue, _ops.matmul_epilogue.default, tensors=5)
+def _epilogue_formula(
+    input,
+    other,
+    bias=None,
+    residual=None,
+    relu_result=None,
+    relu=False,
+    column_sums=False,
+    row_sums=False,
+    *settings,
+):
+    out = torch.matmul(input, other)
+    for term in (bias, residual):
+        out = out if term is None else out + term
+    out = torch.relu(out) if relu else out
+    out = out if relu_result is None else relu_backward(out, relu_result)
+    columns = out.sum_to_size(out.shape[-1:]) if column_sums else None
+    return out, columns, out.sum(-1) if row_sums else None
+
+
+_matmul_epilogue = eager(MatmulEpilogue, _ops.matmul_epilogue.default, 5, _epilogue_formula)
 _linear_relu_linear = eager(LinearReLULinear, _ops.linear_relu_linear.default, tensors=5)
 
 

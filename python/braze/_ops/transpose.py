@@ -23,7 +23,11 @@ class TransposeCopy(torch.autograd.Function):
         return _transpose_copy(grad_output, ctx.backend), None
 
 
-_transpose_copy = eager(TransposeCopy, _ops.transpose_copy.default, tensors=1)
+def _formula(input, backend="auto"):
+    return torch.transpose(input, -2, -1).contiguous()
+
+
+_transpose_copy = eager(TransposeCopy, _ops.transpose_copy.default, 1, _formula)
 register(
     "transpose_copy",
     fake=lambda input, backend="auto": input.new_empty(
@@ -50,6 +54,6 @@ def transpose_copy(input):
     """
     if not plain(input):
         check_tensor("transpose_copy", "input", 1, input)
-        return torch.transpose(input, -2, -1).contiguous()
+        return _formula(input)
     function = _ops.transpose_copy if torch.compiler.is_compiling() else _transpose_copy
     return function(input, _config.chosen_backend("transpose_copy"))
