@@ -294,8 +294,12 @@ def test_not_a_tensor(device, name, no_tensor):
     good = on(device, GOOD[name]())
     for i in (i for i, t in enumerate(good) if is_tensor(t)):
         arguments = [*good[:i], no_tensor, *good[i + 1 :]]
-        expected = outcome(stock(name), arguments)
-        if no_tensor is None and not isinstance(expected, Exception):
+        try:
+            stock(name)(*arguments)
+        except Exception as error:
+            expected = error
+        else:
+            assert no_tensor is None
             continue  # an argument that may be left out
         assert isinstance(expected, (TypeError, AttributeError, ValueError, RuntimeError))
         actual = outcome(ours(name), arguments)
@@ -374,8 +378,8 @@ def test_layers_of_integers(device):
     """What a converted model meets where stock's works."""
     x = torch.arange(72, device=device).view(2, 1, 6, 6)
     for layer in ("MaxPool2d", "AvgPool2d"):
-        expected = getattr(torch.nn, layer)(2)(x)
-        assert torch.equal(getattr(braze.nn, layer)(2)(x), expected)
+        expected = outcome(getattr(torch.nn, layer)(2), [x])  # of CUDA, an error
+        assert_same_outcome(outcome(getattr(braze.nn, layer)(2), [x]), expected)
     assert torch.equal(braze.nn.ReLU()(x - 30), (x - 30).relu())
 
 

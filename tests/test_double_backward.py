@@ -115,6 +115,13 @@ def leaves(tensors, device, channels_last=False):
     ]  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def _repeatable():
+    """cuDNN's gradients of float64 convolutions are not bitwise what they were before."""
+    with braze.backend(conv2d="braze"):
+        yield
+
+
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_gradgradcheck(device, case, channels_last):

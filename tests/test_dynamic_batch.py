@@ -84,10 +84,12 @@ class Holds(torch.nn.Module):
     def __init__(self, function, parameters):
         super().__init__()
         self.function = function
-        self.parameters_ = torch.nn.ParameterList(parameters)
+        self.names = [f"p{i}" for i in range(len(parameters))]
+        for name, tensor in zip(self.names, parameters, strict=True):
+            self.register_parameter(name, torch.nn.Parameter(tensor))
 
     def forward(self, x):
-        return self.function(x, *self.parameters_)
+        return self.function(x, *[getattr(self, name) for name in self.names])
 
 
 def of_size(x, n):

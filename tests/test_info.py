@@ -146,7 +146,7 @@ def test_command_line_without_a_package(tmp_path, package):
     code += "from braze.__main__ import main; sys.exit(main(['info']))"
     out = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code],
-        env=os.environ | {"PYTHONPATH": os.fspath(PACKAGE.parent)},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([os.fspath(PACKAGE.parent), *sys.path])},
         capture_output=True,
         text=True,
         timeout=60,

@@ -7,10 +7,10 @@ import torch
 import braze.nn
 from braze._ops._common import FLOAT_DTYPES
 from braze.convert.classes import Rewritten, class_for
+from braze.convert.modules import own_class, worth_splicing
 from braze.convert.runs import BLOCKS, LAYERS, hooks
 from braze.convert.runs import kind_of as layer_kind
 from braze.convert.source import Unknown
-from braze.convert.splice import own_class, worth_splicing
 
 _TO = {getattr(torch.nn, name): getattr(braze.nn, name) for name in LAYERS}
 _CONVERTED = {to: stock for stock, to in _TO.items()}

@@ -8,8 +8,11 @@ import types
 import torch
 
 from braze.convert import runs
+from braze.convert.chains import analyse_children
+from braze.convert.emit import spliced
+from braze.convert.modules import own_class
 from braze.convert.source import Unknown
-from braze.convert.splice import analyse, analyse_children, own_class, spliced
+from braze.convert.splice import analyse
 
 _SEQUENTIAL_FORWARD = torch.nn.Sequential.forward
 

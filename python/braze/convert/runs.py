@@ -153,6 +153,13 @@ def other(callee, known, code, made):
     return made if callee is known else callee
 
 
+def inherited(callee, me, known, code, made):
+    """:func:`other` of ``super().name``, of which torch.compile cannot tell what it is."""
+    if torch.compiler.is_compiling():
+        return functools.partial(made, me)
+    return other(callee, known, code, made)
+
+
 def changed(known, code, made):
     """Whether a function is no longer what `made` was made of."""
     return (

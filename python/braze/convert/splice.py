@@ -9,34 +9,25 @@ branches, effects, settings that change, it goes on doing.
 
 import ast
 import inspect
-import itertools
 import types
 import typing
 
-import torch
-
 from braze.convert import runs
-from braze.convert.source import PREFIX, Unknown, copy_tree, make, tree_of
-
-_CONTAINERS = torch.nn.ModuleList, torch.nn.Sequential
-
-
-class Link(typing.NamedTuple):
-    """A call of a layer or of a function, as part of a chain.
-
-    Attributes:
-        number: the call, by its place in the tree.
-        form: ``"layer"``, ``"function"`` or ``"method"`` of a tensor.
-        kind: what it computes, see runs.KINDS.
-        layers: the layers that it may call, with their names; empty for functions.
-        name: of the function.
-    """
-
-    number: int
-    form: str
-    kind: str
-    layers: tuple
-    name: str
+from braze.convert.chains import (
+    FUNCTIONS,
+    VARIABLE,
+    Link,
+    blocks,
+    calls_of,
+    constant,
+    function_name,
+    run_length,
+    runs_among,
+    settings_fit,
+)
+from braze.convert.emit import SCOPES, is_super
+from braze.convert.modules import child_of, is_container, own_class
+from braze.convert.source import Unknown, tree_of
 
 
 class Splices(typing.NamedTuple):
@@ -75,55 +66,6 @@ class Found(typing.NamedTuple):
     splices: Splices
     runs: list
     functions: list
-
-
-def analyse_children(module, kind_of):
-    """The runs among the children of a Sequential, as :class:`Found` has them."""
-    children = module.__dict__["_modules"].items() if _is_container(module) else ()
-    return _runs_among(children, kind_of)
-
-
-def _runs_among(layers, kind_of):
-    links = [Link(0, "layer", kind_of(m), ((name, m),), "") for name, m in layers]
-    found, at = [], 0
-    while at < len(links):
-        length = _run_length(links[at:])
-        found += _blocks(links[at : at + length])
-        at += max(length, 1)
-    return found
-
-
-def _run_length(links):
-    """The length of the longest run that links, innermost first, begin with, or 0."""
-    length = runs.run_length(tuple(k.kind for k in links))
-    while length and not _fits(links[:length]):
-        length = runs.run_length(tuple(k.kind for k in links[: length - 1]))
-    return length
-
-
-def _fits(links):
-    """Whether layers have settings that the fused blocks have too."""
-    if len({len(k.layers) for k in links} - {0, 1}) > 1:
-        return False  # of a loop over several lists of layers, of other lengths
-    for conv, bn in itertools.pairwise(links):
-        if conv.kind == "Conv2d":
-            pairs = zip(conv.layers, bn.layers, strict=False)
-            if not all(runs.conv_fits(a, b) for (_, a), (_, b) in pairs):
-                return False
-    return True
-
-
-def _blocks(run):
-    """The fused blocks of a run, as tuples of (kind, name) of their parts."""
-    found, at = [], 0
-    while at < len(run):
-        kinds = tuple(k.kind for k in run[at:])
-        length = next((len(b) for b in runs.BLOCKS if kinds[: len(b)] == b), 0)
-        block = run[at : at + length]
-        for i in range(max((len(k.layers) for k in block), default=0)):
-            found.append(tuple((k.kind, _part(k, i)) for k in block))
-        at += max(length, 1)
-    return found
 
 
 def analyse(module, function, kind_of):
@@ -189,7 +131,7 @@ class _Function:
         """A node and what is in it, outermost first, without the functions and classes in it."""
         yield node
         for child in ast.iter_child_nodes(node):
-            if not isinstance(child, _SCOPES):
+            if not isinstance(child, SCOPES):
                 yield from self._nodes(child)
 
     # What names stand for.
@@ -232,11 +174,11 @@ class _Function:
         if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice):
             found = self._elements(node.value)
             parts = (node.slice.lower, node.slice.upper, node.slice.step)
-            bounds = [None if part is None else _constant(part) for part in parts]
-            return None if not found or _VARIABLE in bounds else found[slice(*bounds)]
+            bounds = [None if part is None else constant(part) for part in parts]
+            return None if not found or VARIABLE in bounds else found[slice(*bounds)]
         is_me = isinstance(node, ast.Name) and node.id == self.me
         holders = (("", self.module),) if is_me else self.layers(node)
-        if not holders or len(holders) > 1 or not _is_container(holders[0][1]):
+        if not holders or len(holders) > 1 or not is_container(holders[0][1]):
             return None
         (prefix, container), *_ = holders
         prefix = f"{prefix}." if prefix else ""
@@ -250,7 +192,7 @@ class _Function:
             return self._attribute(node)
         if isinstance(node, ast.Subscript):
             found = self._elements(node.value)
-            index = _constant(node.slice)
+            index = constant(node.slice)
             if found and isinstance(index, int) and -len(found) <= index < len(found):
                 return (found[index],)
             return found if isinstance(node.slice, ast.Name) else None
@@ -308,11 +250,11 @@ class _Function:
                 return None, None
             return Link(node.number, "layer", kinds.pop(), layers, ""), node.args[0]
         function, settings, input = self._function(node)
-        kind = runs.FUNCTION_KINDS.get(function) if isinstance(function, _FUNCTIONS) else None
-        if kind is None or settings is None or not _settings_fit(kind, *settings):
+        kind = runs.FUNCTION_KINDS.get(function) if isinstance(function, FUNCTIONS) else None
+        if kind is None or settings is None or not settings_fit(kind, *settings):
             return None, None
         form = "method" if isinstance(function, str) else "function"
-        return Link(node.number, form, kind, (), _function_name(function)), input
+        return Link(node.number, form, kind, (), function_name(function)), input
 
     def _function(self, node):
         """The function of a call, or the name of the method; its settings as constants, or None;
@@ -326,9 +268,9 @@ class _Function:
             return function, None, None
         else:
             args, input = node.args[1:], node.args[0]
-        values = tuple(_constant(a) for a in args)
-        named = {k.arg: _constant(k.value) for k in node.keywords}
-        known = None not in named and not any(v is _VARIABLE for v in (*values, *named.values()))
+        values = tuple(constant(a) for a in args)
+        named = {k.arg: constant(k.value) for k in node.keywords}
+        known = None not in named and not any(v is VARIABLE for v in (*values, *named.values()))
         return function, (values, named) if known else None, input
 
     def chain(self, node):
@@ -346,15 +288,15 @@ class _Function:
         links = [k for k in links[::-1] if k.number not in self.taken]
         at = 0
         while at < len(links):
-            length = _run_length(links[at:])
+            length = run_length(links[at:])
             if length:
                 self._take(links[at : at + length])
-                self.parts["nested"].append(_calls(links[at : at + length]))
+                self.parts["nested"].append(calls_of(links[at : at + length]))
             at += max(length, 1)
 
     def _take(self, run):
         self.taken.update(k.number for k in run)
-        self.runs += _blocks(run)
+        self.runs += blocks(run)
 
     # Statements.
 
@@ -364,7 +306,7 @@ class _Function:
         while at < len(body):
             at += 1 if in_try else max(1, self._statements(body[at:]))
         for statement in body:
-            if isinstance(statement, _SCOPES):
+            if isinstance(statement, SCOPES):
                 continue
             if isinstance(statement, ast.For) and self._is_loop(statement):
                 self._loop(statement)
@@ -389,12 +331,12 @@ class _Function:
             if not whole or not isinstance(name, str):
                 break  # nothing can go on with what is no variable
         for start in range(owners.count(0)):
-            length = _run_length(links[start:])
+            length = run_length(links[start:])
             if length and owners[start + length - 1]:
                 run, count = links[start : start + length], owners[start + length - 1] + 1
                 self._take(run)
                 numbers = tuple(s.number for s in body[:count])
-                self.parts["stated"].append((numbers, _calls(run)))
+                self.parts["stated"].append((numbers, calls_of(run)))
                 # For where the statements run as they stand.
                 for form, part in (("function", "functions"), ("method", "methods")):
                     calls = [k.number for k in run if k.form == form and k.kind == "ReLU"]
@@ -466,7 +408,7 @@ class _Function:
         )
 
     def _loop(self, node):
-        found = _runs_among(self._elements(node.iter) or (), self.analysis.kind_of)
+        found = runs_among(self._elements(node.iter) or (), self.analysis.kind_of)
         if found:
             self.runs += found
             self.parts["loops"].append(node.number)
@@ -478,11 +420,11 @@ class _Function:
         if isinstance(function, str):
             if function in ("relu", "relu_") and not node.args and not node.keywords:
                 self.parts["methods"].append(node.number)
-                self.functions.append(_function_name(function))
+                self.functions.append(function_name(function))
             return
-        if isinstance(function, _FUNCTIONS) and function in runs.FUNCTIONS:
+        if isinstance(function, FUNCTIONS) and function in runs.FUNCTIONS:
             self.parts["functions"].append(node.number)
-            self.functions.append(_function_name(function))
+            self.functions.append(function_name(function))
             return
         called, has_self = self._called(node)
         if called is not None and called not in self.analysis.open and not _is_librarys(called):
@@ -503,7 +445,7 @@ class _Function:
             bound, name = True, self._attribute_name(func)
             if name in self.module.__dict__:
                 return None, False
-            if not _is_super(func.value):
+            if not is_super(func.value):
                 found = inspect.getattr_static(own_class(self.module), name, None)
             elif "__class__" in self.python.__code__.co_freevars:
                 found = _after(own_class(self.module), self._outer("__class__"), name)
@@ -514,70 +456,18 @@ class _Function:
         return (found, bound) if isinstance(found, types.FunctionType) else (None, False)
 
     def _is_me(self, node):
-        return (isinstance(node, ast.Name) and node.id == self.me) or _is_super(node)
+        return (isinstance(node, ast.Name) and node.id == self.me) or is_super(node)
 
 
-_FUNCTIONS = str, types.FunctionType, types.BuiltinFunctionType
-_SCOPES = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda
 _CATCH = tuple(
     getattr(ast, n) for n in ("Try", "TryStar", "With", "AsyncWith") if hasattr(ast, n)
 )  # fmt: skip
-_VARIABLE = object()
-
-
-def _calls(links):
-    return tuple((k.number, k.form) for k in links)
-
-
-def _part(link, i):
-    if not link.layers:
-        return f"{link.name}()"
-    return link.layers[i if len(link.layers) > 1 else 0][0]
-
-
-def _function_name(function):
-    if isinstance(function, str):
-        return function.rstrip("_")
-    # Functions that dispatch on an argument are not called what torch calls them.
-    names = (n for n in runs.F.__all__ if getattr(torch.nn.functional, n, None) is function)
-    return next(names, function.__name__.rstrip("_"))
-
-
-def _settings_fit(kind, args, kwargs):
-    """Whether a function that is called with such settings is the layer of that kind."""
-    if kind == "Flatten":
-        return args == (1,) and not kwargs
-    if kind == "MaxPool2d":
-        try:
-            return runs.Pooling(*args, **kwargs).return_indices is False
-        except TypeError:
-            return False
-    return len(args) <= 1 and set(kwargs) <= {"inplace"}
-
-
-def _constant(node):
-    """The value of a number, string, None or tuple of them as it is written, else _VARIABLE."""
-    try:
-        value = ast.literal_eval(node)
-    except (ValueError, TypeError, SyntaxError):
-        return _VARIABLE
-    return _VARIABLE if isinstance(value, (list, dict, set)) else value
 
 
 def _declared(node):
     """The names that a function declares as global or nonlocal."""
     found = (n for n in ast.walk(node) if isinstance(n, (ast.Global, ast.Nonlocal)))
     return {name for n in found for name in n.names}
-
-
-def _is_super(node):
-    return (
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Name)
-        and node.func.id == "super"
-        and not node.args
-        and not node.keywords
-    )
 
 
 def _after(kind, base, name):
@@ -591,175 +481,3 @@ def _after(kind, base, name):
 
 def _is_librarys(function):
     return (function.__module__ or "").split(".")[0] in ("torch", "braze")
-
-
-def worth_splicing(module, kind_of):
-    """Whether a forward of unknown code may call anything that braze would replace."""
-    children = list(module.__dict__["_modules"].values())
-    children += [c for m in children if isinstance(m, _CONTAINERS) for c in m._modules.values()]
-    kinds = {kind_of(child) for child in children if child is not None}
-    names = set()
-    todo = [getattr(own_class(module).forward, "__code__", None)]
-    while todo:
-        code = todo.pop()
-        if code is not None:
-            names.update(code.co_names)
-            todo += [c for c in code.co_consts if isinstance(c, types.CodeType)]
-    fused = {"Conv2d", "BatchNorm2d"} <= kinds or {"Linear", "ReLU"} <= kinds
-    return fused or bool(names & {*runs.F.__all__, "relu_"})
-
-
-def own_class(module):
-    """The class of a module before it was converted."""
-    kind = type(module)
-    return vars(kind).get("_class_before_convert", kind)
-
-
-def _is_container(module):
-    """Whether a module is a list of others that iterates and indexes as torch's do."""
-    kind = own_class(module)
-    stock = next((c for c in _CONTAINERS if isinstance(module, c)), None)
-    return stock is not None and all(
-        getattr(kind, n) is getattr(stock, n) for n in ("__iter__", "__getitem__")
-    )
-
-
-def child_of(module, name):
-    """The child that ``module.name`` is, without running anything of the module's class; or
-    None."""
-    kind = own_class(module)
-    if (
-        kind.__getattr__ is not torch.nn.Module.__getattr__
-        or kind.__getattribute__ is not torch.nn.Module.__getattribute__
-        or name in module.__dict__
-        or name in module.__dict__["_parameters"]
-        or name in module.__dict__["_buffers"]
-        or inspect.getattr_static(kind, name, None) is not None
-    ):
-        return None
-    return module.__dict__["_modules"].get(name)
-
-
-def spliced(function, splices):
-    """The function with its calls spliced."""
-    values = {
-        f"{PREFIX}{n}": getattr(runs, n) for n in ("run", "runner", "fused", "swapped", "method")
-    }
-    values[f"{PREFIX}other"] = runs.other
-    for number, called, inner in splices.calls:
-        values[f"{PREFIX}known_{number}"] = called
-        values[f"{PREFIX}code_{number}"] = called.__code__
-        values[f"{PREFIX}made_{number}"] = spliced(called, inner)
-    return make(function, _Change(splices).apply, values)
-
-
-def _name(name, ctx=None):
-    return ast.Name(PREFIX + name, ctx or ast.Load())
-
-
-def _call(name, *args):
-    return ast.Call(_name(name), list(args), [])
-
-
-_BODIES = "body", "orelse", "finalbody"
-
-
-class _Change(ast.NodeTransformer):
-    """Changes a function's tree as its splices say."""
-
-    def __init__(self, splices):
-        self.splices = splices
-        self.nested = {run[-1][0]: run for run in splices.nested}  # by the outermost call
-        self.stated = {numbers[0]: (numbers, run) for numbers, run in splices.stated}
-        self.calls = {number for number, *_ in splices.calls}
-
-    def apply(self, function):
-        function.body = self._body(function.body)
-        return ast.fix_missing_locations(function)
-
-    def generic_visit(self, node):
-        if isinstance(node, _SCOPES):
-            return node
-        for name, value in ast.iter_fields(node):
-            if isinstance(value, ast.AST):
-                setattr(node, name, self.visit(value))
-            elif isinstance(value, list) and name in _BODIES:
-                setattr(node, name, self._body(value))
-            elif isinstance(value, list):
-                setattr(node, name, [self.visit(v) if isinstance(v, ast.AST) else v for v in value])
-        return node
-
-    def _body(self, body):
-        changed, at = [], 0
-        while at < len(body):
-            numbers, run = self.stated.get(body[at].number, ((body[at].number,), None))
-            statements = body[at : at + len(numbers)]
-            changed.append(self._stated(statements, run) if run else self.visit(statements[0]))
-            at += len(numbers)
-        return changed
-
-    def _stated(self, statements, run):
-        """``if`` the links run as one, that, ``else`` the statements as they stand."""
-        nodes = {n.number: n for s in statements for n in ast.walk(s) if isinstance(n, ast.Call)}
-        calls = [(nodes[number], form) for number, form in run]
-        links = ast.Tuple([_link(call, form) for call, form in calls[::-1]], ast.Load())
-        base = self.visit(copy_tree(_applied_to(*calls[0])))
-        test = ast.NamedExpr(
-            _name("as_one", ast.Store()),
-            _call("runner", ast.NamedExpr(_name("links", ast.Store()), links)),
-        )
-        result = _call("as_one", _name("links"), base)
-        last = _Replace(run[-1][0], result).visit(copy_tree(statements[-1]))
-        plain = [self.visit(s) for s in statements]
-        return ast.copy_location(ast.If(test, [self.visit(last)], plain), statements[0])
-
-    def visit_For(self, node):
-        node = self.generic_visit(node)
-        if node.number in self.splices.loops:
-            node.iter = ast.copy_location(_call("fused", node.iter), node.iter)
-        return node
-
-    def visit_Call(self, node):
-        number = getattr(node, "number", None)  # None: it is one of those made here
-        if number in self.nested:
-            run, links, call = self.nested[number], [], node
-            for _, form in reversed(run):
-                links.append(_link(call, form))
-                call = _applied_to(call, form)
-            new = _call("run", ast.Tuple(links, ast.Load()), self.visit(call))
-            return ast.copy_location(new, node)
-        if number in self.splices.methods:
-            new = _call("method", self.visit(node.func.value), ast.Constant(node.func.attr))
-            return ast.copy_location(new, node)
-        node = self.generic_visit(node)
-        if number in self.splices.functions:
-            node.func = ast.copy_location(_call("swapped", node.func), node.func)
-        elif number in self.calls:
-            made = (_name(f"{n}_{number}") for n in ("known", "code", "made"))
-            node.func = ast.copy_location(_call("other", node.func, *made), node.func)
-        return node
-
-
-class _Replace(ast.NodeTransformer):
-    def __init__(self, number, new):
-        self.number, self.new = number, new
-
-    def visit_Call(self, node):
-        if node.number == self.number:
-            return ast.copy_location(self.new, node)
-        return self.generic_visit(node)
-
-
-def _applied_to(call, form):
-    return call.func.value if form == "method" else call.args[0]
-
-
-def _link(call, form):
-    """The expression of a link, see runs.py."""
-    if form == "layer":
-        return copy_tree(call.func)
-    function = ast.Constant(call.func.attr) if form == "method" else copy_tree(call.func)
-    args = call.args if form == "method" else call.args[1:]
-    names = [ast.Constant(k.arg) for k in call.keywords]
-    settings = ast.Dict(names, [k.value for k in call.keywords])
-    return ast.Tuple([function, ast.Tuple(args, ast.Load()), settings], ast.Load())

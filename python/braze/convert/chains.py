@@ -1,0 +1,120 @@
+"""Chains of calls of layers and functions: which of them are runs that are one op."""
+
+import ast
+import itertools
+import types
+import typing
+
+import torch
+
+from braze.convert import runs
+from braze.convert.modules import is_container
+
+FUNCTIONS = str, types.FunctionType, types.BuiltinFunctionType
+VARIABLE = object()  # what constant() returns of anything else
+
+
+class Link(typing.NamedTuple):
+    """A call of a layer or of a function, as part of a chain.
+
+    Attributes:
+        number: the call, by its place in the tree.
+        form: ``"layer"``, ``"function"`` or ``"method"`` of a tensor.
+        kind: what it computes, see runs.KINDS.
+        layers: the layers that it may call, with their names; empty for functions.
+        name: of the function.
+    """
+
+    number: int
+    form: str
+    kind: str
+    layers: tuple
+    name: str
+
+
+def analyse_children(module, kind_of):
+    """The runs among the children of a Sequential, as :class:`Found` has them."""
+    children = module.__dict__["_modules"].items() if is_container(module) else ()
+    return runs_among(children, kind_of)
+
+
+def runs_among(layers, kind_of):
+    links = [Link(0, "layer", kind_of(m), ((name, m),), "") for name, m in layers]
+    found, at = [], 0
+    while at < len(links):
+        length = run_length(links[at:])
+        found += blocks(links[at : at + length])
+        at += max(length, 1)
+    return found
+
+
+def run_length(links):
+    """The length of the longest run that links, innermost first, begin with, or 0."""
+    length = runs.run_length(tuple(k.kind for k in links))
+    while length and not _fits(links[:length]):
+        length = runs.run_length(tuple(k.kind for k in links[: length - 1]))
+    return length
+
+
+def _fits(links):
+    """Whether layers have settings that the fused blocks have too."""
+    if len({len(k.layers) for k in links} - {0, 1}) > 1:
+        return False  # of a loop over several lists of layers, of other lengths
+    for conv, bn in itertools.pairwise(links):
+        if conv.kind == "Conv2d":
+            pairs = zip(conv.layers, bn.layers, strict=False)
+            if not all(runs.conv_fits(a, b) for (_, a), (_, b) in pairs):
+                return False
+    return True
+
+
+def blocks(run):
+    """The fused blocks of a run, as tuples of (kind, name) of their parts."""
+    found, at = [], 0
+    while at < len(run):
+        kinds = tuple(k.kind for k in run[at:])
+        length = next((len(b) for b in runs.BLOCKS if kinds[: len(b)] == b), 0)
+        block = run[at : at + length]
+        for i in range(max((len(k.layers) for k in block), default=0)):
+            found.append(tuple((k.kind, _part(k, i)) for k in block))
+        at += max(length, 1)
+    return found
+
+
+def calls_of(links):
+    return tuple((k.number, k.form) for k in links)
+
+
+def _part(link, i):
+    if not link.layers:
+        return f"{link.name}()"
+    return link.layers[i if len(link.layers) > 1 else 0][0]
+
+
+def function_name(function):
+    if isinstance(function, str):
+        return function.rstrip("_")
+    # Functions that dispatch on an argument are not called what torch calls them.
+    names = (n for n in runs.F.__all__ if getattr(torch.nn.functional, n, None) is function)
+    return next(names, function.__name__.rstrip("_"))
+
+
+def settings_fit(kind, args, kwargs):
+    """Whether a function that is called with such settings is the layer of that kind."""
+    if kind == "Flatten":
+        return args == (1,) and not kwargs
+    if kind == "MaxPool2d":
+        try:
+            return runs.Pooling(*args, **kwargs).return_indices is False
+        except TypeError:
+            return False
+    return len(args) <= 1 and set(kwargs) <= {"inplace"}
+
+
+def constant(node):
+    """The value of a number, string, None or tuple of them as it is written, else VARIABLE."""
+    try:
+        value = ast.literal_eval(node)
+    except (ValueError, TypeError, SyntaxError):
+        return VARIABLE
+    return VARIABLE if isinstance(value, (list, dict, set)) else value
