@@ -133,7 +133,7 @@ def gencode(archs):
         code = "compute" if arch.endswith("+PTX") else "sm"
         flags.append(f"-gencode=arch=compute_{number},code={code}_{number}")
         if number == "90a":
-            flags.append("-DBRAZE_SM90A")  # has_wgmma() in csrc/kernels/common/launch.cuh
+            flags.append("-DBRAZE_SM90A")  # has_wgmma() in csrc/cuda/common/launch.cuh
     return flags
 
 
@@ -144,6 +144,10 @@ def vendor_include_dirs(cuda_home):
         base = Path(base)
         dirs += sorted(base.glob("nvidia/*/include")) + [base / "include"]
     return dirs
+
+
+def object_name(source):
+    return "_".join(source.relative_to(CSRC).with_suffix("").parts)
 
 
 def first_with(dirs, header):
@@ -207,8 +211,7 @@ class BuildLibraries(build_ext):
         ninja.rule("link", f"{cxx} $in -o $out $flags", deps=False)
 
         def compile_cxx(source, suffix, flags):
-            out = f"{source.parent.name}_{source.stem}.{suffix}.o"
-            return ninja.edge(out, "cxx", [source], flags)
+            return ninja.edge(f"{object_name(source)}.{suffix}.o", "cxx", [source], flags)
 
         # libbraze_ops_<isa>.so: op front ends compiled once, CPU kernels once per instruction set.
         cpu = "-DBRAZE_DEVICE=cpu"
@@ -228,7 +231,7 @@ class BuildLibraries(build_ext):
                 f"{ISA_FLAGS[isa]}"
             )
             kernels = [
-                compile_cxx(source, isa, flags) for source in sorted((CSRC / "cpu").glob("*.cpp"))
+                compile_cxx(source, isa, flags) for source in sorted((CSRC / "cpu").rglob("*.cpp"))
             ]
             ninja.edge(lib / f"libbraze_ops_{isa}.so", "link", [*fronts, *kernels], link)
 
@@ -290,10 +293,11 @@ class BuildLibraries(build_ext):
             if found:
                 host += f" -DBRAZE_WITH_{name.upper()} -isystem {found}"
         objects += [
-            compile_cxx(source, "cuda", host) for source in sorted((CSRC / "vendor").glob("*.cpp"))
+            compile_cxx(source, "cuda", host)
+            for source in sorted((CSRC / "libraries").glob("*.cpp"))
         ]
-        for source in sorted((CSRC / "kernels").rglob("*.cu")):
-            objects.append(ninja.edge(f"{source.parent.name}_{source.stem}.cu.o", "nvcc", [source]))
+        for source in sorted((CSRC / "cuda").rglob("*.cu")):
+            objects.append(ninja.edge(f"{object_name(source)}.cu.o", "nvcc", [source]))
         # The static runtime: the library needs the driver alone, whichever CUDA minor torch brings.
         runtime = f"-L{cuda_home / 'lib64'} -lcudart_static -lrt -ldl -lpthread"
         major = version.split(".")[0]

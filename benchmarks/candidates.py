@@ -10,7 +10,7 @@ import braze
 
 #: op -> its vendor library
 VENDORS = {"matmul": "cublas", "conv2d": "cudnn"}
-#: the most algorithms that a vendor library is asked for (kMaxCandidates in csrc/vendor/vendor.h)
+#: the most algorithms that a vendor library is asked for (kMaxCandidates in libraries.h)
 MOST = 32
 # Repeats per candidate of a quick look, and the microseconds after which there are no more.
 REPEATS, ENOUGH_US = 5, 50_000

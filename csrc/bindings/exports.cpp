@@ -4,12 +4,12 @@
 
 #include <algorithm>
 
-#include "kernels/common/registry.h"
+#include "launchers/common/registry.h"
 
 #ifdef BRAZE_CUDA
 #include <cuda_runtime.h>
 
-#include "vendor/vendor.h"
+#include "libraries/libraries.h"
 #endif
 
 extern "C" {

@@ -9,7 +9,7 @@
 #include <string>
 
 #include "exports.h"
-#include "kernels/common/registry.h"
+#include "launchers/common/registry.h"
 
 namespace py = pybind11;
 

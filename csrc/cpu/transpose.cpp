@@ -1,9 +1,9 @@
 #include <algorithm>
 
-#include "kernels/transpose/transpose.h"
+#include "launchers/transpose.h"
 
-#include "cpu/parallel.h"
-#include "kernels/common/registry.h"
+#include "cpu/common/parallel.h"
+#include "launchers/common/registry.h"
 
 namespace braze::cpu {
 namespace {

@@ -1,7 +1,7 @@
 // How the `backend` argument of an op names a kernel.
 #pragma once
 
-#include "kernels/common/registry.h"
+#include "launchers/common/registry.h"
 #include "ops/common.h"
 
 namespace braze {

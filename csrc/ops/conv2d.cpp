@@ -3,13 +3,13 @@
 
 #include <algorithm>
 
-#include "kernels/transpose/transpose.h"
+#include "launchers/transpose.h"
 #include "ops/aside.h"
 #include "ops/backend.h"
 #include "ops/common.h"
 
 #ifdef BRAZE_CUDA
-#include "vendor/vendor.h"
+#include "libraries/libraries.h"
 #endif
 
 namespace braze {

@@ -9,7 +9,7 @@
 #include "ops/tuned.h"
 
 #ifdef BRAZE_CUDA
-#include "vendor/vendor.h"
+#include "libraries/libraries.h"
 #endif
 
 namespace braze {

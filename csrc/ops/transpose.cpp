@@ -1,4 +1,4 @@
-#include "kernels/transpose/transpose.h"
+#include "launchers/transpose.h"
 
 #include "ops/backend.h"
 

@@ -6,7 +6,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "kernels/common/hash_words.h"
+#include "launchers/common/hash_words.h"
 
 namespace braze {
 namespace {

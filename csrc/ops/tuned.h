@@ -10,7 +10,7 @@
 #include <optional>
 #include <string>
 
-#include "kernels/matmul/matmul.h"
+#include "launchers/matmul.h"
 
 namespace braze {
 
@@ -31,8 +31,8 @@ extern std::atomic<bool> tuning_in_use;
 
 // The choice for a product, as the `backend` argument takes it, or an empty string. Measured
 // choices, unlike built-in ones, may differ from process to process: `deterministic` ignores them.
-// (Any choice is bitwise repeatable by itself: own kernels and cuBLASLt's as vendor/cublas.cpp asks
-// for them.)
+// (Any choice is bitwise repeatable by itself: own kernels and cuBLASLt's as libraries/cublas.cpp
+// asks for them.)
 std::string tuned_choice(const Product& product, bool deterministic);
 void set_tuned_choice(const Product& product, const std::string& choice, bool measured);
 void clear_tuned_choices();

@@ -1,4 +1,4 @@
-#include "kernels/vector_add/vector_add.h"
+#include "launchers/vector_add.h"
 
 #include "ops/backend.h"
 

@@ -12,7 +12,7 @@ import torch
 from braze import _config, _lib, _tuned
 from braze._timing import compete, timer_for
 
-_MAX_VENDOR_CANDIDATES = 32  # kMaxCandidates in csrc/vendor/vendor.h
+_MAX_VENDOR_CANDIDATES = 32  # kMaxCandidates in csrc/libraries/libraries.h
 # By how much a choice has to be faster than what "auto" would do without it.
 _LEAST_GAIN, _LEAST_MICROSECONDS = 0.02, 0.2
 # And in which share of the repeats: two kernels that are equal win half of them each.

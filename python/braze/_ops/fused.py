@@ -1,5 +1,5 @@
 """Fused blocks: public functions; autograd Function and fake kernels of the block of few inputs per
-output (csrc/kernels/fused/small_k.h). Those of every other one are in bn_relu.py."""
+output (csrc/launchers/conv_bn_relu_max_pool2d.h). Those of every other one are in bn_relu.py."""
 
 import torch
 
@@ -27,7 +27,7 @@ from braze._ops.relu import relu
 
 _ops = torch.ops.braze
 # Input channels of the filters that the kernels have, by height and width: small_k_supports() in
-# csrc/kernels/fused/small_k.cu.
+# csrc/cuda/conv_bn_relu_max_pool2d/small_k.cu.
 _FILTERS = {(3, 3): (1, 2, 3), (5, 5): (1,)}
 # The kernels number 2x2 tiles in 31 bits: kBnPoolMostTiles.
 _MOST_TILES = 2**31 - 1
