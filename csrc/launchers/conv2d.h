@@ -1,6 +1,8 @@
 #pragma once
 
 #include "launchers/common/moments.h"
+#include "launchers/common/registry.h"
+#include "launchers/common/tiling.h"
 #include "launchers/common/types.h"
 
 namespace braze {
@@ -28,40 +30,51 @@ struct Conv2dShape {
   bool deterministic;  // measured kernel choices are ignored
 };
 
-namespace BRAZE_DEVICE {
-
-// Which of the three products.
+// Which of the three products: y from x and w, x's gradient from those of y and w, w's from those
+// of y and x.
 enum class Conv2dPass { kFprop, kDgrad, kWgrad };
 
-// Bytes of workspace wanted by a pass with that kernel (0: none), for example for split-K. The
-// references must be those of the launch, data pointers included: what is not aligned is packed.
-int64_t conv2d_workspace_bytes(Conv2dPass pass, const Conv2dShape& shape, const Tensor4dRef& x,
-                               const Tensor4dRef& w, const Tensor4dRef& y,
-                               const std::string& kernel);
+// A pass over tensors in the roles that Conv2dShape's formula gives them. The data pointer of the
+// result (y, x or w) is written in full and never read.
+struct Conv2dProblem {
+  Conv2dPass pass;
+  Conv2dShape shape;
+  Tensor4dRef x, w, y;
 
-#ifdef BRAZE_CUDA
-// The name of the kernel that "auto" picks.
-const char* conv2d_auto_kernel(Conv2dPass pass, const Conv2dShape& shape, const Tensor4dRef& x,
-                               const Tensor4dRef& w, const Tensor4dRef& y);
-#endif
+  const Tensor4dRef& result() const {
+    return pass == Conv2dPass::kFprop ? y : pass == Conv2dPass::kDgrad ? x : w;
+  }
+};
 
-// How many sets of moments per filter that kernel leaves of fprop's result; 0: none.
-int conv2d_moment_sets(const Conv2dShape& shape, const Tensor4dRef& x, const Tensor4dRef& w,
-                       const Tensor4dRef& y, const std::string& kernel);
+// All that is decided about a pass before it runs. It holds for every problem of the same shape and
+// strides whose tensors are aligned alike, on the same device (on the CPU: for as many threads).
+struct Conv2dPlan {
+  int kernel = 0;                  // its number
+  const char* obstacle = nullptr;  // why it cannot take the problem; nullptr where it can
+  int64_t workspace_bytes = 0;
+  int64_t images = 0;     // of the batch, for one run of the kernel
+  int wish = kAnyKernel;  // that the plan was made for
+  int moment_sets = 0;    // that fprop leaves of each filter's results; 0: none
+  int variant = 0;        // of the kernel, which alone knows what it means
+  // Measured rules, where any kernel would do: whether this one is faster than the vendor's
+  // library, whether it is where moments are wanted, and whether it is worth transposing contiguous
+  // tensors for, to channels_last and back.
+  bool beats_library = false, beats_library_with_moments = false, pays_transposes = false;
+  Tiling tiling;
+};
 
-// kernel: "auto" picks by shape, dtype and architecture among the shipped kernels; else the
-// registered name of one kernel. Throws where that kernel cannot take the arguments. In each pass
-// the data pointer of the result's reference is written in full and never read. moments: nullptr,
-// or room for conv2d_moment_sets (not 0) of them for each filter.
-void conv2d_fprop(Stream stream, const Conv2dShape& shape, const Tensor4dRef& x,
-                  const Tensor4dRef& w, const void* bias, const Tensor4dRef& y,
-                  const std::string& kernel, void* workspace, Moments* moments = nullptr);
-void conv2d_dgrad(Stream stream, const Conv2dShape& shape, const Tensor4dRef& dy,
-                  const Tensor4dRef& w, const Tensor4dRef& dx, const std::string& kernel,
-                  void* workspace);
-void conv2d_wgrad(Stream stream, const Conv2dShape& shape, const Tensor4dRef& dy,
-                  const Tensor4dRef& x, const Tensor4dRef& dw, const std::string& kernel,
-                  void* workspace);
+namespace BRAZE_DEVICE {
+
+// The kernel of that number, or nullptr beyond the last.
+const KernelInfo* conv2d_kernel(int number);
+
+// kernel: a number, or kAnyKernel.
+Conv2dPlan plan_conv2d(const Conv2dProblem& problem, int kernel);
+
+// bias: of fprop, or nullptr. moments: nullptr, or room for plan.moment_sets (not 0) of them for
+// each filter.
+void run_conv2d(Stream stream, const Conv2dProblem& problem, const Conv2dPlan& plan,
+                const void* bias, Moments* moments, void* workspace);
 
 // out[k] = sum over n, p, q of dy[n, k, p, q]: the bias gradient. Deterministic.
 int64_t channel_sum_workspace_bytes(DType dtype, int64_t n, int64_t c, int64_t h, int64_t w);

@@ -1,5 +1,7 @@
 #pragma once
 
+#include "launchers/common/registry.h"
+#include "launchers/common/tiling.h"
 #include "launchers/common/types.h"
 
 namespace braze {
@@ -63,21 +65,29 @@ struct LinearGradArgs {
   void* bias;          // or nullptr
 };
 
+// All that is decided about a product before it runs. It holds for all of the same extents, strides
+// and epilogue whose matrices are aligned alike, on the same device (on the CPU: for as many
+// threads).
+struct MatmulPlan {
+  int kernel = 0;                  // its number
+  const char* obstacle = nullptr;  // why it cannot take the arguments; nullptr where it can
+  int64_t workspace_bytes = 0;
+  // A measured rule, where any kernel would do: whether this one is faster than the vendor's
+  // library.
+  bool beats_library = false;
+  Tiling tiling;
+};
+
 namespace BRAZE_DEVICE {
 
-// Whether there is a kernel of that name, and it can take the arguments.
-bool matmul_takes(const MatmulArgs& args, const std::string& kernel);
+// The kernel of that number, or nullptr beyond the last.
+const KernelInfo* matmul_kernel(int number);
 
-// The name of the kernel that "auto" picks.
-const char* matmul_choice(const MatmulArgs& args);
+// kernel: a number, or kAnyKernel.
+MatmulPlan plan_matmul(const MatmulArgs& args, int kernel);
 
-// Bytes of workspace that `matmul` wants for these arguments (0: none), for example for split-K.
-int64_t matmul_workspace_bytes(const MatmulArgs& args, const std::string& kernel);
-
-// kernel: "auto" picks by shape, dtype and architecture among the shipped kernels; else the
-// registered name of one kernel. Throws where that kernel cannot take the arguments. k == 0 gives
-// the epilogue of zero.
-void matmul(Stream stream, const MatmulArgs& args, const std::string& kernel, void* workspace);
+// k == 0 gives the epilogue of zero.
+void run_matmul(Stream stream, const MatmulArgs& args, const MatmulPlan& plan, void* workspace);
 
 // The sums of columns, in fp32 (fp64 for fp64), always in the same order.
 int64_t column_sum_workspace_bytes(const ColumnSumArgs& args);

@@ -303,21 +303,15 @@ std::string cublas_version() {
   return api().missing.empty() ? dotted_version(api().get_version()) : "";
 }
 
-bool cublas_supports(const MatmulArgs& args, int candidate) {
-  if (!cublas_missing().empty() || args.has_more_than_residual()) return false;
+std::optional<int64_t> cublas_plan(const MatmulArgs& args, int candidate) {
+  if (!cublas_missing().empty() || args.has_more_than_residual()) return std::nullopt;
   // Algorithms are asked for as for fresh memory.
-  if (reinterpret_cast<uintptr_t>(args.residual) % 256 != 0) return false;
-  if (is_empty(args)) return true;
+  if (reinterpret_cast<uintptr_t>(args.residual) % 256 != 0) return std::nullopt;
+  if (is_empty(args)) return 0;
   const auto problem = make_problem(args);
-  return problem && has(*plan_for(*problem, candidate), candidate);
-}
-
-int64_t cublas_workspace_bytes(const MatmulArgs& args, int candidate) {
-  if (!cublas_missing().empty() || is_empty(args)) return 0;
-  const auto problem = make_problem(args);
-  if (!problem) return 0;
+  if (!problem) return std::nullopt;
   const auto plan = plan_for(*problem, candidate);
-  if (!has(*plan, candidate)) return 0;
+  if (!has(*plan, candidate)) return std::nullopt;
   return problem->front_bytes() + static_cast<int64_t>(plan->algos[candidate].workspaceSize);
 }
 
@@ -377,8 +371,7 @@ const std::string& cublas_missing() {
   return reason;
 }
 std::string cublas_version() { return ""; }
-bool cublas_supports(const MatmulArgs&, int) { return false; }
-int64_t cublas_workspace_bytes(const MatmulArgs&, int) { return 0; }
+std::optional<int64_t> cublas_plan(const MatmulArgs&, int) { return std::nullopt; }
 void cublas_matmul(Stream, const MatmulArgs&, void*, int) {
   throw std::runtime_error("cublas: " + cublas_missing());
 }

@@ -15,8 +15,6 @@
 namespace braze::vendor {
 namespace {
 
-using cuda::Conv2dPass;
-
 constexpr int kMaxDevices = 64;
 
 // One handle and one cache per device. Neither a handle nor, with every engine, a plan may be used
@@ -67,32 +65,25 @@ std::string cudnn_version() {
   return cudnn_missing().empty() ? dotted_version(cudnn_api().get_version()) : "";
 }
 
-bool cudnn_supports(Conv2dPass pass, const Conv2dShape& shape, const Tensor4dRef& x,
-                    const Tensor4dRef& w, const Tensor4dRef& y, const void* bias, int candidate) {
-  if (!cudnn_missing().empty()) return false;
-  const Problem p(pass, shape, x, w, y, bias);
-  // Sums over nothing are zeros: written without cuDNN.
-  if (p.is_empty()) return p.result().numel() == 0 || (p.result().is_dense() && !bias);
-  return p.possible &&
-         Device::with_plans(p, [&](Device&, Plans& plans) { return plans.has(candidate); });
-}
-
-int64_t cudnn_workspace_bytes(Conv2dPass pass, const Conv2dShape& shape, const Tensor4dRef& x,
-                              const Tensor4dRef& w, const Tensor4dRef& y, const void* bias,
-                              int candidate) {
-  if (!cudnn_missing().empty()) return 0;
-  const Problem p(pass, shape, x, w, y, bias);
-  if (p.is_empty() || !p.possible) return 0;
-  return Device::with_plans(p, [&](Device&, Plans& plans) {
-    return plans.has(candidate) ? align_up(plans.workspace_bytes(candidate)) + p.copy_bytes() : 0;
+std::optional<int64_t> cudnn_plan(const Conv2dProblem& problem, const void* bias, int candidate) {
+  if (!cudnn_missing().empty()) return std::nullopt;
+  const Problem p(problem, bias);
+  if (p.is_empty()) {  // sums over nothing are zeros: written without cuDNN
+    const bool possible = p.result().numel() == 0 || (p.result().is_dense() && !bias);
+    return possible ? std::optional<int64_t>(0) : std::nullopt;
+  }
+  if (!p.possible) return std::nullopt;
+  return Device::with_plans(p, [&](Device&, Plans& plans) -> std::optional<int64_t> {
+    if (!plans.has(candidate)) return std::nullopt;
+    return align_up(plans.workspace_bytes(candidate)) + p.copy_bytes();
   });
 }
 
-void cudnn_conv2d(Stream stream, Conv2dPass pass, const Conv2dShape& shape, const Tensor4dRef& x,
-                  const Tensor4dRef& w, const Tensor4dRef& y, void* workspace, const void* bias,
+void cudnn_conv2d(Stream stream, const Conv2dProblem& problem, void* workspace, const void* bias,
                   int candidate) {
   if (!cudnn_missing().empty()) throw std::runtime_error("cudnn: " + cudnn_missing());
-  const Problem p(pass, shape, x, w, y, bias);
+  const Problem p(problem, bias);
+  const Conv2dShape& shape = problem.shape;
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   const auto unsupported = [&] {
     return std::runtime_error("cudnn: no engine number " + std::to_string(candidate) +
@@ -101,8 +92,7 @@ void cudnn_conv2d(Stream stream, Conv2dPass pass, const Conv2dShape& shape, cons
   if (p.is_empty()) {
     if (p.result().numel() == 0) return;
     if (!p.result().is_dense() || bias) throw unsupported();
-    const Tensor4dRef& result = pass == Conv2dPass::kFprop ? y : pass == Conv2dPass::kDgrad ? x : w;
-    check_cuda(cudaMemsetAsync(const_cast<void*>(result.data), 0,
+    check_cuda(cudaMemsetAsync(const_cast<void*>(problem.result().data), 0,
                                p.result().numel() * size_of(shape.dtype), cuda_stream),
                "cudnn: zeros");
     return;
@@ -121,8 +111,8 @@ void cudnn_conv2d(Stream stream, Conv2dPass pass, const Conv2dShape& shape, cons
       return copy;
     };
     device.set_stream(cuda_stream);
-    plans.run(aligned(x.data, p.x.numel()), aligned(w.data, p.w.numel()),
-              aligned(y.data, p.y.numel()), aligned(bias, shape.k), workspace, candidate);
+    plans.run(aligned(problem.x.data, p.x.numel()), aligned(problem.w.data, p.w.numel()),
+              aligned(problem.y.data, p.y.numel()), aligned(bias, shape.k), workspace, candidate);
   });
 }
 
@@ -140,16 +130,8 @@ const std::string& cudnn_missing() {
   return reason;
 }
 std::string cudnn_version() { return ""; }
-bool cudnn_supports(cuda::Conv2dPass, const Conv2dShape&, const Tensor4dRef&, const Tensor4dRef&,
-                    const Tensor4dRef&, const void*, int) {
-  return false;
-}
-int64_t cudnn_workspace_bytes(cuda::Conv2dPass, const Conv2dShape&, const Tensor4dRef&,
-                              const Tensor4dRef&, const Tensor4dRef&, const void*, int) {
-  return 0;
-}
-void cudnn_conv2d(Stream, cuda::Conv2dPass, const Conv2dShape&, const Tensor4dRef&,
-                  const Tensor4dRef&, const Tensor4dRef&, void*, const void*, int) {
+std::optional<int64_t> cudnn_plan(const Conv2dProblem&, const void*, int) { return std::nullopt; }
+void cudnn_conv2d(Stream, const Conv2dProblem&, void*, const void*, int) {
   throw std::runtime_error("cudnn: " + cudnn_missing());
 }
 

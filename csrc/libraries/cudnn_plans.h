@@ -12,7 +12,6 @@
 
 namespace braze::vendor {
 
-using cuda::Conv2dPass;
 using Dims = std::vector<int64_t>;
 
 // Plans that want more are passed over; what a large layer needs to convert its layout fits.
@@ -88,14 +87,14 @@ struct Problem {
   int64_t post_h = 0, post_w = 0;
   bool possible = true;
 
-  Problem(Conv2dPass pass, const Conv2dShape& s, const Tensor4dRef& x_ref, const Tensor4dRef& w_ref,
-          const Tensor4dRef& y_ref, const void* bias)
-      : pass(pass),
-        shape(s),
-        x({s.n, s.c, s.h, s.w}, x_ref),
-        w({s.k, s.c / s.groups, s.r, s.s}, w_ref),
-        y({s.n, s.k, s.p, s.q}, y_ref),
+  Problem(const Conv2dProblem& problem, const void* bias)
+      : pass(problem.pass),
+        shape(problem.shape),
+        x({shape.n, shape.c, shape.h, shape.w}, problem.x),
+        w({shape.k, shape.c / shape.groups, shape.r, shape.s}, problem.w),
+        y({shape.n, shape.k, shape.p, shape.q}, problem.y),
         bias(bias) {
+    const Conv2dShape& s = shape;
     const bool nhwc = x.is_nhwc() || w.is_nhwc() || y.is_nhwc();
     for (TensorDesc* t : {&x, &w, &y}) t->fix_unused_strides(nhwc);
     if (is_empty()) return;

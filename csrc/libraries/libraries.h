@@ -2,6 +2,7 @@
 // that torch has loaded); none is linked, and a missing one disables only its backend.
 #pragma once
 
+#include <optional>
 #include <string>
 
 #include "launchers/conv2d.h"
@@ -26,23 +27,17 @@ constexpr int kMaxCandidates = 32;
 // All functions below work on the current device, never synchronise, and may be called while a CUDA
 // graph is captured. Workspaces are aligned to 256 bytes.
 
-// Whether cuBLASLt takes these arguments (dtype, strides, and for candidate > 0 has so many).
-bool cublas_supports(const MatmulArgs& args, int candidate = 0);
-int64_t cublas_workspace_bytes(const MatmulArgs& args, int candidate = 0);
+// Bytes of workspace that cuBLASLt wants for these arguments, or nothing where it does not take
+// them (dtype, strides, and for candidate > 0 has so many).
+std::optional<int64_t> cublas_plan(const MatmulArgs& args, int candidate = 0);
 void cublas_matmul(Stream stream, const MatmulArgs& args, void* workspace, int candidate = 0);
 
-// Whether cuDNN has an engine for this pass. Plans are cached per shape, layout and device; the
-// first call for a new one builds it, which may take long. Fprop may fuse a bias (k values); many
-// engines cannot, so a caller adds it by itself where only the call without bias is supported.
-bool cudnn_supports(cuda::Conv2dPass pass, const Conv2dShape& shape, const Tensor4dRef& x,
-                    const Tensor4dRef& w, const Tensor4dRef& y, const void* bias = nullptr,
-                    int candidate = 0);
-int64_t cudnn_workspace_bytes(cuda::Conv2dPass pass, const Conv2dShape& shape, const Tensor4dRef& x,
-                              const Tensor4dRef& w, const Tensor4dRef& y,
-                              const void* bias = nullptr, int candidate = 0);
-// x, w, y as in Conv2dShape's formula, in every pass: the result is y, x or w.
-void cudnn_conv2d(Stream stream, cuda::Conv2dPass pass, const Conv2dShape& shape,
-                  const Tensor4dRef& x, const Tensor4dRef& w, const Tensor4dRef& y, void* workspace,
+// The same for cuDNN and a pass. Plans are cached per shape, layout and device; the first call for
+// a new one builds it, which may take long. Fprop may fuse a bias (k values); many engines cannot,
+// so a caller adds it by itself where there is only a plan without.
+std::optional<int64_t> cudnn_plan(const Conv2dProblem& problem, const void* bias = nullptr,
+                                  int candidate = 0);
+void cudnn_conv2d(Stream stream, const Conv2dProblem& problem, void* workspace,
                   const void* bias = nullptr, int candidate = 0);
 
 }  // namespace braze::vendor

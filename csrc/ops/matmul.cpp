@@ -3,14 +3,10 @@
 #include "ops/matmul.h"
 
 #include <algorithm>
-#include <string_view>
 
 #include "ops/backend.h"
+#include "ops/plan_cache.h"
 #include "ops/tuned.h"
-
-#ifdef BRAZE_CUDA
-#include "libraries/libraries.h"
-#endif
 
 namespace braze {
 namespace {
@@ -80,72 +76,104 @@ Matrices matrices_of(const Tensor& t, const Sizes& batch, bool vector_is_column)
   return matrices_of(dense, batch, vector_is_column);
 }
 
-#ifdef BRAZE_CUDA
-// Whether our own kernel is the faster one, as measured on an H200 (benchmarks/products.py): where
-// the result or the sum is thin, because cuBLASLt's first choice is slow to start or splits a long
-// sum badly (53 us against 9 for 10 x 128 over 1024 in fp32; with 64 x 128 over 3136 the MNIST step
-// takes 2 to 4 us more); fp32 at its own accuracy on tensor cores; TF32 up to the sizes where power
-// decides, and beyond where neither operand lies along the depth.
-bool prefers_own(const MatmulArgs& args) {
-  const std::string_view own = dev::matmul_choice(args);
-  const int64_t products = args.batch * args.m * args.n * args.k;
-  if (own == "outer" || own == "thin" || own == "wgmma_split") return true;
-  if (own == "gemv") return products <= 1 << 23;  // long rows of outputs come slowly
-  if (own == "wgmma" && args.dtype == DType::kFloat32) {
-    return products < int64_t{1} << 32 || (args.a.col != 1 && args.b.row != 1);
-  }
-  if (args.dtype == DType::kFloat64 || args.k > 4096) return false;
-  const bool small = args.batch == 1 && args.m * args.n <= 1 << 15;
-  if (small && args.k >= 2048 && std::min(args.m, args.n) >= 32) return true;
-  return args.dtype == DType::kFloat32 && !args.allow_tf32 && std::min(args.m, args.n) <= 16 &&
-         std::max(args.m, args.n) >= 64 && args.k >= 512;
-}
-#endif
+// What computes a product: an algorithm of cuBLASLt's (library is not negative), or a kernel of
+// ours.
+struct Decision {
+  int library = -1;
+  int64_t workspace_bytes = 0;
+  MatmulPlan plan;
+};
 
-// What tuning found to be the fastest, where it knows the product and the kernel takes it: another
+// An algorithm of the library's, if it is there and takes the arguments.
+std::optional<Decision> library_decision([[maybe_unused]] const MatmulArgs& args,
+                                         [[maybe_unused]] int candidate) {
+#ifdef BRAZE_CUDA
+  if (const auto bytes = vendor::cublas_plan(args, candidate))
+    return Decision{candidate, *bytes, {}};
+#endif
+  return std::nullopt;
+}
+
+Decision own_decision(const MatmulPlan& plan) { return {-1, plan.workspace_bytes, plan}; }
+
+// What tuning found to be the fastest, where it knows the product and that takes it: another
 // alignment or version of a library may leave fewer candidates.
-std::optional<KernelChoice> tuned_kernel(const MatmulArgs& args, const Tensor& out) {
+std::optional<Decision> tuned_decision(const MatmulArgs& args, const Tensor& out) {
   const std::optional<Product> product = product_of(args, out.get_device_index());
   if (!product) return std::nullopt;
-  record_product(*product);
   const std::string choice = tuned_choice(*product, args.deterministic);
   if (choice.empty()) return std::nullopt;
-#ifdef BRAZE_CUDA
-  const int candidate = vendor::candidate_of(choice, "cublas");
-  if (candidate >= 0) {
-    if (!vendor::cublas_supports(args, candidate)) return std::nullopt;
-    return KernelChoice{candidate, ""};
+  Wish wish;
+  try {
+    wish = wish_of("matmul", choice, dev::matmul_kernel, "cublas");
+  } catch (const std::runtime_error&) {
+    return std::nullopt;  // a kernel of another version
   }
-#endif
-  if (!dev::matmul_takes(args, choice)) return std::nullopt;
-  return KernelChoice{-1, choice};
+  if (wish.kind == Wish::kLibrary) return library_decision(args, wish.number);
+  const MatmulPlan plan = dev::plan_matmul(args, wish.kernel());
+  return plan.obstacle ? std::nullopt : std::optional(own_decision(plan));
 }
 
-// Which kernel computes a product. "auto" takes what tuning found, else the faster one of our own
-// and cuBLASLt, where that is there and takes the arguments; names of kernels and of libraries are
-// obeyed or refused. Tuning knows bias and ReLU only.
-KernelChoice choose_matmul(const MatmulArgs& args, const Tensor& out, const std::string& backend) {
-  if (tuning_in_use && backend == "auto" && !args.has_full_epilogue()) {
-    if (const auto tuned = tuned_kernel(args, out)) return *tuned;
+// "auto" takes what tuning found, else the faster one of our own and cuBLASLt, where that is there
+// and takes the arguments; names of kernels and of libraries are obeyed or refused. Tuning knows
+// bias and ReLU only.
+Decision decide(const MatmulArgs& args, const Tensor& out, const Wish& wish) {
+  if (tuning_in_use && wish.kind == Wish::kAuto && !args.has_full_epilogue()) {
+    if (const auto tuned = tuned_decision(args, out)) return *tuned;
   }
 #ifdef BRAZE_CUDA
-  const std::string& missing = vendor::cublas_missing();
-  const int candidate = vendor::candidate_of(backend, "cublas");
-  if (candidate >= 0) {
-    BRAZE_CHECK(missing.empty(), "matmul: backend ", backend, " cannot be used: ", missing);
-    if (args.k == 0) return {-1, "auto"};  // there is nothing to multiply
-    BRAZE_CHECK(!args.has_more_than_residual(), "matmul: backend ", backend,
-                " has no ReLU gradient and no sums in its epilogue");
-    BRAZE_CHECK(vendor::cublas_supports(args, candidate), "matmul: backend ", backend,
-                " does not take these shapes, strides and dtype");
-    return {candidate, ""};
-  }
-  if (backend == "auto" && missing.empty() && args.k > 0 && !prefers_own(args) &&
-      vendor::cublas_supports(args)) {
-    return {0, ""};
+  if (wish.kind == Wish::kLibrary) {
+    const std::string name = "cublas" + (wish.number > 0 ? ":" + std::to_string(wish.number) : "");
+    const std::string& missing = vendor::cublas_missing();
+    BRAZE_CHECK(missing.empty(), "matmul: backend ", name, " cannot be used: ", missing);
+    if (args.k > 0) {  // else there is nothing to multiply
+      BRAZE_CHECK(!args.has_more_than_residual(), "matmul: backend ", name,
+                  " has no ReLU gradient and no sums in its epilogue");
+      const auto decision = library_decision(args, wish.number);
+      BRAZE_CHECK(decision, "matmul: backend ", name,
+                  " does not take these shapes, strides and dtype");
+      return *decision;
+    }
   }
 #endif
-  return own_kernel("matmul", backend);
+  const MatmulPlan plan = dev::plan_matmul(args, wish.kernel());
+  if (wish.kind == Wish::kAuto && args.k > 0 && !plan.beats_library) {
+    if (const auto decision = library_decision(args, 0)) return *decision;
+  }
+  BRAZE_CHECK(!plan.obstacle, "matmul: kernel ", dev::matmul_kernel(plan.kernel)->name,
+              " cannot take these arguments: ", plan.obstacle);
+  return own_decision(plan);
+}
+
+// The same, found again where the product is not new.
+Decision decided(const MatmulArgs& args, const Tensor& out, const Wish& wish) {
+  using Cache = PlanCache<22, Decision>;
+  static auto& cache = *new Cache;  // never destroyed: threads may outlive static objects
+  const auto flag = [](bool value, int place) { return static_cast<int64_t>(value) << place; };
+  const Cache::Key key{plan_generation,
+                       plan_context(out),
+                       wish.kind,
+                       wish.number,
+                       static_cast<int64_t>(args.dtype),
+                       args.batch,
+                       args.m,
+                       args.n,
+                       args.k,
+                       args.a.batch,
+                       args.a.row,
+                       args.a.col,
+                       alignment_of(args.a.data),
+                       args.b.batch,
+                       args.b.row,
+                       args.b.col,
+                       alignment_of(args.b.data),
+                       alignment_of(args.c),
+                       args.bias ? alignment_of(args.bias) : 0,
+                       args.residual ? alignment_of(args.residual) : 0,
+                       args.relu_result ? alignment_of(args.relu_result) : 0,
+                       flag(args.relu, 0) + flag(args.allow_tf32, 1) + flag(args.deterministic, 2) +
+                           flag(args.column_sums, 3) + flag(args.row_sums, 4)};
+  return cache.get(key, [&] { return decide(args, out, wish); });
 }
 
 MatmulArgs arguments(DType dtype, const Matrices& a, const Matrices& b, void* out,
@@ -213,17 +241,20 @@ void multiply(const DeviceContext& context, DType dtype, int64_t batch, const Ma
     args.a.batch = 0;
     args.batch = 1;
   }
-  const KernelChoice choice = choose_matmul(args, out, settings.backend);
+  const Wish wish = wish_of("matmul", settings.backend, dev::matmul_kernel, "cublas");
+  if (recording_products && wish.kind == Wish::kAuto && !args.has_full_epilogue()) {
+    if (const auto found = product_of(args, out.get_device_index())) record_product(*found);
+  }
+  const Decision decision = decided(args, out, wish);
   if (out.numel() == 0) return;
+  Workspace workspace(decision.workspace_bytes, out);
 #ifdef BRAZE_CUDA
-  if (choice.vendor >= 0) {
-    Workspace workspace(vendor::cublas_workspace_bytes(args, choice.vendor), out);
-    vendor::cublas_matmul(context.stream(), args, workspace.data(), choice.vendor);
+  if (decision.library >= 0) {
+    vendor::cublas_matmul(context.stream(), args, workspace.data(), decision.library);
     return;
   }
 #endif
-  Workspace workspace(dev::matmul_workspace_bytes(args, choice.kernel), out);
-  dev::matmul(context.stream(), args, choice.kernel, workspace.data());
+  dev::run_matmul(context.stream(), args, decision.plan, workspace.data());
 }
 
 Sizes with_last(const Tensor& input, int64_t last) {

@@ -26,8 +26,9 @@ using Product = std::array<int64_t, 15>;
 // stride of 1.
 std::optional<Product> product_of(const MatmulArgs& args, int device);
 
-// Whether the table has an entry or products are being recorded: else neither has to be asked.
-extern std::atomic<bool> tuning_in_use;
+// Whether the table has an entry, and whether products are being recorded: else neither has to be
+// asked.
+extern std::atomic<bool> tuning_in_use, recording_products;
 
 // The choice for a product, as the `backend` argument takes it, or an empty string. Measured
 // choices, unlike built-in ones, may differ from process to process: `deterministic` ignores them.

@@ -12,12 +12,6 @@
 namespace braze::cpu {
 namespace {
 
-const KernelEntry kImplicitGemm({"conv2d", "implicit_gemm", "float64 float32 bfloat16 float16",
-                                 "cpu", true,
-                                 "register tiles on shifted windows of a padded copy, threads"});
-const KernelEntry kDirect({"conv2d", "direct", "float64 float32 bfloat16 float16", "cpu", false,
-                           "the formula as plain loops"});
-
 std::vector<int64_t> shifts(int64_t taps, int64_t dilation, int64_t pad) {
   std::vector<int64_t> result;
   for (int64_t t = 0; t < taps; ++t) result.push_back(t * dilation - pad);
@@ -30,8 +24,8 @@ std::vector<int64_t> iota(int64_t n) {
   return result;
 }
 
-Convolution fprop_of(const Conv2dShape& s, const Tensor4dRef& x, const Tensor4dRef& w,
-                     const Tensor4dRef& y, const void* bias) {
+Convolution fprop_of(const Conv2dProblem& problem, const void* bias) {
+  const auto& [pass, s, x, w, y] = problem;
   const int64_t filters = s.k / s.groups;
   return {s.n,
           s.groups,
@@ -74,8 +68,8 @@ struct Residue {
 
 // Calls f(convolution) for each residue of the input position modulo the stride.
 template <typename F>
-void for_each_dgrad(const Conv2dShape& s, const Tensor4dRef& dy, const Tensor4dRef& w,
-                    const Tensor4dRef& dx, const F& f) {
+void for_each_dgrad(const Conv2dProblem& problem, const F& f) {
+  const auto& [pass, s, dx, w, dy] = problem;
   const int64_t channels = s.c / s.groups, filters = s.k / s.groups;
   for (int64_t i = 0; i < std::min(s.stride_h, s.h); ++i) {
     const Residue h(i, s.h, s.p, s.stride_h, s.pad_h, s.r, s.dilation_h);
@@ -91,8 +85,8 @@ void for_each_dgrad(const Conv2dShape& s, const Tensor4dRef& dy, const Tensor4dR
   }
 }
 
-WeightGradient wgrad_of(const Conv2dShape& s, const Tensor4dRef& x, const Tensor4dRef& dy,
-                        const Tensor4dRef& dw) {
+WeightGradient wgrad_of(const Conv2dProblem& problem) {
+  const auto& [pass, s, x, dw, dy] = problem;
   return {s.n,
           s.groups,
           s.c / s.groups,
@@ -163,13 +157,6 @@ class DirectSums {
   int64_t n_, c_, h_, w_;
 };
 
-// Throws for names that are no CPU kernel's; true for the plain loops.
-bool is_direct(const std::string& kernel) {
-  if (kernel == "direct") return true;
-  if (kernel == "auto" || kernel == "implicit_gemm") return false;
-  throw std::runtime_error("conv2d: no CPU kernel is called " + kernel);
-}
-
 // Images that a task sums before the partial sums are added, the same for any number of threads.
 constexpr int64_t kSumImages = 16;
 
@@ -218,89 +205,126 @@ void sum_image(double* __restrict__ sums, acc_t<T>* __restrict__ row, const T* d
   }
 }
 
-}  // namespace
+// An input gradient of a stride greater than 1 is several convolutions, planned one by one as they
+// run; all others are one, whose plan is kept.
+bool is_single(const Conv2dProblem& problem) {
+  return problem.pass != Conv2dPass::kDgrad ||
+         (problem.shape.stride_h == 1 && problem.shape.stride_w == 1);
+}
 
-int64_t conv2d_workspace_bytes(Conv2dPass pass, const Conv2dShape& s, const Tensor4dRef& x,
-                               const Tensor4dRef& w, const Tensor4dRef& y,
-                               const std::string& kernel) {
-  int64_t bytes = 0;
-  if (is_direct(kernel)) {
-    const int64_t results = pass == Conv2dPass::kFprop   ? s.n * s.k * s.p * s.q
-                            : pass == Conv2dPass::kDgrad ? s.n * s.c * s.h * s.w
-                                                         : s.k * (s.c / s.groups) * s.r * s.s;
-    return results * (s.dtype == DType::kFloat64 ? 8 : 4);
-  }
-  dispatch(s.dtype, [&](auto tag) {
+void plan_implicit_gemm(const Conv2dProblem& problem, Conv2dPlan* plan) {
+  dispatch(problem.shape.dtype, [&](auto tag) {
     using Acc = acc_t<typename decltype(tag)::type>;
-    if (pass == Conv2dPass::kFprop) {
-      bytes = ConvolutionPlan<Acc>(fprop_of(s, x, w, y, nullptr)).bytes();
-    } else if (pass == Conv2dPass::kDgrad) {
-      for_each_dgrad(s, y, w, x, [&](const Convolution& conv) {
-        bytes = std::max<int64_t>(bytes, ConvolutionPlan<Acc>(conv).bytes());
-      });
-    } else {
-      const WeightGradient g = wgrad_of(s, x, y, w);
-      bytes = WeightGradientPlan<Acc>(g).bytes(g);
+    const auto add = [&](const auto& tiling, int64_t bytes) {
+      plan->tiling.set(tiling);
+      plan->workspace_bytes = std::max(plan->workspace_bytes, bytes);
+    };
+    if (problem.pass == Conv2dPass::kWgrad) {
+      const WeightGradient g = wgrad_of(problem);
+      const WeightGradientPlan<Acc> tiling(g);
+      return add(tiling, tiling.bytes(g));
     }
+    const auto add_convolution = [&](const Convolution& conv) {
+      const ConvolutionPlan<Acc> tiling(conv);
+      add(tiling, tiling.bytes());
+    };
+    if (problem.pass == Conv2dPass::kFprop) return add_convolution(fprop_of(problem, nullptr));
+    for_each_dgrad(problem, add_convolution);
   });
-  return bytes;
 }
 
-int conv2d_moment_sets(const Conv2dShape&, const Tensor4dRef&, const Tensor4dRef&,
-                       const Tensor4dRef&, const std::string&) {
-  return 0;
-}
-
-void conv2d_fprop(Stream, const Conv2dShape& s, const Tensor4dRef& x, const Tensor4dRef& w,
-                  const void* bias, const Tensor4dRef& y, const std::string& kernel,
-                  void* workspace, Moments*) {
-  dispatch(s.dtype, [&](auto tag) {
+void run_implicit_gemm(const Conv2dProblem& problem, const Conv2dPlan& plan, const void* bias,
+                       void* workspace) {
+  dispatch(problem.shape.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    if (!is_direct(kernel)) {
-      const Convolution conv = fprop_of(s, x, w, y, bias);
-      return Convolve<T>(conv, workspace).run();
+    using Acc = acc_t<T>;
+    if (problem.pass == Conv2dPass::kWgrad) {
+      const auto& tiling = plan.tiling.get<WeightGradientPlan<Acc>>();
+      return ComputeWeightGradient<T>(wgrad_of(problem), tiling, workspace).run();
     }
-    DirectSums<T> sums(workspace, y, s.n, s.k, s.p, s.q);
+    const auto& tiling = plan.tiling.get<ConvolutionPlan<Acc>>();
+    if (problem.pass == Conv2dPass::kFprop) {
+      const Convolution conv = fprop_of(problem, bias);
+      return Convolve<T>(conv, tiling, workspace).run();
+    }
+    for_each_dgrad(problem, [&](const Convolution& conv) {
+      Convolve<T>(conv, is_single(problem) ? tiling : ConvolutionPlan<Acc>(conv), workspace).run();
+    });
+  });
+}
+
+void plan_direct(const Conv2dProblem& problem, Conv2dPlan* plan) {
+  const Conv2dShape& s = problem.shape;
+  const int64_t results = problem.pass == Conv2dPass::kFprop   ? s.n * s.k * s.p * s.q
+                          : problem.pass == Conv2dPass::kDgrad ? s.n * s.c * s.h * s.w
+                                                               : s.k * (s.c / s.groups) * s.r * s.s;
+  plan->workspace_bytes = results * (s.dtype == DType::kFloat64 ? 8 : 4);
+}
+
+void run_direct(const Conv2dProblem& problem, const Conv2dPlan&, const void* bias,
+                void* workspace) {
+  const auto& [pass, shape, x, w, y] = problem;
+  dispatch(shape.dtype, [&, pass = pass, &s = shape, &x = x, &w = w, &y = y](auto tag) {
+    using T = typename decltype(tag)::type;
+    using Acc = acc_t<T>;
+    const int64_t extents[3][4] = {
+        {s.n, s.k, s.p, s.q}, {s.n, s.c, s.h, s.w}, {s.k, s.c / s.groups, s.r, s.s}};
+    const auto& e = extents[static_cast<int>(pass)];
+    DirectSums<T> sums(workspace, problem.result(), e[0], e[1], e[2], e[3]);
     for_each_term(s, [&](int64_t n, int64_t k, int64_t c, int64_t p, int64_t q, int64_t r,
                          int64_t v, int64_t h, int64_t u, int64_t channel) {
-      sums(n, k, p, q) += acc_t<T>(at<T>(x, n, channel, h, u)) * acc_t<T>(at<T>(w, k, c, r, v));
+      switch (pass) {
+        case Conv2dPass::kFprop:
+          sums(n, k, p, q) += Acc(at<T>(x, n, channel, h, u)) * Acc(at<T>(w, k, c, r, v));
+          break;
+        case Conv2dPass::kDgrad:
+          sums(n, channel, h, u) += Acc(at<T>(y, n, k, p, q)) * Acc(at<T>(w, k, c, r, v));
+          break;
+        case Conv2dPass::kWgrad:
+          sums(k, c, r, v) += Acc(at<T>(y, n, k, p, q)) * Acc(at<T>(x, n, channel, h, u));
+          break;
+      }
     });
     sums.store(static_cast<const T*>(bias));
   });
 }
 
-void conv2d_dgrad(Stream, const Conv2dShape& s, const Tensor4dRef& dy, const Tensor4dRef& w,
-                  const Tensor4dRef& dx, const std::string& kernel, void* workspace) {
-  dispatch(s.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    if (!is_direct(kernel)) {
-      return for_each_dgrad(s, dy, w, dx,
-                            [&](const Convolution& conv) { Convolve<T>(conv, workspace).run(); });
-    }
-    DirectSums<T> sums(workspace, dx, s.n, s.c, s.h, s.w);
-    for_each_term(s, [&](int64_t n, int64_t k, int64_t c, int64_t p, int64_t q, int64_t r,
-                         int64_t v, int64_t h, int64_t u, int64_t channel) {
-      sums(n, channel, h, u) += acc_t<T>(at<T>(dy, n, k, p, q)) * acc_t<T>(at<T>(w, k, c, r, v));
-    });
-    sums.store(nullptr);
-  });
+struct Kernel {
+  KernelInfo info;
+  void (*plan)(const Conv2dProblem&, Conv2dPlan*);
+  void (*run)(const Conv2dProblem&, const Conv2dPlan&, const void* bias, void* workspace);
+};
+
+// The first one is what "auto" takes.
+constexpr Kernel kKernels[] = {
+    {{"conv2d", "implicit_gemm", "float64 float32 bfloat16 float16", "cpu", true,
+      "register tiles on shifted windows of a padded copy, threads"},
+     plan_implicit_gemm,
+     run_implicit_gemm},
+    {{"conv2d", "direct", "float64 float32 bfloat16 float16", "cpu", false,
+      "the formula as plain loops"},
+     plan_direct,
+     run_direct},
+};
+constexpr int kCount = std::size(kKernels);
+const KernelEntries kEntries(kKernels, kCount);
+
+}  // namespace
+
+const KernelInfo* conv2d_kernel(int number) {
+  return number < kCount ? &kKernels[number].info : nullptr;
 }
 
-void conv2d_wgrad(Stream, const Conv2dShape& s, const Tensor4dRef& dy, const Tensor4dRef& x,
-                  const Tensor4dRef& dw, const std::string& kernel, void* workspace) {
-  dispatch(s.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    if (!is_direct(kernel)) {
-      const WeightGradient g = wgrad_of(s, x, dy, dw);
-      return ComputeWeightGradient<T>(g, workspace).run();
-    }
-    DirectSums<T> sums(workspace, dw, s.k, s.c / s.groups, s.r, s.s);
-    for_each_term(s, [&](int64_t n, int64_t k, int64_t c, int64_t p, int64_t q, int64_t r,
-                         int64_t v, int64_t h, int64_t u, int64_t channel) {
-      sums(k, c, r, v) += acc_t<T>(at<T>(dy, n, k, p, q)) * acc_t<T>(at<T>(x, n, channel, h, u));
-    });
-    sums.store(nullptr);
-  });
+Conv2dPlan plan_conv2d(const Conv2dProblem& problem, int kernel) {
+  Conv2dPlan plan;
+  plan.kernel = std::max(0, kernel);
+  kKernels[plan.kernel].plan(problem, &plan);
+  return plan;
+}
+
+void run_conv2d(Stream, const Conv2dProblem& problem, const Conv2dPlan& plan, const void* bias,
+                Moments*, void* workspace) {
+  kKernels[plan.kernel].run(problem, plan, bias, workspace);
 }
 
 int64_t channel_sum_workspace_bytes(DType dtype, int64_t n, int64_t c, int64_t, int64_t) {

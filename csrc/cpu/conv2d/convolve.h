@@ -106,9 +106,9 @@ class Convolve {
   using Acc = acc_t<T>;
 
  public:
-  Convolve(const Convolution& conv, void* workspace)
+  Convolve(const Convolution& conv, const ConvolutionPlan<Acc>& plan, void* workspace)
       : conv_(conv),
-        plan_(conv),
+        plan_(plan),
         shape_(conv.h, conv.w, plan_.block_rows),
         packed_(static_cast<Acc*>(workspace)),
         scratch_(packed_ + plan_.packed_size) {

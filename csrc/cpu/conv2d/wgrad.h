@@ -65,9 +65,10 @@ class ComputeWeightGradient {
   static constexpr int kL = kLanes<Acc>;
 
  public:
-  ComputeWeightGradient(const WeightGradient& g, void* workspace)
+  ComputeWeightGradient(const WeightGradient& g, const WeightGradientPlan<Acc>& plan,
+                        void* workspace)
       : g_(g),
-        plan_(g),
+        plan_(plan),
         shape_(g.h, g.w, plan_.block_rows),
         acc_(static_cast<Acc*>(workspace)),
         scratch_(acc_ + plan_.parts * g.groups * plan_.acc_size()) {

@@ -16,19 +16,6 @@
 namespace braze::cpu {
 namespace {
 
-const KernelEntry kNaive({"matmul", "01_naive", "float64 float32 bfloat16 float16", "cpu", false,
-                          "triple loop"});
-const KernelEntry kReordered({"matmul", "02_reordered", "float64 float32 bfloat16 float16", "cpu",
-                              false, "the inner loop along rows of B"});
-const KernelEntry kBlocked({"matmul", "blocked", "float64 float32 bfloat16 float16", "cpu", true,
-                            "packed panels, register tiles, cache blocks, threads"});
-
-// Where the machine has it.
-const bool kAmxListed =
-    amx_available() && (KernelEntry({"matmul", "amx", "bfloat16", "cpu", true,
-                                     "tile registers: packed panels, cache blocks, threads"}),
-                        true);
-
 // A block of C that one task computes: at most 96 rows, so that its panel of A (96 KiB at depth
 // 256) stays in the second-level cache, by at most 768 columns (288 KiB of accumulators).
 constexpr int64_t kMaxBlockRows = 96, kMaxBlockCols = 768;
@@ -121,13 +108,13 @@ template <typename T>
 struct Blocked {
   using Acc = acc_t<T>;
   const MatmulArgs& args;
-  const Plan<Acc> plan;
+  const Plan<Acc>& plan;
   Acc* packed_b;
   Acc* scratch;
 
-  Blocked(const MatmulArgs& args, void* workspace)
+  Blocked(const MatmulArgs& args, const Plan<Acc>& plan, void* workspace)
       : args(args),
-        plan(args),
+        plan(plan),
         packed_b(static_cast<Acc*>(workspace)),
         scratch(packed_b + plan.packed_b()) {}
 
@@ -238,60 +225,103 @@ struct Blocked {
   }
 };
 
-bool takes_amx(const MatmulArgs& args, const std::string& kernel) {
-  return kernel == "amx" || (kernel == "auto" && AmxMatmul::preferred(args));
-}
-
 int64_t acc_size(DType dtype) { return dtype == DType::kFloat64 ? 8 : 4; }
 
-// Of what the kernel itself needs.
-int64_t kernel_bytes(const MatmulArgs& args, const std::string& kernel) {
-  if (takes_amx(args, kernel)) return AmxMatmul(args).bytes();
-  if (kernel == "01_naive") return 0;
-  if (kernel == "02_reordered") return args.n * acc_size(args.dtype);
-  return args.dtype == DType::kFloat64 ? Plan<double>(args).bytes() : Plan<float>(args).bytes();
+const char* no_obstacle(const MatmulArgs&) { return nullptr; }
+const char* amx_obstacle(const MatmulArgs& args) {
+  return args.dtype == DType::kBFloat16 && amx_available()
+             ? nullptr
+             : "amx takes bfloat16, on a processor and a system with AMX";
 }
+
+void plan_naive(const MatmulArgs&, MatmulPlan*) {}
+void plan_reordered(const MatmulArgs& args, MatmulPlan* plan) {
+  plan->workspace_bytes = args.n * acc_size(args.dtype);
+}
+template <typename Tiling>
+void plan_as(const MatmulArgs& args, MatmulPlan* plan) {
+  const Tiling tiling(args);
+  plan->workspace_bytes = tiling.bytes();
+  plan->tiling.set(tiling);
+}
+void plan_blocked(const MatmulArgs& args, MatmulPlan* plan) {
+  return args.dtype == DType::kFloat64 ? plan_as<Plan<double>>(args, plan)
+                                       : plan_as<Plan<float>>(args, plan);
+}
+
+void run_naive(const MatmulArgs& args, const MatmulPlan&, void*) {
+  dispatch(args.dtype, [&](auto tag) { naive_matmul<typename decltype(tag)::type>(args); });
+}
+void run_reordered(const MatmulArgs& args, const MatmulPlan&, void* workspace) {
+  dispatch(args.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    reordered_matmul<T>(args, static_cast<acc_t<T>*>(workspace));
+  });
+}
+void run_blocked(const MatmulArgs& args, const MatmulPlan& plan, void* workspace) {
+  dispatch(args.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    Blocked<T>(args, plan.tiling.get<Plan<acc_t<T>>>(), workspace).run();
+  });
+}
+void run_amx(const MatmulArgs& args, const MatmulPlan& plan, void* workspace) {
+  AmxMatmul(args, plan.tiling.get<AmxPlan>()).run(workspace, [&](float* sums, auto... place) {
+    store_columns<BFloat16>(args, sums, place...);
+  });
+}
+
+struct Kernel {
+  KernelInfo info;
+  const char* (*obstacle)(const MatmulArgs&);
+  void (*plan)(const MatmulArgs&, MatmulPlan*);
+  void (*run)(const MatmulArgs&, const MatmulPlan&, void* workspace);
+};
+
+constexpr char kAll[] = "float64 float32 bfloat16 float16";
+constexpr Kernel kKernels[] = {
+    {{"matmul", "01_naive", kAll, "cpu", false, "triple loop"}, no_obstacle, plan_naive, run_naive},
+    {{"matmul", "02_reordered", kAll, "cpu", false, "the inner loop along rows of B"},
+     no_obstacle,
+     plan_reordered,
+     run_reordered},
+    {{"matmul", "blocked", kAll, "cpu", true,
+      "packed panels, register tiles, cache blocks, threads"},
+     no_obstacle,
+     plan_blocked,
+     run_blocked},
+    {{"matmul", "amx", "bfloat16", "cpu", true,
+      "tile registers: packed panels, cache blocks, threads"},
+     amx_obstacle,
+     plan_as<AmxPlan>,
+     run_amx},
+};
+constexpr int kBlocked = kernel_number(kKernels, "blocked");
+constexpr int kAmx = kernel_number(kKernels, "amx");  // the last: listed where the machine has it
+const int kCount = static_cast<int>(std::size(kKernels)) - !amx_available();
+const KernelEntries kEntries(kKernels, kCount);
 
 }  // namespace
 
-// All others take any arguments.
-bool matmul_takes(const MatmulArgs& args, const std::string& kernel) {
-  if (kernel == "amx") return args.dtype == DType::kBFloat16 && amx_available();
-  return kernel == "auto" || kernel == "blocked" || kernel == "01_naive" ||
-         kernel == "02_reordered";
+const KernelInfo* matmul_kernel(int number) {
+  return number < kCount ? &kKernels[number].info : nullptr;
 }
 
-const char* matmul_choice(const MatmulArgs& args) {
-  return AmxMatmul::preferred(args) ? "amx" : "blocked";
-}
-
-int64_t matmul_workspace_bytes(const MatmulArgs& args, const std::string& kernel) {
+MatmulPlan plan_matmul(const MatmulArgs& args, int kernel) {
+  MatmulPlan plan;
+  plan.kernel = kernel != kAnyKernel ? kernel : AmxPlan::preferred(args) ? kAmx : kBlocked;
+  plan.obstacle = kKernels[plan.kernel].obstacle(args);
+  if (!plan.obstacle) kKernels[plan.kernel].plan(args, &plan);
   // The sums are taken from C when it is done: the same memory serves again.
   const int64_t sums =
       args.column_sums ? column_sum_parts(args.m) * args.n * acc_size(args.dtype) : 0;
-  return std::max(sums, kernel_bytes(args, kernel));
+  plan.workspace_bytes = std::max(sums, plan.workspace_bytes);
+  return plan;
 }
 
-void matmul(Stream, const MatmulArgs& args, const std::string& kernel, void* workspace) {
+void run_matmul(Stream, const MatmulArgs& args, const MatmulPlan& plan, void* workspace) {
+  kKernels[plan.kernel].run(args, plan, workspace);
   dispatch(args.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    if (takes_amx(args, kernel)) {
-      if (!matmul_takes(args, "amx")) {
-        throw std::runtime_error(
-            "matmul: kernel amx takes bfloat16, on a processor and a system with AMX");
-      }
-      AmxMatmul(args).run(workspace, [&](float* sums, auto... place) {
-        store_columns<BFloat16>(args, sums, place...);
-      });
-    } else if (kernel == "auto" || kernel == "blocked") {
-      Blocked<T>(args, workspace).run();
-    } else if (kernel == "01_naive") {
-      naive_matmul<T>(args);
-    } else if (kernel == "02_reordered") {
-      reordered_matmul<T>(args, static_cast<acc_t<T>*>(workspace));
-    } else {
-      throw std::runtime_error("matmul: no CPU kernel is called " + kernel);
-    }
     const T* c = static_cast<const T*>(args.c);
     if (args.column_sums) {
       sum_columns(args.m, args.n, static_cast<acc_t<T>*>(workspace),

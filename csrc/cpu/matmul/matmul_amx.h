@@ -12,30 +12,39 @@ namespace braze::cpu {
 
 #ifdef BRAZE_HAS_AMX
 
-class AmxMatmul {
- public:
-  explicit AmxMatmul(const MatmulArgs& args)
-      : args_(args),
-        panels_(ceil_div(args.n, kWidth)),
-        depth_(round_up(args.k, kStep)),
-        b_matrices_(args.b.batch == 0 ? 1 : args.batch),
-        block_rows_(std::clamp<int64_t>(round_up(args.m, 16), 16, 256)),
-        block_panels_(std::clamp<int64_t>(panels_, 1, 32)) {
-    const int64_t packed = panels_ * kWidth * depth_ * 2;  // bytes of one matrix
-    group_ = std::clamp<int64_t>(kPackedBytes / std::max<int64_t>(1, packed), 1,
-                                 std::max<int64_t>(1, args.batch));
+struct AmxPlan {
+  static constexpr int64_t kWidth = 32, kStep = 32, kDepth = 512;
+
+  explicit AmxPlan(const MatmulArgs& args)
+      : panels(ceil_div(args.n, kWidth)),
+        depth(round_up(args.k, kStep)),
+        b_matrices(args.b.batch == 0 ? 1 : args.batch),
+        block_rows(std::clamp<int64_t>(round_up(args.m, 16), 16, 256)),
+        block_panels(std::clamp<int64_t>(panels, 1, 32)) {
+    const int64_t packed = panels * kWidth * depth * 2;  // bytes of one matrix
+    group = std::clamp<int64_t>(kPackedBytes / std::max<int64_t>(1, packed), 1,
+                                std::max<int64_t>(1, args.batch));
     const int64_t wanted = 2 * num_threads();
-    while (num_threads() > 1 && tasks() < wanted && block_rows_ > 64) {
-      block_rows_ = round_up(block_rows_ / 2, 16);
+    const auto tasks = [&] {
+      return std::min(group, args.batch) * ceil_div(args.m, block_rows) *
+             ceil_div(panels, block_panels);
+    };
+    while (num_threads() > 1 && tasks() < wanted && block_rows > 64) {
+      block_rows = round_up(block_rows / 2, 16);
     }
-    while (num_threads() > 1 && tasks() < wanted && block_panels_ > 4) {
-      block_panels_ = (block_panels_ + 1) / 2;
+    while (num_threads() > 1 && tasks() < wanted && block_panels > 4) {
+      block_panels = (block_panels + 1) / 2;
     }
-    if (b_matrices_ == 1) group_ = args.batch;
+    if (b_matrices == 1) group = args.batch;
   }
 
   // Packed B; then for each worker packed A and sums.
   int64_t bytes() const { return b_bytes() + num_threads() * worker_bytes(); }
+
+  int64_t b_size() const { return panels * kWidth * depth / 2; }  // pairs of one matrix
+  int64_t b_bytes() const { return std::min(group, b_matrices) * b_size() * 4; }
+  int64_t a_bytes() const { return block_rows * std::min(depth, kDepth) * 2; }
+  int64_t worker_bytes() const { return a_bytes() + block_rows * block_panels * kWidth * 4; }
 
   // Where it pays: below that, packing takes longer than multiplying saves.
   static bool preferred(const MatmulArgs& args) {
@@ -43,47 +52,49 @@ class AmxMatmul {
            args.m * args.n * args.k >= int64_t{1} << 18 && amx_available();
   }
 
+  int64_t panels, depth;             // of 32 columns; in whole steps
+  int64_t b_matrices, group = 1;     // different ones; those of the batch that are packed together
+  int64_t block_rows, block_panels;  // of C, for one task
+};
+
+class AmxMatmul {
+ public:
+  AmxMatmul(const MatmulArgs& args, const AmxPlan& plan) : args_(args), plan_(plan) {}
+
   // store(tiles, width, matrix, first row, rows, column, columns): a column of finished sums.
   template <typename Store>
   void run(void* workspace, const Store& store) const {
     uint32_t* const packed_b = static_cast<uint32_t*>(workspace);
-    char* const workers = static_cast<char*>(workspace) + b_bytes();
-    const int64_t col_blocks = ceil_div(panels_, block_panels_);
-    const int64_t per_matrix = ceil_div(args_.m, block_rows_) * col_blocks;
-    for (int64_t first = 0; first < args_.batch; first += group_) {
-      const int64_t count = std::min(group_, args_.batch - first);
-      pack_b(packed_b, first, std::min(count, b_matrices_));
+    char* const workers = static_cast<char*>(workspace) + plan_.b_bytes();
+    const int64_t col_blocks = ceil_div(plan_.panels, plan_.block_panels);
+    const int64_t per_matrix = ceil_div(args_.m, plan_.block_rows) * col_blocks;
+    for (int64_t first = 0; first < args_.batch; first += plan_.group) {
+      const int64_t count = std::min(plan_.group, args_.batch - first);
+      pack_b(packed_b, first, std::min(count, plan_.b_matrices));
       for_each_task(count * per_matrix, [&](int64_t worker, int64_t task) {
         const WholeTiles tiles;
         const int64_t slot = task / per_matrix, index = task % per_matrix;
-        block(packed_b + (b_matrices_ == 1 ? 0 : slot * b_size()),
-              workers + worker * worker_bytes(), first + slot, index / col_blocks * block_rows_,
-              index % col_blocks * block_panels_, store);
+        block(packed_b + (plan_.b_matrices == 1 ? 0 : slot * plan_.b_size()),
+              workers + worker * plan_.worker_bytes(), first + slot,
+              index / col_blocks * plan_.block_rows, index % col_blocks * plan_.block_panels,
+              store);
       });
     }
   }
 
  private:
-  static constexpr int64_t kWidth = 32, kStep = 32, kDepth = 512;
-
-  int64_t tasks() const {
-    return std::min(group_, args_.batch) * ceil_div(args_.m, block_rows_) *
-           ceil_div(panels_, block_panels_);
-  }
-  int64_t b_size() const { return panels_ * kWidth * depth_ / 2; }  // pairs of one matrix
-  int64_t b_bytes() const { return std::min(group_, b_matrices_) * b_size() * 4; }
-  int64_t a_bytes() const { return block_rows_ * std::min(depth_, kDepth) * 2; }
-  int64_t worker_bytes() const { return a_bytes() + block_rows_ * block_panels_ * kWidth * 4; }
+  static constexpr int64_t kWidth = AmxPlan::kWidth, kStep = AmxPlan::kStep;
+  static constexpr int64_t kDepth = AmxPlan::kDepth;
 
   // Matrices [first, first + count) of B: panels, in which rows of pairs follow each other.
   void pack_b(uint32_t* packed, int64_t first, int64_t count) const {
-    parallel_for(0, count * panels_, 1, [&](int64_t begin, int64_t end) {
+    parallel_for(0, count * plan_.panels, 1, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
-        const int64_t matrix = i / panels_, column = i % panels_ * kWidth;
+        const int64_t matrix = i / plan_.panels, column = i % plan_.panels * kWidth;
         const uint16_t* const from = static_cast<const uint16_t*>(args_.b.data) +
                                      (first + matrix) * args_.b.batch + column * args_.b.col;
-        pack_pairs(packed + matrix * b_size() + i % panels_ * kWidth * depth_ / 2, from,
-                   std::min(kWidth, args_.n - column));
+        pack_pairs(packed + matrix * plan_.b_size() + i % plan_.panels * kWidth * plan_.depth / 2,
+                   from, std::min(kWidth, args_.n - column));
       }
     });
   }
@@ -91,7 +102,7 @@ class AmxMatmul {
   void pack_pairs(uint32_t* to, const uint16_t* from, int64_t columns) const {
     const int64_t row = args_.b.row, col = args_.b.col, k = args_.k;
     // What stays zero beside the columns, or below the pairs.
-    std::fill(to + (columns < kWidth ? 0 : k / 2 * kWidth), to + depth_ / 2 * kWidth, 0u);
+    std::fill(to + (columns < kWidth ? 0 : k / 2 * kWidth), to + plan_.depth / 2 * kWidth, 0u);
     if (row == 1 && col % 2 == 0) {  // pairs as they are: a transposition of 32-bit elements
       copy_matrix(reinterpret_cast<float*>(to), kWidth, reinterpret_cast<const float*>(from), 1,
                   col / 2, k / 2, columns);
@@ -132,9 +143,10 @@ class AmxMatmul {
   void block(const uint32_t* b, char* memory, int64_t matrix, int64_t first_row,
              int64_t first_panel, const Store& store) const {
     uint16_t* const packed = reinterpret_cast<uint16_t*>(memory);
-    float* const sums = reinterpret_cast<float*>(memory + a_bytes());
-    const int64_t rows = std::min(block_rows_, args_.m - first_row), padded = round_up(rows, 16);
-    const int64_t last_panel = std::min(first_panel + block_panels_, panels_);
+    float* const sums = reinterpret_cast<float*>(memory + plan_.a_bytes());
+    const int64_t rows = std::min(plan_.block_rows, args_.m - first_row),
+                  padded = round_up(rows, 16);
+    const int64_t last_panel = std::min(first_panel + plan_.block_panels, plan_.panels);
     const uint16_t* const a = static_cast<const uint16_t*>(args_.a.data) + matrix * args_.a.batch +
                               first_row * args_.a.row;
     if (args_.k == 0) std::fill(sums, sums + (last_panel - first_panel) * padded * kWidth, 0.0f);
@@ -142,7 +154,7 @@ class AmxMatmul {
       const int64_t depth = std::min(kDepth, args_.k - p), width = round_up(depth, kStep);
       pack_a(packed, a + p * args_.a.col, rows, depth);
       for (int64_t j = first_panel; j < last_panel; ++j) {
-        const uint32_t* const panel = b + j * kWidth * depth_ / 2 + p / 2 * kWidth;
+        const uint32_t* const panel = b + j * kWidth * plan_.depth / 2 + p / 2 * kWidth;
         float* const out = sums + (j - first_panel) * padded * kWidth;
         const bool wide = args_.n - j * kWidth > 16;
         for (int64_t i = 0; i < padded; i += 32) {
@@ -167,17 +179,19 @@ class AmxMatmul {
   }
 
   const MatmulArgs& args_;
-  int64_t panels_, depth_;          // of 32 columns; in whole steps
-  int64_t b_matrices_, group_ = 1;  // different ones; those of the batch that are packed together
-  int64_t block_rows_, block_panels_;  // of C, for one task
+  const AmxPlan& plan_;
 };
 
 #else
 
-struct AmxMatmul {
-  explicit AmxMatmul(const MatmulArgs&) {}
+struct AmxPlan {
+  explicit AmxPlan(const MatmulArgs&) {}
   int64_t bytes() const { return 0; }
   static bool preferred(const MatmulArgs&) { return false; }
+};
+
+struct AmxMatmul {
+  AmxMatmul(const MatmulArgs&, const AmxPlan&) {}
   template <typename Store>
   void run(void*, const Store&) const {}
 };

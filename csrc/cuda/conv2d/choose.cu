@@ -1,22 +1,16 @@
-// The choice among the convolution's kernels, and the registry of them.
+// The convolution's kernels, and the choice among them.
 #include "launchers/conv2d.h"
 
-#include "gather.cuh"
+#include <algorithm>
+#include <climits>
+#include <iterator>
+
 #include "cuda/conv2d/halo/halo.h"
-#include "launchers/common/registry.h"
-#include "cuda/conv2d/implicit_gemm/pack.cuh"
+#include "gather.cuh"
+#include "kernels.h"
 
 namespace braze::cuda {
 namespace {
-
-enum class Choice { kDirect, kSimt, kMma, kHalo };
-
-const char* name_of(Choice choice) {
-  return choice == Choice::kDirect ? "direct"
-         : choice == Choice::kSimt ? "implicit_gemm_simt"
-         : choice == Choice::kMma  ? "implicit_gemm_mma"
-                                   : "halo_wgmma";
-}
 
 constexpr int64_t kMaxIndex = INT_MAX - 1024;  // room for the last tile's overhang
 
@@ -48,28 +42,75 @@ bool has_small_offsets(const Conv2dArgs& args) {
   return small(in, p.n, p.c, p.h, p.w) && small(other, p.n, p.k, p.p, p.q);
 }
 
-// Why the kernel cannot take the arguments, or nullptr.
-const char* obstacle(Choice choice, const Conv2dArgs& args) {
-  if (!has_small_extents(args)) return "it counts pixels and taps with 31 bits";
-  if (choice == Choice::kDirect) return nullptr;
-  if (choice == Choice::kHalo) {
-    return halo::supports(args.pass, args.shape, args.gathered, args.other, args.out)
-               ? nullptr
-               : "it takes channels-last float32, bfloat16 and float16 tensors, stride and "
-                 "dilation 1, one group, small filters (three columns in wgrad), and compute "
-                 "capability 9.0";
-  }
-  if (!has_small_offsets(args)) return "it addresses tensors with 31 bits";
+// Why a kernel cannot take the arguments, or nullptr.
+const char* direct_obstacle(const Conv2dArgs& args) {
+  return has_small_extents(args) ? nullptr : "it counts pixels and taps with 31 bits";
+}
+
+const char* gemm_obstacle(const Conv2dArgs& args) {
+  if (const char* why = direct_obstacle(args)) return why;
+  return has_small_offsets(args) ? nullptr : "it addresses tensors with 31 bits";
+}
+
+const char* simt_obstacle(const Conv2dArgs& args) {
+  if (const char* why = gemm_obstacle(args)) return why;
+  return size_of(args.shape.dtype) == 2 ? "it takes float32 and float64" : nullptr;
+}
+
+const char* mma_obstacle(const Conv2dArgs& args) {
+  if (const char* why = gemm_obstacle(args)) return why;
   const DType dtype = args.shape.dtype;
-  if (choice == Choice::kSimt) {
-    return size_of(dtype) == 2 ? "it takes float32 and float64" : nullptr;
-  }
   if (dtype == DType::kFloat64) return "it takes float32 (as TF32), bfloat16 and float16";
   if (dtype == DType::kFloat32 && !args.shape.allow_tf32) {
     return "float32 inputs would be rounded to TF32, which is not allowed";
   }
   return nullptr;
 }
+
+const char* halo_obstacle(const Conv2dArgs& args) {
+  if (const char* why = direct_obstacle(args)) return why;
+  return halo::supports(args)
+             ? nullptr
+             : "it takes channels-last float32, bfloat16 and float16 tensors, stride and "
+               "dilation 1, one group, small filters (three columns in wgrad), and compute "
+               "capability 9.0";
+}
+
+struct Kernel {
+  KernelInfo info;
+  const char* (*obstacle)(const Conv2dArgs&);
+  void (*plan)(const Conv2dArgs&, Conv2dPlan*);
+  void (*run)(Stream, const Conv2dArgs&, const Conv2dPlan&, void* workspace);
+};
+
+constexpr Kernel kKernels[] = {
+    {{"conv2d", "direct", "float64 float32 bfloat16 float16", "sm_80+", true,
+      "one thread per pixel; few taps, few channels, depthwise"},
+     direct_obstacle,
+     plan_direct,
+     run_direct},
+    {{"conv2d", "implicit_gemm_simt", "float64 float32", "sm_80+", true,
+      "implicit GEMM on CUDA cores"},
+     simt_obstacle,
+     plan_simt,
+     run_simt},
+    {{"conv2d", "implicit_gemm_mma", "float32 bfloat16 float16", "sm_80+", true,
+      "implicit GEMM on tensor cores; float32 as TF32"},
+     mma_obstacle,
+     plan_mma,
+     run_mma},
+    {{"conv2d", "halo_wgmma", "float32 bfloat16 float16", "sm_90a", true,
+      "taps are shifted reads of one tile in shared memory; float32 as TF32 or in bf16 parts"},
+     halo_obstacle,
+     halo::plan,
+     halo::run},
+};
+constexpr int kCount = std::size(kKernels);
+constexpr int kDirect = kernel_number(kKernels, "direct"),
+              kSimt = kernel_number(kKernels, "implicit_gemm_simt"),
+              kMma = kernel_number(kKernels, "implicit_gemm_mma"),
+              kHalo = kernel_number(kKernels, "halo_wgmma");
+const KernelEntries kEntries(kKernels, kCount);
 
 // Tiles of 64 or more are wasted on thin products.
 bool is_thin(const Conv2dArgs& args) {
@@ -78,29 +119,33 @@ bool is_thin(const Conv2dArgs& args) {
   return e.k <= 32 || e.n < 8;
 }
 
-Choice choose(const Conv2dArgs& args, const std::string& kernel) {
-  Choice choice = Choice::kDirect;
-  if (kernel == "auto") {
-    if (!is_thin(args)) {
-      choice = !obstacle(Choice::kHalo, args)   ? Choice::kHalo
-               : !obstacle(Choice::kMma, args)  ? Choice::kMma
-               : !obstacle(Choice::kSimt, args) ? Choice::kSimt
-                                                : Choice::kDirect;
-    }
-  } else if (kernel == "implicit_gemm_simt") {
-    choice = Choice::kSimt;
-  } else if (kernel == "implicit_gemm_mma") {
-    choice = Choice::kMma;
-  } else if (kernel == "halo_wgmma") {
-    choice = Choice::kHalo;
-  } else if (kernel != "direct") {
-    throw std::runtime_error("conv2d: no kernel is named " + kernel);
+// The fastest of our own.
+int choose(const Conv2dArgs& args) {
+  if (is_thin(args)) return kDirect;
+  for (const int kernel : {kHalo, kMma, kSimt}) {
+    if (!kKernels[kernel].obstacle(args)) return kernel;
   }
-  if (const char* why = obstacle(choice, args)) {
-    throw std::runtime_error(std::string("conv2d: kernel ") + name_of(choice) +
-                             " cannot take these arguments: " + why);
-  }
-  return choice;
+  return kDirect;
+}
+
+// Whether that is faster than cuDNN, as measured on an H200 (benchmarks/conv2d.py, batch 64 to
+// 8192).
+bool beats_cudnn(const Conv2dProblem& problem, int kernel) {
+  const Conv2dShape& s = problem.shape;
+  const bool is_channels_last = problem.x.c == 1 && s.c > 1, is_16_bit = size_of(s.dtype) == 2;
+  const bool wgrad = problem.pass == Conv2dPass::kWgrad;
+  const int64_t pixels = s.n * s.p * s.q;
+  // Few inputs per output: the direct kernels.
+  if (problem.pass != Conv2dPass::kDgrad && s.c / s.groups * s.r * s.s <= 32) return true;
+  if (s.groups > 1 || s.dtype == DType::kFloat64) return false;
+  const bool plain_fp32 = !is_16_bit && !s.allow_tf32;
+  // cuDNN's first choice for few pixels sums them one after the other: up to 50 times the error.
+  if (wgrad && plain_fp32 && pixels < 1 << 16 && s.c <= 256 && s.k <= 256) return true;
+  if (s.stride_h > 1 || s.stride_w > 1) return false;
+  if (s.c > 128 || s.k > 128) return false;  // not measured
+  // cuDNN's weight gradients split the sum over pixels badly.
+  if (wgrad) return is_channels_last || (!plain_fp32 && (!is_16_bit || pixels >= 1 << 16));
+  return is_channels_last && kernel == kHalo;
 }
 
 bool is_empty(const Conv2dArgs& args) {
@@ -108,146 +153,82 @@ bool is_empty(const Conv2dArgs& args) {
   return args.shape.groups * e.m * e.n == 0;
 }
 
-void run_mma(Stream stream, const Conv2dArgs& args, void* workspace) {
-  const PackedConv2d packed = plan_packed(args, workspace);
-  pack_operands(stream, args, packed);
-  void* const rest = static_cast<char*>(workspace) + packed.bytes;
-  switch (args.shape.dtype) {
-    case DType::kBFloat16: mma_conv2d_bf16(stream, packed.args, rest); break;
-    case DType::kFloat16: mma_conv2d_fp16(stream, packed.args, rest); break;
-    default: mma_conv2d_tf32(stream, packed.args, rest); break;
+// Images that fit one run with 32-bit offsets: fprop and dgrad treat images one by one, wgrad sums
+// over them.
+int64_t images_at_once(Conv2dArgs args) {
+  if (args.pass == Conv2dPass::kWgrad) return args.shape.n;
+  while (args.shape.n > 1 && !(has_small_extents(args) && has_small_offsets(args))) {
+    args.shape.n = ceil_div(args.shape.n, 2);
   }
-  unpack_result(stream, args, packed);
+  return args.shape.n;
 }
 
-int64_t mma_workspace_bytes(const Conv2dArgs& args) {
-  const PackedConv2d packed = plan_packed(args, nullptr);
-  const ConvExtents e = conv_extents(packed.args);
-  return packed.bytes +
-         split_bytes<float>(mma_conv2d_splits(packed.args), args.shape.groups, e.m, e.n);
-}
-
-void run_halo(Stream stream, const Conv2dArgs& args, void* workspace) {
-  if (args.pass == Conv2dPass::kWgrad) {
-    return halo::wgrad(stream, args.shape, args.other, args.gathered, args.out, workspace);
-  }
-  halo::conv(stream, args.pass, args.shape, args.gathered, args.other, args.bias, args.out,
-             args.moments);
-}
-
-// f(part) for parts of the batch small enough for 32-bit offsets: fprop and dgrad treat images one
-// by one, wgrad sums over them.
-template <typename F>
-void for_each_part(const Conv2dArgs& args, F&& f) {
-  if (args.pass == Conv2dPass::kWgrad) return f(args);
+Conv2dArgs slice(const Conv2dArgs& args, int64_t first, int64_t count) {
   Conv2dArgs part = args;
-  const int64_t n = args.shape.n, size = size_of(args.shape.dtype);
-  while (part.shape.n > 1 && !(has_small_extents(part) && has_small_offsets(part))) {
-    part.shape.n = ceil_div(part.shape.n, 2);
-  }
-  const int64_t step = part.shape.n;
-  const auto image = [&](const Tensor4dRef& t, int64_t i) {
-    return static_cast<char*>(const_cast<void*>(t.data)) + i * t.n * size;
+  part.shape.n = count;
+  if (count == args.shape.n) return part;
+  const auto image = [&](const Tensor4dRef& t) {
+    return static_cast<char*>(const_cast<void*>(t.data)) + first * t.n * size_of(args.shape.dtype);
   };
-  for (int64_t i = 0; i < n; i += step) {
-    part.shape.n = std::min(step, n - i);
-    if (step != n) {
-      part.gathered.data = image(args.gathered, i);
-      part.out.data = image(args.out, i);
-    }
-    f(part);
-  }
+  part.gathered.data = image(args.gathered);
+  part.out.data = image(args.out);
+  return part;
 }
 
-void run(Stream stream, const Conv2dArgs& args, const std::string& kernel, void* workspace) {
-  if (is_empty(args)) return;
-  for_each_part(args, [&](const Conv2dArgs& part) {
-    switch (choose(part, kernel)) {
-      case Choice::kDirect: return direct_conv2d(stream, part, workspace);
-      case Choice::kSimt: return simt_conv2d(stream, part, workspace);
-      case Choice::kMma: return run_mma(stream, part, workspace);
-      case Choice::kHalo: return run_halo(stream, part, workspace);
-    }
-  });
+Conv2dPlan plan_part(const Conv2dArgs& args, int wish) {
+  Conv2dPlan plan;
+  plan.wish = wish;
+  plan.images = args.shape.n;
+  plan.kernel = wish == kAnyKernel ? choose(args) : wish;
+  const Kernel& kernel = kKernels[plan.kernel];
+  plan.obstacle = kernel.obstacle(args);
+  if (!plan.obstacle) kernel.plan(args, &plan);
+  return plan;
 }
-
-int64_t workspace_bytes(const Conv2dArgs& args, const std::string& kernel) {
-  if (is_empty(args)) return 0;
-  int64_t bytes = 0;
-  for_each_part(args, [&](const Conv2dArgs& part) {
-    switch (choose(part, kernel)) {
-      case Choice::kDirect: bytes = std::max(bytes, direct_conv2d_workspace_bytes(part)); break;
-      case Choice::kSimt: bytes = std::max(bytes, simt_conv2d_workspace_bytes(part)); break;
-      case Choice::kMma: bytes = std::max(bytes, mma_workspace_bytes(part)); break;
-      case Choice::kHalo:
-        if (part.pass == Conv2dPass::kWgrad) {
-          bytes = std::max(bytes, halo::wgrad_workspace_bytes(part.shape));
-        }
-        break;
-    }
-  });
-  return bytes;
-}
-
-// x, w and y in their roles for the pass.
-Conv2dArgs make_args(Conv2dPass pass, const Conv2dShape& shape, const Tensor4dRef& x,
-                     const Tensor4dRef& w, const Tensor4dRef& y) {
-  switch (pass) {
-    case Conv2dPass::kFprop: return {pass, shape, x, w, y, nullptr};
-    case Conv2dPass::kDgrad: return {pass, shape, y, w, x, nullptr};
-    case Conv2dPass::kWgrad: break;
-  }
-  return {pass, shape, x, y, w, nullptr};
-}
-
-const KernelEntry kDirectEntry({"conv2d", "direct", "float64 float32 bfloat16 float16", "sm_80+",
-                                true, "one thread per pixel; few taps, few channels, depthwise"});
-const KernelEntry kSimtEntry({"conv2d", "implicit_gemm_simt", "float64 float32", "sm_80+", true,
-                              "implicit GEMM on CUDA cores"});
-const KernelEntry kMmaEntry({"conv2d", "implicit_gemm_mma", "float32 bfloat16 float16", "sm_80+",
-                             true, "implicit GEMM on tensor cores; float32 as TF32"});
 
 }  // namespace
 
-int64_t conv2d_workspace_bytes(Conv2dPass pass, const Conv2dShape& shape, const Tensor4dRef& x,
-                               const Tensor4dRef& w, const Tensor4dRef& y,
-                               const std::string& kernel) {
-  return workspace_bytes(make_args(pass, shape, x, w, y), kernel);
+const KernelInfo* conv2d_kernel(int number) {
+  return number < kCount ? &kKernels[number].info : nullptr;
 }
 
-int conv2d_moment_sets(const Conv2dShape& shape, const Tensor4dRef& x, const Tensor4dRef& w,
-                       const Tensor4dRef& y, const std::string& kernel) {
-  const Conv2dArgs args = make_args(Conv2dPass::kFprop, shape, x, w, y);
-  if (is_empty(args)) return 0;
-  int parts = 0, sets = 0;
-  for_each_part(args, [&](const Conv2dArgs& part) {
-    ++parts;
-    if (choose(part, kernel) == Choice::kHalo) sets = halo::moment_sets(part.pass, part.shape);
-  });
-  return parts == 1 ? sets : 0;
+Conv2dPlan plan_conv2d(const Conv2dProblem& problem, int wish) {
+  const Conv2dArgs args = args_of(problem);
+  if (is_empty(args)) return {};
+  const Conv2dShape& s = problem.shape;
+  const int64_t images = images_at_once(args), rest = s.n % images;
+  Conv2dPlan plan = plan_part(slice(args, 0, images), wish);
+  if (images < s.n) {
+    plan.moment_sets = 0;
+    if (rest > 0) {
+      const Conv2dPlan last = plan_part(slice(args, s.n - rest, rest), wish);
+      plan.workspace_bytes = std::max(plan.workspace_bytes, last.workspace_bytes);
+      if (last.obstacle) plan.obstacle = last.obstacle;
+    }
+  }
+  if (wish != kAnyKernel || plan.obstacle) return plan;
+  plan.beats_library = beats_cudnn(problem, plan.kernel);
+  // Moments save a pass over the result: more than cuDNN is ahead anywhere.
+  plan.beats_library_with_moments = s.c <= 128 && s.k <= 128 && plan.moment_sets > 0;
+  // The Hopper kernel is far ahead of all that take contiguous fp32 as it is.
+  plan.pays_transposes = plan.beats_library && plan.kernel == kHalo && s.c >= 16 && s.k >= 16;
+  return plan;
 }
 
-const char* conv2d_auto_kernel(Conv2dPass pass, const Conv2dShape& shape, const Tensor4dRef& x,
-                               const Tensor4dRef& w, const Tensor4dRef& y) {
-  return name_of(choose(make_args(pass, shape, x, w, y), "auto"));
-}
-
-void conv2d_fprop(Stream stream, const Conv2dShape& shape, const Tensor4dRef& x,
-                  const Tensor4dRef& w, const void* bias, const Tensor4dRef& y,
-                  const std::string& kernel, void* workspace, Moments* moments) {
-  run(stream, {Conv2dPass::kFprop, shape, x, w, y, bias, moments}, kernel, workspace);
-}
-
-void conv2d_dgrad(Stream stream, const Conv2dShape& shape, const Tensor4dRef& dy,
-                  const Tensor4dRef& w, const Tensor4dRef& dx, const std::string& kernel,
-                  void* workspace) {
-  run(stream, {Conv2dPass::kDgrad, shape, dy, w, dx, nullptr}, kernel, workspace);
-}
-
-void conv2d_wgrad(Stream stream, const Conv2dShape& shape, const Tensor4dRef& dy,
-                  const Tensor4dRef& x, const Tensor4dRef& dw, const std::string& kernel,
-                  void* workspace) {
-  run(stream, {Conv2dPass::kWgrad, shape, x, dy, dw, nullptr}, kernel, workspace);
+void run_conv2d(Stream stream, const Conv2dProblem& problem, const Conv2dPlan& plan,
+                const void* bias, Moments* moments, void* workspace) {
+  const Conv2dArgs args = args_of(problem, bias, moments);
+  if (is_empty(args)) return;
+  const int64_t n = args.shape.n;
+  for (int64_t first = 0; first < n; first += plan.images) {
+    const Conv2dArgs part = slice(args, first, std::min(plan.images, n - first));
+    if (part.shape.n == plan.images) {
+      kKernels[plan.kernel].run(stream, part, plan, workspace);
+    } else {  // the last of several launches, of gigabytes each: it may be planned again
+      const Conv2dPlan last = plan_part(part, plan.wish);
+      kKernels[last.kernel].run(stream, part, last, workspace);
+    }
+  }
 }
 
 }  // namespace braze::cuda

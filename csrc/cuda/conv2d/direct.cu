@@ -1,6 +1,7 @@
 // Direct convolution, any shape and dtype: no tiles of patches in shared memory. It is the fast one
 // where a product is too thin for tiles: few taps (one input channel), few channels (depthwise).
 #include "gather.cuh"
+#include "kernels.h"
 
 namespace braze::cuda {
 namespace {
@@ -205,19 +206,21 @@ void launch_wgrad(Stream stream, const PatchesSecond<T, Offset>& problem) {
 
 }  // namespace
 
-int64_t direct_conv2d_workspace_bytes(const Conv2dArgs& args) {
-  if (args.pass != Conv2dPass::kWgrad) return 0;
+void plan_direct(const Conv2dArgs& args, Conv2dPlan* plan) {
+  if (args.pass != Conv2dPass::kWgrad) return;
   const ConvExtents e = conv_extents(args);
+  const int splits = wgrad_splits(args);
   const int64_t accumulator = args.shape.dtype == DType::kFloat64 ? 8 : 4;
-  return wgrad_splits(args) * args.shape.groups * e.m * e.n * accumulator;
+  plan->workspace_bytes = splits * args.shape.groups * e.m * e.n * accumulator;
+  plan->tiling.set(splits);
 }
 
-void direct_conv2d(Stream stream, const Conv2dArgs& args, void* workspace) {
+void run_direct(Stream stream, const Conv2dArgs& args, const Conv2dPlan& plan, void* workspace) {
   dispatch(args.shape.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     if (args.pass == Conv2dPass::kWgrad) {
       PatchesSecond<T, Offset> problem = patches_second<T, Offset>(args);
-      problem.splits = wgrad_splits(args);
+      problem.splits = plan.tiling.get<int>();
       problem.partial = static_cast<acc_t<T>*>(workspace);
       if (wgrad_filters(problem.m) == 8) return launch_wgrad<T, 8>(stream, problem);
       return launch_wgrad<T, 1>(stream, problem);

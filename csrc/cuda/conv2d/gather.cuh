@@ -5,7 +5,7 @@
 // where a tap is a channel and a filter position. Groups are the product's batch.
 #pragma once
 
-#include "launchers/conv2d.h"
+#include "args.h"
 #include "cuda/common/gemm_problem.cuh"
 
 namespace braze::cuda {
@@ -19,21 +19,6 @@ template <typename T, typename Offset>
 using PatchesFirst = GemmProblem<PatchOperand<T, Offset>, PlainOperand<T, Offset>>;
 template <typename T, typename Offset>
 using PatchesSecond = GemmProblem<PlainOperand<T, Offset>, PatchOperand<T, Offset>>;
-
-// What a pass reads twice over: `gathered` (x, or dy for dgrad), the other operand, the result.
-struct Conv2dArgs {
-  Conv2dPass pass;
-  Conv2dShape shape;
-  Tensor4dRef gathered, other, out;
-  const void* bias;
-  Moments* moments = nullptr;  // of fprop's result
-};
-
-// Channels are the fastest dimension of the gathered tensor.
-inline bool is_channels_last(const Conv2dArgs& p) {
-  const int64_t channels = p.pass == Conv2dPass::kDgrad ? p.shape.k : p.shape.c;
-  return p.gathered.c == 1 && channels / p.shape.groups > 1;
-}
 
 template <typename Offset>
 Axis<Offset> make_axis(int64_t e0, int64_t e1, int64_t e2) {
@@ -273,24 +258,5 @@ PatchesSecond<T, Offset> patches_second(const Conv2dArgs& args) {
   set_result(problem, args, args.pass != Conv2dPass::kWgrad);
   return problem;
 }
-
-// Parts that the tensor-core kernels split the depth into. Their tiles: wgrad has tiles of 64 x 64,
-// fprop and dgrad 128 pixels by 32 or 64 channels.
-inline int mma_conv2d_splits(const Conv2dArgs& args) {
-  const ConvExtents e = conv_extents(args);
-  const bool wgrad = args.pass == Conv2dPass::kWgrad;
-  const int64_t blocks = args.shape.groups * ceil_div(e.m, wgrad ? 64 : 128) *
-                         ceil_div(e.n, !wgrad && e.n <= 32 ? 32 : 64);
-  return plan_splits(blocks, ceil_div(e.k, 128 / size_of(args.shape.dtype)), 3);
-}
-
-// The kernels, one file each (mma: one dtype a file). workspace_bytes is 0 where nothing is split.
-int64_t direct_conv2d_workspace_bytes(const Conv2dArgs& args);
-void direct_conv2d(Stream stream, const Conv2dArgs& args, void* workspace);
-int64_t simt_conv2d_workspace_bytes(const Conv2dArgs& args);
-void simt_conv2d(Stream stream, const Conv2dArgs& args, void* workspace);
-void mma_conv2d_bf16(Stream stream, const Conv2dArgs& args, void* workspace);
-void mma_conv2d_fp16(Stream stream, const Conv2dArgs& args, void* workspace);
-void mma_conv2d_tf32(Stream stream, const Conv2dArgs& args, void* workspace);
 
 }  // namespace braze::cuda

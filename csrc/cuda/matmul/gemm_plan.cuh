@@ -14,7 +14,7 @@ namespace braze::cuda {
 enum class TileShape { kLarge, kSmall, kTiny, kDeep, kTall, kWide };
 constexpr int kDeepGroups = 8;
 
-struct MatmulPlan {
+struct GemmPlan {
   TileShape tile;
   int splits;
   bool clustered;     // the blocks of all splits of a tile add up their parts by themselves
@@ -35,7 +35,7 @@ struct GemmKernels {
 inline bool depth_major_a(const MatmulArgs& p) { return p.a.col <= p.a.row; }
 inline bool depth_major_b(const MatmulArgs& p) { return p.b.row <= p.b.col; }
 
-inline MatmulPlan plan_matmul(const MatmulArgs& p, const GemmKernels& kernels) {
+inline GemmPlan plan_gemm(const MatmulArgs& p, const GemmKernels& kernels) {
   struct Shape {
     TileShape tile;
     int m, n, per_sm;
@@ -141,23 +141,25 @@ GemmProblem<MatrixOperand<T>, MatrixOperand<T>, Out> matmul_problem(const Matmul
 }
 
 // The parts of sums that the tiles of a plan leave.
-inline SumParts sum_parts(const MatmulArgs& p, const MatmulPlan& plan) {
+inline SumParts sum_parts(const MatmulArgs& p, const GemmPlan& plan) {
   if (plan.splits > 1 && !plan.clustered) {
     return {ceil_div(p.m, kReduceRows), ceil_div(p.n, kReduceColumns)};
   }
   return {ceil_div(p.m, plan.rows) * plan.splits, ceil_div(p.n, plan.columns)};
 }
 
-inline int64_t plan_workspace_bytes(const MatmulArgs& p, const MatmulPlan& plan) {
-  int64_t bytes = sum_parts(p, plan).bytes(p);
-  if (plan.clustered) return bytes;
-  return bytes + (p.dtype == DType::kFloat64 ? split_bytes<double>(plan.splits, p.batch, p.m, p.n)
-                                             : split_bytes<float>(plan.splits, p.batch, p.m, p.n));
+inline void set_plan(const MatmulArgs& p, const GemmPlan& tiling, MatmulPlan* plan) {
+  plan->tiling.set(tiling);
+  plan->workspace_bytes = sum_parts(p, tiling).bytes(p);
+  if (tiling.clustered) return;
+  plan->workspace_bytes += p.dtype == DType::kFloat64
+                               ? split_bytes<double>(tiling.splits, p.batch, p.m, p.n)
+                               : split_bytes<float>(tiling.splits, p.batch, p.m, p.n);
 }
 
 // launch_gemm for a kernel whose output is a FullOutput.
 template <typename Kernel>
-void launch_full(Stream stream, const MatmulArgs& args, const MatmulPlan& plan, void* workspace) {
+void launch_full(Stream stream, const MatmulArgs& args, const GemmPlan& plan, void* workspace) {
   using T = typename Kernel::T;
   const SumParts parts = sum_parts(args, plan);
   auto problem = matmul_problem<T, FullOutput<T>>(args);
@@ -187,16 +189,5 @@ void dispatch_majors(const MatmulArgs& p, F&& f) {
   if (depth_major_b(p)) return f(std::false_type{}, std::true_type{});
   f(std::false_type{}, std::false_type{});
 }
-
-// The kernels, one dtype a file.
-int64_t simt_matmul_workspace_bytes(const MatmulArgs& args);
-// Estimated for an H200, where tiles are large; 0 where they are not.
-double simt_matmul_microseconds(const MatmulArgs& args);
-void simt_matmul(Stream stream, const MatmulArgs& args, void* workspace);
-void mma_matmul_bf16(Stream stream, const MatmulArgs& args, void* workspace);
-void mma_matmul_fp16(Stream stream, const MatmulArgs& args, void* workspace);
-void mma_matmul_tf32(Stream stream, const MatmulArgs& args, void* workspace);
-void mma_matmul_fp64(Stream stream, const MatmulArgs& args, void* workspace);
-void mma_matmul_split(Stream stream, const MatmulArgs& args, void* workspace);  // fp32
 
 }  // namespace braze::cuda

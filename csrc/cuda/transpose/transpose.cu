@@ -7,7 +7,6 @@
 #include "cuda/transpose/ladder/03_padded.cuh"
 #include "cuda/transpose/ladder/04_vectorized.cuh"
 #include "cuda/transpose/ladder/05_register_block.cuh"
-#include "launchers/common/registry.h"
 
 namespace braze::cuda {
 namespace {
@@ -16,16 +15,23 @@ using namespace transpose_ladder;
 
 constexpr char kAll[] = "float64 float32 bfloat16 float16", kArch[] = "sm_80+";
 
-const KernelEntry kNaiveEntry({"transpose_copy", "01_naive", kAll, kArch, false,
-                               "each element straight to its new place"});
-const KernelEntry kSharedTileEntry({"transpose_copy", "02_shared_tile", kAll, kArch, false,
-                                    "32 x 32 tiles turned in shared memory"});
-const KernelEntry kPaddedEntry({"transpose_copy", "03_padded", kAll, kArch, false,
-                                "rows of 33 elements, no bank conflicts"});
-const KernelEntry kVectorizedEntry({"transpose_copy", "04_vectorized", kAll, kArch, true,
-                                    "64 x 64 tile, 16 bytes per thread and access"});
-const KernelEntry kRegisterBlockEntry({"transpose_copy", "05_register_block", kAll, kArch, true,
-                                       "blocks transposed in registers, swizzled tile"});
+constexpr KernelInfo kKernels[] = {
+    {"transpose_copy", "01_naive", kAll, kArch, false, "each element straight to its new place"},
+    {"transpose_copy", "02_shared_tile", kAll, kArch, false,
+     "32 x 32 tiles turned in shared memory"},
+    {"transpose_copy", "03_padded", kAll, kArch, false, "rows of 33 elements, no bank conflicts"},
+    {"transpose_copy", "04_vectorized", kAll, kArch, true,
+     "64 x 64 tile, 16 bytes per thread and access"},
+    {"transpose_copy", "05_register_block", kAll, kArch, true,
+     "blocks transposed in registers, swizzled tile"},
+};
+constexpr int kCount = std::size(kKernels);
+constexpr int kNaive = kernel_number(kKernels, "01_naive"),
+              kSharedTile = kernel_number(kKernels, "02_shared_tile"),
+              kPadded = kernel_number(kKernels, "03_padded"),
+              kVectorized = kernel_number(kKernels, "04_vectorized"),
+              kRegisterBlock = kernel_number(kKernels, "05_register_block");
+const KernelEntries kEntries(kKernels, kCount);
 
 // A side far shorter than a tile leaves most of it empty: one thread per element of the output,
 // the strided reads served by L1.
@@ -56,29 +62,26 @@ void run_best(Stream stream, const Matrices<T>& m) {
 }
 
 template <typename T>
-void run(Stream stream, const Matrices<T>& m, const std::string& kernel) {
-  if (kernel == "auto") {
-    run_best(stream, m);
-  } else if (kernel == "05_register_block") {
-    run_register_block(stream, m);
-  } else if (kernel == "04_vectorized") {
-    run_vectorized(stream, m);
-  } else if (kernel == "03_padded") {
-    run_padded(stream, m);
-  } else if (kernel == "02_shared_tile") {
-    run_shared_tile(stream, m);
-  } else if (kernel == "01_naive") {
-    run_naive(stream, m);
-  } else {
-    throw std::runtime_error("transpose_copy: no CUDA kernel is called " + kernel);
+void run(Stream stream, const Matrices<T>& m, int kernel) {
+  switch (kernel) {
+    case kNaive: run_naive(stream, m); break;
+    case kSharedTile: run_shared_tile(stream, m); break;
+    case kPadded: run_padded(stream, m); break;
+    case kVectorized: run_vectorized(stream, m); break;
+    case kRegisterBlock: run_register_block(stream, m); break;
+    default: run_best(stream, m); break;
   }
   check_launch("transpose_copy");
 }
 
 }  // namespace
 
+const KernelInfo* transpose_kernel(int number) {
+  return number < kCount ? &kKernels[number] : nullptr;
+}
+
 void transpose_copy(Stream stream, DType dtype, const void* in, void* out, int64_t batch,
-                    int64_t rows, int64_t cols, const std::string& kernel) {
+                    int64_t rows, int64_t cols, int kernel) {
   if (batch == 0 || rows == 0 || cols == 0) return;
   const auto run_as = [&](auto tag) {
     using T = typename decltype(tag)::type;

@@ -278,18 +278,23 @@ void launch(Stream stream, const Plan& plan, const CUtensorMap& dy_map, const CU
 }  // namespace
 }  // namespace narrow
 
-bool supports_narrow_dgrad(const Conv2dShape& s, const Tensor4dRef& w, const Tensor4dRef& dx) {
+bool plan_narrow_dgrad(const Conv2dArgs& args, Conv2dPlan* plan) {
+  const Conv2dShape& s = args.shape;
   const bool in_parts = s.dtype == DType::kFloat32 && !s.allow_tf32;
-  narrow::Plan plan;
-  return s.c <= narrow::kChannels && s.s == narrow::kColumns && s.r <= narrow::kMaxFilterRows &&
-         s.k * size_of(s.dtype) % (in_parts ? 2 * narrow::kRowBytes : narrow::kRowBytes) == 0 &&
-         tma_takes(s.dtype, w) && tma_takes(s.dtype, dx) && narrow::make_plan(s, plan);
+  narrow::Plan tiling;
+  const bool takes =
+      s.c <= narrow::kChannels && s.s == narrow::kColumns && s.r <= narrow::kMaxFilterRows &&
+      s.k * size_of(s.dtype) % (in_parts ? 2 * narrow::kRowBytes : narrow::kRowBytes) == 0 &&
+      tma_takes(s.dtype, args.other) && tma_takes(s.dtype, args.out) &&
+      narrow::make_plan(s, tiling);
+  if (takes) plan->tiling.set(tiling);
+  return takes;
 }
 
-void narrow_dgrad(Stream stream, const Conv2dShape& s, const Tensor4dRef& dy, const Tensor4dRef& w,
-                  const Tensor4dRef& dx) {
-  narrow::Plan plan;
-  narrow::make_plan(s, plan);
+void run_narrow_dgrad(Stream stream, const Conv2dArgs& args, const Conv2dPlan& planned) {
+  const Conv2dShape& s = args.shape;
+  const Tensor4dRef &dy = args.gathered, &w = args.other, &dx = args.out;
+  narrow::Plan plan = planned.tiling.get<narrow::Plan>();
   Args& a = plan.args;
   a.w_k = w.c, a.w_c = w.n, a.w_r = w.h, a.w_s = w.w;
   a.y_n = dx.n, a.y_h = dx.h, a.y_w = dx.w;

@@ -1,14 +1,11 @@
 #include "wgmma.cuh"
 
 #include "cuda/common/launch.cuh"
-#include "launchers/common/registry.h"
 
 namespace braze::cuda::halo {
 namespace {
 
-const KernelEntry kEntry(
-    {"conv2d", "halo_wgmma", "float32 bfloat16 float16", "sm_90a", true,
-     "taps are shifted reads of one tile in shared memory; float32 as TF32 or in bf16 parts"});
+constexpr int kNarrow = 1;  // a plan's variant: that of dgrad.cu
 
 // A pass as the kernel sees it, and its tiling.
 struct Plan {
@@ -117,29 +114,40 @@ constexpr auto split_launcher(const Plan& plan) {
 
 }  // namespace
 
-bool supports(Conv2dPass pass, const Conv2dShape& s, const Tensor4dRef& in,
-              const Tensor4dRef& other, const Tensor4dRef& out) {
-  if (pass == Conv2dPass::kWgrad) return supports_wgrad(s, in, other);
+bool supports(const Conv2dArgs& args) {
+  if (args.pass == Conv2dPass::kWgrad) return supports_wgrad(args);
+  const Conv2dShape& s = args.shape;
   if (s.groups != 1 || s.stride_h != 1 || s.stride_w != 1 || s.dilation_h != 1 ||
       s.dilation_w != 1 || s.pad_h >= s.r || s.pad_w >= s.s || s.n == 0) {
     return false;
   }
   if (s.dtype == DType::kFloat64) return false;
-  if (!tma_takes(s.dtype, in) || (size_of(s.dtype) == 2 && !tma_takes(s.dtype, out))) return false;
-  return has_wgmma() && make_plan(pass, s).pixels > 0;
-}
-
-int moment_sets(Conv2dPass pass, const Conv2dShape& s) {
-  return static_cast<int>(make_plan(pass, s).grid.x) * kConsumers;
-}
-
-void conv(Stream stream, Conv2dPass pass, const Conv2dShape& s, const Tensor4dRef& in,
-          const Tensor4dRef& w, const void* bias, const Tensor4dRef& out, Moments* moments) {
-  const bool dgrad = pass == Conv2dPass::kDgrad;
-  if (dgrad && !bias && !moments && supports_narrow_dgrad(s, w, out)) {
-    return narrow_dgrad(stream, s, in, w, out);
+  if (!tma_takes(s.dtype, args.gathered) ||
+      (size_of(s.dtype) == 2 && !tma_takes(s.dtype, args.out))) {
+    return false;
   }
-  Plan plan = make_plan(pass, s);
+  return has_wgmma() && make_plan(args.pass, s).pixels > 0;
+}
+
+void plan(const Conv2dArgs& args, Conv2dPlan* plan) {
+  if (args.pass == Conv2dPass::kWgrad) return plan_wgrad(args, plan);
+  if (args.pass == Conv2dPass::kDgrad && plan_narrow_dgrad(args, plan)) {
+    plan->variant = kNarrow;
+    return;
+  }
+  const Plan tiling = make_plan(args.pass, args.shape);
+  if (args.pass == Conv2dPass::kFprop) {
+    plan->moment_sets = static_cast<int>(tiling.grid.x) * kConsumers;
+  }
+  plan->tiling.set(tiling);
+}
+
+void run(Stream stream, const Conv2dArgs& args, const Conv2dPlan& planned, void* workspace) {
+  if (args.pass == Conv2dPass::kWgrad) return run_wgrad(stream, args, planned, workspace);
+  if (planned.variant == kNarrow) return run_narrow_dgrad(stream, args, planned);
+  const auto& [pass, s, in, w, out, bias, moments] = args;
+  const bool dgrad = pass == Conv2dPass::kDgrad;
+  Plan plan = planned.tiling.get<Plan>();
   Args& a = plan.args;
   a.w_k = dgrad ? w.c : w.n, a.w_c = dgrad ? w.n : w.c, a.w_r = w.h, a.w_s = w.w;
   a.wide_stores = a.wide_stores && a.k % 4 == 0 && tma_takes(s.dtype, out);
@@ -165,11 +173,11 @@ void conv(Stream stream, Conv2dPass pass, const Conv2dShape& s, const Tensor4dRe
     y_map = tensor_map(s.dtype, out, a.k, a.q, a.p, a.images,
                        {kFilters, extent(a.pitch), extent(rows), extent(a.tile_images)}, 128);
   }
-  const auto run = plan.planes > 1               ? split_launcher(plan)
-                   : s.dtype == DType::kFloat32  ? launcher<float>(plan)
-                   : s.dtype == DType::kBFloat16 ? launcher<__nv_bfloat16>(plan)
-                                                 : launcher<__half>(plan);
-  run(stream, plan, x_map, w_map, y_map, w.data, bias, out.data, moments);
+  const auto launch = plan.planes > 1               ? split_launcher(plan)
+                      : s.dtype == DType::kFloat32  ? launcher<float>(plan)
+                      : s.dtype == DType::kBFloat16 ? launcher<__nv_bfloat16>(plan)
+                                                    : launcher<__half>(plan);
+  launch(stream, plan, x_map, w_map, y_map, w.data, bias, out.data, moments);
 }
 
 }  // namespace braze::cuda::halo

@@ -367,25 +367,28 @@ void launch(Stream stream, const WgradPlan& plan, const CUtensorMap& x_map,
 
 }  // namespace
 
-bool supports_wgrad(const Conv2dShape& s, const Tensor4dRef& x, const Tensor4dRef& dy) {
+bool supports_wgrad(const Conv2dArgs& args) {
+  const Conv2dShape& s = args.shape;
   WgradPlan plan;
   return s.dtype != DType::kFloat64 && s.groups == 1 && s.stride_h == 1 && s.stride_w == 1 &&
          s.dilation_h == 1 && s.dilation_w == 1 && s.pad_h < s.r && s.pad_w < s.s && s.n > 0 &&
-         s.s == kTapColumns && s.r <= kMaxFilterRows && tma_takes(s.dtype, x) &&
-         tma_takes(s.dtype, dy) && has_wgmma() && make_plan(s, plan);
+         s.s == kTapColumns && s.r <= kMaxFilterRows && tma_takes(s.dtype, args.gathered) &&
+         tma_takes(s.dtype, args.other) && has_wgmma() && make_plan(s, plan);
 }
 
-int64_t wgrad_workspace_bytes(const Conv2dShape& s) {
-  WgradPlan plan;
-  make_plan(s, plan);
-  const int64_t columns = kTapColumns * plan.row_bytes / size_of(s.dtype);
-  return int64_t{plan.grid.x} * plan.grid.y * s.r * kFilters * columns * 4;
+void plan_wgrad(const Conv2dArgs& args, Conv2dPlan* plan) {
+  const Conv2dShape& s = args.shape;
+  WgradPlan tiling;
+  make_plan(s, tiling);
+  const int64_t columns = kTapColumns * tiling.row_bytes / size_of(s.dtype);
+  plan->workspace_bytes = int64_t{tiling.grid.x} * tiling.grid.y * s.r * kFilters * columns * 4;
+  plan->tiling.set(tiling);
 }
 
-void wgrad(Stream stream, const Conv2dShape& s, const Tensor4dRef& dy, const Tensor4dRef& x,
-           const Tensor4dRef& dw, void* workspace) {
-  WgradPlan plan;
-  make_plan(s, plan);
+void run_wgrad(Stream stream, const Conv2dArgs& args, const Conv2dPlan& planned, void* workspace) {
+  const Conv2dShape& s = args.shape;
+  const Tensor4dRef &x = args.gathered, &dy = args.other, &dw = args.out;
+  WgradPlan plan = planned.tiling.get<WgradPlan>();
   Args& a = plan.args;
   a.w_k = dw.n, a.w_c = dw.c, a.w_r = dw.h, a.w_s = dw.w;
   const auto extent = [](int v) { return static_cast<uint32_t>(v); };

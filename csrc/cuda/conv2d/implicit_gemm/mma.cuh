@@ -8,14 +8,18 @@
 
 namespace braze::cuda {
 
+// In `splits` parts of the depth (plan_mma()).
+void mma_conv2d_bf16(Stream stream, const Conv2dArgs& args, int splits, void* workspace);
+void mma_conv2d_fp16(Stream stream, const Conv2dArgs& args, int splits, void* workspace);
+void mma_conv2d_tf32(Stream stream, const Conv2dArgs& args, int splits, void* workspace);
+
 template <typename T>
 class MmaConv2d {
   using Patches = PatchOperand<T, int>;
   using Plain = PlainOperand<T, int>;
 
  public:
-  static void launch(Stream stream, const Conv2dArgs& args, void* workspace) {
-    const int splits = mma_conv2d_splits(args);
+  static void launch(Stream stream, const Conv2dArgs& args, int splits, void* workspace) {
     if (args.pass == Conv2dPass::kWgrad) {
       using Kernel = MmaKernel<MmaTile<64, 64, 32, 32>, false, false, Load::kVectors,
                                Load::kVectors, Plain, Patches>;

@@ -165,7 +165,7 @@ void pack(Stream stream, DType dtype, const PackShape& s, const Tensor4dRef& fro
 
 }  // namespace
 
-PackedConv2d plan_packed(const Conv2dArgs& args, void* workspace) {
+PackedConv2d pack_into(const Conv2dArgs& args, void* workspace) {
   const Shapes shapes = pack_shapes(args);
   const DType dtype = args.shape.dtype;
   PackedConv2d packed{args, !has_vectors(shapes.gathered, args.gathered, dtype),

@@ -14,10 +14,10 @@ struct PackedConv2d {
   int64_t bytes;  // of the packed tensors, which lie at the workspace's start
 };
 
-// Decides what is packed, and where in the workspace (which may be nullptr to learn the bytes).
-PackedConv2d plan_packed(const Conv2dArgs& args, void* workspace);
+// What is packed, and where in the workspace it lies (which may be nullptr to learn the bytes).
+PackedConv2d pack_into(const Conv2dArgs& args, void* workspace);
 
-// Copies what is to be packed; `args` are those that plan_packed was given.
+// Copies what is to be packed; `args` are those that pack_into was given.
 void pack_operands(Stream stream, const Conv2dArgs& args, const PackedConv2d& packed);
 void unpack_result(Stream stream, const Conv2dArgs& args, const PackedConv2d& packed);
 

@@ -1,5 +1,6 @@
 // Convolution as an implicit matrix product on the CUDA cores: full fp32 accuracy, and fp64.
 #include "cuda/conv2d/gather.cuh"
+#include "cuda/conv2d/kernels.h"
 #include "cuda/common/gemm_simt.cuh"
 
 namespace braze::cuda {
@@ -10,15 +11,15 @@ using Fp64Tile = SimtTile<64, 64, 8, 4>;
 using WgradTile = SimtTile<64, 64, 8, 4>;
 constexpr int kDepth = 16;
 
-struct Plan {
+struct SimtTiling {
   int pixels, channels;  // tile extents
   int splits;
 };
 
-Plan plan(const Conv2dArgs& args) {
+SimtTiling tiling_of(const Conv2dArgs& args) {
   const ConvExtents e = conv_extents(args);
   const bool square = args.pass == Conv2dPass::kWgrad || args.shape.dtype == DType::kFloat64;
-  Plan result{square ? 64 : 128, square ? 64 : e.n <= 32 ? 32 : e.n <= 64 ? 64 : 128, 1};
+  SimtTiling result{square ? 64 : 128, square ? 64 : e.n <= 32 ? 32 : e.n <= 64 ? 64 : 128, 1};
   const int64_t blocks =
       args.shape.groups * ceil_div(e.m, result.pixels) * ceil_div(e.n, result.channels);
   result.splits = plan_splits(blocks, ceil_div(e.k, kDepth), result.channels == 128 ? 2 : 3);
@@ -56,16 +57,18 @@ void launch_patches(Stream stream, const Conv2dArgs& args, int splits, void* wor
 
 }  // namespace
 
-int64_t simt_conv2d_workspace_bytes(const Conv2dArgs& args) {
+void plan_simt(const Conv2dArgs& args, Conv2dPlan* plan) {
   const ConvExtents e = conv_extents(args);
-  const int splits = plan(args).splits;
-  return args.shape.dtype == DType::kFloat64
-             ? split_bytes<double>(splits, args.shape.groups, e.m, e.n)
-             : split_bytes<float>(splits, args.shape.groups, e.m, e.n);
+  const SimtTiling tiling = tiling_of(args);
+  const int64_t groups = args.shape.groups;
+  plan->workspace_bytes = args.shape.dtype == DType::kFloat64
+                              ? split_bytes<double>(tiling.splits, groups, e.m, e.n)
+                              : split_bytes<float>(tiling.splits, groups, e.m, e.n);
+  plan->tiling.set(tiling);
 }
 
-void simt_conv2d(Stream stream, const Conv2dArgs& args, void* workspace) {
-  const Plan p = plan(args);
+void run_simt(Stream stream, const Conv2dArgs& args, const Conv2dPlan& plan, void* workspace) {
+  const auto& p = plan.tiling.get<SimtTiling>();
   const bool wgrad = args.pass == Conv2dPass::kWgrad;
   if (args.shape.dtype == DType::kFloat64) {
     if (wgrad) return launch_wgrad<double, Fp64Tile>(stream, args, p.splits, workspace);

@@ -1,4 +1,5 @@
-// The Hopper kernels as choose.cu sees them.
+// The Hopper kernels as choose.cu sees them. Each plans where it has no obstacle, and runs as
+// planned.
 #pragma once
 
 #include "launchers/matmul.h"
@@ -15,25 +16,25 @@ bool preferred(const MatmulArgs& args, bool deep_tiles);
 // sums.
 bool preferred_for_result(const MatmulArgs& args);
 
-int64_t workspace_bytes(const MatmulArgs& args);
-void matmul(Stream stream, const MatmulArgs& args, void* workspace);
+void plan(const MatmulArgs& args, MatmulPlan* plan);
+void run(Stream stream, const MatmulArgs& args, const MatmulPlan& plan, void* workspace);
 
-// 16_stream_k.cuh, which the kernel above uses where it estimates it to be the fastest.
+// 16_stream_k.cuh, which the plan above takes where it estimates it to be the fastest; run() runs
+// either.
 const char* stream_k_obstacle(const MatmulArgs& args);
-int64_t stream_k_workspace_bytes(const MatmulArgs& args);
-void stream_k_matmul(Stream stream, const MatmulArgs& args, void* workspace);
+void plan_stream_k(const MatmulArgs& args, MatmulPlan* plan);
 
 // The same for 14_split_fp32.cuh.
 const char* split_obstacle(const MatmulArgs& args);
 bool split_preferred(const MatmulArgs& args);
-int64_t split_workspace_bytes(const MatmulArgs& args);
-void split_matmul(Stream stream, const MatmulArgs& args, void* workspace);
+void plan_split(const MatmulArgs& args, MatmulPlan* plan);
+void run_split(Stream stream, const MatmulArgs& args, const MatmulPlan& plan, void* workspace);
 
 // The same for simt_tma.cuh: fp32 on CUDA cores.
 const char* simt_tma_obstacle(const MatmulArgs& args);
 bool simt_tma_preferred(const MatmulArgs& args);
-int64_t simt_tma_workspace_bytes(const MatmulArgs& args);
-void simt_tma_matmul(Stream stream, const MatmulArgs& args, void* workspace);
+void plan_simt_tma(const MatmulArgs& args, MatmulPlan* plan);
+void run_simt_tma(Stream stream, const MatmulArgs& args, const MatmulPlan& plan, void* workspace);
 
 // The same for dmma_tma.cuh: fp64.
 const char* dmma_tma_obstacle(const MatmulArgs& args);

@@ -4,17 +4,14 @@
 #include <limits>
 
 #include "cuda/matmul/gemm_plan.cuh"
+#include "cuda/matmul/kernels.h"
 #include "hopper.h"
 #include "launch.cuh"
 #include "cuda/common/gemm_problem.cuh"
-#include "launchers/common/registry.h"
 #include "cuda/matmul/obstacles.h"
 
 namespace braze::cuda::hopper {
 namespace {
-
-const KernelEntry kEntry({"matmul", "wgmma_split", "float32", "sm_90a", true,
-                          "fp32 at fp32's accuracy on tensor cores: six products of bf16 parts"});
 
 using Shape128 = SplitTile<2>;
 
@@ -134,14 +131,18 @@ bool split_preferred(const MatmulArgs& p) {
   constexpr int64_t kMaxWorkspace = int64_t{1} << 30;
   if (p.k < 256) return false;  // for short sums the parts' own error shows
   const SplitPlan plan = make_split_plan(p);
-  return plan.microseconds < simt_matmul_microseconds(p) && plan.total() <= kMaxWorkspace;
+  return plan.microseconds < simt_microseconds(p) && plan.total() <= kMaxWorkspace;
 }
 
-int64_t split_workspace_bytes(const MatmulArgs& p) { return make_split_plan(p).total(); }
+void plan_split(const MatmulArgs& p, MatmulPlan* plan) {
+  const SplitPlan tiling = make_split_plan(p);
+  plan->tiling.set(tiling);
+  plan->workspace_bytes = tiling.total();
+}
 
-void split_matmul(Stream stream, const MatmulArgs& p, void* workspace) {
+void run_split(Stream stream, const MatmulArgs& p, const MatmulPlan& planned, void* workspace) {
   using Tile = Shape128;
-  const SplitPlan plan = make_split_plan(p);
+  const SplitPlan& plan = planned.tiling.get<SplitPlan>();
   const Operand a = operand_a(p), b = operand_b(p);
   char* const special = static_cast<char*>(workspace) + plan.sums;
   char* const a_planes = special + plan.a_special + plan.b_special;

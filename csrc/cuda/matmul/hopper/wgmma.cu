@@ -2,21 +2,12 @@
 #include "hopper.h"
 
 #include "plan.cuh"
-#include "launchers/common/registry.h"
 #include "launchers/transpose.h"
 #include "cuda/matmul/obstacles.h"
 
 namespace braze::cuda::hopper {
 
 namespace {
-
-const KernelEntry kEntry({"matmul", "wgmma", "float32 bfloat16 float16", "sm_90a", true,
-                          "tensor cores: TMA and wgmma, producer and consumers apart, clusters, "
-                          "persistent; float32 as TF32"});
-
-const KernelEntry kStreamEntry({"matmul", "stream_k", "float32 bfloat16 float16", "sm_90a", true,
-                                "wgmma with the depths of all tiles in equal shares; float32 as "
-                                "TF32"});
 
 int64_t copy_bytes(const MatmulArgs& p, const Plan& plan) {
   const Operand o = plan.copy_a ? operand_a(p) : operand_b(p);
@@ -28,34 +19,10 @@ int64_t copy_bytes(const MatmulArgs& p, const Plan& plan) {
 int64_t tile_bytes(const MatmulArgs& p, const Plan& plan) {
   return sum_parts(p, plan).bytes(p) + stream_bytes(plan);
 }
-int64_t plan_bytes(const MatmulArgs& p, const Plan& plan) {
-  return tile_bytes(p, plan) + copy_bytes(p, plan);
-}
 
-void run_plan(Stream stream, const MatmulArgs& args, const Plan& plan, void* workspace) {
-  MatmulArgs p = args;
-  if (plan.copy_a || plan.copy_b) {
-    void* const copy = static_cast<char*>(workspace) + tile_bytes(args, plan);
-    MatrixRef& ref = plan.copy_a ? p.a : p.b;
-    const Operand o = plan.copy_a ? operand_a(p) : operand_b(p);
-    transpose_copy(stream, p.dtype, ref.data, copy, copies(o, p.batch), p.k, o.outer);
-    ref.data = copy;
-    ref.batch = o.batch ? p.k * o.outer : 0;
-    (plan.copy_a ? ref.row : ref.col) = p.k;
-    (plan.copy_a ? ref.col : ref.row) = 1;
-  }
-  const SumParts parts = sum_parts(p, plan);
-  dispatch(p.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-      run_bf16(stream, p, plan, workspace);
-    } else if constexpr (std::is_same_v<T, __half>) {
-      run_fp16(stream, p, plan, workspace);
-    } else {
-      run_tf32(stream, p, plan, workspace);
-    }
-    parts.add_up<T>(stream, p, workspace);
-  });
+void set_plan(const MatmulArgs& p, const Plan& tiling, MatmulPlan* plan) {
+  plan->tiling.set(tiling);
+  plan->workspace_bytes = tile_bytes(p, tiling) + copy_bytes(p, tiling);
 }
 
 }  // namespace
@@ -105,16 +72,35 @@ bool preferred_for_result(const MatmulArgs& p) {
          std::min(p.m, p.n) >= 32 && std::max(p.m, p.n) >= 64 && tma_stores(p);
 }
 
-int64_t workspace_bytes(const MatmulArgs& p) { return plan_bytes(p, make_plan(p)); }
+void plan(const MatmulArgs& p, MatmulPlan* plan) { set_plan(p, make_plan(p), plan); }
 
-int64_t stream_k_workspace_bytes(const MatmulArgs& p) { return plan_bytes(p, make_plan(p, true)); }
+void plan_stream_k(const MatmulArgs& p, MatmulPlan* plan) { set_plan(p, make_plan(p, true), plan); }
 
-void matmul(Stream stream, const MatmulArgs& args, void* workspace) {
-  run_plan(stream, args, make_plan(args), workspace);
-}
-
-void stream_k_matmul(Stream stream, const MatmulArgs& args, void* workspace) {
-  run_plan(stream, args, make_plan(args, true), workspace);
+void run(Stream stream, const MatmulArgs& args, const MatmulPlan& planned, void* workspace) {
+  const Plan& plan = planned.tiling.get<Plan>();
+  MatmulArgs p = args;
+  if (plan.copy_a || plan.copy_b) {
+    void* const copy = static_cast<char*>(workspace) + tile_bytes(args, plan);
+    MatrixRef& ref = plan.copy_a ? p.a : p.b;
+    const Operand o = plan.copy_a ? operand_a(p) : operand_b(p);
+    transpose_copy(stream, p.dtype, ref.data, copy, copies(o, p.batch), p.k, o.outer);
+    ref.data = copy;
+    ref.batch = o.batch ? p.k * o.outer : 0;
+    (plan.copy_a ? ref.row : ref.col) = p.k;
+    (plan.copy_a ? ref.col : ref.row) = 1;
+  }
+  const SumParts parts = sum_parts(p, plan);
+  dispatch(p.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+      run_bf16(stream, p, plan, workspace);
+    } else if constexpr (std::is_same_v<T, __half>) {
+      run_fp16(stream, p, plan, workspace);
+    } else {
+      run_tf32(stream, p, plan, workspace);
+    }
+    parts.add_up<T>(stream, p, workspace);
+  });
 }
 
 }  // namespace braze::cuda::hopper

@@ -4,18 +4,9 @@
 #include "12_cluster.cuh"
 #include "cuda/matmul/hopper/hopper.h"
 #include "cuda/matmul/hopper/launch.cuh"
-#include "launchers/common/registry.h"
 
 namespace braze::cuda::hopper {
 namespace {
-
-const KernelEntry kWgmma({"matmul", "10_wgmma", "bfloat16 float16", "sm_90a", false,
-                          "TMA and wgmma, copies and products in turn"});
-const KernelEntry kSpecialized({"matmul", "11_warp_specialized", "bfloat16 float16", "sm_90a",
-                                false,
-                                "a producer warp and two consumer warpgroups, ring of stages"});
-const KernelEntry kCluster({"matmul", "12_cluster", "bfloat16 float16", "sm_90a", false,
-                            "pairs of blocks share their tile of B by multicast"});
 
 template <typename T, int kRowMajor, int kColumnMajor>
 void launch_wgmma(Stream stream, const MatmulArgs& p) {

@@ -4,14 +4,10 @@
 #include "cuda/matmul/gemm_plan.cuh"
 #include "cuda/matmul/hopper/hopper.h"
 #include "cuda/matmul/hopper/launch.cuh"
-#include "launchers/common/registry.h"
 #include "cuda/matmul/obstacles.h"
 
 namespace braze::cuda::hopper {
 namespace {
-
-const KernelEntry kEntry({"matmul", "dmma_tma", "float64", "sm_90a", true,
-                          "tensor cores: mma.sync fed by TMA, tiles of 128 x 128"});
 
 int64_t tiles_of(const MatmulArgs& p) {
   return p.batch * ceil_div(p.m, DmmaTile::kM) * ceil_div(p.n, DmmaTile::kN);

@@ -6,27 +6,19 @@
 
 namespace braze::cuda {
 
-constexpr int64_t kLongProduct = int64_t{1} << 31, kLongFp64Product = int64_t{1} << 29;
+// The kernels, one dtype a file.
+void mma_matmul_bf16(Stream stream, const MatmulArgs& args, const GemmPlan& plan, void* workspace);
+void mma_matmul_fp16(Stream stream, const MatmulArgs& args, const GemmPlan& plan, void* workspace);
+void mma_matmul_tf32(Stream stream, const MatmulArgs& args, const GemmPlan& plan, void* workspace);
+void mma_matmul_fp64(Stream stream, const MatmulArgs& args, const GemmPlan& plan, void* workspace);
 
 // Its stages: 96 or 128 KiB, which not every device has.
 template <bool kBDepthMajor, int kN = kBDepthMajor ? 16 : 32>
 using DeepTile = MmaTile<32, kN, 32, kN, 2, kDeepGroups>;
-inline bool takes_deep_tiles() {
-  return most_shared_memory() >= kDeepGroups * DeepTile<false>::kStages * (32 + 32) * 128;
-}
-
-inline MatmulPlan plan_mma_matmul(const MatmulArgs& args) {
-  const bool fp64 = args.dtype == DType::kFloat64;
-  const bool vectors =
-      args.dtype == DType::kFloat32 ? takes_vectors<float>(args) : takes_vectors<__half>(args);
-  const int large = !fp64 ? (vectors ? 128 : 0) : args.has_full_epilogue() ? 0 : 64;
-  return plan_matmul(args,
-                     {128 / static_cast<int>(size_of(args.dtype)), large, false, takes_deep_tiles(),
-                      runs_sm90_code(), fp64 ? kLongFp64Product : kLongProduct});
-}
 
 template <typename T>
-void mma_matmul(Stream stream, const MatmulArgs& args, const MatmulPlan& plan, void* workspace) {
+void mma_matmul_plain(Stream stream, const MatmulArgs& args, const GemmPlan& plan,
+                      void* workspace) {
   dispatch_majors(args, [&](auto a_depth, auto b_depth) {
     using Op = MatrixOperand<T>;
     constexpr bool kA = a_depth.value, kB = b_depth.value;
@@ -56,8 +48,7 @@ void mma_matmul(Stream stream, const MatmulArgs& args, const MatmulPlan& plan, v
 
 // The full epilogue is compiled for few tile shapes.
 template <typename T>
-void mma_matmul_full(Stream stream, const MatmulArgs& args, const MatmulPlan& plan,
-                     void* workspace) {
+void mma_matmul_full(Stream stream, const MatmulArgs& args, const GemmPlan& plan, void* workspace) {
   dispatch_majors(args, [&](auto a_depth, auto b_depth) {
     const auto launch = [&](auto tile, auto load) {
       using Op = MatrixOperand<T>;
@@ -74,24 +65,10 @@ void mma_matmul_full(Stream stream, const MatmulArgs& args, const MatmulPlan& pl
   });
 }
 
-constexpr int64_t kShortestSplitSum = 64, kLongSplitSum = 1536;  // CUDA cores lose to the latter
-inline bool prefers_deep_tiles(const MatmulArgs& args) {
-  return args.k >= kShortestSplitSum &&
-         plan_mma_matmul(args.with_plain_epilogue()).tile == TileShape::kDeep;
-}
-
-// fp32 in two parts of TF32 has one tile shape; it pays where C is small and deep.
-inline MatmulPlan plan_split_matmul(const MatmulArgs& args) {
-  const MatmulPlan plan = plan_mma_matmul(args.with_plain_epilogue());
-  if (plan.tile == TileShape::kDeep) return plan;
-  return {TileShape::kDeep, 1, false, 32, depth_major_b(args) ? 16 : 32};
-}
-
 template <typename T>
-void mma_matmul(Stream stream, const MatmulArgs& args, void* workspace) {
-  const MatmulPlan plan = plan_mma_matmul(args);
+void mma_matmul(Stream stream, const MatmulArgs& args, const GemmPlan& plan, void* workspace) {
   args.has_full_epilogue() ? mma_matmul_full<T>(stream, args, plan, workspace)
-                           : mma_matmul<T>(stream, args, plan, workspace);
+                           : mma_matmul_plain<T>(stream, args, plan, workspace);
 }
 
 }  // namespace braze::cuda

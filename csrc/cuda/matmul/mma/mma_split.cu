@@ -1,9 +1,11 @@
+#include "cuda/matmul/kernels.h"
 #include "mma_matmul.cuh"
 
 namespace braze::cuda {
 
-void mma_matmul_split(Stream stream, const MatmulArgs& args, void* workspace) {
-  const MatmulPlan plan = plan_split_matmul(args);
+void run_mma_split(Stream stream, const MatmulArgs& args, const MatmulPlan& planned,
+                   void* workspace) {
+  const GemmPlan& plan = planned.tiling.get<GemmPlan>();
   dispatch_majors(args, [&](auto a_depth, auto b_depth) {
     const auto launch = [&](auto output) {
       using Op = MatrixOperand<float>;

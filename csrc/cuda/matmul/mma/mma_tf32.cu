@@ -2,8 +2,8 @@
 
 namespace braze::cuda {
 
-void mma_matmul_tf32(Stream stream, const MatmulArgs& args, void* workspace) {
-  mma_matmul<float>(stream, args, workspace);
+void mma_matmul_tf32(Stream stream, const MatmulArgs& args, const GemmPlan& plan, void* workspace) {
+  mma_matmul<float>(stream, args, plan, workspace);
 }
 
 }  // namespace braze::cuda

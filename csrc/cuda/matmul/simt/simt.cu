@@ -1,5 +1,6 @@
 // Matrix product on the CUDA cores, at full fp32 accuracy.
 #include "cuda/matmul/gemm_plan.cuh"
+#include "cuda/matmul/kernels.h"
 #include "cuda/common/gemm_simt.cuh"
 
 namespace braze::cuda {
@@ -7,12 +8,12 @@ namespace {
 
 constexpr int kDepth = 16;
 
-MatmulPlan plan(const MatmulArgs& args) {
-  return plan_matmul(args, {kDepth, 128, true, false, runs_sm90_code(), int64_t{1} << 28});
+GemmPlan tiling_of(const MatmulArgs& args) {
+  return plan_gemm(args, {kDepth, 128, true, false, runs_sm90_code(), int64_t{1} << 28});
 }
 
 template <typename Tile, typename Out = Output<float>>
-void launch(Stream stream, const MatmulArgs& args, const MatmulPlan& plan, void* workspace) {
+void launch(Stream stream, const MatmulArgs& args, const GemmPlan& plan, void* workspace) {
   static_assert(Tile::kDepth == kDepth);
   dispatch_majors(args, [&](auto a_depth, auto b_depth) {
     using Op = MatrixOperand<float>;
@@ -28,8 +29,8 @@ void launch(Stream stream, const MatmulArgs& args, const MatmulPlan& plan, void*
 
 }  // namespace
 
-double simt_matmul_microseconds(const MatmulArgs& args) {
-  const MatmulPlan p = plan(args);
+double simt_microseconds(const MatmulArgs& args) {
+  const GemmPlan p = tiling_of(args);
   if (p.tile != TileShape::kLarge) return 0;
   const int64_t blocks =
       args.batch * ceil_div(args.m, 128) * ceil_div(args.n, 128) * int64_t{p.splits};
@@ -38,12 +39,10 @@ double simt_matmul_microseconds(const MatmulArgs& args) {
   return 8.6 + ceil_div(blocks, sm_count()) * depth_tiles * 1.5 + sum;
 }
 
-int64_t simt_matmul_workspace_bytes(const MatmulArgs& args) {
-  return plan_workspace_bytes(args, plan(args));
-}
+void plan_simt(const MatmulArgs& args, MatmulPlan* plan) { set_plan(args, tiling_of(args), plan); }
 
-void simt_matmul(Stream stream, const MatmulArgs& args, void* workspace) {
-  const MatmulPlan p = plan(args);
+void run_simt(Stream stream, const MatmulArgs& args, const MatmulPlan& plan, void* workspace) {
+  const GemmPlan& p = plan.tiling.get<GemmPlan>();
   if (args.has_full_epilogue()) {  // compiled for two tile shapes
     using Full = FullOutput<float>;
     if (p.tile == TileShape::kLarge) {

@@ -4,15 +4,11 @@
 #include "cuda/matmul/gemm_plan.cuh"
 #include "cuda/matmul/hopper/hopper.h"
 #include "cuda/matmul/hopper/plan.cuh"
-#include "launchers/common/registry.h"
 #include "launchers/transpose.h"
 #include "cuda/matmul/obstacles.h"
 
 namespace braze::cuda::hopper {
 namespace {
-
-const KernelEntry kEntry({"matmul", "simt_tma", "float32", "sm_90a", true,
-                          "CUDA cores: register tiles of 8 x 16, TMA, mbarriers"});
 
 // Whether the outer index is innermost in memory; the kernel wants it so.
 bool outer_first(const Operand& o) { return o.outer_stride == 1 && o.depth_stride >= o.outer; }
@@ -72,11 +68,11 @@ bool simt_tma_preferred(const MatmulArgs& p) {
   return tiles >= 2 * sm_count() && p.k >= 128;
 }
 
-int64_t simt_tma_workspace_bytes(const MatmulArgs& p) {
-  return copy_bytes(operand_a(p), p) + copy_bytes(operand_b(p), p);
+void plan_simt_tma(const MatmulArgs& p, MatmulPlan* plan) {
+  plan->workspace_bytes = copy_bytes(operand_a(p), p) + copy_bytes(operand_b(p), p);
 }
 
-void simt_tma_matmul(Stream stream, const MatmulArgs& args, void* workspace) {
+void run_simt_tma(Stream stream, const MatmulArgs& args, const MatmulPlan&, void* workspace) {
   char* const a_copy = static_cast<char*>(workspace);
   char* const b_copy = a_copy + copy_bytes(operand_a(args), args);
   const Operand a = prepared(stream, operand_a(args), args, a_copy);

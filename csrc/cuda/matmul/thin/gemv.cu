@@ -7,16 +7,11 @@
 #include "cuda/common/fast_div.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/common/predicated.cuh"
-#include "launchers/common/registry.h"
 #include "cuda/matmul/obstacles.h"
-#include "thin.h"
+#include "cuda/matmul/kernels.h"
 
 namespace braze::cuda {
 namespace {
-
-const KernelEntry kGemvEntry({"matmul", "gemv", "float64 float32 bfloat16 float16", "sm_80+", true,
-                              "one row or one column: CUDA cores, the depth shared out to lanes "
-                              "and warps"});
 
 constexpr int kMostThreads = 1024, kMostWarps = kMostThreads / 32;
 constexpr int kMostColumns = 64;  // of a block of gemv_columns_kernel, 128 bytes

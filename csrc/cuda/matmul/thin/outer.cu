@@ -5,15 +5,11 @@
 
 #include "cuda/matmul/gemm_plan.cuh"
 #include "cuda/common/predicated.cuh"
-#include "launchers/common/registry.h"
 #include "cuda/matmul/obstacles.h"
-#include "thin.h"
+#include "cuda/matmul/kernels.h"
 
 namespace braze::cuda {
 namespace {
-
-const KernelEntry kOuterEntry({"matmul", "outer", "float64 float32 bfloat16 float16", "sm_80+",
-                               true, "depth 1: CUDA cores, from registers to registers"});
 
 constexpr int kThreads = 128, kRows = 4, kColumns = 4;  // the latter of a thread
 

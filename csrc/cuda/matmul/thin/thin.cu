@@ -6,15 +6,11 @@
 
 #include "cuda/matmul/gemm_plan.cuh"
 #include "cuda/common/predicated.cuh"
-#include "launchers/common/registry.h"
 #include "cuda/matmul/obstacles.h"
-#include "thin.h"
+#include "cuda/matmul/kernels.h"
 
 namespace braze::cuda {
 namespace {
-
-const KernelEntry kThinEntry({"matmul", "thin", "float64 float32 bfloat16 float16", "sm_80+", true,
-                              "depths up to 128: CUDA cores, the whole depth in shared memory"});
 
 constexpr int kThreads = 256;
 
