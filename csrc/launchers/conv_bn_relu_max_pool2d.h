@@ -26,6 +26,12 @@ struct SmallKShape {
   bool channels_last;  // layout of the pooled output and of its gradient
 };
 
+// The filters that CUDA has kernels for, which are those that Python sends here.
+struct SmallKFilter {
+  int r, s, c;
+};
+constexpr SmallKFilter kSmallKFilters[] = {{3, 3, 1}, {3, 3, 2}, {3, 3, 3}, {5, 5, 1}};
+
 // Parameters and statistics of the batch norm; pointers may be null where noted.
 struct SmallKNorm {
   const void* conv_bias;  // [k] or null

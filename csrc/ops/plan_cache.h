@@ -18,9 +18,15 @@ inline std::atomic<int64_t> plans_made{0};
 // Part of every key: whoever changes what plans follow from, as tuning does, counts it up.
 inline std::atomic<int64_t> plan_generation{0};
 
-// How addresses count in a key: by the largest power of two up to 256 that divides them.
+// How addresses count in a key: by the largest power of two that divides them, up to what any kernel
+// or library asks for.
 inline int64_t alignment_of(const void* data) {
-  const auto address = reinterpret_cast<uintptr_t>(data) | 256;
+#ifdef BRAZE_CUDA
+  constexpr uintptr_t kMost = 256;
+#else
+  constexpr uintptr_t kMost = 16;
+#endif
+  const auto address = reinterpret_cast<uintptr_t>(data) | kMost;
   return static_cast<int64_t>(address & -address);
 }
 

@@ -1,5 +1,8 @@
 // What conv_bn_relu_max_pool2d.h promises besides the two passes, which are in small_k_forward.cu
 // and small_k_backward.cu.
+#include <algorithm>
+#include <iterator>
+
 #include "launchers/common/registry.h"
 #include "small_k.cuh"
 
@@ -14,7 +17,8 @@ const KernelEntry kEntry({"conv_bn_relu_max_pool2d", "small_k", "float64 float32
 
 bool small_k_supports(const SmallKShape& a) {
   const bool taps =
-      (a.r == 3 && a.s == 3 && a.c >= 1 && a.c <= 3) || (a.r == 5 && a.s == 5 && a.c == 1);
+      std::any_of(std::begin(kSmallKFilters), std::end(kSmallKFilters),
+                  [&](const SmallKFilter& f) { return a.r == f.r && a.s == f.s && a.c == f.c; });
   // Tiles, places in an image's output and strides within an image are 31-bit numbers.
   constexpr int64_t kLimit = int64_t{1} << 31;
   return taps && a.p < kLimit / 2 && a.q < kLimit / 2 && a.p * a.q < kLimit && a.k < 4096 &&

@@ -131,17 +131,7 @@ void avg_pool2d(Stream stream, const Pool2dShape& shape, const AvgPoolDivisor& d
     const bool aligned = is_vec_aligned(in) && is_vec_aligned(out);
     if (takes_exact_2x2(shape, in)) {
       const MeanOf2x2<T> op{out, exact_2x2_divisor<T>(divisor)};
-      launch_exact_2x2<T>(
-          shape, aligned,
-          [&](auto width, unsigned int blocks, uint32_t steps, FastDiv row_steps) {
-            reduce_row_pairs_kernel<T, decltype(width)::value>
-                <<<blocks, kPoolThreads, 0, s>>>(op, in, steps, row_steps, shape.w);
-          },
-          [&](auto width, unsigned int blocks, int64_t count, auto split) {
-            reduce_pixels_kernel<T, decltype(width)::value>
-                <<<blocks, kPoolThreads, 0, s>>>(op, in, count, split, window);
-          });
-      return;
+      return reduce_exact_2x2(stream, shape, aligned, op, in);
     }
     with_depth_vectors<T>(shape.depth(), aligned, [&](auto width) {
       constexpr int N = decltype(width)::value;
@@ -167,17 +157,7 @@ void avg_pool2d_backward(Stream stream, const Pool2dShape& shape, const AvgPoolD
     const bool aligned = is_vec_aligned(grad) && is_vec_aligned(out);
     if (takes_exact_2x2(shape, out)) {
       const MeanOf2x2Backward<T> op{grad, exact_2x2_divisor<T>(divisor)};
-      launch_exact_2x2<T>(
-          shape, aligned,
-          [&](auto width, unsigned int blocks, uint32_t steps, FastDiv row_steps) {
-            spread_row_pairs_kernel<T, decltype(width)::value>
-                <<<blocks, kPoolThreads, 0, s>>>(op, out, steps, row_steps, shape.w);
-          },
-          [&](auto width, unsigned int blocks, int64_t count, auto split) {
-            spread_pixels_kernel<T, decltype(width)::value>
-                <<<blocks, kPoolThreads, 0, s>>>(op, out, count, split, window);
-          });
-      return;
+      return spread_exact_2x2(stream, shape, aligned, op, out);
     }
     with_depth_vectors<T>(shape.depth(), aligned, [&](auto width) {
       constexpr int N = decltype(width)::value;

@@ -160,4 +160,37 @@ void launch_exact_2x2(const Pool2dShape& shape, bool aligned, const RowPairs& ro
   }
 }
 
+// One result for each window of x, by op(four elements of each of V windows, where the results go).
+template <typename T, typename Op>
+void reduce_exact_2x2(Stream stream, const Pool2dShape& shape, bool aligned, const Op& op,
+                      const T* x) {
+  const cudaStream_t s = as_cuda(stream);
+  launch_exact_2x2<T>(
+      shape, aligned,
+      [&](auto width, unsigned int blocks, uint32_t steps, FastDiv row_steps) {
+        reduce_row_pairs_kernel<T, decltype(width)::value>
+            <<<blocks, kPoolThreads, 0, s>>>(op, x, steps, row_steps, shape.w);
+      },
+      [&](auto width, unsigned int blocks, int64_t count, auto split) {
+        reduce_pixels_kernel<T, decltype(width)::value>
+            <<<blocks, kPoolThreads, 0, s>>>(op, x, count, split, Window(shape));
+      });
+}
+
+// The way back: four elements of dx for each window.
+template <typename T, typename Op>
+void spread_exact_2x2(Stream stream, const Pool2dShape& shape, bool aligned, const Op& op, T* dx) {
+  const cudaStream_t s = as_cuda(stream);
+  launch_exact_2x2<T>(
+      shape, aligned,
+      [&](auto width, unsigned int blocks, uint32_t steps, FastDiv row_steps) {
+        spread_row_pairs_kernel<T, decltype(width)::value>
+            <<<blocks, kPoolThreads, 0, s>>>(op, dx, steps, row_steps, shape.w);
+      },
+      [&](auto width, unsigned int blocks, int64_t count, auto split) {
+        spread_pixels_kernel<T, decltype(width)::value>
+            <<<blocks, kPoolThreads, 0, s>>>(op, dx, count, split, Window(shape));
+      });
+}
+
 }  // namespace braze::cuda

@@ -198,17 +198,7 @@ void max_pool2d(Stream stream, const Pool2dShape& shape, const void* x, void* y,
                          is_vec_aligned(static_cast<const uint8_t*>(taps));
     if (takes_exact_2x2(shape, in)) {
       const MaxOf2x2<T> op{out, static_cast<uint8_t*>(taps)};
-      launch_exact_2x2<T>(
-          shape, aligned,
-          [&](auto width, unsigned int blocks, uint32_t steps, FastDiv row_steps) {
-            reduce_row_pairs_kernel<T, decltype(width)::value>
-                <<<blocks, kPoolThreads, 0, s>>>(op, in, steps, row_steps, shape.w);
-          },
-          [&](auto width, unsigned int blocks, int64_t count, auto split) {
-            reduce_pixels_kernel<T, decltype(width)::value>
-                <<<blocks, kPoolThreads, 0, s>>>(op, in, count, split, window);
-          });
-      return;
+      return reduce_exact_2x2(stream, shape, aligned, op, in);
     }
     with_tap_type(shape, [&](auto tap_tag) {
       using Tap = typename decltype(tap_tag)::type;
@@ -238,17 +228,7 @@ void max_pool2d_backward(Stream stream, const Pool2dShape& shape, const void* dy
                          is_vec_aligned(static_cast<const uint8_t*>(taps));
     if (takes_exact_2x2(shape, out)) {
       const MaxOf2x2Backward<T> op{grad, static_cast<const uint8_t*>(taps)};
-      launch_exact_2x2<T>(
-          shape, aligned,
-          [&](auto width, unsigned int blocks, uint32_t steps, FastDiv row_steps) {
-            spread_row_pairs_kernel<T, decltype(width)::value>
-                <<<blocks, kPoolThreads, 0, s>>>(op, out, steps, row_steps, shape.w);
-          },
-          [&](auto width, unsigned int blocks, int64_t count, auto split) {
-            spread_pixels_kernel<T, decltype(width)::value>
-                <<<blocks, kPoolThreads, 0, s>>>(op, out, count, split, window);
-          });
-      return;
+      return spread_exact_2x2(stream, shape, aligned, op, out);
     }
     with_tap_type(shape, [&](auto tap_tag) {
       using Tap = typename decltype(tap_tag)::type;

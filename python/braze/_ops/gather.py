@@ -5,11 +5,12 @@ import contextlib
 
 import torch
 
+from braze import _lib
 from braze._nvtx import ranged
 from braze._ops._common import below_autograd, current, overwrite, register
 
 _ops = torch.ops.braze
-_MOST_SETS = 512  # of moments: kSmallKMostSets in csrc/launchers/conv_bn_relu_max_pool2d.h
+_MOST_SETS = _lib.limits["patch_moment_sets"]
 
 
 def _fake_gather_images(images, labels, indices, scale, shift, dtype, channels_last):

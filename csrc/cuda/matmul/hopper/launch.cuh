@@ -184,60 +184,53 @@ void dispatch_mn_majors(const MatmulArgs& p, bool swap, F&& f) {
   rows ? f(std::true_type{}, std::false_type{}) : f(std::false_type{}, std::false_type{});
 }
 
-template <typename T, bool kSwap>
-void launch_shape(Stream stream, const MatmulArgs& p, const Plan& plan, void* workspace) {
+// Calls f(std::integral_constant) with the number of a tile.
+template <int kTile = 0, typename F>
+void with_tile(int tile, F&& f) {
+  if constexpr (kTile < kTileKindCount) {
+    tile == kTile ? f(std::integral_constant<int, kTile>{}) : with_tile<kTile + 1>(tile, f);
+  }
+}
+
+// A product by one kind of tile; `epilogue`: Args, or FullArgs for the full one.
+template <typename T, int kTile, int kR, int kC, bool kSwap, typename A>
+void launch_kind(Stream stream, const MatmulArgs& p, const Plan& plan, void* workspace,
+                 const A& epilogue) {
+  constexpr TileKind kKind = kTileKinds[kTile];
+  constexpr int kStages = kKind.stages(sizeof(T), A::kFull);
+  if constexpr (kKind.depth == Depth::kSplit) {
+    launch_cluster_split<SmallTile<T, kKind.rows, kKind.columns, kStages>, kR, kC, kSwap>(
+        stream, p, plan.cluster, epilogue);
+  } else if constexpr (kKind.depth == Depth::kShares) {
+    using Shares = StreamTile<T, kKind.rows, kKind.columns, kStages, kKind.blocks>;
+    launch_stream_k<Shares, kR, kC, kSwap>(stream, p, workspace);
+  } else {
+    constexpr bool kSwapped16 = kSwap && sizeof(T) == 2;
+    constexpr int kLoaded = kSwapped16 && kC ? kKind.swapped_mn_columns : kKind.columns;
+    using Whole =
+        Tile<T, kKind.rows, kKind.columns, kStages, kKind.blocks, kKind.consumers, kLoaded>;
+    launch<Whole, kR, kC, kSwap>(stream, p, true, epilogue);
+  }
+}
+
+template <typename T, bool kSwap, typename A>
+void launch_plan(Stream stream, const MatmulArgs& p, const Plan& plan, void* workspace,
+                 const A& epilogue) {
   dispatch_mn_majors<T>(p, kSwap, [&](auto row_major, auto column_major) {
-    constexpr bool kR = row_major.value, kC = column_major.value;
-    constexpr int kWideStages = sizeof(T) == 2 ? 4 : 5;
-    const auto split = [&](auto tile) {
-      launch_cluster_split<decltype(tile), kR, kC, kSwap>(stream, p, plan.cluster);
-    };
-    const auto stream_k = [&](auto tile) {
-      launch_stream_k<decltype(tile), kR, kC, kSwap>(stream, p, workspace);
-    };
-    switch (plan.shape) {
-      case Shape::kLarge: return launch<Tile<T, 128, 256, 4, 2>, kR, kC, kSwap>(stream, p);
-      case Shape::kWide: return launch<Tile<T, 128, 192, kWideStages, 2>, kR, kC, kSwap>(stream, p);
-      case Shape::kMedium: return launch<Tile<T, 128, 128, 6, 1>, kR, kC, kSwap>(stream, p);
-      case Shape::kFlat: return launch<Tile<T, 64, 192, 6, 1, 1>, kR, kC, kSwap>(stream, p);
-      case Shape::kSmall: return launch<Tile<T, 128, 64, 8, 1>, kR, kC, kSwap>(stream, p);
-      case Shape::kTiny: return launch<Tile<T, 64, 64, 8, 1, 1>, kR, kC, kSwap>(stream, p);
-      case Shape::kWideSplit: return split(SmallTile<T, 128, 192, 5>{});
-      case Shape::kMediumSplit: return split(SmallTile<T, 128, 128, 6>{});
-      case Shape::kSmallSplit: return split(SmallTile<T, 128, 64, 8>{});
-      case Shape::kTinySplit: return split(SmallTile<T, 64, 64, 8>{});
-      case Shape::kLargeStream: return stream_k(StreamTile<T, 128, 256, 4, 2>{});
-      case Shape::kMediumStream: return stream_k(StreamTile<T, 128, 128, 6, 1>{});
-      default: throw std::runtime_error("matmul: no kernel of this tile shape");
-    }
+    with_tile(plan.tile, [&](auto tile) {
+      constexpr bool kR = row_major.value, kC = column_major.value;
+      if constexpr (kTileKinds[tile.value].compiled(sizeof(T), kSwap, kC, A::kFull)) {
+        launch_kind<T, tile.value, kR, kC, kSwap>(stream, p, plan, workspace, epilogue);
+      } else {
+        throw std::runtime_error("matmul: no kernel of this tile shape");
+      }
+    });
   });
 }
 
-// 16-bit products that are swapped: those in tiles of 144 columns, and some in tiles of 128 x 192.
+// The full epilogue, whose sums' parts are at the workspace's start.
 template <typename T>
-void launch_swapped(Stream stream, const MatmulArgs& p, const Plan& plan) {
-  dispatch_mn_majors<T>(p, true, [&](auto row_major, auto column_major) {
-    constexpr bool kR = row_major.value, kC = column_major.value;
-    if (plan.shape == Shape::kWide) return launch<Tile<T, 128, 192, 4, 2>, kR, kC, true>(stream, p);
-    if constexpr (kC) {
-      if (plan.shape == Shape::kMedium144) {
-        return launch<Tile<T, 128, 144, 5, 2, 2, 192>, kR, true, true>(stream, p);
-      }
-    } else {
-      switch (plan.shape) {
-        case Shape::kTall144: return launch<Tile<T, 256, 144, 4, 2>, kR, false, true>(stream, p);
-        case Shape::kMedium144: return launch<Tile<T, 128, 144, 5, 2>, kR, false, true>(stream, p);
-        case Shape::kFlat144: return launch<Tile<T, 64, 144, 8, 2, 1>, kR, false, true>(stream, p);
-        default: break;
-      }
-    }
-    throw std::runtime_error("matmul: no swapped kernel of this tile shape");
-  });
-}
-
-// The same with the full epilogue, for the shapes that have it.
-template <typename T, bool kSwap>
-void launch_full(Stream stream, const MatmulArgs& p, const Plan& plan, void* sums) {
+FullArgs full_args(const MatmulArgs& p, const Plan& plan, void* sums) {
   const SumParts parts = sum_parts(p, plan);
   float *const columns = parts.columns<float>(p, sums), *const rows = parts.rows<float>(p, sums);
   const auto is_aligned = [](const void* data) {
@@ -246,37 +239,22 @@ void launch_full(Stream stream, const MatmulArgs& p, const Plan& plan, void* sum
   FullArgs epilogue{};
   epilogue.residual = p.residual, epilogue.relu_result = p.relu_result;
   epilogue.pairs = p.n % 2 == 0 && is_aligned(p.residual) && is_aligned(p.relu_result);
-  epilogue.column_parts = kSwap ? rows : columns;
-  epilogue.row_parts = kSwap ? columns : rows;
-  dispatch_mn_majors<T>(p, kSwap, [&](auto row_major, auto column_major) {
-    constexpr bool kR = row_major.value, kC = column_major.value;
-    constexpr int kWideStages = sizeof(T) == 2 ? 4 : 5;
-    switch (plan.shape) {
-      case Shape::kWide:
-        return launch<Tile<T, 128, 192, kWideStages, 2>, kR, kC, kSwap>(stream, p, true, epilogue);
-      case Shape::kMedium:  // a stage less than without the sums
-        return launch<Tile<T, 128, 128, 5, 1>, kR, kC, kSwap>(stream, p, true, epilogue);
-      case Shape::kSmallSplit:
-        return launch_cluster_split<SmallTile<T, 128, 64, 8>, kR, kC, kSwap>(
-            stream, p, plan.cluster, epilogue);
-      default: throw std::runtime_error("matmul: no full epilogue for this tile shape");
-    }
-  });
+  epilogue.column_parts = plan.swap ? rows : columns;
+  epilogue.row_parts = plan.swap ? columns : rows;
+  return epilogue;
 }
 
 template <typename T>
 void run(Stream stream, const MatmulArgs& p, const Plan& plan, void* workspace) {
-  const bool full = p.has_full_epilogue();
-  if (plan.swap) {
-    if constexpr (sizeof(T) == 2) {
-      return launch_swapped<T>(stream, p, plan);
-    } else {
-      return full ? launch_full<T, true>(stream, p, plan, workspace)
-                  : launch_shape<T, true>(stream, p, plan, workspace);
-    }
+  const auto launch_with = [&](const auto& epilogue) {
+    plan.swap ? launch_plan<T, true>(stream, p, plan, workspace, epilogue)
+              : launch_plan<T, false>(stream, p, plan, workspace, epilogue);
+  };
+  if (p.has_full_epilogue()) {
+    launch_with(full_args<T>(p, plan, workspace));
+  } else {
+    launch_with(Args{});
   }
-  full ? launch_full<T, false>(stream, p, plan, workspace)
-       : launch_shape<T, false>(stream, p, plan, workspace);
 }
 
 }  // namespace braze::cuda::hopper

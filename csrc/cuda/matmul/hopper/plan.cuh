@@ -40,69 +40,69 @@ inline bool tma_stores(const MatmulArgs& p) {
   return p.n * size_of(p.dtype) % 16 == 0 && reinterpret_cast<uintptr_t>(p.c) % 16 == 0;
 }
 
-// Tiles of 128 rows by 256, 192, 128 or 64 columns, and of 64 by 192 or 64; some also with
-// their depth split over a cluster (15_cluster_split.cuh) or in equal shares (16_stream_k.cuh).
-// Those of 144 columns, by 256, 128 or 64 rows, are for numbers of rows of C that powers of two do
-// not divide, such as ViT's 197 a picture: 11 times 144 and 12 rows of tiles fill an H200. In 16
-// bits they are of the transposed product, and so are those of 128 by 192 where they fit better.
-enum class Shape {
-  kLarge,
-  kWide,
-  kMedium,
-  kFlat,
-  kSmall,
-  kTiny,
-  kTall144,
-  kMedium144,
-  kFlat144,
-  kWideSplit,
-  kMediumSplit,
-  kSmallSplit,
-  kTinySplit,
-  kLargeStream,
-  kMediumStream,
+// How a tile's depth is gone through: by one block; by the blocks of a cluster, a part each
+// (15_cluster_split.cuh); or in equal shares of the depths of all tiles (16_stream_k.cuh).
+enum class Depth { kWhole, kSplit, kShares };
+
+// A tile, all that it is compiled with, and microseconds fitted to an H200.
+struct TileKind {
+  int rows, columns, blocks;  // blocks: of a multicasting cluster
+  int stages16, stages32;     // of the ring, in 16 bits and in TF32
+  int consumers;
+  Depth depth;
+  int full_stages16, full_stages32;  // with the full epilogue; 0: there is none
+  bool plain;                        // 16 bits: whether as it is; TF32: at all, either way
+  // Of the transposed product, in 16 bits: columns that are loaded where they are K-major, and
+  // where they are MN-major, which come by 64; 0: there is none.
+  int swapped_columns, swapped_mn_columns;
+  double start, tile, stage;  // of the kernel, of a tile, of a stage
+  double fragments;           // added to a stage by rows that come from registers
+  double stage_kib;           // from L2 to a multiprocessor
+
+  constexpr int stages(int size, bool full) const {
+    return size == 2 ? (full ? full_stages16 : stages16) : (full ? full_stages32 : stages32);
+  }
+  // For operands of that size, whether there is a kernel.
+  constexpr bool compiled(int size, bool swap, bool columns_mn, bool full) const {
+    if (swap && size == 2) return !full && (columns_mn ? swapped_mn_columns : swapped_columns) > 0;
+    return plain && (!full || full_stages16 > 0);
+  }
 };
 
+// Those of 144 columns are for numbers of rows of C that powers of two do not divide, such as ViT's
+// 197 a picture: 11 times 144 and 12 rows of tiles fill an H200. In 16 bits they are of the
+// transposed product, and so are those of 128 by 192 where they fit better. Of two of the same cost
+// a plan takes the first.
+constexpr TileKind kTileKinds[] = {
+    // clang-format off
+    {128, 256, 2, 4, 4, 2, Depth::kShares, 0, 0, true,    0,   0,  8.2,  5.4, 0.75,  0.01,  32},
+    {128, 128, 1, 6, 6, 2, Depth::kShares, 0, 0, true,    0,   0, 15.9,    0, 0.51,  0.07,  32},
+    {128, 256, 2, 4, 4, 2, Depth::kWhole,  0, 0, true,    0,   0,  2.4,  1.0, 0.592, 0,     32},
+    {128, 192, 2, 4, 5, 2, Depth::kWhole,  4, 5, true,  192, 192,  2.2, 0.85, 0.447, 0.06,  28},
+    {128, 128, 1, 6, 6, 2, Depth::kWhole,  5, 5, true,    0,   0,  2.1,  0.7, 0.295, 0.12,  32},
+    { 64, 192, 1, 6, 6, 1, Depth::kWhole,  0, 0, true,    0,   0,  1.6, 0.55, 0.25,  0.1,   32},
+    {128,  64, 1, 8, 8, 2, Depth::kWhole,  0, 0, true,    0,   0,  1.9,  0.4, 0.225, 0.13,  24},
+    { 64,  64, 1, 8, 8, 1, Depth::kWhole,  0, 0, true,    0,   0,  1.5, 0.35, 0.17,  0.056, 16},
+    {128, 144, 2, 5, 0, 2, Depth::kWhole,  0, 0, false, 144, 192,  2.2, 0.85, 0.345, 0,     25},
+    {256, 144, 2, 4, 0, 2, Depth::kWhole,  0, 0, false, 144,   0,  1.4,  2.2, 0.675, 0,     41},
+    { 64, 144, 2, 8, 0, 1, Depth::kWhole,  0, 0, false, 144,   0,  1.9,  0.9, 0.21,  0,     17},
+    {128, 192, 1, 5, 5, 2, Depth::kSplit,  0, 0, true,    0,   0,  7.3, 0.75, 0.465, 0.01,  40},
+    {128, 128, 1, 6, 6, 2, Depth::kSplit,  0, 0, true,    0,   0,  2.9,  2.5, 0.34,  0.07,  32},
+    {128,  64, 1, 8, 8, 2, Depth::kSplit,  8, 8, true,    0,   0,  3.4, 0.06, 0.205, 0.06,  24},
+    { 64,  64, 1, 8, 8, 1, Depth::kSplit,  0, 0, true,    0,   0,  1.8,    0, 0.19,  0,     16},
+    // clang-format on
+};
+constexpr int kTileKindCount = static_cast<int>(sizeof(kTileKinds) / sizeof(TileKind));
+
 struct Plan {
-  Shape shape;
+  int tile;             // its number in kTileKinds
   bool swap;            // rows of the accumulator are the columns of C
   int cluster;          // blocks that split the depth
   bool copy_a, copy_b;  // transposed, to K-major, first
   double cost;          // microseconds, estimated
-};
 
-// Those that the full epilogue is compiled for.
-inline bool has_full_epilogue(Shape shape) {
-  return shape == Shape::kWide || shape == Shape::kMedium || shape == Shape::kSmallSplit;
-}
-
-// Microseconds for `waves` of tiles that are `depth` stages deep, fitted to an H200.
-struct Timing {
-  int rows, columns, blocks;  // of a tile; blocks of a multicasting cluster
-  double start, tile, stage;
-  double fragments;  // added to a stage by rows that come from registers
-  double stage_kib;  // from L2 to a multiprocessor
+  const TileKind& kind() const { return kTileKinds[tile]; }
 };
-inline Timing timing_of(Shape shape) {
-  switch (shape) {
-    case Shape::kLarge: return {128, 256, 2, 2.4, 1.0, 0.592, 0, 32};
-    case Shape::kWide: return {128, 192, 2, 2.2, 0.85, 0.447, 0.06, 28};
-    case Shape::kMedium: return {128, 128, 1, 2.1, 0.7, 0.295, 0.12, 32};
-    case Shape::kFlat: return {64, 192, 1, 1.6, 0.55, 0.25, 0.1, 32};
-    case Shape::kSmall: return {128, 64, 1, 1.9, 0.4, 0.225, 0.13, 24};
-    case Shape::kTiny: return {64, 64, 1, 1.5, 0.35, 0.17, 0.056, 16};
-    case Shape::kTall144: return {256, 144, 2, 1.4, 2.2, 0.675, 0, 41};
-    case Shape::kMedium144: return {128, 144, 2, 2.2, 0.85, 0.345, 0, 25};
-    case Shape::kFlat144: return {64, 144, 2, 1.9, 0.9, 0.21, 0, 17};
-    case Shape::kWideSplit: return {128, 192, 1, 7.3, 0.75, 0.465, 0.01, 40};
-    case Shape::kMediumSplit: return {128, 128, 1, 2.9, 2.5, 0.34, 0.07, 32};
-    case Shape::kSmallSplit: return {128, 64, 1, 3.4, 0.06, 0.205, 0.06, 24};
-    case Shape::kTinySplit: return {64, 64, 1, 1.8, 0, 0.19, 0, 16};
-    case Shape::kLargeStream: return {128, 256, 2, 8.2, 5.4, 0.75, 0.01, 32};
-    case Shape::kMediumStream: return {128, 128, 1, 15.9, 0, 0.51, 0.07, 32};
-  }
-  return {};
-}
 
 constexpr double kNoPlan = 1e30;  // microseconds
 
@@ -112,21 +112,17 @@ inline int tiles_to_share(int64_t tiles, int clusters) {
   return static_cast<int>(tiles - std::max<int64_t>(0, whole));
 }
 
-inline bool is_stream(Shape shape) {
-  return shape == Shape::kLargeStream || shape == Shape::kMediumStream;
-}
-
 // Workspace for the parts of tiles: at most two of each cluster.
 inline int64_t stream_bytes(const Plan& plan) {
-  if (!is_stream(plan.shape)) return 0;
-  const Timing t = timing_of(plan.shape);
+  const TileKind& t = plan.kind();
+  if (t.depth != Depth::kShares) return 0;
   return aligned(int64_t{2} * sm_count() * t.rows * t.columns * int64_t{sizeof(float)});
 }
 
 // Of 16_stream_k.cuh, from readings of its own: blocks are at different depths, so that they share
 // less of what is in L2 than those of other kernels, and a stage takes longer.
 inline double stream_cost_of(const MatmulArgs& p, const Plan& plan, int multiprocessors) {
-  const Timing t = timing_of(plan.shape);
+  const TileKind& t = plan.kind();
   const int64_t rows = plan.swap ? p.n : p.m, columns = plan.swap ? p.m : p.n;
   const int64_t tiles = p.batch * ceil_div(rows, t.rows * t.blocks) * ceil_div(columns, t.columns);
   const int clusters = multiprocessors / t.blocks;
@@ -142,8 +138,8 @@ inline double stream_cost_of(const MatmulArgs& p, const Plan& plan, int multipro
 }
 
 inline double cost_of(const MatmulArgs& p, const Plan& plan, int multiprocessors) {
-  if (is_stream(plan.shape)) return stream_cost_of(p, plan, multiprocessors);
-  const Timing t = timing_of(plan.shape);
+  const TileKind& t = plan.kind();
+  if (t.depth == Depth::kShares) return stream_cost_of(p, plan, multiprocessors);
   const int64_t rows = plan.swap ? p.n : p.m, columns = plan.swap ? p.m : p.n;
   const int64_t blocks = ceil_div(rows, t.rows * t.blocks) * t.blocks * p.batch *
                          ceil_div(columns, t.columns) * plan.cluster;
@@ -155,7 +151,7 @@ inline double cost_of(const MatmulArgs& p, const Plan& plan, int multiprocessors
   const int64_t stages = ceil_div(ceil_div(p.k * size, 128), plan.cluster);
   const bool fragments = size == 4 && (plan.swap ? operand_b(p) : operand_a(p)).mn_major();
   // Of MN-major columns, 192 are loaded for 144.
-  const bool wasted = plan.shape == Shape::kMedium144 && operand_a(p).mn_major();
+  const bool wasted = plan.swap && t.swapped_mn_columns > t.columns && operand_a(p).mn_major();
   const double scale = size == 4 ? 1.08 : wasted ? 1.14 : 1.0;
   // All multiprocessors together read about 13 TB/s from L2.
   const double stage = std::max(scale * t.stage + (fragments ? t.fragments : 0),
@@ -191,33 +187,22 @@ inline Plan make_plan(const MatmulArgs& p, bool stream_only = false) {
       const bool dense = o.depth_stride == o.outer && (!o.batch || o.batch == p.k * o.outer);
       if ((plan.copy_a || plan.copy_b) && (!dense || p.k % 4 != 0)) continue;
     }
-    const auto consider = [&](Shape shape, int cluster) {
-      if (p.has_full_epilogue() && !has_full_epilogue(shape)) return;
-      plan.shape = shape, plan.cluster = cluster;
-      plan.cost = cost_of(p, plan, multiprocessors) + copy_cost_of(p, plan);
-      if (plan.cost < best.cost) best = plan;
-    };
-    if (swap && size_of(p.dtype) == 2) {
-      if (stream_only || p.has_full_epilogue()) break;
-      for (const Shape shape : {Shape::kWide, Shape::kMedium144}) consider(shape, 1);
-      if (a_mn) break;  // of the others, with 192 columns loaded, few stages would fit
-      for (const Shape shape : {Shape::kTall144, Shape::kFlat144}) consider(shape, 1);
-      break;
-    }
-    // In 16 bits it gains nothing: other tiles keep up where those do not fill the device.
-    if (stream_only || size_of(p.dtype) == 4) {
-      for (const Shape shape : {Shape::kLargeStream, Shape::kMediumStream}) consider(shape, 1);
-    }
-    if (stream_only) continue;
-    for (const Shape shape :
-         {Shape::kLarge, Shape::kWide, Shape::kMedium, Shape::kFlat, Shape::kSmall, Shape::kTiny}) {
-      consider(shape, 1);
-    }
-    for (const int cluster : {2, 4, 8}) {
-      if (ceil_div(p.k * size_of(p.dtype), 128) < 2 * cluster) break;  // at least two stages
-      for (const Shape shape :
-           {Shape::kWideSplit, Shape::kMediumSplit, Shape::kSmallSplit, Shape::kTinySplit}) {
-        consider(shape, cluster);
+    const int size = static_cast<int>(size_of(p.dtype));
+    const bool columns_mn = swap ? a_mn : b_mn;
+    for (const int cluster : {1, 2, 4, 8}) {  // of the blocks that split a tile's depth
+      if (cluster > 1 && ceil_div(p.k * size, 128) < 2 * cluster) break;  // at least two stages
+      for (plan.tile = 0; plan.tile < kTileKindCount; ++plan.tile) {
+        const TileKind& kind = plan.kind();
+        const bool shares = kind.depth == Depth::kShares;
+        if ((kind.depth == Depth::kSplit) != (cluster > 1) || (stream_only && !shares) ||
+            !kind.compiled(size, swap, columns_mn, p.has_full_epilogue())) {
+          continue;
+        }
+        // In 16 bits shares gain nothing: other tiles keep up where those do not fill the device.
+        if (shares && !stream_only && size == 2) continue;
+        plan.cluster = cluster;
+        plan.cost = cost_of(p, plan, multiprocessors) + copy_cost_of(p, plan);
+        if (plan.cost < best.cost) best = plan;
       }
     }
   }
@@ -226,7 +211,7 @@ inline Plan make_plan(const MatmulArgs& p, bool stream_only = false) {
 
 // The parts of sums that the tiles leave: of columns for every 64 rows of the accumulator.
 inline SumParts sum_parts(const MatmulArgs& p, const Plan& plan) {
-  const Timing t = timing_of(plan.shape);
+  const TileKind& t = plan.kind();
   const int64_t rows = plan.swap ? p.n : p.m, columns = plan.swap ? p.m : p.n;
   const int64_t of_column = ceil_div(rows, t.rows * t.blocks) * t.blocks * t.rows / 64;
   const int64_t of_row = ceil_div(columns, t.columns) * plan.cluster;
