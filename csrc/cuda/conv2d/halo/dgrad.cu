@@ -58,15 +58,10 @@ __global__ void __launch_bounds__(Traits<T, kPlanes>::kThreads, 1)
     special_weights = 0;
   }
   if (threadIdx.x < 2 * Tr::kGroups) special_tile[threadIdx.x / 2][threadIdx.x % 2] = 0;
-  // Zeros where no copy writes but a shifted read may go: the rest of each plane.
   const int loaded = a.load_rows * a.tile_images * a.pitch;
   unsigned char* operands = kPlanes == 1 ? stages : parts;
   const int planes = plan.blocks * (kPlanes == 1 ? a.stages : Tr::kGroups * kPlanes);
-  for (int plane = warp; plane < planes; plane += Tr::kThreads / 32) {
-    for (int i = loaded * kRowBytes + lane * 16; i < plan.plane_bytes; i += 32 * 16) {
-      *reinterpret_cast<uint4*>(operands + plane * plan.plane_bytes + i) = uint4{0, 0, 0, 0};
-    }
-  }
+  zero_behind<kRowBytes>(loaded, operands, planes, plan.plane_bytes, Tr::kThreads / 32);
   fence_async_proxy();
   __syncthreads();
   wait_for_earlier_kernels();
@@ -78,13 +73,8 @@ __global__ void __launch_bounds__(Traits<T, kPlanes>::kThreads, 1)
       const int stage = j % a.stages;
       uint64_t* const full = ring.begin(j, a.stages);
       mbarrier_expect(full, raw_blocks * loaded * kRowBytes);
-      const int image = tile / a.row_tiles, row = tile % a.row_tiles * a.tile_rows;
-      for (int block = 0; block < raw_blocks; ++block) {
-        tma_load_4d(
-            &dy_map, full,
-            shared_address(stages + stage * plan.stage_bytes + block * plan.raw_plane_bytes),
-            block * (kRowBytes / int{sizeof(T)}), -a.pad_l, row - a.pad_t, image * a.tile_images);
-      }
+      copy_tile<kRowBytes / int{sizeof(T)}>(&dy_map, full, stages + stage * plan.stage_bytes, a,
+                                            tile, raw_blocks, plan.raw_plane_bytes);
       if (j > 0 || !a.copy_weights) continue;
       for (int i = 0; i < weight_tiles; ++i) {  // the last filter row is needed first
         const int r = a.r - 1 - i / plan.blocks, block = i % plan.blocks;
@@ -108,20 +98,13 @@ __global__ void __launch_bounds__(Traits<T, kPlanes>::kThreads, 1)
   float acc[kN / 2];
   for (int j = group, tile = blockIdx.x + group * gridDim.x, turn = 0; tile < a.tiles;
        j += Tr::kGroups, tile += Tr::kGroups * gridDim.x, turn ^= 1) {
-    const int image = tile / a.row_tiles * a.tile_images;
-    const int first_row = tile % a.row_tiles * a.tile_rows;
-    const int rows_left = min(a.tile_rows, a.p - first_row);
-    const int images_left = min(a.tile_images, a.images - image);
+    const auto [image, first_row, rows_left, images_left] = place_of(a, tile);
     if (rows_left != rows_left_before || images_left != images_left_before) {
       rows_left_before = rows_left, images_left_before = images_left;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int position = warp % 4 * 16 + lane / 4 + 8 * half;
-        const int tile_row = position / a.pitch, column = position - tile_row * a.pitch;
-        const int tile_image = tile_row / a.image_rows, p = tile_row - tile_image * a.image_rows;
-        const bool inside = column < a.q && p < rows_left && tile_image < images_left;
-        offsets[half] =
-            inside ? static_cast<int>(tile_image * a.y_n + p * a.y_h + column * a.y_w) : -1;
+        offsets[half] = output_offset(a, position, rows_left, images_left);
       }
     }
 
@@ -130,21 +113,11 @@ __global__ void __launch_bounds__(Traits<T, kPlanes>::kThreads, 1)
     const unsigned char* tile_operands = stages + stage * plan.stage_bytes;
     if constexpr (kPlanes > 1) {
       tile_operands = parts + group * plan.blocks * kPlanes * plan.plane_bytes;
-      for (int block = 0; block < plan.blocks; ++block) {
-        if (split_rows<kPlanes, kRowBytes>(
-                stages + stage * plan.stage_bytes + block * 2 * plan.raw_plane_bytes,
-                plan.raw_plane_bytes,
-                parts + (group * plan.blocks + block) * kPlanes * plan.plane_bytes,
-                plan.plane_bytes, loaded, thread, 128)) {
-          special_tile[group][turn] = 1;
-        }
-      }
-      fence_async_proxy();
-      named_barrier(2 + group, 128);  // split in full, and the stage is free
-      if (thread == 0) {
-        ring.release(j, a.stages);
-        special_tile[group][turn ^ 1] = 0;
-      }
+      split_tile<kPlanes, kRowBytes>(
+          ring, j, a.stages, stages + stage * plan.stage_bytes,
+          parts + group * plan.blocks * kPlanes * plan.plane_bytes,
+          {plan.blocks, loaded, 2 * plan.raw_plane_bytes, plan.raw_plane_bytes, plan.plane_bytes},
+          2 + group, special_tile[group], turn);
     }
 
     const bool plain = kPlanes > 1 && (special_weights || special_tile[group][turn]);

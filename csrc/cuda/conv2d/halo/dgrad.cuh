@@ -3,8 +3,7 @@
 #pragma once
 
 #include "epilogue.cuh"
-#include "split.cuh"
-#include "tiles.cuh"
+#include "parts.cuh"
 #include "weights.cuh"
 #include "cuda/common/numeric.cuh"
 #include "cuda/common/tma.cuh"

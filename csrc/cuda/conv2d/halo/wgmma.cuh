@@ -20,7 +20,9 @@
 #pragma once
 
 #include "epilogue.cuh"
-#include "split.cuh"
+#include "multiply.cuh"
+#include "parts.cuh"
+#include "store.cuh"
 #include "weights.cuh"
 #include "cuda/common/numeric.cuh"
 #include "cuda/common/tma.cuh"
@@ -29,24 +31,6 @@
 namespace braze::cuda::halo {
 
 constexpr int kThreads = kConsumers * 128 + 32;
-
-// One result of a tile on CUDA cores, from the parts in shared memory: `position` in the tile,
-// `filter` in the block.
-__device__ __noinline__ float plain_sum(const Args& a, const unsigned char* weights,
-                                        int weight_tile, const unsigned char* planes,
-                                        int plane_bytes, int blocks, int position, int filter) {
-  float sum = 0;
-  for (int tap = 0; tap < a.r * a.s; ++tap) {
-    const int row = position + tap / a.s * a.pitch + tap % a.s;
-    for (int c = 0; c < a.c; ++c) {
-      const int block = c / 32;
-      sum += unsplit<3, 64>(weights + (tap * blocks + block) * 3 * weight_tile, weight_tile, filter,
-                            c % 32) *
-             unsplit<3, 64>(planes + block * 3 * plane_bytes, plane_bytes, row, c % 32);
-    }
-  }
-  return sum;
-}
 
 template <typename T, int kPixels, int kChannelBlock, int kPlanes>
 __global__ void __launch_bounds__(kThreads, 1)
@@ -87,15 +71,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     prefetch_tensor_map(&x_map);
     if (kStaged) prefetch_tensor_map(&y_map);
   }
-  // Zeros where no copy writes but a shifted read may go: the rest of each plane.
   const int loaded = a.load_rows * a.tile_images * a.pitch;
   unsigned char* operands = kPlanes == 1 ? stages : stages + a.stages * stage_bytes;
   const int operand_planes = blocks * (kPlanes == 1 ? a.stages : kConsumers * kPlanes);
-  for (int plane = warp; plane < operand_planes; plane += kThreads / 32) {
-    for (int i = loaded * L::kRowBytes + lane * 16; i < plane_bytes; i += 32 * 16) {
-      *reinterpret_cast<uint4*>(operands + plane * plane_bytes + i) = uint4{0, 0, 0, 0};
-    }
-  }
+  zero_behind<L::kRowBytes>(loaded, operands, operand_planes, plane_bytes, kThreads / 32);
   if (threadIdx.x == 0) special_weights = 0;
   if (threadIdx.x < 2 * kConsumers) special_tile[threadIdx.x / 2][threadIdx.x % 2] = 0;
   // From a shuffle the compiler learns that it is the same in all of a warp, as descriptors must
@@ -104,11 +83,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   // Which positions of a tile are outputs, and where they go.
   const auto set_offsets = [&](int rows_left, int images_left) {
     for (int i = thread; i < kPixels; i += 128) {
-      const int tile_row = i / a.pitch, column = i - tile_row * a.pitch;
-      const int tile_image = tile_row / a.image_rows, p = tile_row - tile_image * a.image_rows;
-      const bool inside = column < a.q && p < rows_left && tile_image < images_left;
-      offsets[group][i] =
-          inside ? static_cast<int>(tile_image * a.y_n + p * a.y_h + column * a.y_w) : -1;
+      offsets[group][i] = output_offset(a, i, rows_left, images_left);
     }
   };
   if (group < kConsumers) set_offsets(a.tile_rows, a.tile_images);
@@ -134,12 +109,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       const int stage = j % a.stages;
       uint64_t* const full = ring.begin(j, a.stages);
       mbarrier_expect(full, blocks * loaded * Raw::kRowBytes);
-      const int image = tile / a.row_tiles, row = tile % a.row_tiles * a.tile_rows;
-      for (int block = 0; block < blocks; ++block) {
-        tma_load_4d(&x_map, full,
-                    shared_address(stages + stage * stage_bytes + block * raw_plane_bytes),
-                    block * kChannelBlock, -a.pad_l, row - a.pad_t, image * a.tile_images);
-      }
+      copy_tile<kChannelBlock>(&x_map, full, stages + stage * stage_bytes, a, tile, blocks,
+                               raw_plane_bytes);
       if (j == 0 && a.copy_weights && !a.settled_weights) copy_weights();
     }
     return;
@@ -165,6 +136,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   int count = 0, rows_left_before = a.tile_rows, images_left_before = a.tile_images;
   Accumulator row_moments[2];
+  static_assert(kPixels / 4 <= 64);  // bits
   uint64_t valid = 0;  // bit i: this thread's position 8 * (i / 2) + 2 * (lane % 4) + i % 2
   const auto set_valid = [&] {
     valid = 0;
@@ -175,15 +147,11 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   };
   set_valid();
-  float acc[kAcc], part_sum[kPlanes == 1 ? 1 : kAcc];
+  float acc[kAcc];
 
   for (int j = group, tile = blockIdx.x + group * gridDim.x, turn = 0; tile < a.tiles;
        j += kConsumers, tile += kConsumers * gridDim.x, turn ^= 1) {
-    const int image = tile / a.row_tiles * a.tile_images;
-    const int first_row = tile % a.row_tiles * a.tile_rows;
-    // The last tiles may have fewer outputs.
-    const int rows_left = min(a.tile_rows, a.p - first_row);
-    const int images_left = min(a.tile_images, a.images - image);
+    const auto [image, first_row, rows_left, images_left] = place_of(a, tile);
     if (rows_left != rows_left_before || images_left != images_left_before) {
       rows_left_before = rows_left, images_left_before = images_left;
       named_barrier(2 + group, 128);  // nobody reads the old offsets
@@ -197,19 +165,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     unsigned char* tile_operands = stages + stage * stage_bytes;
     if constexpr (kPlanes > 1) {
       tile_operands = operands + group * L::stage_bytes(a);
-      for (int block = 0; block < blocks; ++block) {
-        if (split_rows<kPlanes, L::kRowBytes>(
-                stages + stage * stage_bytes + block * raw_plane_bytes, raw_plane_bytes,
-                tile_operands + block * kPlanes * plane_bytes, plane_bytes, loaded, thread, 128)) {
-          special_tile[group][turn] = 1;
-        }
-      }
-      fence_async_proxy();
-      named_barrier(2 + group, 128);  // split in full, and the stage is free
-      if (thread == 0) {
-        ring.release(j, a.stages);
-        special_tile[group][turn ^ 1] = 0;
-      }
+      split_tile<kPlanes, L::kRowBytes>(
+          ring, j, a.stages, stages + stage * stage_bytes, tile_operands,
+          {blocks, loaded, raw_plane_bytes, raw_plane_bytes, plane_bytes}, 2 + group,
+          special_tile[group], turn);
     }
     wgmma_touch(acc);
     const uint64_t w_desc = wgmma_descriptor<L::kRowBytes>(shared_address(shared));
@@ -221,49 +180,11 @@ __global__ void __launch_bounds__(kThreads, 1)
                            i / 4 * 8 + lane % 4 * 2 + i % 2, row + i / 2 % 2 * 8);
       }
     } else {
-      if constexpr (kPlanes > 1) {
-#pragma unroll
-        for (int v = 0; v < kAcc; ++v) acc[v] = 0;
-      }
-      for (int i = 0, tap_row = 0, s = 0, block = 0; i < steps; ++i) {
-        const int w_offset = i * kPlanes * weight_tile;
-        const int x_offset = block * kPlanes * plane_bytes + (tap_row + s) * L::kRowBytes;
-        if constexpr (kPlanes == 1) {
-          if (a.copy_weights && j == group) mbarrier_wait(&weights_full[i], 0);
-          wgmma_fence();
-#pragma unroll
-          for (int step = 0; step < L::kRowBytes; step += 32) {
-            Wgmma<Op, kPixels>::template run<0, 0>(acc, wgmma_advance(w_desc, w_offset + step),
-                                                   wgmma_advance(x_desc, x_offset + step),
-                                                   i + step > 0);
-          }
-          wgmma_commit();
-        } else {
-          using Pairs = PartPairs<kPlanes>;
-          wgmma_touch(part_sum);
-          wgmma_fence();
-#pragma unroll
-          for (int pair = 0; pair < Pairs::kCount; ++pair) {
-#pragma unroll
-            for (int step = 0; step < L::kRowBytes; step += 32) {
-              Wgmma<Op, kPixels>::template run<0, 0>(
-                  part_sum,
-                  wgmma_advance(w_desc, w_offset + Pairs::first(pair) * weight_tile + step),
-                  wgmma_advance(x_desc, x_offset + Pairs::second(pair) * plane_bytes + step),
-                  pair + step > 0);
-            }
-          }
-          wgmma_commit();
-          wgmma_wait<0>();
-          wgmma_touch(part_sum);
-#pragma unroll
-          for (int v = 0; v < kAcc; ++v) acc[v] += part_sum[v];
-        }
-        if (++block == blocks) {
-          block = 0;
-          if (++s == a.s) s = 0, tap_row += a.pitch;
-        }
-      }
+      multiply_taps<Op, L, kPixels, kPlanes>(acc, a, w_desc, x_desc, weight_tile, plane_bytes,
+                                             blocks, steps, [&](int i) {
+                                               if (a.copy_weights && j == group)
+                                                 mbarrier_wait(&weights_full[i], 0);
+                                             });
     }
     wgmma_wait<0>();
     wgmma_touch(acc);
@@ -291,27 +212,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
     };
     if constexpr (kStaged) {
-      // Transposed to [pixel][filter] on the way to shared memory, then one copy.
-      // Lane l addresses row l % 8 of 8x8 matrix l / 8: pixels 0..15 (+ 2 i), filters 0..15.
-      const int pixel = lane / 16 * 8 + lane % 8, chunk = (warp % 4) * 2 + lane / 8 % 2;
-      const uint32_t to = shared_address(out) + pixel * 128 + ((chunk ^ (pixel % 8)) << 4);
-#pragma unroll
-      for (int i = 0; i < kAcc; i += 8) {
-        uint32_t v[4];
-#pragma unroll
-        for (int m = 0; m < 4; ++m) v[m] = pack_pair<T>(acc[i + 2 * m], acc[i + 2 * m + 1]);
-        asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                         to + i * 2 * 128),
-                     "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
-                     : "memory");
-        if (moments) {
-#pragma unroll
-          for (int m = 0; m < 4; m += 2) {
-            const float2 low = unpack_pair<T>(v[m]), high = unpack_pair<T>(v[m + 1]);
-            add_moments(i + 2 * m, {low.x, low.y, high.x, high.y});
-          }
-        }
-      }
+      stage_results<T, kPixels>(acc, out, moments != nullptr, add_moments);
       fence_async_proxy();
       named_barrier(2 + group, 128);
       if (thread == 0) {
@@ -327,38 +228,9 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
       T* to = y + image * a.y_n + first_row * a.y_h;
       if (a.wide_stores) {
-        // Through shared memory of the warp, 32 positions at a time: [position][16 filters].
-        float* own = reinterpret_cast<float*>(out) + warp % 4 * (kTurnBytes / 4);
-        const int filter = k0 + warp % 4 * 16 + lane % 4 * 4;
-#pragma unroll
-        for (int i = 0; i < kAcc; i += 16) {
-          __syncwarp();
-#pragma unroll
-          for (int v = 0; v < std::min(16, kAcc - i); ++v) {
-            own[(v / 4 * 8 + lane % 4 * 2 + v % 2) * kTurnPitch + lane / 4 + v / 2 % 2 * 8] =
-                acc[i + v];
-          }
-          __syncwarp();
-#pragma unroll
-          for (int v = 0; v < std::min(4, (kAcc - i) / 4); ++v) {
-            const int position = v * 8 + lane / 4, offset = offsets[group][i * 2 + position];
-            if (offset >= 0 && filter < a.k) {
-              *reinterpret_cast<float4*>(to + offset + filter) =
-                  *reinterpret_cast<const float4*>(own + position * kTurnPitch + lane % 4 * 4);
-            }
-          }
-        }
+        store_wide<kPixels>(acc, a, offsets[group], k0, out, to);
       } else {
-        to += (k0 + row) * a.y_k;
-#pragma unroll
-        for (int i = 0; i < kAcc; i += 4) {
-          const int2 o = *reinterpret_cast<const int2*>(&offsets[group][i * 2 + lane % 4 * 2]);
-#pragma unroll
-          for (int v = 0; v < 4; ++v) {
-            const int offset = v % 2 ? o.y : o.x, k = v / 2 * 8;
-            if (offset >= 0 && k0 + row + k < a.k) to[offset + k * a.y_k] = acc[i + v];
-          }
-        }
+        store_single<kPixels>(acc, a, offsets[group], k0 + row, to);
       }
     }
   }
