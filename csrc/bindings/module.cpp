@@ -12,6 +12,7 @@
 #include "launchers/common/registry.h"
 #include "launchers/conv_bn_relu2d.h"
 #include "launchers/conv_bn_relu_max_pool2d.h"
+#include "launchers/graph.h"
 #include "libraries/libraries.h"
 
 namespace py = pybind11;
@@ -138,6 +139,7 @@ py::dict limits() {
   d["patch_filters"] = filters;  // height, width, channels
   d["patch_moment_sets"] = braze::kSmallKMostSets;
   d["pool_tiles"] = braze::kBnPoolMostTiles;
+  d["urgent_priority"] = braze::kUrgentPriority;  // of a step's main stream
   d["library_candidates"] = braze::vendor::kMaxCandidates;
   return d;
 }

@@ -3,6 +3,12 @@
 #include "launchers/common/types.h"
 
 namespace braze {
+
+// Blocks of kernels on streams of higher priority (lower numbers) go first: braze.TrainStep's main
+// stream; branches for gradients; and, with that of ordinary streams, 0, what no gradient waits
+// for.
+constexpr int kUrgentPriority = -2, kBranchPriority = -1;
+
 #ifdef BRAZE_CUDA
 namespace cuda {
 

@@ -15,10 +15,6 @@ void check(cudaError_t error) {
   }
 }
 
-// Blocks of kernels on streams of higher priority (lower numbers) go first. braze.TrainStep's main
-// stream has kUrgent, its branch for what no gradient waits for that of ordinary streams, 0.
-constexpr int kBeside = -1, kUrgent = -2;
-
 struct Side {
   cudaStream_t stream = nullptr;
   cudaEvent_t forked = nullptr, joined = nullptr;
@@ -39,7 +35,7 @@ Side& side() {
   check(cudaGetDevice(&device));
   if (sides.size() <= static_cast<size_t>(device)) sides.resize(device + 1);
   Side& s = sides[device];
-  s.create(kBeside);
+  s.create(kBranchPriority);
   return s;
 }
 
@@ -88,7 +84,8 @@ bool open_aside(Stream main) {
   const std::lock_guard<std::mutex> lock(aside_mutex);
   Aside& a = aside();
   if (a.open) return false;
-  for (int urgent = 0; urgent < 2; ++urgent) a.sides[urgent].create(urgent ? kUrgent : kBeside);
+  for (int urgent = 0; urgent < 2; ++urgent)
+    a.sides[urgent].create(urgent ? kUrgentPriority : kBranchPriority);
   a.main = main;
   a.open = true;
   return true;
