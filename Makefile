@@ -1,5 +1,6 @@
 # make mnist    set up, build, train a CNN on MNIST and time it against stock PyTorch
-# make test     the same set-up, then the test suite          (ARGS="tests/test_relu.py -k layouts")
+# make test     the same set-up, then the test suite, on a CPU in a process per core (up to 4)
+#               (ARGS="tests/test_relu.py -k layouts")
 # make bench    the same set-up, then the op benchmarks       (ARGS="relu")
 # make format   format C++, CUDA and Python; `make lint` only checks
 # make clean    remove .venv and everything built
@@ -27,7 +28,7 @@ mnist: build
 	@$(PY) -m braze mnist $(ARGS)
 
 test: build $(VENV)/stamp.test
-	@$(PY) -m pytest $(ARGS)
+	@$(PY) -m pytest -n auto --dist worksteal $(ARGS)
 
 bench: build
 	@$(PY) -m braze bench $(ARGS)

@@ -1,14 +1,27 @@
 """The tests' names for the tolerance rule and the checks built on it (braze/testing.py), and what
 several of them share."""
 
+import copy
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from braze.testing import DTYPES, assert_by_rule, check_against_stock, layouts
-from conftest import require_cuda
+from conftest import cuda_only
 
-__all__ = ["DTYPES", "assert_by_rule", "check_against_stock", "fuzzed", "layouts", "sum_ulps"]
+__all__ = ["DTYPES", "assert_by_rule", "check_against_stock", "fuzzed", "layouts"]
+
+
+def assert_same_layer(ours, theirs, x):
+    """That two modules with the same parameters give the same of `x`, by the rule."""
+    assert_by_rule(ours(x), theirs(x), copy.deepcopy(theirs).double()(x.double()))
+
+
+def compile(function):
+    """Compiled but for the last stage: of inductor's code, which takes seconds to build, the tests
+    that look at strides and mutations run enough."""
+    return torch.compile(function, fullgraph=True, backend="aot_eager")
 
 
 def fuzzed(check):
@@ -18,16 +31,8 @@ def fuzzed(check):
         @settings(max_examples=25, deadline=None)
         @given(data=st.data())
         def test(data):
-            if device == "cuda":
-                require_cuda()
             check(data, device)
 
-        return test
+        return cuda_only(test) if device == "cuda" else test
 
     return on("cpu"), on("cuda")
-
-
-def sum_ulps(dtype, *terms):
-    """The floor for sums of so many products. The float64 reference of the rule is as rounded as
-    the result: both err by a random walk of as many steps."""
-    return 4 + max(terms) ** 0.5 if dtype == torch.float64 else 4

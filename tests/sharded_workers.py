@@ -1,6 +1,7 @@
 """What each process of test_sgd_sharded.py does; a module of its own, so that a spawned process
 imports nothing else."""
 
+import datetime
 import os
 
 import pytest
@@ -30,11 +31,16 @@ OPTIONS = [
 
 def run(rank, port, device):
     """All checks, in a process group of RANKS processes."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
-    dist.init_process_group("nccl" if device == "cuda" else "gloo", rank=rank, world_size=RANKS)
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo",
+        rank=rank,
+        world_size=RANKS,
+        timeout=datetime.timedelta(minutes=1),  # where one fails, the other would wait for it
+    )
     try:
         fully_sharded(device)
         checkpointed(device)

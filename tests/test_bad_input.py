@@ -287,14 +287,17 @@ def test_good_arguments_are_good(device, name):
     assert_same_outcome(outcome(ours(name), on(device, arguments)), expected)
 
 
+@pytest.mark.parametrize("no_tensor", [[1.0, 2.0], None], ids=["list", "None"])
 @pytest.mark.parametrize("name", GOOD)
-def test_not_a_tensor(device, name):
+def test_not_a_tensor(device, name, no_tensor):
     """torch's exception, whichever argument it is."""
     good = on(device, GOOD[name]())
     for i in (i for i, t in enumerate(good) if is_tensor(t)):
-        arguments = [*good[:i], [1.0, 2.0], *good[i + 1 :]]
+        arguments = [*good[:i], no_tensor, *good[i + 1 :]]
         expected = outcome(stock(name), arguments)
-        assert isinstance(expected, (TypeError, AttributeError))
+        if no_tensor is None and not isinstance(expected, Exception):
+            continue  # an argument that may be left out
+        assert isinstance(expected, (TypeError, AttributeError, ValueError, RuntimeError))
         actual = outcome(ours(name), arguments)
         assert type(actual) is type(expected)
         if "invalid combination of arguments" not in str(expected):  # lists those that came
@@ -308,6 +311,21 @@ BLOCKS = {
     "linear_add": lambda f: f(rand(3, 4), rand(5, 4), None, [1.0]),
     "linear_relu_linear": lambda f: f(rand(3, 4), "weight", None, rand(2, 5)),
 }
+
+
+BLOCKS_WITHOUT_WEIGHT = {
+    "conv_bn_relu2d": lambda f: f(rand(2, 3, 5, 5), None, training=True),
+    "conv_bn_relu_max_pool2d": lambda f: f(rand(2, 3, 5, 5), None, training=True),
+    "linear_relu": lambda f: f(rand(3, 4), None),
+    "linear_add": lambda f: f(rand(3, 4), None, None, rand(3, 5)),
+    "linear_relu_linear": lambda f: f(rand(3, 4), rand(5, 4), None, None),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS_WITHOUT_WEIGHT)
+def test_fused_without_weight(name):
+    with pytest.raises(TypeError, match="NoneType"):
+        BLOCKS_WITHOUT_WEIGHT[name](ours(name))
 
 
 @pytest.mark.parametrize("name", BLOCKS)

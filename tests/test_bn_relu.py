@@ -69,11 +69,6 @@ def inputs(shape, device, dtype, parameter_dtype=None):
     return [z.requires_grad_(), gamma, beta]
 
 
-def floors(dtype):
-    # In float64 stock is its own reference, so that the rule allows nothing for stock's error.
-    return {"ulps": 64, "grad_ulps": 256} if dtype == torch.float64 else {"grad_ulps": 8}
-
-
 def parameter_dtypes(dtype):
     return {dtype, torch.float64 if dtype == torch.float64 else torch.float32}
 
@@ -94,9 +89,9 @@ def test_matches_stock(device, dtype, shape, training, channels_last, fused, ref
 
         z, gamma, beta = (t.detach() for t in args)
         functions = [lambda *t, f=f: run(f, *t) for f in (fused, reference)]
-        check_against_stock(*functions, [args[0], gamma, beta], **floors(dtype))
+        check_against_stock(*functions, [args[0], gamma, beta])
         # The gradients of gamma and beta are sums whose terms cancel.
-        check_against_stock(*functions, [z, *args[1:]], **floors(dtype), conditioned=True)
+        check_against_stock(*functions, [z, *args[1:]])
 
 
 def test_without_affine(device, dtype, fused, reference):
@@ -113,7 +108,6 @@ def test_without_affine(device, dtype, fused, reference):
                 lambda t, run=run: run(fused, t),
                 lambda t, run=run: run(reference, t),
                 [z],
-                **floors(dtype),
             )
 
 
@@ -124,7 +118,7 @@ def test_layouts(device, dtype, channels, fused, reference):
         if name != "expanded":
             x.copy_(z.detach())
         x = x.detach().requires_grad_()
-        y = check_against_stock(fused, reference, [x, gamma, beta], **floors(dtype))
+        y = check_against_stock(fused, reference, [x, gamma, beta])
         fmt = torch.channels_last if name == "channels_last" else torch.contiguous_format
         assert y.is_contiguous(memory_format=fmt), name
         y = fused(x, gamma, beta)
@@ -142,7 +136,7 @@ def test_unaligned_storage_offset(device, dtype, channels_last, fused, reference
     storage = torch.empty(z.numel() + 1, device=device, dtype=dtype)[1:]
     x = storage.view(4, 8, 16, 8).permute(0, 3, 1, 2) if channels_last else storage.view(z.shape)
     x.copy_(z.detach())
-    check_against_stock(fused, reference, [x.requires_grad_(), gamma, beta], **floors(dtype))
+    check_against_stock(fused, reference, [x.requires_grad_(), gamma, beta])
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
@@ -184,8 +178,9 @@ def test_ties_and_special_values(device, dtype, channels_last, fused, reference)
     finite = z.isfinite()
     assert_by_rule(grad[finite], stock_grad[finite], stock_grad[finite].double())
     z = torch.randint(-2, 3, (4, 8, 9, 6), device=device).to(dtype).to(memory_format=fmt)
-    args = [z.requires_grad_(), gamma.requires_grad_(), beta.requires_grad_()]
-    check_against_stock(fused, reference, args, **floors(dtype))
+    # No beta of 0: where a channel's mean is 0, rounding would decide what passes the ReLU.
+    args = [z.requires_grad_(), gamma.requires_grad_(), (beta + 0.01).requires_grad_()]
+    check_against_stock(fused, reference, args)
 
 
 def test_nan_in_training(device, fused, reference):
@@ -200,7 +195,7 @@ def test_nan_in_training(device, fused, reference):
 def test_mean_much_larger_than_the_deviation(device, fused, reference):
     z, gamma, beta = inputs((8, 6, 12, 12), device, torch.float32)
     z = (z.detach() + 1000).requires_grad_()
-    check_against_stock(fused, reference, [z, gamma, beta], grad_ulps=8)
+    check_against_stock(fused, reference, [z, gamma, beta])
 
 
 def test_repeatable_and_the_same_for_any_number_of_threads(fused):
@@ -243,8 +238,6 @@ def test_fuzzed_shapes(shape, channels_last, training, pool):
             lambda *t, m=mean, v=var: apply(*t, m.detach(), v.detach(), training, pool=pool),
             lambda *t, m=mean, v=var: stock_apply(*t, m.detach(), v.detach(), training, pool=pool),
             [z, gamma, beta],
-            ulps=64,
-            grad_ulps=4096,
         )
 
 

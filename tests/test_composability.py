@@ -3,6 +3,7 @@ autocast, pickling. A new op is one line in OPS, a new layer one in LAYERS."""
 
 import contextlib
 import copy
+import functools
 import io
 import pickle
 from concurrent.futures import ThreadPoolExecutor
@@ -15,8 +16,7 @@ from torch.autograd import forward_ad
 import braze
 import braze.nn.functional as F
 from braze import nn
-from common import assert_by_rule
-from conftest import require_cuda
+from common import assert_by_rule, check_against_stock
 
 OURS = SimpleNamespace(**{name: getattr(F, name) for name in F.__all__}, matmul=braze.matmul)
 STOCK = SimpleNamespace(**vars(torch.nn.functional), matmul=torch.matmul)
@@ -127,8 +127,7 @@ def test_export_all_ops(device):
 
 
 @every_op
-def test_cuda_graph(op):
-    require_cuda()
+def test_cuda_graph(gpu, op):
     arguments = arguments_of(op, "cuda")
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -148,10 +147,9 @@ def test_cuda_graph(op):
 
 
 @every_op
-def test_side_stream(op):
+def test_side_stream(gpu, op):
     """The input is made on a side stream after a long kernel there: an op that launches on another
     stream reads it too early."""
-    require_cuda()
     values = arguments_of(op, "cuda")
     expected = forward_backward(op, values)
     blank = [torch.zeros_like(t).requires_grad_(t.requires_grad) for t in values]
@@ -169,9 +167,8 @@ def test_side_stream(op):
 
 
 @every_op
-def test_second_device(op):
+def test_second_device(gpu, op):
     """Tensors on cuda:1 while cuda:0 is the current device."""
-    require_cuda()
     if torch.cuda.device_count() < 2:
         pytest.skip("one GPU only")
     on_first = arguments_of(op, "cuda:0")
@@ -349,8 +346,8 @@ def test_deterministic_algorithms(device, op):
         first = forward_backward(op, arguments)
         for _ in range(3):
             assert_equal(forward_backward(op, arguments), first)
-    for a, e in zip(first, forward_backward(op, arguments, STOCK), strict=True):
-        torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-5)
+    call = OPS[op][0]
+    check_against_stock(functools.partial(call, OURS), functools.partial(call, STOCK), arguments)
 
 
 @every_layer

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 import braze
 import braze.nn.functional as F
 from braze import _config
-from common import assert_by_rule, check_against_stock, fuzzed, layouts, sum_ulps
-from conftest import require_cuda
+from common import assert_by_rule, assert_same_layer, check_against_stock, compile, fuzzed, layouts
 
 # (input, weight, stride, padding, dilation, groups)
 CASES = {
@@ -55,11 +54,6 @@ def call(function, case):
     return with_bias
 
 
-def case_ulps(case, dtype):
-    (n, _, h, w), (k, c, r, s), _, _, _, groups = CASES[case]
-    return sum_ulps(dtype, c * r * s, k // groups * r * s, n * h * w)
-
-
 @pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "nhwc"])
 @pytest.mark.parametrize("case", CASES)
 def test_matches_stock(device, dtype, case, channels_last):
@@ -68,17 +62,13 @@ def test_matches_stock(device, dtype, case, channels_last):
         inputs[:2] = [
             t.detach().to(memory_format=torch.channels_last).requires_grad_() for t in inputs[:2]
         ]
-    check_against_stock(
-        call(F.conv2d, case), call(stock.conv2d, case), inputs, case_ulps(case, dtype)
-    )
+    check_against_stock(call(F.conv2d, case), call(stock.conv2d, case), inputs)
 
 
 def test_without_bias(device, dtype):
     for case in ("odd", "depthwise"):
         inputs = tensors(case, device, dtype, bias=False)
-        check_against_stock(
-            call(F.conv2d, case), call(stock.conv2d, case), inputs, case_ulps(case, dtype)
-        )
+        check_against_stock(call(F.conv2d, case), call(stock.conv2d, case), inputs)
 
 
 def expected_format(*tensors):
@@ -219,7 +209,6 @@ def fuzz(data, device):
         lambda *t: F.conv2d(*t, *arguments),
         lambda *t: stock.conv2d(*t, *arguments),
         [t.requires_grad_() for t in (x, w, b)],
-        sum_ulps(dtype, c * 16, k * 16, x.numel()),
     )
 
 
@@ -255,11 +244,8 @@ def test_opcheck(device, dtype, channels_last):
 
 
 def test_compile(device):
-    x, w, b = tensors("groups", device, torch.float32)
-    compiled = torch.compile(call(F.conv2d, "groups"), fullgraph=True)
-    actual = torch.autograd.grad(compiled(x, w, b).sin().sum(), (x, w, b))
-    expected = torch.autograd.grad(call(stock.conv2d, "groups")(x, w, b).sin().sum(), (x, w, b))
-    torch.testing.assert_close(actual, expected)
+    inputs = tensors("groups", device, torch.float32)
+    check_against_stock(compile(call(F.conv2d, "groups")), call(stock.conv2d, "groups"), inputs)
 
 
 def test_autocast(device):
@@ -283,16 +269,16 @@ def test_module(device, padding_mode):
     plain.load_state_dict(layer.state_dict())
     x = torch.randn(2, 3, 8, 9, device=device)
     for clone in (layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        torch.testing.assert_close(clone(x), plain(x))
+        assert_same_layer(clone, plain, x)
     assert isinstance(layer, torch.nn.Conv2d)
     assert repr(layer) == repr(plain)
 
 
 def test_module_with_string_padding(device):
     layer = braze.nn.Conv2d(3, 4, 3, padding="same", device=device)
-    x = torch.randn(2, 3, 8, 9, device=device)
-    expected = stock.conv2d(x, layer.weight, layer.bias, padding="same")
-    torch.testing.assert_close(layer(x), expected)
+    plain = torch.nn.Conv2d(3, 4, 3, padding="same", device=device)
+    plain.load_state_dict(layer.state_dict())
+    assert_same_layer(layer, plain, torch.randn(2, 3, 8, 9, device=device))
 
 
 def test_repeatable(device, dtype):
@@ -333,9 +319,7 @@ def test_every_kernel_by_name(device, dtype, case):
                 with pytest.raises(RuntimeError, match="cannot take these arguments"):
                     call(F.conv2d, case)(*inputs)
                 continue
-            check_against_stock(
-                call(F.conv2d, case), call(stock.conv2d, case), inputs, case_ulps(case, dtype)
-            )
+            check_against_stock(call(F.conv2d, case), call(stock.conv2d, case), inputs)
 
 
 HALO_CASES = [  # n, c, k, h, w, filter, padding
@@ -354,9 +338,8 @@ HALO_CASES = [  # n, c, k, h, w, filter, padding
 
 @pytest.mark.parametrize("tf32", [False, True], ids=["ieee", "tf32"])
 @pytest.mark.parametrize("case", HALO_CASES, ids=str)
-def test_halo_wgmma(dtype, case, tf32):
+def test_halo_wgmma(gpu, dtype, case, tf32):
     """The Hopper kernel by name, where it must not refuse: every pass, every type but float64."""
-    require_cuda()
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs compute capability 9.0")
     n, c, k, h, w, size, padding = case
@@ -392,11 +375,10 @@ def test_halo_wgmma(dtype, case, tf32):
 
 
 @pytest.mark.parametrize("tf32", [False, True], ids=["ieee", "tf32"])
-def test_halo_wgmma_waits_for_each_tile(dtype, tf32):
+def test_halo_wgmma_waits_for_each_tile(gpu, dtype, tf32):
     """Many tiles for each group of warps, whose copies may arrive in any order: the same result
     every time. (Groups that shared a stage's barriers once computed with what was there before, or
     waited for ever, in one launch of some hundred.)"""
-    require_cuda()
     if torch.cuda.get_device_capability() != (9, 0) or dtype == torch.float64:
         pytest.skip("needs compute capability 9.0 and a type that the kernel takes")
     torch.backends.cudnn.conv.fp32_precision = "tf32" if tf32 else "ieee"
@@ -417,9 +399,8 @@ def test_halo_wgmma_waits_for_each_tile(dtype, tf32):
 
 
 @pytest.mark.parametrize("backend", ["auto", "braze"])
-def test_contiguous_fp32_in_channels_last(backend):
+def test_contiguous_fp32_in_channels_last(gpu, backend):
     """On Hopper fp32 tensors in the default format are transposed for the channels_last kernel."""
-    require_cuda()
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs compute capability 9.0")
     torch.backends.cudnn.conv.fp32_precision = "ieee"
@@ -574,8 +555,8 @@ def test_bad_input(device):
     with pytest.raises(RuntimeError, match="same dtype as input, but got float64 and float32"):
         F.conv2d(x, w.double())
     with pytest.raises(RuntimeError, match="bfloat16 or float16, but got int64"):
-        F.conv2d(x.long(), w.long())
-    with pytest.raises(TypeError, match=r"argument 'weight' \(position 2\) must be Tensor"):
+        torch.ops.braze.conv2d(x.long(), w.long())
+    with pytest.raises(TypeError, match="conv2d"):
         F.conv2d(x, 3)
     for bad in (1.5, (1.5, 2), True):
         with pytest.raises(TypeError, match="argument 'stride' must be an int or a tuple of ints"):

@@ -75,12 +75,11 @@ def test_matches_stock(device, dtype, shape, training, channels_last, pool):
     var = (torch.rand(k, device=device) * 9 + 9).to(dtype)
     if training:
         args[2].requires_grad_(False)  # its gradient is zero in exact arithmetic
-    floor = {"ulps": 64, "grad_ulps": 512} if dtype == torch.float64 else {"grad_ulps": 16}
 
     def run(f, *tensors):
         return f(*tensors, mean.to(tensors[0].dtype), var.to(tensors[0].dtype), **options)
 
-    y = check_against_stock(lambda *t: run(fused, *t), lambda *t: run(reference, *t), args, **floor)
+    y = check_against_stock(lambda *t: run(fused, *t), lambda *t: run(reference, *t), args)
     fmt = torch.channels_last if channels_last else torch.contiguous_format
     assert y.is_contiguous(memory_format=fmt)
 
@@ -101,7 +100,7 @@ def test_running_statistics(device, dtype, momentum, channels_last, pool):
         options = {"momentum": momentum, "num_batches_tracked": batches}
         fused(x, weight, bias, gamma, beta, mean, var, pool=pool, **options)
     for actual, expected, r in zip((mean, var), bn.buffers(), wide.buffers(), strict=False):
-        assert_by_rule(actual, expected, r, ulps=8)
+        assert_by_rule(actual, expected, r)
     assert batches == bn.num_batches_tracked == 3
     for buffer, version in zip((mean, var, batches), versions, strict=True):
         assert buffer._version > version
@@ -123,9 +122,7 @@ def test_mean_much_larger_than_the_deviation(device, pool):
     args[2] += 1000
     args = leaves(args, channels_last=True)
     args[2].requires_grad_(False)
-    check_against_stock(
-        lambda *t: fused(*t, pool=pool), lambda *t: reference(*t, pool=pool), args, grad_ulps=16
-    )
+    check_against_stock(lambda *t: fused(*t, pool=pool), lambda *t: reference(*t, pool=pool), args)
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
@@ -230,7 +227,7 @@ def test_module(device, channels_last, pool):
     x = torch.randn(4, 16, 9, 10, device=device).to(memory_format=fmt).requires_grad_()
     y, expected, exact = block(x), layers(x), wide(x.double())
     assert "ConvBnReLU2d" in y.grad_fn.name()
-    assert_by_rule(y, expected, exact, ulps=16)
+    assert_by_rule(y, expected, exact)
     upstream = torch.randn_like(y)
     results = [
         torch.autograd.grad(t, [x, *m.parameters()], upstream.to(t))
@@ -239,11 +236,11 @@ def test_module(device, channels_last, pool):
     names = ["input", *(name for name, _ in layers.named_parameters())]
     for name, actual, theirs, r in zip(names, *results, strict=True):
         if name != "0.bias":
-            assert_by_rule(actual, theirs, r, ulps=32, what=name)
-    assert_by_rule(block.bn.running_var, layers[1].running_var, wide[1].running_var, ulps=8)
+            assert_by_rule(actual, theirs, r, what=name)
+    assert_by_rule(block.bn.running_var, layers[1].running_var, wide[1].running_var)
     assert block.bn.num_batches_tracked == 1
     block.eval(), layers.eval(), wide.eval()
-    assert_by_rule(block(x), layers(x), wide(x.double()), ulps=16)
+    assert_by_rule(block(x), layers(x), wide(x.double()))
 
 
 def test_state_dict_copies_and_pickles(device, pool):
@@ -299,7 +296,7 @@ def test_other_poolings_follow_the_block(device, options):
 
     y = run(*args)
     assert "ConvBnReLU2d" in y.grad_fn.next_functions[0][0].name()
-    check_against_stock(run, stock_run, args, grad_ulps=16)
+    check_against_stock(run, stock_run, args)
 
 
 @pytest.mark.parametrize(
@@ -322,15 +319,16 @@ def test_other_shapes_behave_as_the_layers(device, shape, pool):
 
 
 def test_compile(device, pool):
-    block = block_of(layers_of(pool)).to(device)
+    layers = layers_of(pool).to(device)
+    block = block_of(layers)
     x = torch.randn(4, 16, 12, 13, device=device, requires_grad=True)
     torch._dynamo.reset()
     compiled = torch.compile(copy.deepcopy(block), fullgraph=True)
     out, expected = compiled(x), block(x)
     assert torch.equal(out, expected)
-    grad, expected_grad = (torch.autograd.grad(t.square().sum(), x)[0] for t in (out, expected))
     # The convolution's kernel may be another one: the compiler chooses its gradient's strides.
-    torch.testing.assert_close(grad, expected_grad, rtol=1e-5, atol=1e-5)
+    wide = layers.double()(x.double())
+    assert_by_rule(*(torch.autograd.grad(t.square().sum(), x)[0] for t in (out, expected, wide)))
     assert torch.equal(compiled.bn.running_mean, block.bn.running_mean)
     assert compiled.bn.num_batches_tracked == block.bn.num_batches_tracked == 1
 
@@ -362,7 +360,7 @@ def test_bad_input(device, pool):
         run(x[:, :15], w, b, gamma, beta)
     with pytest.raises(RuntimeError, match="non-positive stride is not supported"):
         run(x, w, b, gamma, beta, stride=0)
-    with pytest.raises(RuntimeError, match="dtype"):
+    with pytest.raises(RuntimeError, match="not implemented for"):
         run(x.long(), w.detach().long(), None, None, None)
     with pytest.raises(TypeError, match="input"):
         run(None, w, b, gamma, beta)

@@ -34,18 +34,23 @@ def fused(x, w, b, gamma, beta, *, padding=0, mean=None, var=None, training=True
     )
 
 
-def inputs(shape, device, dtype, scale=1.0):
+def inputs(shape, device, dtype, whole=False):
+    """`whole`: small integers, so that a convolution's output is exact and rounding does not decide
+    which element is a maximum; a beta that is none keeps the normalised values away from zero."""
     n, c, h, w, k, size, padding = shape
     x = torch.randn(n, c, h, w, device=device).to(dtype)
-    weight = torch.randn(k, c, size, size, device=device).to(dtype) * scale
+    weight = torch.randn(k, c, size, size, device=device).to(dtype)
     vectors = [torch.randn(k, device=device).to(dtype) for _ in range(3)]
+    if whole:
+        x, weight, vectors[0] = (2 * x).round(), weight.round(), vectors[0].round()
+        vectors[2] = torch.full_like(vectors[2], 0.0371)
     return [x, *(t.detach().requires_grad_() for t in (weight, *vectors))], padding
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_matches_stock(device, dtype, shape, channels_last):
-    args, padding = inputs(shape, device, dtype)
+    args, padding = inputs(shape, device, dtype, whole=True)
     if channels_last:
         args[0] = args[0].to(memory_format=torch.channels_last)
     # The bias's gradient is zero in exact arithmetic: rounding only.
@@ -54,31 +59,30 @@ def test_matches_stock(device, dtype, shape, channels_last):
         lambda *t: fused(*t, padding=padding),
         lambda *t: reference(*t, padding=padding),
         args,
-        ulps=16 if dtype == torch.float64 else 4,
-        grad_ulps=64 if dtype == torch.float64 else 8,
     )
 
 
 @pytest.mark.parametrize("kind", ["offset", "smooth", "zero-sum filters", "constant"])
 def test_badly_conditioned_inputs(device, kind):
     """Statistics from moments square the conditioning: fp64 sums have to make up for it."""
-    (x, w, b, gamma, beta), padding = inputs((16, 1, 28, 28, 8, 3, 1), device, torch.float32)
+    (x, w, b, gamma, beta), padding = inputs((16, 1, 28, 28, 8, 3, 1), device, torch.float32, True)
     if kind == "offset":
         x = x + 1000
     elif kind == "constant":
         x = torch.full_like(x, 3)
     else:
-        # Curved: where a ramp meets a zero-sum filter, rounding alone decides where the maxima are.
+        # Curved, in steps of 1/256: rounding must not decide where neighbours hardly differ.
         at = torch.linspace(0, 3, 28, device=device)
-        x = torch.sin(at + 2 * at[:, None] + x[:, :, :1, :1])
+        x = (256 * torch.sin(at + 2 * at[:, None] + x[:, :, :1, :1])).round() / 256
         if kind == "zero-sum filters":
-            w = (w - w.mean((2, 3), keepdim=True)).detach().requires_grad_()
+            w = w.detach()
+            w[:, :, 1, 1] -= w.sum((2, 3))
+            w.requires_grad_()
     b.requires_grad_(False)
     check_against_stock(
         lambda *t: fused(*t, padding=padding),
         lambda *t: reference(*t, padding=padding),
         [x, w, b, gamma, beta],
-        grad_ulps=8,
     )
 
 
@@ -98,10 +102,10 @@ def test_running_statistics(device, training, momentum):
     block = braze.nn.ConvBnReLUMaxPool2d.from_modules(*copy.deepcopy((conv, torch_bn, pool)))
     assert block.training == training
     for _ in range(3):
-        assert_by_rule(block(x), layers(x), copy.deepcopy(layers).double()(x.double()), ulps=8)
+        assert_by_rule(block(x), layers(x), copy.deepcopy(layers).double()(x.double()))
     for name in ("running_mean", "running_var"):
         ours, theirs = getattr(block.bn, name), getattr(torch_bn, name)
-        assert_by_rule(ours, theirs, theirs.double(), ulps=8, what=name)
+        assert_by_rule(ours, theirs, theirs.double(), what=name)
     assert block.bn.num_batches_tracked == torch_bn.num_batches_tracked
     version = block.bn.running_mean._version
     block(x)
@@ -114,8 +118,7 @@ def test_gamma_of_either_sign_and_special_values(device, dtype):
     gamma.requires_grad_()
     beta = torch.tensor([0.0, 1.0, 1.0, -1.0, 0.0, -1.0], device=device).to(dtype).requires_grad_()
     b.requires_grad_(False)
-    options = {"ulps": 16, "grad_ulps": 64}
-    check_against_stock(fused, reference, [x, w, b, gamma, beta], **options)
+    check_against_stock(fused, reference, [x, w, b, gamma, beta])
     mean, var = (
         torch.zeros(6, device=device, dtype=dtype),
         torch.ones(6, device=device, dtype=dtype),
@@ -213,7 +216,6 @@ def test_everything_else_runs_as_the_four_ops(device, options):
         ),
         layers,
         [x.requires_grad_(), w, b, gamma, beta],
-        grad_ulps=16,
     )
 
 
@@ -240,12 +242,63 @@ def test_bad_input(device):
         fused(x, w, b, gamma[:3], beta)
     with pytest.raises(RuntimeError, match="same dtype"):
         fused(x.double(), w, b, gamma, beta)
-    with pytest.raises(RuntimeError, match="expected input of dtype float64"):
+    with pytest.raises(RuntimeError, match="not implemented for 'Long'"):
         fused(x.long(), w.detach().long(), None, None, None)
     before = mean.clone()
     with pytest.raises(RuntimeError, match="contiguous vector"):
         fused(x, w, b, gamma, beta[:2], mean=mean, var=var)
     assert torch.equal(mean, before)
+
+
+def no_statistics(bn):
+    bn.running_mean = bn.running_var = bn.num_batches_tracked = None
+
+
+def no_count(bn):
+    bn.num_batches_tracked = None
+
+
+def no_running_statistics(bn):
+    bn.running_mean = bn.running_var = None
+
+
+@pytest.mark.parametrize("change", [None, no_statistics, no_count, no_running_statistics])
+@pytest.mark.parametrize("channels", [1, 8])
+@pytest.mark.parametrize("pool", [True, False])
+def test_no_momentum_without_buffers(device, change, channels, pool):
+    """An average over all batches where nothing counts them, or nothing is averaged."""
+    n = torch.nn
+    track = change is not None
+    bn = n.BatchNorm2d(4, momentum=None, track_running_stats=track)
+    layers = n.Conv2d(channels, 4, 3), bn, n.ReLU(), *[n.MaxPool2d(2)] * pool
+    expected = n.Sequential(*layers).to(device)
+    if track:
+        change(expected[1])
+    models = copy.deepcopy(expected), braze.convert(copy.deepcopy(expected))
+    models[0][1].__class__ = braze.nn.BatchNorm2d
+    x = torch.randn(2, channels, 8, 8, device=device)
+    for training in (True, True, False):
+        stock_result = expected.train(training)(x)
+        for model in models:
+            torch.testing.assert_close(model.train(training)(x), stock_result)
+            torch.testing.assert_close(model.state_dict(), expected.state_dict())
+
+
+def test_no_momentum_in_the_functions(device):
+    x, w = torch.randn(2, 1, 8, 8, device=device), torch.randn(4, 1, 3, 3, device=device)
+    expected = reference(x, w, None, None, None)
+    result = fused(x, w, None, None, None, momentum=None)
+    torch.testing.assert_close(result, expected)
+    batches = torch.tensor(3, device=device)
+    for count in (None, batches):
+        op = torch.ops.braze.conv_bn_relu_max_pool2d
+        raw, *_ = op(x, w, None, None, None, None, None, count, [0, 0], True, None, 1e-5)
+        assert torch.equal(raw, result)
+    assert batches == 4
+    mean, var = torch.ones(4, device=device), torch.ones(4, device=device)
+    fused(x, w, None, None, None, mean=mean, var=var, momentum=None)
+    assert torch.equal(mean, torch.ones_like(mean))  # nothing counts: as torch's layer has it
+    assert torch.equal(var, torch.ones_like(var))
 
 
 def test_the_tests_reject_a_wrong_kernel(device):

@@ -11,6 +11,7 @@ from test_matmul_ladder import LAYOUTS, check, in_memory, running
 
 import braze
 from common import assert_by_rule
+from conftest import cuda_only
 
 # Batch, m, n, k: one output, few and many; sums of one round of loads and of several.
 GEMV_SHAPES = [
@@ -47,10 +48,7 @@ CASES = [("gemv", shape) for shape in GEMV_SHAPES] + [("thin", shape) for shape 
 CASES += [("outer", shape) for shape in OUTER_SHAPES]
 
 
-@pytest.fixture(autouse=True)
-def gpu_only(device):
-    if device == "cpu":
-        pytest.skip("the kernels need a GPU")
+pytestmark = cuda_only
 
 
 def shifted(t):

@@ -17,12 +17,11 @@ from test_data import TEST_IMAGES, TEST_LABELS, TRAIN_IMAGES, TRAIN_LABELS, idx_
 import braze
 from braze.__main__ import main
 from braze.data import load_mnist
-from conftest import require_cuda
 
 pytest.importorskip("rich", reason="braze mnist needs rich")
 pytest.importorskip("matplotlib", reason="braze mnist needs matplotlib")
 
-from braze.mnist import accuracy, honesty, recorded, steps
+from braze.mnist import accuracy, honesty, recorded, steps, timing
 
 TINY = ["--limit", "128", "--batch", "32", "--epochs", "1", "--steps", "2"]
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -130,6 +129,23 @@ def test_braze_alone_learns(environment, data, tmp_path):
     assert {row["name"] for row in figures["timings"]} == {"braze"}
     assert figures["training"]["braze"]["accuracy"] > 0.9
     assert (out / "mnist.png").read_bytes().startswith(PNG)
+
+
+def test_on_a_cpu_stock_stops_after_its_first_epoch(data, tmp_path, monkeypatch, capsys):
+    """Unless --epochs says how long both train."""
+    monkeypatch.setattr(timing, "measure", lambda *_: [])
+    options = ["--device", "cpu", "--limit", "128", "--batch", "32", "--data", str(data)]
+    options += ["--out", str(tmp_path)]
+    for epochs, expected in (([], {"braze": 20, "stock": 1}), (["--epochs", "2"], {"stock": 2})):
+        assert main(["mnist", *options, *epochs]) == 0
+        out = capsys.readouterr().out
+        training = json.loads((tmp_path / "mnist.json").read_text())["training"]
+        for name, count in expected.items():
+            assert training[name]["epochs"] == count
+            assert len(training[name]["losses"]) == 4 * count
+        assert ("stock made its first epoch only" in out) == (not epochs)
+        assert re.search(r"stock: test accuracy .* after \d+ epochs? in", out)
+        assert (tmp_path / "mnist.png").read_bytes().startswith(PNG)
 
 
 def test_the_example_alone(environment, data, monkeypatch):
@@ -262,9 +278,8 @@ assert all(bool(other.isnan().all()) for other in others)
 """
 
 
-def test_a_graph_of_stock_outlives_another(environment, data):
+def test_a_graph_of_stock_outlives_another(gpu, environment, data):
     """In a process of its own: memory that a graph has lost is an error that CUDA keeps."""
-    require_cuda()
     code = _TWO_GRAPHS.format(data=os.fspath(data))
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

@@ -16,6 +16,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import counters, cutlass_gemm, ladder_chart, render, results, rivals  # noqa: E402
 from benchmarks.harness import timer_for  # noqa: E402
+from conftest import cuda_only  # noqa: E402
 
 # As ncu 2025 prints it with --csv --print-units base, but for the columns that nothing reads.
 NCU = """==PROF== Connected to process 4711 (/usr/bin/python3.12)
@@ -153,9 +154,8 @@ def test_rivals_are_checked_and_say_why_they_are_missing(monkeypatch):
     assert errors["wrong"].startswith("AssertionError: output: error")
 
 
+@cuda_only
 def test_rivals_on_a_gpu(device):
-    if device == "cpu":
-        pytest.skip("the rivals are those of a GPU")
     a, b = torch.randn(256, 512, device=device), torch.randn(512, 128, device=device)
     found, errors = rivals.find(timer_for(torch.device(device)), a, b, "float32", 32)
     assert set(found) | set(errors) == set(rivals.RIVALS)

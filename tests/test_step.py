@@ -11,6 +11,7 @@ from braze._aside import Aside
 from braze._capture import HostState, Rates
 from braze._ops.gather import GatheredMoments
 from braze.data import DeviceLoader
+from conftest import cuda_only
 from step_common import MAKERS, OPTIONS, assert_same, batches, loss_fn, make, make_plain, plain_loop
 
 
@@ -570,9 +571,8 @@ class CountsOnTheCPU(torch.optim.Optimizer):
             p -= self.param_groups[0]["lr"] / state["step"] * p.grad
 
 
+@cuda_only
 def test_optimizers_that_count_on_the_cpu_are_refused(device):
-    if device == "cpu":
-        pytest.skip("on the CPU they work")
     model, _ = make_plain(device)
     with pytest.raises(ValueError, match="capturable=True"):
         braze.TrainStep(model, loss_fn, torch.optim.Adam(model.parameters()))
@@ -641,9 +641,8 @@ def test_what_a_replay_cannot_repeat_is_found_and_undone(device):
         state.verify()
 
 
+@cuda_only
 def test_two_models_a_second_stream_and_empty_cache(device):
-    if device == "cpu":
-        pytest.skip("CUDA streams")
     data, steps, losses = batches(device, 12), [], ([], [])
     for _ in range(2):
         model, optimizer = make_plain(device)
@@ -662,9 +661,8 @@ def test_two_models_a_second_stream_and_empty_cache(device):
         assert_same(step.model, mine, model, expected)
 
 
+@cuda_only
 def test_many_steps_leak_nothing(device):
-    if device == "cpu":
-        pytest.skip("counts GPU memory")
     model, optimizer = make(device)
     step, (x, y) = braze.TrainStep(model, loss_fn, optimizer), batches(device)[0]
     for _ in range(10):

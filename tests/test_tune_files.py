@@ -271,6 +271,9 @@ def test_command_line_tunes_mnist(device, monkeypatch, capsys):
         (["5,5"], "5,5: expected M,N,K, M,N,K,nt or M,N,K,nt,BATCH"),
         (["5,5,0"], "5,5,0: expected"),
         (["5,5,5,xx"], "5,5,5,xx: expected"),
+        (["9" * 30 + ",1,1"], "9,1,1: expected M,N,K, M,N,K,nt or"),
+        (["1" + "0" * 12 + ",1" + "0" * 6 + ",1"], "cannot be computed here: "),
+        (["5,5,5", "--built-in", "."], "--built-in .: expected a file, but it is a folder"),
         (["5,5,5", "--list"], "expected one of: shapes, --mnist, --list, --clear"),
         (["5,5,5", "--seconds", "0"], "--seconds 0.0: expected a positive number"),
         (

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import braze
-from common import check_against_stock, layouts
+from common import check_against_stock, compile, layouts
 
 # 16-byte vectors hold 2 to 8 elements, a block of the widest kernel takes 8192.
 SHAPES = [
@@ -47,7 +47,7 @@ def test_matches_stock(device, dtype, shape):
     a, b = (randn(shape, device, dtype).requires_grad_() for _ in range(2))
     for name in rungs(device):
         with braze.backend(vector_add=name):
-            out = check_against_stock(braze.vector_add, torch.add, [a, b])
+            out = check_against_stock(braze.vector_add, torch.add, [a, b], terms=1)
         assert torch.equal(out, a + b), name
 
 
@@ -73,7 +73,7 @@ def test_special_values(device, dtype):
     b = torch.tensor(values, device=device).to(dtype).repeat_interleave(8)
     for name in rungs(device):
         with braze.backend(vector_add=name):
-            check_against_stock(braze.vector_add, torch.add, [a, b])
+            check_against_stock(braze.vector_add, torch.add, [a, b], terms=1)
             sums = braze.vector_add(a, b)
         signs = torch.signbit(sums) == torch.signbit(a + b)
         assert (signs | sums.isnan()).all(), name
@@ -81,7 +81,7 @@ def test_special_values(device, dtype):
 
 def test_the_same_tensor_twice(device, dtype):
     a = randn(1001, device, dtype).requires_grad_()
-    check_against_stock(lambda t: braze.vector_add(t, t), lambda t: t + t, [a])
+    check_against_stock(lambda t: braze.vector_add(t, t), lambda t: t + t, [a], terms=1)
 
 
 def test_gradcheck(device):
@@ -100,7 +100,7 @@ def test_opcheck(device, dtype):
 
 def test_compile(device):
     a, b = (randn((4, 5), device, torch.float32) for _ in range(2))
-    compiled = torch.compile(lambda x, y: braze.vector_add(x + 1, y) * 2, fullgraph=True)
+    compiled = compile(lambda x, y: braze.vector_add(x + 1, y) * 2)
     assert torch.equal(compiled(a, b), (a + 1 + b) * 2)
 
 
@@ -115,7 +115,7 @@ def test_bad_input(device):
     with pytest.raises(RuntimeError, match="same dtype as a, but got float64 and float32"):
         braze.vector_add(a, a.double())
     with pytest.raises(RuntimeError, match=r"expected a of dtype float64.*but got int64"):
-        braze.vector_add(a.long(), a.long())
+        torch.ops.braze.vector_add(a.long(), a.long())
     if device == "cuda":
         with pytest.raises(RuntimeError, match="on the same device, but b is on cpu"):
             braze.vector_add(a, a.cpu())
@@ -130,10 +130,9 @@ def test_unknown_kernels(device):
             torch.ops.braze.vector_add(a, a, name)
 
 
-def test_transforms_are_refused(device):
+def test_transforms(device):
     a = torch.randn(3, 4, device=device)
-    with pytest.raises(RuntimeError, match="functorch"):
-        torch.func.vmap(braze.vector_add)(a, a)
+    assert torch.equal(torch.func.vmap(braze.vector_add)(a, a), a + a)
 
 
 def no_tail(a, b):
@@ -158,6 +157,6 @@ def skipped_vectors(a, b):
 @pytest.mark.parametrize("wrong", [no_tail, bits_lost, skipped_vectors])
 def test_the_tests_reject_a_wrong_kernel(device, dtype, wrong):
     a, b = (randn(1023, device, dtype) for _ in range(2))
-    check_against_stock(torch.add, torch.add, [a, b])
+    check_against_stock(torch.add, torch.add, [a, b], terms=1)
     with pytest.raises(AssertionError, match="error"):
-        check_against_stock(wrong, torch.add, [a, b])
+        check_against_stock(wrong, torch.add, [a, b], terms=1)

@@ -52,6 +52,8 @@ def run(args):
         raise ValueError("expected one of: shapes, --mnist, --list, --clear")
     if not args.seconds > 0:
         raise ValueError(f"--seconds {args.seconds}: expected a positive number")
+    if args.built_in and args.built_in.is_dir():
+        raise ValueError(f"--built-in {args.built_in}: expected a file, but it is a folder")
     console = Console()
     if args.clear:
         files = _tuned.delete_cache()
@@ -91,7 +93,7 @@ def _parsed(shape):
     """((m, n, k, batch), layout) of a shape on the command line."""
     found = re.fullmatch(r"(\d+),(\d+),(\d+)(?:,([nt]{2}))?(?:,(\d+))?", shape)
     extents = found and [int(found[i] or 1) for i in (1, 2, 3, 5)]
-    if not found or 0 in extents:
+    if not found or 0 in extents or max(extents) >> 63:
         raise ValueError(f"{shape}: expected M,N,K, M,N,K,nt or M,N,K,nt,BATCH")
     return extents, found[4] or "nn"
 
@@ -100,7 +102,7 @@ def _products_of_shapes(shapes, dtypes, device, console):
     parsed = [_parsed(shape) for shape in shapes]
     products = []
     for dtype in dtypes:
-        for (m, n, k, batch), (a_layout, b_layout) in parsed:
+        for shape, ((m, n, k, batch), (a_layout, b_layout)) in zip(shapes, parsed, strict=True):
             drawn = torch.float32 if dtype == "tf32" else getattr(torch, dtype)
 
             def matrix(rows, cols, layout, batch=batch, drawn=drawn):
@@ -109,8 +111,12 @@ def _products_of_shapes(shapes, dtypes, device, console):
                     return torch.empty(shape, dtype=drawn, device=device)
                 return torch.empty(*shape[:-2], cols, rows, dtype=drawn, device=device).mT
 
-            a, b = matrix(m, k, a_layout), matrix(k, n, b_layout)
-            asked = tuning.products_of(torch.ops.braze.matmul, a, b, dtype == "tf32")
+            try:
+                a, b = matrix(m, k, a_layout), matrix(k, n, b_layout)
+                asked = tuning.products_of(torch.ops.braze.matmul, a, b, dtype == "tf32")
+            except RuntimeError as error:  # which is also what torch says without memory
+                reason = str(error).partition("\n")[0]
+                raise ValueError(f"{shape}: cannot be computed here: {reason}") from error
             products += [product for _, product in asked]
     return products
 

@@ -203,9 +203,6 @@ def batch_norm(
         TypeError: a momentum that is no number.
         RuntimeError: lengths other than C, no statistics in evaluation, or statistics to overwrite
             that are inference tensors outside of inference mode.
-
-    What :func:`plain` says is no case for the kernels goes to torch's function, and so do its
-    errors.
     """
     if not isinstance(momentum, (float, int)):
         raise TypeError(

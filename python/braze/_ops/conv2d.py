@@ -259,7 +259,7 @@ def conv2d(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
             different or other dtypes, different devices, or a backend that cannot take the
             arguments.
     """
-    if not plain(input, weight, bias):
+    if weight is None or not plain(input, weight, bias):
         arguments = stride, padding, dilation, groups
         return torch.nn.functional.conv2d(input, weight, bias, *arguments)
     if input.dim() == 3:

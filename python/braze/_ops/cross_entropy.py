@@ -305,7 +305,7 @@ def cross_entropy(
             zero, and :func:`braze.check_errors` raises.
         ValueError, RuntimeError: shapes or dtypes that do not fit.
     """
-    if not plain(input, target, weight):
+    if target is None or not plain(input, target, weight):
         settings = weight, size_average, ignore_index, reduce, reduction, label_smoothing
         return torch.nn.functional.cross_entropy(input, target, *settings)
     reduction = reduction_number(size_average, reduce, reduction)

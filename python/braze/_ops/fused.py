@@ -225,7 +225,8 @@ def _as_one_op(
     stride, padding, dilation, groups, training, momentum, eps, num_batches_tracked
 ):  # fmt: skip
     """The block's result where one op makes it, else None."""
-    if not plain(input, weight, bias, running_mean, running_var, bn_weight, bn_bias):
+    others = weight, bias, running_mean, running_var, bn_weight, bn_bias
+    if weight is None or not plain(input, *others):
         return None
     if input.dim() != 4 or weight.dim() != 4:
         return None
@@ -290,9 +291,9 @@ def conv_bn_relu2d(
             ``momentum=None`` the running statistics are the average over that many batches.
 
     Returns:
-        What the three functions return. Differentiable once, with respect to every parameter and
-        the input; in training the gradient of `bias`, which batch norm cancels, is exactly zero.
-        Bitwise repeatable as conv2d is.
+        What the three functions return. Differentiable with respect to every parameter and the
+        input, from the second derivative on by torch's ops; in training the gradient of `bias`,
+        which batch norm cancels, is exactly zero. Bitwise repeatable as conv2d is.
 
     Raises:
         As the three functions do.
@@ -361,9 +362,9 @@ def conv_bn_relu_max_pool2d(
             costs no pass of its own on a GPU where it is small.
 
     Returns:
-        What the four functions return. Differentiable once, with respect to every parameter and
-        the input; in training the gradient of `bias`, which batch norm cancels, is exactly zero.
-        Bitwise repeatable as conv2d is.
+        What the four functions return. Differentiable with respect to every parameter and the
+        input, from the second derivative on by torch's ops; in training the gradient of `bias`,
+        which batch norm cancels, is exactly zero. Bitwise repeatable as conv2d is.
 
     Raises:
         As the four functions do.

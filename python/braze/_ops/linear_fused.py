@@ -4,7 +4,15 @@ Kernels: csrc/cuda/matmul/; front end: csrc/ops/linear_fused.cpp."""
 import torch
 
 from braze._ops._bilinear import masked
-from braze._ops._common import autocast_dtype, below_autograd, cast_to, eager, plain, register
+from braze._ops._common import (
+    autocast_dtype,
+    below_autograd,
+    cast_to,
+    check_tensor,
+    eager,
+    plain,
+    register,
+)
 from braze._ops.matmul import (
     linear,
     linear_backward,
@@ -223,7 +231,8 @@ def linear_add(input, weight, bias, residual):
     Raises:
         TypeError, RuntimeError: as :func:`linear`; RuntimeError for a residual of another shape.
     """
-    if not plain(input, weight, bias, residual):
+    if weight is None or residual is None or not plain(input, weight, bias, residual):
+        check_tensor("linear_add", "residual", 4, residual)
         return linear(input, weight, bias) + residual
     _check_dims("linear_add", input, weight=weight)
     _check_shape("linear_add", "residual", residual, (*input.shape[:-1], weight.shape[0]))
@@ -255,7 +264,7 @@ def linear_relu_linear(input, weight1, bias1, weight2, bias2=None):
     Raises:
         TypeError, RuntimeError: as :func:`linear`.
     """
-    if not plain(input, weight1, bias1, weight2, bias2):
+    if weight1 is None or weight2 is None or not plain(input, weight1, bias1, weight2, bias2):
         return linear(linear_relu(input, weight1, bias1), weight2, bias2)
     _check_dims("linear_relu_linear", input, weight1=weight1, weight2=weight2)
     dtype = autocast_dtype(input)

@@ -127,7 +127,7 @@ def nll_loss(
             zero, and :func:`braze.check_errors` raises.
         ValueError, RuntimeError: shapes or dtypes that do not fit.
     """
-    if not plain(input, target, weight):
+    if target is None or not plain(input, target, weight):
         settings = weight, size_average, ignore_index, reduce, reduction
         return torch.nn.functional.nll_loss(input, target, *settings)
     reduction = reduction_number(size_average, reduce, reduction)

@@ -4,7 +4,7 @@ csrc/cuda/transpose/."""
 import torch
 
 from braze import _config
-from braze._ops._common import below_autograd, eager, plain, register
+from braze._ops._common import below_autograd, check_tensor, eager, plain, register
 
 _ops = torch.ops.braze
 
@@ -49,6 +49,7 @@ def transpose_copy(input):
         RuntimeError: fewer than two dimensions, or a backend that cannot take them.
     """
     if not plain(input):
+        check_tensor("transpose_copy", "input", 1, input)
         return torch.transpose(input, -2, -1).contiguous()
     function = _ops.transpose_copy if torch.compiler.is_compiling() else _transpose_copy
     return function(input, _config.chosen_backend("transpose_copy"))

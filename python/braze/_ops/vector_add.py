@@ -4,7 +4,7 @@ csrc/cuda/vector_add/."""
 import torch
 
 from braze import _config
-from braze._ops._common import below_autograd, eager, plain, register
+from braze._ops._common import below_autograd, check_tensor, eager, plain, register
 
 _ops = torch.ops.braze
 
@@ -45,7 +45,9 @@ def vector_add(a, b):
         TypeError: an argument is not a tensor.
         RuntimeError: different shapes, dtypes or devices, or an unknown backend.
     """
-    if not plain(a, b):
+    if b is None or not plain(a, b):
+        check_tensor("vector_add", "a", 1, a)
+        check_tensor("vector_add", "b", 2, b)
         return torch.add(a, b)
     function = _ops.vector_add if torch.compiler.is_compiling() else _vector_add
     return function(a, b, _config.chosen_backend("vector_add"))

@@ -1,4 +1,10 @@
-"""Drop-in functions: the names, argument order and defaults of ``torch.nn.functional``."""
+"""Drop-in functions: the names, argument order and defaults of ``torch.nn.functional``.
+
+What braze has no kernels for goes to torch's function of the name (the fused ones become what they
+are made of), which computes it or raises its own error: integers, complex numbers, sparse tensors,
+subclasses of tensors, and everything within ``torch.func``'s transforms and forward-mode
+differentiation.
+"""
 
 from braze._ops.batch_norm import batch_norm
 from braze._ops.conv2d import conv2d

@@ -1,5 +1,6 @@
 """SGD with one kernel launch for all parameters of a device and dtype."""
 
+import operator
 from typing import NamedTuple
 
 import torch
@@ -9,6 +10,7 @@ from braze._ops.sgd import sgd_
 from braze.optim import _sharded
 
 _PLAIN = (torch.nn.Parameter, torch.Tensor)
+_dtype = operator.attrgetter("dtype")
 
 
 class _Launch(NamedTuple):
@@ -105,9 +107,8 @@ class SGD(torch.optim.SGD):
         launches = [
             (group, launch) for group in self.param_groups for launch in self._launches(group)
         ]
-        if len(launches) > 1:  # the op itself checks before it writes, but knows one launch only
-            for _, launch in launches:
-                _check(launch)
+        for _, launch in launches[1:]:  # the op checks its own launch before it writes
+            _check(launch)
         for group, launch in launches:
             self._update(group, launch, found_inf)
         return loss
@@ -121,7 +122,7 @@ class SGD(torch.optim.SGD):
             for index, p in enumerate(owners):
                 if p in self._unwritten and self._unwritten[p].item() and index in result["state"]:
                     kept = result["state"][index].copy()
-                    del kept["momentum_buffer"]
+                    kept.pop("momentum_buffer", None)
                     result["state"][index] = kept
         return result
 
@@ -153,7 +154,7 @@ class SGD(torch.optim.SGD):
             if sharded:
                 p, grad, buffer = _sharded.local(p, grad, buffer)
             unwritten = None
-            if self._unwritten and not first_step:
+            if self._unwritten and buffer is not None:
                 unwritten = self._unwritten.get(owner)
             key = (p.device, p.dtype, first_step, sharded, id(unwritten))
             launch = launches.get(key)
@@ -247,19 +248,16 @@ class SGD(torch.optim.SGD):
 
 
 def _check(launch):
-    """What the op would refuse."""
-    for kind, tensors in (("gradient", launch.grads), ("momentum buffer", launch.buffers)):
-        # Not strict: there may be no buffers.
-        for p, t in zip(launch.params, tensors, strict=False):
-            if (t.dtype, t.device, t.shape) != (p.dtype, p.device, p.shape):
-                raise RuntimeError(
-                    f"braze.optim.SGD: expected the {kind} of a parameter to be {p.dtype} "
-                    f"{[*p.shape]} on {p.device} as it is, but got {t.dtype} {[*t.shape]} on "
-                    f"{t.device}"
-                )
-    outside = not torch.is_inference_mode_enabled()
-    for t in (*launch.params, *launch.buffers):
-        if outside and t.is_inference():
-            raise RuntimeError(
-                "braze.optim.SGD would overwrite an inference tensor outside of inference mode"
-            )
+    """Raises where the op would refuse what this optimizer's errors promise to find beforehand."""
+    wanted = launch.params[0].dtype
+    others = set(map(_dtype, launch.grads + launch.buffers)) - {wanted}
+    if others:
+        raise RuntimeError(
+            "braze.optim.SGD: expected gradients and momentum buffers of the parameters' dtype "
+            f"{wanted}, but got {', '.join(map(str, others))}"
+        )
+    written = launch.params + launch.buffers
+    if any(map(torch.Tensor.is_inference, written)) and not torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "braze.optim.SGD would overwrite an inference tensor outside of inference mode"
+        )
