@@ -43,8 +43,8 @@ CSRC = ROOT / "csrc"
 # The oldest torch whose stable ABI is used: 2.10.
 TARGET_VERSION = "-DTORCH_TARGET_VERSION=0x020a000000000000"
 WHEEL_ARCHS = "8.0 8.6 8.9 9.0a 9.0+PTX"
-# That compiling for an architecture takes; only 9.0a has Hopper's kernels.
-CPU_MINUTES = {"8.0": 10, "9.0a": 20}
+# Minutes of a server's core that compiling for an architecture takes; 9.0a has kernels of its own.
+CPU_MINUTES = {"8.0": 9, "9.0a": 13}
 # x86-64 levels that the CPU kernels are compiled for, each with the flags of its baseline chip.
 ISA_FLAGS = {
     "generic": "",
@@ -159,7 +159,7 @@ def object_name(source):
 
 
 def expected_minutes(archs):
-    """Of compiling for these architectures, in words; measured at 2 jobs of 2.6 GHz Xeon cores."""
+    """How long compiling for these architectures takes, in words."""
     jobs = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
     cpu_minutes = sum(
         CPU_MINUTES.get(arch.removesuffix("+PTX"), CPU_MINUTES["8.0"]) for arch in archs

@@ -18,8 +18,8 @@ inline std::atomic<int64_t> plans_made{0};
 // Part of every key: whoever changes what plans follow from, as tuning does, counts it up.
 inline std::atomic<int64_t> plan_generation{0};
 
-// How addresses count in a key: by the largest power of two that divides them, up to what any kernel
-// or library asks for.
+// How addresses count in a key: by the largest power of two that divides them, up to what any
+// kernel or library asks for.
 inline int64_t alignment_of(const void* data) {
 #ifdef BRAZE_CUDA
   constexpr uintptr_t kMost = 256;
