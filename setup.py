@@ -9,14 +9,17 @@ What is built (into python/braze/lib/ for an editable install, else into the whe
 
 Environment:
 
-  BRAZE_CUDA            auto (default): build the CUDA library where nvcc is found; 1: fail without
-                        it; 0: leave it out
+  BRAZE_CUDA            auto (default): build the CUDA library under a CUDA build of torch, where
+                        nvcc is found; 1: build it under any torch, and fail without nvcc; 0: leave
+                        it out
   TORCH_CUDA_ARCH_LIST  for example "8.0 9.0a 9.0+PTX"; default: the visible GPUs, else
                         "8.0 8.6 8.9 9.0a 9.0+PTX"
   BRAZE_CPU_ISA         "generic avx2 avx512" (default on x86-64); a subset builds faster
   CUDA_HOME             where nvcc is; default: that of the nvcc on PATH, or /usr/local/cuda
   CXX                   the C++ compiler; default: g++
   MAX_JOBS              parallel compile jobs
+
+ccache is used where it is on PATH (CCACHE_DISABLE=1 turns it off).
 """
 
 import json
@@ -40,6 +43,8 @@ CSRC = ROOT / "csrc"
 # The oldest torch whose stable ABI is used: 2.10.
 TARGET_VERSION = "-DTORCH_TARGET_VERSION=0x020a000000000000"
 WHEEL_ARCHS = "8.0 8.6 8.9 9.0a 9.0+PTX"
+# Minutes of a server's core that compiling for an architecture takes; 9.0a has kernels of its own.
+CPU_MINUTES = {"8.0": 9, "9.0a": 13}
 # x86-64 levels that the CPU kernels are compiled for, each with the flags of its baseline chip.
 ISA_FLAGS = {
     "generic": "",
@@ -89,6 +94,9 @@ def decide_cuda():
         sys.exit(f"BRAZE_CUDA: expected auto, 1 or 0, but got {mode!r}")
     if mode == "0":
         return None, "BRAZE_CUDA=0"
+    if mode == "auto" and torch.version.cuda is None:
+        why = f"torch {torch.__version__} is a CPU build, which could not load it"
+        return None, f"{why} (BRAZE_CUDA=1 builds it all the same)"
     home = find_cuda_home()
     if home is None:
         why = "no nvcc was found on PATH, in CUDA_HOME or in /usr/local/cuda"
@@ -133,7 +141,7 @@ def gencode(archs):
         code = "compute" if arch.endswith("+PTX") else "sm"
         flags.append(f"-gencode=arch=compute_{number},code={code}_{number}")
         if number == "90a":
-            flags.append("-DBRAZE_SM90A")  # has_wgmma() in csrc/kernels/common/launch.cuh
+            flags.append("-DBRAZE_SM90A")  # has_wgmma() in csrc/cuda/common/launch.cuh
     return flags
 
 
@@ -144,6 +152,19 @@ def vendor_include_dirs(cuda_home):
         base = Path(base)
         dirs += sorted(base.glob("nvidia/*/include")) + [base / "include"]
     return dirs
+
+
+def object_name(source):
+    return "_".join(source.relative_to(CSRC).with_suffix("").parts)
+
+
+def expected_minutes(archs):
+    """How long compiling for these architectures takes, in words."""
+    jobs = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
+    cpu_minutes = sum(
+        CPU_MINUTES.get(arch.removesuffix("+PTX"), CPU_MINUTES["8.0"]) for arch in archs
+    )
+    return f"about {max(1, round(cpu_minutes / jobs))} min with {jobs} jobs"
 
 
 def first_with(dirs, header):
@@ -202,13 +223,13 @@ class BuildLibraries(build_ext):
             "-Wall -Wno-unknown-pragmas"
         )
         link = f"-shared -Wl,--no-as-needed -L{torch_root / 'lib'} -ltorch -Wl,--as-needed"
+        ccache = "ccache " if shutil.which("ccache") else ""
         cxx = os.environ.get("CXX", "g++")
-        ninja.rule("cxx", f"{cxx} {common} $flags -MMD -MF $out.d -c $in -o $out")
+        ninja.rule("cxx", f"{ccache}{cxx} {common} $flags -MMD -MF $out.d -c $in -o $out")
         ninja.rule("link", f"{cxx} $in -o $out $flags", deps=False)
 
         def compile_cxx(source, suffix, flags):
-            out = f"{source.parent.name}_{source.stem}.{suffix}.o"
-            return ninja.edge(out, "cxx", [source], flags)
+            return ninja.edge(f"{object_name(source)}.{suffix}.o", "cxx", [source], flags)
 
         # libbraze_ops_<isa>.so: op front ends compiled once, CPU kernels once per instruction set.
         cpu = "-DBRAZE_DEVICE=cpu"
@@ -228,7 +249,7 @@ class BuildLibraries(build_ext):
                 f"{ISA_FLAGS[isa]}"
             )
             kernels = [
-                compile_cxx(source, isa, flags) for source in sorted((CSRC / "cpu").glob("*.cpp"))
+                compile_cxx(source, isa, flags) for source in sorted((CSRC / "cpu").rglob("*.cpp"))
             ]
             ninja.edge(lib / f"libbraze_ops_{isa}.so", "link", [*fronts, *kernels], link)
 
@@ -243,10 +264,15 @@ class BuildLibraries(build_ext):
             "cuda_reason": why,
         }
         if cuda_home:
-            info |= self.add_cuda_library(ninja, lib, cuda_home, link, compile_cxx)
-            print(f"braze: CUDA library: {why}, architectures {' '.join(info['cuda_archs'])}")
+            info |= self.add_cuda_library(ninja, lib, cuda_home, link, compile_cxx, ccache)
+            archs = info["cuda_archs"]
+            print(
+                f"braze: CUDA library: {why}, architectures {' '.join(archs)}: "
+                f"{expected_minutes(archs)}, less where ccache or an earlier build has part of it",
+                flush=True,
+            )
         else:
-            print(f"braze: CUDA library left out: {why}")
+            print(f"braze: CUDA library left out: {why}", flush=True)
 
         extension = package / ("_C" + sysconfig.get_config_var("EXT_SUFFIX"))
         python_include = (
@@ -258,7 +284,7 @@ class BuildLibraries(build_ext):
         ninja.run(self.verbose > 1)
         (lib / "build.json").write_text(json.dumps(info, indent=2) + "\n")
 
-    def add_cuda_library(self, ninja, lib, cuda_home, link, compile_cxx):
+    def add_cuda_library(self, ninja, lib, cuda_home, link, compile_cxx, ccache):
         """Adds the edges of libbraze_cuda<major>.so; returns its part of build.json."""
         version = nvcc_version(cuda_home)
         archs = arch_list()
@@ -276,7 +302,7 @@ class BuildLibraries(build_ext):
         )
         ninja.rule(
             "nvcc",
-            f"{cuda_home / 'bin' / 'nvcc'} {nvcc_flags} -MD -MF $out.d -c $in -o $out",
+            f"{ccache}{cuda_home / 'bin' / 'nvcc'} {nvcc_flags} -MD -MF $out.d -c $in -o $out",
         )
         host = f"{cuda} -isystem {cuda_home / 'include'}"
         objects = [
@@ -290,10 +316,11 @@ class BuildLibraries(build_ext):
             if found:
                 host += f" -DBRAZE_WITH_{name.upper()} -isystem {found}"
         objects += [
-            compile_cxx(source, "cuda", host) for source in sorted((CSRC / "vendor").glob("*.cpp"))
+            compile_cxx(source, "cuda", host)
+            for source in sorted((CSRC / "libraries").glob("*.cpp"))
         ]
-        for source in sorted((CSRC / "kernels").rglob("*.cu")):
-            objects.append(ninja.edge(f"{source.parent.name}_{source.stem}.cu.o", "nvcc", [source]))
+        for source in sorted((CSRC / "cuda").rglob("*.cu")):
+            objects.append(ninja.edge(f"{object_name(source)}.cu.o", "nvcc", [source]))
         # The static runtime: the library needs the driver alone, whichever CUDA minor torch brings.
         runtime = f"-L{cuda_home / 'lib64'} -lcudart_static -lrt -ldl -lpthread"
         major = version.split(".")[0]

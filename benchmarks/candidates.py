@@ -7,11 +7,12 @@ few are then timed properly, interleaved with everything else (:func:`fastest`).
 import statistics
 
 import braze
+from braze import _lib
 
 #: op -> its vendor library
 VENDORS = {"matmul": "cublas", "conv2d": "cudnn"}
-#: the most algorithms that a vendor library is asked for (kMaxCandidates in csrc/vendor/vendor.h)
-MOST = 32
+#: the most algorithms that a vendor library is asked for
+MOST = _lib.limits["library_candidates"]
 # Repeats per candidate of a quick look, and the microseconds after which there are no more.
 REPEATS, ENOUGH_US = 5, 50_000
 

@@ -1,9 +1,9 @@
-"""Writes the tables of README.md and docs/*.md from the results.
+"""Writes the tables of README.md, docs/*.md and the ladders' README.md from the results.
 
 A table stands between ``<!-- bench:NAME -->`` and ``<!-- /bench -->``, NAME being an op, one of
-MNIST's tables, ``products``, ``ladder:OP``, ``kernels:OP`` (a ladder with a line per case),
-``counters:matmul`` or ``checks`` (what test runs printed). Figures in the documents are never
-typed by hand.
+MNIST's tables, ``products``, ``ladder:OP``, ``rungs:OP`` (a line per kernel, for the largest case),
+``kernels:OP`` (a line per case), ``counters:matmul`` or ``checks`` (what test runs printed).
+Figures in the documents are never typed by hand.
 """
 
 import json
@@ -26,7 +26,8 @@ GAINS = ["best stock", "kernels", "fusion", "graph"]
 def render(root, folder, write=True):
     """Rewrites the tables; returns the names of the files that changed (or would)."""
     changed = ladder_chart.update(folder, write)
-    for path in [root / "README.md", *sorted((root / "docs").glob("*.md"))]:
+    documents = [*(root / "docs").glob("*.md"), *(root / "csrc").rglob("README.md")]
+    for path in [root / "README.md", *sorted(documents)]:
         old = path.read_text()
         new = MARKER.sub(lambda m: m[1] + text_of(m[2], folder) + m[3], old)
         if new != old:
@@ -44,6 +45,8 @@ def text_of(name, folder):
         sections = op_sections(folder, name, checks_table, itemgetter("device"))
     elif name.startswith("kernels:"):
         sections = op_sections(folder, name.replace("kernels:", "ladder_"), kernels_table)
+    elif name.startswith("rungs:"):
+        sections = op_sections(folder, name.replace("rungs:", "ladder_"), rungs_table)
     elif name.startswith("ladder:"):
         sections = op_sections(folder, name.replace(":", "_"), ladder_table)
         if name == "ladder:matmul":
@@ -88,6 +91,32 @@ def ladder_table(rows):
         share = f"{float(row['rate']) / float(most):.1%}" if most else ""
         rate = f"{row['rate']} {row['unit']}"
         body.append([*cells, timed(row, "braze"), rate, share, row["ratio"]])
+    return table(head, body)
+
+
+def rungs_table(rows):
+    """The forward pass of the case that moves or computes most: each kernel's rate, and what it is
+    of the vendor library's or of stock's."""
+    rows = [row for row in rows if row["pass"] == "forward" and not row["error"]]
+    case = max(rows, key=lambda row: float(row["floor_us"] or row["stock_us"]))["case"]
+    rates = {}
+    for row in rows:
+        if row["case"] == case:
+            rates.setdefault(row["dtype"], {})[row["candidate"]] = row
+    names = dict.fromkeys(name for found in rates.values() for name in found)
+    names = sorted(names, key=lambda name: (ladder_chart.place(name), name))
+    head = [f"kernel ({case})", "|"]
+    for dtype in rates:
+        head += [dtype, "of stock"]
+    body = []
+    for name in names:
+        cells = [name]
+        for found in rates.values():
+            row = found.get(name)
+            cells += (
+                [f"{row['rate']} {row['unit']}", f"{float(row['ratio']):.0%}"] if row else ["", ""]
+            )
+        body.append(cells)
     return table(head, body)
 
 

@@ -130,6 +130,10 @@ def test_the_ladder_of_an_op_bound_by_memory(tmp_path, op):
     assert "of the copy" in lines[2]
     assert lines[-2].split(" | ")[4] == "copy"
     assert "| 100.0% |" in lines[-2]
+    short = render.text_of(f"rungs:{op}", tmp_path).splitlines()
+    assert [line.split(" | ")[0][2:] for line in short[4:]] == sorted(
+        names, key=lambda name: (render.ladder_chart.place(name), name)
+    )
     results.save(tmp_path, device, f"ladder_{op}", rows[:-2])  # interrupted before the copy
     assert "of the copy" not in render.text_of(f"ladder:{op}", tmp_path)
 

@@ -64,7 +64,7 @@ def block(pool, training, shape=(2, 3, 5, 6), filters=(3, 3, 2, 2), input_grad=T
 
 
 def first_block(training, filters, **settings):
-    """What small_k.h is for."""
+    """What conv_bn_relu_max_pool2d.h is for."""
     shape = (2, filters[1], 6, 7)
     return block(True, training, shape, filters, False, **settings)
 

@@ -3,8 +3,8 @@
 The venv sees the packages of the Python that runs this script, so that an installed torch is used;
 without torch 2.10 or newer there, the given one is installed. Needs the standard library alone.
 
-Writes DIR/build.env, the build's defaults for this machine: one CPU instruction set, and no CUDA
-library under a CPU build of torch, which could not load it. Variables that are set win.
+Writes DIR/build.env, the build's default for this machine: one CPU instruction set. A variable that
+is set wins.
 """
 
 import subprocess
@@ -17,7 +17,7 @@ import torch
 assert tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 10)
 capability = torch.backends.cpu.get_cpu_capability().lower()
 isa = capability if capability in ("avx2", "avx512") else "generic"
-print(torch.__version__, torch.version.cuda or "", isa, sep=",")
+print(torch.__version__, isa, sep=",")
 """
 
 
@@ -34,7 +34,7 @@ def make_venv(venv):
 
 
 def probe_torch(python):
-    """Returns (version, CUDA version or "", CPU instruction set), or None without a fit torch."""
+    """Returns (version, CPU instruction set), or None without a fit torch."""
     out = subprocess.run([python, "-c", PROBE], capture_output=True, text=True)
     return out.stdout.strip().split(",") if out.returncode == 0 else None
 
@@ -56,12 +56,9 @@ def main(venv, requirement):
         torch = probe_torch(python)
         if torch is None:
             sys.exit(f"braze: {requirement} was installed, but cannot be imported by {python}")
-    version, cuda, isa = torch
+    version, isa = torch
     print(f"braze: using torch {version}", flush=True)
-    (venv / "build.env").write_text(
-        f"export BRAZE_CUDA=${{BRAZE_CUDA:-{'auto' if cuda else '0'}}}\n"
-        f"export BRAZE_CPU_ISA=${{BRAZE_CPU_ISA:-{isa}}}\n"
-    )
+    (venv / "build.env").write_text(f"export BRAZE_CPU_ISA=${{BRAZE_CPU_ISA:-{isa}}}\n")
 
 
 if __name__ == "__main__":

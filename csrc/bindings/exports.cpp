@@ -4,12 +4,13 @@
 
 #include <algorithm>
 
-#include "kernels/common/registry.h"
+#include "launchers/common/registry.h"
+#include "ops/plan_cache.h"
 
 #ifdef BRAZE_CUDA
 #include <cuda_runtime.h>
 
-#include "vendor/vendor.h"
+#include "libraries/libraries.h"
 #endif
 
 extern "C" {
@@ -19,6 +20,8 @@ BRAZE_EXPORT int braze_kernel_count() { return static_cast<int>(braze::kernel_re
 BRAZE_EXPORT const braze::KernelInfo* braze_kernel_info(int i) {
   return &braze::kernel_registry()[i];
 }
+
+BRAZE_EXPORT int64_t braze_plans_made() { return braze::plans_made; }
 
 BRAZE_EXPORT const BrazeTuning* braze_tuning() {
   static const BrazeTuning tuning{

@@ -9,7 +9,11 @@
 #include <string>
 
 #include "exports.h"
-#include "kernels/common/registry.h"
+#include "launchers/common/registry.h"
+#include "launchers/conv_bn_relu2d.h"
+#include "launchers/conv_bn_relu_max_pool2d.h"
+#include "launchers/graph.h"
+#include "libraries/libraries.h"
 
 namespace py = pybind11;
 
@@ -92,6 +96,9 @@ class Library {
     return result;
   }
 
+  // How often this library has planned: not for problems that it had seen before.
+  int64_t plans_made() const { return symbol<int64_t()>("braze_plans_made")(); }
+
   void record(bool on) const { tuning().record(on); }
 
   py::list recorded() const {
@@ -122,9 +129,25 @@ class Library {
   void* handle_;  // never closed: ops stay registered for the life of the process
 };
 
+// What Python has to know of the kernels' limits.
+py::dict limits() {
+  py::list filters;
+  for (const braze::SmallKFilter& f : braze::kSmallKFilters) {
+    filters.append(py::make_tuple(f.r, f.s, f.c));
+  }
+  py::dict d;
+  d["patch_filters"] = filters;  // height, width, channels
+  d["patch_moment_sets"] = braze::kSmallKMostSets;
+  d["pool_tiles"] = braze::kBnPoolMostTiles;
+  d["urgent_priority"] = braze::kUrgentPriority;  // of a step's main stream
+  d["library_candidates"] = braze::vendor::kMaxCandidates;
+  return d;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
+  m.attr("limits") = limits();
   py::class_<Library>(m, "Library")
       .def(py::init<const std::string&>())
       .def("kernels", &Library::kernels)
@@ -133,6 +156,7 @@ PYBIND11_MODULE(_C, m) {
       .def("set_tuned", &Library::set_tuned)
       .def("clear_tuned", &Library::clear_tuned)
       .def("tuned", &Library::tuned)
+      .def("plans_made", &Library::plans_made)
       .def("record", &Library::record)
       .def("recorded", &Library::recorded);
 }

@@ -1,8 +1,8 @@
-#include "kernels/cast/cast.h"
+#include "launchers/cast.h"
 
-#include "cpu/numeric.h"
-#include "cpu/parallel.h"
-#include "kernels/common/registry.h"
+#include "cpu/common/numeric.h"
+#include "cpu/common/parallel.h"
+#include "launchers/common/registry.h"
 
 namespace braze::cpu {
 namespace {

@@ -1,10 +1,10 @@
-#include "kernels/cross_entropy/cross_entropy.h"
+#include "launchers/cross_entropy.h"
 
 #include <stdexcept>
 #include <string>
 
-#include "cpu/row_tiles.h"
-#include "kernels/common/registry.h"
+#include "cpu/common/row_tiles.h"
+#include "launchers/common/registry.h"
 
 namespace braze::cpu {
 namespace {

@@ -1,11 +1,11 @@
-#include "kernels/gather/gather.h"
+#include "launchers/gather.h"
 
 #include <algorithm>
 #include <string>
 
-#include "cpu/numeric.h"
-#include "cpu/parallel.h"
-#include "kernels/common/registry.h"
+#include "cpu/common/numeric.h"
+#include "cpu/common/parallel.h"
+#include "launchers/common/registry.h"
 
 namespace braze::cpu {
 namespace {

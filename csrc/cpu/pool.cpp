@@ -2,15 +2,15 @@
 // accumulators, and each tap passes over the row once in runs of evenly spaced elements that the
 // compiler vectorises. Max pooling's backward in NCHW goes a plane at a time. Both layouts are
 // images x rows x columns x depth (depth 1 for NCHW).
-#include "kernels/pool/pool.h"
+#include "launchers/pool.h"
 
 #include <algorithm>
 #include <limits>
 #include <vector>
 
-#include "cpu/numeric.h"
-#include "cpu/parallel.h"
-#include "kernels/common/registry.h"
+#include "cpu/common/numeric.h"
+#include "cpu/common/parallel.h"
+#include "launchers/common/registry.h"
 
 namespace braze::cpu {
 namespace {

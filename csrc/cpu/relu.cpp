@@ -1,10 +1,10 @@
-#include "kernels/relu/relu.h"
+#include "launchers/relu.h"
 
 #include <type_traits>
 
-#include "cpu/numeric.h"
-#include "cpu/parallel.h"
-#include "kernels/common/registry.h"
+#include "cpu/common/numeric.h"
+#include "cpu/common/parallel.h"
+#include "launchers/common/registry.h"
 
 namespace braze::cpu {
 namespace {

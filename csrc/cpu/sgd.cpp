@@ -1,11 +1,11 @@
-#include "kernels/sgd/sgd.h"
+#include "launchers/sgd.h"
 
 #include <algorithm>
 #include <vector>
 
-#include "cpu/numeric.h"
-#include "cpu/parallel.h"
-#include "kernels/common/registry.h"
+#include "cpu/common/numeric.h"
+#include "cpu/common/parallel.h"
+#include "launchers/common/registry.h"
 
 namespace braze::cpu {
 namespace {

@@ -1,14 +1,14 @@
-#include "kernels/softmax/softmax.h"
+#include "launchers/softmax.h"
 
 #include <algorithm>
 #include <limits>
 #include <type_traits>
 
-#include "cpu/exp.h"
-#include "cpu/numeric.h"
-#include "cpu/parallel.h"
-#include "cpu/row_tiles.h"
-#include "kernels/common/registry.h"
+#include "cpu/common/exp.h"
+#include "cpu/common/numeric.h"
+#include "cpu/common/parallel.h"
+#include "cpu/common/row_tiles.h"
+#include "launchers/common/registry.h"
 
 namespace braze::cpu {
 namespace {

@@ -1,19 +1,21 @@
+#include "launchers/transpose.h"
+
 #include <algorithm>
+#include <iterator>
 
-#include "kernels/transpose/transpose.h"
-
-#include "cpu/parallel.h"
-#include "kernels/common/registry.h"
+#include "cpu/common/parallel.h"
 
 namespace braze::cpu {
 namespace {
 
 constexpr char kAll[] = "float64 float32 bfloat16 float16";
 
-const KernelEntry kNaive({"transpose_copy", "01_naive", kAll, "cpu", false,
-                          "row by row, one thread"});
-const KernelEntry kBlocked({"transpose_copy", "02_blocked", kAll, "cpu", true,
-                            "cache-blocked 32 x 32, threaded"});
+constexpr KernelInfo kKernels[] = {
+    {"transpose_copy", "01_naive", kAll, "cpu", false, "row by row, one thread"},
+    {"transpose_copy", "02_blocked", kAll, "cpu", true, "cache-blocked 32 x 32, threaded"},
+};
+constexpr int kCount = std::size(kKernels), kNaive = kernel_number(kKernels, "01_naive");
+const KernelEntries kEntries(kKernels, kCount);
 
 // Rung 1: the rows one after the other, one thread. A row of the input is read once from end to
 // end, but each of its elements goes to another cache line of the output, which has left the cache
@@ -56,18 +58,20 @@ void blocked_transpose(const T* in, T* out, int64_t batch, int64_t rows, int64_t
 
 }  // namespace
 
+const KernelInfo* transpose_kernel(int number) {
+  return number < kCount ? &kKernels[number] : nullptr;
+}
+
 void transpose_copy(Stream, DType dtype, const void* in, void* out, int64_t batch, int64_t rows,
-                    int64_t cols, const std::string& kernel) {
+                    int64_t cols, int kernel) {
   if (batch == 0 || rows == 0 || cols == 0) return;
   const auto run = [&](auto tag) {
     using T = typename decltype(tag)::type;
     const T* from = static_cast<const T*>(in);
-    if (kernel == "auto" || kernel == "02_blocked") {
-      blocked_transpose(from, static_cast<T*>(out), batch, rows, cols);
-    } else if (kernel == "01_naive") {
+    if (kernel == kNaive) {
       naive_transpose(from, static_cast<T*>(out), batch, rows, cols);
     } else {
-      throw std::runtime_error("transpose_copy: no CPU kernel is called " + kernel);
+      blocked_transpose(from, static_cast<T*>(out), batch, rows, cols);
     }
   };
   switch (size_of(dtype)) {

@@ -1,17 +1,21 @@
-#include "kernels/vector_add/vector_add.h"
+#include "launchers/vector_add.h"
 
-#include "cpu/numeric.h"
-#include "cpu/parallel.h"
-#include "kernels/common/registry.h"
+#include <iterator>
+
+#include "cpu/common/numeric.h"
+#include "cpu/common/parallel.h"
 
 namespace braze::cpu {
 namespace {
 
 constexpr char kAll[] = "float64 float32 bfloat16 float16";
 
-const KernelEntry kNaive({"vector_add", "01_naive", kAll, "cpu", false, "one loop, one thread"});
-const KernelEntry kThreaded({"vector_add", "02_threaded", kAll, "cpu", true,
-                             "the loop shared out to all threads"});
+constexpr KernelInfo kKernels[] = {
+    {"vector_add", "01_naive", kAll, "cpu", false, "one loop, one thread"},
+    {"vector_add", "02_threaded", kAll, "cpu", true, "the loop shared out to all threads"},
+};
+constexpr int kCount = std::size(kKernels), kNaive = kernel_number(kKernels, "01_naive");
+const KernelEntries kEntries(kKernels, kCount);
 
 // Elements per task, enough to outweigh handing the task over.
 constexpr int64_t kGrain = 8192;
@@ -34,17 +38,19 @@ void threaded_add(const T* a, const T* b, T* out, int64_t n) {
 
 }  // namespace
 
+const KernelInfo* vector_add_kernel(int number) {
+  return number < kCount ? &kKernels[number] : nullptr;
+}
+
 void vector_add(Stream, DType dtype, const void* a, const void* b, void* out, int64_t n,
-                const std::string& kernel) {
+                int kernel) {
   dispatch(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const T *left = static_cast<const T*>(a), *right = static_cast<const T*>(b);
-    if (kernel == "auto" || kernel == "02_threaded") {
-      threaded_add(left, right, static_cast<T*>(out), n);
-    } else if (kernel == "01_naive") {
+    if (kernel == kNaive) {
       add(left, right, static_cast<T*>(out), 0, n);
     } else {
-      throw std::runtime_error("vector_add: no CPU kernel is called " + kernel);
+      threaded_add(left, right, static_cast<T*>(out), n);
     }
   });
 }

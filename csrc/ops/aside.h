@@ -3,7 +3,7 @@
 // branch of dev::fork_aside(), and braze::join_aside waits for it.
 #pragma once
 
-#include "kernels/common/fork.h"
+#include "launchers/graph.h"
 #include "ops/common.h"
 
 namespace braze {

@@ -1,29 +1,54 @@
-// How the `backend` argument of an op names a kernel.
+// How the `backend` argument of an op names what is to run it.
 #pragma once
 
-#include "kernels/common/registry.h"
+#include "launchers/common/registry.h"
 #include "ops/common.h"
+
+#ifdef BRAZE_CUDA
+#include "libraries/libraries.h"
+#endif
+
+extern "C" int32_t torch_get_num_threads(uint32_t* threads);
 
 namespace braze {
 
-// What runs an op: the vendor library's algorithm of that number, or (vendor < 0) our own kernel.
-struct KernelChoice {
-  int vendor;
-  std::string kernel;
+// Part of every key: the device, or on the CPU the number of threads that work is cut for.
+inline int64_t plan_context([[maybe_unused]] const Tensor& t) {
+#ifdef BRAZE_CUDA
+  return t.get_device_index();
+#else
+  uint32_t threads = 1;
+  torch_get_num_threads(&threads);
+  return threads;
+#endif
+}
+
+// `backend`, read once: the fastest of all ("auto"), of our own ("braze"), an algorithm of the
+// vendor's library, or one kernel.
+struct Wish {
+  enum Kind : int8_t { kAuto, kOwn, kLibrary, kKernel };
+  Kind kind = kAuto;
+  int number = kAnyKernel;  // of the kernel, or of the library's algorithm
+
+  int kernel() const { return kind == kKernel ? number : kAnyKernel; }
+  bool leaves_choice() const { return kind == kAuto || kind == kOwn; }
 };
 
-// `backend` as an own kernel's name for the launcher: "auto" and "braze" leave the choice to it,
-// anything else has to be registered for this device.
-inline KernelChoice own_kernel(const std::string& op, const std::string& backend) {
-  if (backend == "auto" || backend == "braze") return {-1, "auto"};
+// kernels: the op's table. library: "cublas", "cudnn", or nullptr where none has the op. Throws for
+// names that nothing on this device has.
+inline Wish wish_of(const char* op, const std::string& backend, const KernelInfo* (*kernels)(int),
+                    [[maybe_unused]] const char* library = nullptr) {
+  if (backend == "auto") return {};
+  if (backend == "braze") return {Wish::kOwn};
   std::string names = "auto, braze";
-  for (const KernelInfo& info : kernel_registry()) {
-    if (op != info.op) continue;
-    if (backend == info.name) return {-1, backend};
-    names += std::string(", ") + info.name;
+  for (int i = 0; const KernelInfo* const info = kernels(i); ++i) {
+    if (backend == info->name) return {Wish::kKernel, i};
+    names += std::string(", ") + info->name;
   }
 #ifdef BRAZE_CUDA
   const char* device = "CUDA";
+  const int candidate = library ? vendor::candidate_of(backend, library) : -1;
+  if (candidate >= 0) return {Wish::kLibrary, candidate};
 #else
   const char* device = "CPU";
 #endif

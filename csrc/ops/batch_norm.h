@@ -1,7 +1,7 @@
 // What the front ends of batch norm and of the ops that fuse it share: shapes, argument checks.
 #pragma once
 
-#include "kernels/batch_norm/batch_norm.h"
+#include "launchers/batch_norm.h"
 #include "ops/backend.h"
 #include "ops/common.h"
 

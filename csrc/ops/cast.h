@@ -1,7 +1,7 @@
 // Lists of tensors to cast, checked.
 #pragma once
 
-#include "kernels/cast/cast.h"
+#include "launchers/cast.h"
 #include "ops/common.h"
 
 namespace braze {

@@ -17,7 +17,7 @@
 #include <tuple>
 #include <vector>
 
-#include "kernels/common/types.h"
+#include "launchers/common/types.h"
 #include "ops/huge_pages.h"
 
 extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index,

@@ -3,20 +3,14 @@
 
 #include <algorithm>
 
-#include "kernels/transpose/transpose.h"
+#include "launchers/transpose.h"
 #include "ops/aside.h"
-#include "ops/backend.h"
-#include "ops/common.h"
-
-#ifdef BRAZE_CUDA
-#include "vendor/vendor.h"
-#endif
+#include "ops/conv2d_decision.h"
 
 namespace braze {
 namespace {
 
 using Sizes = std::vector<int64_t>;
-using dev::Conv2dPass;
 
 std::string list_string(const Sizes& values) {
   std::string s = "[";
@@ -143,69 +137,9 @@ Operand dense(Stream stream, const Operand& o, bool channels_last) {
 }
 
 // An input as it is, where a launcher can take it. cuDNN, where asked for by name, gets it dense.
-Operand operand(Stream stream, const Tensor& t, bool channels_last, const std::string& backend) {
+Operand operand(Stream stream, const Tensor& t, bool channels_last, const Wish& wish) {
   const Operand o(t, channels_last);
-  return o.expanded() || backend.rfind("cudnn", 0) == 0 ? dense(stream, o, channels_last) : o;
-}
-
-#ifdef BRAZE_CUDA
-// Whether our own kernel is the faster one, as measured on an H200 (benchmarks/conv2d.py, batch 64
-// to 8192); cuDNN is, where not.
-bool prefers_own(Conv2dPass pass, const Conv2dShape& s, const Tensor4dRef& x, const Tensor4dRef& w,
-                 const Tensor4dRef& y) {
-  const bool is_channels_last = x.c == 1 && s.c > 1, is_16_bit = size_of(s.dtype) == 2;
-  const bool wgrad = pass == Conv2dPass::kWgrad;
-  const int64_t pixels = s.n * s.p * s.q;
-  // Few inputs per output: the direct kernels.
-  if (pass != Conv2dPass::kDgrad && s.c / s.groups * s.r * s.s <= 32) return true;
-  if (s.groups > 1 || s.dtype == DType::kFloat64) return false;
-  const bool plain_fp32 = !is_16_bit && !s.allow_tf32;
-  // cuDNN's first choice for few pixels sums them one after the other: up to 50 times the error.
-  if (wgrad && plain_fp32 && pixels < 1 << 16 && s.c <= 256 && s.k <= 256) return true;
-  if (s.stride_h > 1 || s.stride_w > 1) return false;
-  if (s.c > 128 || s.k > 128) return false;  // not measured
-  // cuDNN's weight gradients split the sum over pixels badly.
-  if (wgrad) return is_channels_last || (!plain_fp32 && (!is_16_bit || pixels >= 1 << 16));
-  return is_channels_last && dev::conv2d_auto_kernel(pass, s, x, w, y) == std::string("halo_wgmma");
-}
-#endif
-
-#ifdef BRAZE_CUDA
-// Whether a kernel of ours leaves the result's moments, which saves a pass over the result: more
-// than cuDNN is ahead anywhere.
-bool has_own_moments(const Conv2dShape& s, const Tensor4dRef& x, const Tensor4dRef& w,
-                     const Tensor4dRef& y) {
-  return s.c <= 128 && s.k <= 128 && dev::conv2d_moment_sets(s, x, w, y, "auto") > 0;
-}
-#endif
-
-// Which kernel runs a pass. "auto" takes the faster one of our own and cuDNN, where that is there
-// and has an engine; names of kernels and of libraries are obeyed or refused. Sets whether cuDNN
-// adds the bias. wants_moments: of fprop's result.
-KernelChoice choose_conv2d(Conv2dPass pass, const Conv2dShape& shape, const Tensor4dRef& x,
-                           const Tensor4dRef& w, const Tensor4dRef& y, const void* bias,
-                           const std::string& backend, bool wants_moments, bool* bias_fused) {
-  *bias_fused = true;
-#ifdef BRAZE_CUDA
-  const std::string& missing = vendor::cudnn_missing();
-  const int candidate = vendor::candidate_of(backend, "cudnn");
-  if (candidate >= 0) {
-    BRAZE_CHECK(missing.empty(), "conv2d: backend ", backend, " cannot be used: ", missing);
-  }
-  if (candidate >= 0 ||
-      (backend == "auto" && missing.empty() && !prefers_own(pass, shape, x, w, y) &&
-       !(wants_moments && has_own_moments(shape, x, w, y)))) {
-    const int wanted = std::max(0, candidate);
-    if (vendor::cudnn_supports(pass, shape, x, w, y, bias, wanted)) return {wanted, ""};
-    if (bias && vendor::cudnn_supports(pass, shape, x, w, y, nullptr, wanted)) {
-      *bias_fused = false;
-      return {wanted, ""};
-    }
-    BRAZE_CHECK(candidate < 0, "conv2d: backend ", backend,
-                " has no engine for these shapes, strides and dtype");
-  }
-#endif
-  return own_kernel("conv2d", backend);
+  return o.expanded() || wish.kind == Wish::kLibrary ? dense(stream, o, channels_last) : o;
 }
 
 // Where a weight's gradient is made while the main stream goes on: until join(), or, if it is small
@@ -239,73 +173,54 @@ class Branch {
 // Runs one pass; `result` is the tensor that it writes. moments: as in conv2d_forward. branch: runs
 // it, unless null. Returns the memory that the kernels work in: only for the stream that runs it
 // may it be anything else's from now on.
-Workspace run(Stream stream, Conv2dPass pass, const Conv2dShape& shape, const Tensor4dRef& x,
-              const Tensor4dRef& w, const Tensor4dRef& y, Tensor& result,
-              const std::optional<Tensor>& bias, const std::string& backend,
-              OutputMoments* moments = nullptr, Branch* branch = nullptr) {
-  const void* bias_data = bias ? bias->const_data_ptr() : nullptr;
-  bool bias_fused = true;
-  const KernelChoice choice =
-      choose_conv2d(pass, shape, x, w, y, bias_data, backend, moments != nullptr, &bias_fused);
+Workspace run(Stream stream, const Conv2dProblem& problem, Tensor& result,
+              const std::optional<Tensor>& bias, const Wish& wish, OutputMoments* moments = nullptr,
+              Branch* branch = nullptr) {
+  const void* const bias_data = bias ? bias->const_data_ptr() : nullptr;
+  const Decision decision =
+      decided(plan_context(result), problem, wish, bias_data, moments != nullptr);
+  const Conv2dPlan& plan = decision.plan;
+  Workspace workspace(decision.workspace_bytes, result);
+  // Not before: deterministic algorithms fill what is allocated, on the main stream.
+  if (branch) stream = branch->begin();
 #ifdef BRAZE_CUDA
-  if (choice.vendor >= 0) {
-    if (!bias_fused) bias_data = nullptr;
-    Workspace workspace(
-        vendor::cudnn_workspace_bytes(pass, shape, x, w, y, bias_data, choice.vendor), result);
-    if (branch) stream = branch->begin();
-    vendor::cudnn_conv2d(stream, pass, shape, x, w, y, workspace.data(), bias_data, choice.vendor);
-    if (!bias_fused) {
-      result =
-          torch::stable::subtract(result, torch::stable::view(*bias, {1, shape.k, 1, 1}), -1.0);
+  if (decision.library >= 0) {
+    const bool fused = decision.bias_fused;
+    vendor::cudnn_conv2d(stream, problem, workspace.data(), fused ? bias_data : nullptr,
+                         decision.library);
+    if (!fused) {
+      const Tensor shift = torch::stable::view(*bias, {1, problem.shape.k, 1, 1});
+      result = torch::stable::subtract(result, shift, -1.0);
     }
     return workspace;
   }
 #endif
-  const std::string& kernel = choice.kernel;
-  Workspace workspace(dev::conv2d_workspace_bytes(pass, shape, x, w, y, kernel), result);
-  // Not before: deterministic algorithms fill what is allocated, on the main stream.
-  if (branch) stream = branch->begin();
-  switch (pass) {
-    case Conv2dPass::kFprop: {
-      Moments* sets = nullptr;
-      if (moments) {
-        moments->view.sets = dev::conv2d_moment_sets(shape, x, w, y, kernel);
-        if (moments->view.sets > 0) {
-          moments->memory = empty({shape.k, moments->view.sets, 3}, result, ScalarType::Float);
-          sets = static_cast<Moments*>(moments->memory.mutable_data_ptr());
-          moments->view.data = sets;
-        }
-      }
-      dev::conv2d_fprop(stream, shape, x, w, bias_data, y, kernel, workspace.data(), sets);
-      break;
-    }
-    case Conv2dPass::kDgrad:
-      dev::conv2d_dgrad(stream, shape, y, w, x, kernel, workspace.data());
-      break;
-    case Conv2dPass::kWgrad:
-      dev::conv2d_wgrad(stream, shape, y, x, w, kernel, workspace.data());
-      break;
+  Moments* sets = nullptr;
+  if (moments && plan.moment_sets > 0) {
+    moments->memory = empty({problem.shape.k, plan.moment_sets, 3}, result, ScalarType::Float);
+    sets = static_cast<Moments*>(moments->memory.mutable_data_ptr());
+    moments->view = {sets, plan.moment_sets};
   }
+  dev::run_conv2d(stream, problem, plan, bias_data, sets, workspace.data());
   return workspace;
 }
 
 // Whether passes of contiguous fp32 tensors had better run in channels_last, with transposes before
-// and after: where the Hopper kernel takes them, which is far ahead of all that take fp32 as it is.
-bool prefers_channels_last(const std::vector<Conv2dPass>& passes, const Conv2dShape& s,
-                           const std::string& backend) {
+// and after.
+bool prefers_channels_last([[maybe_unused]] const Tensor& t,
+                           [[maybe_unused]] const std::vector<Conv2dPass>& passes,
+                           [[maybe_unused]] const Conv2dShape& s,
+                           [[maybe_unused]] const Wish& wish) {
 #ifdef BRAZE_CUDA
-  if (s.dtype != DType::kFloat32 || s.allow_tf32 || (backend != "auto" && backend != "braze")) {
-    return false;
-  }
+  if (s.dtype != DType::kFloat32 || s.allow_tf32 || !wish.leaves_choice()) return false;
   const auto dense = [](int64_t c, int64_t h, int64_t w) {
     return Tensor4dRef{nullptr, h * w * c, 1, w * c, c};
   };
   const Tensor4dRef x = dense(s.c, s.h, s.w), w = dense(s.c, s.r, s.s), y = dense(s.k, s.p, s.q);
-  return !passes.empty() && s.c >= 16 && s.k >= 16 &&
-         std::all_of(passes.begin(), passes.end(), [&](Conv2dPass pass) {
-           return prefers_own(pass, s, x, w, y) &&
-                  dev::conv2d_auto_kernel(pass, s, x, w, y) == std::string("halo_wgmma");
-         });
+  return !passes.empty() && std::all_of(passes.begin(), passes.end(), [&](Conv2dPass pass) {
+    const Decision own = decided(plan_context(t), {pass, s, x, w, y}, {Wish::kOwn}, nullptr, false);
+    return own.plan.pays_transposes;
+  });
 #else
   return false;
 #endif
@@ -329,8 +244,10 @@ Tensor conv2d_forward(const Tensor& input, const Tensor& weight, const std::opti
   const DeviceContext context(input);
   const bool channels_last = suggests_channels_last(input) || suggests_channels_last(weight);
   const bool no_terms = shape.n == 0 || shape.c == 0;
+  const Wish wish =
+      no_terms ? Wish() : wish_of("conv2d", args.backend, dev::conv2d_kernel, "cudnn");
   const bool reformat = !channels_last && !no_terms &&
-                        prefers_channels_last({Conv2dPass::kFprop}, shape, args.backend);
+                        prefers_channels_last(input, {Conv2dPass::kFprop}, shape, wish);
   const bool within = channels_last || reformat;  // the format that it is computed in
   Tensor out = empty_4d({shape.n, shape.k, shape.p, shape.q}, input, within);
   if (shape.n == 0) return out;
@@ -340,12 +257,11 @@ Tensor conv2d_forward(const Tensor& input, const Tensor& weight, const std::opti
     return out;
   }
   const Stream stream = context.stream();
-  const Operand x = reformat ? dense(stream, Operand(input, true), true)
-                             : operand(stream, input, within, args.backend);
+  const Operand x =
+      reformat ? dense(stream, Operand(input, true), true) : operand(stream, input, within, wish);
   const Operand w = dense(stream, Operand(weight, within), within);
   const Operand y(out, within);
-  run(stream, Conv2dPass::kFprop, shape, x.ref, w.ref, y.ref, out, dense_bias, args.backend,
-      moments);
+  run(stream, {Conv2dPass::kFprop, shape, x.ref, w.ref, y.ref}, out, dense_bias, wish, moments);
   return reformat ? dense(stream, Operand(out, false), false).tensor : out;
 }
 
@@ -369,12 +285,15 @@ std::tuple<Tensor, Tensor, Tensor> conv2d_gradients(const Tensor& grad_output, c
   std::vector<Conv2dPass> passes;
   if (output_mask[0]) passes.push_back(Conv2dPass::kDgrad);
   if (output_mask[1]) passes.push_back(Conv2dPass::kWgrad);
+  const Wish wish = no_terms || passes.empty()
+                        ? Wish()
+                        : wish_of("conv2d", args.backend, dev::conv2d_kernel, "cudnn");
   const bool reformat =
-      !channels_last && !no_terms && prefers_channels_last(passes, shape, args.backend);
+      !channels_last && !no_terms && prefers_channels_last(input, passes, shape, wish);
   const bool within = channels_last || reformat;  // the format that they are computed in
   const Stream stream = context.stream();
-  const Operand x = reformat ? dense(stream, Operand(input, true), true)
-                             : operand(stream, input, within, args.backend);
+  const Operand x =
+      reformat ? dense(stream, Operand(input, true), true) : operand(stream, input, within, wish);
   const Operand w = dense(stream, Operand(weight, within), within);
   // As torch does: the kernels of both gradients want the convolution's own format.
   const Operand dy = dense(stream, Operand(grad_output, within), within);
@@ -387,8 +306,8 @@ std::tuple<Tensor, Tensor, Tensor> conv2d_gradients(const Tensor& grad_output, c
       torch::stable::zero_(grad_weight);
     } else {
       const Operand dw(grad_weight, channels_last);
-      kept = run(stream, Conv2dPass::kWgrad, shape, x.ref, dw.ref, dy.ref, grad_weight,
-                 std::nullopt, args.backend, nullptr, &branch);
+      kept = run(stream, {Conv2dPass::kWgrad, shape, x.ref, dw.ref, dy.ref}, grad_weight,
+                 std::nullopt, wish, nullptr, &branch);
       if (branch.outlasts()) keep_aside({x.tensor, dy.tensor, kept.memory()}, {grad_weight});
     }
   }
@@ -396,8 +315,8 @@ std::tuple<Tensor, Tensor, Tensor> conv2d_gradients(const Tensor& grad_output, c
     grad_input = empty_4d({shape.n, shape.c, shape.h, shape.w}, input, within);
     if (!no_terms) {
       const Operand dx(grad_input, within);
-      run(stream, Conv2dPass::kDgrad, shape, dx.ref, w.ref, dy.ref, grad_input, std::nullopt,
-          args.backend);
+      run(stream, {Conv2dPass::kDgrad, shape, dx.ref, w.ref, dy.ref}, grad_input, std::nullopt,
+          wish);
       if (reformat) grad_input = dense(stream, Operand(grad_input, false), false).tensor;
     }
   }

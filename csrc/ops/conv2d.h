@@ -1,7 +1,7 @@
 // conv2d's front end as ops that fuse it call it.
 #pragma once
 
-#include "kernels/conv2d/conv2d.h"
+#include "launchers/conv2d.h"
 #include "ops/common.h"
 
 namespace braze {

@@ -1,6 +1,6 @@
 // cross_entropy and nll_loss. Rows run along the class dimension (1, or 0 for a 1-D input), in the
 // order of the target's elements.
-#include "kernels/cross_entropy/cross_entropy.h"
+#include "launchers/cross_entropy.h"
 
 #include "ops/backend.h"
 #include "ops/common.h"

@@ -1,5 +1,5 @@
 // Batches of a data set (gather.h), and the moments of their patches.
-#include "kernels/gather/gather.h"
+#include "launchers/gather.h"
 
 #include "ops/small_k.h"
 

@@ -3,14 +3,8 @@
 #include "ops/matmul.h"
 
 #include <algorithm>
-#include <string_view>
 
-#include "ops/backend.h"
-#include "ops/tuned.h"
-
-#ifdef BRAZE_CUDA
-#include "vendor/vendor.h"
-#endif
+#include "ops/matmul_decision.h"
 
 namespace braze {
 namespace {
@@ -80,74 +74,6 @@ Matrices matrices_of(const Tensor& t, const Sizes& batch, bool vector_is_column)
   return matrices_of(dense, batch, vector_is_column);
 }
 
-#ifdef BRAZE_CUDA
-// Whether our own kernel is the faster one, as measured on an H200 (benchmarks/products.py): where
-// the result or the sum is thin, because cuBLASLt's first choice is slow to start or splits a long
-// sum badly (53 us against 9 for 10 x 128 over 1024 in fp32; with 64 x 128 over 3136 the MNIST step
-// takes 2 to 4 us more); fp32 at its own accuracy on tensor cores; TF32 up to the sizes where power
-// decides, and beyond where neither operand lies along the depth.
-bool prefers_own(const MatmulArgs& args) {
-  const std::string_view own = dev::matmul_choice(args);
-  const int64_t products = args.batch * args.m * args.n * args.k;
-  if (own == "outer" || own == "thin" || own == "wgmma_split") return true;
-  if (own == "gemv") return products <= 1 << 23;  // long rows of outputs come slowly
-  if (own == "wgmma" && args.dtype == DType::kFloat32) {
-    return products < int64_t{1} << 32 || (args.a.col != 1 && args.b.row != 1);
-  }
-  if (args.dtype == DType::kFloat64 || args.k > 4096) return false;
-  const bool small = args.batch == 1 && args.m * args.n <= 1 << 15;
-  if (small && args.k >= 2048 && std::min(args.m, args.n) >= 32) return true;
-  return args.dtype == DType::kFloat32 && !args.allow_tf32 && std::min(args.m, args.n) <= 16 &&
-         std::max(args.m, args.n) >= 64 && args.k >= 512;
-}
-#endif
-
-// What tuning found to be the fastest, where it knows the product and the kernel takes it: another
-// alignment or version of a library may leave fewer candidates.
-std::optional<KernelChoice> tuned_kernel(const MatmulArgs& args, const Tensor& out) {
-  const std::optional<Product> product = product_of(args, out.get_device_index());
-  if (!product) return std::nullopt;
-  record_product(*product);
-  const std::string choice = tuned_choice(*product, args.deterministic);
-  if (choice.empty()) return std::nullopt;
-#ifdef BRAZE_CUDA
-  const int candidate = vendor::candidate_of(choice, "cublas");
-  if (candidate >= 0) {
-    if (!vendor::cublas_supports(args, candidate)) return std::nullopt;
-    return KernelChoice{candidate, ""};
-  }
-#endif
-  if (!dev::matmul_takes(args, choice)) return std::nullopt;
-  return KernelChoice{-1, choice};
-}
-
-// Which kernel computes a product. "auto" takes what tuning found, else the faster one of our own
-// and cuBLASLt, where that is there and takes the arguments; names of kernels and of libraries are
-// obeyed or refused. Tuning knows bias and ReLU only.
-KernelChoice choose_matmul(const MatmulArgs& args, const Tensor& out, const std::string& backend) {
-  if (tuning_in_use && backend == "auto" && !args.has_full_epilogue()) {
-    if (const auto tuned = tuned_kernel(args, out)) return *tuned;
-  }
-#ifdef BRAZE_CUDA
-  const std::string& missing = vendor::cublas_missing();
-  const int candidate = vendor::candidate_of(backend, "cublas");
-  if (candidate >= 0) {
-    BRAZE_CHECK(missing.empty(), "matmul: backend ", backend, " cannot be used: ", missing);
-    if (args.k == 0) return {-1, "auto"};  // there is nothing to multiply
-    BRAZE_CHECK(!args.has_more_than_residual(), "matmul: backend ", backend,
-                " has no ReLU gradient and no sums in its epilogue");
-    BRAZE_CHECK(vendor::cublas_supports(args, candidate), "matmul: backend ", backend,
-                " does not take these shapes, strides and dtype");
-    return {candidate, ""};
-  }
-  if (backend == "auto" && missing.empty() && args.k > 0 && !prefers_own(args) &&
-      vendor::cublas_supports(args)) {
-    return {0, ""};
-  }
-#endif
-  return own_kernel("matmul", backend);
-}
-
 MatmulArgs arguments(DType dtype, const Matrices& a, const Matrices& b, void* out,
                      const Settings& settings) {
   return {dtype,
@@ -213,17 +139,20 @@ void multiply(const DeviceContext& context, DType dtype, int64_t batch, const Ma
     args.a.batch = 0;
     args.batch = 1;
   }
-  const KernelChoice choice = choose_matmul(args, out, settings.backend);
+  const Wish wish = wish_of("matmul", settings.backend, dev::matmul_kernel, "cublas");
+  if (recording_products && wish.kind == Wish::kAuto && !args.has_full_epilogue()) {
+    if (const auto found = product_of(args, out.get_device_index())) record_product(*found);
+  }
+  const Decision decision = decided(args, out, wish);
   if (out.numel() == 0) return;
+  Workspace workspace(decision.workspace_bytes, out);
 #ifdef BRAZE_CUDA
-  if (choice.vendor >= 0) {
-    Workspace workspace(vendor::cublas_workspace_bytes(args, choice.vendor), out);
-    vendor::cublas_matmul(context.stream(), args, workspace.data(), choice.vendor);
+  if (decision.library >= 0) {
+    vendor::cublas_matmul(context.stream(), args, workspace.data(), decision.library);
     return;
   }
 #endif
-  Workspace workspace(dev::matmul_workspace_bytes(args, choice.kernel), out);
-  dev::matmul(context.stream(), args, choice.kernel, workspace.data());
+  dev::run_matmul(context.stream(), args, decision.plan, workspace.data());
 }
 
 Sizes with_last(const Tensor& input, int64_t last) {

@@ -1,7 +1,7 @@
 // matmul's and linear's front end as ops that fuse them call it.
 #pragma once
 
-#include "kernels/matmul/matmul.h"
+#include "launchers/matmul.h"
 #include "ops/common.h"
 
 namespace braze {

@@ -1,4 +1,4 @@
-#include "kernels/pool/pool.h"
+#include "launchers/pool.h"
 
 #include "ops/common.h"
 

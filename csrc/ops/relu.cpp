@@ -1,4 +1,4 @@
-#include "kernels/relu/relu.h"
+#include "launchers/relu.h"
 
 #include "ops/common.h"
 

@@ -1,4 +1,4 @@
-#include "kernels/sgd/sgd.h"
+#include "launchers/sgd.h"
 
 #include <algorithm>
 #include <map>

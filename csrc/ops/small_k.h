@@ -1,7 +1,8 @@
-// What the ops on a convolution's input patches (kernels/fused/small_k.h) have in common.
+// What the ops on a convolution's input patches (launchers/conv_bn_relu_max_pool2d.h) have in
+// common.
 #pragma once
 
-#include "kernels/fused/small_k.h"
+#include "launchers/conv_bn_relu_max_pool2d.h"
 #include "ops/common.h"
 
 namespace braze {

@@ -1,4 +1,4 @@
-#include "kernels/softmax/softmax.h"
+#include "launchers/softmax.h"
 
 #include <algorithm>
 #include <array>

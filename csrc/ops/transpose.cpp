@@ -1,4 +1,4 @@
-#include "kernels/transpose/transpose.h"
+#include "launchers/transpose.h"
 
 #include "ops/backend.h"
 
@@ -18,12 +18,12 @@ Tensor transpose_copy(const Tensor& input, const std::string& backend) {
   }
   sizes.push_back(cols);
   sizes.push_back(rows);
-  const KernelChoice choice = own_kernel("transpose_copy", backend);
+  const Wish wish = wish_of("transpose_copy", backend, dev::transpose_kernel);
   const DeviceContext context(input);
   Tensor out = empty(sizes, input);
   const Tensor x = as_contiguous(input);
   dev::transpose_copy(context.stream(), dtype, x.const_data_ptr(), out.mutable_data_ptr(), batch,
-                      rows, cols, choice.kernel);
+                      rows, cols, wish.kernel());
   return out;
 }
 

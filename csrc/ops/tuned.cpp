@@ -6,7 +6,8 @@
 #include <unordered_map>
 #include <vector>
 
-#include "kernels/common/hash_words.h"
+#include "launchers/common/hash_words.h"
+#include "ops/plan_cache.h"
 
 namespace braze {
 namespace {
@@ -18,10 +19,12 @@ struct Choices {
 // Never destroyed: other threads may still compute when static objects are.
 auto& table = *new std::unordered_map<Product, Choices, HashWords>;
 auto& recorded = *new std::vector<Product>;
-std::shared_mutex mutex;  // guards the two, and writes to the third
-std::atomic<bool> recording{false};
+std::shared_mutex mutex;  // guards the two
 
-void update_in_use() { tuning_in_use = recording || !table.empty(); }
+void table_changed() {
+  tuning_in_use = !table.empty();
+  ++plan_generation;
+}
 
 struct Layout {
   bool column_major, shared, aligned;
@@ -43,7 +46,7 @@ std::optional<Layout> layout_of(const MatrixRef& m, int64_t rows, int64_t cols, 
 
 }  // namespace
 
-std::atomic<bool> tuning_in_use{false};
+std::atomic<bool> tuning_in_use{false}, recording_products{false};
 
 std::optional<Product> product_of(const MatmulArgs& args, int device) {
   if (args.batch == 0 || args.m == 0 || args.n == 0 || args.k == 0) return std::nullopt;
@@ -83,24 +86,22 @@ void set_tuned_choice(const Product& product, const std::string& choice, bool me
   const std::unique_lock<std::shared_mutex> lock(mutex);
   Choices& choices = table[product];
   (measured ? choices.measured : choices.built_in) = choice;
-  update_in_use();
+  table_changed();
 }
 
 void clear_tuned_choices() {
   const std::unique_lock<std::shared_mutex> lock(mutex);
   table.clear();
-  update_in_use();
+  table_changed();
 }
 
 void record_products(bool on) {
   const std::unique_lock<std::shared_mutex> lock(mutex);
   if (on) recorded.clear();
-  recording = on;
-  update_in_use();
+  recording_products = on;
 }
 
 void record_product(const Product& product) {
-  if (!recording) return;
   const std::unique_lock<std::shared_mutex> lock(mutex);
   if (std::find(recorded.begin(), recorded.end(), product) != recorded.end()) return;
   recorded.push_back(product);

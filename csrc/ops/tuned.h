@@ -10,7 +10,7 @@
 #include <optional>
 #include <string>
 
-#include "kernels/matmul/matmul.h"
+#include "launchers/matmul.h"
 
 namespace braze {
 
@@ -26,13 +26,14 @@ using Product = std::array<int64_t, 15>;
 // stride of 1.
 std::optional<Product> product_of(const MatmulArgs& args, int device);
 
-// Whether the table has an entry or products are being recorded: else neither has to be asked.
-extern std::atomic<bool> tuning_in_use;
+// Whether the table has an entry, and whether products are being recorded: else neither has to be
+// asked.
+extern std::atomic<bool> tuning_in_use, recording_products;
 
 // The choice for a product, as the `backend` argument takes it, or an empty string. Measured
 // choices, unlike built-in ones, may differ from process to process: `deterministic` ignores them.
-// (Any choice is bitwise repeatable by itself: own kernels and cuBLASLt's as vendor/cublas.cpp asks
-// for them.)
+// (Any choice is bitwise repeatable by itself: own kernels and cuBLASLt's as libraries/cublas.cpp
+// asks for them.)
 std::string tuned_choice(const Product& product, bool deterministic);
 void set_tuned_choice(const Product& product, const std::string& choice, bool measured);
 void clear_tuned_choices();

@@ -1,4 +1,4 @@
-#include "kernels/vector_add/vector_add.h"
+#include "launchers/vector_add.h"
 
 #include "ops/backend.h"
 
@@ -11,12 +11,12 @@ Tensor vector_add(const Tensor& a, const Tensor& b, const std::string& backend) 
   check_same_device("vector_add", "b", b, "a", a);
   check_same_dtype("vector_add", "b", b, "a", a);
   check_same_shape("vector_add", "b", b, "a", a);
-  const KernelChoice choice = own_kernel("vector_add", backend);
+  const Wish wish = wish_of("vector_add", backend, dev::vector_add_kernel);
   const DeviceContext context(a);
   Tensor out = dense_like(a);
   const Tensor left = with_layout_of(a, out), right = with_layout_of(b, out);
   dev::vector_add(context.stream(), dtype, left.const_data_ptr(), right.const_data_ptr(),
-                  out.mutable_data_ptr(), out.numel(), choice.kernel);
+                  out.mutable_data_ptr(), out.numel(), wish.kernel());
   return out;
 }
 

@@ -21,6 +21,7 @@ _ISAS = {
 #: pybind11 handles of the loaded libraries, or None
 ops_library = None
 cuda_library = None
+limits = {}  # of the kernels, as their sources have them
 #: instruction set of the loaded CPU kernels
 cpu_isa = None
 #: the ImportError that says why nothing could be loaded; None when the ops are there
@@ -62,7 +63,7 @@ def require():
 
 
 def _load():
-    global ops_library, cuda_library, cpu_isa, cuda_missing
+    global ops_library, cuda_library, limits, cpu_isa, cuda_missing
     if torch is None:
         raise ImportError(f"braze needs torch 2.10 or newer, but: {_torch_error}")
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
@@ -75,6 +76,7 @@ def _load():
             f"braze's native module does not load ({error}). Build it for this Python: "
             "run `pip install --no-build-isolation .` in the source tree, or `make`."
         ) from error
+    limits = _C.limits
     wanted = _ISAS.get(torch.backends.cpu.get_cpu_capability(), ["generic"])
     cpu_isa = next((isa for isa in wanted if (LIB_DIR / f"libbraze_ops_{isa}.so").exists()), None)
     if cpu_isa is None:

@@ -22,7 +22,7 @@ BUILT_IN = Path(__file__).parent / "tuned"
 _FORMAT = 1
 # More than a file of ours ever has: larger ones are not read.
 _MOST_BYTES = 16 << 20
-#: csrc/kernels/common/types.h has them in this order
+#: csrc/launchers/common/types.h has them in this order
 _DTYPES = ["float64", "float32", "bfloat16", "float16"]
 
 #: counts the changes of the tables: what was captured in a CUDA graph before one is out of date

@@ -234,7 +234,7 @@ class TrainStep:
         if device.type != "cuda":
             return
         if self._stream is None or self._stream.device != device:
-            # Blocks of its kernels go before those of the branches for gradients (fork.cu), and
+            # Blocks of its kernels go before those of the branches for gradients (graph.cu), and
             # these before those of the branch for losses and batches.
             self._stream = torch.cuda.Stream(device, priority=-2)
         self._rates = Rates(self.optimizer, device)

@@ -12,7 +12,6 @@ import torch
 from braze import _config, _lib, _tuned
 from braze._timing import compete, timer_for
 
-_MAX_VENDOR_CANDIDATES = 32  # kMaxCandidates in csrc/vendor/vendor.h
 # By how much a choice has to be faster than what "auto" would do without it.
 _LEAST_GAIN, _LEAST_MICROSECONDS = 0.02, 0.2
 # And in which share of the repeats: two kernels that are equal win half of them each.
@@ -238,7 +237,7 @@ def _names(device):
     library = _tuned.library_of(_index(device))
     names = [k["name"] for k in library.kernels() if k["op"] == "matmul" and k["shipped"]]
     if device.type == "cuda" and not library.vendor()["cublas"]["missing"]:
-        names += [f"cublas:{i}" for i in range(_MAX_VENDOR_CANDIDATES)]
+        names += [f"cublas:{i}" for i in range(_lib.limits["library_candidates"])]
     return names
 
 

@@ -1,5 +1,5 @@
 """Batch norm: public function, autograd Functions, fake kernels. Kernels:
-csrc/kernels/batch_norm/."""
+csrc/cuda/batch_norm/."""
 
 import torch
 

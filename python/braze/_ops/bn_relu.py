@@ -1,5 +1,5 @@
 """Batch norm + ReLU (+ 2x2 max pool), alone and behind a convolution: autograd Functions, fake
-kernels. Front end: csrc/ops/bn_relu.cpp."""
+kernels. Front end: csrc/ops/conv_bn_relu2d.cpp."""
 
 import torch
 

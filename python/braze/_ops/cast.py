@@ -1,5 +1,5 @@
 """Casts of many tensors in one launch, and autocast's casts of a model's parameters made that way.
-Kernels: csrc/kernels/cast/."""
+Kernels: csrc/cuda/cast/."""
 
 import contextlib
 

@@ -1,4 +1,4 @@
-"""conv2d: public function, autograd Functions, fake kernels. Kernels: csrc/kernels/conv2d/."""
+"""conv2d: public function, autograd Functions, fake kernels. Kernels: csrc/cuda/conv2d/."""
 
 import torch
 from torch.utils import flop_counter

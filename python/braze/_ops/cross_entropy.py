@@ -1,5 +1,5 @@
 """cross_entropy: public function, autograd Functions, fakes; check_errors. Kernels:
-csrc/kernels/cross_entropy/."""
+csrc/cuda/cross_entropy/."""
 
 import contextlib
 import math

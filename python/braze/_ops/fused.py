@@ -1,8 +1,9 @@
 """Fused blocks: public functions; autograd Function and fake kernels of the block of few inputs per
-output (csrc/kernels/fused/small_k.h). Those of every other one are in bn_relu.py."""
+output (csrc/launchers/conv_bn_relu_max_pool2d.h). Those of every other one are in bn_relu.py."""
 
 import torch
 
+from braze import _lib
 from braze._ops import bn_relu
 from braze._ops._common import (
     autocast_dtype,
@@ -26,11 +27,9 @@ from braze._ops.pool import max_pool2d
 from braze._ops.relu import relu
 
 _ops = torch.ops.braze
-# Input channels of the filters that the kernels have, by height and width: small_k_supports() in
-# csrc/kernels/fused/small_k.cu.
-_FILTERS = {(3, 3): (1, 2, 3), (5, 5): (1,)}
-# The kernels number 2x2 tiles in 31 bits: kBnPoolMostTiles.
-_MOST_TILES = 2**31 - 1
+# Height, width and input channels of the filters that the kernels have.
+_FILTERS = tuple(_lib.limits["patch_filters"])
+_MOST_TILES = _lib.limits["pool_tiles"]
 # Whose weights fit the shared memory that every block has, in float64 too.
 _MOST_FILTERS = 128
 
@@ -183,7 +182,7 @@ def _takes_small_k(input, weight, stride, padding, dilation, groups):
     k, c, r, s = weight.shape
     return (
         not (torch.is_grad_enabled() and input.requires_grad)
-        and c in _FILTERS.get((r, s), ())
+        and (r, s, c) in _FILTERS
         and 0 < k <= _MOST_FILTERS
         and input.shape[0] > 0
         and input.shape[1] == c

@@ -1,15 +1,16 @@
 """The gather of a batch from a data set; used by braze.data.DeviceLoader. Kernels:
-csrc/kernels/gather/."""
+csrc/cuda/gather/."""
 
 import contextlib
 
 import torch
 
+from braze import _lib
 from braze._nvtx import ranged
 from braze._ops._common import below_autograd, current, overwrite, register
 
 _ops = torch.ops.braze
-_MOST_SETS = 512  # of moments: kSmallKMostSets in csrc/kernels/fused/small_k.h
+_MOST_SETS = _lib.limits["patch_moment_sets"]
 
 
 def _fake_gather_images(images, labels, indices, scale, shift, dtype, channels_last):

@@ -1,5 +1,5 @@
 """Products with the full epilogue, and linear layers fused by it: linear_add, linear_relu_linear.
-Kernels: csrc/kernels/matmul/; front end: csrc/ops/linear_fused.cpp."""
+Kernels: csrc/cuda/matmul/; front end: csrc/ops/linear_fused.cpp."""
 
 import torch
 
@@ -82,7 +82,7 @@ class MatmulEpilogue(torch.autograd.Function):
 
 
 # Where linear_backward and linear_relu_backward are one launch each on a GPU (kMostRows and
-# kMostOutputs in csrc/kernels/matmul/linear_gradients.cu), two of them beat the fused epilogue.
+# kMostOutputs in csrc/cuda/matmul/linear_gradients.cu), two of them beat the fused epilogue.
 _FEW_ROWS, _FEW_OUTPUTS = 128, 512
 
 

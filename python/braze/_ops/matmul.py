@@ -1,5 +1,5 @@
 """matmul and linear: public functions, autograd Functions, fake kernels. Kernels:
-csrc/kernels/matmul/."""
+csrc/cuda/matmul/."""
 
 import math
 import typing

@@ -1,4 +1,4 @@
-"""nll_loss: public function, autograd Functions, fakes. Kernels: csrc/kernels/cross_entropy/."""
+"""nll_loss: public function, autograd Functions, fakes. Kernels: csrc/cuda/cross_entropy/."""
 
 import torch
 

@@ -1,5 +1,5 @@
 """Max and average pooling: public functions, autograd Functions, fake kernels. Kernels:
-csrc/kernels/pool/."""
+csrc/cuda/pool/."""
 
 import torch
 

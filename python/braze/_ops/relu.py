@@ -1,4 +1,4 @@
-"""ReLU: public function, autograd Functions, fake kernels. Kernels: csrc/kernels/relu/."""
+"""ReLU: public function, autograd Functions, fake kernels. Kernels: csrc/cuda/relu/."""
 
 import torch
 

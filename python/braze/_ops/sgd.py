@@ -1,4 +1,4 @@
-"""The SGD update op; used by braze.optim.SGD. Kernels: csrc/kernels/sgd/."""
+"""The SGD update op; used by braze.optim.SGD. Kernels: csrc/cuda/sgd/."""
 
 import torch
 

@@ -1,5 +1,5 @@
 """softmax and log_softmax: public functions, autograd Functions, fakes. Kernels:
-csrc/kernels/softmax/."""
+csrc/cuda/softmax/."""
 
 import warnings
 

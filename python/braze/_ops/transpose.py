@@ -1,5 +1,5 @@
 """transpose_copy: public function, autograd Function, fake kernel. Kernels:
-csrc/kernels/transpose/."""
+csrc/cuda/transpose/."""
 
 import torch
 

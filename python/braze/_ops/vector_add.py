@@ -1,5 +1,5 @@
 """vector_add: public function, autograd Function, fake kernel. Kernels:
-csrc/kernels/vector_add/."""
+csrc/cuda/vector_add/."""
 
 import torch
 

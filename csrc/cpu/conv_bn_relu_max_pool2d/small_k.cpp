@@ -1,0 +1,339 @@
+// conv_bn_relu_max_pool2d.h on the CPU. A vector's lanes are filters, so that every multiply-add
+// takes a vector of weights and one broadcast input value; threads split the images.
+#include "launchers/conv_bn_relu_max_pool2d.h"
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "cpu/common/numeric.h"
+#include "cpu/common/parallel.h"
+#include "cpu/conv_bn_relu_max_pool2d/small_k_gradient.h"
+#include "cpu/conv_bn_relu_max_pool2d/small_k_image.h"
+#include "launchers/common/registry.h"
+
+namespace braze::cpu {
+namespace {
+
+constexpr int kPairGroup = 4;  // products of one tap with others that are summed together
+
+// sums[j] += the sum over a patch's positions of pixel i * pixel j, for kPairGroup pixels at
+// offsets[j]; returns the sum of pixel i, at `offset`.
+double sum_products(const SmallKShape& a, const PaddedImage<double>& image, int64_t offset,
+                    const int64_t* offsets, double* sums) {
+  using V = vec_t<double>;
+  using Mask = decltype(V{} == V{});
+  constexpr int64_t kL = kLanes<double>;
+  // Lanes beyond a row's last position are zeroed on both sides: they may hold inf or NaN.
+  const int64_t full = a.q / kL * kL;
+  Mask tail;
+  for (int64_t l = 0; l < kL; ++l) tail[l] = full + l < a.q ? -1 : 0;
+  const auto at = [&](int64_t i, bool whole) {
+    const V v = load<V>(&image.values[i]);
+    return whole ? v : reinterpret_cast<V>(reinterpret_cast<Mask>(v) & tail);
+  };
+  V plain{}, products[kPairGroup] = {};
+  for (int64_t p = 0; p < a.p; ++p) {
+    const auto add = [&](int64_t position, bool whole) {
+      const V v = at(offset + position, whole);
+      plain += v;
+#pragma GCC unroll 4
+      for (int j = 0; j < kPairGroup; ++j) products[j] += v * at(offsets[j] + position, whole);
+    };
+    const int64_t row = p * image.pitch;
+    for (int64_t q = 0; q < full; q += kL) add(row + q, true);
+    if (full < a.q) add(row + full, false);
+  }
+  double sum = 0;
+  for (int64_t l = 0; l < kL; ++l) {
+    sum += plain[l];
+    for (int j = 0; j < kPairGroup; ++j) sums[j] += products[j][l];
+  }
+  return sum;
+}
+
+// Sums of p_i and p_i p_j (j >= i) over all patches.
+template <typename T>
+std::vector<double> moments(const SmallKShape& a, const T* x) {
+  const int64_t taps = a.c * a.r * a.s, size = taps + taps * (taps + 1) / 2;
+  OrderedSum result(size);
+  parallel_for(0, a.n, 8, [&](int64_t first, int64_t last) {
+    PaddedImage<double> image(a);
+    std::vector<double> sums(size);
+    for (int64_t n = first; n < last; ++n) {
+      image.load(a, x, n);
+      int64_t pair = taps;
+      for (int64_t i = 0; i < taps; ++i) {
+        for (int64_t j = i; j < taps; j += kPairGroup) {
+          const int64_t count = std::min<int64_t>(kPairGroup, taps - j);
+          int64_t offsets[kPairGroup] = {};  // of no use beyond `count`
+          std::copy_n(&image.taps[j], count, offsets);
+          double products[kPairGroup] = {};
+          const double sum = sum_products(a, image, image.taps[i], offsets, products);
+          if (j == i) sums[i] += sum;
+          for (int64_t l = 0; l < count; ++l) sums[pair++] += products[l];
+        }
+      }
+    }
+    result.add(first, std::move(sums));
+  });
+  return result.total();
+}
+
+template <typename P>
+double param(const void* values, int64_t i, double absent) {
+  return values ? static_cast<double>(static_cast<acc_t<P>>(static_cast<const P*>(values)[i]))
+                : absent;
+}
+
+// Statistics of each filter's output from the moments, the running statistics, and what backward
+// needs, in `saved`.
+template <typename T, typename P>
+void finalize(const SmallKShape& a, const SmallKNorm& norm, const double* sums, const T* w,
+              double* saved) {
+  const int64_t taps = a.c * a.r * a.s;
+  const double count = static_cast<double>(a.n * a.p * a.q);
+  double* mean = saved;
+  double* covariance = saved + taps;
+  double* filter_mean = covariance + taps * taps;
+  double* filter_rstd = filter_mean + a.k;
+  double factor = norm.momentum;
+  if (norm.training) {
+    for (int64_t i = 0; i < taps; ++i) mean[i] = sums[i] / count;
+    int64_t pair = taps;
+    for (int64_t i = 0; i < taps; ++i) {
+      for (int64_t j = i; j < taps; ++j) {
+        const double value = sums[pair++] / count - mean[i] * mean[j];
+        covariance[i * taps + j] = covariance[j * taps + i] = value;
+      }
+    }
+    if (norm.batches && !norm.cumulative) *norm.batches += 1;
+    if (norm.cumulative) factor = 1.0 / static_cast<double>(*norm.batches);
+  }
+  for (int64_t k = 0; k < a.k; ++k) {
+    const double bias = param<T>(norm.conv_bias, k, 0);
+    double mu = 0, var = 0;  // of the bias-free convolution
+    if (norm.training) {
+      for (int64_t i = 0; i < taps; ++i) {
+        const double wi = static_cast<acc_t<T>>(w[k * taps + i]);
+        mu += wi * mean[i];
+        for (int64_t j = 0; j < taps; ++j) {
+          var += wi * covariance[i * taps + j] * static_cast<acc_t<T>>(w[k * taps + j]);
+        }
+      }
+      var = std::max(var, 0.0);
+      if (norm.running_mean) {
+        P& running_mean = static_cast<P*>(norm.running_mean)[k];
+        P& running_var = static_cast<P*>(norm.running_var)[k];
+        running_mean = P(static_cast<acc_t<P>>((1 - factor) * static_cast<acc_t<P>>(running_mean) +
+                                               factor * (mu + bias)));
+        running_var = P(static_cast<acc_t<P>>((1 - factor) * static_cast<acc_t<P>>(running_var) +
+                                              factor * var * count / (count - 1)));
+      }
+    } else {
+      mu = param<P>(norm.running_mean, k, 0) - bias;
+      var = param<P>(norm.running_var, k, 1);
+    }
+    filter_mean[k] = mu;
+    filter_rstd[k] = 1 / std::sqrt(var + norm.eps);
+  }
+}
+
+// Convolution, normalisation, ReLU and pooling at one window for the filters of one vector.
+template <typename A>
+struct PooledPixel {
+  using V = vec_t<A>;
+  using Positions = typename PooledImage<A>::Positions;
+  V best;
+  Positions code;
+
+  PooledPixel(const PaddedImage<A>& image, int64_t offset, const V* weights, V scale, V shift) {
+    V z0{}, z1{}, z2{}, z3{};
+    const A* origin = image.values.data() + offset;
+    const int64_t* taps = image.taps.data();
+    const int64_t count = static_cast<int64_t>(image.taps.size()), pitch = image.pitch;
+    for (int64_t t = 0; t < count; ++t) {
+      const A* at = origin + taps[t];
+      z0 += weights[t] * at[0];
+      z1 += weights[t] * at[1];
+      z2 += weights[t] * at[pitch];
+      z3 += weights[t] * at[pitch + 1];
+    }
+    best = z0 * scale + shift;
+    code = Positions{};
+    const V others[3] = {z1 * scale + shift, z2 * scale + shift, z3 * scale + shift};
+    for (int i = 0; i < 3; ++i) {
+      // torch's rule: the first maximum wins, and NaN beats every number.
+      const auto wins = (others[i] > best) | ((others[i] != others[i]) & (best == best));
+      best = wins ? others[i] : best;
+      code = wins ? Positions{} + (i + 1) : code;
+    }
+    const auto dead = best <= V{};
+    best = dead ? V{} : best;
+    code = dead ? Positions{} + 4 : code;
+  }
+};
+
+// The pooled image to memory, in torch's layout.
+template <typename T>
+void store_image(const SmallKShape& a, const PooledImage<acc_t<T>>& image, T* y) {
+  const int64_t row = a.channels_last ? a.k : 1, column = a.channels_last ? 1 : image.pixels;
+  if constexpr (std::is_same_v<T, acc_t<T>>) {
+    if (!a.channels_last) {
+      return copy_matrix(y, image.pixels, image.values.data(), 1, image.width, a.k, image.pixels);
+    }
+  }
+  for (int64_t i = 0; i < image.pixels; ++i) {
+    const acc_t<T>* from = &image.values[i * image.width];
+    for (int64_t k = 0; k < a.k; ++k) y[i * row + k * column] = T(from[k]);
+  }
+}
+
+template <typename T>
+void forward(const SmallKShape& a, const T* x, const T* w, const double* scale_shift, T* y,
+             uint32_t* codes) {
+  using A = acc_t<T>;
+  using V = vec_t<A>;
+  using Pooled = PooledImage<A>;
+  constexpr int64_t kL = kLanes<A>;
+  const int64_t taps = a.c * a.r * a.s, vectors = ceil_div(a.k, kL);
+  // Weights by tap with filters in the lanes; lanes beyond the last filter hold zeros.
+  std::vector<V> weights(vectors * taps), scale(vectors), shift(vectors);
+  for (int64_t k = 0; k < a.k; ++k) {
+    const int64_t v = k / kL, lane = k % kL;
+    for (int64_t t = 0; t < taps; ++t) {
+      weights[v * taps + t][lane] = static_cast<A>(w[k * taps + t]);
+    }
+    scale[v][lane] = static_cast<A>(scale_shift[2 * k]);
+    shift[v][lane] = static_cast<A>(scale_shift[2 * k + 1]);
+  }
+  parallel_for(0, a.n, 2, [&](int64_t first, int64_t last) {
+    PaddedImage<A> image(a);
+    Pooled pooled(a);
+    for (int64_t n = first; n < last; ++n) {
+      image.load(a, x, n);
+      T* result = y + n * a.k * pooled.pixels;
+      A* values = pooled.values.data();
+      if constexpr (std::is_same_v<T, A>) {
+        if (pooled.template matches<T>(a)) values = result;
+      }
+      for (int64_t i = 0; i < pooled.pixels; ++i) {
+        const int64_t corner = 2 * (i / pooled.q * image.pitch + i % pooled.q);
+        for (int64_t v = 0; v < vectors; ++v) {
+          const PooledPixel<A> pixel(image, corner, &weights[v * taps], scale[v], shift[v]);
+          store(values + i * pooled.width + v * kL, pixel.best);
+          store(&pooled.codes[i * pooled.codes_width + v * kL],
+                __builtin_convertvector(pixel.code, typename Pooled::Codes));
+        }
+      }
+      if (!pooled.template matches<T>(a)) store_image(a, pooled, result);
+      pooled.pack_codes(codes + n * pooled.pixels * pooled.words);
+    }
+  });
+}
+
+template <typename F>
+void dispatch_params(DType dtype, DType param_dtype, F&& f) {
+  dispatch(dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    if (dtype == param_dtype) {
+      f(tag, tag);
+    } else if constexpr (sizeof(T) == 2) {
+      if (param_dtype != DType::kFloat32) {
+        throw std::runtime_error("small_k: parameters have to be in the input's dtype or float32");
+      }
+      f(tag, TypeTag<float>{});
+    } else {
+      throw std::runtime_error("small_k: parameters have to be in the input's dtype or float32");
+    }
+  });
+}
+
+const KernelEntry kEntry({"conv_bn_relu_max_pool2d", "small_k", "float64 float32 bfloat16 float16",
+                          "cpu", true,
+                          "statistics from patch moments; no convolution output in memory"});
+
+}  // namespace
+
+bool small_k_supports(const SmallKShape& a) { return a.c * a.r * a.s <= 32; }
+
+// One set.
+void small_k_sum_moments(Stream, const SmallKShape& a, const void* x, double* sums,
+                         int64_t* batches) {
+  dispatch(a.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const std::vector<double> total = moments(a, static_cast<const T*>(x));
+    std::copy(total.begin(), total.end(), sums);
+  });
+  if (batches) *batches += 1;
+}
+
+int64_t small_k_backward_workspace_bytes(const SmallKShape&) { return 0; }
+
+void small_k_forward(Stream, const SmallKShape& a, const SmallKNorm& norm, const void* x,
+                     const void* w, const double* moments, void* y, uint32_t* codes,
+                     double* saved) {
+  dispatch_params(a.dtype, norm.param_dtype, [&](auto tag, auto param_tag) {
+    using T = typename decltype(tag)::type;
+    using P = typename decltype(param_tag)::type;
+    const T* in = static_cast<const T*>(x);
+    const T* weight = static_cast<const T*>(w);
+    finalize<T, P>(a, norm, moments, weight, saved);
+    const int64_t taps = a.c * a.r * a.s;
+    const double* mean = saved + taps + taps * taps;
+    const double* rstd = mean + a.k;
+    std::vector<double> scale_shift(2 * a.k);
+    for (int64_t k = 0; k < a.k; ++k) {
+      scale_shift[2 * k] = param<P>(norm.gamma, k, 1) * rstd[k];
+      scale_shift[2 * k + 1] = param<P>(norm.beta, k, 0) - mean[k] * scale_shift[2 * k];
+    }
+    forward(a, in, weight, scale_shift.data(), static_cast<T*>(y), codes);
+  });
+}
+
+void small_k_backward(Stream, const SmallKShape& a, const SmallKNorm& norm, const void* x,
+                      const void* w, const void* dy, const uint32_t* codes, const double* saved,
+                      void* dw, void* dgamma, void* dbeta, void* dbias, void*) {
+  dispatch_params(a.dtype, norm.param_dtype, [&](auto tag, auto param_tag) {
+    using T = typename decltype(tag)::type;
+    using P = typename decltype(param_tag)::type;
+    const T* weight = static_cast<const T*>(w);
+    const int64_t taps = a.c * a.r * a.s;
+    const std::vector<double> sums =
+        gradient_sums(a, static_cast<const T*>(x), static_cast<const T*>(dy), codes);
+    const double* mean = saved;
+    const double* covariance = saved + taps;
+    const double* filter_mean = covariance + taps * taps;
+    const double* filter_rstd = filter_mean + a.k;
+    const auto store = [](void* out, auto tag, int64_t i, double value) {
+      using O = typename decltype(tag)::type;
+      if (out) static_cast<O*>(out)[i] = O(static_cast<acc_t<O>>(value));
+    };
+    for (int64_t k = 0; k < a.k; ++k) {
+      const double* q = &sums[k * (taps + 1)];
+      const auto weight_at = [&](int64_t i) {
+        return static_cast<double>(static_cast<acc_t<T>>(weight[k * taps + i]));
+      };
+      const double s1 = q[taps], rstd = filter_rstd[k];
+      double wq = 0;
+      for (int64_t i = 0; i < taps; ++i) wq += weight_at(i) * q[i];
+      const double s2 = rstd * (wq - filter_mean[k] * s1);
+      const double scale = param<P>(norm.gamma, k, 1) * rstd;
+      for (int64_t i = 0; i < taps; ++i) {
+        double grad = q[i];
+        if (norm.training) {
+          double cw = 0;
+          for (int64_t j = 0; j < taps; ++j) cw += covariance[i * taps + j] * weight_at(j);
+          grad -= s1 * mean[i] + s2 * rstd * cw;
+        }
+        store(dw, tag, k * taps + i, scale * grad);
+      }
+      store(dgamma, param_tag, k, s2);
+      store(dbeta, param_tag, k, s1);
+      // In training a bias before batch norm cancels.
+      store(dbias, tag, k, norm.training ? 0.0 : scale * s1);
+    }
+  });
+}
+
+}  // namespace braze::cpu

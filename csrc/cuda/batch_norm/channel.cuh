@@ -1,0 +1,280 @@
+// What the batch norm kernels share: a channel's partial results and how a warp merges them, and
+// what follows from the merged statistics. Partial results lie [channel][split] in the workspace.
+#pragma once
+
+#include "launchers/batch_norm.h"
+#include "cuda/common/launch.cuh"
+#include "cuda/common/numeric.cuh"
+#include "cuda/common/parameter.cuh"
+
+namespace braze::cuda {
+
+// Mean of a part of a channel and the sum of squares about it. In float64, since parts are merged
+// by subtracting means.
+struct MomentsPartial {
+  double mean, squares;
+};
+
+// Where the coefficients of a pass over x come from: merged partial results, the running
+// statistics, or arrays of them.
+enum class Source { kBatch, kRunning, kGiven };
+
+// Sums of dy and of dy * (x - mean) over a part of a channel.
+template <typename A>
+struct GradPartial {
+  A sum, dot;
+};
+
+// BatchNormAffine and BatchNormBuffers as the kernels want them.
+struct ForwardArgs {
+  BatchNormAffine affine;
+  void* running_mean;
+  void* running_var;
+  DType buffer_dtype;
+  const int64_t* batches;  // read where `cumulative`
+  bool cumulative;         // momentum = 1 / *batches
+  double momentum, eps;
+  BatchNormStatistics statistics;  // results; scale and shift may be nullptr
+};
+
+struct BackwardArgs {
+  BatchNormAffine affine;          // its bias is not read
+  BatchNormStatistics statistics;  // scale and shift are read where ReLU follows
+  void* dweight;
+  void* dbias;
+  void* dconstant;
+  DType constant_dtype;
+  bool training;
+  bool has_sums;  // false: nothing depends on the sums
+};
+
+template <typename T>
+bool vectors_fit(const T* p, int width) {
+  return reinterpret_cast<uintptr_t>(p) % (sizeof(T) * width) == 0;
+}
+
+// Sums over teams of kLanes neighbouring lanes, in every lane; the same order in every run. A whole
+// team calls it.
+template <int kLanes, typename A>
+__device__ __forceinline__ A team_sum(A v) {
+  const unsigned team =
+      kLanes == 32 ? ~0u : ((1u << kLanes % 32) - 1) << (threadIdx.x % 32 / kLanes * kLanes);
+#pragma unroll
+  for (int offset = kLanes / 2; offset > 0; offset /= 2) v += __shfl_xor_sync(team, v, offset);
+  return v;
+}
+template <typename A>
+__device__ __forceinline__ A warp_sum(A v) {
+  return team_sum<32>(v);
+}
+
+// Calls f(item) for items[lane], items[lane + kLanes], ... below count, in this order; the loads of
+// kAtOnce of them are in flight together. Beyond count f is called with zeros.
+template <int kLanes, int kAtOnce, typename Item, typename F>
+__device__ __forceinline__ void for_each_item(const Item* items, int count, const F& f) {
+  for (int i = threadIdx.x % kLanes; i < count; i += kLanes * kAtOnce) {
+    Item loaded[kAtOnce];
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u) {
+      loaded[u] = i + u * kLanes < count ? items[i + u * kLanes] : Item{};
+    }
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u) f(loaded[u]);
+  }
+}
+
+// The part of `total` that split `s` of `splits` starts with.
+__host__ __device__ __forceinline__ int64_t split_begin(int64_t total, int s, int splits) {
+  return total * s / splits;
+}
+
+// y = (x - center) * scale + shift.
+template <typename A>
+struct ForwardCoefficients {
+  A center, scale, shift;
+};
+
+template <typename A>
+__device__ __forceinline__ ForwardCoefficients<A> given_coefficients(
+    const BatchNormStatistics& statistics, int64_t c) {
+  return {static_cast<const A*>(statistics.mean)[c], static_cast<const A*>(statistics.scale)[c],
+          static_cast<const A*>(statistics.shift)[c]};
+}
+
+// The gradient that ReLU lets through, by the value that it had before, made as in the forward
+// pass. Without ReLU it is the gradient.
+template <typename A, bool kRelu>
+struct ReluGate {
+  ReluGate() = default;
+  __device__ ReluGate(const BatchNormStatistics&, int64_t) {}
+  __device__ A operator()(A grad, A) const { return grad; }
+};
+template <typename A>
+struct ReluGate<A, true> {
+  ReluGate() = default;
+  __device__ ReluGate(const BatchNormStatistics& statistics, int64_t c)
+      : scale(static_cast<const A*>(statistics.scale)[c]),
+        shift(static_cast<const A*>(statistics.shift)[c]) {}
+  __device__ A operator()(A grad, A deviation) const {
+    return deviation * scale + shift <= A(0) ? A(0) : grad;
+  }
+  A scale, shift;
+};
+
+// NaN stays NaN.
+template <bool kRelu, typename A>
+__device__ __forceinline__ A normalized(A x, const ForwardCoefficients<A>& k) {
+  const A y = (x - k.center) * k.scale + k.shift;
+  return kRelu && y < A(0) ? A(0) : y;
+}
+
+// dx = dy * by_grad + (x - center) * by_input + offset.
+template <typename A>
+struct BackwardCoefficients {
+  A by_grad, center, by_input, offset;
+};
+
+template <typename A>
+__device__ ForwardCoefficients<A> store_statistics(const ForwardArgs& args, int64_t c, bool first,
+                                                   double rstd,
+                                                   const ForwardCoefficients<A>& result) {
+  if (first) {
+    const BatchNormStatistics& to = args.statistics;
+    static_cast<A*>(to.mean)[c] = result.center;
+    static_cast<A*>(to.rstd)[c] = static_cast<A>(rstd);
+    if (to.scale) static_cast<A*>(to.scale)[c] = result.scale;
+    if (to.shift) static_cast<A*>(to.shift)[c] = result.shift;
+  }
+  return result;
+}
+
+// What a channel's coefficients are made with, beside its moments; loaded side by side.
+struct ChannelParameters {
+  LoadedValue weight, bias, running_mean, running_var;
+
+  __device__ __forceinline__ ChannelParameters(const ForwardArgs& args, int64_t c)
+      : weight(args.affine.weight, args.affine.dtype, c, 1),
+        bias(args.affine.bias, args.affine.dtype, c, 0),
+        running_mean(args.running_mean, args.buffer_dtype, c, 0),
+        running_var(args.running_var, args.buffer_dtype, c, 1) {}
+};
+
+// Training: what follows from the `count` elements of channel c, one thread. squares: about the
+// mean. `first` is set in one block per channel, which stores the statistics.
+template <typename A>
+__device__ ForwardCoefficients<A> batch_coefficients(const ForwardArgs& args, double count,
+                                                     double mean, double squares, int64_t c,
+                                                     bool first) {
+  const ChannelParameters loaded(args, c);
+  const double rstd = rsqrt(squares / count + args.eps);
+  const double weight = loaded.weight, bias = loaded.bias;
+  const A center = static_cast<A>(mean);
+  if (first && args.running_mean) {
+    const double momentum =
+        args.cumulative ? 1 / static_cast<double>(*args.batches) : args.momentum;
+    store_value(args.running_mean, args.buffer_dtype, c,
+                (1 - momentum) * loaded.running_mean + momentum * mean);
+    store_value(args.running_var, args.buffer_dtype, c,
+                (1 - momentum) * loaded.running_var + momentum * (squares / (count - 1)));
+  }
+  // What rounding the mean took away goes into the shift.
+  return store_statistics<A>(
+      args, c, first, rstd,
+      {center, static_cast<A>(rstd * weight),
+       static_cast<A>(bias - (mean - static_cast<double>(center)) * rstd * weight)});
+}
+
+// A whole warp merges channel c's partial results, the s-th of which is over part s of `units`
+// units of `unit` elements. Lane 0's result counts.
+template <typename A>
+__device__ ForwardCoefficients<A> merge_moments(const ForwardArgs& args,
+                                                const MomentsPartial* partials, int splits,
+                                                int64_t units, int64_t unit, int64_t c,
+                                                bool first) {
+  const int lane = threadIdx.x % 32;
+  partials += c * splits;
+  const double count = static_cast<double>(units * unit);
+  double mean = 0;
+  for (int s = lane; s < splits; s += 32) {
+    const int64_t n = split_begin(units, s + 1, splits) - split_begin(units, s, splits);
+    mean += partials[s].mean * (static_cast<double>(n * unit) / count);
+  }
+  mean = warp_sum(mean);
+  double squares = 0;
+  for (int s = lane; s < splits; s += 32) {
+    const int64_t n = split_begin(units, s + 1, splits) - split_begin(units, s, splits);
+    const double delta = partials[s].mean - mean;
+    squares += partials[s].squares + delta * delta * static_cast<double>(n * unit);
+  }
+  squares = warp_sum(squares);
+  if (lane != 0) return {};
+  return batch_coefficients<A>(args, count, mean, squares, c, first);
+}
+
+// The same with moments that the kernel which made x left of its `count` elements per channel. In
+// one pass: deviations are from the first set's mean, which the spread of the sets' means bounds.
+template <typename A>
+__device__ ForwardCoefficients<A> merge_moments(const ForwardArgs& args,
+                                                const ChannelMoments& moments, double count,
+                                                int64_t c) {
+  const Moments* sets = moments.data + c * moments.sets;
+  const double origin = sets->mean, by_count = 1 / count;
+  double sum = 0, squares = 0;
+  for_each_item<32, 9>(sets, moments.sets, [&](const Moments& set) {
+    const double delta = set.count > 0 ? set.mean - origin : 0;
+    sum += delta * set.count;
+    squares += set.m2 + delta * delta * set.count;
+  });
+  sum = warp_sum(sum);
+  squares = warp_sum(squares);
+  if (threadIdx.x % 32 != 0) return {};
+  const double offset = sum * by_count;
+  return batch_coefficients<A>(args, count, origin + offset, squares - sum * offset, c, true);
+}
+
+// Evaluation, one thread.
+template <typename A>
+__device__ ForwardCoefficients<A> running_coefficients(const ForwardArgs& args, int64_t c,
+                                                       bool first) {
+  const ChannelParameters loaded(args, c);
+  const double rstd = 1 / sqrt(loaded.running_var + args.eps);
+  const double weight = loaded.weight, bias = loaded.bias;
+  const A center = static_cast<A>(static_cast<double>(loaded.running_mean));
+  return store_statistics<A>(args, c, first, rstd,
+                             {center, static_cast<A>(rstd * weight), static_cast<A>(bias)});
+}
+
+// A team of kLanes lanes; the first one's result counts.
+template <typename A, int kLanes = 32>
+__device__ BackwardCoefficients<A> merge_grads(const BackwardArgs& args,
+                                               const GradPartial<A>* partials, int splits,
+                                               int64_t count, int64_t c, bool first) {
+  const BatchNormAffine& affine = args.affine;
+  const A loaded_rstd = static_cast<const A*>(args.statistics.rstd)[c];
+  const A center = static_cast<const A*>(args.statistics.mean)[c];
+  const LoadedValue weight(affine.weight, affine.dtype, c, 1);
+  double sum = 0, dot = 0;
+  if (args.has_sums) {
+    for_each_item<kLanes, 9>(partials + c * splits, splits, [&](const GradPartial<A>& part) {
+      sum += part.sum;
+      dot += part.dot;
+    });
+    sum = team_sum<kLanes>(sum);
+    dot = team_sum<kLanes>(dot);
+  }
+  if (threadIdx.x % kLanes != 0) return {};
+  const double rstd = loaded_rstd, scale = rstd * weight, by_count = 1 / static_cast<double>(count);
+  if (first) {
+    store_value(args.dweight, affine.dtype, c, dot * rstd);
+    store_value(args.dbias, affine.dtype, c, sum);
+    if (args.dconstant) {
+      // In training dx sums to 0, or to NaN where a gradient is not finite.
+      const double through = args.training ? 0 : scale;
+      store_value(args.dconstant, args.constant_dtype, c, sum * through);
+    }
+  }
+  return {static_cast<A>(scale), center, static_cast<A>(-scale * rstd * rstd * dot * by_count),
+          static_cast<A>(-scale * sum * by_count)};
+}
+
+}  // namespace braze::cuda

@@ -1,0 +1,234 @@
+// The convolution's kernels, and the choice among them.
+#include "launchers/conv2d.h"
+
+#include <algorithm>
+#include <climits>
+#include <iterator>
+
+#include "cuda/conv2d/halo/halo.h"
+#include "gather.cuh"
+#include "kernels.h"
+
+namespace braze::cuda {
+namespace {
+
+constexpr int64_t kMaxIndex = INT_MAX - 1024;  // room for the last tile's overhang
+
+bool has_small_extents(const Conv2dArgs& args) {
+  const Conv2dShape& p = args.shape;
+  const ConvExtents e = conv_extents(args);
+  return std::max({e.m, e.n, e.k, p.h, p.w, p.p * p.stride_h + p.r * p.dilation_h,
+                   p.q * p.stride_w + p.s * p.dilation_w}) <= kMaxIndex;
+}
+
+// Whether 32-bit offsets reach every element of the operands, packed or not, and positions outside
+// the image too.
+bool has_small_offsets(const Conv2dArgs& args) {
+  const Conv2dShape& p = args.shape;
+  const auto small = [&](const Tensor4dRef& t, int64_t n, int64_t c, int64_t h, int64_t w) {
+    const int64_t rows = h + p.pad_h + p.r * p.dilation_h;
+    const int64_t columns = w + p.pad_w + p.s * p.dilation_w;
+    return std::max(n * h * w * (c + 8 * p.groups),
+                    n * t.n + c * t.c + rows * t.h + columns * t.w) < kMaxIndex / 2;
+  };
+  const Tensor4dRef &in = args.gathered, &other = args.other;
+  switch (args.pass) {
+    case Conv2dPass::kFprop:
+      return small(in, p.n, p.c, p.h, p.w) && small(other, p.k, p.c, p.r, p.s);
+    case Conv2dPass::kDgrad:
+      return small(in, p.n, p.k, p.p, p.q) && small(other, p.k, p.c, p.r, p.s);
+    case Conv2dPass::kWgrad: break;
+  }
+  return small(in, p.n, p.c, p.h, p.w) && small(other, p.n, p.k, p.p, p.q);
+}
+
+// Why a kernel cannot take the arguments, or nullptr.
+const char* direct_obstacle(const Conv2dArgs& args) {
+  return has_small_extents(args) ? nullptr : "it counts pixels and taps with 31 bits";
+}
+
+const char* gemm_obstacle(const Conv2dArgs& args) {
+  if (const char* why = direct_obstacle(args)) return why;
+  return has_small_offsets(args) ? nullptr : "it addresses tensors with 31 bits";
+}
+
+const char* simt_obstacle(const Conv2dArgs& args) {
+  if (const char* why = gemm_obstacle(args)) return why;
+  return size_of(args.shape.dtype) == 2 ? "it takes float32 and float64" : nullptr;
+}
+
+const char* mma_obstacle(const Conv2dArgs& args) {
+  if (const char* why = gemm_obstacle(args)) return why;
+  const DType dtype = args.shape.dtype;
+  if (dtype == DType::kFloat64) return "it takes float32 (as TF32), bfloat16 and float16";
+  if (dtype == DType::kFloat32 && !args.shape.allow_tf32) {
+    return "float32 inputs would be rounded to TF32, which is not allowed";
+  }
+  return nullptr;
+}
+
+const char* halo_obstacle(const Conv2dArgs& args) {
+  if (const char* why = direct_obstacle(args)) return why;
+  return halo::supports(args)
+             ? nullptr
+             : "it takes channels-last float32, bfloat16 and float16 tensors, stride and "
+               "dilation 1, one group, small filters (three columns in wgrad), and compute "
+               "capability 9.0";
+}
+
+struct Kernel {
+  KernelInfo info;
+  const char* (*obstacle)(const Conv2dArgs&);
+  void (*plan)(const Conv2dArgs&, Conv2dPlan*);
+  void (*run)(Stream, const Conv2dArgs&, const Conv2dPlan&, void* workspace);
+};
+
+constexpr Kernel kKernels[] = {
+    {{"conv2d", "direct", "float64 float32 bfloat16 float16", "sm_80+", true,
+      "one thread per pixel; few taps, few channels, depthwise"},
+     direct_obstacle,
+     plan_direct,
+     run_direct},
+    {{"conv2d", "implicit_gemm_simt", "float64 float32", "sm_80+", true,
+      "implicit GEMM on CUDA cores"},
+     simt_obstacle,
+     plan_simt,
+     run_simt},
+    {{"conv2d", "implicit_gemm_mma", "float32 bfloat16 float16", "sm_80+", true,
+      "implicit GEMM on tensor cores; float32 as TF32"},
+     mma_obstacle,
+     plan_mma,
+     run_mma},
+    {{"conv2d", "halo_wgmma", "float32 bfloat16 float16", "sm_90a", true,
+      "taps are shifted reads of one tile in shared memory; float32 as TF32 or in bf16 parts"},
+     halo_obstacle,
+     halo::plan,
+     halo::run},
+};
+constexpr int kCount = std::size(kKernels);
+constexpr int kDirect = kernel_number(kKernels, "direct"),
+              kSimt = kernel_number(kKernels, "implicit_gemm_simt"),
+              kMma = kernel_number(kKernels, "implicit_gemm_mma"),
+              kHalo = kernel_number(kKernels, "halo_wgmma");
+const KernelEntries kEntries(kKernels, kCount);
+
+// Tiles of 64 or more are wasted on thin products.
+bool is_thin(const Conv2dArgs& args) {
+  const ConvExtents e = conv_extents(args);
+  if (args.pass == Conv2dPass::kWgrad) return e.n <= 16 || e.m < 8;
+  return e.k <= 32 || e.n < 8;
+}
+
+// The fastest of our own.
+int choose(const Conv2dArgs& args) {
+  if (is_thin(args)) return kDirect;
+  for (const int kernel : {kHalo, kMma, kSimt}) {
+    if (!kKernels[kernel].obstacle(args)) return kernel;
+  }
+  return kDirect;
+}
+
+// Whether that is faster than cuDNN, as measured on an H200 (benchmarks/conv2d.py, batch 64 to
+// 8192).
+bool beats_cudnn(const Conv2dProblem& problem, int kernel) {
+  const Conv2dShape& s = problem.shape;
+  const bool is_channels_last = problem.x.c == 1 && s.c > 1, is_16_bit = size_of(s.dtype) == 2;
+  const bool wgrad = problem.pass == Conv2dPass::kWgrad;
+  const int64_t pixels = s.n * s.p * s.q;
+  // Few inputs per output: the direct kernels.
+  if (problem.pass != Conv2dPass::kDgrad && s.c / s.groups * s.r * s.s <= 32) return true;
+  if (s.groups > 1 || s.dtype == DType::kFloat64) return false;
+  const bool plain_fp32 = !is_16_bit && !s.allow_tf32;
+  // cuDNN's first choice for few pixels sums them one after the other: up to 50 times the error.
+  if (wgrad && plain_fp32 && pixels < 1 << 16 && s.c <= 256 && s.k <= 256) return true;
+  if (s.stride_h > 1 || s.stride_w > 1) return false;
+  if (s.c > 128 || s.k > 128) return false;  // not measured
+  // cuDNN's weight gradients split the sum over pixels badly.
+  if (wgrad) return is_channels_last || (!plain_fp32 && (!is_16_bit || pixels >= 1 << 16));
+  return is_channels_last && kernel == kHalo;
+}
+
+bool is_empty(const Conv2dArgs& args) {
+  const ConvExtents e = conv_extents(args);
+  return args.shape.groups * e.m * e.n == 0;
+}
+
+// Images that fit one run with 32-bit offsets: fprop and dgrad treat images one by one, wgrad sums
+// over them.
+int64_t images_at_once(Conv2dArgs args) {
+  if (args.pass == Conv2dPass::kWgrad) return args.shape.n;
+  while (args.shape.n > 1 && !(has_small_extents(args) && has_small_offsets(args))) {
+    args.shape.n = ceil_div(args.shape.n, 2);
+  }
+  return args.shape.n;
+}
+
+Conv2dArgs slice(const Conv2dArgs& args, int64_t first, int64_t count) {
+  Conv2dArgs part = args;
+  part.shape.n = count;
+  if (count == args.shape.n) return part;
+  const auto image = [&](const Tensor4dRef& t) {
+    return static_cast<char*>(const_cast<void*>(t.data)) + first * t.n * size_of(args.shape.dtype);
+  };
+  part.gathered.data = image(args.gathered);
+  part.out.data = image(args.out);
+  return part;
+}
+
+Conv2dPlan plan_part(const Conv2dArgs& args, int wish) {
+  Conv2dPlan plan;
+  plan.wish = wish;
+  plan.images = args.shape.n;
+  plan.kernel = wish == kAnyKernel ? choose(args) : wish;
+  const Kernel& kernel = kKernels[plan.kernel];
+  plan.obstacle = kernel.obstacle(args);
+  if (!plan.obstacle) kernel.plan(args, &plan);
+  return plan;
+}
+
+}  // namespace
+
+const KernelInfo* conv2d_kernel(int number) {
+  return number < kCount ? &kKernels[number].info : nullptr;
+}
+
+Conv2dPlan plan_conv2d(const Conv2dProblem& problem, int wish) {
+  const Conv2dArgs args = args_of(problem);
+  if (is_empty(args)) return {};
+  const Conv2dShape& s = problem.shape;
+  const int64_t images = images_at_once(args), rest = s.n % images;
+  Conv2dPlan plan = plan_part(slice(args, 0, images), wish);
+  if (images < s.n) {
+    plan.moment_sets = 0;
+    if (rest > 0) {
+      const Conv2dPlan last = plan_part(slice(args, s.n - rest, rest), wish);
+      plan.workspace_bytes = std::max(plan.workspace_bytes, last.workspace_bytes);
+      if (last.obstacle) plan.obstacle = last.obstacle;
+    }
+  }
+  if (wish != kAnyKernel || plan.obstacle) return plan;
+  plan.beats_library = beats_cudnn(problem, plan.kernel);
+  // Moments save a pass over the result: more than cuDNN is ahead anywhere.
+  plan.beats_library_with_moments = s.c <= 128 && s.k <= 128 && plan.moment_sets > 0;
+  // The Hopper kernel is far ahead of all that take contiguous fp32 as it is.
+  plan.pays_transposes = plan.beats_library && plan.kernel == kHalo && s.c >= 16 && s.k >= 16;
+  return plan;
+}
+
+void run_conv2d(Stream stream, const Conv2dProblem& problem, const Conv2dPlan& plan,
+                const void* bias, Moments* moments, void* workspace) {
+  const Conv2dArgs args = args_of(problem, bias, moments);
+  if (is_empty(args)) return;
+  const int64_t n = args.shape.n;
+  for (int64_t first = 0; first < n; first += plan.images) {
+    const Conv2dArgs part = slice(args, first, std::min(plan.images, n - first));
+    if (part.shape.n == plan.images) {
+      kKernels[plan.kernel].run(stream, part, plan, workspace);
+    } else {  // the last of several launches, of gigabytes each: it may be planned again
+      const Conv2dPlan last = plan_part(part, plan.wish);
+      kKernels[last.kernel].run(stream, part, last, workspace);
+    }
+  }
+}
+
+}  // namespace braze::cuda

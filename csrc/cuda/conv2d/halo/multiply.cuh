@@ -1,0 +1,85 @@
+// The products of halo/wgmma.cuh's kernel: a tile of inputs, read from another row on for each tap,
+// with the weights of all taps; on the tensor cores, and where parts do not add up on CUDA cores.
+#pragma once
+
+#include "split.cuh"
+#include "tiles.cuh"
+#include "weights.cuh"
+#include "cuda/common/wgmma.cuh"
+
+namespace braze::cuda::halo {
+
+// One result of a tile on CUDA cores, from the parts in shared memory: `position` in the tile,
+// `filter` in the block.
+__device__ __noinline__ float plain_sum(const Args& a, const unsigned char* weights,
+                                        int weight_tile, const unsigned char* planes,
+                                        int plane_bytes, int blocks, int position, int filter) {
+  float sum = 0;
+  for (int tap = 0; tap < a.r * a.s; ++tap) {
+    const int row = position + tap / a.s * a.pitch + tap % a.s;
+    for (int c = 0; c < a.c; ++c) {
+      const int block = c / 32;
+      sum += unsplit<3, 64>(weights + (tap * blocks + block) * 3 * weight_tile, weight_tile, filter,
+                            c % 32) *
+             unsplit<3, 64>(planes + block * 3 * plane_bytes, plane_bytes, row, c % 32);
+    }
+  }
+  return sum;
+}
+
+// acc (+)= W_tap X_tap over all taps and channel blocks, whose tiles of weights lie one behind the
+// other: `steps` of them, `blocks` for a tap. wait_for_weights(i) is called before the i-th is
+// read. In parts acc starts from zero, and each step's sum is added to it in fp32: the tensor
+// cores' truncating additions stay few.
+template <typename Op, typename L, int kPixels, int kPlanes, typename Wait>
+__device__ __forceinline__ void multiply_taps(float (&acc)[kPixels / 2], const Args& a,
+                                              uint64_t w_desc, uint64_t x_desc, int weight_tile,
+                                              int plane_bytes, int blocks, int steps,
+                                              const Wait& wait_for_weights) {
+  constexpr int kAcc = kPixels / 2;
+  [[maybe_unused]] float part_sum[kPlanes == 1 ? 1 : kAcc];
+  if constexpr (kPlanes > 1) {
+#pragma unroll
+    for (int v = 0; v < kAcc; ++v) acc[v] = 0;
+  }
+  for (int i = 0, tap_row = 0, s = 0, block = 0; i < steps; ++i) {
+    const int w_offset = i * kPlanes * weight_tile;
+    const int x_offset = block * kPlanes * plane_bytes + (tap_row + s) * L::kRowBytes;
+    if constexpr (kPlanes == 1) {
+      wait_for_weights(i);
+      wgmma_fence();
+#pragma unroll
+      for (int step = 0; step < L::kRowBytes; step += 32) {
+        Wgmma<Op, kPixels>::template run<0, 0>(acc, wgmma_advance(w_desc, w_offset + step),
+                                               wgmma_advance(x_desc, x_offset + step),
+                                               i + step > 0);
+      }
+      wgmma_commit();
+    } else {
+      using Pairs = PartPairs<kPlanes>;
+      wgmma_touch(part_sum);
+      wgmma_fence();
+#pragma unroll
+      for (int pair = 0; pair < Pairs::kCount; ++pair) {
+#pragma unroll
+        for (int step = 0; step < L::kRowBytes; step += 32) {
+          Wgmma<Op, kPixels>::template run<0, 0>(
+              part_sum, wgmma_advance(w_desc, w_offset + Pairs::first(pair) * weight_tile + step),
+              wgmma_advance(x_desc, x_offset + Pairs::second(pair) * plane_bytes + step),
+              pair + step > 0);
+        }
+      }
+      wgmma_commit();
+      wgmma_wait<0>();
+      wgmma_touch(part_sum);
+#pragma unroll
+      for (int v = 0; v < kAcc; ++v) acc[v] += part_sum[v];
+    }
+    if (++block == blocks) {
+      block = 0;
+      if (++s == a.s) s = 0, tap_row += a.pitch;
+    }
+  }
+}
+
+}  // namespace braze::cuda::halo

@@ -1,0 +1,251 @@
+// Convolution with stride 1 on Hopper's tensor cores, fprop and dgrad: an implicit GEMM that never
+// gathers. Input channels last.
+//
+// A tile of input pixels, its rows `pitch` pixels apart and its halo included, is copied to shared
+// memory once (TMA supplies the zero padding). Seen as one sequence of pixels, filter tap (r, s) is
+// a shift by r * pitch + s, the same for every output, and a shared-memory descriptor may start at
+// any pixel: so for each tap the tensor cores read the same copy from another row on. Each input
+// element comes from global memory about once, and no address is computed per element. The zeros
+// right of a row are those left of the next one, the zeros below an image those above the next.
+//
+// D (64 filters x kPixels pixels) += W_tap (64 x C) X_tap (C x kPixels). Filters are the rows of
+// the accumulator, so that batch statistics are sums along a thread's own registers. The weights of
+// all taps stay in shared memory. Positions that are padding are computed and not stored.
+//
+// fp32 at fp32 accuracy: both operands are split into three bf16 parts that add up to the value
+// (8 + 8 + 8 bits of significand), and the six products of parts that matter are summed. A consumer
+// splits its tile while the other one multiplies. Each tap's sum is added to an fp32 register of
+// its own, so that the tensor cores' truncating additions stay few. Tiles with infinities or NaN,
+// whose parts would not add up, are computed on CUDA cores.
+#pragma once
+
+#include "epilogue.cuh"
+#include "multiply.cuh"
+#include "parts.cuh"
+#include "store.cuh"
+#include "weights.cuh"
+#include "cuda/common/numeric.cuh"
+#include "cuda/common/tma.cuh"
+#include "cuda/common/wgmma.cuh"
+
+namespace braze::cuda::halo {
+
+constexpr int kThreads = kConsumers * 128 + 32;
+
+template <typename T, int kPixels, int kChannelBlock, int kPlanes>
+__global__ void __launch_bounds__(kThreads, 1)
+    conv_kernel(const __grid_constant__ CUtensorMap x_map,
+                const __grid_constant__ CUtensorMap w_map,
+                const __grid_constant__ CUtensorMap y_map, const __grid_constant__ Args a,
+                const T* w, const T* bias, T* __restrict__ y, Moments* __restrict__ moments) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL  // as has_wgmma() asks
+  using Op = operand_t<T, kPlanes>;
+  using L = Layout<Op, kChannelBlock, kPlanes>;
+  using Raw = Layout<T, kChannelBlock>;     // as TMA writes it
+  constexpr bool kStaged = sizeof(T) == 2;  // output through shared memory and TMA
+  constexpr int kAcc = kPixels / 2;
+  extern __shared__ unsigned char shared_bytes[];
+  // Swizzled rows are found by absolute address, whose pattern repeats every 1024 bytes.
+  unsigned char* shared = shared_bytes + (-shared_address(shared_bytes) & 1023);
+  __shared__ TileRing<kConsumers> ring;
+  __shared__ uint64_t weights_full[kMaxWeightTiles];
+  // Of a position's output in its tile, or -1.
+  __shared__ alignas(8) int offsets[kConsumers][kPixels];
+  // Whether weights have infinities or NaN, or a consumer's tile; two in turn.
+  __shared__ int special_weights, special_tile[kConsumers][2];
+
+  const int blocks = L::blocks(a), plane_bytes = L::plane_bytes(a);
+  const int raw_plane_bytes = Raw::plane_bytes(a), stage_bytes = Raw::stage_bytes(a);
+  const int weight_tile = L::weight_tile(a), steps = a.r * a.s * blocks;
+  unsigned char* stages = shared + L::weight_bytes(a);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int k0 = blockIdx.y * kFilters;
+
+  ring.init(a.stages);
+  if (threadIdx.x == 0) {
+    if (a.copy_weights) {
+      for (int i = 0; i < steps; ++i) mbarrier_init(&weights_full[i], 1);
+      mbarrier_init_fence();
+      prefetch_tensor_map(&w_map);
+    }
+    prefetch_tensor_map(&x_map);
+    if (kStaged) prefetch_tensor_map(&y_map);
+  }
+  const int loaded = a.load_rows * a.tile_images * a.pitch;
+  unsigned char* operands = kPlanes == 1 ? stages : stages + a.stages * stage_bytes;
+  const int operand_planes = blocks * (kPlanes == 1 ? a.stages : kConsumers * kPlanes);
+  zero_behind<L::kRowBytes>(loaded, operands, operand_planes, plane_bytes, kThreads / 32);
+  if (threadIdx.x == 0) special_weights = 0;
+  if (threadIdx.x < 2 * kConsumers) special_tile[threadIdx.x / 2][threadIdx.x % 2] = 0;
+  // From a shuffle the compiler learns that it is the same in all of a warp, as descriptors must
+  // be.
+  const int group = __shfl_sync(~0u, warp / 4, 0), thread = threadIdx.x % 128;
+  // Which positions of a tile are outputs, and where they go.
+  const auto set_offsets = [&](int rows_left, int images_left) {
+    for (int i = thread; i < kPixels; i += 128) {
+      offsets[group][i] = output_offset(a, i, rows_left, images_left);
+    }
+  };
+  if (group < kConsumers) set_offsets(a.tile_rows, a.tile_images);
+  fence_async_proxy();
+  __syncthreads();
+  if (!a.settled_weights) wait_for_earlier_kernels();
+
+  if (warp == kConsumers * 4) {
+    if (lane != 0) return;
+    const auto copy_weights = [&] {
+      for (int i = 0; i < steps; ++i) {
+        const int tap = i / blocks, block = i - tap * blocks;
+        mbarrier_expect(&weights_full[i], weight_tile);
+        tma_load_4d(&w_map, &weights_full[i], shared_address(shared + i * weight_tile),
+                    block * kChannelBlock, tap % a.s, tap / a.s, k0);
+      }
+    };
+    if (a.settled_weights) {
+      if (a.copy_weights) copy_weights();
+      wait_for_earlier_kernels();
+    }
+    for (int j = 0, tile = blockIdx.x; tile < a.tiles; ++j, tile += gridDim.x) {
+      const int stage = j % a.stages;
+      uint64_t* const full = ring.begin(j, a.stages);
+      mbarrier_expect(full, blocks * loaded * Raw::kRowBytes);
+      copy_tile<kChannelBlock>(&x_map, full, stages + stage * stage_bytes, a, tile, blocks,
+                               raw_plane_bytes);
+      if (j == 0 && a.copy_weights && !a.settled_weights) copy_weights();
+    }
+    return;
+  }
+
+  if (!a.copy_weights) {
+    if (load_weights<T, kChannelBlock, kPlanes>(a, w, k0, shared)) special_weights = 1;
+    fence_async_proxy();
+    named_barrier(1, kConsumers * 128);
+  }
+  if (a.settled_weights) wait_for_earlier_kernels();
+
+  // Consumers: the two warpgroups take turns, so that one's epilogue hides behind the other's MMAs.
+  unsigned char* out = stages + a.stages * stage_bytes +
+                       (kPlanes == 1 ? 0 : kConsumers * L::stage_bytes(a)) +
+                       group * (kStaged ? kPixels * 128 : 4 * kTurnBytes);
+  const int row = (warp % 4) * 16 + lane / 4;  // of the accumulator: this filter and the one 8 on
+  float bias_values[2] = {};
+  if (bias) {
+    for (int i = 0; i < 2; ++i) {
+      if (k0 + row + 8 * i < a.k) bias_values[i] = convert<float>(bias[k0 + row + 8 * i]);
+    }
+  }
+  int count = 0, rows_left_before = a.tile_rows, images_left_before = a.tile_images;
+  Accumulator row_moments[2];
+  static_assert(kPixels / 4 <= 64);  // bits
+  uint64_t valid = 0;  // bit i: this thread's position 8 * (i / 2) + 2 * (lane % 4) + i % 2
+  const auto set_valid = [&] {
+    valid = 0;
+#pragma unroll
+    for (int i = 0; i < kPixels / 4; i += 2) {
+      const int2 o = *reinterpret_cast<const int2*>(&offsets[group][i * 4 + lane % 4 * 2]);
+      valid |= static_cast<uint64_t>((o.x >= 0) + 2 * (o.y >= 0)) << i;
+    }
+  };
+  set_valid();
+  float acc[kAcc];
+
+  for (int j = group, tile = blockIdx.x + group * gridDim.x, turn = 0; tile < a.tiles;
+       j += kConsumers, tile += kConsumers * gridDim.x, turn ^= 1) {
+    const auto [image, first_row, rows_left, images_left] = place_of(a, tile);
+    if (rows_left != rows_left_before || images_left != images_left_before) {
+      rows_left_before = rows_left, images_left_before = images_left;
+      named_barrier(2 + group, 128);  // nobody reads the old offsets
+      set_offsets(rows_left, images_left);
+      named_barrier(2 + group, 128);
+      set_valid();
+    }
+
+    const int stage = j % a.stages;
+    ring.wait(j, a.stages);
+    unsigned char* tile_operands = stages + stage * stage_bytes;
+    if constexpr (kPlanes > 1) {
+      tile_operands = operands + group * L::stage_bytes(a);
+      split_tile<kPlanes, L::kRowBytes>(
+          ring, j, a.stages, stages + stage * stage_bytes, tile_operands,
+          {blocks, loaded, raw_plane_bytes, raw_plane_bytes, plane_bytes}, 2 + group,
+          special_tile[group], turn);
+    }
+    wgmma_touch(acc);
+    const uint64_t w_desc = wgmma_descriptor<L::kRowBytes>(shared_address(shared));
+    const uint64_t x_desc = wgmma_descriptor<L::kRowBytes>(shared_address(tile_operands));
+    if (kPlanes > 1 && (special_weights || special_tile[group][turn])) {
+#pragma unroll
+      for (int i = 0; i < kAcc; ++i) {
+        acc[i] = plain_sum(a, shared, weight_tile, tile_operands, plane_bytes, blocks,
+                           i / 4 * 8 + lane % 4 * 2 + i % 2, row + i / 2 % 2 * 8);
+      }
+    } else {
+      multiply_taps<Op, L, kPixels, kPlanes>(acc, a, w_desc, x_desc, weight_tile, plane_bytes,
+                                             blocks, steps, [&](int i) {
+                                               if (a.copy_weights && j == group)
+                                                 mbarrier_wait(&weights_full[i], 0);
+                                             });
+    }
+    wgmma_wait<0>();
+    wgmma_touch(acc);
+    if (kStaged && thread == 0) tma_store_wait_read<0>();
+    named_barrier(2 + group, 128);  // all have read this tile, and `out` is free
+    if (kPlanes == 1 && thread == 0) ring.release(j, a.stages);
+
+    if (bias) {
+#pragma unroll
+      for (int i = 0; i < kAcc; ++i) acc[i] += bias_values[i / 2 % 2];
+    }
+    if (moments && j == group) {  // position 0 is an output
+      row_moments[0].shift = __shfl_sync(~0u, convert<float>(convert<T>(acc[0])), lane & ~3);
+      row_moments[1].shift = __shfl_sync(~0u, convert<float>(convert<T>(acc[2])), lane & ~3);
+    }
+    if (moments) count += __popcll(valid);
+    // Of what is stored: a channel of one value then has that mean, and no variance.
+    const auto add_moments = [&](int i, const float(&v)[4]) {  // of accumulators i to i + 3
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        if (valid >> (i / 2 + e) & 1) {
+          row_moments[0].add(v[e]);
+          row_moments[1].add(v[2 + e]);
+        }
+      }
+    };
+    if constexpr (kStaged) {
+      stage_results<T, kPixels>(acc, out, moments != nullptr, add_moments);
+      fence_async_proxy();
+      named_barrier(2 + group, 128);
+      if (thread == 0) {
+        tma_store_4d(&y_map, shared_address(out), k0, 0, first_row, image);
+        tma_store_commit();
+      }
+    } else {
+      if (moments) {
+#pragma unroll
+        for (int i = 0; i < kAcc; i += 4) {
+          add_moments(i, {acc[i], acc[i + 1], acc[i + 2], acc[i + 3]});
+        }
+      }
+      T* to = y + image * a.y_n + first_row * a.y_h;
+      if (a.wide_stores) {
+        store_wide<kPixels>(acc, a, offsets[group], k0, out, to);
+      } else {
+        store_single<kPixels>(acc, a, offsets[group], k0 + row, to);
+      }
+    }
+  }
+  if (moments) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const Moments merged = merge_quad(row_moments[half], count);
+      const int k = k0 + row + 8 * half;
+      if (lane % 4 == 0 && k < a.k) {
+        moments[(int64_t{k} * gridDim.x + blockIdx.x) * kConsumers + group] = merged;
+      }
+    }
+  }
+  if (kStaged && thread == 0) tma_store_wait_read<0>();
+#endif
+}
+
+}  // namespace braze::cuda::halo

@@ -1,0 +1,155 @@
+// Forward of conv_bn_relu2d.h: one pass that normalises and pools.
+#include "bn_pool.cuh"
+#include "launchers/common/registry.h"
+
+namespace braze::cuda {
+namespace {
+
+// y = (z - center) * scale + shift, [c] each.
+template <typename A>
+struct Coefficients {
+  const A* center;
+  const A* scale;
+  const A* shift;
+};
+
+constexpr int kPlaneUnrollForward = 4;
+
+template <typename T, int V, bool kVector>
+__global__ void __launch_bounds__(kBnPoolThreads)
+    pool_planes_kernel(const T* z, T* __restrict__ y, uint32_t* __restrict__ codes, int64_t steps,
+                       BnPoolSplit split, FastDiv channels, BnPoolGeometry geometry,
+                       Coefficients<acc_t<T>> k) {
+  wait_for_earlier_kernels();
+  using A = acc_t<T>;
+  constexpr int U = kPlaneUnrollForward;
+  const int64_t first = blockIdx.x * int64_t{kBnPoolThreads * U} + threadIdx.x;
+  Vec<T, 2 * V> top[U], bottom[U];
+  A center[U], scale[U], shift[U];
+#pragma unroll
+  for (int u = 0; u < U; ++u) {
+    const int64_t step = first + u * kBnPoolThreads;
+    if (step >= steps) break;
+    int64_t plane;
+    int row, column, group, channel;
+    split(step, &plane, &row, &column, &group);
+    const T* corner = z + geometry.input(plane, 2 * row, 2 * V * column);
+    top[u] = load_pairs<V, kVector>(corner, true);
+    bottom[u] = load_pairs<V, kVector>(corner + geometry.w, true);
+    channels.div(static_cast<int>(plane), channel);
+    center[u] = k.center[channel];
+    scale[u] = k.scale[channel];
+    shift[u] = k.shift[channel];
+  }
+#pragma unroll
+  for (int u = 0; u < U; ++u) {
+    const int64_t step = first + u * kBnPoolThreads;
+    const bool valid = step < steps;
+    uint32_t bits = 0;
+    if (valid) {
+      Vec<T, V> result;
+#pragma unroll
+      for (int v = 0; v < V; ++v) {
+        const T window[4] = {top[u].v[2 * v], top[u].v[2 * v + 1], bottom[u].v[2 * v],
+                             bottom[u].v[2 * v + 1]};
+        A values[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          values[i] = (convert<A>(window[i]) - center[u]) * scale[u] + shift[u];
+        }
+        uint32_t code;
+        result.v[v] = convert<T>(pool_window(values, &code));
+        bits |= code << (4 * v);
+      }
+      store_vec(y + step * V, result);
+    }
+    store_codes<V>(codes, step * V, valid, bits);
+  }
+}
+
+template <typename T, int N>
+__global__ void __launch_bounds__(kBnPoolThreads)
+    pool_pixels_kernel(const T* z, T* __restrict__ y, uint32_t* __restrict__ codes, int64_t steps,
+                       BnPoolSplit split, BnPoolGeometry geometry, Coefficients<acc_t<T>> k) {
+  settle_earlier_kernels();
+  using A = acc_t<T>;
+  const int64_t step = blockIdx.x * int64_t{kBnPoolThreads} + threadIdx.x;
+  const bool valid = step < steps;
+  uint32_t bits = 0;
+  if (valid) {
+    int64_t image;
+    int row, column, group;
+    split(step, &image, &row, &column, &group);
+    const T* corner = z + geometry.input(image, 2 * row, 2 * column) + int64_t{group} * N;
+    const int64_t right = geometry.depth, down = geometry.w * geometry.depth;
+    const Vec<T, N> window[4] = {load_vec<N>(corner), load_vec<N>(corner + right),
+                                 load_vec<N>(corner + down), load_vec<N>(corner + down + right)};
+    const int64_t channel = int64_t{group} * N;
+    const Vec<A, N> center = load_vec<N>(k.center + channel);
+    const Vec<A, N> scale = load_vec<N>(k.scale + channel);
+    const Vec<A, N> shift = load_vec<N>(k.shift + channel);
+    Vec<T, N> result;
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      A values[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        values[i] = (convert<A>(window[i].v[j]) - center.v[j]) * scale.v[j] + shift.v[j];
+      }
+      uint32_t code;
+      result.v[j] = convert<T>(pool_window(values, &code));
+      bits |= code << (4 * j);
+    }
+    geometry.store_pooled(y, image, row, column, channel, result);
+  }
+  store_codes<N>(codes, step * N, valid, bits);
+}
+
+const KernelEntry kEntry({"bn_relu2d", "bn_pool", "float64 float32 bfloat16 float16", "sm_80+",
+                          true,
+                          "normalises and pools in one pass; 4-bit codes for the backward pass"});
+
+}  // namespace
+
+bool bn_pool_turns(const BnPoolShape& shape) {
+  return shape.channels_last && shape.pooled() <= int64_t{1} << 20;
+}
+
+void bn_pool_forward(Stream stream, const BnPoolShape& shape, const void* z,
+                     const BatchNormStatistics& statistics, void* y, uint32_t* codes) {
+  const cudaStream_t s = as_cuda(stream);
+  dispatch(shape.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    using A = acc_t<T>;
+    const T* in = static_cast<const T*>(z);
+    T* out = static_cast<T*>(y);
+    const BnPoolGeometry geometry(shape);
+    const Coefficients<A> k{static_cast<const A*>(statistics.mean),
+                            static_cast<const A*>(statistics.scale),
+                            static_cast<const A*>(statistics.shift)};
+    if (shape.channels_last) {
+      with_channels<T>(shape, {z, y, k.center, k.scale, k.shift}, [&](auto width) {
+        constexpr int N = decltype(width)::value;
+        const int64_t steps = shape.pooled() / N;
+        const auto blocks = static_cast<unsigned int>(ceil_div(steps, kBnPoolThreads));
+        launch_early(pool_pixels_kernel<T, N>, blocks, kBnPoolThreads, 0, s, in, out, codes, steps,
+                     BnPoolSplit(shape.c / N, shape.q(), shape.p()), geometry, k);
+      });
+      note_settling_kernel(stream, {{y, shape.pooled() * size_of(shape.dtype)},
+                                    {codes, bn_pool_code_words(shape) * int64_t{4}}});
+    } else {
+      with_windows<T>(shape, {z}, {y}, [&](auto windows, auto vector) {
+        constexpr int V = decltype(windows)::value;
+        const int64_t steps = shape.pooled() / V;
+        const auto blocks = static_cast<unsigned int>(
+            ceil_div(steps, int64_t{kBnPoolThreads} * kPlaneUnrollForward));
+        launch_early(pool_planes_kernel<T, V, decltype(vector)::value>, blocks, kBnPoolThreads, 0,
+                     s, in, out, codes, steps, BnPoolSplit(1, shape.q() / V, shape.p()),
+                     FastDiv(shape.c), geometry, k);
+      });
+    }
+  });
+  check_launch("bn_relu2d");
+}
+
+}  // namespace braze::cuda

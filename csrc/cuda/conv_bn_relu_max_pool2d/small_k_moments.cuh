@@ -1,0 +1,242 @@
+// Moments of the input patches (conv_bn_relu_max_pool2d.h).
+//
+// With v the window under a 2x2 square of convolution outputs, the sum of v v' over all squares
+// holds every product of two taps at each of the four positions: a quarter of the products that
+// patches need, and a plain matrix product, for which the fp64 tensor cores (mma.m8n8k4, sm_80+)
+// take their two operands from the same register. Rows or columns of outputs that are left over at
+// an odd extent are squares of which only some positions count; they are summed by launches of
+// their own.
+#pragma once
+
+#include <vector>
+
+#include "cuda/common/cluster.cuh"
+#include "cuda/common/mma.cuh"
+#include "small_k.cuh"
+
+namespace braze::cuda::small_k {
+
+constexpr int kMomentThreads = 128, kMomentWarps = kMomentThreads / 32;
+constexpr int kMomentBlocks = 4;  // of a multiprocessor
+constexpr int kDumpTiles = 4;     // tiles of sums that a block adds up at a time
+
+template <typename Tp>
+struct MomentTiles {
+  static constexpr int kTiles = (Tp::kWin + 7) / 8;            // of 8 window elements
+  static constexpr int kProducts = kTiles * (kTiles + 1) / 2;  // the upper triangle
+};
+
+// The double at that address in shared memory, or 0 where `inside` is negative. Assembler: at a
+// load under a condition the compiler works out anew where the block's shared memory begins.
+__device__ __forceinline__ double load_shared(uint32_t address, int inside) {
+  double value;
+  asm volatile(
+      "{\n"
+      ".reg .pred inside;\n"
+      "setp.ge.s32 inside, %2, 0;\n"
+      "mov.f64 %0, 0d0000000000000000;\n"
+      "@inside ld.shared.f64 %0, [%1];\n"
+      "}"
+      : "=d"(value)
+      : "r"(address), "r"(inside)
+      : "memory");
+  return value;
+}
+
+// Squares of outputs of which the same positions exist, and the blocks that take them. The blocks
+// of a cluster leave one set of moments.
+struct MomentPart {
+  Tiling tiling;
+  bool right, below;  // whether those positions exist
+  int blocks, cluster;
+
+  int sets() const { return blocks / cluster; }
+  int shared_bytes(int channels) const {
+    return std::max(kMomentWarps * kDumpTiles * 64, 2 * tiling.staged(channels)) *
+           static_cast<int>(sizeof(double));
+  }
+};
+
+// Whole squares first; then, where an extent is odd, those cut off at the right, at the bottom, or
+// both.
+inline std::vector<MomentPart> moment_parts(const SmallKShape& a) {
+  const int p = static_cast<int>(a.p), q = static_cast<int>(a.q), multiprocessors = sm_count();
+  const int cluster = runs_sm90_code() ? kMaxCluster : 1;
+  std::vector<MomentPart> parts;
+  for (int i = 0; i < 4; ++i) {
+    const bool right = i % 2 == 0, below = i / 2 == 0;
+    if ((!right && q % 2 == 0) || (!below && p % 2 == 0)) continue;
+    const Squares squares{below ? 0 : p - 1, right ? 0 : q - 1, below ? p / 2 : 1,
+                          right ? q / 2 : 1};
+    const Tiling tiling(a, squares, wanted_tiles(1), sizeof(double));
+    const int blocks = std::min({tiling.tiles, kMomentBlocks * multiprocessors,
+                                 static_cast<int>(kSmallKMostSets) / 4 * cluster});
+    parts.push_back(
+        {tiling, right, below, static_cast<int>(ceil_div(blocks, cluster)) * cluster, cluster});
+  }
+  return parts;
+}
+
+// Leaves the sums of p_i and of p_i p_j (j >= i) of each cluster's squares in
+// sums[set][kMoments]. The work of block `index` of part.blocks, kMomentThreads each, of the pixels
+// that make_pixels() gives once earlier kernels are done.
+template <typename Tp, typename MakePixels>
+__device__ __forceinline__ void sum_moments(const MomentPart& part, int index,
+                                            const MakePixels& make_pixels, double* sums_of_sets) {
+  using M = MomentTiles<Tp>;
+  const Tiling& tiling = part.tiling;
+  extern __shared__ double staged[];
+  // Where the squares' windows begin in a buffer, in bytes; negative: no square.
+  __shared__ int corners[2][kMaxTileSquares];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+
+  constexpr int kBytes = sizeof(double);
+  uint32_t place[M::kTiles];  // of the window elements 8i + lane / 4
+#pragma unroll
+  for (int i = 0; i < M::kTiles; ++i) {
+    const int e = 8 * i + lane / 4;
+    const int offset = e < Tp::kWin ? staged_offset<Tp>(tiling, e) : 0;  // others are never picked
+    place[i] = static_cast<uint32_t>(__cvta_generic_to_shared(staged + offset));
+  }
+  double products[M::kProducts][2] = {};
+  double sums[M::kTiles] = {};
+  int2 extent{}, other_extent{};  // of the tiles that `corners` is for, this buffer's and the other
+  const int set = index / part.cluster, size = tiling.staged(Tp::C);
+  wait_for_earlier_kernels();
+  InputLoader<Tp, decltype(make_pixels()), 8> loader(tiling, make_pixels());
+  if (index < tiling.tiles) loader.load(Tile(tiling, index));
+  for (int buffer = 0; index < tiling.tiles; index += part.blocks) {
+    const Tile tile(tiling, index);
+    double* const input = staged + buffer * size;
+    if (extent.x != tile.rows || extent.y != tile.columns) {
+      extent = {tile.rows, tile.columns};
+      for (int square = threadIdx.x; square < kMaxTileSquares; square += kMomentThreads) {
+        int in_plane, corner;
+        const bool valid = tile.locate(tiling, square, &in_plane, &corner);
+        corners[buffer][square] = valid ? corner * kBytes : -1;
+      }
+    }
+    loader.store(tile, [&](int i, auto value) { input[i] = convert<double>(value); });
+    const int next = index + part.blocks;
+    if (next < tiling.tiles) loader.load(Tile(tiling, next));
+    __syncthreads();  // one a tile: the next one goes to the other buffer
+    // Four squares a step, one to each of the lanes that differ in lane % 4.
+    const int squares = tiling.rows * tiling.columns, from = buffer * size * kBytes;
+#pragma unroll 4
+    for (int square = 4 * warp; square < squares; square += 4 * kMomentWarps) {
+      const int corner = corners[buffer][square + lane % 4];
+      double v[M::kTiles];
+#pragma unroll
+      for (int i = 0; i < M::kTiles; ++i) {
+        v[i] = load_shared(place[i] + from + corner, corner);
+        sums[i] += v[i];
+      }
+      int product = 0;
+#pragma unroll
+      for (int i = 0; i < M::kTiles; ++i) {
+#pragma unroll
+        for (int j = i; j < M::kTiles; ++j, ++product) mma_m8n8(products[product], v[i], v[j]);
+      }
+    }
+    buffer ^= 1;
+    const int2 previous = extent;
+    extent = other_extent;
+    other_extent = previous;
+  }
+
+  // The block's sums, warp after warp in a fixed order, some tiles at a time. The sums of the
+  // elements are one more tile.
+  constexpr int kExtent = 8 * M::kTiles;
+  __shared__ double gram[kExtent][kExtent + 1];  // the last column: sums of the elements
+  double* const dump = staged;                   // [warps][kDumpTiles][64]
+#pragma unroll
+  for (int first = 0; first <= M::kProducts; first += kDumpTiles) {
+    __syncthreads();
+    double* const mine = dump + warp * kDumpTiles * 64;
+#pragma unroll
+    for (int tile = 0; tile < kDumpTiles; ++tile) {
+      if (first + tile < M::kProducts) {
+        mine[64 * tile + 2 * lane] = products[first + tile][0];
+        mine[64 * tile + 2 * lane + 1] = products[first + tile][1];
+      } else if (first + tile == M::kProducts) {
+#pragma unroll
+        for (int i = 0; i < M::kTiles; ++i) {  // a lane has summed one square in four
+          double sum = sums[i];
+          sum += __shfl_xor_sync(~0u, sum, 1);
+          sum += __shfl_xor_sync(~0u, sum, 2);
+          if (lane % 4 == 0) mine[64 * tile + 8 * i + lane / 4] = sum;
+        }
+      }
+    }
+    __syncthreads();
+#pragma unroll
+    for (int part = 0; part < kDumpTiles * 64; part += kMomentThreads) {
+      const int at = part + static_cast<int>(threadIdx.x), entry = at % 64;
+      int j = first + at / 64, i = 0;
+      const bool elements = j == M::kProducts;
+      if (j > M::kProducts || (elements && entry >= kExtent)) continue;
+      double total = 0;
+#pragma unroll
+      for (int v = 0; v < kMomentWarps; ++v) total += dump[v * kDumpTiles * 64 + at];
+      while (j >= M::kTiles - i && !elements) j -= M::kTiles - i++;
+      if (elements) {
+        gram[entry][kExtent] = total;
+      } else {
+        gram[8 * i + entry / 8][8 * (i + j) + entry % 8] = total;
+      }
+    }
+  }
+  __syncthreads();
+
+  // From windows to patches: each position that exists sees the window from another corner on.
+  __shared__ double moments[Tp::kMoments];
+  for (int m = threadIdx.x; m < Tp::K * (Tp::K + 1); m += kMomentThreads) {
+    const int row = m % Tp::K, column = m / Tp::K - 1;  // column -1: the sum of p_row
+    if (column >= 0 && column < row) continue;
+    double total = 0;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if ((j % 2 && !part.right) || (j / 2 && !part.below)) continue;
+      const int e = Tp::in_window(row) + Tp::shift(j);
+      total += gram[e][column < 0 ? kExtent : Tp::in_window(column) + Tp::shift(j)];
+    }
+    moments[column < 0 ? row : Tp::pair(row, column)] = total;
+  }
+
+  // The cluster's blocks in their order.
+  const int cluster = part.cluster;
+  const auto sync = [&] {
+    if (cluster > 1) {
+      cluster_sync();
+    } else {
+      __syncthreads();
+    }
+  };
+  sync();
+  if (blockIdx.x % cluster == 0) {
+    double* const to = sums_of_sets + int64_t{set} * Tp::kMoments;
+    for (int m = threadIdx.x; m < Tp::kMoments; m += kMomentThreads) {
+      double total = 0;
+#pragma unroll
+      for (int rank = 0; rank < kMaxCluster; ++rank) {
+        if (rank < cluster) total += in_cluster(moments, rank)[m];
+      }
+      to[m] = total;
+    }
+  }
+  sync();  // no block may leave before its sums are read
+}
+
+// Counts the batch, where `batches` is not null.
+template <typename Tp, typename T>
+__global__ void __launch_bounds__(kMomentThreads)
+    moments_kernel(const __grid_constant__ MomentPart part, const T* x, double* sums,
+                   int64_t* batches) {
+  const auto pixels = [&] {
+    if (batches && blockIdx.x == 0 && threadIdx.x == 0) *batches += 1;
+    return TensorPixels<T>(part.tiling, x);
+  };
+  sum_moments<Tp>(part, static_cast<int>(blockIdx.x), pixels, sums);
+}
+
+}  // namespace braze::cuda::small_k

@@ -1,0 +1,246 @@
+// Rung 14: fp32 at fp32's accuracy on the tensor cores.
+//
+// Every value is the sum of three bf16 parts (8 + 8 + 8 bits of significand), written once to three
+// planes in workspace; bf16 has fp32's exponents, so nothing has to be scaled. Of the nine products
+// of parts the six that reach fp32's last bit are summed, smallest first: six bf16 products, at
+// twice TF32's rate each, and exact. The tensor cores truncate when they add, so that long sums
+// would drift: a stage's sum starts from zero and is added to an fp32 register of its own, rounded
+// to nearest. Tiles with an infinity or NaN, whose parts would not add up, go to CUDA cores.
+// Method: splitting after Ootomo and Yokota (arXiv 2203.03341), who use fp16 or TF32 parts.
+#pragma once
+
+#include "cuda/matmul/hopper/pipeline.cuh"
+#include "cuda/conv2d/halo/split.cuh"
+
+namespace braze::cuda::hopper {
+
+constexpr int kPlanes = 3;
+
+template <int kCluster_>
+struct SplitTile {
+  using T = __nv_bfloat16;
+  static constexpr int kRows = 128, kColumns = 128, kStages = 2, kCluster = kCluster_;
+  static constexpr int kConsumers = 2, kThreads = (kConsumers + 1) * 128;
+  static constexpr int kDepth = 64;
+  static constexpr int kRowPlane = kRows * kSwizzle, kColumnPlane = kColumns * kSwizzle;
+  static constexpr int kRowBytes = kPlanes * kRowPlane;
+  static constexpr int kStageBytes = kRowBytes + kPlanes * kColumnPlane;
+  static constexpr int kSharedBytes = 1024 + kStages * kStageBytes;
+};
+
+// The matrices before they were split, and which blocks of 128 rows or columns hold infinities or
+// NaN (by batch, if the operand has one).
+struct SplitOperand {
+  const float* data;
+  int64_t batch, outer, depth;  // strides
+  const int* special;
+  int blocks;
+};
+struct SplitArgs : Args {
+  SplitOperand row, column;
+  int depth, batch;
+  int splits;  // in how many parts the depth is summed
+  FastDiv by_splits;
+  float* partial;  // [split][batch][row][column] if what follows adds up the parts, or nullptr
+};
+
+template <typename Tile>
+__device__ __forceinline__ bool is_special(const SplitArgs& a, const Place& p) {
+  const int batch = a.column_batch ? p.batch : 0;
+  bool special = a.column.special[batch * a.column.blocks + p.column] != 0;
+  const int* const rows = a.row.special + (a.row_batch ? p.batch : 0) * a.row.blocks;
+  for (int i = p.row * Tile::kCluster; i < (p.row + 1) * Tile::kCluster; ++i) {
+    special |= i < a.row.blocks && rows[i] != 0;
+  }
+  return special;
+}
+
+// One element of the product on CUDA cores, over depths [first, last).
+__device__ __noinline__ float plain_sum(const SplitArgs& a, int batch, int row, int column,
+                                        int first, int last) {
+  if (row >= a.rows || column >= a.columns) return 0;
+  const float* x = a.row.data + batch * a.row.batch + row * a.row.outer;
+  const float* y = a.column.data + batch * a.column.batch + column * a.column.outer;
+  float sum = 0;
+  for (int d = first; d < last; ++d) sum += x[d * a.row.depth] * y[d * a.column.depth];
+  return sum;
+}
+
+struct PartPlace : Place {
+  int split;
+};
+__device__ __forceinline__ PartPlace part_of(const SplitArgs& a, int tile) {
+  PartPlace p{place_of(a, tile), 0};
+  p.batch = a.by_splits.div(p.batch, p.split);
+  if (a.splits > 1) {
+    p.first = static_cast<int>(int64_t{a.depth_tiles} * p.split / a.splits);
+    p.last = static_cast<int>(int64_t{a.depth_tiles} * (p.split + 1) / a.splits);
+  }
+  return p;
+}
+
+template <typename Tile, int kRowMajor, int kColumnMajor>
+__device__ __forceinline__ void produce_parts(const CUtensorMap* row_map,
+                                              const CUtensorMap* column_map, const SplitArgs& a,
+                                              uint32_t stages, uint64_t* full, uint64_t* empty) {
+  using T = typename Tile::T;
+  constexpr int kCluster = Tile::kCluster, kShare = Tile::kColumns / kCluster;
+  const int rank = kCluster > 1 ? static_cast<int>(cluster_rank()) : 0;
+  Cursor<Tile::kStages> at;
+  for (int tile = blockIdx.x / kCluster; tile < a.tiles; tile += gridDim.x / kCluster) {
+    const PartPlace p = part_of(a, tile);
+    if (is_special<Tile>(a, p)) continue;
+    const int row = (p.row * kCluster + rank) * Tile::kRows;
+    const int column = p.column * Tile::kColumns + rank * kShare;
+    for (int d = p.first; d < p.last; ++d, at.next()) {
+      mbarrier_wait(&empty[at.stage], at.phase ^ 1);
+      mbarrier_expect(&full[at.stage], Tile::kStageBytes);
+      const uint32_t rows = stages + at.stage * Tile::kStageBytes;
+      const uint32_t columns = rows + Tile::kRowBytes + rank * kShare * kSwizzle;
+#pragma unroll
+      for (int plane = 0; plane < kPlanes; ++plane) {
+        load<T, kRowMajor, Tile::kRows, 1>(row_map, &full[at.stage], rows + plane * Tile::kRowPlane,
+                                           row, d * Tile::kDepth, a.row_batch ? p.batch : 0, plane);
+        load<T, kColumnMajor, kShare, kCluster>(
+            column_map, &full[at.stage], columns + plane * Tile::kColumnPlane, column,
+            d * Tile::kDepth, a.column_batch ? p.batch : 0, plane);
+      }
+    }
+  }
+  drain_ring<Tile>(empty, at);
+}
+
+template <typename Tile, int kRowMajor, int kColumnMajor>
+__device__ __forceinline__ void consume_parts(const SplitArgs& a, uint32_t stages, uint64_t* full,
+                                              uint64_t* empty) {
+  using T = typename Tile::T;
+  using Pairs = halo::PartPairs<kPlanes>;
+  constexpr int kCluster = Tile::kCluster, kCount = Tile::kColumns / 2;
+  constexpr int kRowStep = kRowMajor ? 16 * kSwizzle : 32;
+  constexpr int kColumnStep = kColumnMajor ? 16 * kSwizzle : 32;
+  constexpr int kBlock = Tile::kDepth * kSwizzle;  // between 64 columns of an MN-major operand
+  const int rank = kCluster > 1 ? static_cast<int>(cluster_rank()) : 0;
+  const int group = threadIdx.x / 128, thread = threadIdx.x % 128, lane = threadIdx.x % 32;
+  Cursor<Tile::kStages> at;
+  float acc[kCount], part[kCount];
+
+  for (int tile = blockIdx.x / kCluster; tile < a.tiles; tile += gridDim.x / kCluster) {
+    const PartPlace p = part_of(a, tile);
+    const int row =
+        (p.row * kCluster + rank) * Tile::kRows + group * 64 + thread / 32 * 16 + lane / 4;
+    const int column = p.column * Tile::kColumns + lane % 4 * 2;
+    if (is_special<Tile>(a, p)) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        acc[i] = plain_sum(a, p.batch, row + i / 2 % 2 * 8, column + i / 4 * 8 + i % 2,
+                           p.first * Tile::kDepth, min(p.last * Tile::kDepth, a.depth));
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) acc[i] = 0;
+      for (int d = p.first; d < p.last; ++d, at.next()) {
+        mbarrier_wait(&full[at.stage], at.phase);
+        const uint32_t rows = stages + at.stage * Tile::kStageBytes;
+        const uint64_t row_desc = wgmma_descriptor<kSwizzle>(rows + group * 64 * kSwizzle, kBlock);
+        const uint64_t column_desc = wgmma_descriptor<kSwizzle>(rows + Tile::kRowBytes, kBlock);
+        wgmma_touch(part);
+        wgmma_fence();
+#pragma unroll
+        for (int pair = 0; pair < Pairs::kCount; ++pair) {
+#pragma unroll
+          for (int step = 0; step < 4; ++step) {
+            Wgmma<T, Tile::kColumns>::template run<kRowMajor, kColumnMajor>(
+                part,
+                wgmma_advance(row_desc, Pairs::first(pair) * Tile::kRowPlane + step * kRowStep),
+                wgmma_advance(column_desc,
+                              Pairs::second(pair) * Tile::kColumnPlane + step * kColumnStep),
+                pair + step > 0);
+          }
+        }
+        wgmma_commit();
+        wgmma_wait<0>();
+        wgmma_touch(part);
+        release_stage<Tile>(empty, at.stage);
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) acc[i] += part[i];
+      }
+    }
+    if (a.partial) {
+      const int64_t index = int64_t{p.split} * a.batch + p.batch;
+      store_direct<float, false>(a.partial + index * a.rows * a.columns, a.columns, a.rows,
+                                 a.columns, acc, row, column);
+    } else {
+      finish<float, false>(a, acc, row, column);
+      store_direct<float, false>(static_cast<float*>(a.c) + p.batch * a.c_batch, a.c_ld, a.rows,
+                                 a.columns, acc, row, column);
+    }
+  }
+}
+
+template <typename Tile, int kRowMajor, int kColumnMajor>
+__global__ void __launch_bounds__(Tile::kThreads, 1)
+    split_kernel(const __grid_constant__ CUtensorMap row_map,
+                 const __grid_constant__ CUtensorMap column_map, const SplitArgs a) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL  // other architectures get a kernel that nobody launches
+  extern __shared__ unsigned char shared_bytes[];
+  __shared__ uint64_t full[Tile::kStages], empty[Tile::kStages];
+  const uint32_t stages = (shared_address(shared_bytes) + 1023) & ~1023u;
+  start_ring<Tile>(&row_map, &column_map, full, empty);
+  if (threadIdx.x / 128 == Tile::kConsumers) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    if (threadIdx.x % 128 == 0) {
+      produce_parts<Tile, kRowMajor, kColumnMajor>(&row_map, &column_map, a, stages, full, empty);
+    }
+    __syncwarp();
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    consume_parts<Tile, kRowMajor, kColumnMajor>(a, stages, full, empty);
+  }
+#endif
+}
+
+// A matrix's parts, in the layout it has: `outer` rows of `inner` values, rows of planes padded to
+// `ld`. Values are told by the index in blocks of 128 of M or N (`block_inner`: along the row).
+struct Parts {
+  const float* data;
+  int64_t batch_stride, row_stride, batch, outer, inner, ld;
+  __nv_bfloat16* planes;
+  int* special;
+  int blocks;
+  bool block_inner, vectors;
+};
+
+// Eight values a thread; the blocks' second coordinate tells the operand.
+__global__ void __launch_bounds__(256)
+    split_planes_kernel(const __grid_constant__ Parts a, const __grid_constant__ Parts b) {
+  wait_for_earlier_kernels();
+  const Parts& p = blockIdx.y == 0 ? a : b;
+  const int64_t groups = p.ld / 8, total = p.batch * p.outer * groups;
+  const int64_t plane = p.batch * p.outer * p.ld;
+  const int64_t stride = int64_t{gridDim.x} * blockDim.x;
+  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < total; i += stride) {
+    const int64_t row = i / groups, column = (i - row * groups) * 8;
+    const int64_t batch = row / p.outer, outer = row - batch * p.outer;
+    const float* const from = p.data + batch * p.batch_stride + outer * p.row_stride + column;
+    float v[8];
+    if (p.vectors && column + 8 <= p.inner) {
+      *reinterpret_cast<float4*>(v) = *reinterpret_cast<const float4*>(from);
+      *reinterpret_cast<float4*>(v + 4) = *reinterpret_cast<const float4*>(from + 4);
+    } else {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) v[j] = column + j < p.inner ? from[j] : 0.0f;
+    }
+    // Tiles of infinities and NaN are marked, and never read.
+    uint32_t parts[kPlanes][4];
+    const bool special = halo::split_values(v, parts);
+#pragma unroll
+    for (int k = 0; k < kPlanes; ++k) {
+      // Of a plain assignment the compiler makes stores of 4 bytes.
+      __stcg(reinterpret_cast<uint4*>(p.planes + k * plane + row * p.ld + column),
+             uint4{parts[k][0], parts[k][1], parts[k][2], parts[k][3]});
+    }
+    if (special) p.special[batch * p.blocks + (p.block_inner ? column : outer) / 128] = 1;
+  }
+}
+
+}  // namespace braze::cuda::hopper

@@ -1,0 +1,9 @@
+#include "mma_matmul.cuh"
+
+namespace braze::cuda {
+
+void mma_matmul_fp16(Stream stream, const MatmulArgs& args, const GemmPlan& plan, void* workspace) {
+  mma_matmul<__half>(stream, args, plan, workspace);
+}
+
+}  // namespace braze::cuda

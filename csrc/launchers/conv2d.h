@@ -1,0 +1,85 @@
+#pragma once
+
+#include "launchers/common/moments.h"
+#include "launchers/common/registry.h"
+#include "launchers/common/tiling.h"
+#include "launchers/common/types.h"
+
+namespace braze {
+
+// A 4-D tensor addressed by strides counted in elements. Dense NCHW and dense NHWC are the fast
+// cases; any positive strides are correct.
+struct Tensor4dRef {
+  const void* data;
+  int64_t n, c, h, w;  // strides
+};
+
+// y[n, k, p, q] = bias[k] + sum over c, r, s of
+//     x[n, group * C/groups + c, p * stride_h - pad_h + r * dilation_h, ...] * w[k, c, r, s]
+// Names as in the literature: input N C H W, filter K C/groups R S, output N K P Q.
+struct Conv2dShape {
+  DType dtype;
+  int64_t n, c, h, w;  // input extents
+  int64_t k, r, s;     // filters, filter height and width
+  int64_t p, q;        // output height and width
+  int64_t stride_h, stride_w;
+  int64_t pad_h, pad_w;  // at the top and at the left; the bottom and right follow from p and q
+  int64_t dilation_h, dilation_w;
+  int64_t groups;
+  bool allow_tf32;     // fp32 inputs may be rounded to TF32
+  bool deterministic;  // measured kernel choices are ignored
+};
+
+// Which of the three products: y from x and w, x's gradient from those of y and w, w's from those
+// of y and x.
+enum class Conv2dPass { kFprop, kDgrad, kWgrad };
+
+// A pass over tensors in the roles that Conv2dShape's formula gives them. The data pointer of the
+// result (y, x or w) is written in full and never read.
+struct Conv2dProblem {
+  Conv2dPass pass;
+  Conv2dShape shape;
+  Tensor4dRef x, w, y;
+
+  const Tensor4dRef& result() const {
+    return pass == Conv2dPass::kFprop ? y : pass == Conv2dPass::kDgrad ? x : w;
+  }
+};
+
+// All that is decided about a pass before it runs. It holds for every problem of the same shape and
+// strides whose tensors are aligned alike, on the same device (on the CPU: for as many threads).
+struct Conv2dPlan {
+  int kernel = 0;                  // its number
+  const char* obstacle = nullptr;  // why it cannot take the problem; nullptr where it can
+  int64_t workspace_bytes = 0;
+  int64_t images = 0;     // of the batch, for one run of the kernel
+  int wish = kAnyKernel;  // that the plan was made for
+  int moment_sets = 0;    // that fprop leaves of each filter's results; 0: none
+  int variant = 0;        // of the kernel, which alone knows what it means
+  // Measured rules, where any kernel would do: whether this one is faster than the vendor's
+  // library, whether it is where moments are wanted, and whether it is worth transposing contiguous
+  // tensors for, to channels_last and back.
+  bool beats_library = false, beats_library_with_moments = false, pays_transposes = false;
+  Tiling tiling;
+};
+
+namespace BRAZE_DEVICE {
+
+// The kernel of that number, or nullptr beyond the last.
+const KernelInfo* conv2d_kernel(int number);
+
+// kernel: a number, or kAnyKernel.
+Conv2dPlan plan_conv2d(const Conv2dProblem& problem, int kernel);
+
+// bias: of fprop, or nullptr. moments: nullptr, or room for plan.moment_sets (not 0) of them for
+// each filter.
+void run_conv2d(Stream stream, const Conv2dProblem& problem, const Conv2dPlan& plan,
+                const void* bias, Moments* moments, void* workspace);
+
+// out[k] = sum over n, p, q of dy[n, k, p, q]: the bias gradient. Deterministic.
+int64_t channel_sum_workspace_bytes(DType dtype, int64_t n, int64_t c, int64_t h, int64_t w);
+void channel_sum(Stream stream, DType dtype, int64_t n, int64_t c, int64_t h, int64_t w,
+                 const Tensor4dRef& dy, void* out, void* workspace);
+
+}  // namespace BRAZE_DEVICE
+}  // namespace braze

@@ -1,0 +1,61 @@
+#pragma once
+
+#include "launchers/common/types.h"
+
+namespace braze {
+
+// Blocks of kernels on streams of higher priority (lower numbers) go first: braze.TrainStep's main
+// stream; branches for gradients; and, with that of ordinary streams, 0, what no gradient waits
+// for.
+constexpr int kUrgentPriority = -2, kBranchPriority = -1;
+
+#ifdef BRAZE_CUDA
+namespace cuda {
+
+// A second branch of a CUDA graph, for launches that do not depend on those on the main stream: at
+// small batches no kernel fills the GPU, and two run side by side. Where the main stream is not
+// being captured the branch is the main stream itself: forking costs more calls than it saves time.
+class Fork {
+ public:
+  explicit Fork(Stream main);
+  ~Fork() { join(); }
+  Fork(const Fork&) = delete;
+  Fork& operator=(const Fork&) = delete;
+
+  Stream branch() const { return branch_; }
+  // What the main stream is given from now on waits for the branch.
+  void join();
+
+ private:
+  Stream main_, branch_;
+};
+
+// A branch that lasts for a whole backward pass; one at a time on a device. `main` is being
+// captured.
+//
+// Opens it; false where another capture has one.
+bool open_aside(Stream main);
+// Stores a stream for launches that need what `main` has been given so far; false where none is
+// open for `main`. urgent: their blocks take turns with those of braze.TrainStep's main stream,
+// which otherwise go first.
+bool fork_aside(Stream main, bool urgent, Stream* branch);
+// What `main` is given from now on waits for what the branch has been given.
+void join_aside(Stream main);
+void close_aside(Stream main);
+
+}  // namespace cuda
+#else
+namespace cpu {
+
+class Fork {
+ public:
+  explicit Fork(Stream) {}
+  Stream branch() const { return nullptr; }
+  void join() {}
+};
+
+inline bool fork_aside(Stream, bool, Stream*) { return false; }
+
+}  // namespace cpu
+#endif
+}  // namespace braze

@@ -1,0 +1,31 @@
+#pragma once
+
+#include "launchers/common/types.h"
+
+namespace braze {
+
+// A dense tensor cut into rows along one dimension: element c of row (o, i) lies at
+// (o * size + c) * inner + i. inner = 1 where the dimension is the innermost in memory.
+struct RowShape {
+  int64_t outer;
+  int64_t size;
+  int64_t inner;
+  constexpr int64_t rows() const { return outer * inner; }
+};
+
+}  // namespace braze
+
+namespace braze::BRAZE_DEVICE {
+
+// y = softmax(x) along each row, or its logarithm. The result's dtype is the input's, or float32
+// for a 16-bit input. A row that is all -inf, or holds +inf or NaN, gives NaN. x may equal y where
+// the dtypes agree.
+void softmax(Stream stream, DType input_dtype, DType result_dtype, bool log, const RowShape& shape,
+             const void* x, void* y);
+
+// softmax: dx = y * (dy - sum(dy * y)); log_softmax: dx = dy - exp(y) * sum(dy). dy and y have the
+// result's dtype, dx the input's.
+void softmax_backward(Stream stream, DType input_dtype, DType result_dtype, bool log,
+                      const RowShape& shape, const void* dy, const void* y, void* dx);
+
+}  // namespace braze::BRAZE_DEVICE

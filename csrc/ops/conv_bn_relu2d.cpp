@@ -1,0 +1,235 @@
+// bn_relu2d: batch norm, ReLU and, where max_pool says so, 2x2 max pooling, which is what follows a
+// convolution in a block; and conv_bn_relu2d, which is the whole block.
+#include "launchers/conv_bn_relu2d.h"
+#include "ops/batch_norm.h"
+#include "ops/conv2d.h"
+
+namespace braze {
+namespace {
+
+using Ints = std::vector<int64_t>;
+
+BnPoolShape bn_pool_shape(const char* op, const Tensor& z) {
+  const DType dtype = dtype_of(op, "input", z);
+  const BnPoolShape shape{dtype, z.size(0), z.size(1), z.size(2), z.size(3), is_channels_last(z)};
+  BRAZE_CHECK(shape.pooled() > 0, op,
+              ": expected an input with at least one 2x2 window, but got shape ", shape_string(z));
+  BRAZE_CHECK(shape.tiles() <= kBnPoolMostTiles, op,
+              ": expected an input of fewer than 2^31 2x2 tiles, but got shape ", shape_string(z));
+  return shape;
+}
+
+Tensor empty_pooled(const BnPoolShape& shape, const Tensor& z) {
+  const bool channels_last = shape.channels_last && !shape.turned;
+  return empty_4d({shape.n, shape.c, shape.p(), shape.q()}, z, channels_last);
+}
+
+void check_input(const char* op, const Tensor& z) {
+  BRAZE_CHECK(z.dim() == 4 && z.numel() > 0, op,
+              ": expected a 4-D input that is not empty, but got shape ", shape_string(z));
+}
+
+// BatchNormStatistics, one row each.
+Tensor empty_statistics(const Tensor& z) { return empty({4, z.size(1)}, z, statistics_type(z)); }
+
+BatchNormStatistics statistics_of(const Tensor& t) {
+  char* data = static_cast<char*>(t.mutable_data_ptr());
+  const int64_t row = t.size(1) * (t.scalar_type() == ScalarType::Double ? 8 : 4);
+  return {data, data + row, data + 2 * row, data + 3 * row};
+}
+
+// The settings and parameters of batch norm.
+struct Norm {
+  const std::optional<Tensor>&weight, &bias, &running_mean, &running_var, &num_batches_tracked;
+  bool training;
+  std::optional<double> momentum;
+  double eps;
+};
+
+// Results in the order of bn_relu2d's schema. contiguous: so is a pooled result, whatever the
+// input.
+std::tuple<Tensor, Tensor, Tensor> forward(const char* op, const Tensor& input,
+                                           const ChannelMoments& moments, const Norm& norm,
+                                           bool max_pool, bool contiguous = false) {
+  check_input(op, input);
+  const BatchNormShape shape = batch_norm_shape(op, input);
+  check_arguments(op, shape, input, norm.weight, norm.bias, norm.running_mean, norm.running_var,
+                  norm.num_batches_tracked, norm.training, norm.momentum);
+  std::optional<BnPoolShape> pool =
+      max_pool ? std::optional(bn_pool_shape(op, input)) : std::nullopt;
+  if (pool) pool->turned = contiguous && dev::bn_pool_turns(*pool);
+  const DeviceContext context(input);
+  Tensor out = pool ? empty_pooled(*pool, input) : empty_like_input(shape, input);
+  Tensor codes = empty({pool ? bn_pool_code_words(*pool) : 0}, input, ScalarType::Int);
+  Tensor statistics = empty_statistics(input);
+  const BatchNormStatistics results = statistics_of(statistics);
+  const Tensor z = in_layout(shape, input);
+  const auto w = dense(norm.weight), b = dense(norm.bias);
+  const auto mean_buffer = dense(norm.running_mean), var_buffer = dense(norm.running_var);
+  const bool has_pass = norm.training && moments.sets == 0;
+  const Workspace workspace(has_pass ? dev::batch_norm_workspace_bytes(shape) : 0, input);
+  dev::batch_norm_coefficients(
+      context.stream(), shape, norm.training, z.const_data_ptr(), moments, affine_of(w, b),
+      buffers_of(mean_buffer, var_buffer, norm.num_batches_tracked, norm.momentum), norm.eps,
+      results, workspace.data());
+  if (norm.training) {
+    copy_back(norm.running_mean, mean_buffer);
+    copy_back(norm.running_var, var_buffer);
+  }
+  if (pool) {
+    dev::bn_pool_forward(context.stream(), *pool, z.const_data_ptr(), results,
+                         out.mutable_data_ptr(), static_cast<uint32_t*>(codes.mutable_data_ptr()));
+  } else {
+    dev::batch_norm_relu(context.stream(), shape, z.const_data_ptr(), results,
+                         out.mutable_data_ptr());
+  }
+  if (pool && contiguous) out = as_contiguous(out);
+  return {out, codes, statistics};
+}
+
+struct Gradients {
+  Tensor input, weight, bias;
+  Tensor constant;  // of one added to each channel of the input, in the input's dtype
+};
+
+struct Wanted {
+  bool input, weight, bias, constant;
+};
+
+// weight and bias: None, or their gradients come in their dtype. Those that are not wanted are
+// empty.
+Gradients backward(const char* op, const Tensor& grad_output, const Tensor& input,
+                   const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
+                   const Tensor& codes, const Tensor& statistics, bool training, bool max_pool,
+                   const Wanted& wanted) {
+  check_input(op, input);
+  const BatchNormShape shape = batch_norm_shape(op, input);
+  check_same_device(op, "grad_output", grad_output, "input", input);
+  check_same_device(op, "codes", codes, "input", input);
+  check_same_dtype(op, "grad_output", grad_output, "input", input);
+  check_channel_vector(op, "weight", weight, input);
+  check_channel_vector(op, "bias", bias, input);
+  check_pair(op, "weight", weight, "bias", bias);
+  check_same_device(op, "statistics", statistics, "input", input);
+  BRAZE_CHECK(statistics.scalar_type() == statistics_type(input) && statistics.is_contiguous() &&
+                  statistics.dim() == 2 && statistics.size(0) == 4 && statistics.size(1) == shape.c,
+              op, ": expected statistics of shape [4, ", shape.c, "] and dtype ",
+              scalar_type_name(statistics_type(input)), ", but got shape ",
+              shape_string(statistics), " and dtype ", scalar_type_name(statistics.scalar_type()));
+  std::optional<BnPoolShape> pool =
+      max_pool ? std::optional(bn_pool_shape(op, input)) : std::nullopt;
+  if (pool) pool->turned = grad_output.is_contiguous() && dev::bn_pool_turns(*pool);
+  const int64_t code_words = pool ? bn_pool_code_words(*pool) : 0;
+  BRAZE_CHECK(codes.scalar_type() == ScalarType::Int && codes.is_contiguous() &&
+                  codes.numel() == code_words,
+              op, ": expected codes of ", code_words, " int32 elements, but got shape ",
+              shape_string(codes));
+  const DeviceContext context(input);
+  const Tensor result = pool ? empty_pooled(*pool, input) : in_layout(shape, input);
+  check_same_shape(op, "grad_output", grad_output, "the result", result);
+  const Tensor dy = with_layout_of(grad_output, result), z = in_layout(shape, input);
+  const ScalarType type = weight ? weight->scalar_type()
+                          : bias ? bias->scalar_type()
+                                 : statistics_type(input);
+  Gradients grads{wanted.input ? empty_like_input(shape, input) : empty({0}, input),
+                  empty({wanted.weight ? shape.c : 0}, input, type),
+                  empty({wanted.bias ? shape.c : 0}, input, type),
+                  empty({wanted.constant ? shape.c : 0}, input)};
+  const auto data = [](bool is_wanted, Tensor& t) {
+    return is_wanted ? t.mutable_data_ptr() : nullptr;
+  };
+  const auto w = dense(weight);
+  const BatchNormAffine affine{const_data(w), nullptr, dtype_of(op, "weight", grads.weight)};
+  void* const dz = data(wanted.input, grads.input);
+  void* const dweight = data(wanted.weight, grads.weight);
+  void* const dbias = data(wanted.bias, grads.bias);
+  void* const dconstant = data(wanted.constant, grads.constant);
+  const Workspace workspace(dev::batch_norm_workspace_bytes(shape), input);
+  if (pool) {
+    dev::bn_pool_backward(context.stream(), *pool, training, dy.const_data_ptr(),
+                          z.const_data_ptr(), static_cast<const uint32_t*>(codes.const_data_ptr()),
+                          affine, statistics_of(statistics), dz, dweight, dbias, dconstant,
+                          workspace.data());
+  } else {
+    dev::batch_norm_relu_backward(context.stream(), shape, training, dy.const_data_ptr(),
+                                  z.const_data_ptr(), affine, statistics_of(statistics), dz,
+                                  dweight, dbias, dconstant, workspace.data());
+  }
+  return grads;
+}
+
+std::tuple<Tensor, Tensor, Tensor> bn_relu2d(
+    const Tensor& input, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
+    const std::optional<Tensor>& running_mean, const std::optional<Tensor>& running_var,
+    const std::optional<Tensor>& num_batches_tracked, bool training, std::optional<double> momentum,
+    double eps, bool max_pool) {
+  const Norm norm{weight,   bias,     running_mean, running_var, num_batches_tracked,
+                  training, momentum, eps};
+  return forward("bn_relu2d", input, {}, norm, max_pool);
+}
+
+std::tuple<Tensor, Tensor, Tensor> bn_relu2d_backward(
+    const Tensor& grad_output, const Tensor& input, const std::optional<Tensor>& weight,
+    const std::optional<Tensor>& bias, const Tensor& codes, const Tensor& statistics, bool training,
+    bool max_pool, const std::vector<bool>& output_mask) {
+  const char* op = "bn_relu2d_backward";
+  BRAZE_CHECK(output_mask.size() == 3, op, ": expected output_mask of 3 entries, but got ",
+              output_mask.size());
+  const Gradients grads =
+      backward(op, grad_output, input, weight, bias, codes, statistics, training, max_pool,
+               {output_mask[0], output_mask[1], output_mask[2], false});
+  return {grads.input, grads.weight, grads.bias};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> conv_bn_relu2d(
+    const Tensor& input, const Tensor& weight, const std::optional<Tensor>& conv_bias,
+    const std::optional<Tensor>& bn_weight, const std::optional<Tensor>& bn_bias,
+    const std::optional<Tensor>& running_mean, const std::optional<Tensor>& running_var,
+    const std::optional<Tensor>& num_batches_tracked, const Ints& stride, const Ints& padding,
+    const Ints& dilation, int64_t groups, bool training, std::optional<double> momentum, double eps,
+    bool max_pool, bool contiguous, bool allow_tf32, bool deterministic,
+    const std::string& backend) {
+  OutputMoments moments;
+  const Tensor z =
+      conv2d_forward(input, weight, conv_bias,
+                     {stride, padding, dilation, groups, allow_tf32, deterministic, backend},
+                     training ? &moments : nullptr);
+  const Norm norm{bn_weight,           bn_bias,  running_mean, running_var,
+                  num_batches_tracked, training, momentum,     eps};
+  const auto [out, codes, statistics] =
+      forward("conv_bn_relu2d", z, moments.view, norm, max_pool, contiguous);
+  return {out, z, codes, statistics};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> conv_bn_relu2d_backward(
+    const Tensor& grad_output, const Tensor& input, const Tensor& weight,
+    const std::optional<Tensor>& bn_weight, const std::optional<Tensor>& bn_bias, const Tensor& z,
+    const Tensor& codes, const Tensor& statistics, const Ints& stride, const Ints& padding,
+    const Ints& dilation, int64_t groups, bool training, bool max_pool,
+    const std::vector<bool>& output_mask, bool allow_tf32, bool deterministic,
+    const std::string& backend) {
+  const char* op = "conv_bn_relu2d_backward";
+  BRAZE_CHECK(output_mask.size() == 5, op, ": expected output_mask of 5 entries, but got ",
+              output_mask.size());
+  const bool has_conv = output_mask[0] || output_mask[1];
+  const Gradients norm =
+      backward(op, grad_output, z, bn_weight, bn_bias, codes, statistics, training, max_pool,
+               {has_conv, output_mask[3], output_mask[4], output_mask[2]});
+  // With an empty mask it checks its arguments all the same.
+  const auto [grad_input, grad_weight, none] =
+      conv2d_gradients(has_conv ? norm.input : z, input, weight,
+                       {stride, padding, dilation, groups, allow_tf32, deterministic, backend},
+                       {output_mask[0], output_mask[1], false});
+  return {grad_input, grad_weight, norm.constant, norm.weight, norm.bias};
+}
+
+}  // namespace
+
+BRAZE_IMPL(m) {
+  m.impl("bn_relu2d", TORCH_BOX(&bn_relu2d));
+  m.impl("bn_relu2d_backward", TORCH_BOX(&bn_relu2d_backward));
+  m.impl("conv_bn_relu2d", TORCH_BOX(&conv_bn_relu2d));
+  m.impl("conv_bn_relu2d_backward", TORCH_BOX(&conv_bn_relu2d_backward));
+}
+
+}  // namespace braze
