@@ -1,9 +1,9 @@
 """Writes the tables of README.md and docs/*.md from the results.
 
 A table stands between ``<!-- bench:NAME -->`` and ``<!-- /bench -->``, NAME being an op, one of
-MNIST's tables, ``products``, ``ladder:OP``, ``kernels:OP`` (a ladder with a line per case),
-``counters:matmul`` or ``checks`` (what test runs printed). Figures in the documents are never
-typed by hand.
+MNIST's tables, ``products``, ``accuracy`` (of fp32 products), ``ladder:OP``, ``climb:OP`` (one case
+of a ladder, a line per kernel), ``kernels:OP`` (a ladder with a line per case), ``counters:matmul``
+or ``checks`` (what test runs printed). Figures in the documents are never typed by hand.
 """
 
 import json
@@ -20,13 +20,15 @@ from braze.mnist import timing
 MARKER = re.compile(r"(<!-- bench:([\w:]+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
 PRECISIONS = ["fp32", "tf32", "bf16"]
 MODES = [mode.mode for device in ("cuda", "cpu") for mode in timing.modes(device, True)]
+# The case and pass of a ladder that its climb:OP shows.
+CLIMBS = {"matmul": "4096x4096x4096", "vector_add": "2^28", "transpose_copy": "8192x3136"}
 GAINS = ["best stock", "kernels", "fusion", "graph"]
 
 
 def render(root, folder, write=True):
     """Rewrites the tables; returns the names of the files that changed (or would)."""
     changed = ladder_chart.update(folder, write)
-    for path in [root / "README.md", *sorted((root / "docs").glob("*.md"))]:
+    for path in [root / "README.md", *sorted((root / "docs").rglob("*.md"))]:
         old = path.read_text()
         new = MARKER.sub(lambda m: m[1] + text_of(m[2], folder) + m[3], old)
         if new != old:
@@ -42,6 +44,8 @@ def text_of(name, folder):
         sections = SECTIONS[name](folder)
     elif name == "checks":
         sections = op_sections(folder, name, checks_table, itemgetter("device"))
+    elif name.startswith("climb:"):
+        sections = op_sections(folder, name.replace("climb:", "ladder_"), climb_table)
     elif name.startswith("kernels:"):
         sections = op_sections(folder, name.replace("kernels:", "ladder_"), kernels_table)
     elif name.startswith("ladder:"):
@@ -89,6 +93,25 @@ def ladder_table(rows):
         rate = f"{row['rate']} {row['unit']}"
         body.append([*cells, timed(row, "braze"), rate, share, row["ratio"]])
     return table(head, body)
+
+
+def climb_table(rows):
+    """One case, forward: a line for each kernel that takes it in some dtype, rungs first."""
+    rows = [
+        row
+        for row in rows
+        if row["pass"] == "forward" and row["case"] == CLIMBS[row["op"]] and not row["error"]
+    ]
+    dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
+    head, body = ["kernel", "|"], {}
+    for dtype in dtypes:
+        head += [f"{dtype} {rows[0]['unit']}", "of stock"]
+    for row in rows:
+        cells = body.setdefault(row["candidate"], [""] * (2 * len(dtypes)))
+        place = 2 * dtypes.index(row["dtype"])
+        cells[place : place + 2] = row["rate"], row["ratio"]
+    names = sorted(body, key=ladder_chart.place)
+    return table(head, [[name, *body[name]] for name in names])
 
 
 def kernels_table(rows):
@@ -282,5 +305,6 @@ SECTIONS = {
     "mnist_profile": mnist_profile_sections,
     "mnist_accuracy": mnist_accuracy_sections,
     "products": render_products.sections,
+    "accuracy": render_products.accuracy_sections,
     "counters:matmul": lambda folder: op_sections(folder, "counters_matmul", counters_table),
 }

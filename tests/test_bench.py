@@ -147,6 +147,24 @@ def test_kernels_side_by_side(tmp_path):
     assert last == "| c | forward | float32 | contiguous | 5 | 8 |  | 3 | 4 | 0.50 |"
 
 
+def test_a_ladder_as_it_climbs(tmp_path):
+    row = dict.fromkeys(results.COLUMNS, "") | {"op": "vector_add", "pass": "forward"}
+    row |= {"case": render.CLIMBS["vector_add"], "unit": "GB/s", "dtype": "float32"}
+    rows = [
+        row | {"candidate": "stock", "rate": "10", "ratio": "1.00"},
+        row | {"candidate": "02_grid_stride", "rate": "9", "ratio": "0.90"},
+        row | {"candidate": "02_grid_stride", "dtype": "float16", "rate": "7", "ratio": "0.80"},
+        row | {"candidate": "01_naive", "case": "7", "rate": "3", "ratio": "0.30"},
+        row | {"candidate": "03_vectorized", "error": "cannot take"},
+        row | {"candidate": "04_loads_in_flight", "pass": "backward", "rate": "8"},
+    ]
+    results.save(tmp_path, torch.device("cpu"), "ladder_vector_add", rows)
+    text = render.text_of("climb:vector_add", tmp_path)
+    head = "| kernel | float32 GB/s | of stock | float16 GB/s | of stock |"
+    body = ["| 02_grid_stride | 9 | 0.90 | 7 | 0.80 |", "| stock | 10 | 1.00 |  |  |"]
+    assert text.splitlines()[2:] == [head, "| --- | ---: | ---: | ---: | ---: |", *body]
+
+
 def test_a_wrong_result_is_not_timed(device):
     args = parse("relu", "--quick", "--dtype", "float32")
     wrong = small_relu(lambda x: torch.relu(x) * 1.001)
@@ -236,7 +254,7 @@ def test_documents_equal_a_fresh_rendering():
 
 
 def test_every_table_and_every_op_has_a_place():
-    text = (ROOT / "docs" / "benchmarks.md").read_text()
+    text = (ROOT / "docs" / "results" / "ops.md").read_text()
     assert set(OPS) <= set(name for _, name, _ in render.MARKER.findall(text))
     assert set(OPS) <= {path.stem for path in (ROOT / "benchmarks").glob("*.py")}
 
