@@ -1,9 +1,9 @@
-"""Writes the tables of README.md and docs/*.md from the results.
+"""Writes the tables of README.md, docs/ and the ladders' README.md from the results.
 
 A table stands between ``<!-- bench:NAME -->`` and ``<!-- /bench -->``, NAME being an op, one of
-MNIST's tables, ``products``, ``accuracy`` (of fp32 products), ``ladder:OP``, ``climb:OP`` (one case
-of a ladder, a line per kernel), ``kernels:OP`` (a ladder with a line per case), ``counters:matmul``
-or ``checks`` (what test runs printed). Figures in the documents are never typed by hand.
+MNIST's tables, ``products``, ``accuracy`` (of fp32 products), ``ladder:OP``, ``rungs:OP`` (a line
+per kernel, for the largest case), ``kernels:OP`` (a line per case), ``counters:matmul`` or
+``checks`` (what test runs printed). Figures in the documents are never typed by hand.
 """
 
 import json
@@ -20,15 +20,14 @@ from braze.mnist import timing
 MARKER = re.compile(r"(<!-- bench:([\w:]+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
 PRECISIONS = ["fp32", "tf32", "bf16"]
 MODES = [mode.mode for device in ("cuda", "cpu") for mode in timing.modes(device, True)]
-# The case and pass of a ladder that its climb:OP shows.
-CLIMBS = {"matmul": "4096x4096x4096", "vector_add": "2^28", "transpose_copy": "8192x3136"}
 GAINS = ["best stock", "kernels", "fusion", "graph"]
 
 
 def render(root, folder, write=True):
     """Rewrites the tables; returns the names of the files that changed (or would)."""
     changed = ladder_chart.update(folder, write)
-    for path in [root / "README.md", *sorted((root / "docs").rglob("*.md"))]:
+    documents = [*(root / "docs").rglob("*.md"), *(root / "csrc").rglob("README.md")]
+    for path in [root / "README.md", *sorted(documents)]:
         old = path.read_text()
         new = MARKER.sub(lambda m: m[1] + text_of(m[2], folder) + m[3], old)
         if new != old:
@@ -44,10 +43,10 @@ def text_of(name, folder):
         sections = SECTIONS[name](folder)
     elif name == "checks":
         sections = op_sections(folder, name, checks_table, itemgetter("device"))
-    elif name.startswith("climb:"):
-        sections = op_sections(folder, name.replace("climb:", "ladder_"), climb_table)
     elif name.startswith("kernels:"):
         sections = op_sections(folder, name.replace("kernels:", "ladder_"), kernels_table)
+    elif name.startswith("rungs:"):
+        sections = op_sections(folder, name.replace("rungs:", "ladder_"), rungs_table)
     elif name.startswith("ladder:"):
         sections = op_sections(folder, name.replace(":", "_"), ladder_table)
         if name == "ladder:matmul":
@@ -95,23 +94,30 @@ def ladder_table(rows):
     return table(head, body)
 
 
-def climb_table(rows):
-    """One case, forward: a line for each kernel that takes it in some dtype, rungs first."""
-    rows = [
-        row
-        for row in rows
-        if row["pass"] == "forward" and row["case"] == CLIMBS[row["op"]] and not row["error"]
-    ]
-    dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
-    head, body = ["kernel", "|"], {}
-    for dtype in dtypes:
-        head += [f"{dtype} {rows[0]['unit']}", "of stock"]
+def rungs_table(rows):
+    """The forward pass of the case that moves or computes most: each kernel's rate, and what it is
+    of the vendor library's or of stock's."""
+    rows = [row for row in rows if row["pass"] == "forward" and not row["error"]]
+    case = max(rows, key=lambda row: float(row["floor_us"] or row["stock_us"]))["case"]
+    rates = {}
     for row in rows:
-        cells = body.setdefault(row["candidate"], [""] * (2 * len(dtypes)))
-        place = 2 * dtypes.index(row["dtype"])
-        cells[place : place + 2] = row["rate"], row["ratio"]
-    names = sorted(body, key=ladder_chart.place)
-    return table(head, [[name, *body[name]] for name in names])
+        if row["case"] == case:
+            rates.setdefault(row["dtype"], {})[row["candidate"]] = row
+    names = dict.fromkeys(name for found in rates.values() for name in found)
+    names = sorted(names, key=lambda name: (ladder_chart.place(name), name))
+    head = [f"kernel ({case})", "|"]
+    for dtype in rates:
+        head += [dtype, "of stock"]
+    body = []
+    for name in names:
+        cells = [name]
+        for found in rates.values():
+            row = found.get(name)
+            cells += (
+                [f"{row['rate']} {row['unit']}", f"{float(row['ratio']):.0%}"] if row else ["", ""]
+            )
+        body.append(cells)
+    return table(head, body)
 
 
 def kernels_table(rows):

@@ -147,22 +147,22 @@ def test_kernels_side_by_side(tmp_path):
     assert last == "| c | forward | float32 | contiguous | 5 | 8 |  | 3 | 4 | 0.50 |"
 
 
-def test_a_ladder_as_it_climbs(tmp_path):
+def test_rungs_of_the_largest_case(tmp_path):
     row = dict.fromkeys(results.COLUMNS, "") | {"op": "vector_add", "pass": "forward"}
-    row |= {"case": render.CLIMBS["vector_add"], "unit": "GB/s", "dtype": "float32"}
+    row |= {"case": "2^28", "unit": "GB/s", "dtype": "float32", "stock_us": "9"}
     rows = [
         row | {"candidate": "stock", "rate": "10", "ratio": "1.00"},
         row | {"candidate": "02_grid_stride", "rate": "9", "ratio": "0.90"},
         row | {"candidate": "02_grid_stride", "dtype": "float16", "rate": "7", "ratio": "0.80"},
-        row | {"candidate": "01_naive", "case": "7", "rate": "3", "ratio": "0.30"},
+        row | {"candidate": "01_naive", "case": "7", "rate": "3", "ratio": "0.30", "stock_us": "1"},
         row | {"candidate": "03_vectorized", "error": "cannot take"},
-        row | {"candidate": "04_loads_in_flight", "pass": "backward", "rate": "8"},
+        row | {"candidate": "04_loads_in_flight", "pass": "backward", "rate": "8", "ratio": "1"},
     ]
     results.save(tmp_path, torch.device("cpu"), "ladder_vector_add", rows)
-    text = render.text_of("climb:vector_add", tmp_path)
-    head = "| kernel | float32 GB/s | of stock | float16 GB/s | of stock |"
-    body = ["| 02_grid_stride | 9 | 0.90 | 7 | 0.80 |", "| stock | 10 | 1.00 |  |  |"]
-    assert text.splitlines()[2:] == [head, "| --- | ---: | ---: | ---: | ---: |", *body]
+    lines = render.text_of("rungs:vector_add", tmp_path).splitlines()
+    assert lines[2] == "| kernel (2^28) | float32 | of stock | float16 | of stock |"
+    body = ["| 02_grid_stride | 9 GB/s | 90% | 7 GB/s | 80% |", "| stock | 10 GB/s | 100% |  |  |"]
+    assert lines[4:] == body
 
 
 def test_a_wrong_result_is_not_timed(device):

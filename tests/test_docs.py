@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+LADDERS = sorted((ROOT / "csrc").rglob("README.md"))
 TOP = ("benchmarks", "csrc", "docs", "examples", "python", "tests", "tools")
 SOURCE = (".c", ".cpp", ".cu", ".cuh", ".h", ".md", ".py", ".svg", ".cu*")
 # Headers of other projects; the files of the op that add_an_op.md makes up.
@@ -79,17 +80,17 @@ def broken_links(page, text):
     return broken
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize("page", PAGES + LADDERS, ids=lambda p: str(p.relative_to(ROOT)))
 def test_what_a_page_names_exists(page):
     assert not missing_paths(page.read_text())
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize("page", PAGES + LADDERS, ids=lambda p: str(p.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
     assert not broken_links(page, page.read_text())
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize("page", PAGES + LADDERS, ids=lambda p: str(p.relative_to(ROOT)))
 def test_lines_of_prose_are_short(page):
     lines = prose(page.read_text()).splitlines()
     cannot_be_broken = ("|", "    ", "![", "#", "<")
