@@ -51,6 +51,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    # Of the processes of `pytest -n`: two, so that what runs in parallel does so here too.
     if hasattr(config, "workerinput") and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(min(2, torch.get_num_threads()))
 

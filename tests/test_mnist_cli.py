@@ -21,7 +21,7 @@ from braze.data import load_mnist
 pytest.importorskip("rich", reason="braze mnist needs rich")
 pytest.importorskip("matplotlib", reason="braze mnist needs matplotlib")
 
-from braze.mnist import accuracy, honesty, recorded, steps
+from braze.mnist import accuracy, honesty, recorded, steps, timing
 
 TINY = ["--limit", "128", "--batch", "32", "--epochs", "1", "--steps", "2"]
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -129,6 +129,23 @@ def test_braze_alone_learns(environment, data, tmp_path):
     assert {row["name"] for row in figures["timings"]} == {"braze"}
     assert figures["training"]["braze"]["accuracy"] > 0.9
     assert (out / "mnist.png").read_bytes().startswith(PNG)
+
+
+def test_on_a_cpu_stock_stops_after_its_first_epoch(data, tmp_path, monkeypatch, capsys):
+    """Unless --epochs says how long both train."""
+    monkeypatch.setattr(timing, "measure", lambda *_: [])
+    options = ["--device", "cpu", "--limit", "128", "--batch", "32", "--data", str(data)]
+    options += ["--out", str(tmp_path)]
+    for epochs, expected in (([], {"braze": 20, "stock": 1}), (["--epochs", "2"], {"stock": 2})):
+        assert main(["mnist", *options, *epochs]) == 0
+        out = capsys.readouterr().out
+        training = json.loads((tmp_path / "mnist.json").read_text())["training"]
+        for name, count in expected.items():
+            assert training[name]["epochs"] == count
+            assert len(training[name]["losses"]) == 4 * count
+        assert ("stock made its first epoch only" in out) == (not epochs)
+        assert re.search(r"stock: test accuracy .* after \d+ epochs? in", out)
+        assert (tmp_path / "mnist.png").read_bytes().startswith(PNG)
 
 
 def test_the_example_alone(environment, data, monkeypatch):

@@ -47,7 +47,7 @@ MOST_SAMPLES = 16
 
 # torch's message -> braze's, where it says the same thing in other words
 OTHER_MESSAGES = {
-    "should be the same": "of dtype|the same dtype",  # of input, weight and bias
+    "should be the same": "of dtype|the same dtype|should be the same",  # input, weight and bias
 }
 NOT_FLOATING_DTYPES = (
     torch.uint8,
@@ -55,11 +55,9 @@ NOT_FLOATING_DTYPES = (
     torch.int16,
     torch.int32,
     torch.int64,
-    torch.complex32,
     torch.complex64,
     torch.complex128,
 )
-NOT_FLOATING = "braze's kernels take floating-point inputs only"
 
 
 @dataclasses.dataclass
@@ -73,16 +71,6 @@ class Unsupported:
 
 
 UNSUPPORTED = [
-    Unsupported(name, NOT_FLOATING, dtypes=NOT_FLOATING_DTYPES)
-    for name in (
-        "matmul",
-        "nn.functional.linear",
-        "nn.functional.conv2d",
-        "nn.functional.relu",
-        "nn.functional.max_pool2d",
-        "nn.functional.avg_pool2d",
-    )
-] + [
     Unsupported(
         "nn.functional.batch_norm",
         "torch takes a 1-D input only where it is empty; braze asks for 2 dimensions",
@@ -218,6 +206,16 @@ def test_input_of_any_dtype_where_the_result_has_another(device, key):
             assert_same(call(function, sample), stock, stock)
 
 
+@every_op
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_other_dtypes(device, key):
+    """Torch's function computes them."""
+    op, function = OPS[key], function_of(key)
+    for dtype in op.supported_dtypes(device) & set(NOT_FLOATING_DTYPES):
+        for sample in itertools.islice(op.sample_inputs(device, dtype, requires_grad=False), 3):
+            assert_same(*[call(f, sample) for f in (function, op.op, op.op)])
+
+
 @pytest.mark.parametrize(
     "entry", UNSUPPORTED, ids=lambda u: f"{u.name.removeprefix('nn.functional.')}: {u.reason}"
 )
@@ -229,8 +227,7 @@ def test_what_is_listed_as_unsupported_is_refused(device, entry):
         if dtype not in op.supported_dtypes(device):
             continue
         samples = filter(entry.matches, op.sample_inputs(device, dtype, requires_grad=False))
-        # Of a whole dtype a few samples are enough.
-        for sample in itertools.islice(samples, 3) if dtype not in DTYPES else samples:
+        for sample in samples:
             with pytest.raises((RuntimeError, TypeError, ValueError, NotImplementedError)):
                 call(function, sample)
             matched += 1

@@ -243,3 +243,27 @@ def test_first_steps_that_a_scaler_skips(device):
             results += [model[1].weight, torch.stack(losses)[skipped:]]
         torch.testing.assert_close(results[0], results[2])
         torch.testing.assert_close(results[1], results[3])
+
+
+def test_loss_and_autocast_may_change(device):
+    results = []
+    for captured in (False, True):
+        model, optimizer = make(device)
+        step, losses = braze.TrainStep(model, loss_fn, optimizer), []
+        torch.manual_seed(2)
+        for i, (x, y) in enumerate(batches(device, 12)):
+            if i == 4:
+                step.autocast = torch.bfloat16
+            if i == 8:
+                step.loss_fn = lambda output, target: 2 * loss_fn(output, target)
+            if captured:
+                losses.append(step(x, y))
+                continue
+            with torch.autocast(device, torch.bfloat16, enabled=i >= 4):
+                loss = step.loss_fn(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        results += [model, losses]
+    assert_same(*results)

@@ -244,7 +244,7 @@ bool takes_amx(const MatmulArgs& args, const std::string& kernel) {
 
 int64_t acc_size(DType dtype) { return dtype == DType::kFloat64 ? 8 : 4; }
 
-// Workspace that the kernel itself needs.
+// Of what the kernel itself needs.
 int64_t kernel_bytes(const MatmulArgs& args, const std::string& kernel) {
   if (takes_amx(args, kernel)) return AmxMatmul(args).bytes();
   if (kernel == "01_naive") return 0;

@@ -104,8 +104,7 @@ std::tuple<Tensor, Tensor, Tensor> conv_bn_relu_max_pool2d(
   if (moments) {
     sums = *moments;
     check_moments(kOp, sums, a, input);
-    BRAZE_CHECK(!norm.cumulative, kOp,
-                ": momentum=None counts batches where moments are summed");
+    BRAZE_CHECK(!norm.cumulative, kOp, ": momentum=None counts batches where moments are summed");
   } else if (training) {
     sums = empty({kSmallKMostSets, small_k_moments(a)}, input, ScalarType::Double);
     dev::small_k_sum_moments(stream, a, input.const_data_ptr(),

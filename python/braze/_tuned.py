@@ -14,7 +14,9 @@ import warnings
 from pathlib import Path
 from typing import NamedTuple
 
-from braze import _cache, _lib
+import platformdirs
+
+from braze import _lib
 
 BUILT_IN = Path(__file__).parent / "tuned"
 _FORMAT = 1
@@ -95,7 +97,7 @@ def _slug(text):
 
 
 def user_folder():
-    return _cache.user_folder() / "tuned"
+    return platformdirs.user_cache_path("braze") / "tuned"
 
 
 def library_of(index):

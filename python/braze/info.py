@@ -224,6 +224,7 @@ def _missing(page):
         ("matplotlib", "matplotlib", "the plot of `braze mnist`"),
         ("rich", "rich", "the progress bar and table of `braze mnist`"),
         ("numpy", "numpy", "reading data sets, which `import braze` includes"),
+        ("platformdirs", "platformdirs", "the folder of the caches, which `import braze` asks for"),
         ("sklearn", "scikit-learn", "digits where MNIST cannot be downloaded"),
     ]:
         if importlib.util.find_spec(module) is None:

@@ -49,9 +49,18 @@ def _grad_left(grad, a, b, settings):
     """The gradient of `a` in a @ b, both matrices or batches of them."""
     if a.dim() == 2 and b.dim() > 2:
         # One A for a batch of B: the sum over the batch is a single product of all columns.
-        grad = grad.movedim(-2, 0).reshape(grad.shape[-2], -1)
-        b = b.movedim(-2, 0).reshape(b.shape[-2], -1)
+        grad, b = _side_by_side(grad), _side_by_side(b)
     return _sum_to(_matmul(grad, b.mT, *settings), a.shape)
+
+
+def _side_by_side(matrices):
+    """The columns of all matrices of a batch, in one."""
+    rows = matrices.movedim(-2, 0)
+    return rows.reshape(rows.shape[0], math.prod(rows.shape[1:]))
+
+
+def _as_rows(t):
+    return t.reshape(math.prod(t.shape[:-1]), t.shape[-1])
 
 
 def _sum_to(t, shape):
@@ -179,10 +188,10 @@ def _linear_formula(input, weight, bias=None, relu=False, *settings):
 
 
 def _linear_gradients(grad_output, input, weight, output_mask, *settings):
-    rows = grad_output.reshape(-1, weight.shape[0])
+    rows = _as_rows(grad_output)
     return (
         grad_output.matmul(weight) if output_mask[0] else None,
-        rows.mT.matmul(input.reshape(-1, weight.shape[1])) if output_mask[1] else None,
+        rows.mT.matmul(_as_rows(input)) if output_mask[1] else None,
         rows.sum(0) if output_mask[2] else None,
     )
 

@@ -147,11 +147,10 @@ def other(callee, known, code, made):
     has become something else, or the function has other code or defaults."""
     if not torch.compiler.is_compiling() and changed(known, code, made):
         return callee
-    if callee is known:
-        return made
-    if isinstance(callee, types.MethodType) and callee.__func__ is known:
-        return types.MethodType(made, callee.__self__)
-    return callee
+    # In this order: torch.compile takes a bound method for the function itself.
+    if isinstance(callee, types.MethodType):
+        return functools.partial(made, callee.__self__) if callee.__func__ is known else callee
+    return made if callee is known else callee
 
 
 def changed(known, code, made):

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import platformdirs
 import torch
 
-from braze import _cache
 from braze.data.idx import parse_idx, read_bytes, unzip
 
 MIRRORS = (
@@ -71,7 +71,7 @@ def load_mnist(root=None, download=True):
     named = root if root is not None else os.environ.get("BRAZE_DATA")
     if named:
         return _read(Path(named).expanduser())
-    cache = _cache.user_folder() / "mnist"
+    cache = platformdirs.user_cache_path("braze") / "mnist"
     missing = [name for name in FILES if _find(cache, name) is None]
     if missing and download:
         try:
@@ -101,7 +101,7 @@ def load_digits():
     images = torch.nn.functional.interpolate(images, size=(20, 20), mode="bilinear")
     images = torch.nn.functional.pad(images, (4, 4, 4, 4)).squeeze(1).round().to(torch.uint8)
     labels = torch.from_numpy(digits.target.astype(np.uint8))
-    test = torch.arange(len(images)) % 5 == 4
+    test = torch.arange(len(images), device="cpu") % 5 == 4  # whatever the default device is
     return Digits(
         images[~test],
         labels[~test],

@@ -65,9 +65,9 @@ def write_plot(path, losses, rows, title):
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     figure.suptitle(title)
     curves, bars = figure.subplots(1, 2)
+    # A moving average over a fiftieth of the longer run.
+    width = max(1, max(map(len, losses.values())) // 50)
     for name, values in losses.items():
-        # A moving average over a fiftieth of the run.
-        width = max(1, len(values) // 50)
         smooth = np.convolve(values, np.full(width, 1 / width), mode="valid")
         steps = np.arange(len(smooth)) + width
         curves.plot(steps, smooth, label=name, color=_COLOURS[name], alpha=0.8)
