@@ -55,10 +55,10 @@ def charts(folder):
 
 
 def links(folder):
-    """Markdown for a document in docs/."""
+    """Markdown for a document in docs/results/."""
     for path, _ in charts(folder):
         device = path.parent.name
-        yield f"![TFLOP/s of each rung, {device}](../benchmarks/results/{device}/{NAME})\n"
+        yield f"![TFLOP/s of each rung, {device}](../../benchmarks/results/{device}/{NAME})\n"
 
 
 def update(folder, write=True):

@@ -1,9 +1,9 @@
-"""Writes the tables of README.md, docs/*.md and the ladders' README.md from the results.
+"""Writes the tables of README.md, docs/ and the ladders' README.md from the results.
 
 A table stands between ``<!-- bench:NAME -->`` and ``<!-- /bench -->``, NAME being an op, one of
-MNIST's tables, ``products``, ``ladder:OP``, ``rungs:OP`` (a line per kernel, for the largest case),
-``kernels:OP`` (a line per case), ``counters:matmul`` or ``checks`` (what test runs printed).
-Figures in the documents are never typed by hand.
+MNIST's tables, ``products``, ``accuracy`` (of fp32 products), ``ladder:OP``, ``rungs:OP`` (a line
+per kernel, for the largest case), ``kernels:OP`` (a line per case), ``counters:matmul`` or
+``checks`` (what test runs printed). Figures in the documents are never typed by hand.
 """
 
 import json
@@ -26,7 +26,7 @@ GAINS = ["best stock", "kernels", "fusion", "graph"]
 def render(root, folder, write=True):
     """Rewrites the tables; returns the names of the files that changed (or would)."""
     changed = ladder_chart.update(folder, write)
-    documents = [*(root / "docs").glob("*.md"), *(root / "csrc").rglob("README.md")]
+    documents = [*(root / "docs").rglob("*.md"), *(root / "csrc").rglob("README.md")]
     for path in [root / "README.md", *sorted(documents)]:
         old = path.read_text()
         new = MARKER.sub(lambda m: m[1] + text_of(m[2], folder) + m[3], old)
@@ -311,5 +311,6 @@ SECTIONS = {
     "mnist_profile": mnist_profile_sections,
     "mnist_accuracy": mnist_accuracy_sections,
     "products": render_products.sections,
+    "accuracy": render_products.accuracy_sections,
     "counters:matmul": lambda folder: op_sections(folder, "counters_matmul", counters_table),
 }

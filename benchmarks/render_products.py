@@ -9,9 +9,13 @@ CLOSE_US = 1
 
 
 def sections(folder):
-    """The summary, the products one by one, and fp32's accuracy; one of each per device."""
-    parts = op_sections(folder, "products", tables)
-    return parts + op_sections(folder, "products_accuracy", accuracy_table) if parts else []
+    """The summary and the products one by one; one of each per device."""
+    return op_sections(folder, "products", tables)
+
+
+def accuracy_sections(folder):
+    """How accurate the kernels for fp32 are."""
+    return op_sections(folder, "products_accuracy", accuracy_table)
 
 
 def tables(rows):

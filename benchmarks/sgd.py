@@ -36,7 +36,7 @@ def make_step(optimizer, inputs, kwargs):
 
 
 def check(ours, stock, inputs, kwargs):
-    """Three steps: the momentum's first step is special."""
+    """Three steps: momentum begins with the second."""
 
     def after(optimizer, tensors):
         step = make_step(optimizer, tensors, kwargs)

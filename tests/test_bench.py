@@ -151,6 +151,24 @@ def test_kernels_side_by_side(tmp_path):
     assert last == "| c | forward | float32 | contiguous | 5 | 8 |  | 3 | 4 | 0.50 |"
 
 
+def test_rungs_of_the_largest_case(tmp_path):
+    row = dict.fromkeys(results.COLUMNS, "") | {"op": "vector_add", "pass": "forward"}
+    row |= {"case": "2^28", "unit": "GB/s", "dtype": "float32", "stock_us": "9"}
+    rows = [
+        row | {"candidate": "stock", "rate": "10", "ratio": "1.00"},
+        row | {"candidate": "02_grid_stride", "rate": "9", "ratio": "0.90"},
+        row | {"candidate": "02_grid_stride", "dtype": "float16", "rate": "7", "ratio": "0.80"},
+        row | {"candidate": "01_naive", "case": "7", "rate": "3", "ratio": "0.30", "stock_us": "1"},
+        row | {"candidate": "03_vectorized", "error": "cannot take"},
+        row | {"candidate": "04_loads_in_flight", "pass": "backward", "rate": "8", "ratio": "1"},
+    ]
+    results.save(tmp_path, torch.device("cpu"), "ladder_vector_add", rows)
+    lines = render.text_of("rungs:vector_add", tmp_path).splitlines()
+    assert lines[2] == "| kernel (2^28) | float32 | of stock | float16 | of stock |"
+    body = ["| 02_grid_stride | 9 GB/s | 90% | 7 GB/s | 80% |", "| stock | 10 GB/s | 100% |  |  |"]
+    assert lines[4:] == body
+
+
 def test_a_wrong_result_is_not_timed(device):
     args = parse("relu", "--quick", "--dtype", "float32")
     wrong = small_relu(lambda x: torch.relu(x) * 1.001)
@@ -240,7 +258,7 @@ def test_documents_equal_a_fresh_rendering():
 
 
 def test_every_table_and_every_op_has_a_place():
-    text = (ROOT / "docs" / "benchmarks.md").read_text()
+    text = (ROOT / "docs" / "results" / "ops.md").read_text()
     assert set(OPS) <= set(name for _, name, _ in render.MARKER.findall(text))
     assert set(OPS) <= {path.stem for path in (ROOT / "benchmarks").glob("*.py")}
 

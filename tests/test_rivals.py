@@ -196,6 +196,6 @@ def test_the_ladder_and_its_picture(tmp_path):
     assert ">triton<" not in drawn
     assert ">auto<" not in drawn
     text = render.text_of("ladder:matmul", tmp_path)
-    assert f"(../benchmarks/results/some-gpu/{ladder_chart.NAME})" in text
+    assert f"(../../benchmarks/results/some-gpu/{ladder_chart.NAME})" in text
     assert "| cublas best (cublas:3) | 2 (1, ) | 52 TFLOP/s | 52.0% | 1 |" in text
     assert "| triton |  | ModuleNotFoundError: No module named 'triton' |  |  |" in text

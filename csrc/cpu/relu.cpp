@@ -15,7 +15,7 @@ constexpr int64_t kGrain = 8192;
 const KernelEntry kEntry({"relu", "simd", "float64 float32 bfloat16 float16", "cpu", true,
                           "vectorised, threaded"});
 
-// Of 16-bit values the bits say it all: two (bf16) to four times (fp16) faster than converting
+// The bits of 16-bit values say it all: two (bf16) to four times (fp16) faster than converting
 // them.
 template <typename T>
 constexpr uint16_t kInfinity = sizeof(T) != 2                ? 0

@@ -98,7 +98,7 @@ inline BatchNormBuffers buffers_of(const std::optional<Tensor>& mean,
           static_cast<int64_t*>(mutable_data(num_batches_tracked)), momentum};
 }
 
-// Of the forward ops.
+// The checks of the forward ops.
 inline void check_arguments(const char* op, const BatchNormShape& shape, const Tensor& input,
                             const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
                             const std::optional<Tensor>& running_mean,
@@ -133,7 +133,7 @@ inline void check_arguments(const char* op, const BatchNormShape& shape, const T
   }
 }
 
-// Of the backward ops.
+// The checks of the backward ops.
 inline void check_statistics(const char* op, const Tensor& mean, const Tensor& rstd,
                              const std::vector<bool>& output_mask, const Tensor& input) {
   for (const auto& [name, t] : {std::pair("mean", mean), std::pair("rstd", rstd)}) {

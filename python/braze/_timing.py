@@ -4,7 +4,7 @@ import time
 
 import torch
 
-# Of the first round, in which all compete, and of the second, which decides between the best.
+# Repeats of the first round, in which all compete, and of the second, between the best.
 _FIRST_REPEATS = 3
 _LEAST_REPEATS, _MOST_REPEATS = 10, 60
 _FINALISTS = 3

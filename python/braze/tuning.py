@@ -18,7 +18,7 @@ _LEAST_GAIN, _LEAST_MICROSECONDS = 0.02, 0.2
 _LEAST_WINS = 0.75
 # The floor of the tolerance rule, in units of the last place. TF32 rounds inputs to 10 bits.
 _ULPS = {"tf32": 2**13}
-# Of the time for a product, what trying and checking the candidates may take.
+# The share of a product's time that trying and checking the candidates may take.
 _SHARE_OF_CHECKS = 0.6
 
 _lock = threading.Lock()  # recording is global

@@ -350,7 +350,7 @@ void pooled_sums(const BnPoolShape& shape, const BatchNormShape& pooled, const T
         std::vector<uint8_t> bytes(c);
         std::vector<int32_t> unpacked(c);
         std::vector<A> sum(c), dot(c);
-        // Of the next pixel: its row among all images' and its column.
+        // The next pixel's row among all images' and its column.
         int64_t row = offset / c / q, column = offset / c % q;
         for (int64_t begin = 0; begin < pixels; begin += kRowBlock) {
           std::fill(sum.begin(), sum.end(), A(0));

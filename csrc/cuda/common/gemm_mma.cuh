@@ -144,7 +144,7 @@ struct MmaKernel {
   static_assert(Tile::kGroups == 1 || (!OpA::kGathered && !OpB::kGathered));
   static constexpr int kDepth = A::kDepth;
   static constexpr int kThreads = Tile::kThreads;
-  // Kernels for small results settle earlier ones, so that the next one may begin with its weights.
+  // Kernels for small results order earlier ones, so that the next one may begin with its weights.
   static constexpr bool kSettles = Tile::kGroups > 1;
   static constexpr int kTileM = Tile::kM, kTileN = Tile::kN;
   static constexpr int kSizeA = A::kSize, kStageSize = kSizeA + B::kSize;
@@ -268,7 +268,7 @@ struct MmaKernel {
       }
     };
     if constexpr (sizeof(T) == 8) {
-      // Of the depths that the instruction comes in the smallest was the fastest: what it reads is
+      // The smallest of the depths that the instruction comes in is the fastest: what it reads is
       // free the soonest (H200, 4096 cubed: 51 TFLOP/s; 16 at a time: 49).
 #pragma unroll
       for (int d = 0; d < 4; ++d) {

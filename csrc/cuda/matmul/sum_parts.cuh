@@ -11,7 +11,7 @@ namespace braze::cuda {
 struct SumParts {
   int64_t of_column, of_row;
 
-  // Of the workspace, which what follows is aligned by.
+  // Their share of the workspace, which what follows is aligned by.
   int64_t bytes(const MatmulArgs& p) const {
     const int64_t sums = (p.column_sums ? of_column * p.n : 0) + (p.row_sums ? of_row * p.m : 0);
     return (sums * (p.dtype == DType::kFloat64 ? 8 : 4) + 255) / 256 * 256;

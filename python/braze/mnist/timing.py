@@ -23,7 +23,7 @@ from braze.mnist.steps import LAYOUTS, BrazeStep, StockStep
 _OWN = {"matmul": "braze", "conv2d": "braze"}
 _AUTO = {"matmul": "auto", "conv2d": "auto"}
 _ROUNDS = 10
-# Of a round, in seconds: the GPU's idle time before the first step and after the last, about a
+# A round's length in seconds: the GPU's idle time before the first step and after the last, about a
 # tenth of a millisecond, then counts little.
 _LEAST = 0.02
 

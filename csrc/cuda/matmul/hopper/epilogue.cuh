@@ -12,7 +12,7 @@ struct FullArgs : Args {
   static constexpr bool kFull = true;
   const void *residual, *relu_result;  // laid out as C, or nullptr
   bool pairs;                          // they are read, in not swapped products, two at a time
-  // Of the product's columns and rows, which swapped are C's rows and columns; or nullptr:
+  // Sums of the product's columns and rows, which swapped are C's rows and columns; or nullptr:
   // [row / 64][column], and one part of every row for each of a tile's blocks.
   float *column_parts, *row_parts;
 };
@@ -22,7 +22,7 @@ struct FullArgs : Args {
 template <typename T, bool kSwap, int kCount, typename Visit>
 __device__ __forceinline__ void for_each_value(const FullArgs& a, const void* data, int row,
                                                int column, Visit visit) {
-  // Of row, of row + 8, and of the column after column, which are 8 further on with every 4
+  // For row, for row + 8, and for the column after column, which are 8 further on with every 4
   // elements.
   const int64_t down = kSwap ? 1 : a.c_ld, right = kSwap ? a.c_ld : 1;
   const T* upper = advanced(static_cast<const T*>(data), row * down + column * right);

@@ -22,7 +22,7 @@ struct SplitPlan {
   int64_t total() const { return sums + a_special + b_special + a_planes + b_planes + partial; }
 };
 
-// Of the second launch, which has the full epilogue; the product itself leaves it to that.
+// The sums of the second launch, which has the full epilogue; the product leaves it to that.
 SumParts sum_parts(const MatmulArgs& p) {
   return {ceil_div(p.m, kReduceRows), ceil_div(p.n, kReduceColumns)};
 }

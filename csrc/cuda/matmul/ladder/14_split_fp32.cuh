@@ -235,7 +235,7 @@ __global__ void __launch_bounds__(256)
     const bool special = halo::split_values(v, parts);
 #pragma unroll
     for (int k = 0; k < kPlanes; ++k) {
-      // Of a plain assignment the compiler makes stores of 4 bytes.
+      // A plain assignment would become stores of 4 bytes.
       __stcg(reinterpret_cast<uint4*>(p.planes + k * plane + row * p.ld + column),
              uint4{parts[k][0], parts[k][1], parts[k][2], parts[k][3]});
     }

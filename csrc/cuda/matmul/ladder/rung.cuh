@@ -39,7 +39,7 @@ void launch_tiles(const char* name, Stream stream, const MatmulArgs& args, int t
 template <int kThreads, int kOuter, int kDepth, int kWidth, typename T>
 class TileShare {
  public:
-  // Of the tiles of a block of C that begins at row or column outer0.
+  // A share of the tiles of a block of C that begins at row or column outer0.
   __device__ TileShare(const MatrixOperand<T>& op, int64_t batch, int outer0)
       : op_(op), outers_(op.outer_extent - outer0) {
     static_assert(kThreads % kDepthVectors == 0 && kThreads % kOuterVectors == 0);

@@ -22,7 +22,7 @@ struct DmmaTile {
   static constexpr int kM = 128, kN = 128, kWarpM = 64, kWarpN = 32, kStages = 6;
   static constexpr int kDepth = kSwizzle / static_cast<int>(sizeof(double));
   static constexpr int kWarps = (kM / kWarpM) * (kN / kWarpN), kThreads = 32 * kWarps;
-  // Of 16 rows or columns and a stage's depth: what one copy brings.
+  // What one copy brings: 16 rows or columns of a stage's depth.
   static constexpr int kBoxBytes = 16 * kSwizzle, kBoxes = (kM + kN) / 16;
   static constexpr int kRowBytes = kM * kSwizzle, kStageBytes = kBoxes * kBoxBytes;
   static constexpr int kSharedBytes = 1024 + kStages * kStageBytes;

@@ -39,7 +39,7 @@ __device__ __forceinline__ T load_bias(const Gemv& p, int output, bool inside) {
   return load_inside<1>(bias + output * p.bias_step, inside && bias).v[0];
 }
 
-// Of a thread whose first load is at `start` of the depth.
+// Steps of a thread whose first load is at `start` of the depth.
 __device__ __forceinline__ int steps_from(int start, const Gemv& p) {
   return start < p.depth ? ((p.depth - 1 - start) >> p.step_shift) + 1 : 0;
 }

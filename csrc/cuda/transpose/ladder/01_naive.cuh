@@ -11,7 +11,7 @@
 
 namespace braze::cuda::transpose_ladder {
 
-// Of rungs 1 to 3: a warp for each of 8 rows of the tile, four times.
+// The tile of rungs 1 to 3: a warp for each of 8 rows of the tile, four times.
 constexpr int kSmallTile = 32, kWarps = 8;
 
 template <typename T>

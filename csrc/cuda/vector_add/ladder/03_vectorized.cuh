@@ -1,6 +1,6 @@
 // Rung 3: rung 2 with 16 bytes a load and a store, the widest access of a thread.
 //
-// Of a 16-bit type that is 8 elements for the instructions that one took: an eighth of the loads,
+// With a 16-bit type that is 8 elements for the instructions that one took: an eighth of the loads,
 // stores and addresses, and 512 bytes a warp and access instead of 64. Bytes in flight grow by the
 // same factor, up to 32 a thread, which is what a memory with hundreds of nanoseconds of latency
 // wants. Vectors need operands that begin at multiples of 16 bytes; others are added one element at
