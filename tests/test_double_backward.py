@@ -127,7 +127,9 @@ def _repeatable():
 def test_gradgradcheck(device, case, channels_last):
     function, tensors = case
     tensors = leaves(tensors, device, channels_last)
-    assert torch.autograd.gradgradcheck(function, tensors, fast_mode=True)
+    # torch's scatter_add on CUDA, in the formula of overlapping windows, adds in any order.
+    nondet_tol = 1e-9 if device == "cuda" else 0.0
+    assert torch.autograd.gradgradcheck(function, tensors, fast_mode=True, nondet_tol=nondet_tol)
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,7 @@ def test_linear_has_a_choice_of_its_own(device):
     assert not torch.equal(rung, present)
 
 
-@pytest.mark.parametrize("choice", ["wgmma", "cublas:99", "no_such_kernel", "braze", ""])
+@pytest.mark.parametrize("choice", ["wgmma", "cublas:99", "no_such_kernel", "braze", "auto", ""])
 def test_a_choice_that_is_refused_leaves_it_to_the_rules(device, choice):
     a, b = factors(device)
     present = braze.matmul(a, b)

@@ -42,6 +42,7 @@ std::optional<Decision> tuned_decision(const MatmulArgs& args, const Tensor& out
   } catch (const std::runtime_error&) {
     return std::nullopt;  // a kernel of another version
   }
+  if (wish.leaves_choice()) return std::nullopt;
   if (wish.kind == Wish::kLibrary) return library_decision(args, wish.number);
   const MatmulPlan plan = dev::plan_matmul(args, wish.kernel());
   return plan.obstacle ? std::nullopt : std::optional(own_decision(plan));
