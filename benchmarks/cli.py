@@ -5,7 +5,7 @@ import importlib
 
 import torch
 
-from benchmarks import counters, ladder, products, products_accuracy, render, results
+from benchmarks import counters, depthwise, ladder, products, products_accuracy, render, results
 from benchmarks.harness import run_benchmark
 
 OPS = [
@@ -42,6 +42,8 @@ def tables(what):
             ("products", products.run, products.line),
             ("products_accuracy", products_accuracy.run, products_accuracy.line),
         ]
+    if what == ["depthwise"]:
+        return [("depthwise", depthwise.run, depthwise.line)]
     if what == ["counters", "matmul"]:
         return [("counters_matmul", counters.run, counters.line)]
     is_ladder = what[:1] == ["ladder"]

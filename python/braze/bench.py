@@ -10,10 +10,11 @@ def add_arguments(parser):
     parser.add_argument(
         "what",
         nargs="*",
-        metavar="OP | render | ladder OP | products | counters matmul",
+        metavar="OP | render | ladder OP | products | depthwise | counters matmul",
         help="ops to time (default: all); render: rewrite the documents' tables from the results; "
         "ladder OP: time every kernel of an op beside the vendor's, or beside a copy of its bytes; "
-        "products: matrix products beside the best of the vendor's algorithms; counters matmul: "
+        "products: matrix products beside the best of the vendor's algorithms; depthwise: "
+        "depthwise convolutions of networks beside cuDNN's engines; counters matmul: "
         "the ladder's hardware counters, by ncu",
     )
     parser.add_argument("--device", help="cpu or cuda[:i] (default: cuda where there is a GPU)")

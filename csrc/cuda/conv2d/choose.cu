@@ -5,6 +5,7 @@
 #include <climits>
 #include <iterator>
 
+#include "cuda/conv2d/depthwise/depthwise.h"
 #include "cuda/conv2d/halo/halo.h"
 #include "gather.cuh"
 #include "kernels.h"
@@ -76,6 +77,15 @@ const char* halo_obstacle(const Conv2dArgs& args) {
                "capability 9.0";
 }
 
+const char* depthwise_obstacle(const Conv2dArgs& args) {
+  if (const char* why = direct_obstacle(args)) return why;
+  return depthwise::supports(args)
+             ? nullptr
+             : "it takes as many groups as channels with one filter of 3 x 3, 5 x 5 or 7 x 7 each, "
+               "stride 1 or 2, dilation 1, padding less than the filter, and channels-last or "
+               "contiguous float32, bfloat16 and float16 tensors";
+}
+
 struct Kernel {
   KernelInfo info;
   const char* (*obstacle)(const Conv2dArgs&);
@@ -104,6 +114,11 @@ constexpr Kernel kKernels[] = {
      halo_obstacle,
      halo::plan,
      halo::run},
+    {{"conv2d", "depthwise", "float32 bfloat16 float16", "sm_80+", true,
+      "depthwise: rows pass through registers once; by name only until it is measured"},
+     depthwise_obstacle,
+     depthwise::plan,
+     depthwise::run},
 };
 constexpr int kCount = std::size(kKernels);
 constexpr int kDirect = kernel_number(kKernels, "direct"),
@@ -135,6 +150,8 @@ bool beats_cudnn(const Conv2dProblem& problem, int kernel) {
   const bool is_channels_last = problem.x.c == 1 && s.c > 1, is_16_bit = size_of(s.dtype) == 2;
   const bool wgrad = problem.pass == Conv2dPass::kWgrad;
   const int64_t pixels = s.n * s.p * s.q;
+  // cuDNN has kernels for depthwise convolutions; groups of a few channels were not measured.
+  if (s.groups > 1 && s.dtype != DType::kFloat64) return false;
   // Few inputs per output: the direct kernels.
   if (problem.pass != Conv2dPass::kDgrad && s.c / s.groups * s.r * s.s <= 32) return true;
   if (s.groups > 1 || s.dtype == DType::kFloat64) return false;
