@@ -165,3 +165,15 @@ def test_non_finite_values_have_to_be_where_stock_has_them(device, dtype):
     for wrong in ([1.0, INF, 1.0], [1.0, -INF, NAN], [INF, INF, NAN], [1.0, NAN, INF]):
         with pytest.raises(AssertionError, match=r"non-finite|inf or nan"):
             assert_by_rule(torch.tensor(wrong, device=device).to(dtype), right, right.double())
+
+
+def test_infinities_that_stock_alone_has():
+    """Where the reference is finite and the dtype holds it, a finite result is judged by it."""
+    reference = torch.tensor([1.0, 2.0, 1e5], dtype=torch.float64)
+    inf = float("inf")
+    stock = torch.tensor([1.0, inf, inf], dtype=torch.float16)
+    assert_by_rule(torch.tensor([1.0, 2.0, inf], dtype=torch.float16), stock, reference)
+    assert_by_rule(stock.clone(), stock, reference)
+    for wrong in ([1.0, 2.1, inf], [1.0, -inf, inf], [inf, 2.0, inf], [1.0, 2.0, 65504.0]):
+        with pytest.raises(AssertionError):
+            assert_by_rule(torch.tensor(wrong, dtype=torch.float16), stock, reference)

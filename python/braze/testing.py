@@ -23,7 +23,8 @@ def assert_by_rule(actual, stock, reference, ulps=4, what="output", terms=None, 
         2 max|stock - reference| + n max(eps max|reference|, change)
 
     where eps is the dtype's, and n is `ulps`, in float64 `ulps` + sqrt(`terms`). Infinities and
-    NaNs have to be where the stock result has them; shape, dtype and device have to be its own.
+    NaNs have to be where the stock result has them, unless the reference says that stock's is wrong
+    there; shape, dtype and device have to be its own.
 
     Where this comes from: an algorithm is as good as can be asked for if its result is the exact
     one for inputs that are a few roundings off (Higham, Accuracy and Stability of Numerical
@@ -54,11 +55,15 @@ def assert_by_rule(actual, stock, reference, ulps=4, what="output", terms=None, 
     # The three may live on different devices (a float64 reference made on the CPU).
     a, s, r = (t.detach().to(actual.device, torch.float64) for t in (actual, stock, reference))
     special = ~s.isfinite()
+    # Stock's convolutions in bfloat16 on CPUs read memory that nobody wrote, and multiply it by 0.
+    wrong = special & a.isfinite() & (r.abs() <= torch.finfo(stock.dtype).max)
+    special &= ~wrong
     assert torch.equal(special, ~a.isfinite()), f"{what}: non-finite values at other places"
     assert torch.equal(a[special].nan_to_num(), s[special].nan_to_num()), f"{what}: inf or nan"
     finite = ~special & r.isfinite()
     if not finite.any():
         return
+    s = torch.where(wrong, r, s)
     a, s, r = a[finite], s[finite], r[finite]
     error, stock_error = (a - r).abs().max(), (s - r).abs().max()
     unit = torch.finfo(stock.dtype).eps * r.abs().max()
