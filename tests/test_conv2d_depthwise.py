@@ -80,7 +80,7 @@ def test_matches_stock(device, dtype, case, form):
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_which_kernel_runs(gpu, dtype, form):
-    case = (8, 32, 56, 56, 3, 1, 1)
+    case = (64, 96, 56, 56, 3, 1, 1)
     inputs = drawn(case, "cuda", dtype, form)
 
     def forward():
@@ -99,10 +99,17 @@ def test_which_kernel_runs(gpu, dtype, form):
         names = kernels_of(lambda: backward(out))
         assert "wgrad_kernel" in names
         assert "depthwise" in names
-    # cuDNN's: not the slow kernel's that takes all.
+    # By itself where it was measured to be faster, else cuDNN.
     out = forward()
-    names = kernels_of(forward) + kernels_of(lambda: backward(out))
-    assert "direct" not in names
+    assert ("depthwise::" in kernels_of(forward)) == (form == "nchw")
+    names = kernels_of(lambda: backward(out))
+    assert ("wgrad_kernel" in names) == (form == "nchw")
+    assert ("depthwise::" in names) == (form == "nchw" or dtype != torch.float32)
+
+
+def test_small_tensors_go_to_cudnn(gpu):
+    inputs = drawn((8, 32, 56, 56, 3, 1, 1), "cuda", torch.bfloat16, "nchw")
+    assert "braze" not in kernels_of(lambda: F.conv2d(*inputs, padding=1, groups=32))
 
 
 @pytest.mark.parametrize(

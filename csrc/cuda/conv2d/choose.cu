@@ -115,7 +115,7 @@ constexpr Kernel kKernels[] = {
      halo::plan,
      halo::run},
     {{"conv2d", "depthwise", "float32 bfloat16 float16", "sm_80+", true,
-      "depthwise: rows pass through registers once; by name only until it is measured"},
+      "depthwise: rows pass through registers once"},
      depthwise_obstacle,
      depthwise::plan,
      depthwise::run},
@@ -124,7 +124,8 @@ constexpr int kCount = std::size(kKernels);
 constexpr int kDirect = kernel_number(kKernels, "direct"),
               kSimt = kernel_number(kKernels, "implicit_gemm_simt"),
               kMma = kernel_number(kKernels, "implicit_gemm_mma"),
-              kHalo = kernel_number(kKernels, "halo_wgmma");
+              kHalo = kernel_number(kKernels, "halo_wgmma"),
+              kDepthwise = kernel_number(kKernels, "depthwise");
 const KernelEntries kEntries(kKernels, kCount);
 
 // Tiles of 64 or more are wasted on thin products.
@@ -136,11 +137,26 @@ bool is_thin(const Conv2dArgs& args) {
 
 // The fastest of our own.
 int choose(const Conv2dArgs& args) {
+  if (!depthwise_obstacle(args)) return kDepthwise;
   if (is_thin(args)) return kDirect;
   for (const int kernel : {kHalo, kMma, kSimt}) {
     if (!kKernels[kernel].obstacle(args)) return kernel;
   }
   return kDirect;
+}
+
+// Whether the depthwise kernel is faster than cuDNN, as measured on an H200
+// (benchmarks/depthwise.py, tensors of 16 MB and more).
+bool depthwise_beats_cudnn(const Conv2dProblem& problem) {
+  const Conv2dShape& s = problem.shape;
+  const bool is_channels_last = problem.x.c == 1 && s.c > 1, is_16_bit = size_of(s.dtype) == 2;
+  const bool fprop = problem.pass == Conv2dPass::kFprop;
+  if (s.n * s.c * s.h * s.w * size_of(s.dtype) < 16 << 20) return false;  // not measured
+  // Strided rows of few taps are read with few bytes in flight.
+  if (!is_channels_last) return !(fprop && is_16_bit && s.r == 5 && s.stride_h == 2 && s.h > 28);
+  if (s.r == 3) return problem.pass == Conv2dPass::kDgrad && (is_16_bit || s.stride_h == 2);
+  if (s.r == 7) return is_16_bit;
+  return !(fprop && s.stride_h == 2 && (!is_16_bit || s.h < 28));
 }
 
 // Whether that is faster than cuDNN, as measured on an H200 (benchmarks/conv2d.py, batch 64 to
@@ -150,7 +166,8 @@ bool beats_cudnn(const Conv2dProblem& problem, int kernel) {
   const bool is_channels_last = problem.x.c == 1 && s.c > 1, is_16_bit = size_of(s.dtype) == 2;
   const bool wgrad = problem.pass == Conv2dPass::kWgrad;
   const int64_t pixels = s.n * s.p * s.q;
-  // cuDNN has kernels for depthwise convolutions; groups of a few channels were not measured.
+  if (kernel == kDepthwise) return depthwise_beats_cudnn(problem);
+  // Groups of a few channels were not measured.
   if (s.groups > 1 && s.dtype != DType::kFloat64) return false;
   // Few inputs per output: the direct kernels.
   if (problem.pass != Conv2dPass::kDgrad && s.c / s.groups * s.r * s.s <= 32) return true;

@@ -20,18 +20,31 @@ __device__ __forceinline__ int misalignment(const T* p) {
   return static_cast<int>(reinterpret_cast<uintptr_t>(p) % 16);
 }
 
+// Behind the last element of a contiguous tensor.
+template <typename T>
+__device__ __forceinline__ const char* end_of(const Image& t, const Args& a) {
+  const int64_t elements = (a.batch - 1) * t.n + int64_t{a.channels} * t.height * t.width;
+  return static_cast<const char*>(t.data) + elements * static_cast<int>(sizeof(T));
+}
+
 // Copies `count` elements to `to` + misalignment(from), from where planes are `pad` bytes further
-// apart than in memory; pad is 0 unless planes are whole vectors.
+// apart than in memory; pad is 0 unless planes are whole vectors. Reads whole vectors, but none
+// that reaches beyond `end`.
 template <typename T>
 __device__ __forceinline__ void load_piece(char* to, const T* from, int count, int pad,
-                                           const FastDiv& by_plane) {
+                                           const FastDiv& by_plane, const char* end) {
   const int shift = misalignment(from), bytes = shift + count * static_cast<int>(sizeof(T));
-  const char* const source = reinterpret_cast<const char*>(from) - shift;
+  const char* const piece = reinterpret_cast<const char*>(from) - shift;
   for (int i = threadIdx.x; 16 * i < bytes; i += blockDim.x) {
     char* const target = to + 16 * i + (pad ? by_plane.div(i) * pad : 0);
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(target)),
-                 "l"(source + 16 * i), "r"(min(16, bytes - 16 * i))
-                 : "memory");
+    const char* const source = piece + 16 * i;
+    if (end - source >= 16) {
+      cp_async<16>(target, source, true);
+    } else {
+      for (int b = max(0, shift - 16 * i); b < bytes - 16 * i; b += sizeof(T)) {
+        *reinterpret_cast<T*>(target + b) = *reinterpret_cast<const T*>(source + b);
+      }
+    }
   }
 }
 
@@ -126,8 +139,8 @@ __global__ void __launch_bounds__(kMostThreads) nchw_kernel(const __grid_constan
       Rows input;
       const T* const from = piece(item, row, rows, input);
       load_piece(shared_memory + stage * a.stage_bytes, from,
-                 max(0, planes * (input.end - input.begin) * a.in.width), a.plane_pad,
-                 a.by_vectors);
+                 max(0, planes * (input.end - input.begin) * a.in.width), a.plane_pad, a.by_vectors,
+                 end_of<T>(a.in, a));
     }
     cp_async_commit();
   };
@@ -247,8 +260,9 @@ __global__ void __launch_bounds__(kMostThreads) nchw_wgrad_kernel(const __grid_c
       const Piece p = piece_of(item);
       char* const to = shared_memory + stage * a.stage_bytes;
       load_piece(to, p.x, max(0, planes * (p.input.end - p.input.begin) * a.in.width), a.plane_pad,
-                 a.by_vectors);
-      load_piece(to + a.dy_offset, p.dy, planes * p.rows * a.dy.width, a.dy_pad, a.by_dy_vectors);
+                 a.by_vectors, end_of<T>(a.in, a));
+      load_piece(to + a.dy_offset, p.dy, planes * p.rows * a.dy.width, a.dy_pad, a.by_dy_vectors,
+                 end_of<T>(a.dy, a));
     }
     cp_async_commit();
   };
