@@ -2,10 +2,22 @@
 
 import functools
 import importlib
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
-from benchmarks import counters, depthwise, ladder, products, products_accuracy, render, results
+from benchmarks import (
+    convolutions,
+    counters,
+    depthwise,
+    ladder,
+    products,
+    products_accuracy,
+    render,
+    render_convolutions,
+    results,
+)
 from benchmarks.harness import run_benchmark
 
 OPS = [
@@ -24,6 +36,18 @@ OPS = [
 ]
 
 
+class Table(NamedTuple):
+    """A CSV: its name, what yields the rows for (device, args), and what prints one."""
+
+    name: str
+    run: Callable
+    line: Callable
+    #: columns in which rows of an earlier run have to be equal to be replaced; none: all are
+    replaces: tuple = ()
+    #: a text about all rows, printed after them
+    summary: Callable | None = None
+
+
 def of_op(run, op, device, args):
     """The rows of an op's benchmarks: `run` is run_benchmark or run_ladder."""
     module = ladder.MODULES[op] if run is ladder.run_ladder else op
@@ -32,20 +56,23 @@ def of_op(run, op, device, args):
 
 
 def tables(what):
-    """What the command line names: (name of the CSV, rows of (device, args), line of a row) each.
+    """The :class:`Table`s that the command line names.
 
     Raises:
         ValueError: for a word that names nothing.
     """
     if what == ["products"]:
         return [
-            ("products", products.run, products.line),
-            ("products_accuracy", products_accuracy.run, products_accuracy.line),
+            Table("products", products.run, products.line),
+            Table("products_accuracy", products_accuracy.run, products_accuracy.line),
         ]
+    if what == ["convolutions"]:
+        run, line, summary = convolutions.run, convolutions.line, render_convolutions.summary
+        return [Table("convolutions", run, line, convolutions.KEY, summary)]
     if what == ["depthwise"]:
-        return [("depthwise", depthwise.run, depthwise.line)]
+        return [Table("depthwise", depthwise.run, depthwise.line)]
     if what == ["counters", "matmul"]:
-        return [("counters_matmul", counters.run, counters.line)]
+        return [Table("counters_matmul", counters.run, counters.line)]
     is_ladder = what[:1] == ["ladder"]
     known = list(ladder.MODULES) if is_ladder else OPS
     ops = (what[1:] if is_ladder else what) or known
@@ -53,7 +80,7 @@ def tables(what):
     if unknown:
         raise ValueError(f"expected {', '.join(known)}, but got {', '.join(unknown)}")
     prefix, run = ("ladder_", ladder.run_ladder) if is_ladder else ("", run_benchmark)
-    return [(prefix + op, functools.partial(of_op, run, op), results.line) for op in ops]
+    return [Table(prefix + op, functools.partial(of_op, run, op), results.line) for op in ops]
 
 
 def main(args, root):
@@ -69,17 +96,20 @@ def main(args, root):
         return 2
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     wrong = 0
-    for name, run, line in chosen:
+    for table in chosen:
         rows = []
         try:
-            for row in run(device, args):
-                print(line(row), flush=True)
+            for row in table.run(device, args):
+                print(table.line(row), flush=True)
                 rows.append(row)
         finally:  # an interrupted run keeps the rows it has
             if rows and not args.quick:
-                print(f"written: {results.save(folder, device, name, rows)}")
+                path = results.save(folder, device, table.name, rows, table.replaces)
+                print(f"written: {path}")
         if not rows:
-            print(f"{name}: no case for these arguments")
+            print(f"{table.name}: no case for these arguments")
+        elif table.summary:
+            print(table.summary(rows))
         wrong += sum(bool(row["error"]) and not results.is_refused(row) for row in rows)
     if wrong:
         print(f"{wrong} rows have no figures: the result was wrong or the call failed, see above")

@@ -11,9 +11,9 @@ import time
 import torch
 
 from benchmarks.candidates import fastest, screen, under, vendor_names
+from benchmarks.conv_passes import PASSES, own_pass, torch_pass
 from benchmarks.harness import DTYPES, interleaved, rounded, set_precision, timer_for
 from benchmarks.results import ENVIRONMENT
-from braze._config import chosen_backend
 from braze.testing import assert_by_rule
 
 BUDGET = (0.02, 9, 30)
@@ -23,7 +23,6 @@ PEAKS = 4.2e12, 30e12
 LEAST_BYTES = 16 << 20
 #: How many of cuDNN's engines are tried: it lists the best first.
 ENGINES = 6
-PASSES = ("fprop", "dgrad", "wgrad")
 OWN = "depthwise"
 
 #: network -> (channels, height and width, filter, stride)
@@ -119,37 +118,15 @@ def networks_of():
     return found
 
 
-def own_pass(layer, pass_name, x, w, dy, tf32):
-    """One pass by braze, with the backend that is set when it is called."""
-    geometry, groups = layer.geometry, layer.channels
-
-    def call():
-        settings = tf32, False, chosen_backend("conv2d")
-        if pass_name == "fprop":
-            return torch.ops.braze.conv2d(x, w, None, *geometry, groups, *settings)
-        mask = [pass_name == "dgrad", pass_name == "wgrad", False]
-        grads = torch.ops.braze.conv2d_backward(dy, x, w, *geometry, groups, mask, *settings)
-        return grads[mask.index(True)]
-
-    return call
-
-
-def torch_pass(layer, pass_name, x, w, dy):
-    geometry, groups = layer.geometry, layer.channels
-    if pass_name == "fprop":
-        return lambda: torch.conv2d(x, w, None, *geometry, groups)
-    mask = [pass_name == "dgrad", pass_name == "wgrad", False]
-    return lambda: torch.ops.aten.convolution_backward(
-        dy, x, w, None, *geometry, False, [0, 0], groups, mask
-    )[mask.index(True)]
-
-
 def error_of(own, stock, layer, pass_name, tensors, tf32):
     """Why braze's result is not accepted, or ""."""
-    wide = torch_pass(layer, pass_name, *(t.double() for t in tensors))
-    tries_all, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False
+    what = layer.geometry, layer.channels, pass_name
+    wide = torch_pass(*what, *(t.double() for t in tensors))
+    tries_all = torch.backends.cudnn.benchmark
     try:
-        assert_by_rule(own(), stock(), wide(), ulps=2**13 if tf32 else 8)
+        expected = stock()  # which has to try all here already: torch keeps its first choice
+        torch.backends.cudnn.benchmark = False
+        assert_by_rule(own(), expected, wide(), ulps=2**13 if tf32 else 8)
     except (AssertionError, RuntimeError) as problem:
         return f"{type(problem).__name__}: {problem}".splitlines()[0]
     finally:
@@ -160,7 +137,8 @@ def error_of(own, stock, layer, pass_name, tensors, tf32):
 def time_pass(layer, pass_name, dtype_name, layout, device, quick, check=True):
     timer, tf32 = timer_for(device), dtype_name == "tf32"
     tensors = layer.tensors(device, DTYPES[dtype_name], layout)
-    own, stock = own_pass(layer, pass_name, *tensors, tf32), torch_pass(layer, pass_name, *tensors)
+    what = layer.geometry, layer.channels, pass_name
+    own, stock = own_pass(*what, *tensors, tf32), torch_pass(*what, *tensors)
     makers = {name: under("conv2d", name, lambda: own) for name in vendor_names("conv2d")[:ENGINES]}
     makers["own"] = under("conv2d", OWN, lambda: own)
     makers["torch"] = lambda: stock

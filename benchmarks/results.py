@@ -85,16 +85,25 @@ def environment(device):
     }
 
 
-def save(folder, device, name, rows):
+def save(folder, device, name, rows, replaces=()):
     """Writes `rows`, which have the same keys, as the CSV `name` of this device, in the place of an
-    earlier run's."""
+    earlier run's; given `replaces`, columns, only in the place of rows that are equal in these."""
     path = Path(folder) / slug(device) / f"{name}.csv"
     path.parent.mkdir(parents=True, exist_ok=True)
     described = environment(device)
+
+    def key(row):
+        return tuple(row[column] for column in replaces)
+
+    kept, new = [], set(map(key, rows))
+    if replaces and path.exists():
+        with path.open(newline="") as file:
+            kept = [row for row in csv.DictReader(file) if key(row) not in new]
     with path.open("w", newline="") as file:
         columns = [key for key in rows[0] if key not in described] + ENVIRONMENT
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()
+        writer.writerows(kept)
         writer.writerows(row | described for row in rows)
     return path
 
