@@ -12,6 +12,7 @@ from benchmarks import (
     counters,
     depthwise,
     ladder,
+    networks,
     products,
     products_accuracy,
     render,
@@ -71,6 +72,8 @@ def tables(what):
         return [Table("convolutions", run, line, convolutions.KEY, summary)]
     if what == ["depthwise"]:
         return [Table("depthwise", depthwise.run, depthwise.line)]
+    if what == ["networks"]:
+        return [Table("networks", networks.run, networks.line, networks.KEY)]
     if what == ["counters", "matmul"]:
         return [Table("counters_matmul", counters.run, counters.line)]
     is_ladder = what[:1] == ["ladder"]

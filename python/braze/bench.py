@@ -10,13 +10,15 @@ def add_arguments(parser):
     parser.add_argument(
         "what",
         nargs="*",
-        metavar="OP | render | ladder OP | products | convolutions | depthwise | counters matmul",
+        metavar="OP | render | ladder OP | products | convolutions | depthwise | networks | "
+        "counters matmul",
         help="ops to time (default: all); render: rewrite the documents' tables from the results; "
         "ladder OP: time every kernel of an op beside the vendor's, or beside a copy of its bytes; "
         "products: matrix products beside the best of the vendor's algorithms; convolutions: those "
         "of networks, pass by pass, beside the best of cuDNN's engines and of torch; depthwise: "
-        "depthwise convolutions of networks beside cuDNN's engines; counters matmul: "
-        "the ladder's hardware counters, by ncu",
+        "depthwise convolutions of networks beside cuDNN's engines; networks: training steps of "
+        "whole networks beside stock's modes; counters matmul: the ladder's hardware counters, by "
+        "ncu",
     )
     parser.add_argument("--device", help="cpu or cuda[:i] (default: cuda where there is a GPU)")
     parser.add_argument(
@@ -30,10 +32,13 @@ def add_arguments(parser):
     )
     parser.add_argument("--quick", action="store_true", help="few cases and repeats, nothing saved")
     parser.add_argument("--compile", action="store_true", help="time torch.compile of stock too")
-    add = parser.add_argument_group("of convolutions").add_argument
+    add = parser.add_argument_group("of convolutions and networks").add_argument
     many = {"action": "append", "help": "only this; may be repeated"}
     add("--network", **many | {"help": "only networks whose name contains this; may be repeated"})
     add("--batch", type=int, **many | {"help": "in the place of 64 and 256; may be repeated"})
+    add("--mode", **many | {"help": "of networks: only modes whose name contains this"})
+    add("--precision", choices=["bf16", "tf32", "fp32"], **many | {"help": "of networks: bf16"})
+    add("--more", action="store_true", help="of networks: fifteen more of torchvision and timm")
     add("--layout", choices=["channels_last", "contiguous"], **many)
     add("--pass", dest="passes", choices=["fprop", "dgrad", "wgrad"], **many)
     add("--seconds", type=float, help="leave out what has not begun by then")
