@@ -103,7 +103,7 @@ def in_cuda_graph(step):
     with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
         loss = step()
 
-    def replay():
+    def replay(kept=step):  # with its model, whose memory the graph reads and writes
         graph.replay()
         return loss
 
