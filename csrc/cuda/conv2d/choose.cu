@@ -159,26 +159,49 @@ bool depthwise_beats_cudnn(const Conv2dProblem& problem) {
   return !(fprop && s.stride_h == 2 && (!is_16_bit || s.h < 28));
 }
 
-// Whether that is faster than cuDNN, as measured on an H200 (benchmarks/conv2d.py, batch 64 to
-// 8192).
+// Whether the Hopper kernel is faster than cuDNN's for 16-bit tensors, as measured on an H200
+// (benchmarks/convolutions.py at batch 64, benchmarks/conv2d.py at 64 to 8192).
+bool halo_beats_cudnn_in_16_bits(const Conv2dProblem& problem) {
+  const Conv2dShape& s = problem.shape;
+  const int64_t plane = s.p * s.q;
+  if (s.r == 1 && s.s == 1) return false;  // a plain product
+  // cuDNN's weight gradients split the sum over pixels badly.
+  if (problem.pass == Conv2dPass::kWgrad) return s.c * s.k <= 128 * 256 && s.c <= 256;
+  if (problem.pass == Conv2dPass::kFprop) {
+    if (plane > 80 * 80) return false;
+    return s.c <= 64 ? s.k <= 256 : s.c <= 128 && s.k <= 32;
+  }
+  if (s.c > 64) return false;
+  // Tiles are whole images, or rows: those of 15 x 15 and 16 x 16 fill them badly.
+  return plane <= 14 * 14 ? s.c <= 32 && s.k <= 64
+                          : s.k <= 64 && plane >= 28 * 28 && plane <= 80 * 80;
+}
+
+// Whether that kernel is faster than cuDNN, as measured on an H200 (the same). What was not
+// measured goes to cuDNN.
 bool beats_cudnn(const Conv2dProblem& problem, int kernel) {
   const Conv2dShape& s = problem.shape;
   const bool is_channels_last = problem.x.c == 1 && s.c > 1, is_16_bit = size_of(s.dtype) == 2;
   const bool wgrad = problem.pass == Conv2dPass::kWgrad;
   const int64_t pixels = s.n * s.p * s.q;
   if (kernel == kDepthwise) return depthwise_beats_cudnn(problem);
-  // Groups of a few channels were not measured.
-  if (s.groups > 1 && s.dtype != DType::kFloat64) return false;
+  if (s.dtype == DType::kFloat64) {
+    return problem.pass != Conv2dPass::kDgrad && s.c / s.groups * s.r * s.s <= 32;
+  }
+  if (s.groups > 1) return false;
   // Few inputs per output: the direct kernels.
-  if (problem.pass != Conv2dPass::kDgrad && s.c / s.groups * s.r * s.s <= 32) return true;
-  if (s.groups > 1 || s.dtype == DType::kFloat64) return false;
+  if (problem.pass == Conv2dPass::kFprop && s.c * s.r * s.s <= 32 && s.k <= 32) return true;
+  if (problem.pass == Conv2dPass::kDgrad && s.k * s.r * s.s <= 4) return true;
+  if (wgrad && s.c == 1 && s.r * s.s <= 32 && s.k <= 32) return true;
   const bool plain_fp32 = !is_16_bit && !s.allow_tf32;
   // cuDNN's first choice for few pixels sums them one after the other: up to 50 times the error.
   if (wgrad && plain_fp32 && pixels < 1 << 16 && s.c <= 256 && s.k <= 256) return true;
   if (s.stride_h > 1 || s.stride_w > 1) return false;
-  if (s.c > 128 || s.k > 128) return false;  // not measured
-  // cuDNN's weight gradients split the sum over pixels badly.
-  if (wgrad) return is_channels_last || (!plain_fp32 && (!is_16_bit || pixels >= 1 << 16));
+  if (is_channels_last && kernel == kHalo && is_16_bit) {
+    return halo_beats_cudnn_in_16_bits(problem);
+  }
+  if (s.c > 128 || s.k > 128) return false;
+  if (wgrad) return !plain_fp32 && !is_16_bit;
   return is_channels_last && kernel == kHalo;
 }
 
