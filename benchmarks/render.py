@@ -1,10 +1,10 @@
 """Writes the tables of README.md, docs/ and the ladders' README.md from the results.
 
 A table stands between ``<!-- bench:NAME -->`` and ``<!-- /bench -->``, NAME being an op, one of
-MNIST's tables, ``products``, ``convolutions``, ``accuracy`` (of fp32 products), ``ladder:OP``,
-``rungs:OP`` (a line per kernel, for the largest case), ``kernels:OP`` (a line per case),
-``counters:matmul`` or ``checks`` (what test runs printed). Figures in the documents are never typed
-by hand.
+MNIST's tables, ``products``, ``convolutions``, ``networks``, ``accuracy`` (of fp32 products),
+``ladder:OP``, ``rungs:OP`` (a line per kernel, for the largest case), ``kernels:OP`` (a line per
+case), ``counters:matmul`` or ``checks`` (what test runs printed). Figures in the documents are
+never typed by hand.
 """
 
 import json
@@ -12,7 +12,13 @@ import re
 from operator import itemgetter
 from pathlib import Path
 
-from benchmarks import ladder_chart, render_convolutions, render_products, results
+from benchmarks import (
+    ladder_chart,
+    render_convolutions,
+    render_networks,
+    render_products,
+    results,
+)
 from benchmarks.candidates import VENDORS
 from benchmarks.ladder import COPY
 from benchmarks.markdown import LABELS, NOTHING, described, op_sections, table, timed
@@ -313,6 +319,7 @@ SECTIONS = {
     "mnist_accuracy": mnist_accuracy_sections,
     "products": render_products.sections,
     "convolutions": render_convolutions.sections,
+    "networks": render_networks.sections,
     "accuracy": render_products.accuracy_sections,
     "counters:matmul": lambda folder: op_sections(folder, "counters_matmul", counters_table),
 }
