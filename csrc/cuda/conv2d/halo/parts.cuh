@@ -1,5 +1,5 @@
-// What the kernels of fprop and dgrad are made of, but for products and stores: where a tile lies
-// and where its outputs go, zeros around what is copied, the producer's copies, the split into
+// What the halo kernels are made of, but for products and stores: where a tile lies; for fprop and
+// dgrad, where its outputs go, zeros around what is copied, the producer's copies, the split into
 // parts.
 #pragma once
 

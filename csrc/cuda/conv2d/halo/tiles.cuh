@@ -9,6 +9,7 @@
 
 namespace braze::cuda::halo {
 
+constexpr int kFilters = 64;  // per block: the M of wgmma
 constexpr int kMaxStages = 6;
 constexpr int kMaxWeightTiles = 32;  // that are copied as they are, each with its barrier
 constexpr int kSharedBytes = 227 * 1024 - 4 * 1024;  // dynamic; barriers and tables are static
@@ -50,11 +51,12 @@ template <int kGroups>
 struct TileRing {
   uint64_t full[kMaxStages * kGroups], empty[kMaxStages * kGroups];
 
-  // Called by all threads; a barrier of the block has to follow.
-  __device__ __forceinline__ void init(int stages) {
+  // Called by all threads; a barrier of the block has to follow. readers: threads that release a
+  // tile.
+  __device__ __forceinline__ void init(int stages, int readers = 1) {
     if (threadIdx.x >= stages * kGroups) return;
     mbarrier_init(&full[threadIdx.x], 1);
-    mbarrier_init(&empty[threadIdx.x], 1);
+    mbarrier_init(&empty[threadIdx.x], readers);
     mbarrier_init_fence();
   }
   // Waits until tile j's stage is free; returns what its copies have to arrive at.
@@ -67,7 +69,7 @@ struct TileRing {
     const int ring = stages * kGroups;
     mbarrier_wait(&full[j % ring], j / ring & 1);
   }
-  // One thread, when its group has read tile j.
+  // One thread, or as many as init was told, when its group has read tile j.
   __device__ __forceinline__ void release(int j, int stages) {
     mbarrier_arrive(&empty[j % (stages * kGroups)]);
   }
@@ -116,6 +118,13 @@ inline CUtensorMap tensor_map(DType dtype, const Tensor4dRef& t, int64_t c, int6
                          {static_cast<uint64_t>(c), static_cast<uint64_t>(w),
                           static_cast<uint64_t>(h), static_cast<uint64_t>(n)},
                          {t.w * size, t.h * size, t.n * size}, box, row_bytes);
+}
+
+// What all of them ask of a problem.
+inline bool takes(const Conv2dShape& s) {
+  return s.dtype != DType::kFloat64 && s.groups == 1 && s.stride_h == 1 && s.stride_w == 1 &&
+         s.dilation_h == 1 && s.dilation_w == 1 && s.pad_h < s.r && s.pad_w < s.s && s.n > 0 &&
+         has_wgmma();
 }
 
 // TMA: channels innermost, the other strides multiples of 16 bytes.

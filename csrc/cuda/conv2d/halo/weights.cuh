@@ -11,7 +11,6 @@
 namespace braze::cuda::halo {
 
 constexpr int kConsumers = 2;  // warpgroups; one warp more loads
-constexpr int kFilters = 64;   // per block: the M of wgmma
 // fp32 results are turned in shared memory, 32 positions x 16 filters per warp; padded rows.
 constexpr int kTurnPitch = 20, kTurnBytes = 32 * kTurnPitch * 4;
 
