@@ -55,7 +55,6 @@ struct Conv2dPlan {
   int64_t images = 0;     // of the batch, for one run of the kernel
   int wish = kAnyKernel;  // that the plan was made for
   int moment_sets = 0;    // that fprop leaves of each filter's results; 0: none
-  int variant = 0;        // of the kernel, which alone knows what it means
   // Measured rules, where any kernel would do: whether this one is faster than the vendor's
   // library, whether it is where moments are wanted, and whether it is worth transposing contiguous
   // tensors for, to channels_last and back.

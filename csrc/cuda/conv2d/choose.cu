@@ -77,6 +77,15 @@ const char* halo_obstacle(const Conv2dArgs& args) {
                "capability 9.0";
 }
 
+const char* narrow_dgrad_obstacle(const Conv2dArgs& args) {
+  if (const char* why = direct_obstacle(args)) return why;
+  return halo::supports_narrow_dgrad(args)
+             ? halo_obstacle(args)
+             : "it takes input gradients of up to 32 channels, three filter columns, up to three "
+               "filter rows, filters in multiples of 64 (32 in TF32), all tensors channels last, "
+               "weights and tiles that fit shared memory, where halo_wgmma takes them too";
+}
+
 const char* depthwise_obstacle(const Conv2dArgs& args) {
   if (const char* why = direct_obstacle(args)) return why;
   return depthwise::supports(args)
@@ -114,6 +123,11 @@ constexpr Kernel kKernels[] = {
      halo_obstacle,
      halo::plan,
      halo::run},
+    {{"conv2d", "halo_narrow_dgrad", "float32 bfloat16 float16", "sm_90a", true,
+      "input gradients of up to 32 channels: as halo_wgmma, with pixels as the product's rows"},
+     narrow_dgrad_obstacle,
+     halo::plan_narrow_dgrad,
+     halo::run_narrow_dgrad},
     {{"conv2d", "depthwise", "float32 bfloat16 float16", "sm_80+", true,
       "depthwise: rows pass through registers once"},
      depthwise_obstacle,
@@ -125,8 +139,11 @@ constexpr int kDirect = kernel_number(kKernels, "direct"),
               kSimt = kernel_number(kKernels, "implicit_gemm_simt"),
               kMma = kernel_number(kKernels, "implicit_gemm_mma"),
               kHalo = kernel_number(kKernels, "halo_wgmma"),
+              kNarrowDgrad = kernel_number(kKernels, "halo_narrow_dgrad"),
               kDepthwise = kernel_number(kKernels, "depthwise");
 const KernelEntries kEntries(kKernels, kCount);
+
+bool is_halo(int kernel) { return kernel == kHalo || kernel == kNarrowDgrad; }
 
 // Tiles of 64 or more are wasted on thin products.
 bool is_thin(const Conv2dArgs& args) {
@@ -139,7 +156,7 @@ bool is_thin(const Conv2dArgs& args) {
 int choose(const Conv2dArgs& args) {
   if (!depthwise_obstacle(args)) return kDepthwise;
   if (is_thin(args)) return kDirect;
-  for (const int kernel : {kHalo, kMma, kSimt}) {
+  for (const int kernel : {kNarrowDgrad, kHalo, kMma, kSimt}) {
     if (!kKernels[kernel].obstacle(args)) return kernel;
   }
   return kDirect;
@@ -197,12 +214,12 @@ bool beats_cudnn(const Conv2dProblem& problem, int kernel) {
   // cuDNN's first choice for few pixels sums them one after the other: up to 50 times the error.
   if (wgrad && plain_fp32 && pixels < 1 << 16 && s.c <= 256 && s.k <= 256) return true;
   if (s.stride_h > 1 || s.stride_w > 1) return false;
-  if (is_channels_last && kernel == kHalo && is_16_bit) {
+  if (is_channels_last && is_halo(kernel) && is_16_bit) {
     return halo_beats_cudnn_in_16_bits(problem);
   }
   if (s.c > 128 || s.k > 128) return false;
   if (wgrad) return !plain_fp32 && !is_16_bit;
-  return is_channels_last && kernel == kHalo;
+  return is_channels_last && is_halo(kernel);
 }
 
 bool is_empty(const Conv2dArgs& args) {
@@ -268,7 +285,7 @@ Conv2dPlan plan_conv2d(const Conv2dProblem& problem, int wish) {
   // Moments save a pass over the result: more than cuDNN is ahead anywhere.
   plan.beats_library_with_moments = s.c <= 128 && s.k <= 128 && plan.moment_sets > 0;
   // The Hopper kernel is far ahead of all that take contiguous fp32 as it is.
-  plan.pays_transposes = plan.beats_library && plan.kernel == kHalo && s.c >= 16 && s.k >= 16;
+  plan.pays_transposes = plan.beats_library && is_halo(plan.kernel) && s.c >= 16 && s.k >= 16;
   return plan;
 }
 

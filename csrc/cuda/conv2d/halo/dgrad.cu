@@ -1,4 +1,5 @@
-// The input gradient of halo/wgmma.cuh's convolutions for up to 32 channels, three filter columns.
+// halo_narrow_dgrad: the input gradient of halo/wgmma.cuh's convolutions for up to 32 channels,
+// three filter columns.
 //
 // There the computed channels are the rows of the accumulator, of which wgmma always computes 64.
 // Here positions are: for filter row r, D_s (64 positions x channels) += dY_r (64 x filters)
@@ -181,7 +182,7 @@ __global__ void __launch_bounds__(Traits<T, kPlanes>::kThreads, 1)
     }
 
     float gradient[4][2][2];
-    shift_and_add(acc, edges + (2 * group + turn) * (4 * 3 * kChannels), 2 + group, gradient);
+    shift_and_add(acc, edges + (2 * group + turn) * kGroupEdges, 2 + group, gradient);
     // All have read this tile.
     if (kPlanes == 1 && thread == 0) ring.release(j, a.stages);
     if (plain) {
@@ -227,8 +228,7 @@ bool make_plan(const Conv2dShape& s, Plan& plan) {
   plan.stage_bytes = raw_blocks * plan.raw_plane_bytes;
   const int fixed = 1024 + a.r * plan.blocks * planes * kN * kRowBytes +
                     (planes == 1 ? 0 : groups * plan.blocks * planes * plan.plane_bytes);
-  const int limit =
-      kSharedBytes - groups * (Traits<float, 1>::kEdges / Traits<float, 1>::kGroups) * 4;
+  const int limit = kSharedBytes - groups * 2 * kGroupEdges * static_cast<int>(sizeof(float));
   a.stages = std::min(kMaxStages, (limit - fixed) / plan.stage_bytes);
   plan.shared_bytes = fixed + a.stages * plan.stage_bytes;
   return fixed < limit && a.stages >= (planes == 1 ? groups : 1);
@@ -245,26 +245,30 @@ void launch(Stream stream, const Plan& plan, const CUtensorMap& dy_map, const CU
   const unsigned blocks = std::min(wanted, wanted > wave ? wave : wave * 2 / 3);
   launch_early(kernel, blocks, Tr::kThreads, plan.shared_bytes, stream, dy_map, w_map, plan,
                static_cast<const T*>(w), static_cast<T*>(const_cast<void*>(dx)));
-  check_launch("conv2d halo_wgmma dgrad");
+  check_launch("conv2d halo_narrow_dgrad");
 }
 
 }  // namespace
 }  // namespace narrow
 
-bool plan_narrow_dgrad(const Conv2dArgs& args, Conv2dPlan* plan) {
+bool supports_narrow_dgrad(const Conv2dArgs& args) {
   const Conv2dShape& s = args.shape;
   const bool in_parts = s.dtype == DType::kFloat32 && !s.allow_tf32;
-  narrow::Plan tiling;
-  const bool takes =
-      s.c <= narrow::kChannels && s.s == narrow::kColumns && s.r <= narrow::kMaxFilterRows &&
-      s.k * size_of(s.dtype) % (in_parts ? 2 * narrow::kRowBytes : narrow::kRowBytes) == 0 &&
-      tma_takes(s.dtype, args.other) && tma_takes(s.dtype, args.out) &&
-      narrow::make_plan(s, tiling);
-  if (takes) plan->tiling.set(tiling);
-  return takes;
+  narrow::Plan plan;
+  return args.pass == Conv2dPass::kDgrad && s.c <= narrow::kChannels && s.s == narrow::kColumns &&
+         s.r <= narrow::kMaxFilterRows &&
+         s.k * size_of(s.dtype) % (in_parts ? 2 * narrow::kRowBytes : narrow::kRowBytes) == 0 &&
+         tma_takes(s.dtype, args.other) && tma_takes(s.dtype, args.out) &&
+         narrow::make_plan(s, plan);
 }
 
-void run_narrow_dgrad(Stream stream, const Conv2dArgs& args, const Conv2dPlan& planned) {
+void plan_narrow_dgrad(const Conv2dArgs& args, Conv2dPlan* plan) {
+  narrow::Plan tiling;
+  narrow::make_plan(args.shape, tiling);
+  plan->tiling.set(tiling);
+}
+
+void run_narrow_dgrad(Stream stream, const Conv2dArgs& args, const Conv2dPlan& planned, void*) {
   const Conv2dShape& s = args.shape;
   const Tensor4dRef &dy = args.gathered, &w = args.other, &dx = args.out;
   narrow::Plan plan = planned.tiling.get<narrow::Plan>();

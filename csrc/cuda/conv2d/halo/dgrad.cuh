@@ -16,21 +16,23 @@ constexpr int kChannels = 32;  // computed; fewer leave columns of the product u
 constexpr int kRows = 64;      // of the accumulator
 constexpr int kPositions = kRows - (kColumns - 1);
 constexpr int kN = kColumns * kChannels;
+constexpr int kGroupEdges = 4 * 3 * kChannels;  // see shift_and_add
 constexpr int kRowBytes = 128;  // of shared memory: a block of filters at a position
 
 // kPlanes: the bf16 parts that each value is split into.
 template <typename T, int kPlanes>
 struct Traits {
   using Op = operand_t<T, kPlanes>;
-  static constexpr int kBlock = kRowBytes / sizeof(Op);           // filters in a row of operands
-  static constexpr int kGroups = kPlanes == 1 ? 4 : 2;            // warpgroups; one warp more loads
-  static constexpr int kEdges = kGroups * 2 * 4 * 3 * kChannels;  // see shift_and_add; two in turn
+  static constexpr int kBlock = kRowBytes / sizeof(Op);     // filters in a row of operands
+  static constexpr int kGroups = kPlanes == 1 ? 4 : 2;      // warpgroups; one warp more loads
+  static constexpr int kEdges = kGroups * 2 * kGroupEdges;  // two in turn
   static constexpr int kThreads = kGroups * 128 + 32;
   // 16-bit weights stay as they are in memory, channels innermost: for each filter row, block of
   // filters and part a tile [column][filter][channel]. TF32 operands must have filters innermost:
   // [column][channel][filter].
   static constexpr bool kTransposed = sizeof(Op) == 4;
-  static constexpr int kWeightTile = kN * kRowBytes;  // both ways
+  static constexpr int kWeightTile = kN * kRowBytes;
+  static_assert(kColumns * kBlock * kChannels * sizeof(Op) == kWeightTile);  // both ways
 };
 
 // Weights as TF32: each thread turns 4 x 4 of a tap, a few at once.

@@ -13,11 +13,13 @@ bool supports(const Conv2dArgs& args);
 void plan(const Conv2dArgs& args, Conv2dPlan* plan);
 void run(Stream stream, const Conv2dArgs& args, const Conv2dPlan& plan, void* workspace);
 
-// The input gradient for few channels, for which the kernel of all others would waste half of the
-// products. False, and no plan, where it does not take the arguments; asks only what supports()
-// does not.
-bool plan_narrow_dgrad(const Conv2dArgs& args, Conv2dPlan* plan);
-void run_narrow_dgrad(Stream stream, const Conv2dArgs& args, const Conv2dPlan& plan);
+// The input gradient for up to 32 channels, for which the kernel above would waste half of the
+// products: filters of one to three rows and three columns, whose number fills rows of 128 bytes
+// (fp32 in parts: of 256); all tensors channels last. Asks only what supports() does not.
+bool supports_narrow_dgrad(const Conv2dArgs& args);
+void plan_narrow_dgrad(const Conv2dArgs& args, Conv2dPlan* plan);
+void run_narrow_dgrad(Stream stream, const Conv2dArgs& args, const Conv2dPlan& plan,
+                      void* workspace);
 
 // The weight gradient. Deterministic: blocks leave partial sums, added up in a fixed order.
 bool supports_wgrad(const Conv2dArgs& args);

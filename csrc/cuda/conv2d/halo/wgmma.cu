@@ -5,8 +5,6 @@
 namespace braze::cuda::halo {
 namespace {
 
-constexpr int kNarrow = 1;  // a plan's variant: that of dgrad.cu
-
 // A pass as the kernel sees it, and its tiling.
 struct Plan {
   Args args;
@@ -117,24 +115,13 @@ constexpr auto split_launcher(const Plan& plan) {
 bool supports(const Conv2dArgs& args) {
   if (args.pass == Conv2dPass::kWgrad) return supports_wgrad(args);
   const Conv2dShape& s = args.shape;
-  if (s.groups != 1 || s.stride_h != 1 || s.stride_w != 1 || s.dilation_h != 1 ||
-      s.dilation_w != 1 || s.pad_h >= s.r || s.pad_w >= s.s || s.n == 0) {
-    return false;
-  }
-  if (s.dtype == DType::kFloat64) return false;
-  if (!tma_takes(s.dtype, args.gathered) ||
-      (size_of(s.dtype) == 2 && !tma_takes(s.dtype, args.out))) {
-    return false;
-  }
-  return has_wgmma() && make_plan(args.pass, s).pixels > 0;
+  return takes(s) && tma_takes(s.dtype, args.gathered) &&
+         (size_of(s.dtype) == 4 || tma_takes(s.dtype, args.out)) &&
+         make_plan(args.pass, s).pixels > 0;
 }
 
 void plan(const Conv2dArgs& args, Conv2dPlan* plan) {
   if (args.pass == Conv2dPass::kWgrad) return plan_wgrad(args, plan);
-  if (args.pass == Conv2dPass::kDgrad && plan_narrow_dgrad(args, plan)) {
-    plan->variant = kNarrow;
-    return;
-  }
   const Plan tiling = make_plan(args.pass, args.shape);
   if (args.pass == Conv2dPass::kFprop) {
     plan->moment_sets = static_cast<int>(tiling.grid.x) * kConsumers;
@@ -144,7 +131,6 @@ void plan(const Conv2dArgs& args, Conv2dPlan* plan) {
 
 void run(Stream stream, const Conv2dArgs& args, const Conv2dPlan& planned, void* workspace) {
   if (args.pass == Conv2dPass::kWgrad) return run_wgrad(stream, args, planned, workspace);
-  if (planned.variant == kNarrow) return run_narrow_dgrad(stream, args, planned);
   const auto& [pass, s, in, w, out, bias, moments] = args;
   const bool dgrad = pass == Conv2dPass::kDgrad;
   Plan plan = planned.tiling.get<Plan>();

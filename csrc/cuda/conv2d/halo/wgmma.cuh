@@ -44,6 +44,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   using Raw = Layout<T, kChannelBlock>;     // as TMA writes it
   constexpr bool kStaged = sizeof(T) == 2;  // output through shared memory and TMA
   constexpr int kAcc = kPixels / 2;
+  static_assert(kPixels % 16 == 0);  // results leave by 16 positions
+  static_assert(kPixels / 4 <= 64);  // bits of `valid`, below: of the positions of a thread
   extern __shared__ unsigned char shared_bytes[];
   // Swizzled rows are found by absolute address, whose pattern repeats every 1024 bytes.
   unsigned char* shared = shared_bytes + (-shared_address(shared_bytes) & 1023);
@@ -136,7 +138,6 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   int count = 0, rows_left_before = a.tile_rows, images_left_before = a.tile_images;
   Accumulator row_moments[2];
-  static_assert(kPixels / 4 <= 64);  // bits
   uint64_t valid = 0;  // bit i: this thread's position 8 * (i / 2) + 2 * (lane % 4) + i % 2
   const auto set_valid = [&] {
     valid = 0;

@@ -19,6 +19,7 @@ constexpr int kDyRowBytes = 128;                        // of a plane of dy, as 
 constexpr int kPartChannels = 32;                       // of a block, where x is split
 constexpr int kPartRowBytes = kPartChannels * int{sizeof(__nv_bfloat16)};
 static_assert(kFilters * sizeof(__nv_bfloat16) == kDyRowBytes);
+static_assert(kPartChannels * sizeof(float) == 128);  // of x as loaded: as wide as copies go
 
 // Bytes of a plane: a row for each position, in dy of filters, in x of a block of channels.
 struct Planes {
