@@ -312,115 +312,14 @@ def test_every_kernel_by_name(device, dtype, case):
         if kernel["arch"] == "sm_90a" and torch.cuda.get_device_capability() != (9, 0):
             continue
         with braze.backend(conv2d=kernel["name"]):
-            # Tensor-core kernels that take no fp32, and one that takes few shapes, say so.
+            # Tensor-core kernels that take no fp32, and those that take few shapes, say so.
             if (kernel["name"], dtype) == ("implicit_gemm_mma", torch.float32) or (
-                kernel["name"] in ("halo_wgmma", "depthwise")
+                kernel["name"] in ("halo_wgmma", "halo_narrow_dgrad", "depthwise")
             ):
                 with pytest.raises(RuntimeError, match="cannot take these arguments"):
                     call(F.conv2d, case)(*inputs)
                 continue
             check_against_stock(call(F.conv2d, case), call(stock.conv2d, case), inputs)
-
-
-HALO_CASES = [  # n, c, k, h, w, filter, padding
-    (3, 32, 64, 14, 14, 3, 1),
-    (64, 32, 64, 14, 14, 3, 1),
-    (150, 32, 64, 14, 14, 3, 1),  # several tiles for each warpgroup, in every pass
-    (40, 24, 64, 3, 3, 3, 1),  # several images in a tile
-    (5, 64, 64, 13, 11, 3, 1),
-    (7, 32, 64, 7, 7, 3, 1),
-    (2, 64, 72, 28, 28, 3, 0),
-    (2, 32, 40, 56, 56, 3, 1),
-    (3, 96, 64, 9, 9, 3, 1),
-    (1, 16, 8, 1, 3, 3, 1),
-]
-
-
-@pytest.mark.parametrize("tf32", [False, True], ids=["ieee", "tf32"])
-@pytest.mark.parametrize("case", HALO_CASES, ids=str)
-def test_halo_wgmma(gpu, dtype, case, tf32):
-    """The Hopper kernel by name, where it must not refuse: every pass, every type but float64."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs compute capability 9.0")
-    n, c, k, h, w, size, padding = case
-    torch.backends.cudnn.conv.fp32_precision = "tf32" if tf32 else "ieee"
-    x = torch.randn(n, c, h, w, device="cuda").to(dtype, memory_format=torch.channels_last)
-    weight = torch.randn(k, c, size, size, device="cuda").to(dtype)
-    bias = torch.randn(k, device="cuda").to(dtype).requires_grad_()
-    weight = weight.to(memory_format=torch.channels_last)
-    # fp32's weights, whole or in parts, have to fit shared memory.
-    fits = dtype != torch.float32 or (c <= 64 if tf32 else c * k <= 32 * 64)
-    if dtype == torch.float64 or not fits:
-        with braze.backend(conv2d="halo_wgmma"), pytest.raises(RuntimeError, match="cannot take"):
-            F.conv2d(x, weight, bias, padding=padding)
-        return
-    x.requires_grad_()
-    weight.requires_grad_()
-    if dtype == torch.float32 and (k == 72 if tf32 else w == 56):
-        # The weights of 72 filters, or the parts of a row of 64 channels, do not: forward only.
-        with braze.backend(conv2d="halo_wgmma"):
-            y = F.conv2d(x, weight, bias, padding=padding)
-        with pytest.raises(RuntimeError, match="cannot take"):
-            y.sum().backward()
-        return
-    with braze.backend(conv2d="halo_wgmma"):
-        assert "halo" in cuda_kernels_of(lambda: F.conv2d(x, weight, bias, padding=padding))
-        check_against_stock(
-            lambda *t: F.conv2d(*t, padding=padding),
-            lambda *t: stock.conv2d(*t, padding=padding),
-            [x, weight, bias],
-            # Stock may run a small convolution in fp32 where TF32 is allowed.
-            ulps=2**13 if dtype == torch.float32 and tf32 else 4,
-        )
-
-
-@pytest.mark.parametrize("tf32", [False, True], ids=["ieee", "tf32"])
-def test_halo_wgmma_waits_for_each_tile(gpu, dtype, tf32):
-    """Many tiles for each group of warps, whose copies may arrive in any order: the same result
-    every time. (Groups that shared a stage's barriers once computed with what was there before, or
-    waited for ever, in one launch of some hundred.)"""
-    if torch.cuda.get_device_capability() != (9, 0) or dtype == torch.float64:
-        pytest.skip("needs compute capability 9.0 and a type that the kernel takes")
-    torch.backends.cudnn.conv.fp32_precision = "tf32" if tf32 else "ieee"
-    layout = {"dtype": dtype, "memory_format": torch.channels_last}
-    x = torch.randn(1024, 32, 14, 14, device="cuda").to(**layout)
-    dy = torch.randn(1024, 64, 14, 14, device="cuda").to(**layout)
-    weight = torch.randn(64, 32, 3, 3, device="cuda").to(**layout)
-    geometry = [1, 1], [1, 1], [1, 1], 1
-    settings = tf32, False, "halo_wgmma"
-    first = None
-    for _ in range(200):
-        y = torch.ops.braze.conv2d(x, weight, None, *geometry, *settings)
-        mask = [True, True, False]
-        grads = torch.ops.braze.conv2d_backward(dy, x, weight, *geometry, mask, *settings)
-        results = y, *grads[:2]
-        first = first or results
-        assert all(torch.equal(a, b) for a, b in zip(results, first, strict=True))
-
-
-@pytest.mark.parametrize("backend", ["auto", "braze"])
-def test_contiguous_fp32_in_channels_last(gpu, backend):
-    """On Hopper fp32 tensors in the default format are transposed for the channels_last kernel."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs compute capability 9.0")
-    torch.backends.cudnn.conv.fp32_precision = "ieee"
-    images = torch.randn(9, 48, 14, 13, device="cuda")
-    weight = torch.randn(40, 32, 3, 3, device="cuda").requires_grad_()
-    bias = torch.randn(40, device="cuda").requires_grad_()
-    with braze.backend(conv2d=backend):
-        for x in (images[:, :32].contiguous(), images[:, 8:40]):  # dense and not
-            y = F.conv2d(x.requires_grad_(), weight, bias, padding=1)
-            names = cuda_kernels_of(lambda x=x: F.conv2d(x, weight, bias, padding=1))
-            assert "halo" in names, names
-            assert "transpose" in names, names
-            assert y.is_contiguous()
-            (grad,) = torch.autograd.grad(y.sum(), x)
-            assert grad.is_contiguous()
-            check_against_stock(
-                lambda *t: F.conv2d(*t, padding=1),
-                lambda *t: stock.conv2d(*t, padding=1),
-                [x.detach().requires_grad_(), weight, bias],
-            )
 
 
 def test_backend_is_honoured_on_cpu():
