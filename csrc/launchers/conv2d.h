@@ -4,6 +4,7 @@
 #include "launchers/common/registry.h"
 #include "launchers/common/tiling.h"
 #include "launchers/common/types.h"
+#include "launchers/matmul.h"
 
 namespace braze {
 
@@ -61,6 +62,7 @@ struct Conv2dPlan {
   // tensors for, to channels_last and back.
   bool beats_library = false, beats_library_with_moments = false, pays_transposes = false;
   Tiling tiling;
+  MatmulPlan product;  // of a kernel that has a matrix product do the work
 };
 
 namespace BRAZE_DEVICE {

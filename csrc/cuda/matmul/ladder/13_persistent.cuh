@@ -17,34 +17,21 @@
 
 namespace braze::cuda::hopper {
 
-template <typename Tile, int kRowMajor, int kColumnMajor>
+template <typename Tile, int kRowMajor, int kColumnMajor, typename A>
 __device__ __forceinline__ void produce(const CUtensorMap* row_map, const CUtensorMap* column_map,
-                                        const Args& a, uint32_t stages, uint64_t* full,
+                                        const A& a, uint32_t stages, uint64_t* full,
                                         uint64_t* empty) {
-  using T = typename Tile::T;
-  constexpr int kCluster = Tile::kCluster, kBox = Tile::kColumnBox;
-  constexpr int kLoaded = Tile::kLoadedColumns;
+  constexpr int kCluster = Tile::kCluster;
   const int rank = kCluster > 1 ? static_cast<int>(cluster_rank()) : 0;
   Cursor<Tile::kStages> at;
   for (int tile = blockIdx.x / kCluster; tile < a.tiles; tile += gridDim.x / kCluster) {
     const Place p = place_of(a, tile);
-    const int row = (p.row * kCluster + rank) * Tile::kRows;
-    const int column = p.column * Tile::kColumns + rank * kBox;
+    Copies<A, Tile, kRowMajor, kColumnMajor> copies(row_map, column_map, a, p, rank);
 #pragma unroll 1
     for (int d = p.first; d < p.last; ++d, at.next()) {
       mbarrier_wait(&empty[at.stage], at.phase ^ 1);
       mbarrier_expect(&full[at.stage], Tile::kStageBytes);
-      const uint32_t to = stages + at.stage * Tile::kStageBytes;
-      load<T, kRowMajor, Tile::kRows, 1>(row_map, &full[at.stage], to, row, d * Tile::kDepth,
-                                         a.row_batch ? p.batch : 0);
-      const uint32_t column_box = to + Tile::kRowBytes + rank * kBox * kSwizzle;
-#pragma unroll
-      for (int i = 0; i < kLoaded; i += kCluster * kBox) {
-        if (i + kCluster * kBox > kLoaded && i + rank * kBox >= kLoaded) continue;
-        load<T, kColumnMajor, kBox, kCluster>(column_map, &full[at.stage],
-                                              column_box + i * kSwizzle, column + i,
-                                              d * Tile::kDepth, a.column_batch ? p.batch : 0);
-      }
+      copies.copy(d, &full[at.stage], stages + at.stage * Tile::kStageBytes);
     }
   }
   drain_ring<Tile>(empty, at);

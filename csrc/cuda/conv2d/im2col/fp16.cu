@@ -1,0 +1,7 @@
+#include "launch.cuh"
+
+namespace braze::cuda::im2col {
+
+void run_fp16(Stream stream, const Conv2dArgs& args, int tile) { run<__half>(stream, args, tile); }
+
+}  // namespace braze::cuda::im2col

@@ -1,0 +1,66 @@
+#include "im2col.h"
+
+#include "launch.cuh"
+
+namespace braze::cuda::im2col {
+namespace {
+
+// The tile whose waves are done first, by the matrix product's times (matmul/hopper/plan.cuh).
+int choose_tile(const MatmulArgs& p) {
+  const int multiprocessors = sm_count();
+  const int64_t stages = p.k * size_of(p.dtype) / hopper::kSwizzle;
+  int best = -1;
+  double least = hopper::kNoPlan;
+  for (int i = 0; i < hopper::kTileKindCount; ++i) {
+    const hopper::TileKind& t = hopper::kTileKinds[i];
+    if (!has_tile(t)) continue;
+    const int64_t tiles = ceil_div(p.m, t.rows * t.blocks) * t.blocks * ceil_div(p.n, t.columns);
+    const double cost = t.start + ceil_div(tiles, multiprocessors) * (t.tile + stages * t.stage);
+    if (cost < least) best = i, least = cost;
+  }
+  return best;
+}
+
+bool is_dense(const Tensor4dRef& t, int64_t c, int64_t h, int64_t w) {
+  return t.c == 1 && t.w == c && t.h == w * c && t.n == h * w * c;
+}
+
+}  // namespace
+
+const char* obstacle(const Conv2dArgs& args) {
+  const Conv2dShape& s = args.shape;
+  if (!has_wgmma()) return "it needs a GPU of compute capability 9.0, and code made for sm_90a";
+  if (s.dtype == DType::kFloat64) return "it takes float32 (as TF32), bfloat16 and float16";
+  if (s.dtype == DType::kFloat32 && !s.allow_tf32) {
+    return "float32 inputs would be rounded to TF32, which is not allowed";
+  }
+  const bool dgrad = args.pass == Conv2dPass::kDgrad;
+  if (args.pass == Conv2dPass::kWgrad) return "it has no weight gradient";
+  if (dgrad && (s.stride_h != 1 || s.stride_w != 1)) return "its input gradient has stride 1";
+  if (dgrad && s.dtype == DType::kFloat32) return "its input gradient is of 16-bit types";
+  if (const char* why = window_obstacle(args)) return why;
+  if (!is_dense(args.other, s.c, s.r, s.s) || s.c * size_of(s.dtype) % 16 != 0 ||
+      reinterpret_cast<uintptr_t>(args.other.data) % 16 != 0) {
+    return "its weights are dense, channels last, a multiple of 16 bytes of them, and aligned so";
+  }
+  const Pass pass = pass_of(args);
+  if (!is_dense(args.out, pass.filters, pass.height, pass.width)) {
+    return "its result is dense, channels last";
+  }
+  return nullptr;
+}
+
+void plan(const Conv2dArgs& args, Conv2dPlan* plan) {
+  plan->variant = choose_tile(result_matrix(args, pass_of(args)));
+}
+
+void run(Stream stream, const Conv2dArgs& args, const Conv2dPlan& plan, void*) {
+  switch (args.shape.dtype) {
+    case DType::kBFloat16: return run_bf16(stream, args, plan.variant);
+    case DType::kFloat16: return run_fp16(stream, args, plan.variant);
+    case DType::kFloat32: return run_tf32(stream, args, plan.variant);
+    case DType::kFloat64: break;  // an obstacle
+  }
+}
+
+}  // namespace braze::cuda::im2col
