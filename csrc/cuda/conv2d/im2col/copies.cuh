@@ -28,7 +28,7 @@ class Copies<im2col::WindowArgs, Tile, 0, kColumnMajor> {
       : row_map_(row_map),
         column_map_(column_map),
         corner_(im2col::corner_of(a.windows, (p.row * Tile::kCluster + rank) * Tile::kRows)),
-        taps_(a.windows, p.first),
+        taps_(a.windows),
         column_(p.column * Tile::kColumns),
         rank_(rank) {}
 

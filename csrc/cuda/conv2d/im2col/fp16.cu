@@ -2,6 +2,8 @@
 
 namespace braze::cuda::im2col {
 
-void run_fp16(Stream stream, const Conv2dArgs& args, int tile) { run<__half>(stream, args, tile); }
+void run_fp16(Stream stream, const Conv2dArgs& args, int tile, void* workspace) {
+  run<__half>(stream, args, tile, workspace);
+}
 
 }  // namespace braze::cuda::im2col

@@ -3,6 +3,8 @@
 
 #include "copies.cuh"
 #include "cuda/matmul/hopper/launch.cuh"
+#include "launchers/transpose.h"
+#include "wgrad.cuh"
 
 namespace braze::cuda::im2col {
 
@@ -11,16 +13,26 @@ constexpr bool has_tile(const hopper::TileKind& t) {
   return t.depth == hopper::Depth::kWhole && t.plain && t.rows == 128;
 }
 
-void run_bf16(Stream stream, const Conv2dArgs& args, int tile);
-void run_fp16(Stream stream, const Conv2dArgs& args, int tile);
-void run_tf32(Stream stream, const Conv2dArgs& args, int tile);
+// Those of the weight gradient, with microseconds that a stage takes.
+struct WgradTile {
+  int columns, blocks, stages;
+  double stage;
+};
+constexpr WgradTile kWgradTiles[] = {{256, 2, 4, 0.75}, {128, 1, 6, 0.51}, {64, 1, 8, 0.36}};
+constexpr int kWgradTileCount = static_cast<int>(std::size(kWgradTiles));
+constexpr int kWgradRows = 128;
+
+// tile: its number in hopper::kTileKinds, or in kWgradTiles.
+void run_bf16(Stream stream, const Conv2dArgs& args, int tile, void* workspace);
+void run_fp16(Stream stream, const Conv2dArgs& args, int tile, void* workspace);
+void run_tf32(Stream stream, const Conv2dArgs& args, int tile, void* workspace);
 
 // The result as a matrix of pixels by filters, which is what hopper/launch.cuh stores.
 inline MatmulArgs result_matrix(const Conv2dArgs& args, const Pass& pass) {
   MatmulArgs p{};
   p.dtype = args.shape.dtype;
   p.batch = 1, p.m = pass.pixels, p.n = pass.filters;
-  p.k = pass.taps * pass.windows.blocks.divisor() * hopper::kSwizzle / size_of(p.dtype);
+  p.k = pass.taps * pass.windows.blocks * hopper::kSwizzle / size_of(p.dtype);
   p.c = const_cast<void*>(args.out.data);
   p.bias = args.bias;
   return p;
@@ -56,8 +68,63 @@ void launch(Stream stream, const Conv2dArgs& args) {
       stream, a.tiles, true, row_map, column_map, c_map, a);
 }
 
+// The weight gradient as a product for each tap: C's rows are filters.
+inline MatmulArgs gradient_matrices(const Conv2dArgs& args) {
+  const Conv2dShape& s = args.shape;
+  MatmulArgs p{};
+  p.dtype = s.dtype;
+  p.batch = s.r * s.s, p.m = s.k, p.n = s.c, p.k = s.n * s.p * s.q;
+  p.a = {args.other.data, 0, 1, s.k};  // the gradients of the result, dense
+  p.b = {args.gathered.data, 0, args.gathered.w, 1};
+  p.c = const_cast<void*>(args.out.data);
+  return p;
+}
+// Parts of tiles, and TF32's transposed gradients behind them.
+inline int64_t wgrad_parts_bytes(const WgradTile& tile) {
+  return int64_t{2} * sm_count() * kWgradRows * tile.columns * int64_t{sizeof(float)};
+}
+inline int64_t wgrad_workspace_bytes(const Conv2dArgs& args, const WgradTile& tile) {
+  const MatmulArgs p = gradient_matrices(args);
+  return wgrad_parts_bytes(tile) + (size_of(p.dtype) == 4 ? p.m * p.k * 4 : 0);
+}
+
+template <typename T, int kTile>
+void launch_wgrad(Stream stream, const Conv2dArgs& args, void* workspace) {
+  constexpr WgradTile kKind = kWgradTiles[kTile];
+  constexpr bool kSwap = sizeof(T) == 4;
+  using Tile = hopper::StreamTile<T, kWgradRows, kKind.columns, kKind.stages, kKind.blocks>;
+  MatmulArgs p = gradient_matrices(args);
+  if constexpr (kSwap) {
+    void* const transposed = static_cast<char*>(workspace) + wgrad_parts_bytes(kKind);
+    transpose_copy(stream, p.dtype, p.a.data, transposed, 1, p.k, p.m);
+    p.a = {transposed, 0, p.k, 1};
+  }
+  const hopper::Operand gradients = hopper::operand_a(p), image = hopper::operand_b(p);
+  const Pass pass = pass_of(args);
+  WgradArgs a{};
+  hopper::set_tiles<Tile>(a, p, kSwap ? image : gradients, kSwap ? gradients : image);
+  a.c_batch = p.n, a.c_ld = p.batch * p.n;
+  a.windows = pass.windows;
+  const CUtensorMap pixels = window_map(p.dtype, pass, Tile::kDepth);
+  const CUtensorMap other = hopper::operand_map<T>(gradients, p.k, 1, Tile::kColumnBox);
+  const CUtensorMap c_map = hopper::output_map<Tile>(a, p, other);
+  hopper::launch_shares<Tile, 1, kSwap ? 0 : 1, kSwap>(stream, a, kSwap ? pixels : other,
+                                                       kSwap ? other : pixels, c_map, workspace);
+}
+
+template <int kTile = 0, typename F>
+void with_wgrad_tile(int tile, F&& f) {
+  if constexpr (kTile < kWgradTileCount) {
+    tile == kTile ? f(std::integral_constant<int, kTile>{}) : with_wgrad_tile<kTile + 1>(tile, f);
+  }
+}
+
 template <typename T>
-void run(Stream stream, const Conv2dArgs& args, int number) {
+void run(Stream stream, const Conv2dArgs& args, int number, void* workspace) {
+  if (args.pass == Conv2dPass::kWgrad) {
+    return with_wgrad_tile(
+        number, [&](auto tile) { launch_wgrad<T, tile.value>(stream, args, workspace); });
+  }
   hopper::with_tile(number, [&](auto tile) {
     constexpr hopper::TileKind kKind = hopper::kTileKinds[tile.value];
     if constexpr (has_tile(kKind)) {

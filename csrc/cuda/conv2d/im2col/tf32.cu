@@ -2,6 +2,8 @@
 
 namespace braze::cuda::im2col {
 
-void run_tf32(Stream stream, const Conv2dArgs& args, int tile) { run<float>(stream, args, tile); }
+void run_tf32(Stream stream, const Conv2dArgs& args, int tile, void* workspace) {
+  run<float>(stream, args, tile, workspace);
+}
 
 }  // namespace braze::cuda::im2col

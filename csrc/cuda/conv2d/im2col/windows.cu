@@ -57,7 +57,7 @@ Pass pass_of(const Conv2dArgs& args) {
   w.first_h = narrow(v.first), w.first_w = narrow(h.first);
   w.taps_w = FastDiv(s.s);
   w.step_h = narrow(v.step), w.step_w = narrow(h.step);
-  w.blocks = FastDiv(ceil_div(pass.channels * size_of(s.dtype), kRowBytes));
+  w.blocks = narrow(ceil_div(pass.channels * size_of(s.dtype), kRowBytes));
   w.tap = dgrad ? narrow(pass.taps - 1) : 0;
   w.tap_h = narrow(dgrad ? -s.s : s.s), w.tap_w = dgrad ? -1 : 1;
   return pass;

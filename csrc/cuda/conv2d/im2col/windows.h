@@ -17,7 +17,7 @@ struct Windows {
   int stride_h, stride_w, first_h, first_w;
   FastDiv taps_w;  // in a row of the window
   int step_h, step_w;
-  FastDiv blocks;  // of channels, a swizzled row each: a stage's depth
+  int blocks;  // of channels, a swizzled row each: a stage's depth
   // Which of the filter's taps, counted as they lie in memory, belongs to the window's first one,
   // and how it goes on.
   int tap, tap_h, tap_w;
@@ -36,11 +36,10 @@ __device__ __forceinline__ Corner corner_of(const Windows& windows, int pixel) {
 // Goes through a window's depth: which tap, and which of its blocks of channels.
 class Taps {
  public:
-  __device__ __forceinline__ Taps(const Windows& windows, int depth) : windows_(windows) {
-    h_ = windows.taps_w.div(windows.blocks.div(depth, block_), w_);
-  }
+  __device__ __forceinline__ explicit Taps(const Windows& windows) : windows_(windows) {}
+
   __device__ __forceinline__ void next() {
-    if (++block_ < windows_.blocks.divisor()) return;
+    if (++block_ < windows_.blocks) return;
     block_ = 0;
     if (++w_ < windows_.taps_w.divisor()) return;
     w_ = 0, ++h_;
@@ -60,7 +59,7 @@ class Taps {
 
  private:
   const Windows& windows_;
-  int h_, w_, block_;
+  int h_ = 0, w_ = 0, block_ = 0;
 };
 
 // The same, with what the host needs for the tensor map.
@@ -73,7 +72,8 @@ struct Pass {
   int64_t images, image_h, image_w;  // its extents
 };
 
-// fprop, and dgrad of stride 1, which is fprop of the gradient by the filter turned round.
+// fprop, whose windows are wgrad's too, and dgrad of stride 1, which is fprop of the gradient by
+// the filter turned round.
 Pass pass_of(const Conv2dArgs& args);
 
 // Of the image; pixels: that one copy brings.
