@@ -52,8 +52,6 @@ const char* obstacle(const Conv2dArgs& args) {
     return "float32 inputs would be rounded to TF32, which is not allowed";
   }
   const bool dgrad = args.pass == Conv2dPass::kDgrad, wgrad = args.pass == Conv2dPass::kWgrad;
-  if (dgrad && (s.stride_h != 1 || s.stride_w != 1)) return "its input gradient has stride 1";
-  if (dgrad && s.dtype == DType::kFloat32) return "its input gradient is of 16-bit types";
   if (const char* why = window_obstacle(args)) return why;
   const Tensor4dRef &w = wgrad ? args.out : args.other, &result = wgrad ? args.other : args.out;
   if (!is_dense(w, s.c, s.r, s.s) || s.c * size_of(s.dtype) % 16 != 0 ||
@@ -61,7 +59,8 @@ const char* obstacle(const Conv2dArgs& args) {
     return "its weights are dense, channels last, a multiple of 16 bytes of them, and aligned so";
   }
   const Pass pass = pass_of(args);
-  if (!is_dense(result, pass.filters, pass.height, pass.width)) {
+  if (!is_dense(result, pass.filters, dgrad ? s.h : s.p, dgrad ? s.w : s.q) ||
+      (dgrad && reinterpret_cast<uintptr_t>(result.data) % 16 != 0)) {
     return "its result is dense, channels last";
   }
   if (wgrad) {
@@ -83,6 +82,7 @@ void plan(const Conv2dArgs& args, Conv2dPlan* plan) {
     return;
   }
   plan->variant = choose_tile(result_matrix(args, pass_of(args)));
+  plan->workspace_bytes = weight_bytes(args);
 }
 
 void run(Stream stream, const Conv2dArgs& args, const Conv2dPlan& plan, void* workspace) {

@@ -5,8 +5,8 @@
 
 namespace braze::cuda::im2col {
 
-// fprop, and dgrad of stride 1, of bfloat16, float16 and, as TF32, float32 (dgrad: 16 bits), one
-// group, channels last. Why it cannot take the arguments, or nullptr.
+// All passes of bfloat16, float16 and, as TF32, float32, one group, channels last. Why it cannot
+// take the arguments, or nullptr.
 const char* obstacle(const Conv2dArgs& args);
 void plan(const Conv2dArgs& args, Conv2dPlan* plan);
 void run(Stream stream, const Conv2dArgs& args, const Conv2dPlan& plan, void* workspace);

@@ -39,32 +39,50 @@ inline MatmulArgs result_matrix(const Conv2dArgs& args, const Pass& pass) {
 }
 
 // Weights as matrices of filters by channels, one for each tap. The filters of fprop are outermost,
-// so that rows go along the depth; those of dgrad are the channels, which are innermost.
+// so that rows go along the depth; those of dgrad are the channels, which are innermost. TF32 wants
+// rows along the depth: `transposed` weights, by channel of the input, if not nullptr.
 template <typename Tile, int kColumnMajor>
-CUtensorMap weight_map(const Conv2dArgs& args) {
+CUtensorMap weight_map(const Conv2dArgs& args, const void* transposed) {
   using T = typename Tile::T;
   const Conv2dShape& s = args.shape;
   const auto u = [](int64_t v) { return static_cast<uint64_t>(v); };
-  const uint64_t tap = u(args.other.w) * sizeof(T);
+  const uint64_t taps = u(s.r * s.s), c = u(s.c), k = u(s.k), size = sizeof(T);
   const uint32_t width = hopper::kSwizzle / sizeof(T);
-  return make_tensor_map(hopper::tensor_map_type<T>(), args.other.data,
-                         {u(s.c), u(s.k), u(s.r * s.s), 1}, {u(args.other.n) * sizeof(T), tap, tap},
-                         {width, kColumnMajor ? width : uint32_t{Tile::kColumnBox}, 1, 1},
+  const uint32_t box = kColumnMajor ? width : uint32_t{Tile::kColumnBox};
+  if (transposed) {
+    return make_tensor_map(hopper::tensor_map_type<T>(), transposed, {k, c, taps, 1},
+                           {k * size, c * k * size, c * k * size}, {width, box, 1, 1},
+                           hopper::kSwizzle);
+  }
+  return make_tensor_map(hopper::tensor_map_type<T>(), args.other.data, {c, k, taps, 1},
+                         {taps * c * size, c * size, c * size}, {width, box, 1, 1},
                          hopper::kSwizzle);
 }
 
-template <typename Tile, int kColumnMajor>
-void launch(Stream stream, const Conv2dArgs& args) {
-  const Pass pass = pass_of(args);
-  const MatmulArgs p = result_matrix(args, pass);
-  WindowArgs a{};
+// Of TF32's input gradient: the transposed weights.
+inline int64_t weight_bytes(const Conv2dArgs& args) {
+  const Conv2dShape& s = args.shape;
+  if (args.pass != Conv2dPass::kDgrad || size_of(s.dtype) == 2) return 0;
+  return s.k * s.r * s.s * s.c * size_of(s.dtype);
+}
+
+template <typename Tile, int kColumnMajor, typename A>
+void launch(Stream stream, const Conv2dArgs& args, A a, const Pass& pass, void* workspace) {
+  constexpr bool kScattered = A::kScattered;
+  const Conv2dShape& s = args.shape;
+  const void* transposed = nullptr;
+  if (weight_bytes(args) > 0) {
+    transpose_copy(stream, s.dtype, args.other.data, workspace, 1, s.k, s.r * s.s * s.c);
+    transposed = workspace;
+  }
+  MatmulArgs p = result_matrix(args, pass);
+  if (kScattered) p.batch = s.stride_h * s.stride_w;
   hopper::set_tiles<Tile>(a, p, hopper::operand_a(p), hopper::operand_b(p));
   a.windows = pass.windows;
-  const CUtensorMap row_map = window_map(p.dtype, pass, Tile::kRows);
-  const CUtensorMap column_map = weight_map<Tile, kColumnMajor>(args);
-  const CUtensorMap c_map = hopper::output_map<Tile>(a, p, row_map);
-  hopper::launch_persistent<Tile,
-                            hopper::persistent_kernel<Tile, 0, kColumnMajor, false, WindowArgs>>(
+  const CUtensorMap row_map = window_map(args, Tile::kRows);
+  const CUtensorMap column_map = weight_map<Tile, kColumnMajor>(args, transposed);
+  const CUtensorMap c_map = kScattered ? row_map : hopper::output_map<Tile>(a, p, row_map);
+  hopper::launch_persistent<Tile, hopper::persistent_kernel<Tile, 0, kColumnMajor, false, A>>(
       stream, a.tiles, true, row_map, column_map, c_map, a);
 }
 
@@ -105,7 +123,7 @@ void launch_wgrad(Stream stream, const Conv2dArgs& args, void* workspace) {
   hopper::set_tiles<Tile>(a, p, kSwap ? image : gradients, kSwap ? gradients : image);
   a.c_batch = p.n, a.c_ld = p.batch * p.n;
   a.windows = pass.windows;
-  const CUtensorMap pixels = window_map(p.dtype, pass, Tile::kDepth);
+  const CUtensorMap pixels = window_map(args, Tile::kDepth);
   const CUtensorMap other = hopper::operand_map<T>(gradients, p.k, 1, Tile::kColumnBox);
   const CUtensorMap c_map = hopper::output_map<Tile>(a, p, other);
   hopper::launch_shares<Tile, 1, kSwap ? 0 : 1, kSwap>(stream, a, kSwap ? pixels : other,
@@ -130,10 +148,17 @@ void run(Stream stream, const Conv2dArgs& args, int number, void* workspace) {
     if constexpr (has_tile(kKind)) {
       using Tile = hopper::Tile<T, kKind.rows, kKind.columns, kKind.stages(sizeof(T), false),
                                 kKind.blocks, kKind.consumers>;
-      if constexpr (sizeof(T) == 2) {
-        if (args.pass == Conv2dPass::kDgrad) return launch<Tile, 1>(stream, args);
+      constexpr int kDgradMajor = sizeof(T) == 2 ? 1 : 0;
+      if (has_phases(args)) {
+        PhaseArgs a{};
+        const Pass pass = pass_of(args, &a.phases);
+        return launch<Tile, kDgradMajor>(stream, args, a, pass, workspace);
       }
-      launch<Tile, 0>(stream, args);
+      const Pass pass = pass_of(args);
+      if (args.pass == Conv2dPass::kDgrad) {
+        return launch<Tile, kDgradMajor>(stream, args, WindowArgs{}, pass, workspace);
+      }
+      launch<Tile, 0>(stream, args, WindowArgs{}, pass, workspace);
     }
   });
 }

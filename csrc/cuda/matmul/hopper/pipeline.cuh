@@ -68,7 +68,8 @@ __device__ __forceinline__ void start_ring(const CUtensorMap* row_map,
 }
 
 struct Args {
-  static constexpr bool kFull = false;  // of FullArgs (hopper/epilogue.cuh) it is true
+  static constexpr bool kFull = false;       // of FullArgs (hopper/epilogue.cuh) it is true
+  static constexpr bool kScattered = false;  // whether rows of C lie anywhere (hopper/scatter.cuh)
 
   int rows, columns;             // of the product
   TileOrder order;               // a row of tiles stands for as many as a cluster takes at once

@@ -97,7 +97,7 @@ __device__ __forceinline__ void consume_share(const CUtensorMap* c_map, const St
         if (!a.direct) {
           Finished<Tile> finished;
           finished.take(acc[b], tile_row + b * 64, tile_column, p.batch);
-          finished.template flush<kSwap>(c_map, staging, group);
+          finished.template flush<kSwap>(a, c_map, staging, group);
           continue;
         }
       }
