@@ -314,7 +314,14 @@ def test_every_kernel_by_name(device, dtype, case):
         with braze.backend(conv2d=kernel["name"]):
             # Tensor-core kernels that take no fp32, and those that take few shapes, say so.
             if (kernel["name"], dtype) == ("implicit_gemm_mma", torch.float32) or (
-                kernel["name"] in ("halo_wgmma", "halo_narrow_dgrad", "depthwise")
+                kernel["name"]
+                in (
+                    "halo_wgmma",
+                    "halo_narrow_dgrad",
+                    "depthwise",
+                    "pointwise",
+                    "implicit_gemm_wgmma",
+                )
             ):
                 with pytest.raises(RuntimeError, match="cannot take these arguments"):
                     call(F.conv2d, case)(*inputs)

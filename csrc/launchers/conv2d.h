@@ -4,6 +4,7 @@
 #include "launchers/common/registry.h"
 #include "launchers/common/tiling.h"
 #include "launchers/common/types.h"
+#include "launchers/matmul.h"
 
 namespace braze {
 
@@ -60,6 +61,8 @@ struct Conv2dPlan {
   // tensors for, to channels_last and back.
   bool beats_library = false, beats_library_with_moments = false, pays_transposes = false;
   Tiling tiling;
+  int variant = 0;     // of a kernel that has several: its tile's number
+  MatmulPlan product;  // of a kernel that has a matrix product do the work
 };
 
 namespace BRAZE_DEVICE {

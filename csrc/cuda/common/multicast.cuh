@@ -37,4 +37,16 @@ __device__ __forceinline__ void tma_multicast_4d(const CUtensorMap* map, uint64_
       : "memory");
 }
 
+// As tma_load_im2col, likewise.
+__device__ __forceinline__ void tma_multicast_im2col(const CUtensorMap* map, uint64_t* barrier,
+                                                     uint32_t to, uint16_t blocks, int c, int w,
+                                                     int h, int n, uint16_t tap_w, uint16_t tap_h) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%3, %4, %5, %6}], [%2], {%7, %8}, %9;" ::"r"(to),
+      "l"(map), "r"(shared_address(barrier)), "r"(c), "r"(w), "r"(h), "r"(n), "h"(tap_w),
+      "h"(tap_h), "h"(blocks)
+      : "memory");
+}
+
 }  // namespace braze::cuda

@@ -7,6 +7,8 @@
 
 #include "cuda/conv2d/depthwise/depthwise.h"
 #include "cuda/conv2d/halo/halo.h"
+#include "cuda/conv2d/im2col/im2col.h"
+#include "cuda/conv2d/pointwise/pointwise.h"
 #include "gather.cuh"
 #include "kernels.h"
 
@@ -95,6 +97,16 @@ const char* depthwise_obstacle(const Conv2dArgs& args) {
                "contiguous float32, bfloat16 and float16 tensors";
 }
 
+const char* pointwise_obstacle(const Conv2dArgs& args) {
+  if (const char* why = direct_obstacle(args)) return why;
+  return pointwise::obstacle(args);
+}
+
+const char* im2col_obstacle(const Conv2dArgs& args) {
+  if (const char* why = direct_obstacle(args)) return why;
+  return im2col::obstacle(args);
+}
+
 struct Kernel {
   KernelInfo info;
   const char* (*obstacle)(const Conv2dArgs&);
@@ -133,6 +145,18 @@ constexpr Kernel kKernels[] = {
      depthwise_obstacle,
      depthwise::plan,
      depthwise::run},
+    {{"conv2d", "pointwise", "float64 float32 bfloat16 float16", "sm_80+", true,
+      "1 x 1 filters: a matrix product, by the kernel that fits; by name only until it is "
+      "measured"},
+     pointwise_obstacle,
+     pointwise::plan,
+     pointwise::run},
+    {{"conv2d", "implicit_gemm_wgmma", "float32 bfloat16 float16", "sm_90a", true,
+      "implicit GEMM on tensor cores: TMA in im2col mode and wgmma, producer and consumers apart; "
+      "float32 as TF32; by name only until it is measured"},
+     im2col_obstacle,
+     im2col::plan,
+     im2col::run},
 };
 constexpr int kCount = std::size(kKernels);
 constexpr int kDirect = kernel_number(kKernels, "direct"),

@@ -93,7 +93,8 @@ void set_tiles(Args& args, const MatmulArgs& p, const Operand& rows, const Opera
 template <typename Tile>
 CUtensorMap output_map(const Args& args, const MatmulArgs& p, const CUtensorMap& other) {
   if (!Tile::kStaged || args.direct) return other;
-  return matrix_map<typename Tile::T>(p.c, p.n, p.m, p.n, p.batch, p.m * p.n, Tile::kChunk);
+  return matrix_map<typename Tile::T>(p.c, p.n, p.m, args.c_ld, p.batch, args.c_batch,
+                                      Tile::kChunk);
 }
 
 // As many clusters as run at once or as there are tiles; the latter if not `persistent`.
@@ -141,16 +142,12 @@ void launch_cluster_split(Stream stream, const MatmulArgs& p, int cluster, const
   check_launch("matmul wgmma");
 }
 
-// The same in equal shares for all clusters.
-template <typename Tile, int kRowMajor, int kColumnMajor, bool kSwap>
-void launch_stream_k(Stream stream, const MatmulArgs& p, void* workspace) {
-  using T = typename Tile::T;
+// The same in equal shares for all clusters. args: StreamArgs or made from it, with tiles set.
+template <typename Tile, int kRowMajor, int kColumnMajor, bool kSwap, typename A>
+void launch_shares(Stream stream, A args, const CUtensorMap& row_map, const CUtensorMap& column_map,
+                   const CUtensorMap& c_map, void* workspace) {
   static_assert(Tile::kColumnBox * Tile::kCluster == Tile::kColumns);
-  const Operand a = operand_a(p), b = operand_b(p);
-  const Operand &rows = kSwap ? b : a, &columns = kSwap ? a : b;
-  StreamArgs args{};
-  set_tiles<Tile>(args, p, rows, columns);
-  constexpr auto kKernel = stream_k_kernel<Tile, kRowMajor, kColumnMajor, kSwap>;
+  constexpr auto kKernel = stream_k_kernel<Tile, kRowMajor, kColumnMajor, kSwap, A>;
   const int resident =
       resident_clusters<kKernel>(Tile::kCluster, Tile::kThreads, Tile::kSharedBytes);
   args.stream_tiles = tiles_to_share(args.tiles, resident);
@@ -158,17 +155,29 @@ void launch_stream_k(Stream stream, const MatmulArgs& p, void* workspace) {
   args.clusters = std::min(resident, args.stream_tiles ? shared_stages : args.tiles);
   args.share = shared_stages / args.clusters, args.longer = shared_stages % args.clusters;
   args.parts = static_cast<float4*>(workspace);
-  const CUtensorMap row_map = operand_map<T>(rows, p.k, p.batch, Tile::kRows);
-  const CUtensorMap column_map = operand_map<T>(columns, p.k, p.batch, Tile::kColumnBox);
-  const CUtensorMap c_map = output_map<Tile>(args, p, row_map);
   launch_early_in_clusters(kKernel, static_cast<unsigned>(args.clusters * Tile::kCluster),
                            Tile::kThreads, Tile::kSharedBytes, stream, Tile::kCluster, row_map,
-                           column_map, c_map, static_cast<const StreamArgs&>(args));
+                           column_map, c_map, static_cast<const A&>(args));
   check_launch("matmul stream_k");
   if (args.stream_tiles == 0) return;
   const dim3 grid(args.stream_tiles * Tile::kCluster, Tile::kPieces);
-  launch_early(stream_k_sum_kernel<Tile, kSwap>, grid, Tile::kConsumerThreads, 0, stream, args);
+  launch_early(stream_k_sum_kernel<Tile, kSwap>, grid, Tile::kConsumerThreads, 0, stream,
+               static_cast<const StreamArgs&>(args));
   check_launch("matmul stream_k_sum");
+}
+
+template <typename Tile, int kRowMajor, int kColumnMajor, bool kSwap>
+void launch_stream_k(Stream stream, const MatmulArgs& p, void* workspace) {
+  using T = typename Tile::T;
+  const Operand a = operand_a(p), b = operand_b(p);
+  const Operand &rows = kSwap ? b : a, &columns = kSwap ? a : b;
+  StreamArgs args{};
+  set_tiles<Tile>(args, p, rows, columns);
+  const CUtensorMap row_map = operand_map<T>(rows, p.k, p.batch, Tile::kRows);
+  const CUtensorMap column_map = operand_map<T>(columns, p.k, p.batch, Tile::kColumnBox);
+  const CUtensorMap c_map = output_map<Tile>(args, p, row_map);
+  launch_shares<Tile, kRowMajor, kColumnMajor, kSwap>(stream, args, row_map, column_map, c_map,
+                                                      workspace);
 }
 
 // Calls f(std::bool_constant, std::bool_constant): whether the rows' operand and the columns' one

@@ -68,7 +68,8 @@ __device__ __forceinline__ void start_ring(const CUtensorMap* row_map,
 }
 
 struct Args {
-  static constexpr bool kFull = false;  // of FullArgs (hopper/epilogue.cuh) it is true
+  static constexpr bool kFull = false;       // of FullArgs (hopper/epilogue.cuh) it is true
+  static constexpr bool kScattered = false;  // whether rows of C lie anywhere (hopper/scatter.cuh)
 
   int rows, columns;             // of the product
   TileOrder order;               // a row of tiles stands for as many as a cluster takes at once
@@ -141,6 +142,48 @@ __device__ __forceinline__ void load(const CUtensorMap* map, uint64_t* barrier, 
     }
   }
 }
+
+// Calls f(first column in the tile, where it goes) for each of the boxes of columns that the block
+// `rank` of the cluster loads into the stage at `to`.
+template <typename Tile, typename F>
+__device__ __forceinline__ void for_column_boxes(int rank, uint32_t to, F&& f) {
+  constexpr int kBox = Tile::kColumnBox, kLoaded = Tile::kLoadedColumns;
+#pragma unroll
+  for (int i = 0; i < kLoaded; i += Tile::kCluster * kBox) {
+    if (i + Tile::kCluster * kBox > kLoaded && i + rank * kBox >= kLoaded) continue;
+    f(i + rank * kBox, to + Tile::kRowBytes + (i + rank * kBox) * kSwizzle);
+  }
+}
+
+// Has TMA fill stages with a cluster's tile, here of two matrices. Kernels that multiply something
+// else specialize it for their A, which is Args or made from it.
+template <typename A, typename Tile, int kRowMajor, int kColumnMajor>
+class Copies {
+ public:
+  __device__ __forceinline__ Copies(const CUtensorMap* row_map, const CUtensorMap* column_map,
+                                    const A& a, const Place& p, int rank)
+      : row_map_(row_map),
+        column_map_(column_map),
+        row_((p.row * Tile::kCluster + rank) * Tile::kRows),
+        column_(p.column * Tile::kColumns),
+        row_batch_(a.row_batch ? p.batch : 0),
+        column_batch_(a.column_batch ? p.batch : 0),
+        rank_(rank) {}
+
+  // Depth d, in tiles, to the stage at `to`. Depths come one after the other.
+  __device__ __forceinline__ void copy(int d, uint64_t* full, uint32_t to) {
+    load<T, kRowMajor, Tile::kRows, 1>(row_map_, full, to, row_, d * Tile::kDepth, row_batch_);
+    for_column_boxes<Tile>(rank_, to, [&](int i, uint32_t box) {
+      load<T, kColumnMajor, Tile::kColumnBox, Tile::kCluster>(column_map_, full, box, column_ + i,
+                                                              d * Tile::kDepth, column_batch_);
+    });
+  }
+
+ private:
+  using T = typename Tile::T;
+  const CUtensorMap *row_map_, *column_map_;
+  int row_, column_, row_batch_, column_batch_, rank_;
+};
 
 // The A operand of one wgmma for TF32 from an MN-major tile, which the instruction takes from
 // registers only: element (row, k) is word row % 32 of row k of block row / 32.

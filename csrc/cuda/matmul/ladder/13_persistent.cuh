@@ -14,37 +14,25 @@
 
 #include "cuda/matmul/hopper/epilogue.cuh"
 #include "cuda/matmul/hopper/pipeline.cuh"
+#include "cuda/matmul/hopper/scatter.cuh"
 
 namespace braze::cuda::hopper {
 
-template <typename Tile, int kRowMajor, int kColumnMajor>
+template <typename Tile, int kRowMajor, int kColumnMajor, typename A>
 __device__ __forceinline__ void produce(const CUtensorMap* row_map, const CUtensorMap* column_map,
-                                        const Args& a, uint32_t stages, uint64_t* full,
+                                        const A& a, uint32_t stages, uint64_t* full,
                                         uint64_t* empty) {
-  using T = typename Tile::T;
-  constexpr int kCluster = Tile::kCluster, kBox = Tile::kColumnBox;
-  constexpr int kLoaded = Tile::kLoadedColumns;
+  constexpr int kCluster = Tile::kCluster;
   const int rank = kCluster > 1 ? static_cast<int>(cluster_rank()) : 0;
   Cursor<Tile::kStages> at;
   for (int tile = blockIdx.x / kCluster; tile < a.tiles; tile += gridDim.x / kCluster) {
     const Place p = place_of(a, tile);
-    const int row = (p.row * kCluster + rank) * Tile::kRows;
-    const int column = p.column * Tile::kColumns + rank * kBox;
+    Copies<A, Tile, kRowMajor, kColumnMajor> copies(row_map, column_map, a, p, rank);
 #pragma unroll 1
     for (int d = p.first; d < p.last; ++d, at.next()) {
       mbarrier_wait(&empty[at.stage], at.phase ^ 1);
       mbarrier_expect(&full[at.stage], Tile::kStageBytes);
-      const uint32_t to = stages + at.stage * Tile::kStageBytes;
-      load<T, kRowMajor, Tile::kRows, 1>(row_map, &full[at.stage], to, row, d * Tile::kDepth,
-                                         a.row_batch ? p.batch : 0);
-      const uint32_t column_box = to + Tile::kRowBytes + rank * kBox * kSwizzle;
-#pragma unroll
-      for (int i = 0; i < kLoaded; i += kCluster * kBox) {
-        if (i + kCluster * kBox > kLoaded && i + rank * kBox >= kLoaded) continue;
-        load<T, kColumnMajor, kBox, kCluster>(column_map, &full[at.stage],
-                                              column_box + i * kSwizzle, column + i,
-                                              d * Tile::kDepth, a.column_batch ? p.batch : 0);
-      }
+      copies.copy(d, &full[at.stage], stages + at.stage * Tile::kStageBytes);
     }
   }
   drain_ring<Tile>(empty, at);
@@ -69,9 +57,9 @@ struct Finished {
   }
 
   // Through shared memory, one of its two buffers, and TMA.
-  template <bool kSwap>
-  __device__ __forceinline__ void store(int chunk, const CUtensorMap* map, uint32_t staging,
-                                        int group) const {
+  template <bool kSwap, typename A>
+  __device__ __forceinline__ void store(const A& a, int chunk, const CUtensorMap* map,
+                                        uint32_t staging, int group) const {
     const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
     const uint32_t buffer = staging + chunk % 2 * Tile::kChunkBytes;
     // The buffer's last copy is the last but one; with an odd number of chunks it may be the last.
@@ -95,6 +83,12 @@ struct Finished {
                      : "memory");
       }
     }
+    if constexpr (A::kScattered) {
+      static_assert(!kSwap && Tile::kChunk == 64);
+      named_barrier(1 + group, 128);
+      scatter_rows<typename Tile::T>(a, buffer, batch, row, column + chunk * Tile::kChunk);
+      return;
+    }
     fence_async_proxy();
     named_barrier(1 + group, 128);
     if (thread == 0) {
@@ -105,14 +99,15 @@ struct Finished {
     }
   }
 
-  template <bool kSwap>
-  __device__ __forceinline__ void flush(const CUtensorMap* map, uint32_t staging, int group) const {
+  template <bool kSwap, typename A>
+  __device__ __forceinline__ void flush(const A& a, const CUtensorMap* map, uint32_t staging,
+                                        int group) const {
 #pragma unroll
-    for (int chunk = 0; chunk < kChunks; ++chunk) store<kSwap>(chunk, map, staging, group);
+    for (int chunk = 0; chunk < kChunks; ++chunk) store<kSwap>(a, chunk, map, staging, group);
   }
 };
 
-// A: Args or, for the full epilogue, FullArgs.
+// A: Args or, for the full epilogue, FullArgs; or what other kernels make from Args.
 template <typename Tile, int kRowMajor, int kColumnMajor, bool kSwap, typename A>
 __device__ __forceinline__ void consume(const CUtensorMap* c_map, const A& a, uint32_t stages,
                                         uint64_t* full, uint64_t* empty) {
@@ -141,7 +136,7 @@ __device__ __forceinline__ void consume(const CUtensorMap* c_map, const A& a, ui
     multiply_stage<Tile, kRowMajor, kColumnMajor>(
         acc, fragment, stages + at.stage * Tile::kStageBytes, depth > p.first);
     if constexpr (Tile::kKept) {
-      if (chunk >= 0) finished.template store<kSwap>(chunk, c_map, staging, group);
+      if (chunk >= 0) finished.template store<kSwap>(a, chunk, c_map, staging, group);
     }
     wgmma_wait<1>();
     if (before >= 0) release_stage<Tile>(empty, before);
@@ -162,6 +157,15 @@ __device__ __forceinline__ void consume(const CUtensorMap* c_map, const A& a, ui
     if (before >= 0) release_stage<Tile>(empty, before);
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) wgmma_touch(acc[b]);
+    if constexpr (A::kScattered) {
+      if (p.first == p.last) {  // nothing is summed
+#pragma unroll
+        for (int b = 0; b < kBlocks; ++b) {
+#pragma unroll
+          for (float& sum : acc[b]) sum = 0;
+        }
+      }
+    }
 
     const int tile_row = (p.row * kCluster + rank) * Tile::kRows + first_row;
     const int tile_column = p.column * Tile::kColumns;
@@ -184,11 +188,16 @@ __device__ __forceinline__ void consume(const CUtensorMap* c_map, const A& a, ui
 #pragma unroll
         for (int b = 0; b < kBlocks; ++b) {
           finished.take(acc[b], tile_row + b * 64, tile_column, p.batch);
-          if (!Tile::kKept || last) finished.template flush<kSwap>(c_map, staging, group);
+          if (!Tile::kKept || last) finished.template flush<kSwap>(a, c_map, staging, group);
         }
       }
     }
-    if (direct) {
+    if constexpr (A::kScattered && !Tile::kStaged) {
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b) {
+        scatter_direct<T>(a, p.batch, acc[b], row + b * 64, column);
+      }
+    } else if (direct) {
       T* const c = static_cast<T*>(a.c) + p.batch * a.c_batch;
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b) {
@@ -215,7 +224,7 @@ __device__ __forceinline__ void consume(const CUtensorMap* c_map, const A& a, ui
         if (d < p.last) {
           step(d++, chunk, fragments[0]);
         } else {
-          finished.template store<kSwap>(chunk, c_map, staging, group);
+          finished.template store<kSwap>(a, chunk, c_map, staging, group);
         }
       }
     }

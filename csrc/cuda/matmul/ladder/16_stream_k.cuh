@@ -97,7 +97,7 @@ __device__ __forceinline__ void consume_share(const CUtensorMap* c_map, const St
         if (!a.direct) {
           Finished<Tile> finished;
           finished.take(acc[b], tile_row + b * 64, tile_column, p.batch);
-          finished.template flush<kSwap>(c_map, staging, group);
+          finished.template flush<kSwap>(a, c_map, staging, group);
           continue;
         }
       }
@@ -110,14 +110,14 @@ __device__ __forceinline__ void consume_share(const CUtensorMap* c_map, const St
   }
 }
 
-template <typename Tile, int kRowMajor, int kColumnMajor, bool kSwap>
+// A: StreamArgs or, of a kernel with Copies of its own, what is made from it.
+template <typename Tile, int kRowMajor, int kColumnMajor, bool kSwap, typename A = StreamArgs>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     stream_k_kernel(const __grid_constant__ CUtensorMap row_map,
                     const __grid_constant__ CUtensorMap column_map,
-                    const __grid_constant__ CUtensorMap c_map, const StreamArgs a) {
+                    const __grid_constant__ CUtensorMap c_map, const A a) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL  // other architectures get a kernel that nobody launches
-  using T = typename Tile::T;
-  constexpr int kCluster = Tile::kCluster, kBox = Tile::kColumnBox;
+  constexpr int kCluster = Tile::kCluster;
   extern __shared__ unsigned char shared_bytes[];
   __shared__ uint64_t full[Tile::kStages], empty[Tile::kStages];
   const uint32_t stages = (shared_address(shared_bytes) + 1023) & ~1023u;
@@ -129,18 +129,12 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     if (threadIdx.x % 128 == 0) {
       Cursor<Tile::kStages> at;
       for_share(a, cluster, [&](const Place& p, int) {
-        const int row = (p.row * kCluster + rank) * Tile::kRows;
-        const int column = p.column * Tile::kColumns + rank * kBox;
+        Copies<A, Tile, kRowMajor, kColumnMajor> copies(&row_map, &column_map, a, p, rank);
 #pragma unroll 1
         for (int d = p.first; d < p.last; ++d, at.next()) {
           mbarrier_wait(&empty[at.stage], at.phase ^ 1);
           mbarrier_expect(&full[at.stage], Tile::kStageBytes);
-          const uint32_t to = stages + at.stage * Tile::kStageBytes;
-          load<T, kRowMajor, Tile::kRows, 1>(&row_map, &full[at.stage], to, row, d * Tile::kDepth,
-                                             a.row_batch ? p.batch : 0);
-          load<T, kColumnMajor, kBox, kCluster>(
-              &column_map, &full[at.stage], to + Tile::kRowBytes + rank * kBox * kSwizzle, column,
-              d * Tile::kDepth, a.column_batch ? p.batch : 0);
+          copies.copy(d, &full[at.stage], stages + at.stage * Tile::kStageBytes);
         }
       });
       drain_ring<Tile>(empty, at);

@@ -1,0 +1,93 @@
+// The matrix product's pipeline (matmul/ladder/13_persistent.cuh) with windows of images for rows:
+// implicit GEMM whose gather is TMA's. The depth goes through a window's taps and, within a tap,
+// its channels, a swizzled row of them at a stage. A run of result pixels may go on into the next
+// line and the next image; of each, TMA finds the pixel that a tap meets, and gives zeros outside.
+#pragma once
+
+#include "cuda/matmul/hopper/pipeline.cuh"
+#include "windows.h"
+
+namespace braze::cuda::im2col {
+
+static_assert(kRowBytes == hopper::kSwizzle);
+
+struct WindowArgs : hopper::Args {
+  Windows windows;
+};
+
+// dgrad by phases, which are the product's batch. Its results are s pixels apart.
+struct PhaseArgs : WindowArgs {
+  static constexpr bool kScattered = true;
+  Phases phases;
+
+  template <typename T>
+  __device__ __forceinline__ T* row_of(int phase, int row) const {
+    if (row >= rows) return nullptr;
+    int w, h;
+    const int n = windows.rows.div(windows.columns.div(row, w), h);
+    w = w * phases.stride_w + phases.column(phase).first;
+    h = h * phases.stride_h + phases.row(phase).first;
+    if (w >= phases.width || h >= phases.height) return nullptr;
+    return static_cast<T*>(c) + ((int64_t{n} * phases.height + h) * phases.width + w) * c_ld;
+  }
+};
+
+__device__ __forceinline__ hopper::Place place_of(const PhaseArgs& a, int tile) {
+  hopper::Place p = hopper::place_of(static_cast<const hopper::Args&>(a), tile);
+  p.last = a.phases.row(p.batch).taps * a.phases.column(p.batch).taps * a.windows.blocks;
+  return p;
+}
+
+__device__ __forceinline__ Taps taps_of(const WindowArgs& a, int) { return Taps(a.windows); }
+__device__ __forceinline__ Taps taps_of(const PhaseArgs& a, int phase) {
+  const Phase &h = a.phases.row(phase), &w = a.phases.column(phase);
+  return Taps(a.windows, w.taps, w.shift, h.shift, h.tap * a.phases.filter_w + w.tap);
+}
+
+// Rows are pixels of the result, columns filters; of the weights, taps are the batch.
+template <typename A, typename Tile, int kColumnMajor>
+class WindowCopies {
+ public:
+  __device__ __forceinline__ WindowCopies(const CUtensorMap* row_map, const CUtensorMap* column_map,
+                                          const A& a, const hopper::Place& p, int rank)
+      : row_map_(row_map),
+        column_map_(column_map),
+        corner_(corner_of(a.windows, (p.row * Tile::kCluster + rank) * Tile::kRows)),
+        taps_(taps_of(a, p.batch)),
+        column_(p.column * Tile::kColumns),
+        rank_(rank) {}
+
+  __device__ __forceinline__ void copy(int, uint64_t* full, uint32_t to) {
+    const int channel = taps_.block() * Tile::kDepth, weights = taps_.weights();
+    tma_load_im2col(row_map_, full, to, channel, corner_.w, corner_.h, corner_.n, taps_.right(),
+                    taps_.down());
+    hopper::for_column_boxes<Tile>(rank_, to, [&](int i, uint32_t box) {
+      hopper::load<typename Tile::T, kColumnMajor, Tile::kColumnBox, Tile::kCluster>(
+          column_map_, full, box, column_ + i, channel, weights);
+    });
+    taps_.next();
+  }
+
+ private:
+  const CUtensorMap *row_map_, *column_map_;
+  Corner corner_;
+  Taps taps_;
+  int column_, rank_;
+};
+
+}  // namespace braze::cuda::im2col
+
+namespace braze::cuda::hopper {
+
+template <typename Tile, int kColumnMajor>
+class Copies<im2col::WindowArgs, Tile, 0, kColumnMajor>
+    : public im2col::WindowCopies<im2col::WindowArgs, Tile, kColumnMajor> {
+  using im2col::WindowCopies<im2col::WindowArgs, Tile, kColumnMajor>::WindowCopies;
+};
+template <typename Tile, int kColumnMajor>
+class Copies<im2col::PhaseArgs, Tile, 0, kColumnMajor>
+    : public im2col::WindowCopies<im2col::PhaseArgs, Tile, kColumnMajor> {
+  using im2col::WindowCopies<im2col::PhaseArgs, Tile, kColumnMajor>::WindowCopies;
+};
+
+}  // namespace braze::cuda::hopper

@@ -1,0 +1,166 @@
+// From a pass to the kernel: tensor maps, tile counts, launch. Each .cu beside compiles one type.
+#pragma once
+
+#include "copies.cuh"
+#include "cuda/matmul/hopper/launch.cuh"
+#include "launchers/transpose.h"
+#include "wgrad.cuh"
+
+namespace braze::cuda::im2col {
+
+// The matrix product's tiles that are compiled for windows. Others are for products of few rows.
+constexpr bool has_tile(const hopper::TileKind& t) {
+  return t.depth == hopper::Depth::kWhole && t.plain && t.rows == 128;
+}
+
+// Those of the weight gradient, with microseconds that a stage takes.
+struct WgradTile {
+  int columns, blocks, stages;
+  double stage;
+};
+constexpr WgradTile kWgradTiles[] = {{256, 2, 4, 0.75}, {128, 1, 6, 0.51}, {64, 1, 8, 0.36}};
+constexpr int kWgradTileCount = static_cast<int>(std::size(kWgradTiles));
+constexpr int kWgradRows = 128;
+
+// tile: its number in hopper::kTileKinds, or in kWgradTiles.
+void run_bf16(Stream stream, const Conv2dArgs& args, int tile, void* workspace);
+void run_fp16(Stream stream, const Conv2dArgs& args, int tile, void* workspace);
+void run_tf32(Stream stream, const Conv2dArgs& args, int tile, void* workspace);
+
+// The result as a matrix of pixels by filters, which is what hopper/launch.cuh stores.
+inline MatmulArgs result_matrix(const Conv2dArgs& args, const Pass& pass) {
+  MatmulArgs p{};
+  p.dtype = args.shape.dtype;
+  p.batch = 1, p.m = pass.pixels, p.n = pass.filters;
+  p.k = pass.taps * pass.windows.blocks * hopper::kSwizzle / size_of(p.dtype);
+  p.c = const_cast<void*>(args.out.data);
+  p.bias = args.bias;
+  return p;
+}
+
+// Weights as matrices of filters by channels, one for each tap. The filters of fprop are outermost,
+// so that rows go along the depth; those of dgrad are the channels, which are innermost. TF32 wants
+// rows along the depth: `transposed` weights, by channel of the input, if not nullptr.
+template <typename Tile, int kColumnMajor>
+CUtensorMap weight_map(const Conv2dArgs& args, const void* transposed) {
+  using T = typename Tile::T;
+  const Conv2dShape& s = args.shape;
+  const auto u = [](int64_t v) { return static_cast<uint64_t>(v); };
+  const uint64_t taps = u(s.r * s.s), c = u(s.c), k = u(s.k), size = sizeof(T);
+  const uint32_t width = hopper::kSwizzle / sizeof(T);
+  const uint32_t box = kColumnMajor ? width : uint32_t{Tile::kColumnBox};
+  if (transposed) {
+    return make_tensor_map(hopper::tensor_map_type<T>(), transposed, {k, c, taps, 1},
+                           {k * size, c * k * size, c * k * size}, {width, box, 1, 1},
+                           hopper::kSwizzle);
+  }
+  return make_tensor_map(hopper::tensor_map_type<T>(), args.other.data, {c, k, taps, 1},
+                         {taps * c * size, c * size, c * size}, {width, box, 1, 1},
+                         hopper::kSwizzle);
+}
+
+// Of TF32's input gradient: the transposed weights.
+inline int64_t weight_bytes(const Conv2dArgs& args) {
+  const Conv2dShape& s = args.shape;
+  if (args.pass != Conv2dPass::kDgrad || size_of(s.dtype) == 2) return 0;
+  return s.k * s.r * s.s * s.c * size_of(s.dtype);
+}
+
+template <typename Tile, int kColumnMajor, typename A>
+void launch(Stream stream, const Conv2dArgs& args, A a, const Pass& pass, void* workspace) {
+  constexpr bool kScattered = A::kScattered;
+  const Conv2dShape& s = args.shape;
+  const void* transposed = nullptr;
+  if (weight_bytes(args) > 0) {
+    transpose_copy(stream, s.dtype, args.other.data, workspace, 1, s.k, s.r * s.s * s.c);
+    transposed = workspace;
+  }
+  MatmulArgs p = result_matrix(args, pass);
+  if (kScattered) p.batch = s.stride_h * s.stride_w;
+  hopper::set_tiles<Tile>(a, p, hopper::operand_a(p), hopper::operand_b(p));
+  a.windows = pass.windows;
+  const CUtensorMap row_map = window_map(args, Tile::kRows);
+  const CUtensorMap column_map = weight_map<Tile, kColumnMajor>(args, transposed);
+  const CUtensorMap c_map = kScattered ? row_map : hopper::output_map<Tile>(a, p, row_map);
+  hopper::launch_persistent<Tile, hopper::persistent_kernel<Tile, 0, kColumnMajor, false, A>>(
+      stream, a.tiles, true, row_map, column_map, c_map, a);
+}
+
+// The weight gradient as a product for each tap: C's rows are filters.
+inline MatmulArgs gradient_matrices(const Conv2dArgs& args) {
+  const Conv2dShape& s = args.shape;
+  MatmulArgs p{};
+  p.dtype = s.dtype;
+  p.batch = s.r * s.s, p.m = s.k, p.n = s.c, p.k = s.n * s.p * s.q;
+  p.a = {args.other.data, 0, 1, s.k};  // the gradients of the result, dense
+  p.b = {args.gathered.data, 0, args.gathered.w, 1};
+  p.c = const_cast<void*>(args.out.data);
+  return p;
+}
+// Parts of tiles, and TF32's transposed gradients behind them.
+inline int64_t wgrad_parts_bytes(const WgradTile& tile) {
+  return int64_t{2} * sm_count() * kWgradRows * tile.columns * int64_t{sizeof(float)};
+}
+inline int64_t wgrad_workspace_bytes(const Conv2dArgs& args, const WgradTile& tile) {
+  const MatmulArgs p = gradient_matrices(args);
+  return wgrad_parts_bytes(tile) + (size_of(p.dtype) == 4 ? p.m * p.k * 4 : 0);
+}
+
+template <typename T, int kTile>
+void launch_wgrad(Stream stream, const Conv2dArgs& args, void* workspace) {
+  constexpr WgradTile kKind = kWgradTiles[kTile];
+  constexpr bool kSwap = sizeof(T) == 4;
+  using Tile = hopper::StreamTile<T, kWgradRows, kKind.columns, kKind.stages, kKind.blocks>;
+  MatmulArgs p = gradient_matrices(args);
+  if constexpr (kSwap) {
+    void* const transposed = static_cast<char*>(workspace) + wgrad_parts_bytes(kKind);
+    transpose_copy(stream, p.dtype, p.a.data, transposed, 1, p.k, p.m);
+    p.a = {transposed, 0, p.k, 1};
+  }
+  const hopper::Operand gradients = hopper::operand_a(p), image = hopper::operand_b(p);
+  const Pass pass = pass_of(args);
+  WgradArgs a{};
+  hopper::set_tiles<Tile>(a, p, kSwap ? image : gradients, kSwap ? gradients : image);
+  a.c_batch = p.n, a.c_ld = p.batch * p.n;
+  a.windows = pass.windows;
+  const CUtensorMap pixels = window_map(args, Tile::kDepth);
+  const CUtensorMap other = hopper::operand_map<T>(gradients, p.k, 1, Tile::kColumnBox);
+  const CUtensorMap c_map = hopper::output_map<Tile>(a, p, other);
+  hopper::launch_shares<Tile, 1, kSwap ? 0 : 1, kSwap>(stream, a, kSwap ? pixels : other,
+                                                       kSwap ? other : pixels, c_map, workspace);
+}
+
+template <int kTile = 0, typename F>
+void with_wgrad_tile(int tile, F&& f) {
+  if constexpr (kTile < kWgradTileCount) {
+    tile == kTile ? f(std::integral_constant<int, kTile>{}) : with_wgrad_tile<kTile + 1>(tile, f);
+  }
+}
+
+template <typename T>
+void run(Stream stream, const Conv2dArgs& args, int number, void* workspace) {
+  if (args.pass == Conv2dPass::kWgrad) {
+    return with_wgrad_tile(
+        number, [&](auto tile) { launch_wgrad<T, tile.value>(stream, args, workspace); });
+  }
+  hopper::with_tile(number, [&](auto tile) {
+    constexpr hopper::TileKind kKind = hopper::kTileKinds[tile.value];
+    if constexpr (has_tile(kKind)) {
+      using Tile = hopper::Tile<T, kKind.rows, kKind.columns, kKind.stages(sizeof(T), false),
+                                kKind.blocks, kKind.consumers>;
+      constexpr int kDgradMajor = sizeof(T) == 2 ? 1 : 0;
+      if (has_phases(args)) {
+        PhaseArgs a{};
+        const Pass pass = pass_of(args, &a.phases);
+        return launch<Tile, kDgradMajor>(stream, args, a, pass, workspace);
+      }
+      const Pass pass = pass_of(args);
+      if (args.pass == Conv2dPass::kDgrad) {
+        return launch<Tile, kDgradMajor>(stream, args, WindowArgs{}, pass, workspace);
+      }
+      launch<Tile, 0>(stream, args, WindowArgs{}, pass, workspace);
+    }
+  });
+}
+
+}  // namespace braze::cuda::im2col

@@ -1,0 +1,303 @@
+"""Convolutions as matrix products: the CUDA kernels `pointwise` and `implicit_gemm_wgmma` by name,
+pass by pass, where they must not refuse. The cases run on the CPU too, by its own kernels."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.nn.functional as stock
+from hypothesis import strategies as st
+
+import braze.nn.functional as F
+from braze.testing import WAYS, mover
+from common import assert_by_rule, fuzzed
+
+FORMATS = {"nchw": torch.contiguous_format, "nhwc": torch.channels_last}
+PASSES = ["fprop", "dgrad", "wgrad"]
+# n, c, k, h, w, filter, stride, padding, dilation
+POINTWISE = [
+    (1, 1, 1, 1, 1, 1, 1, 0, 1),
+    (3, 64, 256, 14, 14, 1, 1, 0, 1),
+    (2, 17, 13, 9, 5, 1, 1, 0, 1),
+    (5, 8, 24, 7, 7, 1, 1, 0, 1),
+    (64, 128, 32, 1, 1, 1, 1, 0, 1),
+    (2, 1, 40, 6, 1, 1, 1, 0, 1),
+    (2, 72, 1, 1, 8, 1, 1, 0, 1),
+    (4, 2048, 512, 7, 7, 1, 1, 0, 1),
+    (1, 256, 128, 28, 28, 1, 1, 0, 1),
+    (16, 64, 64, 56, 56, 1, 1, 0, 1),  # a long sum of few results
+]
+WINDOWS = [
+    (2, 8, 8, 5, 5, 3, 1, 1, 1),
+    (3, 64, 64, 14, 14, 3, 1, 1, 1),
+    (2, 72, 40, 13, 11, 3, 1, 1, 1),  # channels that fill no row of shared memory
+    (2, 128, 256, 28, 28, 3, 2, 1, 1),
+    (1, 2048, 24, 7, 7, 1, 1, 0, 1),
+    (2, 64, 128, 15, 15, 1, 2, 0, 1),
+    (2, 24, 40, 17, 19, 5, 3, (2, 1), 1),
+    (2, 32, 48, 20, 20, 3, 1, 2, 2),
+    (40, 256, 320, 7, 7, 3, 1, 1, 1),
+    (2, 16, 512, 9, 9, 7, 2, 3, 1),
+    (1, 64, 64, 1, 1, 3, 1, 1, 1),
+    (4, 64, 96, 14, 14, 3, 2, 1, 1),
+    (2, 32, 32, 21, 10, 2, 3, 0, 1),  # pixels that no window meets
+    (2, 40, 32, 16, 15, 3, 4, 1, 2),
+    (150, 16, 16, 4, 4, 2, 1, 0, 1),
+    (2, 16, 24, 9, 12, 4, (2, 3), (5, 0), (1, 2)),  # padding over the filter
+    (32, 64, 192, 56, 56, 3, 1, 1, 1),  # several tiles for each block
+    (64, 256, 128, 28, 28, 3, 2, 1, 1),
+]
+
+
+def drawn(case, device, dtype, form):
+    n, c, k, h, w, size = case[:6]
+    x = torch.randn(n, c, h, w, device=device).to(dtype, memory_format=FORMATS[form])
+    weight = torch.randn(k, c, size, size, device=device).to(dtype, memory_format=FORMATS[form])
+    return x, weight, torch.randn(k, device=device).to(dtype)
+
+
+def pair(value):
+    return list(value) if isinstance(value, tuple) else [value, value]
+
+
+def run(which, case, x, w, b, dy, tf32=False, backend="auto"):
+    """One pass by the raw op, so that a kernel that lacks the others can be asked for it."""
+    geometry = [pair(v) for v in case[6:9]], 1
+    settings = tf32, False, backend
+    if which == "fprop":
+        return torch.ops.braze.conv2d(x, w, b, *geometry[0], 1, *settings)
+    mask = [which == "dgrad", which == "wgrad", False]
+    grads = torch.ops.braze.conv2d_backward(dy, x, w, *geometry[0], 1, mask, *settings)
+    return grads[PASSES.index(which) - 1]
+
+
+def reference(which, case, x, w, b, dy):
+    """The same by torch."""
+    geometry = [pair(v) for v in case[6:9]]
+    if which == "fprop":
+        return stock.conv2d(x, w, b, *geometry)
+    mask = [which == "dgrad", which == "wgrad", False]
+    grads = torch.ops.aten.convolution_backward(dy, x, w, None, *geometry, False, [0, 0], 1, mask)
+    return grads[PASSES.index(which) - 1]
+
+
+def gradient(case, x, w, form):
+    dy = torch.randn_like(stock.conv2d(x, w, None, *[pair(v) for v in case[6:9]]))
+    return dy.to(memory_format=FORMATS[form])
+
+
+def check(actual, which, case, tensors, tf32=False):
+    """By the rule, with the condition measured."""
+    wide = [t.double() for t in tensors]
+    exact = reference(which, case, *wide)
+    terms = max(t.numel() for t in (*tensors, actual))
+    # Stock may run a small convolution in fp32 where TF32 is allowed.
+    ulps = 2**13 if tf32 and actual.dtype == torch.float32 else 4 if which == "fprop" else 8
+
+    def moved():
+        return [reference(which, case, *map(mover(way), wide)) for way in WAYS]
+
+    assert_by_rule(actual, reference(which, case, *tensors), exact, ulps, which, terms, moved)
+
+
+def skip_large(device, case):
+    n, c, k, h, w, size = case[:6]
+    if device == "cpu" and n * c * k * h * w * size**2 > 1 << 29:
+        pytest.skip("takes the CPU seconds")
+
+
+def own(device, name):
+    return {"backend": name} if device == "cuda" else {}
+
+
+def hopper():
+    return torch.cuda.get_device_capability() == (9, 0)
+
+
+def set_tf32(device, allowed):
+    if device == "cuda":
+        torch.backends.cudnn.conv.fp32_precision = "tf32" if allowed else "ieee"
+
+
+@pytest.mark.parametrize("tf32", [False, True], ids=["ieee", "tf32"])
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("case", POINTWISE, ids=str)
+def test_pointwise(device, dtype, case, form, tf32):
+    if tf32 and (device == "cpu" or dtype != torch.float32):
+        pytest.skip("as without TF32")
+    skip_large(device, case)
+    set_tf32(device, tf32)
+    x, w, b = drawn(case, device, dtype, form)
+    dy = gradient(case, x, w, form)
+    for which in PASSES:
+        pixels = case[3] * case[4]
+        refused = which == "wgrad" and form == "nchw" and case[0] > 1 and pixels > 1
+        # With one channel either format is the other.
+        refused &= case[1] > 1 or case[2] > 1
+        with (
+            contextlib.nullcontext()
+            if device == "cpu" or not refused
+            else pytest.raises(
+                RuntimeError, match="its weight gradient takes channels-last tensors"
+            )
+        ):
+            actual = run(which, case, x, w, b, dy, tf32, **own(device, "pointwise"))
+            assert actual.is_contiguous(memory_format=FORMATS[form])
+            check(actual, which, case, (x, w, b, dy), tf32)
+
+
+def windows_refuse(which, case, dtype, tf32):
+    """What implicit_gemm_wgmma has to say, or None."""
+    if dtype == torch.float64:
+        return "it takes float32"
+    if dtype == torch.float32 and not tf32:
+        return "TF32, which is not allowed"
+    if which == "wgrad" and dtype == torch.float32 and result_pixels(case) % 4:
+        return "4 pixels in TF32"
+    return None
+
+
+def result_pixels(case):
+    count = case[0]
+    for size, stride, padding, dilation in zip(case[3:5], *map(pair, case[6:9]), strict=True):
+        count *= (size + 2 * padding - dilation * (case[5] - 1) - 1) // stride + 1
+    return count
+
+
+@pytest.mark.parametrize("tf32", [False, True], ids=["ieee", "tf32"])
+@pytest.mark.parametrize("case", WINDOWS, ids=str)
+def test_implicit_gemm_wgmma(device, dtype, case, tf32):
+    if tf32 and (device == "cpu" or dtype != torch.float32):
+        pytest.skip("as without TF32")
+    if device == "cuda" and not hopper():
+        pytest.skip("needs compute capability 9.0")
+    skip_large(device, case)
+    set_tf32(device, tf32)
+    x, w, b = drawn(case, device, dtype, "nhwc")
+    dy = gradient(case, x, w, "nhwc")
+    for which in PASSES:
+        why = windows_refuse(which, case, dtype, tf32) if device == "cuda" else None
+        with pytest.raises(RuntimeError, match=why) if why else contextlib.nullcontext():
+            actual = run(which, case, x, w, b, dy, tf32, **own(device, "implicit_gemm_wgmma"))
+            assert actual.is_contiguous(memory_format=torch.channels_last)
+            check(actual, which, case, (x, w, b, dy), tf32)
+
+
+@pytest.mark.parametrize(
+    ("name", "why", "shape", "weight", "arguments"),
+    [
+        ("pointwise", "1 x 1 filters", (2, 8, 9, 9), (8, 8, 3, 3), {}),
+        ("pointwise", "1 x 1 filters", (2, 8, 9, 9), (8, 8, 1, 1), {"padding": 1}),
+        ("pointwise", "1 x 1 filters", (2, 8, 9, 9), (8, 4, 1, 1), {"groups": 2}),
+        ("implicit_gemm_wgmma", "one group", (2, 16, 9, 9), (8, 8, 3, 3), {"groups": 2}),
+        ("implicit_gemm_wgmma", "multiple of 16 bytes", (2, 9, 9, 9), (8, 9, 3, 3), {}),
+        ("implicit_gemm_wgmma", "strides up to 8", (2, 8, 20, 20), (8, 8, 3, 3), {"stride": 9}),
+        ("implicit_gemm_wgmma", "padding up to 128", (1, 8, 9, 9), (8, 8, 3, 3), {"padding": 129}),
+        ("implicit_gemm_wgmma", "up to 256", (1, 8, 300, 9), (8, 8, 3, 1), {"dilation": 130}),
+    ],
+)
+def test_refuses_by_name_and_leaves_the_rest_to_others(gpu, name, why, shape, weight, arguments):
+    if name == "implicit_gemm_wgmma" and not hopper():
+        pytest.skip("needs compute capability 9.0")
+    form = {"dtype": torch.bfloat16, "memory_format": torch.channels_last}
+    x, w = (
+        torch.randn(shape, device="cuda").to(**form),
+        torch.randn(weight, device="cuda").to(**form),
+    )
+    settings = {
+        k: pair(arguments.get(k, d)) for k, d in (("stride", 1), ("padding", 0), ("dilation", 1))
+    }
+    with pytest.raises(RuntimeError, match=why):
+        torch.ops.braze.conv2d(
+            x, w, None, *settings.values(), arguments.get("groups", 1), False, False, name
+        )
+    exact = stock.conv2d(x.double(), w.double(), **arguments)
+    assert_by_rule(F.conv2d(x, w, **arguments), stock.conv2d(x, w, **arguments), exact)
+
+
+def test_contiguous_tensors_are_refused(gpu):
+    if not hopper():
+        pytest.skip("needs compute capability 9.0")
+    case = WINDOWS[1]
+    x, w, b = drawn(case, "cuda", torch.bfloat16, "nchw")
+    with pytest.raises(RuntimeError, match="channels-last"):
+        run("fprop", case, x, w, b, None, backend="implicit_gemm_wgmma")
+
+
+@pytest.mark.parametrize("which", PASSES)
+@pytest.mark.parametrize("name", ["pointwise", "implicit_gemm_wgmma"])
+def test_repeatable(gpu, dtype, name, which):
+    if not hopper() or (
+        name == "implicit_gemm_wgmma" and windows_refuse(which, WINDOWS[3], dtype, False)
+    ):
+        pytest.skip("not the kernel's")
+    case = POINTWISE[-1] if name == "pointwise" else WINDOWS[-2]
+    x, w, b = drawn(case, "cuda", dtype, "nhwc")
+    dy = gradient(case, x, w, "nhwc")
+    first = run(which, case, x, w, b, dy, backend=name)
+    for _ in range(50):
+        assert torch.equal(run(which, case, x, w, b, dy, backend=name), first)
+
+
+def test_strided_views(gpu):
+    """Slices of larger tensors: pixels further apart than their channels."""
+    if not hopper():
+        pytest.skip("needs compute capability 9.0")
+    wide = torch.randn(4, 12, 10, 96, device="cuda").bfloat16()
+    x = wide[::2, 1:, :, 16:80].permute(0, 3, 1, 2)
+    assert not x.is_contiguous(memory_format=torch.channels_last)
+    for name, size, padding in (("implicit_gemm_wgmma", 3, 1), ("pointwise", 1, 0)):
+        case = (2, 64, 48, 11, 10, size, 1, padding, 1)
+        _, w, b = drawn(case, "cuda", torch.bfloat16, "nhwc")
+        out = run("fprop", case, x, w, b, None, backend=name)
+        check(out, "fprop", case, (x, w, b, out))
+
+
+def fuzz(data, device):
+    draw = lambda low, high: data.draw(st.integers(low, high))  # noqa: E731
+    pointwise = data.draw(st.booleans())
+    name = "pointwise" if pointwise else "implicit_gemm_wgmma"
+    if device == "cuda" and not hopper():
+        return
+    unit = 1 if pointwise else 8
+    size = 1 if pointwise else draw(1, 5)
+    stride, dilation, padding = (1, 1, 0) if pointwise else (draw(1, 3), draw(1, 3), draw(0, 6))
+    least = max(1, dilation * (size - 1) + 1 - 2 * padding)
+    case = (
+        *(
+            draw(1, 5),
+            unit * draw(1, 40),
+            unit * draw(1, 40),
+            least + draw(0, 20),
+            least + draw(0, 20),
+        ),
+        *(size, stride, padding, dilation),
+    )
+    dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float16]))
+    x, w, b = drawn(case, device, dtype, "nhwc")
+    dy = gradient(case, x, w, "nhwc")
+    for which in PASSES:
+        if not pointwise and windows_refuse(which, case, dtype, False):
+            continue
+        actual = run(which, case, x, w, b, dy, **own(device, name))
+        check(actual, which, case, (x, w, b, dy))
+
+
+test_fuzzed_on_cpu, test_fuzzed_on_cuda = fuzzed(fuzz)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_the_tests_reject_a_wrong_kernel(device, dtype, form):
+    """A kernel whose runs of pixels go on into the next line one pixel late, and one that forgets
+    the last tap."""
+    case = (2, 16, 16, 9, 9, 3, 1, 1, 1)
+    x, w, b = drawn(case, device, dtype, form)
+    right = reference("fprop", case, x, w, b, None)
+    n, k, p, q = right.shape
+    run_of_pixels = right.permute(1, 0, 2, 3).reshape(k, -1)
+    late = run_of_pixels.roll(1, 1).view(k, n, p, q).permute(1, 0, 2, 3)
+    short = w.clone()
+    short[:, :, 2, 2] = 0
+    for wrong in (late, reference("fprop", case, x, short, b, None)):
+        with pytest.raises(AssertionError):
+            check(wrong, "fprop", case, (x, w, b, right))
