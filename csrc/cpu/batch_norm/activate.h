@@ -93,7 +93,7 @@ void before_activation(const T* x, const T* residual, int64_t count, const Stati
 }
 
 // Where a backward pass takes the gradient before the activation and residual from: dy, x, residual
-// (or nullptr) are whole tensors; kept is where it goes as it is rounded to T, or nullptr.
+// (or nullptr) are whole tensors; kept is where it goes, or nullptr.
 template <typename T>
 struct GradSource {
   const T* dy;
@@ -119,11 +119,7 @@ struct GradSource {
     if (!kept) return;
     T* to = kept + offset;
 #pragma omp simd
-    for (int64_t j = 0; j < count; ++j) {
-      const T rounded(grad[j]);
-      to[j] = rounded;
-      grad[j] = static_cast<A>(rounded);
-    }
+    for (int64_t j = 0; j < count; ++j) to[j] = grad[j];
   }
 };
 

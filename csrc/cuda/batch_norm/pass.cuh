@@ -106,8 +106,9 @@ __device__ __forceinline__ A normalized(A deviation, A scale, A shift) {
 // y and the mask of a vector at `offset`.
 template <bool kSmooth, typename T, int N, typename C>
 __device__ __forceinline__ void apply_vector(const ApplyArgs<T>& args, int64_t offset,
-                                             const Packed<T, N>& packed_x, const Packed<T, N>& packed_residual,
-                                             const C& center, const C& scale, const C& shift) {
+                                             const Packed<T, N>& packed_x,
+                                             const Packed<T, N>& packed_residual, const C& center,
+                                             const C& scale, const C& shift) {
   using A = acc_t<T>;
   const Vec<T, N> x = packed_x.unpacked();
   A v[N];
@@ -128,13 +129,14 @@ __device__ __forceinline__ void apply_vector(const ApplyArgs<T>& args, int64_t o
   store_vec(args.y + offset, y);
 }
 
-// Adds a vector's part to the sums. Where the gradient before the activation is kept, it is the
-// rounded one that counts: dx is made of it.
+// Adds a vector's part to the sums.
 template <bool kSmooth, typename T, int N, typename C, typename F>
 __device__ __forceinline__ void sum_vector(const GradSumsArgs<T>& args, int64_t offset,
-                                           const Packed<T, N>& packed_dy, const Packed<T, N>& packed_x,
-                                           const Packed<T, N>& packed_residual, uint8_t open, const C& center,
-                                           const C& scale, const C& shift, const F& add) {
+                                           const Packed<T, N>& packed_dy,
+                                           const Packed<T, N>& packed_x,
+                                           const Packed<T, N>& packed_residual, uint8_t open,
+                                           const C& center, const C& scale, const C& shift,
+                                           const F& add) {
   using A = acc_t<T>;
   const Vec<T, N> dy = packed_dy.unpacked(), x = packed_x.unpacked();
   A g[N], v[N];
@@ -157,10 +159,7 @@ __device__ __forceinline__ void sum_vector(const GradSumsArgs<T>& args, int64_t 
   if (args.dresidual) {
     Vec<T, N> kept;
 #pragma unroll
-    for (int k = 0; k < N; ++k) {
-      kept.v[k] = convert<T>(g[k]);
-      g[k] = convert<A>(kept.v[k]);
-    }
+    for (int k = 0; k < N; ++k) kept.v[k] = convert<T>(g[k]);
     store_vec(args.dresidual + offset, kept);
   }
 #pragma unroll
@@ -170,8 +169,9 @@ __device__ __forceinline__ void sum_vector(const GradSumsArgs<T>& args, int64_t 
 // dx of a vector. by_grad is scale where an activation has to be passed.
 template <bool kSmooth, typename T, int N, typename C>
 __device__ __forceinline__ void input_grad_vector(const InputGradArgs<T>& args, int64_t offset,
-                                                  const Packed<T, N>& packed_dy, const Packed<T, N>& packed_x,
-                                                  const C& center, const C& by_grad, const C& shift,
+                                                  const Packed<T, N>& packed_dy,
+                                                  const Packed<T, N>& packed_x, const C& center,
+                                                  const C& by_grad, const C& shift,
                                                   const C& by_input, const C& constant) {
   using A = acc_t<T>;
   const Vec<T, N> dy = packed_dy.unpacked(), x = packed_x.unpacked();

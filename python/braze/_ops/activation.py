@@ -1,6 +1,5 @@
 """Activations as parameters of other ops: names, settings, and what they are in torch."""
 
-import functools
 import typing
 
 import torch
@@ -53,7 +52,6 @@ _MAKERS = {
 NAMES = tuple(_MAKERS)
 
 
-@functools.lru_cache(maxsize=256)
 def activation(name, *settings):
     """The activation of torch's name, with the settings of ``torch.nn.functional``'s function.
 
@@ -114,8 +112,26 @@ def passed_back(act, grad, v):
         return aten.gelu_backward(grad, v, approximate="tanh" if name == "gelu_tanh" else "none")
     if name == "elu":
         return aten.elu_backward(grad, first, 1, second, False, v)
-    if name == "sigmoid":
-        return aten.sigmoid_backward(grad, torch.sigmoid(v))
-    if name == "tanh":
-        return aten.tanh_backward(grad, torch.tanh(v))
-    return getattr(aten, f"{name}_backward")(grad, v)
+    if name == "hardswish":
+        return aten.hardswish_backward(grad, v)
+    # Those whose backward torch has no derivative of.
+    return grad * _SLOPES[name](v)
+
+
+def _silu_slope(v):
+    s = torch.sigmoid(v)
+    return s * (1 + v * (1 - s))
+
+
+def _mish_slope(v):
+    t = torch.tanh(stock.softplus(v))
+    return t + v * torch.sigmoid(v) * (1 - t * t)
+
+
+_SLOPES = {
+    "hardsigmoid": lambda v: ((v > -3) & (v < 3)) / 6,
+    "mish": _mish_slope,
+    "sigmoid": lambda v: torch.sigmoid(v) * (1 - torch.sigmoid(v)),
+    "silu": _silu_slope,
+    "tanh": lambda v: 1 - torch.tanh(v) ** 2,
+}
