@@ -34,19 +34,18 @@ _COMPREHENSIONS = ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp
 
 
 class Surroundings:
-    """What may be added, or lie in between, in one function.
+    """What may be added, or lie in between, in one function: the part of splice._Function that asks
+    for that."""
 
-    Args:
-        function: the splice._Function.
-        declared: the names that it declares as global or nonlocal.
-    """
+    def find_local(self, declared):
+        """Finds the local variables that nothing but the function's statements sets.
 
-    def __init__(self, function, declared):
-        self.function = function
-        tree = function.tree
-        walrus = {n.target.id for n in tree.numbered if isinstance(n, ast.NamedExpr)}
-        self.local = tree.locals - tree.shared - declared - walrus
-        comprehensions = (n for n in tree.numbered if isinstance(n, _COMPREHENSIONS))
+        Args:
+            declared: the names that it declares as global or nonlocal.
+        """
+        walrus = {n.target.id for n in self.tree.numbered if isinstance(n, ast.NamedExpr)}
+        self.local = self.tree.locals - self.tree.shared - declared - walrus
+        comprehensions = (n for n in self.tree.numbered if isinstance(n, _COMPREHENSIONS))
         self.comprehended = {getattr(n, "number", None) for c in comprehensions for n in ast.walk(c)}
 
     def may_be_added(self, node):
@@ -58,7 +57,7 @@ class Surroundings:
             and node.number not in self.comprehended  # where nothing may be assigned on the way
             and len(node.args) == 1
             and not node.keywords
-            and (self._is_own(node.func) or len(self.function.layers(node.func) or ()) == 1)
+            and (self._is_own(node.func) or len(self.layers(node.func) or ()) == 1)
             and self.may_be_added(node.args[0])
         )
 
@@ -74,12 +73,11 @@ class Surroundings:
 
     def _is_own(self, node):
         """Whether an expression is ``self.name``, without any code of the class."""
-        function = self.function
         return (
             isinstance(node, ast.Attribute)
             and isinstance(node.value, ast.Name)
-            and node.value.id == function.me
-            and is_plain_attribute(function.module, function.attribute_name(node))
+            and node.value.id == self.me
+            and is_plain_attribute(self.module, self.attribute_name(node))
         )
 
     def _is_test(self, node):

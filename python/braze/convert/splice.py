@@ -97,7 +97,7 @@ class _Analysis:
             self.open.pop()
 
 
-class _Function:
+class _Function(additions.Surroundings):
     """Looks through the code of one function."""
 
     def __init__(self, analysis, function, tree, has_self):
@@ -113,7 +113,7 @@ class _Function:
         if self.me in self.stores:
             self.me = None
         self.aliases = {}  # layers by the local variables that hold them
-        self.surroundings = additions.Surroundings(self, _declared(tree.node))
+        self.find_local(_declared(tree.node))
         self.parts = {name: [] for name in Splices._fields}
         self.runs, self.functions, self.taken = [], [], set()
 
@@ -274,7 +274,7 @@ class _Function:
             else:
                 link, _ = self.link(inner)
                 continues = link is not None and link.kind == "BatchNorm2d"
-            if continues and self.surroundings.may_be_added(added):
+            if continues and self.may_be_added(added):
                 return Link(node.number, form, "Add", (), form.lstrip("ri")), inner
         return None, None
 
@@ -344,7 +344,7 @@ class _Function:
         many statements it takes, or 0."""
         links, owners, name, between = [], [], None, []
         for at, statement in enumerate(body):
-            if at and self.surroundings.may_lie_between(statement, name):
+            if at and self.may_lie_between(statement, name):
                 between.append(at)
                 continue
             target, found, base, whole = self._value(statement, name)
