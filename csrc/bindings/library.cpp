@@ -17,6 +17,19 @@ STABLE_TORCH_LIBRARY(braze, m) {
       "batch_norm_backward(Tensor grad_output, Tensor input, Tensor? weight, Tensor mean, "
       "Tensor rstd, bool training, bool[] output_mask) -> (Tensor, Tensor, Tensor)");
 
+  // batch_norm_act: activation(batch_norm(input) + residual); what the settings are depends on the
+  // activation. The backward takes the residual where the forward left no mask
+  m.def(
+      "batch_norm_act(Tensor input, Tensor? residual, Tensor? weight, Tensor? bias, "
+      "Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor(c!)? num_batches_tracked, "
+      "bool training, float? momentum, float eps, str activation, float first, float second) "
+      "-> (Tensor output, Tensor mask, Tensor statistics)");
+  m.def(
+      "batch_norm_act_backward(Tensor grad_output, Tensor input, Tensor? residual, "
+      "Tensor? weight, Tensor? bias, Tensor mask, Tensor statistics, bool training, "
+      "str activation, float first, float second, bool[4] output_mask) "
+      "-> (Tensor, Tensor, Tensor, Tensor)");
+
   // cast: all of a list in one launch; outputs have their inputs' strides
   m.def("cast_(Tensor(a!)[] outputs, Tensor[] inputs) -> ()");
 

@@ -2,6 +2,7 @@
 
 #include <optional>
 
+#include "launchers/common/activation.h"
 #include "launchers/common/moments.h"
 #include "launchers/common/types.h"
 
@@ -36,8 +37,9 @@ struct BatchNormBuffers {
   std::optional<double> momentum;
 };
 
-// What an input was normalised with, [c] each in the statistics dtype: y = (x - mean) * scale +
-// shift, where scale is rstd * weight, and rstd = 1 / sqrt(biased variance + eps).
+// What an input was normalised with, [c] each in the statistics dtype: (x - mean) * scale + shift,
+// where scale is rstd * weight, and rstd = 1 / sqrt(biased variance + eps). A backward pass without
+// an activation reads no scale and shift, which may be nullptr then.
 struct BatchNormStatistics {
   void* mean;
   void* rstd;
@@ -45,45 +47,55 @@ struct BatchNormStatistics {
   void* shift;
 };
 
+// What comes behind the normalisation: y = activation(normalised + residual).
+struct BatchNormTail {
+  Activation activation = kIdentity;
+  const void* residual = nullptr;  // as x
+};
+
+// Gradients of batch_norm_backward; nullptr: not wanted.
+struct BatchNormGradients {
+  void* x;
+  // Where there is a residual and an activation it is made in any case: x's gradient is made of it.
+  void* residual;
+  void* weight;  // this and bias have affine.dtype
+  void* bias;
+  // Of a constant added to each channel of x, in shape.dtype: 0 in training, where it cancels.
+  void* constant;
+};
+
 namespace BRAZE_DEVICE {
 
 int64_t batch_norm_workspace_bytes(const BatchNormShape& shape);
 
-// y = (x - mean) * rstd * weight + bias with the batch's own statistics, which are also returned,
-// in the statistics dtype. rstd = 1 / sqrt(biased variance + eps). count() is at least 1, c too.
-void batch_norm_training(Stream stream, const BatchNormShape& shape, const void* x,
-                         const BatchNormAffine& affine, const BatchNormBuffers& buffers, double eps,
-                         void* y, void* mean, void* rstd, void* workspace);
+// Of what batch_norm_apply leaves for the backward pass in the place of the residual, in whatever
+// order: where the activation is a clamp that is not the identity, whether it lets the gradient
+// through. 0: it leaves nothing, the backward pass reads the residual.
+int64_t batch_norm_mask_bytes(const BatchNormShape& shape, const BatchNormTail& tail);
 
-// The same with the statistics in `buffers`, which stay as they are.
-void batch_norm_evaluation(Stream stream, const BatchNormShape& shape, const void* x,
-                           const BatchNormAffine& affine, const BatchNormBuffers& buffers,
-                           double eps, void* y, void* mean, void* rstd);
-
-// What the two above normalise with, for kernels that do more in the same pass. Training updates
-// the buffers, and reads x only where there are no moments of it; evaluation needs neither x nor a
-// workspace.
+// What x is normalised with. Training updates the buffers, and reads x only where there are no
+// moments of it; evaluation takes the statistics in the buffers and needs neither x nor a
+// workspace. count() and c are at least 1.
 void batch_norm_coefficients(Stream stream, const BatchNormShape& shape, bool training,
                              const void* x, const ChannelMoments& moments,
                              const BatchNormAffine& affine, const BatchNormBuffers& buffers,
                              double eps, const BatchNormStatistics& statistics, void* workspace);
 
-// y = max(0, (x - mean) * scale + shift).
-void batch_norm_relu(Stream stream, const BatchNormShape& shape, const void* x,
-                     const BatchNormStatistics& statistics, void* y);
+// y = activation((x - mean) * scale + shift + residual). Tensors are aligned to 16 bytes here and
+// below.
+void batch_norm_apply(Stream stream, const BatchNormShape& shape, const void* x,
+                      const BatchNormTail& tail, const BatchNormStatistics& statistics, void* y,
+                      void* mask);
 
-// Results that are nullptr are left out. mean and rstd as the forward returned them; `training`
-// tells whether they depend on x. dweight and dbias have affine.dtype.
+// statistics: of the forward pass; `training` tells whether they depend on x. tail.residual may be
+// nullptr where there is a mask. With g = dy activation', over the `count` elements of a channel:
+//     dresidual = g,  dbias = sum(g),  dweight = sum(g xhat),  xhat = (x - mean) rstd,
+//     dx = weight rstd (g - (dbias + xhat dweight) / count)  in training,
+//     dx = weight rstd g                                     in evaluation.
 void batch_norm_backward(Stream stream, const BatchNormShape& shape, bool training, const void* dy,
-                         const void* x, const BatchNormAffine& affine, const void* mean,
-                         const void* rstd, void* dx, void* dweight, void* dbias, void* workspace);
-
-// The same for batch_norm_relu. dconstant: the gradient of a constant added to each channel of x,
-// in shape.dtype: 0 in training, where it cancels.
-void batch_norm_relu_backward(Stream stream, const BatchNormShape& shape, bool training,
-                              const void* dy, const void* x, const BatchNormAffine& affine,
-                              const BatchNormStatistics& statistics, void* dx, void* dweight,
-                              void* dbias, void* dconstant, void* workspace);
+                         const void* x, const BatchNormTail& tail, const void* mask,
+                         const BatchNormAffine& affine, const BatchNormStatistics& statistics,
+                         const BatchNormGradients& gradients, void* workspace);
 
 }  // namespace BRAZE_DEVICE
 }  // namespace braze

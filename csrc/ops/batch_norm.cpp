@@ -12,8 +12,9 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm(const Tensor& input, std::optional
                                               double eps) {
   const char* op = "batch_norm";
   const BatchNormShape shape = batch_norm_shape(op, input);
-  check_arguments(op, shape, input, weight, bias, running_mean, running_var, num_batches_tracked,
-                  training, momentum);
+  const Norm norm{weight,   bias,     running_mean, running_var, num_batches_tracked,
+                  training, momentum, eps};
+  norm.check(op, shape, input);
   const DeviceContext context(input);
   Tensor out = empty_like_input(shape, input);
   if (input.numel() == 0) {  // as in torch, the buffers stay as they are
@@ -22,23 +23,14 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm(const Tensor& input, std::optional
   }
   Tensor mean = empty({shape.c}, input, statistics_type(input));
   Tensor rstd = empty({shape.c}, input, statistics_type(input));
+  const Tensor scratch = empty_statistics(input);
+  BatchNormStatistics statistics = statistics_of(scratch);
+  statistics.mean = mean.mutable_data_ptr();
+  statistics.rstd = rstd.mutable_data_ptr();
   const Tensor x = in_layout(shape, input);
-  const auto w = dense(weight), b = dense(bias);
-  const auto mean_buffer = dense(running_mean), var_buffer = dense(running_var);
-  const BatchNormBuffers buffers =
-      buffers_of(mean_buffer, var_buffer, num_batches_tracked, momentum);
-  if (training) {
-    const Workspace workspace = workspace_of(shape, input);
-    dev::batch_norm_training(context.stream(), shape, x.const_data_ptr(), affine_of(w, b), buffers,
-                             eps, out.mutable_data_ptr(), mean.mutable_data_ptr(),
-                             rstd.mutable_data_ptr(), workspace.data());
-    copy_back(running_mean, mean_buffer);
-    copy_back(running_var, var_buffer);
-  } else {
-    dev::batch_norm_evaluation(context.stream(), shape, x.const_data_ptr(), affine_of(w, b),
-                               buffers, eps, out.mutable_data_ptr(), mean.mutable_data_ptr(),
-                               rstd.mutable_data_ptr());
-  }
+  norm.coefficients(context, shape, x, {}, statistics);
+  dev::batch_norm_apply(context.stream(), shape, x.const_data_ptr(), {}, statistics,
+                        out.mutable_data_ptr(), nullptr);
   return {out, mean, rstd};
 }
 
@@ -65,17 +57,18 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_backward(
   if (no_elements) return {grad_input, grad_weight, grad_bias};
   const Tensor x = in_layout(shape, input), dy = in_layout(shape, grad_output);
   const auto w = dense(weight);
-  const Tensor m = as_contiguous(mean), r = as_contiguous(rstd);
-  const Workspace workspace = workspace_of(shape, input);
+  const Tensor m = dense_and_aligned(mean), r = dense_and_aligned(rstd);
+  const Workspace workspace(dev::batch_norm_workspace_bytes(shape), input);
   BatchNormAffine affine = affine_of(w, std::nullopt);
   if (!weight) affine.dtype = dtype_of(op, "mean", mean);
   const auto result = [&](int i, Tensor& t) {
     return output_mask[i] ? t.mutable_data_ptr() : nullptr;
   };
-  dev::batch_norm_backward(context.stream(), shape, training, dy.const_data_ptr(),
-                           x.const_data_ptr(), affine, m.const_data_ptr(), r.const_data_ptr(),
-                           result(0, grad_input), result(1, grad_weight), result(2, grad_bias),
-                           workspace.data());
+  dev::batch_norm_backward(
+      context.stream(), shape, training, dy.const_data_ptr(), x.const_data_ptr(), {}, nullptr,
+      affine, {m.mutable_data_ptr(), r.mutable_data_ptr(), nullptr, nullptr},
+      {result(0, grad_input), nullptr, result(1, grad_weight), result(2, grad_bias), nullptr},
+      workspace.data());
   return {grad_input, grad_weight, grad_bias};
 }
 

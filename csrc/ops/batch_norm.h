@@ -71,13 +71,29 @@ inline Tensor empty_like_input(const BatchNormShape& shape, const Tensor& input)
   return empty(sizes, input);
 }
 
-inline Tensor in_layout(const BatchNormShape& shape, const Tensor& t) {
-  if (keeps_channels_last(shape) ? is_channels_last(t) : t.is_contiguous()) return t;
-  return with_layout_of(t, empty_like_input(shape, t));
+// Whether kernels may load it in vectors.
+inline bool is_aligned([[maybe_unused]] const Tensor& t) {
+#ifdef BRAZE_CUDA
+  return reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 == 0;
+#else
+  return true;
+#endif
 }
 
-inline Workspace workspace_of(const BatchNormShape& shape, const Tensor& input) {
-  return {dev::batch_norm_workspace_bytes(shape), input};
+// With that layout and aligned, by copy where it is not.
+inline Tensor in_layout(const BatchNormShape& shape, const Tensor& t) {
+  const bool fits = keeps_channels_last(shape) ? is_channels_last(t) : t.is_contiguous();
+  if (fits && is_aligned(t)) return t;
+  Tensor copy = empty_like_input(shape, t);
+  torch::stable::copy_(copy, t);
+  return copy;
+}
+
+inline Tensor dense_and_aligned(const Tensor& t) {
+  if (t.is_contiguous() && is_aligned(t)) return t;
+  Tensor copy = empty({t.numel()}, t);
+  torch::stable::copy_(copy, t);
+  return copy;
 }
 
 inline BatchNormAffine affine_of(const std::optional<Tensor>& weight,
@@ -133,7 +149,56 @@ inline void check_arguments(const char* op, const BatchNormShape& shape, const T
   }
 }
 
-// The checks of the backward ops.
+// BatchNormStatistics in a tensor, a row each.
+inline Tensor empty_statistics(const Tensor& input) {
+  return empty({4, input.size(1)}, input, statistics_type(input));
+}
+inline BatchNormStatistics statistics_of(const Tensor& t) {
+  char* data = static_cast<char*>(t.mutable_data_ptr());
+  const int64_t row = t.size(1) * (t.scalar_type() == ScalarType::Double ? 8 : 4);
+  return {data, data + row, data + 2 * row, data + 3 * row};
+}
+// Of a backward op's argument.
+inline void check_statistics(const char* op, const Tensor& statistics, const Tensor& input) {
+  check_same_device(op, "statistics", statistics, "input", input);
+  BRAZE_CHECK(statistics.scalar_type() == statistics_type(input) && statistics.is_contiguous() &&
+                  statistics.dim() == 2 && statistics.size(0) == 4 &&
+                  statistics.size(1) == input.size(1) && is_aligned(statistics),
+              op, ": expected statistics of shape [4, ", input.size(1), "] and dtype ",
+              scalar_type_name(statistics_type(input)), ", but got shape ",
+              shape_string(statistics), " and dtype ", scalar_type_name(statistics.scalar_type()));
+}
+
+// The settings and parameters of batch norm.
+struct Norm {
+  const std::optional<Tensor>&weight, &bias, &running_mean, &running_var, &num_batches_tracked;
+  bool training;
+  std::optional<double> momentum;
+  double eps;
+
+  void check(const char* op, const BatchNormShape& shape, const Tensor& input) const {
+    check_arguments(op, shape, input, weight, bias, running_mean, running_var, num_batches_tracked,
+                    training, momentum);
+  }
+
+  // Fills `statistics`, and in training updates the buffers. x: the input in its layout. moments:
+  // that the kernel which made x left, if any.
+  void coefficients(const DeviceContext& context, const BatchNormShape& shape, const Tensor& x,
+                    const ChannelMoments& moments, const BatchNormStatistics& statistics) const {
+    const auto w = dense(weight), b = dense(bias);
+    const auto mean = dense(running_mean), var = dense(running_var);
+    const bool has_pass = training && moments.sets == 0;
+    const Workspace workspace(has_pass ? dev::batch_norm_workspace_bytes(shape) : 0, x);
+    dev::batch_norm_coefficients(
+        context.stream(), shape, training, x.const_data_ptr(), moments, affine_of(w, b),
+        buffers_of(mean, var, num_batches_tracked, momentum), eps, statistics, workspace.data());
+    if (!training) return;
+    copy_back(running_mean, mean);
+    copy_back(running_var, var);
+  }
+};
+
+// The checks of batch_norm_backward.
 inline void check_statistics(const char* op, const Tensor& mean, const Tensor& rstd,
                              const std::vector<bool>& output_mask, const Tensor& input) {
   for (const auto& [name, t] : {std::pair("mean", mean), std::pair("rstd", rstd)}) {

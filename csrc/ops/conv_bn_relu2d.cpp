@@ -29,23 +29,6 @@ void check_input(const char* op, const Tensor& z) {
               ": expected a 4-D input that is not empty, but got shape ", shape_string(z));
 }
 
-// BatchNormStatistics, one row each.
-Tensor empty_statistics(const Tensor& z) { return empty({4, z.size(1)}, z, statistics_type(z)); }
-
-BatchNormStatistics statistics_of(const Tensor& t) {
-  char* data = static_cast<char*>(t.mutable_data_ptr());
-  const int64_t row = t.size(1) * (t.scalar_type() == ScalarType::Double ? 8 : 4);
-  return {data, data + row, data + 2 * row, data + 3 * row};
-}
-
-// The settings and parameters of batch norm.
-struct Norm {
-  const std::optional<Tensor>&weight, &bias, &running_mean, &running_var, &num_batches_tracked;
-  bool training;
-  std::optional<double> momentum;
-  double eps;
-};
-
 // Results in the order of bn_relu2d's schema. contiguous: so is a pooled result, whatever the
 // input.
 std::tuple<Tensor, Tensor, Tensor> forward(const char* op, const Tensor& input,
@@ -53,8 +36,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(const char* op, const Tensor& input,
                                            bool max_pool, bool contiguous = false) {
   check_input(op, input);
   const BatchNormShape shape = batch_norm_shape(op, input);
-  check_arguments(op, shape, input, norm.weight, norm.bias, norm.running_mean, norm.running_var,
-                  norm.num_batches_tracked, norm.training, norm.momentum);
+  norm.check(op, shape, input);
   std::optional<BnPoolShape> pool =
       max_pool ? std::optional(bn_pool_shape(op, input)) : std::nullopt;
   if (pool) pool->turned = contiguous && dev::bn_pool_turns(*pool);
@@ -64,24 +46,13 @@ std::tuple<Tensor, Tensor, Tensor> forward(const char* op, const Tensor& input,
   Tensor statistics = empty_statistics(input);
   const BatchNormStatistics results = statistics_of(statistics);
   const Tensor z = in_layout(shape, input);
-  const auto w = dense(norm.weight), b = dense(norm.bias);
-  const auto mean_buffer = dense(norm.running_mean), var_buffer = dense(norm.running_var);
-  const bool has_pass = norm.training && moments.sets == 0;
-  const Workspace workspace(has_pass ? dev::batch_norm_workspace_bytes(shape) : 0, input);
-  dev::batch_norm_coefficients(
-      context.stream(), shape, norm.training, z.const_data_ptr(), moments, affine_of(w, b),
-      buffers_of(mean_buffer, var_buffer, norm.num_batches_tracked, norm.momentum), norm.eps,
-      results, workspace.data());
-  if (norm.training) {
-    copy_back(norm.running_mean, mean_buffer);
-    copy_back(norm.running_var, var_buffer);
-  }
+  norm.coefficients(context, shape, z, moments, results);
   if (pool) {
     dev::bn_pool_forward(context.stream(), *pool, z.const_data_ptr(), results,
                          out.mutable_data_ptr(), static_cast<uint32_t*>(codes.mutable_data_ptr()));
   } else {
-    dev::batch_norm_relu(context.stream(), shape, z.const_data_ptr(), results,
-                         out.mutable_data_ptr());
+    dev::batch_norm_apply(context.stream(), shape, z.const_data_ptr(), {kReLU, nullptr}, results,
+                          out.mutable_data_ptr(), nullptr);
   }
   if (pool && contiguous) out = as_contiguous(out);
   return {out, codes, statistics};
@@ -110,12 +81,7 @@ Gradients backward(const char* op, const Tensor& grad_output, const Tensor& inpu
   check_channel_vector(op, "weight", weight, input);
   check_channel_vector(op, "bias", bias, input);
   check_pair(op, "weight", weight, "bias", bias);
-  check_same_device(op, "statistics", statistics, "input", input);
-  BRAZE_CHECK(statistics.scalar_type() == statistics_type(input) && statistics.is_contiguous() &&
-                  statistics.dim() == 2 && statistics.size(0) == 4 && statistics.size(1) == shape.c,
-              op, ": expected statistics of shape [4, ", shape.c, "] and dtype ",
-              scalar_type_name(statistics_type(input)), ", but got shape ",
-              shape_string(statistics), " and dtype ", scalar_type_name(statistics.scalar_type()));
+  check_statistics(op, statistics, input);
   std::optional<BnPoolShape> pool =
       max_pool ? std::optional(bn_pool_shape(op, input)) : std::nullopt;
   if (pool) pool->turned = grad_output.is_contiguous() && dev::bn_pool_turns(*pool);
@@ -125,9 +91,9 @@ Gradients backward(const char* op, const Tensor& grad_output, const Tensor& inpu
               op, ": expected codes of ", code_words, " int32 elements, but got shape ",
               shape_string(codes));
   const DeviceContext context(input);
-  const Tensor result = pool ? empty_pooled(*pool, input) : in_layout(shape, input);
+  const Tensor z = in_layout(shape, input), result = pool ? empty_pooled(*pool, input) : z;
   check_same_shape(op, "grad_output", grad_output, "the result", result);
-  const Tensor dy = with_layout_of(grad_output, result), z = in_layout(shape, input);
+  const Tensor dy = pool ? with_layout_of(grad_output, result) : in_layout(shape, grad_output);
   const ScalarType type = weight ? weight->scalar_type()
                           : bias ? bias->scalar_type()
                                  : statistics_type(input);
@@ -151,9 +117,10 @@ Gradients backward(const char* op, const Tensor& grad_output, const Tensor& inpu
                           affine, statistics_of(statistics), dz, dweight, dbias, dconstant,
                           workspace.data());
   } else {
-    dev::batch_norm_relu_backward(context.stream(), shape, training, dy.const_data_ptr(),
-                                  z.const_data_ptr(), affine, statistics_of(statistics), dz,
-                                  dweight, dbias, dconstant, workspace.data());
+    dev::batch_norm_backward(context.stream(), shape, training, dy.const_data_ptr(),
+                             z.const_data_ptr(), {kReLU, nullptr}, nullptr, affine,
+                             statistics_of(statistics), {dz, nullptr, dweight, dbias, dconstant},
+                             workspace.data());
   }
   return grads;
 }

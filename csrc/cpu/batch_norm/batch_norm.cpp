@@ -1,4 +1,4 @@
-// Batch norm on the CPU. Statistics: each channel's elements are cut into blocks that stay in
+// Batch norm's statistics on the CPU: each channel's elements are cut into blocks that stay in
 // cache; a block is passed over twice, for its mean and for the sum of squares about it, and blocks
 // are merged in float64 by Chan's formula. So a mean much larger than the deviation costs no
 // accuracy. Cuts depend on the shape alone, so results do not depend on the number of threads.
@@ -46,50 +46,6 @@ void moments_of_plane(const T* x, int64_t count, Partial* result) {
   }
 }
 
-// The gradient that ReLU lets through, by the value that it had before, made as in the forward
-// pass. Without ReLU it is the gradient.
-template <bool kRelu, typename A>
-inline A gated(A grad, A deviation, A scale, A shift) {
-  return kRelu && deviation * scale + shift <= A(0) ? A(0) : grad;
-}
-
-// The arrays of BatchNormStatistics; without ReLU there may be no scale and shift, and others stand
-// in for them.
-template <typename A>
-struct Statistics {
-  const A* mean;
-  const A* rstd;
-  const A* scale;
-  const A* shift;
-
-  explicit Statistics(const BatchNormStatistics& s)
-      : mean(static_cast<const A*>(s.mean)),
-        rstd(static_cast<const A*>(s.rstd)),
-        scale(s.scale ? static_cast<const A*>(s.scale) : mean),
-        shift(s.shift ? static_cast<const A*>(s.shift) : mean) {}
-};
-
-template <bool kRelu, typename T>
-void sums_of_plane(const T* dy, const T* x, const Statistics<acc_t<T>>& statistics, int64_t channel,
-                   int64_t count, Partial* result) {
-  using A = acc_t<T>;
-  const A mean = statistics.mean[channel];
-  const A scale = statistics.scale[channel], shift = statistics.shift[channel];
-  for (int64_t begin = 0; begin < count; begin += kBlock) {
-    const int64_t end = std::min(begin + kBlock, count);
-    A sum = 0, dot = 0;
-#pragma omp simd reduction(+ : sum, dot)
-    for (int64_t i = begin; i < end; ++i) {
-      const A deviation = static_cast<A>(x[i]) - mean;
-      const A g = gated<kRelu>(static_cast<A>(dy[i]), deviation, scale, shift);
-      sum += g;
-      dot += g * deviation;
-    }
-    result->first += sum;
-    result->second += dot;
-  }
-}
-
 template <typename T>
 void moments_of_rows(const T* x, int64_t rows, int64_t c, Partial* results) {
   using A = acc_t<T>;
@@ -117,75 +73,6 @@ void moments_of_rows(const T* x, int64_t rows, int64_t c, Partial* results) {
       merge_moments(&results[j], m, center[j] + offset, squares[j] - offset * rest[j]);
     }
   }
-}
-
-template <bool kRelu, typename T>
-void sums_of_rows(const T* dy, const T* x, const Statistics<acc_t<T>>& statistics, int64_t rows,
-                  int64_t c, Partial* results) {
-  using A = acc_t<T>;
-  const A *mean = statistics.mean, *scale = statistics.scale, *shift = statistics.shift;
-  std::vector<A> sum(c), dot(c);
-  for (int64_t begin = 0; begin < rows; begin += kRowBlock) {
-    const int64_t end = std::min(begin + kRowBlock, rows);
-    std::fill(sum.begin(), sum.end(), A(0));
-    std::fill(dot.begin(), dot.end(), A(0));
-    for (int64_t i = begin; i < end; ++i) {
-#pragma omp simd
-      for (int64_t j = 0; j < c; ++j) {
-        const A deviation = static_cast<A>(x[i * c + j]) - mean[j];
-        const A g = gated<kRelu>(static_cast<A>(dy[i * c + j]), deviation, scale[j], shift[j]);
-        sum[j] += g;
-        dot[j] += g * deviation;
-      }
-    }
-    for (int64_t j = 0; j < c; ++j) {
-      results[j].first += sum[j];
-      results[j].second += dot[j];
-    }
-  }
-}
-
-// Calls f(offset, count, at) for runs of adjacent elements: at(coefficient, j) is the coefficient
-// of the run's j-th element, the same one throughout in [n, c, inner].
-template <typename F>
-void apply(const BatchNormShape& shape, const F& f) {
-  if (shape.channels_last) {
-    const int64_t grain = std::max<int64_t>(1, kGrain / shape.c);
-    parallel_for(0, shape.count(), grain, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) {
-        f(i * shape.c, shape.c, [](const auto* coefficient, int64_t j) { return coefficient[j]; });
-      }
-    });
-    return;
-  }
-  const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, shape.inner));
-  parallel_for(0, shape.n * shape.c, grain, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      const int64_t channel = i % shape.c;
-      f(i * shape.inner, shape.inner,
-        [channel](const auto* coefficient, int64_t) { return coefficient[channel]; });
-    }
-  });
-}
-
-// y = (x - mean) * scale + shift, or 0 where that is negative. NaN stays NaN.
-template <bool kRelu>
-void normalize(const BatchNormShape& shape, const void* x, const BatchNormStatistics& statistics,
-               void* y) {
-  dispatch(shape.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    using A = acc_t<T>;
-    const Statistics<A> k(statistics);
-    apply(shape, [&](int64_t offset, int64_t count, auto at) {
-      const T* in = static_cast<const T*>(x) + offset;
-      T* out = static_cast<T*>(y) + offset;
-#pragma omp simd
-      for (int64_t j = 0; j < count; ++j) {
-        const A v = (static_cast<A>(in[j]) - at(k.mean, j)) * at(k.scale, j) + at(k.shift, j);
-        out[j] = kRelu && v < A(0) ? A(0) : v;
-      }
-    });
-  });
 }
 
 double bias_of(const BatchNormAffine& affine, int64_t channel) {
@@ -257,63 +144,13 @@ void running_coefficients(const BatchNormShape& shape, const BatchNormAffine& af
   }
 }
 
-template <bool kRelu>
-void backward(const BatchNormShape& shape, bool training, const void* dy, const void* x,
-              const BatchNormAffine& affine, const BatchNormStatistics& statistics, void* dx,
-              void* dweight, void* dbias, void* dconstant, void* workspace) {
-  dispatch(shape.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    using A = acc_t<T>;
-    const T* grad = static_cast<const T*>(dy);
-    const T* in = static_cast<const T*>(x);
-    const Statistics<A> from(statistics);
-    const int64_t splits = split_count(shape), c = shape.c;
-    Partial* partials = static_cast<Partial*>(workspace);
-    const bool with_sums = dweight || dbias || dconstant || (dx && training);
-    if (with_sums) {
-      reduce(
-          shape, partials,
-          [&](int64_t offset, int64_t channel, Partial* p) {
-            sums_of_plane<kRelu>(grad + offset, in + offset, from, channel, shape.inner, p);
-          },
-          [&](int64_t offset, int64_t rows, Partial* p) {
-            sums_of_rows<kRelu>(grad + offset, in + offset, from, rows, c, p);
-          });
-    }
-    const GradCoefficients<A> k(partials + splits * c, c);
-    const GradResults results{affine, dweight, dbias, dconstant, shape.dtype, training};
-    merge_grads(c, shape.count(), partials, with_sums ? splits : 0, from.rstd, results, k);
-    if (!dx) return;
-    T* out = static_cast<T*>(dx);
-    apply(shape, [&](int64_t first, int64_t n, auto at) {
-      const T* g = grad + first;
-      const T* v = in + first;
-      T* result = out + first;
-      const auto input_grad = [&](int64_t j) {
-        const A deviation = static_cast<A>(v[j]) - at(from.mean, j);
-        const A through =
-            gated<kRelu>(static_cast<A>(g[j]), deviation, at(from.scale, j), at(from.shift, j)) *
-            at(k.by_grad, j);
-        return training ? through + deviation * at(k.by_input, j) + at(k.offset, j) : through;
-      };
-      if (training) {
-#pragma omp simd
-        for (int64_t j = 0; j < n; ++j) result[j] = input_grad(j);
-      } else {
-#pragma omp simd
-        for (int64_t j = 0; j < n; ++j) result[j] = input_grad(j);
-      }
-    });
-  });
-}
-
 const KernelEntry kEntry({"batch_norm", "two_pass_blocks", "float64 float32 bfloat16 float16",
                           "cpu", true, "blocks in cache passed over twice, merged in float64"});
 
 }  // namespace
 
 int64_t batch_norm_workspace_bytes(const BatchNormShape& shape) {
-  // Partial results, then up to three coefficients per channel.
+  // Partial results, then three coefficients per channel.
   return split_count(shape) * shape.c * sizeof(Partial) + 3 * shape.c * sizeof(double);
 }
 
@@ -331,47 +168,6 @@ void batch_norm_coefficients(Stream, const BatchNormShape& shape, bool training,
       running_coefficients(shape, affine, buffers, eps, k);
     }
   });
-}
-
-void batch_norm_training(Stream stream, const BatchNormShape& shape, const void* x,
-                         const BatchNormAffine& affine, const BatchNormBuffers& buffers, double eps,
-                         void* y, void* mean, void* rstd, void* workspace) {
-  double* scale =
-      reinterpret_cast<double*>(static_cast<Partial*>(workspace) + split_count(shape) * shape.c);
-  const BatchNormStatistics statistics{mean, rstd, scale, scale + shape.c};
-  batch_norm_coefficients(stream, shape, true, x, {}, affine, buffers, eps, statistics, workspace);
-  normalize<false>(shape, x, statistics, y);
-}
-
-void batch_norm_evaluation(Stream stream, const BatchNormShape& shape, const void* x,
-                           const BatchNormAffine& affine, const BatchNormBuffers& buffers,
-                           double eps, void* y, void* mean, void* rstd) {
-  std::vector<double> scale(shape.c), shift(shape.c);
-  const BatchNormStatistics statistics{mean, rstd, scale.data(), shift.data()};
-  batch_norm_coefficients(stream, shape, false, x, {}, affine, buffers, eps, statistics, nullptr);
-  normalize<false>(shape, x, statistics, y);
-}
-
-void batch_norm_relu(Stream, const BatchNormShape& shape, const void* x,
-                     const BatchNormStatistics& statistics, void* y) {
-  normalize<true>(shape, x, statistics, y);
-}
-
-void batch_norm_backward(Stream, const BatchNormShape& shape, bool training, const void* dy,
-                         const void* x, const BatchNormAffine& affine, const void* mean,
-                         const void* rstd, void* dx, void* dweight, void* dbias, void* workspace) {
-  const BatchNormStatistics statistics{const_cast<void*>(mean), const_cast<void*>(rstd), nullptr,
-                                       nullptr};
-  backward<false>(shape, training, dy, x, affine, statistics, dx, dweight, dbias, nullptr,
-                  workspace);
-}
-
-void batch_norm_relu_backward(Stream, const BatchNormShape& shape, bool training, const void* dy,
-                              const void* x, const BatchNormAffine& affine,
-                              const BatchNormStatistics& statistics, void* dx, void* dweight,
-                              void* dbias, void* dconstant, void* workspace) {
-  backward<true>(shape, training, dy, x, affine, statistics, dx, dweight, dbias, dconstant,
-                 workspace);
 }
 
 }  // namespace braze::cpu

@@ -9,15 +9,11 @@
 
 namespace braze::cuda {
 
-// Mean of a part of a channel and the sum of squares about it. In float64, since parts are merged
-// by subtracting means.
+// Mean of a part of a channel, the sum of squares about it, and the number of elements. In float64,
+// since parts are merged by subtracting means.
 struct MomentsPartial {
-  double mean, squares;
+  double mean, squares, count;
 };
-
-// Where the coefficients of a pass over x come from: merged partial results, the running
-// statistics, or arrays of them.
-enum class Source { kBatch, kRunning, kGiven };
 
 // Sums of dy and of dy * (x - mean) over a part of a channel.
 template <typename A>
@@ -34,12 +30,12 @@ struct ForwardArgs {
   const int64_t* batches;  // read where `cumulative`
   bool cumulative;         // momentum = 1 / *batches
   double momentum, eps;
-  BatchNormStatistics statistics;  // results; scale and shift may be nullptr
+  BatchNormStatistics statistics;  // results
 };
 
 struct BackwardArgs {
-  BatchNormAffine affine;          // its bias is not read
-  BatchNormStatistics statistics;  // scale and shift are read where ReLU follows
+  BatchNormAffine affine;  // its bias is not read
+  BatchNormStatistics statistics;
   void* dweight;
   void* dbias;
   void* dconstant;
@@ -88,46 +84,6 @@ __host__ __device__ __forceinline__ int64_t split_begin(int64_t total, int s, in
   return total * s / splits;
 }
 
-// y = (x - center) * scale + shift.
-template <typename A>
-struct ForwardCoefficients {
-  A center, scale, shift;
-};
-
-template <typename A>
-__device__ __forceinline__ ForwardCoefficients<A> given_coefficients(
-    const BatchNormStatistics& statistics, int64_t c) {
-  return {static_cast<const A*>(statistics.mean)[c], static_cast<const A*>(statistics.scale)[c],
-          static_cast<const A*>(statistics.shift)[c]};
-}
-
-// The gradient that ReLU lets through, by the value that it had before, made as in the forward
-// pass. Without ReLU it is the gradient.
-template <typename A, bool kRelu>
-struct ReluGate {
-  ReluGate() = default;
-  __device__ ReluGate(const BatchNormStatistics&, int64_t) {}
-  __device__ A operator()(A grad, A) const { return grad; }
-};
-template <typename A>
-struct ReluGate<A, true> {
-  ReluGate() = default;
-  __device__ ReluGate(const BatchNormStatistics& statistics, int64_t c)
-      : scale(static_cast<const A*>(statistics.scale)[c]),
-        shift(static_cast<const A*>(statistics.shift)[c]) {}
-  __device__ A operator()(A grad, A deviation) const {
-    return deviation * scale + shift <= A(0) ? A(0) : grad;
-  }
-  A scale, shift;
-};
-
-// NaN stays NaN.
-template <bool kRelu, typename A>
-__device__ __forceinline__ A normalized(A x, const ForwardCoefficients<A>& k) {
-  const A y = (x - k.center) * k.scale + k.shift;
-  return kRelu && y < A(0) ? A(0) : y;
-}
-
 // dx = dy * by_grad + (x - center) * by_input + offset.
 template <typename A>
 struct BackwardCoefficients {
@@ -135,17 +91,12 @@ struct BackwardCoefficients {
 };
 
 template <typename A>
-__device__ ForwardCoefficients<A> store_statistics(const ForwardArgs& args, int64_t c, bool first,
-                                                   double rstd,
-                                                   const ForwardCoefficients<A>& result) {
-  if (first) {
-    const BatchNormStatistics& to = args.statistics;
-    static_cast<A*>(to.mean)[c] = result.center;
-    static_cast<A*>(to.rstd)[c] = static_cast<A>(rstd);
-    if (to.scale) static_cast<A*>(to.scale)[c] = result.scale;
-    if (to.shift) static_cast<A*>(to.shift)[c] = result.shift;
-  }
-  return result;
+__device__ void store_statistics(const BatchNormStatistics& to, int64_t c, double mean, double rstd,
+                                 double scale, double shift) {
+  static_cast<A*>(to.mean)[c] = static_cast<A>(mean);
+  static_cast<A*>(to.rstd)[c] = static_cast<A>(rstd);
+  static_cast<A*>(to.scale)[c] = static_cast<A>(scale);
+  static_cast<A*>(to.shift)[c] = static_cast<A>(shift);
 }
 
 // What a channel's coefficients are made with, beside its moments; loaded side by side.
@@ -160,16 +111,14 @@ struct ChannelParameters {
 };
 
 // Training: what follows from the `count` elements of channel c, one thread. squares: about the
-// mean. `first` is set in one block per channel, which stores the statistics.
+// mean.
 template <typename A>
-__device__ ForwardCoefficients<A> batch_coefficients(const ForwardArgs& args, double count,
-                                                     double mean, double squares, int64_t c,
-                                                     bool first) {
+__device__ void batch_coefficients(const ForwardArgs& args, double count, double mean,
+                                   double squares, int64_t c) {
   const ChannelParameters loaded(args, c);
   const double rstd = rsqrt(squares / count + args.eps);
   const double weight = loaded.weight, bias = loaded.bias;
-  const A center = static_cast<A>(mean);
-  if (first && args.running_mean) {
+  if (args.running_mean) {
     const double momentum =
         args.cumulative ? 1 / static_cast<double>(*args.batches) : args.momentum;
     store_value(args.running_mean, args.buffer_dtype, c,
@@ -178,70 +127,37 @@ __device__ ForwardCoefficients<A> batch_coefficients(const ForwardArgs& args, do
                 (1 - momentum) * loaded.running_var + momentum * (squares / (count - 1)));
   }
   // What rounding the mean took away goes into the shift.
-  return store_statistics<A>(
-      args, c, first, rstd,
-      {center, static_cast<A>(rstd * weight),
-       static_cast<A>(bias - (mean - static_cast<double>(center)) * rstd * weight)});
+  const double rest = mean - static_cast<double>(static_cast<A>(mean));
+  store_statistics<A>(args.statistics, c, mean, rstd, rstd * weight, bias - rest * rstd * weight);
 }
 
-// A whole warp merges channel c's partial results, the s-th of which is over part s of `units`
-// units of `unit` elements. Lane 0's result counts.
-template <typename A>
-__device__ ForwardCoefficients<A> merge_moments(const ForwardArgs& args,
-                                                const MomentsPartial* partials, int splits,
-                                                int64_t units, int64_t unit, int64_t c,
-                                                bool first) {
-  const int lane = threadIdx.x % 32;
-  partials += c * splits;
-  const double count = static_cast<double>(units * unit);
-  double mean = 0;
-  for (int s = lane; s < splits; s += 32) {
-    const int64_t n = split_begin(units, s + 1, splits) - split_begin(units, s, splits);
-    mean += partials[s].mean * (static_cast<double>(n * unit) / count);
-  }
-  mean = warp_sum(mean);
-  double squares = 0;
-  for (int s = lane; s < splits; s += 32) {
-    const int64_t n = split_begin(units, s + 1, splits) - split_begin(units, s, splits);
-    const double delta = partials[s].mean - mean;
-    squares += partials[s].squares + delta * delta * static_cast<double>(n * unit);
-  }
-  squares = warp_sum(squares);
-  if (lane != 0) return {};
-  return batch_coefficients<A>(args, count, mean, squares, c, first);
-}
-
-// The same with moments that the kernel which made x left of its `count` elements per channel. In
-// one pass: deviations are from the first set's mean, which the spread of the sets' means bounds.
-template <typename A>
-__device__ ForwardCoefficients<A> merge_moments(const ForwardArgs& args,
-                                                const ChannelMoments& moments, double count,
-                                                int64_t c) {
-  const Moments* sets = moments.data + c * moments.sets;
-  const double origin = sets->mean, by_count = 1 / count;
+// A whole warp merges `count` elements' moments. In one pass: deviations are from the first part's
+// mean, which the spread of the parts' means bounds. Lane 0 stores what follows.
+template <typename A, typename Part, typename F>
+__device__ void merge_parts(const ForwardArgs& args, const Part* parts, int number, double count,
+                            int64_t c, const F& read) {
+  const double origin = parts->mean;
   double sum = 0, squares = 0;
-  for_each_item<32, 9>(sets, moments.sets, [&](const Moments& set) {
-    const double delta = set.count > 0 ? set.mean - origin : 0;
-    sum += delta * set.count;
-    squares += set.m2 + delta * delta * set.count;
+  for_each_item<32, 9>(parts, number, [&](const Part& part) {
+    const MomentsPartial p = read(part);
+    const double delta = p.count > 0 ? p.mean - origin : 0;
+    sum += delta * p.count;
+    squares += p.squares + delta * delta * p.count;
   });
   sum = warp_sum(sum);
   squares = warp_sum(squares);
-  if (threadIdx.x % 32 != 0) return {};
-  const double offset = sum * by_count;
-  return batch_coefficients<A>(args, count, origin + offset, squares - sum * offset, c, true);
+  if (threadIdx.x % 32 != 0) return;
+  const double offset = sum / count;
+  batch_coefficients<A>(args, count, origin + offset, squares - sum * offset, c);
 }
 
 // Evaluation, one thread.
 template <typename A>
-__device__ ForwardCoefficients<A> running_coefficients(const ForwardArgs& args, int64_t c,
-                                                       bool first) {
+__device__ void running_coefficients(const ForwardArgs& args, int64_t c) {
   const ChannelParameters loaded(args, c);
   const double rstd = 1 / sqrt(loaded.running_var + args.eps);
-  const double weight = loaded.weight, bias = loaded.bias;
-  const A center = static_cast<A>(static_cast<double>(loaded.running_mean));
-  return store_statistics<A>(args, c, first, rstd,
-                             {center, static_cast<A>(rstd * weight), static_cast<A>(bias)});
+  const double weight = loaded.weight, bias = loaded.bias, mean = loaded.running_mean;
+  store_statistics<A>(args.statistics, c, mean, rstd, rstd * weight, bias);
 }
 
 // A team of kLanes lanes; the first one's result counts.

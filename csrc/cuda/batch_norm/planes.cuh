@@ -2,7 +2,7 @@
 // adjacent elements. Vectors of N elements divide `inner`; they are numbered through the channel.
 #pragma once
 
-#include "channel.cuh"
+#include "pass.cuh"
 
 namespace braze::cuda {
 
@@ -26,21 +26,21 @@ struct PlaneShape {
   int splits;  // blocks per channel
 };
 
-// Walks a thread through its vectors of channel blockIdx.x in part blockIdx.y: every
-// kPlaneThreads-th, without a division per step.
+// Walks a thread through its vectors of a channel in part `part`: every kPlaneThreads-th, without a
+// division per step.
 template <int N>
 class PlaneCursor {
  public:
-  __device__ explicit PlaneCursor(const PlaneShape& shape)
+  __device__ PlaneCursor(const PlaneShape& shape, int64_t channel, int part)
       : per_image_(shape.inner / N), image_skip_((shape.c - 1) * shape.inner) {
     const int64_t total = shape.n * per_image_;
-    const int64_t begin = split_begin(total, blockIdx.y, shape.splits);
-    end_ = split_begin(total, blockIdx.y + 1, shape.splits);
+    const int64_t begin = split_begin(total, part, shape.splits);
+    end_ = split_begin(total, part + 1, shape.splits);
     count_ = end_ - begin;
     at_ = begin + threadIdx.x;
     const int64_t image = at_ / per_image_;
     in_image_ = at_ - image * per_image_;
-    offset_ = (image * shape.c + blockIdx.x) * shape.inner + in_image_ * N;
+    offset_ = (image * shape.c + channel) * shape.inner + in_image_ * N;
     const int64_t step_images = kPlaneThreads / per_image_;
     step_in_image_ = kPlaneThreads - step_images * per_image_;
     step_ = step_images * shape.c * shape.inner + step_in_image_ * N;
@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kPlaneThreads)
   constexpr int U = kPlaneUnroll<T, N>;
   __shared__ A shared[kPlaneThreads / 32];
   if (batches && blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) ++*batches;
-  PlaneCursor<N> cursor(shape);
+  PlaneCursor<N> cursor(shape, blockIdx.x, blockIdx.y);
   const int64_t count = cursor.count();
   A first = 0;
   if (cursor.valid()) {
@@ -101,20 +101,21 @@ __global__ void __launch_bounds__(kPlaneThreads)
   const A center = plane_block_sum(first, shared) / static_cast<A>(first_count);
   A sum = 0, squares = 0;
   while (cursor.valid()) {
-    Vec<T, N> v[U];
+    Packed<T, N> v[U];
     bool valid[U];
 #pragma unroll
     for (int u = 0; u < U; ++u) {
       valid[u] = cursor.valid();
-      if (valid[u]) v[u] = load_vec<N>(x + cursor.offset());
+      if (valid[u]) v[u].load(x + cursor.offset());
       cursor.advance();
     }
 #pragma unroll
     for (int u = 0; u < U; ++u) {
       if (!valid[u]) continue;
+      const Vec<T, N> element = v[u].unpacked();
 #pragma unroll
       for (int k = 0; k < N; ++k) {
-        const A d = convert<A>(v[u].v[k]) - center;
+        const A d = convert<A>(element.v[k]) - center;
         sum += d;
         squares += d * d;
       }
@@ -123,125 +124,65 @@ __global__ void __launch_bounds__(kPlaneThreads)
   sum = plane_block_sum(sum, shared);
   squares = plane_block_sum(squares, shared);
   if (threadIdx.x == 0) {
-    const double offset = static_cast<double>(sum) / static_cast<double>(count * N);
+    const double elements = static_cast<double>(count * N);
+    const double offset = static_cast<double>(sum) / elements;
     partials[int64_t{blockIdx.x} * shape.splits + blockIdx.y] = {
         static_cast<double>(center) + offset,
-        static_cast<double>(squares) - offset * static_cast<double>(sum)};
+        static_cast<double>(squares) - offset * static_cast<double>(sum), elements};
   }
 }
 
-template <typename T, int N, Source kSource, bool kRelu = false>
+// Walks backwards through the blocks of the pass before: see BackwardRowWorker.
+template <typename T, int N, bool kSmooth>
 __global__ void __launch_bounds__(kPlaneThreads)
-    plane_normalize_kernel(const T* __restrict__ x, T* __restrict__ y, PlaneShape shape,
-                           const MomentsPartial* __restrict__ partials, int partial_splits,
-                           ForwardArgs args) {
-  using A = acc_t<T>;
+    plane_apply_kernel(ApplyArgs<T> args, PlaneShape shape) {
+  wait_for_earlier_kernels();
   constexpr int U = kPlaneUnroll<T, N>;
-  __shared__ ForwardCoefficients<A> shared;
-  if (threadIdx.x < 32) {
-    const bool first = blockIdx.y == 0;
-    ForwardCoefficients<A> result;
-    if constexpr (kSource == Source::kBatch) {
-      result = merge_moments<A>(args, partials, partial_splits, shape.n * (shape.inner / N), N,
-                                blockIdx.x, first);
-    } else if constexpr (kSource == Source::kGiven) {
-      result = given_coefficients<A>(args.statistics, blockIdx.x);
-    } else {
-      result = running_coefficients<A>(args, blockIdx.x, first && threadIdx.x == 0);
-    }
-    if (threadIdx.x == 0) shared = result;
-  }
-  __syncthreads();
-  const ForwardCoefficients<A> k = shared;
-  PlaneCursor<N> cursor(shape);
+  const int64_t channel = gridDim.x - 1 - blockIdx.x;
+  using Coefficients = PerElement<acc_t<T>, N, true>;
+  const Coefficients center(args.statistics.mean, channel);
+  const Coefficients scale(args.statistics.scale, channel);
+  const Coefficients shift(args.statistics.shift, channel);
+  PlaneCursor<N> cursor(shape, channel, gridDim.y - 1 - blockIdx.y);
   while (cursor.valid()) {
-    Vec<T, N> v[U];
+    Packed<T, N> x[U], residual[U];
     int64_t offset[U];
     bool valid[U];
 #pragma unroll
     for (int u = 0; u < U; ++u) {
       valid[u] = cursor.valid();
       offset[u] = cursor.offset();
-      if (valid[u]) v[u] = load_vec<N>(x + offset[u]);
+      if (valid[u]) {
+        x[u].load(args.x + offset[u]);
+        if (args.residual) residual[u].load(args.residual + offset[u]);
+      }
       cursor.advance();
     }
 #pragma unroll
     for (int u = 0; u < U; ++u) {
       if (!valid[u]) continue;
-#pragma unroll
-      for (int j = 0; j < N; ++j) {
-        v[u].v[j] = convert<T>(normalized<kRelu>(convert<A>(v[u].v[j]), k));
-      }
-      store_vec(y + offset[u], v[u]);
+      apply_vector<kSmooth>(args, offset[u], x[u], residual[u], center, scale, shift);
     }
   }
 }
 
-// kRelu: of dy where ReLU let x's normalised value through.
-template <typename T, int N, bool kRelu>
+template <typename T, int N, bool kSmooth>
 __global__ void __launch_bounds__(kPlaneThreads)
-    plane_grad_sums_kernel(const T* __restrict__ dy, const T* __restrict__ x,
-                           BatchNormStatistics statistics, PlaneShape shape,
+    plane_grad_sums_kernel(GradSumsArgs<T> args, PlaneShape shape,
                            GradPartial<acc_t<T>>* __restrict__ partials) {
   using A = acc_t<T>;
   constexpr int U = kPlaneUnroll<T, N> / 2;  // two tensors
   __shared__ A shared[kPlaneThreads / 32];
-  const ReluGate<A, kRelu> gate(statistics, blockIdx.x);
-  const A center = static_cast<const A*>(statistics.mean)[blockIdx.x];
+  const int64_t channel = blockIdx.x;
+  using Coefficients = PerElement<A, N, true>;
+  const Coefficients center(args.statistics.mean, channel);
+  const Coefficients scale(args.statistics.scale, channel);
+  const Coefficients shift(args.statistics.shift, channel);
   A sum = 0, dot = 0;
-  PlaneCursor<N> cursor(shape);
+  PlaneCursor<N> cursor(shape, channel, blockIdx.y);
   while (cursor.valid()) {
-    Vec<T, N> g[U], v[U];
-    bool valid[U];
-#pragma unroll
-    for (int u = 0; u < U; ++u) {
-      valid[u] = cursor.valid();
-      if (valid[u]) {
-        g[u] = load_vec<N>(dy + cursor.offset());
-        v[u] = load_vec<N>(x + cursor.offset());
-      }
-      cursor.advance();
-    }
-#pragma unroll
-    for (int u = 0; u < U; ++u) {
-      if (!valid[u]) continue;
-#pragma unroll
-      for (int k = 0; k < N; ++k) {
-        const A deviation = convert<A>(v[u].v[k]) - center;
-        const A grad = gate(convert<A>(g[u].v[k]), deviation);
-        sum += grad;
-        dot += grad * deviation;
-      }
-    }
-  }
-  sum = plane_block_sum(sum, shared);
-  dot = plane_block_sum(dot, shared);
-  if (threadIdx.x == 0) {
-    partials[int64_t{blockIdx.x} * shape.splits + blockIdx.y] = {sum, dot};
-  }
-}
-
-// dx may be nullptr: then only dweight and dbias are made.
-template <typename T, int N, bool kTraining, bool kRelu>
-__global__ void __launch_bounds__(kPlaneThreads)
-    plane_input_grad_kernel(const T* __restrict__ dy, const T* __restrict__ x, T* __restrict__ dx,
-                            PlaneShape shape, const GradPartial<acc_t<T>>* __restrict__ partials,
-                            int partial_splits, BackwardArgs args) {
-  using A = acc_t<T>;
-  constexpr int U = kPlaneUnroll<T, N> / 2;
-  __shared__ BackwardCoefficients<A> shared;
-  if (threadIdx.x < 32) {
-    const BackwardCoefficients<A> result = merge_grads<A>(
-        args, partials, partial_splits, shape.n * shape.inner, blockIdx.x, blockIdx.y == 0);
-    if (threadIdx.x == 0) shared = result;
-  }
-  __syncthreads();
-  if (!dx) return;
-  const BackwardCoefficients<A> k = shared;
-  const ReluGate<A, kRelu> gate(args.statistics, blockIdx.x);
-  PlaneCursor<N> cursor(shape);
-  while (cursor.valid()) {
-    Vec<T, N> g[U], v[U];
+    Packed<T, N> dy[U], x[U], residual[U];
+    uint8_t open[U];
     int64_t offset[U];
     bool valid[U];
 #pragma unroll
@@ -249,25 +190,60 @@ __global__ void __launch_bounds__(kPlaneThreads)
       valid[u] = cursor.valid();
       offset[u] = cursor.offset();
       if (valid[u]) {
-        g[u] = load_vec<N>(dy + offset[u]);
-        if constexpr (kTraining || kRelu) {
-          v[u] = load_vec<N>(x + offset[u]);
-        }
+        dy[u].load(args.dy + offset[u]);
+        x[u].load(args.x + offset[u]);
+        if (args.residual) residual[u].load(args.residual + offset[u]);
+        if (args.mask) open[u] = args.mask[offset[u] / N];
       }
       cursor.advance();
     }
 #pragma unroll
     for (int u = 0; u < U; ++u) {
       if (!valid[u]) continue;
+      sum_vector<kSmooth>(args, offset[u], dy[u], x[u], residual[u], open[u], center, scale, shift,
+                          [&](int, A g, A product) {
+                            sum += g;
+                            dot += product;
+                          });
+    }
+  }
+  sum = plane_block_sum(sum, shared);
+  dot = plane_block_sum(dot, shared);
+  if (threadIdx.x == 0) partials[channel * shape.splits + blockIdx.y] = {sum, dot};
+}
+
+template <typename T, int N, bool kSmooth>
+__global__ void __launch_bounds__(kPlaneThreads)
+    plane_input_grad_kernel(InputGradArgs<T> args, PlaneShape shape) {
+  wait_for_earlier_kernels();
+  constexpr int U = kPlaneUnroll<T, N> / 2;
+  const int64_t channel = gridDim.x - 1 - blockIdx.x;
+  using Coefficients = PerElement<acc_t<T>, N, true>;
+  const Coefficients center(args.statistics.mean, channel);
+  const Coefficients by_grad(args.coefficients.by_grad, channel);
+  const Coefficients shift(args.statistics.shift, channel);
+  const Coefficients by_input(args.coefficients.by_input, channel);
+  const Coefficients constant(args.coefficients.offset, channel);
+  PlaneCursor<N> cursor(shape, channel, gridDim.y - 1 - blockIdx.y);
+  while (cursor.valid()) {
+    Packed<T, N> dy[U], x[U];
+    int64_t offset[U];
+    bool valid[U];
 #pragma unroll
-      for (int j = 0; j < N; ++j) {
-        A deviation = 0;
-        if constexpr (kTraining || kRelu) deviation = convert<A>(v[u].v[j]) - k.center;
-        A grad = gate(convert<A>(g[u].v[j]), deviation) * k.by_grad;
-        if constexpr (kTraining) grad += deviation * k.by_input + k.offset;
-        g[u].v[j] = convert<T>(grad);
+    for (int u = 0; u < U; ++u) {
+      valid[u] = cursor.valid();
+      offset[u] = cursor.offset();
+      if (valid[u]) {
+        dy[u].load(args.dy + offset[u]);
+        if (args.x) x[u].load(args.x + offset[u]);
       }
-      store_vec(dx + offset[u], g[u]);
+      cursor.advance();
+    }
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+      if (!valid[u]) continue;
+      input_grad_vector<kSmooth>(args, offset[u], dy[u], x[u], center, by_grad, shift, by_input,
+                                 constant);
     }
   }
 }

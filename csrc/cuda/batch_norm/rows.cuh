@@ -1,318 +1,298 @@
-// Batch norm over [n * inner, c]: rows of channels (channels_last, and [n, c]). A thread keeps to
-// one vector of N channels and walks down the rows; a block takes part of the rows for a tile of
-// vectors of channels. A line of threads is as long as the tile, made up to a power of two.
+// Batch norm over [rows, c]: channels_last, and [n, c]. A thread keeps to one vector of N channels,
+// whose coefficients are in registers, and walks down the rows; a block takes part of the rows for
+// a tile of vectors of channels. Lines of threads are exactly as long as the tile, so that a block
+// reads memory without gaps for any number of channels.
 #pragma once
 
-#include "channel.cuh"
+#include "pass.cuh"
 
 namespace braze::cuda {
 
-// 80 registers a thread: eight channels of coefficients and the vectors in flight fit without
-// spills.
-constexpr int kRowThreads = 768;
-constexpr int kRowTile = 32;  // vectors of channels per block, at most
+constexpr int kMostRowThreads = 512;  // of a multiprocessor: 128 registers each, without spills
+// Vectors of a tensor that a thread has in flight: 64 bytes, of two tensors half as much.
+constexpr int kRowLoads = 4;
 
-// How many vectors a thread has in flight: 64 bytes, as far as four loads go.
-constexpr int kRowUnroll = 4;
+// How the rows are shared out.
+struct RowPlan {
+  int64_t rows, vectors;  // vectors: of a row
+  int tile;               // vectors of a block's line; the last tile may have fewer
+  int tiles;
+  int height;   // lines of a block
+  int threads;  // of a block
+  int parts;    // that the rows are cut into
 
-// Threads in a line.
-inline int64_t row_pitch(int64_t vectors, int64_t tile) {
-  int64_t pitch = 1;
-  while (pitch < std::min(vectors, tile)) pitch *= 2;
-  return pitch;
-}
-
-// Blocks per tile, for rows of `vectors` vectors: at most one per multiprocessor, since each block
-// of the second kernel reads all partial results of its tile.
-inline int row_splits(int64_t rows, int64_t vectors) {
-  const int64_t height = kRowThreads / row_pitch(vectors, kRowTile);
-  const int64_t rounds = ceil_div(rows, height * 2);
-  const int64_t wanted = ceil_div(sm_count(), ceil_div(vectors, kRowTile));
-  return static_cast<int>(std::min(rounds, wanted));
-}
-
-struct RowShape {
-  int64_t rows, c;
-  int splits;           // blocks per tile
-  int tile = kRowTile;  // vectors of channels per block, at most; a power of two
+  dim3 grid() const { return dim3(static_cast<unsigned>(parts), static_cast<unsigned>(tiles)); }
 };
 
-// Where a thread stands: vector `column` of the block's tile, row `line` of those that the block
-// takes at a time.
-template <int N>
-struct RowPlace {
-  int width;      // vectors in the tile
-  int height;     // rows the block takes at a time
-  int log_pitch;  // of the threads in a line
-  int column, line;
-  int tile_channels;   // channels in the tile
-  int64_t tile_begin;  // first channel of the tile
-  int64_t begin, end;  // the block's rows
-
-  __device__ explicit RowPlace(const RowShape& shape) {
-    const int64_t left = shape.c / N - int64_t{blockIdx.y} * shape.tile;
-    width = static_cast<int>(left < shape.tile ? left : shape.tile);
-    log_pitch = 32 - __clz(width - 1);
-    height = static_cast<int>(blockDim.x) >> log_pitch;
-    column = static_cast<int>(threadIdx.x) & ((1 << log_pitch) - 1);
-    line = static_cast<int>(threadIdx.x) >> log_pitch;
-    tile_begin = int64_t{blockIdx.y} * shape.tile * N;
-    tile_channels = width * N;
-    begin = split_begin(shape.rows, blockIdx.x, shape.splits);
-    end = split_begin(shape.rows, blockIdx.x + 1, shape.splits);
-  }
-
-  // Not the threads behind the end of the tile.
-  __device__ bool works() const { return column < width; }
-  __device__ int64_t channel() const { return tile_begin + column * N; }
-};
-
-// Shared memory of row_block_sum: a line of up to 32 vectors from each warp.
-template <typename A, int N>
-using RowSums = A[kRowThreads / 32][N][32];
-
-// v[k] = sum over the block's lines, per column, in every thread: within warps, then over warps.
-// The order is fixed.
-template <typename A, int N>
-__device__ void row_block_sum(A (&v)[N], RowSums<A, N>& shared, const RowPlace<N>& place) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, pitch = 1 << place.log_pitch;
-  for (int lanes = pitch; lanes < 32; lanes *= 2) {
-#pragma unroll
-    for (int k = 0; k < N; ++k) v[k] += __shfl_xor_sync(~0u, v[k], lanes);
-  }
-#pragma unroll
-  for (int k = 0; k < N; ++k) {
-    if (lane < pitch) shared[warp][k][lane] = v[k];
-  }
-  __syncthreads();
-  for (int i = threadIdx.x; i < N * pitch; i += blockDim.x) {
-    const int k = i >> place.log_pitch, column = i & (pitch - 1);
-    A sum = 0;
-#pragma unroll
-    for (int w = 0; w < kRowThreads / 32; ++w) {
-      if (w < static_cast<int>(blockDim.x / 32)) sum += shared[w][k][column];
+// widest: vectors of a tile, at most kMostRowThreads. A multiprocessor holds kMostRowThreads in up
+// to most_blocks blocks, as many as let the most threads work. `waves` of blocks, at most, where
+// each thread still has enough rows to make up for loading coefficients.
+inline RowPlan plan_rows(int64_t rows, int64_t vectors, int widest, int most_blocks, int waves) {
+  RowPlan plan{rows, vectors};
+  plan.tiles = static_cast<int>(ceil_div(vectors, widest));
+  plan.tile = static_cast<int>(ceil_div(vectors, plan.tiles));
+  int per_sm = 0;
+  for (int blocks = 1; blocks <= most_blocks; ++blocks) {
+    const int height = kMostRowThreads / blocks / 32 * 32 / plan.tile;
+    if (height > 0 && blocks * height >= per_sm * plan.height) {
+      plan.height = height;
+      per_sm = blocks;
     }
-    shared[0][k][column] = sum;
   }
+  plan.threads = static_cast<int>(ceil_div(plan.tile * plan.height, 32)) * 32;
+  constexpr int64_t kRowsPerThread = 16;
+  const int64_t slots = std::max<int64_t>(1, int64_t{sm_count()} * per_sm / plan.tiles);
+  const int64_t rounds = ceil_div(rows, plan.height);
+  const int64_t wanted = rounds / (slots * kRowsPerThread);
+  const int64_t blocks = slots * std::clamp<int64_t>(wanted, 1, waves);
+  plan.parts = static_cast<int>(std::min(rounds, blocks));
+  return plan;
+}
+
+// Reductions: narrow tiles, so that many lines of a block share the sums that it leaves, and one
+// block per multiprocessor.
+inline RowPlan plan_row_sums(int64_t rows, int64_t vectors) {
+  return plan_rows(rows, vectors, 32, 1, 1);
+}
+// Passes that write a tensor: whole rows, and several waves of blocks, so that multiprocessors
+// which get their memory sooner take more of them.
+inline RowPlan plan_row_pass(int64_t rows, int64_t vectors) {
+  return plan_rows(rows, vectors, 256, 3, 4);
+}
+
+// Where a thread stands.
+template <int N>
+struct RowWorker {
+  bool works;  // not the threads behind the end of the tile
+  int line, column;
+  int64_t channel;      // of its vector's first element
+  int64_t begin, rows;  // of the block
+
+  __device__ explicit RowWorker(const RowPlan& plan, int64_t part) {
+    line = static_cast<int>(threadIdx.x) / plan.tile;
+    column = static_cast<int>(threadIdx.x) - line * plan.tile;
+    const int64_t vector = int64_t{blockIdx.y} * plan.tile + column;
+    works = line < plan.height && vector < plan.vectors;
+    channel = vector * N;
+    begin = split_begin(plan.rows, static_cast<int>(part), plan.parts);
+    rows = split_begin(plan.rows, static_cast<int>(part) + 1, plan.parts) - begin;
+  }
+};
+
+// A pass walks backwards through the tensor that the pass before it walked through forwards: what
+// that read last is still in the L2 cache.
+template <int N>
+struct BackwardRowWorker : RowWorker<N> {
+  __device__ explicit BackwardRowWorker(const RowPlan& plan)
+      : RowWorker<N>(plan, plan.parts - 1 - int64_t{blockIdx.x}),
+        step(plan.vectors * N),
+        last((this->begin + this->rows - 1) * step + this->channel) {}
+
+  // Of the vector in the `at`-th row from the end.
+  __device__ __forceinline__ int64_t offset(int64_t at) const { return last - at * step; }
+
+  int64_t step, last;
+};
+
+// Shared memory of row_totals.
+template <typename A, int N>
+using RowTotals = A[N * (kMostRowThreads + 32)];
+
+// The sum of v over the block's lines, for a channel a thread: that of element i / tile of column
+// i % tile in thread i < N * tile. First `teams` of threads sum some of the lines each. The order
+// is fixed.
+template <typename A, int N>
+__device__ A row_total(const A (&v)[N], RowTotals<A, N>& shared, const RowPlan& plan) {
+  const int i = threadIdx.x, totals = N * plan.tile;
+  const int stride = static_cast<int>(blockDim.x) + plan.tile;  // no two of a warp in a bank
   __syncthreads();
 #pragma unroll
-  for (int k = 0; k < N; ++k) v[k] = shared[0][k][place.column];
+  for (int k = 0; k < N; ++k) shared[k * stride + i] = v[k];
   __syncthreads();
+  const int most = static_cast<int>(blockDim.x) / totals;
+  const int teams = most < 16 ? most : 16;
+  const int team = i / totals, total = i - team * totals;
+  A sum = 0;
+  if (team < teams) {
+    const int k = total / plan.tile, column = total - k * plan.tile;
+    const A* from = shared + k * stride + column;
+    for (int line = team; line < plan.height; line += teams) sum += from[line * plan.tile];
+  }
+  __syncthreads();
+  shared[i] = sum;
+  __syncthreads();
+  if (i < totals) {
+    for (int t = 1; t < teams; ++t) sum += shared[t * totals + i];
+  }
+  return sum;
+}
+
+// f(channel, total number) in each thread that has a total of row_total.
+template <int N, typename F>
+__device__ void for_my_total(const RowPlan& plan, const F& f) {
+  const int i = threadIdx.x, k = i / plan.tile;
+  const int64_t vector = int64_t{blockIdx.y} * plan.tile + i - k * plan.tile;
+  if (k < N && vector < plan.vectors) f(vector * N + k);
 }
 
 template <typename T, int N>
-__global__ void __launch_bounds__(kRowThreads)
-    row_moments_kernel(const T* __restrict__ x, RowShape shape,
-                       MomentsPartial* __restrict__ partials, int64_t* batches) {
+__global__ void __launch_bounds__(kMostRowThreads)
+    row_moments_kernel(const T* __restrict__ x, RowPlan plan, MomentsPartial* __restrict__ partials,
+                       int64_t* batches) {
   using A = acc_t<T>;
-  constexpr int U = kRowUnroll;
-  __shared__ RowSums<A, N> shared;
+  __shared__ RowTotals<A, N> shared;
   if (batches && blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) ++*batches;
-  const RowPlace<N> place(shape);
-  const T* base = x + place.channel();
+  const RowWorker<N> me(plan, blockIdx.x);
+  const int64_t step = plan.vectors * N, end = me.works ? me.rows : 0;
+  const T* base = x + me.begin * step + me.channel;
   A center[N] = {}, sum[N] = {}, squares[N] = {};
-  int64_t row = place.works() ? place.begin + place.line : place.end;
-  if (row < place.end) {
-    const Vec<T, N> v = load_vec<N>(base + row * shape.c);
+  if (me.line < end) {
+    const Vec<T, N> v = load_vec<N>(base + me.line * step);
 #pragma unroll
     for (int k = 0; k < N; ++k) center[k] = convert<A>(v.v[k]);
   }
   // Sums about the mean of the block's first rows; see plane_moments_kernel.
-  row_block_sum(center, shared, place);
-  const int64_t count = place.end - place.begin;
-  const A first_rows = static_cast<A>(count < place.height ? count : place.height);
+  const A first_rows = static_cast<A>(me.rows < plan.height ? me.rows : plan.height);
+  const A mine = row_total(center, shared, plan) / first_rows;
+  __syncthreads();
+  if (threadIdx.x < N * plan.tile) shared[threadIdx.x] = mine;
+  __syncthreads();
 #pragma unroll
-  for (int k = 0; k < N; ++k) center[k] /= first_rows;
-  for (; row < place.end; row += int64_t{place.height} * U) {
-    Vec<T, N> v[U];
+  for (int k = 0; k < N; ++k) center[k] = shared[k * plan.tile + me.column];
+  for (int64_t row = me.line; row < end; row += int64_t{plan.height} * kRowLoads) {
+    Packed<T, N> v[kRowLoads];
 #pragma unroll
-    for (int u = 0; u < U; ++u) {
-      const int64_t r = row + u * place.height;
-      if (r < place.end) v[u] = load_vec<N>(base + r * shape.c);
+    for (int u = 0; u < kRowLoads; ++u) {
+      const int64_t r = row + u * plan.height;
+      if (r < end) v[u].load(base + r * step);
     }
 #pragma unroll
-    for (int u = 0; u < U; ++u) {
-      if (row + u * place.height >= place.end) break;
+    for (int u = 0; u < kRowLoads; ++u) {
+      if (row + u * plan.height >= end) break;
+      const Vec<T, N> element = v[u].unpacked();
 #pragma unroll
       for (int k = 0; k < N; ++k) {
-        const A d = convert<A>(v[u].v[k]) - center[k];
+        const A d = convert<A>(element.v[k]) - center[k];
         sum[k] += d;
         squares[k] += d * d;
       }
     }
   }
-  row_block_sum(sum, shared, place);
-  row_block_sum(squares, shared, place);
-  if (place.line == 0 && place.works()) {
-#pragma unroll
-    for (int k = 0; k < N; ++k) {
-      const double offset = static_cast<double>(sum[k]) / static_cast<double>(count);
-      partials[(place.channel() + k) * shape.splits + blockIdx.x] = {
-          static_cast<double>(center[k]) + offset,
-          static_cast<double>(squares[k]) - offset * static_cast<double>(sum[k])};
-    }
-  }
-}
-
-// The coefficients of the tile's channels, a team of kLanes lanes to each; f(channel) is called by
-// whole teams and returns them in the first lane.
-template <int kLanes = 32, typename Coefficients, int N, typename F>
-__device__ void tile_coefficients(Coefficients* shared, const RowPlace<N>& place, const F& f) {
-  for (int i = threadIdx.x / kLanes; i < place.tile_channels; i += blockDim.x / kLanes) {
-    const Coefficients result = f(place.tile_begin + i);
-    if (threadIdx.x % kLanes == 0) shared[i] = result;
-  }
-  __syncthreads();
-}
-
-template <typename T, int N, Source kSource, bool kRelu = false>
-__global__ void __launch_bounds__(kRowThreads)
-    row_normalize_kernel(const T* __restrict__ x, T* __restrict__ y, RowShape shape,
-                         const MomentsPartial* __restrict__ partials, int partial_splits,
-                         ForwardArgs args) {
-  using A = acc_t<T>;
-  constexpr int U = kRowUnroll;
-  __shared__ ForwardCoefficients<A> shared[kRowTile * N];
-  const RowPlace<N> place(shape);
-  const bool first = blockIdx.x == 0;
-  tile_coefficients(shared, place, [&](int64_t c) {
-    if constexpr (kSource == Source::kBatch) {
-      return merge_moments<A>(args, partials, partial_splits, shape.rows, 1, c, first);
-    } else if constexpr (kSource == Source::kGiven) {
-      return given_coefficients<A>(args.statistics, c);
-    } else {
-      return running_coefficients<A>(args, c, first && threadIdx.x % 32 == 0);
-    }
+  const A total = row_total(sum, shared, plan), total_squares = row_total(squares, shared, plan);
+  for_my_total<N>(plan, [&](int64_t channel) {
+    const double count = static_cast<double>(me.rows);
+    const double offset = static_cast<double>(total) / count;
+    partials[channel * plan.parts + blockIdx.x] = {
+        static_cast<double>(mine) + offset,
+        static_cast<double>(total_squares) - offset * static_cast<double>(total), count};
   });
-  if (!place.works()) return;
-  ForwardCoefficients<A> coefficients[N];
-#pragma unroll
-  for (int k = 0; k < N; ++k) coefficients[k] = shared[place.column * N + k];
-  const int64_t column = place.channel();
-  for (int64_t row = place.begin + place.line; row < place.end; row += int64_t{place.height} * U) {
-    Vec<T, N> v[U];
+}
+
+template <typename T, int N, bool kSmooth>
+__global__ void __launch_bounds__(kMostRowThreads)
+    row_apply_kernel(ApplyArgs<T> args, RowPlan plan) {
+  wait_for_earlier_kernels();
+  constexpr int U = kRowLoads;
+  const BackwardRowWorker<N> me(plan);
+  if (!me.works) return;
+  using Coefficients = PerElement<acc_t<T>, N, false>;
+  const Coefficients center(args.statistics.mean, me.channel);
+  const Coefficients scale(args.statistics.scale, me.channel);
+  const Coefficients shift(args.statistics.shift, me.channel);
+  for (int64_t row = me.line; row < me.rows; row += int64_t{plan.height} * U) {
+    Packed<T, N> x[U], residual[U];
 #pragma unroll
     for (int u = 0; u < U; ++u) {
-      const int64_t r = row + u * place.height;
-      if (r < place.end) v[u] = load_vec<N>(x + r * shape.c + column);
+      const int64_t r = row + u * plan.height;
+      if (r < me.rows) {
+        x[u].load(args.x + me.offset(r));
+        if (args.residual) residual[u].load(args.residual + me.offset(r));
+      }
     }
 #pragma unroll
     for (int u = 0; u < U; ++u) {
-      const int64_t r = row + u * place.height;
-      if (r >= place.end) break;
-#pragma unroll
-      for (int k = 0; k < N; ++k) {
-        v[u].v[k] = convert<T>(normalized<kRelu>(convert<A>(v[u].v[k]), coefficients[k]));
-      }
-      store_vec(y + r * shape.c + column, v[u]);
+      const int64_t r = row + u * plan.height;
+      if (r >= me.rows) break;
+      apply_vector<kSmooth>(args, me.offset(r), x[u], residual[u], center, scale, shift);
     }
   }
 }
 
-// kRelu: of dy where ReLU let x's normalised value through.
-template <typename T, int N, bool kRelu>
-__global__ void __launch_bounds__(kRowThreads)
-    row_grad_sums_kernel(const T* __restrict__ dy, const T* __restrict__ x,
-                         BatchNormStatistics statistics, RowShape shape,
+template <typename T, int N, bool kSmooth>
+__global__ void __launch_bounds__(kMostRowThreads)
+    row_grad_sums_kernel(GradSumsArgs<T> args, RowPlan plan,
                          GradPartial<acc_t<T>>* __restrict__ partials) {
   using A = acc_t<T>;
-  constexpr int U = kRowUnroll / 2;  // two tensors
-  __shared__ RowSums<A, N> shared;
-  const RowPlace<N> place(shape);
-  const int64_t column = place.channel();
-  A center[N] = {}, sum[N] = {}, dot[N] = {};
-  ReluGate<A, kRelu> gate[N];
-  int64_t row = place.end;
-  if (place.works()) {
-    row = place.begin + place.line;
+  constexpr int U = kRowLoads / 2;
+  __shared__ RowTotals<A, N> shared;
+  const RowWorker<N> me(plan, blockIdx.x);
+  const int64_t step = plan.vectors * N, first = me.begin * step + me.channel;
+  A sum[N] = {}, dot[N] = {};
+  if (me.works) {
+    using Coefficients = PerElement<A, N, false>;
+    const Coefficients center(args.statistics.mean, me.channel);
+    const Coefficients scale(args.statistics.scale, me.channel);
+    const Coefficients shift(args.statistics.shift, me.channel);
+    for (int64_t row = me.line; row < me.rows; row += int64_t{plan.height} * U) {
+      Packed<T, N> dy[U], x[U], residual[U];
+      uint8_t open[U];
 #pragma unroll
-    for (int k = 0; k < N; ++k) {
-      center[k] = static_cast<const A*>(statistics.mean)[column + k];
-      gate[k] = ReluGate<A, kRelu>(statistics, column + k);
-    }
-  }
-  for (; row < place.end; row += int64_t{place.height} * U) {
-    Vec<T, N> g[U], v[U];
+      for (int u = 0; u < U; ++u) {
+        const int64_t r = row + u * plan.height, offset = first + r * step;
+        if (r < me.rows) {
+          dy[u].load(args.dy + offset);
+          x[u].load(args.x + offset);
+          if (args.residual) residual[u].load(args.residual + offset);
+          if (args.mask) open[u] = args.mask[offset / N];
+        }
+      }
 #pragma unroll
-    for (int u = 0; u < U; ++u) {
-      const int64_t r = row + u * place.height;
-      if (r >= place.end) break;
-      g[u] = load_vec<N>(dy + r * shape.c + column);
-      v[u] = load_vec<N>(x + r * shape.c + column);
-    }
-#pragma unroll
-    for (int u = 0; u < U; ++u) {
-      if (row + u * place.height >= place.end) break;
-#pragma unroll
-      for (int k = 0; k < N; ++k) {
-        const A deviation = convert<A>(v[u].v[k]) - center[k];
-        const A grad = gate[k](convert<A>(g[u].v[k]), deviation);
-        sum[k] += grad;
-        dot[k] += grad * deviation;
+      for (int u = 0; u < U; ++u) {
+        const int64_t r = row + u * plan.height;
+        if (r >= me.rows) break;
+        sum_vector<kSmooth>(args, first + r * step, dy[u], x[u], residual[u], open[u], center,
+                            scale, shift, [&](int k, A g, A product) {
+                              sum[k] += g;
+                              dot[k] += product;
+                            });
       }
     }
   }
-  row_block_sum(sum, shared, place);
-  row_block_sum(dot, shared, place);
-  if (place.line == 0 && place.works()) {
-#pragma unroll
-    for (int k = 0; k < N; ++k) {
-      partials[(column + k) * shape.splits + blockIdx.x] = {sum[k], dot[k]};
-    }
-  }
+  const A total = row_total(sum, shared, plan), total_dot = row_total(dot, shared, plan);
+  for_my_total<N>(plan, [&](int64_t channel) {
+    partials[channel * plan.parts + blockIdx.x] = {total, total_dot};
+  });
 }
 
-// dx may be nullptr: then only dweight and dbias are made.
-template <typename T, int N, bool kTraining, bool kRelu>
-__global__ void __launch_bounds__(kRowThreads)
-    row_input_grad_kernel(const T* __restrict__ dy, const T* __restrict__ x, T* __restrict__ dx,
-                          RowShape shape, const GradPartial<acc_t<T>>* __restrict__ partials,
-                          int partial_splits, BackwardArgs args) {
-  using A = acc_t<T>;
-  constexpr int U = kRowUnroll / 2;
-  __shared__ BackwardCoefficients<A> shared[kRowTile * N];
-  const RowPlace<N> place(shape);
-  tile_coefficients(shared, place, [&](int64_t c) {
-    return merge_grads<A>(args, partials, partial_splits, shape.rows, c, blockIdx.x == 0);
-  });
-  if (!dx || !place.works()) return;
-  // dx = dy * by_grad + x * by_input + offset would cancel where the mean is large: keep the
-  // center.
-  BackwardCoefficients<A> coefficients[N];
-#pragma unroll
-  for (int k = 0; k < N; ++k) coefficients[k] = shared[place.column * N + k];
-  const int64_t column = place.channel();
-  ReluGate<A, kRelu> gate[N];
-#pragma unroll
-  for (int k = 0; k < N; ++k) {
-    gate[k] = ReluGate<A, kRelu>(args.statistics, column + k);
-    if constexpr (kRelu) coefficients[k].by_grad = gate[k].scale;  // one register for both
-  }
-  for (int64_t row = place.begin + place.line; row < place.end; row += int64_t{place.height} * U) {
-    Vec<T, N> g[U], v[U];
+template <typename T, int N, bool kSmooth>
+__global__ void __launch_bounds__(kMostRowThreads)
+    row_input_grad_kernel(InputGradArgs<T> args, RowPlan plan) {
+  wait_for_earlier_kernels();
+  constexpr int U = kRowLoads / 2;
+  const BackwardRowWorker<N> me(plan);
+  if (!me.works) return;
+  using Coefficients = PerElement<acc_t<T>, N, false>;
+  const Coefficients center(args.statistics.mean, me.channel);
+  const Coefficients by_grad(args.coefficients.by_grad, me.channel);
+  const Coefficients shift(args.statistics.shift, me.channel);
+  const Coefficients by_input(args.coefficients.by_input, me.channel);
+  const Coefficients constant(args.coefficients.offset, me.channel);
+  for (int64_t row = me.line; row < me.rows; row += int64_t{plan.height} * U) {
+    Packed<T, N> dy[U], x[U];
 #pragma unroll
     for (int u = 0; u < U; ++u) {
-      const int64_t r = row + u * place.height;
-      if (r >= place.end) break;
-      g[u] = load_vec<N>(dy + r * shape.c + column);
-      if constexpr (kTraining || kRelu) {
-        v[u] = load_vec<N>(x + r * shape.c + column);
+      const int64_t r = row + u * plan.height;
+      if (r < me.rows) {
+        dy[u].load(args.dy + me.offset(r));
+        if (args.x) x[u].load(args.x + me.offset(r));
       }
     }
 #pragma unroll
     for (int u = 0; u < U; ++u) {
-      const int64_t r = row + u * place.height;
-      if (r >= place.end) break;
-#pragma unroll
-      for (int k = 0; k < N; ++k) {
-        const BackwardCoefficients<A>& c = coefficients[k];
-        A deviation = 0;
-        if constexpr (kTraining || kRelu) deviation = convert<A>(v[u].v[k]) - c.center;
-        A grad = gate[k](convert<A>(g[u].v[k]), deviation) * c.by_grad;
-        if constexpr (kTraining) grad += deviation * c.by_input + c.offset;
-        g[u].v[k] = convert<T>(grad);
-      }
-      store_vec(dx + r * shape.c + column, g[u]);
+      const int64_t r = row + u * plan.height;
+      if (r >= me.rows) break;
+      input_grad_vector<kSmooth>(args, me.offset(r), dy[u], x[u], center, by_grad, shift, by_input,
+                                 constant);
     }
   }
 }

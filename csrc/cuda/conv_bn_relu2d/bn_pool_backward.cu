@@ -3,7 +3,7 @@
 // dz is made with, and then makes dz.
 #include "bn_pool.cuh"
 #include "cuda/batch_norm/planes.cuh"
-#include "cuda/batch_norm/rows.cuh"
+#include "pixels.cuh"
 
 namespace braze::cuda {
 namespace {

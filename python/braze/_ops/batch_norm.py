@@ -78,8 +78,22 @@ def gradients(grad_output, input, weight, mean, rstd, training, *_):
     bias. `mean` and `rstd` are taken as constants in evaluation, as input's statistics in training.
     """
     dims = [d for d in range(input.dim()) if d != 1]
+    x_hat, rstd = _standardised(input, mean, rstd, training)
+    g = grad_output.to(x_hat.dtype)
+    scale = rstd if weight is None else weight.to(rstd.dtype).view(rstd.shape) * rstd
+    dweight, dbias = (g * x_hat).sum(dims), g.sum(dims)
+    if training:
+        g = g - g.mean(dims, keepdim=True)
+        g = g - x_hat * (g * x_hat).mean(dims, keepdim=True)
+    dtype = mean.dtype if weight is None else weight.dtype
+    return (scale * g).to(input.dtype), dweight.to(dtype), dbias.to(dtype)
+
+
+def _standardised(input, mean, rstd, training):
+    """(input - mean) * rstd, and rstd, in the statistics' dtype and broadcast."""
+    dims = [d for d in range(input.dim()) if d != 1]
     each = [-1 if d == 1 else 1 for d in range(input.dim())]
-    x, g = input.to(mean.dtype), grad_output.to(mean.dtype)
+    x = input.to(mean.dtype)
     mean, rstd = mean.view(each), rstd.view(each)
     if training:
         # Of the values that the forward used, and of the derivatives that those have.
@@ -87,14 +101,15 @@ def gradients(grad_output, input, weight, mean, rstd, training, *_):
         mean = mean + (batch_mean - batch_mean.detach())
         var = x.var(dims, correction=0, keepdim=True)
         rstd = (rstd.square().reciprocal() + (var - var.detach())).rsqrt()
-    normalised = (x - mean) * rstd
-    scale = rstd if weight is None else weight.to(x.dtype).view(each) * rstd
-    dweight, dbias = (g * normalised).sum(dims), g.sum(dims)
-    if training:
-        g = g - g.mean(dims, keepdim=True)
-        g = g - normalised * (g * normalised).mean(dims, keepdim=True)
-    dtype = mean.dtype if weight is None else weight.dtype
-    return (scale * g).to(input.dtype), dweight.to(dtype), dbias.to(dtype)
+    return (x - mean) * rstd, rstd
+
+
+def normalised(input, weight, bias, mean, rstd, training):
+    """The forward in torch's ops, in the statistics' dtype; arguments as of :func:`gradients`."""
+    result, rstd = _standardised(input, mean, rstd, training)
+    if weight is not None:
+        result = result * weight.to(rstd.dtype).view(rstd.shape)
+    return result if bias is None else result + bias.to(rstd.dtype).view(rstd.shape)
 
 
 _NO_GRADS = (None,) * 6  # of the buffers and settings
@@ -134,7 +149,7 @@ register(
 register("batch_norm_backward", fake=_backward_fake, autograd=_batch_norm_backward)
 
 
-def _check_count(input):
+def check_count(input):
     if input.dim() < 2 or input.numel() == input.shape[1]:
         values = input.shape[0]
         for extent in input.shape[2:]:
@@ -229,7 +244,7 @@ def batch_norm_counting(
         norm = running_mean, running_var, weight, bias, training, momentum, eps
         return torch.nn.functional.batch_norm(input, *norm)
     if training:
-        _check_count(input)
+        check_count(input)
     check_settings(running_mean, running_var, training, eps)
     if num_batches_tracked is not None and input.numel() == 0:
         num_batches_tracked.add_(1)

@@ -15,11 +15,12 @@ VARIABLE = object()  # what constant() returns of anything else
 
 
 class Link(typing.NamedTuple):
-    """A call of a layer or of a function, as part of a chain.
+    """A call of a layer or of a function, or an addition, as part of a chain.
 
     Attributes:
         number: the call, by its place in the tree.
-        form: ``"layer"``, ``"function"`` or ``"method"`` of a tensor.
+        form: ``"layer"``, ``"function"`` or ``"method"`` of a tensor; of additions, ``"add"``
+            (to what comes before in the chain), ``"radd"`` (of that to something) or ``"iadd"``.
         kind: what it computes, see runs.KINDS.
         layers: the layers that it may call, with their names; empty for functions.
         name: of the function.
@@ -101,6 +102,8 @@ def function_name(function):
 
 def settings_fit(kind, args, kwargs):
     """Whether a function that is called with such settings is the layer of that kind."""
+    if kind == "Add":
+        return False  # additions are operators
     if kind == "Flatten":
         return args == (1,) and not kwargs
     if kind == "MaxPool2d":

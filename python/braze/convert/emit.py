@@ -2,13 +2,16 @@
 
 import ast
 
-from braze.convert import runs
+from braze.convert import additions, runs
 from braze.convert.source import PREFIX, copy_tree, make
 
 #: Code of its own, which is left as it is.
 SCOPES = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda
 #: What changed code calls.
-_CALLED = "run", "runner", "fused", "swapped", "method", "other", "inherited"
+_CALLED = (
+    *("run", "runner", "fused", "swapped", "method", "other", "inherited"),
+    *additions.FORMS,
+)
 
 
 def spliced(function, splices):
@@ -38,7 +41,7 @@ class _Change(ast.NodeTransformer):
     def __init__(self, splices):
         self.splices = splices
         self.nested = {run[-1][0]: run for run in splices.nested}  # by the outermost call
-        self.stated = {numbers[0]: (numbers, run) for numbers, run in splices.stated}
+        self.stated = {numbers[0]: (numbers, *rest) for numbers, *rest in splices.stated}
         self.calls = {number for number, *_ in splices.calls}
 
     def apply(self, function):
@@ -62,26 +65,51 @@ class _Change(ast.NodeTransformer):
     def _body(self, body):
         changed, at = [], 0
         while at < len(body):
-            numbers, run = self.stated.get(body[at].number, ((body[at].number,), None))
+            number = body[at].number
+            numbers, between, run = self.stated.get(number, ((number,), (), None))
             statements = body[at : at + len(numbers)]
-            changed.append(self._stated(statements, run) if run else self.visit(statements[0]))
+            changed.append(
+                self._stated(statements, between, run) if run else self.visit(statements[0])
+            )
             at += len(numbers)
         return changed
 
-    def _stated(self, statements, run):
+    def _stated(self, statements, between, run):
         """``if`` the links run as one, that, ``else`` the statements as they stand."""
-        nodes = {n.number: n for s in statements for n in ast.walk(s) if isinstance(n, ast.Call)}
+        nodes = {n.number: n for s in statements for n in ast.walk(s) if isinstance(n, _LINKS)}
         calls = [(nodes[number], form) for number, form in run]
-        links = ast.Tuple([_link(call, form) for call, form in calls[::-1]], ast.Load())
-        base = self.visit(copy_tree(_applied_to(*calls[0])))
-        test = ast.NamedExpr(
-            _name("as_one", ast.Store()),
-            _call("runner", ast.NamedExpr(_name("links", ast.Store()), links)),
-        )
-        result = _call("as_one", _name("links"), base)
-        last = _Replace(run[-1][0], result).visit(copy_tree(statements[-1]))
+        between = [s for s in statements if s.number in between]
+        base = copy_tree(_applied_to(*calls[0]))
+        before = []
+        if between:
+            # What the run is applied to is evaluated where it stands, into a variable that the
+            # statements in between do not know.
+            variable = statements[0].targets[0]
+            before = [ast.Assign([copy_tree(variable)], base)]
+            base = ast.Name(variable.id, ast.Load())
+        test, result = self._as_one(calls, base, between)
+        last, (outermost, form) = copy_tree(statements[-1]), calls[-1]
+        if form == "iadd":
+            last = ast.Assign([ast.Name(outermost.target.id, ast.Store())], result)
+        else:
+            last = _Replace(run[-1][0], result).visit(last)
+        as_one = [self.visit(s) for s in (*before, *map(copy_tree, between), last)]
         plain = [self.visit(s) for s in statements]
-        return ast.copy_location(ast.If(test, [self.visit(last)], plain), statements[0])
+        return ast.copy_location(ast.If(test, as_one, plain), statements[0])
+
+    def _as_one(self, calls, base, between=()):
+        """The question whether links run as one, and the call that runs them so."""
+        added = [additions.parts(*c)[1] for c in calls if c[1] in additions.FORMS]
+        beside = [copy_tree(m) for m in additions.modules_called([*between, *added])]
+        links = ast.Tuple([_link(call, form) for call, form in calls[::-1]], ast.Load())
+        names = "as_one", "links"
+        if beside:  # other runs may be asked for before this one runs
+            names = [f"{name}_{calls[-1][0].number}" for name in names]
+        arguments = [ast.NamedExpr(_name(names[1], ast.Store()), links)]
+        if beside:
+            arguments.append(ast.Tuple(beside, ast.Load()))
+        test = ast.NamedExpr(_name(names[0], ast.Store()), _call("runner", *arguments))
+        return test, _call(names[0], _name(names[1]), base, *map(copy_tree, added))
 
     def visit_For(self, node):
         node = self.generic_visit(node)
@@ -89,15 +117,33 @@ class _Change(ast.NodeTransformer):
             node.iter = ast.copy_location(_call("fused", node.iter), node.iter)
         return node
 
+    def _nested(self, node):
+        """The call of a run in the place of its outermost link, or None where there is none."""
+        run = self.nested.get(getattr(node, "number", None))  # None: it is one of those made here
+        if run is None:
+            return None
+        calls, inner = [], node
+        for _, form in reversed(run):
+            calls.append((inner, form))
+            inner = _applied_to(inner, form)
+        calls.reverse()
+        added = [additions.parts(*c)[1] for c in calls if c[1] in additions.FORMS]
+        if additions.modules_called(added):
+            test, result = self._as_one(calls, copy_tree(inner))
+            plain = self.generic_visit(node)
+            return ast.copy_location(ast.IfExp(test, self.visit(result), plain), node)
+        links = ast.Tuple([_link(call, form) for call, form in calls[::-1]], ast.Load())
+        new = _call("run", links, self.visit(inner), *map(self.visit, added))
+        return ast.copy_location(new, node)
+
+    def visit_BinOp(self, node):
+        return self._nested(node) or self.generic_visit(node)
+
     def visit_Call(self, node):
-        number = getattr(node, "number", None)  # None: it is one of those made here
-        if number in self.nested:
-            run, links, call = self.nested[number], [], node
-            for _, form in reversed(run):
-                links.append(_link(call, form))
-                call = _applied_to(call, form)
-            new = _call("run", ast.Tuple(links, ast.Load()), self.visit(call))
-            return ast.copy_location(new, node)
+        run = self._nested(node)
+        if run is not None:
+            return run
+        number = getattr(node, "number", None)
         if number in self.splices.methods:
             new = _call("method", self.visit(node.func.value), ast.Constant(node.func.attr))
             return ast.copy_location(new, node)
@@ -117,18 +163,26 @@ class _Replace(ast.NodeTransformer):
     def __init__(self, number, new):
         self.number, self.new = number, new
 
-    def visit_Call(self, node):
-        if node.number == self.number:
+    def generic_visit(self, node):
+        if isinstance(node, _LINKS) and node.number == self.number:
             return ast.copy_location(self.new, node)
-        return self.generic_visit(node)
+        return super().generic_visit(node)
+
+
+#: What may be a link of a chain.
+_LINKS = ast.Call, ast.BinOp, ast.AugAssign
 
 
 def _applied_to(call, form):
+    if form in additions.FORMS:
+        return additions.parts(call, form)[0]
     return call.func.value if form == "method" else call.args[0]
 
 
 def _link(call, form):
     """The expression of a link, see runs.py."""
+    if form in additions.FORMS:
+        return ast.Tuple([_name(form), ast.Tuple([], ast.Load()), ast.Dict([], [])], ast.Load())
     if form == "layer":
         return copy_tree(call.func)
     function = ast.Constant(call.func.attr) if form == "method" else copy_tree(call.func)

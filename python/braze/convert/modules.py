@@ -22,7 +22,8 @@ def worth_splicing(module, kind_of):
         if code is not None:
             names.update(code.co_names)
             todo += [c for c in code.co_consts if isinstance(c, types.CodeType)]
-    fused = {"Conv2d", "BatchNorm2d"} <= kinds or {"Linear", "ReLU"} <= kinds
+    pairs = {"Conv2d", "BatchNorm2d"}, {"BatchNorm2d", "ReLU"}, {"Linear", "ReLU"}
+    fused = any(pair <= kinds for pair in pairs)
     return fused or bool(names & {*F.__all__, "relu_"})
 
 
@@ -44,14 +45,21 @@ def is_container(module):
 def child_of(module, name):
     """The child that ``module.name`` is, without running anything of the module's class; or
     None."""
-    kind = own_class(module)
     if (
-        kind.__getattr__ is not torch.nn.Module.__getattr__
-        or kind.__getattribute__ is not torch.nn.Module.__getattribute__
+        not is_plain_attribute(module, name)
         or name in module.__dict__
         or name in module.__dict__["_parameters"]
         or name in module.__dict__["_buffers"]
-        or inspect.getattr_static(kind, name, None) is not None
     ):
         return None
     return module.__dict__["_modules"].get(name)
+
+
+def is_plain_attribute(module, name):
+    """Whether to look up ``module.name`` runs nothing of the module's class."""
+    kind = own_class(module)
+    return (
+        kind.__getattr__ is torch.nn.Module.__getattr__
+        and kind.__getattribute__ is torch.nn.Module.__getattribute__
+        and inspect.getattr_static(kind, name, None) is None
+    )

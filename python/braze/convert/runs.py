@@ -3,10 +3,12 @@ when the model was converted, else one by one.
 
 A run is called with its links: for each layer or function of it, outermost (last to run) first,
 the layer itself, or ``(function, arguments, keyword arguments)`` with what follows the input, or
-``(name of a tensor's method, arguments, keyword arguments)``.
+``(name of a tensor's method, arguments, keyword arguments)``. A run with an addition in it, whose
+link is one of :data:`ADDITIONS`, takes what is added as its last argument.
 """
 
 import functools
+import operator
 import types
 import typing
 
@@ -17,7 +19,7 @@ import braze.nn
 from braze._ops._common import autocast_dtype, cast_to, is_channels_last
 from braze._ops.transpose import transpose_copy
 from braze.nn import functional as F
-from braze.nn.modules import conv_bn_relu2d, conv_bn_relu_max_pool2d
+from braze.nn.modules import batch_norm_act, conv_bn_relu2d, conv_bn_relu_max_pool2d
 
 #: The layers that have a counterpart of the same name in torch.nn.
 LAYERS = (
@@ -47,6 +49,22 @@ FUNCTION_KINDS = {
     "relu_": "ReLU",
     "flatten": "Flatten",
 }
+
+
+def add(a, b):
+    """``a + b``, where what came before in the run is `a`."""
+    return a + b
+
+
+def radd(a, b):
+    """``b + a``, where what came before in the run is `a`."""
+    return b + a
+
+
+#: What stands for an addition in a run: ``a + b``, ``b + a`` or ``a += b``.
+ADDITIONS = add, radd, operator.iadd
+iadd = operator.iadd
+FUNCTION_KINDS.update(dict.fromkeys(ADDITIONS, "Add"))
 #: braze's functions by torch's of the same signature.
 FUNCTIONS = {
     getattr(torch.nn.functional, name): getattr(F, name)
@@ -100,22 +118,47 @@ def kind_of(link):
     return kind
 
 
-def runner(links):
-    """The function that runs such links as one, or None."""
+def runner(links, beside=()):
+    """The function that runs such links as one, or None.
+
+    Args:
+        beside: modules that run before the links do, and would run between them otherwise.
+    """
     if torch.nn.modules.module._has_any_global_hook():
         return None
+    for module in beside:
+        if not _is_quiet(module, links):
+            return None
     return RUNS.get(tuple([kind_of(link) for link in links]))
 
 
-def run(links, input):
+def run(links, input, *added):
     """The result of all links."""
-    return (runner(links) or one_by_one)(links, input)
+    return (runner(links) or one_by_one)(links, input, *added)
 
 
-def one_by_one(links, input):
+def one_by_one(links, input, *added):
     for link in reversed(links):
-        input = call(link, input)
+        is_addition = type(link) is tuple and link[0] in ADDITIONS
+        input = link[0](input, *added) if is_addition else call(link, input)
     return input
+
+
+_QUIET = "AvgPool2d", "BatchNorm2d", "Conv2d", "Linear", "MaxPool2d"
+
+
+def _is_quiet(module, links):
+    """Whether a module, or None, only computes: it changes nothing but its own buffers, runs no
+    code of the user's, and is none of the links."""
+    if module is None:
+        return True
+    kind = type(module)
+    kind = vars(kind).get("_class_before_convert", kind)
+    if kind in (torch.nn.Sequential, braze.nn.Sequential, torch.nn.Identity):
+        if hooks(module) or "forward" in module.__dict__:
+            return False
+        return all(_is_quiet(child, links) for child in module._modules.values())
+    return kind_of(module) in _QUIET and not any(link is module for link in links)
 
 
 def call(link, input):
@@ -268,6 +311,33 @@ def _block(links, input, then=None):
     return conv_bn_relu_max_pool2d(input, conv, bn, pool, memory_format)
 
 
+def _batch_norm_act(links, input, *added):
+    """Batch norm, an addition where there is one, and an activation where there is one."""
+    if (
+        not isinstance(input, torch.Tensor)
+        or input.dim() != 4
+        or not all(_goes_with(residual, input) for residual in added)
+    ):
+        return one_by_one(links, input, *added)
+    activation = "relu" if kind_of(links[0]) == "ReLU" else "identity"
+    return batch_norm_act(input, links[-1], *added, activation=activation)
+
+
+def _goes_with(residual, input):
+    """Whether an addition to a tensor like `input`, in place or not, gives one just like it."""
+    return (
+        isinstance(residual, torch.Tensor)
+        and residual.dtype == input.dtype
+        and residual.device == input.device
+        and residual.dim() == input.dim()
+        and is_channels_last(residual) == is_channels_last(input)
+        and all(
+            a is b or statically_known_true(a == b)
+            for a, b in zip(residual.shape, input.shape, strict=True)
+        )
+    )
+
+
 def _linear_relu(links, input):
     if not isinstance(input, torch.Tensor):
         return one_by_one(links, input)
@@ -317,8 +387,11 @@ def _block_flat_linear(links, input):
 
 _CONV = "ReLU", "BatchNorm2d", "Conv2d"
 _POOLED = "MaxPool2d", *_CONV
-#: What runs links of such kinds, outermost first. Each takes the links and the input.
+_NORM_RUNS = ("ReLU", "BatchNorm2d"), ("ReLU", "Add", "BatchNorm2d"), ("Add", "BatchNorm2d")
+#: What runs links of such kinds, outermost first. Each takes the links, the input, and what is
+#: added where there is an addition.
 RUNS = {
+    **dict.fromkeys(_NORM_RUNS, _batch_norm_act),
     _CONV: _block,
     _POOLED: _block,
     ("Linear", "Flatten", *_POOLED): _block_flat_linear,
@@ -334,4 +407,5 @@ BLOCKS = {
     _POOLED[::-1]: "ConvBnReLUMaxPool2d",
     _CONV[::-1]: "ConvBnReLU2d",
     ("Linear", "ReLU"): "LinearReLU",
+    **{kinds[::-1]: "BatchNormAct2d" for kinds in _NORM_RUNS},
 }

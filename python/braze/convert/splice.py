@@ -12,7 +12,7 @@ import inspect
 import types
 import typing
 
-from braze.convert import runs
+from braze.convert import additions, runs
 from braze.convert.chains import (
     FUNCTIONS,
     VARIABLE,
@@ -36,7 +36,8 @@ class Splices(typing.NamedTuple):
 
     Attributes:
         nested: runs within one expression: calls as (number, form), innermost first.
-        stated: runs over several statements: the statements, and the calls.
+        stated: runs over several statements: the statements, those that only lie between, and the
+            calls.
         loops: ``for`` statements that go through layers.
         functions: calls of functions that braze has.
         methods: calls of ``relu`` and ``relu_`` of what may be a tensor.
@@ -96,7 +97,7 @@ class _Analysis:
             self.open.pop()
 
 
-class _Function:
+class _Function(additions.Surroundings):
     """Looks through the code of one function."""
 
     def __init__(self, analysis, function, tree, has_self):
@@ -112,6 +113,7 @@ class _Function:
         if self.me in self.stores:
             self.me = None
         self.aliases = {}  # layers by the local variables that hold them
+        self.find_local(_declared(tree.node))
         self.parts = {name: [] for name in Splices._fields}
         self.runs, self.functions, self.taken = [], [], set()
 
@@ -119,7 +121,7 @@ class _Function:
         self._find_aliases()
         self._bodies(self.tree.node.body)
         for node in self._nodes(self.tree.node):
-            if isinstance(node, ast.Call):
+            if isinstance(node, (ast.Call, ast.BinOp)):
                 self._nested(node)
         for node in self._nodes(self.tree.node):
             if isinstance(node, ast.Call) and node.number not in self.taken:
@@ -206,11 +208,11 @@ class _Function:
         if not owners or len(owners) > 1:
             return None
         ((prefix, owner),) = owners
-        name = self._attribute_name(node)
+        name = self.attribute_name(node)
         child = child_of(owner, name)
         return None if child is None else ((f"{prefix}.{name}" if prefix else name, child),)
 
-    def _attribute_name(self, node):
+    def attribute_name(self, node):
         """The name of an attribute: Python spells private ones after the class."""
         name, kind = node.attr, (self.tree.class_name or "").lstrip("_")
         return f"_{kind}{name}" if kind and name[:2] == "__" != name[-2:] else name
@@ -239,8 +241,15 @@ class _Function:
 
     # Chains of links.
 
-    def link(self, node):
-        """A call as a link, and the expression that it is applied to; or (None, None)."""
+    def link(self, node, carried=None):
+        """A call or an addition as a link, and the expression that it is applied to; or (None,
+        None).
+
+        Args:
+            carried: the variable that holds what an earlier statement's chain has made, if any.
+        """
+        if additions.is_addition(node):
+            return self._addition(node, carried)
         if not isinstance(node, ast.Call) or any(isinstance(a, ast.Starred) for a in node.args):
             return None, None
         layers = self.layers(node.func)
@@ -255,6 +264,19 @@ class _Function:
             return None, None
         form = "method" if isinstance(function, str) else "function"
         return Link(node.number, form, kind, (), function_name(function)), input
+
+    def _addition(self, node, carried):
+        forms = ("iadd",) if isinstance(node, ast.AugAssign) else ("add", "radd")
+        for form in forms:
+            inner, added = additions.parts(node, form)
+            if isinstance(inner, ast.Name):
+                continues = inner.id == carried
+            else:
+                link, _ = self.link(inner)
+                continues = link is not None and link.kind == "BatchNorm2d"
+            if continues and self.may_be_added(added):
+                return Link(node.number, form, "Add", (), form.lstrip("ri")), inner
+        return None, None
 
     def _function(self, node):
         """The function of a call, or the name of the method; its settings as constants, or None;
@@ -273,14 +295,14 @@ class _Function:
         known = None not in named and not any(v is VARIABLE for v in (*values, *named.values()))
         return function, (values, named) if known else None, input
 
-    def chain(self, node):
+    def chain(self, node, carried=None):
         """The links of an expression, outermost first, and what they are applied to."""
         links = []
-        link, inner = self.link(node)
+        link, inner = self.link(node, carried)
         while link:
             links.append(link)
             node = inner
-            link, inner = self.link(node)
+            link, inner = self.link(node, carried)
         return links, node
 
     def _nested(self, node):
@@ -320,9 +342,12 @@ class _Function:
     def _statements(self, body):
         """Takes a run that begins in the first statement of a body and ends in a later one; how
         many statements it takes, or 0."""
-        links, owners, name = [], [], None
+        links, owners, name, between = [], [], None, []
         for at, statement in enumerate(body):
-            target, found, base, whole = self._value(statement)
+            if at and self.may_lie_between(statement, name):
+                between.append(at)
+                continue
+            target, found, base, whole = self._value(statement, name)
             if not found or (at and not self._continues(name, target, base, statement)):
                 break
             links += found[::-1]
@@ -336,7 +361,8 @@ class _Function:
                 run, count = links[start : start + length], owners[start + length - 1] + 1
                 self._take(run)
                 numbers = tuple(s.number for s in body[:count])
-                self.parts["stated"].append((numbers, calls_of(run)))
+                aside = tuple(body[i].number for i in between if i < count)
+                self.parts["stated"].append((numbers, aside, calls_of(run)))
                 # For where the statements run as they stand.
                 for form, part in (("function", "functions"), ("method", "methods")):
                     calls = [k.number for k in run if k.form == form and k.kind == "ReLU"]
@@ -344,10 +370,15 @@ class _Function:
                 return count
         return 0
 
-    def _value(self, statement):
+    def _value(self, statement, carried=None):
         """What a statement sets (a variable's name; None: it returns), the links of the chain that
         it evaluates first, outermost first, what they are applied to, and whether they are all."""
         target = None
+        if isinstance(statement, ast.AugAssign):
+            target = statement.target
+            if not isinstance(target, ast.Name) or target.id in self.tree.shared:
+                return None, [], None, False
+            return target.id, *self.chain(statement, carried), True
         if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
             target = statement.targets[0]
             if not isinstance(target, ast.Name) or target.id in self.tree.shared:
@@ -357,7 +388,7 @@ class _Function:
             return None, [], None, False
         node = statement.value
         while node is not None:
-            links, base = self.chain(node)
+            links, base = self.chain(node, carried)
             if links:
                 return target, links, base, node is statement.value
             node = self._evaluated_first(node)
@@ -381,7 +412,8 @@ class _Function:
         if not isinstance(base, ast.Name) or base.id != name or name in _declared(self.tree.node):
             return False
         nodes = (n for n in ast.walk(statement) if isinstance(n, ast.Name) and n.id == name)
-        if sum(isinstance(n.ctx, ast.Load) for n in nodes) != 1:
+        loads = sum(isinstance(n.ctx, ast.Load) for n in nodes)
+        if loads != (0 if isinstance(statement, ast.AugAssign) else 1):
             return False
         once = len(self.stores[name]) == 1 and len(self.loads[name]) == 1
         return target in (name, None) or once
@@ -442,7 +474,7 @@ class _Function:
         argument."""
         func, found, bound = node.func, None, False
         if isinstance(func, ast.Attribute) and self.me and self._is_me(func.value):
-            bound, name = True, self._attribute_name(func)
+            bound, name = True, self.attribute_name(func)
             if name in self.module.__dict__:
                 return None, False
             if not is_super(func.value):

@@ -5,6 +5,7 @@ from braze.nn import functional
 from braze.nn.modules import (
     AvgPool2d,
     BatchNorm2d,
+    BatchNormAct2d,
     Conv2d,
     ConvBnReLU2d,
     ConvBnReLUMaxPool2d,
@@ -23,6 +24,7 @@ from braze.nn.modules import (
 __all__ = [
     "AvgPool2d",
     "BatchNorm2d",
+    "BatchNormAct2d",
     "Conv2d",
     "ConvBnReLU2d",
     "ConvBnReLUMaxPool2d",

@@ -7,6 +7,7 @@ differentiation.
 """
 
 from braze._ops.batch_norm import batch_norm
+from braze._ops.batch_norm_act import batch_norm_act
 from braze._ops.conv2d import conv2d
 from braze._ops.cross_entropy import cross_entropy
 from braze._ops.fused import conv_bn_relu2d, conv_bn_relu_max_pool2d
@@ -20,6 +21,7 @@ from braze._ops.softmax import log_softmax, softmax
 __all__ = [
     "avg_pool2d",
     "batch_norm",
+    "batch_norm_act",
     "conv2d",
     "conv_bn_relu2d",
     "conv_bn_relu_max_pool2d",

@@ -68,6 +68,62 @@ class BatchNorm2d(torch.nn.BatchNorm2d):
         )
 
 
+def batch_norm_act(input, bn, residual=None, activation="identity", settings=()):
+    """:func:`braze.nn.functional.batch_norm_act` on the parameters, buffers and settings of a
+    layer."""
+    statistics = batch_norm_state(bn)
+    return F.batch_norm_act(
+        input,
+        statistics.mean,
+        statistics.var,
+        bn.weight,
+        bn.bias,
+        statistics.training,
+        bn.momentum,
+        bn.eps,
+        residual=residual,
+        activation=activation,
+        settings=settings,
+        num_batches_tracked=statistics.batches,
+    )
+
+
+class BatchNormAct2d(BatchNorm2d):
+    """Batch norm, an addition and an activation as one op:
+    :func:`braze.nn.functional.batch_norm_act`. State is ``torch.nn.BatchNorm2d``'s.
+
+    Args:
+        num_features, eps, momentum, affine, track_running_stats, device, dtype: as in
+            ``torch.nn.BatchNorm2d``.
+        activation, settings: as in :func:`braze.nn.functional.batch_norm_act`.
+    """
+
+    def __init__(
+        self,
+        num_features,
+        eps=1e-5,
+        momentum=0.1,
+        affine=True,
+        track_running_stats=True,
+        device=None,
+        dtype=None,
+        *,
+        activation="relu",
+        settings=(),
+    ):
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
+        self.activation, self.settings = activation, settings
+
+    def forward(self, input, residual=None):
+        """activation(batch_norm(input) + residual); without a residual nothing is added."""
+        self._check_input_dim(input)
+        return batch_norm_act(input, self, residual, self.activation, self.settings)
+
+    def extra_repr(self):
+        shown = ", ".join(map(repr, (self.activation, *self.settings)))
+        return f"{super().extra_repr()}, activation={shown}"
+
+
 class Conv2d(torch.nn.Conv2d):
     """``torch.nn.Conv2d`` on :func:`braze.nn.functional.conv2d`."""
 

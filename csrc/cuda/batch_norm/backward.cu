@@ -1,0 +1,115 @@
+// Batch norm's backward pass, with an activation and a residual: partial sums over parts of the
+// channels, a small kernel that merges them, which gives the parameters' gradients and what dx is
+// made with, and a pass that makes dx.
+#include "layout.cuh"
+
+namespace braze::cuda {
+namespace {
+
+template <typename A>
+__global__ void __launch_bounds__(kCoefficientThreads)
+    merge_grads_kernel(int64_t channels, const GradPartial<A>* partials, int splits, int64_t count,
+                       BackwardArgs args, GradCoefficients<A> results) {
+  wait_for_earlier_kernels();
+  for_each_channel(channels, [&](int64_t c) {
+    const BackwardCoefficients<A> k = merge_grads<A>(args, partials, splits, count, c, true);
+    if (threadIdx.x % 32 != 0) return;
+    // As the forward pass rounded it, where the value before the activation is made with it again.
+    const A* scale = static_cast<const A*>(args.statistics.scale);
+    results.by_grad[c] = scale ? scale[c] : k.by_grad;
+    results.by_input[c] = k.by_input;
+    results.offset[c] = k.offset;
+  });
+}
+
+// Returns how many partial results each channel has.
+template <typename T>
+int launch_sums(cudaStream_t s, const BatchNormShape& shape, const Activation& activation,
+                const GradSumsArgs<T>& args, GradPartial<acc_t<T>>* partials) {
+  int splits = 0;
+  with_smooth(activation, [&](auto smooth) {
+    constexpr bool kSmooth = decltype(smooth)::value;
+    with_layout<T>(
+        shape,
+        [&](auto width, const PlaneShape& planes, dim3 grid) {
+          splits = planes.splits;
+          plane_grad_sums_kernel<T, decltype(width)::value, kSmooth>
+              <<<grid, kPlaneThreads, 0, s>>>(args, planes, partials);
+        },
+        [&](auto width, int64_t rows, int64_t vectors) {
+          const RowPlan plan = plan_row_sums(rows, vectors);
+          splits = plan.parts;
+          row_grad_sums_kernel<T, decltype(width)::value, kSmooth>
+              <<<plan.grid(), plan.threads, 0, s>>>(args, plan, partials);
+        });
+  });
+  check_launch("batch_norm_backward");
+  return splits;
+}
+
+template <typename T>
+void launch_input_grad(cudaStream_t s, const BatchNormShape& shape, const Activation& activation,
+                       const InputGradArgs<T>& args) {
+  with_smooth(activation, [&](auto smooth) {
+    constexpr bool kSmooth = decltype(smooth)::value;
+    with_layout<T>(
+        shape,
+        [&](auto width, const PlaneShape& planes, dim3 grid) {
+          launch_early(plane_input_grad_kernel<T, decltype(width)::value, kSmooth>, grid,
+                       kPlaneThreads, 0, s, args, planes);
+        },
+        [&](auto width, int64_t rows, int64_t vectors) {
+          const RowPlan plan = plan_row_pass(rows, vectors);
+          launch_early(row_input_grad_kernel<T, decltype(width)::value, kSmooth>, plan.grid(),
+                       plan.threads, 0, s, args, plan);
+        });
+  });
+  check_launch("batch_norm_backward");
+}
+
+}  // namespace
+
+void batch_norm_backward(Stream stream, const BatchNormShape& shape, bool training, const void* dy,
+                         const void* x, const BatchNormTail& tail, const void* mask,
+                         const BatchNormAffine& affine, const BatchNormStatistics& statistics,
+                         const BatchNormGradients& gradients, void* workspace) {
+  const BatchNormGradients& d = gradients;
+  if (!d.x && !d.residual && !d.weight && !d.bias && !d.constant) return;
+  const cudaStream_t s = as_cuda(stream);
+  const bool has_sums = d.weight || d.bias || d.constant || training || d.residual;
+  dispatch(shape.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    using A = acc_t<T>;
+    auto* by_channel = static_cast<A*>(workspace);
+    const GradCoefficients<A> coefficients{by_channel, by_channel + shape.c,
+                                           by_channel + 2 * shape.c};
+    auto* partials =
+        reinterpret_cast<GradPartial<A>*>(static_cast<double*>(workspace) + 3 * shape.c);
+    int splits = 0;
+    if (has_sums) {
+      const GradSumsArgs<T> args{static_cast<const T*>(dy),
+                                 static_cast<const T*>(x),
+                                 mask ? nullptr : static_cast<const T*>(tail.residual),
+                                 static_cast<const uint8_t*>(mask),
+                                 static_cast<T*>(d.residual),
+                                 statistics,
+                                 ActivationArgs<A>(tail.activation)};
+      splits = launch_sums<T>(s, shape, tail.activation, args, partials);
+    }
+    const BackwardArgs merge{affine,     statistics,  d.weight, d.bias,
+                             d.constant, shape.dtype, training, has_sums};
+    launch_early(merge_grads_kernel<A>, coefficient_blocks(shape.c), kCoefficientThreads, 0, s,
+                 shape.c, partials, splits, shape.count(), merge, coefficients);
+    check_launch("batch_norm_backward");
+    if (!d.x) return;
+    // The gradient before the activation is known where it was kept.
+    const Activation activation = d.residual ? kIdentity : tail.activation;
+    const bool reads_x = training || !activation.identity();
+    launch_input_grad<T>(s, shape, activation,
+                         {static_cast<const T*>(d.residual ? d.residual : dy),
+                          reads_x ? static_cast<const T*>(x) : nullptr, static_cast<T*>(d.x),
+                          training, statistics, coefficients, ActivationArgs<A>(activation)});
+  });
+}
+
+}  // namespace braze::cuda

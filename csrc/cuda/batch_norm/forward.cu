@@ -1,0 +1,182 @@
+// Batch norm's forward pass, with an activation and a residual: one kernel reduces parts of the
+// channels into partial results in the workspace, a small one merges them, and one makes a pass
+// over the elements. There are no atomics and no counters to clear, and results are bitwise
+// repeatable.
+#include "launchers/common/registry.h"
+#include "layout.cuh"
+
+namespace braze::cuda {
+namespace {
+
+ForwardArgs forward_args(const BatchNormAffine& affine, const BatchNormBuffers& buffers, double eps,
+                         const BatchNormStatistics& statistics) {
+  return {affine,
+          buffers.mean,
+          buffers.var,
+          buffers.dtype,
+          buffers.batches,
+          !buffers.momentum,
+          buffers.momentum.value_or(0),
+          eps,
+          statistics};
+}
+
+template <typename A>
+__global__ void __launch_bounds__(kCoefficientThreads)
+    merge_moments_kernel(int64_t channels, const MomentsPartial* partials, int splits, double count,
+                         ForwardArgs args) {
+  wait_for_earlier_kernels();
+  for_each_channel(channels, [&](int64_t c) {
+    merge_parts<A>(args, partials + c * splits, splits, count, c,
+                   [](const MomentsPartial& p) { return p; });
+  });
+}
+
+template <typename A>
+__global__ void __launch_bounds__(kCoefficientThreads)
+    running_coefficients_kernel(int64_t channels, ForwardArgs args) {
+  wait_for_earlier_kernels();
+  const int64_t c = blockIdx.x * int64_t{kCoefficientThreads} + threadIdx.x;
+  if (c < channels) running_coefficients<A>(args, c);
+}
+
+// batches: to be counted up here, or nullptr.
+template <typename A>
+__global__ void __launch_bounds__(kCoefficientThreads)
+    given_moments_kernel(int64_t channels, ChannelMoments moments, double count, ForwardArgs args,
+                         int64_t* batches) {
+  // The next kernel's blocks come when the multiprocessors are free, and take all of them: at batch
+  // 64 of the MNIST step it takes 3.3 us then, and up to 5.2 where they gather beside the last ones
+  // of the convolution before.
+  settle_earlier_kernels();
+  if (batches && blockIdx.x == 0 && threadIdx.x == 0) ++*batches;
+  for_each_channel(channels, [&](int64_t c) {
+    merge_parts<A>(args, moments.data + c * moments.sets, moments.sets, count, c,
+                   [](const Moments& set) { return MomentsPartial{set.mean, set.m2, set.count}; });
+  });
+}
+
+__global__ void count_batch_kernel(int64_t* batches) { ++*batches; }
+
+void coefficients_of_moments(cudaStream_t s, const BatchNormShape& shape,
+                             const ChannelMoments& moments, const ForwardArgs& args,
+                             int64_t* batches) {
+  // Where every block reads the number of batches, none can count this one.
+  if (args.cumulative && batches) {
+    count_batch_kernel<<<1, 1, 0, s>>>(batches);
+    check_launch("batch_norm_coefficients");
+    batches = nullptr;
+  }
+  const auto kernel =
+      shape.dtype == DType::kFloat64 ? given_moments_kernel<double> : given_moments_kernel<float>;
+  launch_early(kernel, coefficient_blocks(shape.c), kCoefficientThreads, 0, s, shape.c, moments,
+               static_cast<double>(shape.count()), args, batches);
+  check_launch("batch_norm_coefficients");
+}
+
+// Returns how many partial results each channel has.
+int launch_moments(cudaStream_t s, const BatchNormShape& shape, const void* x,
+                   MomentsPartial* partials, int64_t* batches) {
+  int splits = 0;
+  dispatch(shape.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const T* in = static_cast<const T*>(x);
+    with_layout<T>(
+        shape,
+        [&](auto width, const PlaneShape& planes, dim3 grid) {
+          splits = planes.splits;
+          plane_moments_kernel<T, decltype(width)::value>
+              <<<grid, kPlaneThreads, 0, s>>>(in, planes, partials, batches);
+        },
+        [&](auto width, int64_t rows, int64_t vectors) {
+          const RowPlan plan = plan_row_sums(rows, vectors);
+          splits = plan.parts;
+          row_moments_kernel<T, decltype(width)::value>
+              <<<plan.grid(), plan.threads, 0, s>>>(in, plan, partials, batches);
+        });
+  });
+  check_launch("batch_norm_coefficients");
+  return splits;
+}
+
+const KernelEntry kPlanesEntry({"batch_norm", "planes", "float64 float32 bfloat16 float16",
+                                "sm_80+", true, "[n, c, inner]: several blocks per channel"});
+const KernelEntry kRowsEntry({"batch_norm", "rows", "float64 float32 bfloat16 float16", "sm_80+",
+                              true, "[n, inner, c]: a thread per vector of channels"});
+
+}  // namespace
+
+int64_t batch_norm_workspace_bytes(const BatchNormShape& shape) {
+  // The most parts that any vector width leads to, and, for the backward pass, three coefficients
+  // per channel; a gradient's partial result is no larger than the moments'.
+  const int64_t splits =
+      shape.channels_last ? sm_count() : ceil_div(int64_t{sm_count()} * kPlaneBlocksPerSm, shape.c);
+  return (std::min(shape.count(), splits) * sizeof(MomentsPartial) + 3 * sizeof(double)) * shape.c;
+}
+
+int64_t batch_norm_mask_bytes(const BatchNormShape& shape, const BatchNormTail& tail) {
+  if (!tail.residual || tail.activation.smooth() || tail.activation.identity()) return 0;
+  int64_t bytes = 0;
+  dispatch(shape.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    with_vectors<T>(shape.channels_last ? shape.c : shape.inner,
+                    [&](auto width) { bytes = shape.count() * shape.c / decltype(width)::value; });
+  });
+  return bytes;
+}
+
+void batch_norm_coefficients(Stream stream, const BatchNormShape& shape, bool training,
+                             const void* x, const ChannelMoments& moments,
+                             const BatchNormAffine& affine, const BatchNormBuffers& buffers,
+                             double eps, const BatchNormStatistics& statistics, void* workspace) {
+  const ForwardArgs args = forward_args(affine, buffers, eps, statistics);
+  const cudaStream_t s = as_cuda(stream);
+  const bool wide = shape.dtype == DType::kFloat64;
+  if (!training) {
+    const auto kernel =
+        wide ? running_coefficients_kernel<double> : running_coefficients_kernel<float>;
+    launch_early(kernel, static_cast<unsigned>(ceil_div(shape.c, kCoefficientThreads)),
+                 kCoefficientThreads, 0, s, shape.c, args);
+  } else if (moments.sets > 0) {
+    coefficients_of_moments(s, shape, moments, args, buffers.batches);
+  } else {
+    auto* partials = static_cast<MomentsPartial*>(workspace);
+    const int splits = launch_moments(s, shape, x, partials, buffers.batches);
+    const auto kernel = wide ? merge_moments_kernel<double> : merge_moments_kernel<float>;
+    launch_early(kernel, coefficient_blocks(shape.c), kCoefficientThreads, 0, s, shape.c, partials,
+                 splits, static_cast<double>(shape.count()), args);
+  }
+  check_launch("batch_norm_coefficients");
+}
+
+void batch_norm_apply(Stream stream, const BatchNormShape& shape, const void* x,
+                      const BatchNormTail& tail, const BatchNormStatistics& statistics, void* y,
+                      void* mask) {
+  const cudaStream_t s = as_cuda(stream);
+  dispatch(shape.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const ApplyArgs<T> args{static_cast<const T*>(x),
+                            static_cast<const T*>(tail.residual),
+                            static_cast<T*>(y),
+                            static_cast<uint8_t*>(mask),
+                            statistics,
+                            ActivationArgs<acc_t<T>>(tail.activation)};
+    with_smooth(tail.activation, [&](auto smooth) {
+      constexpr bool kSmooth = decltype(smooth)::value;
+      with_layout<T>(
+          shape,
+          [&](auto width, const PlaneShape& planes, dim3 grid) {
+            launch_early(plane_apply_kernel<T, decltype(width)::value, kSmooth>, grid,
+                         kPlaneThreads, 0, s, args, planes);
+          },
+          [&](auto width, int64_t rows, int64_t vectors) {
+            const RowPlan plan = plan_row_pass(rows, vectors);
+            launch_early(row_apply_kernel<T, decltype(width)::value, kSmooth>, plan.grid(),
+                         plan.threads, 0, s, args, plan);
+          });
+    });
+  });
+  check_launch("batch_norm_apply");
+}
+
+}  // namespace braze::cuda

@@ -1,0 +1,121 @@
+// batch_norm_act: activation(batch_norm(input) + residual), where there is a residual.
+#include "launchers/batch_norm.h"
+
+#include "ops/activation.h"
+#include "ops/batch_norm.h"
+
+namespace braze {
+namespace {
+
+void check_residual(const char* op, const std::optional<Tensor>& residual, const Tensor& input) {
+  if (!residual) return;
+  check_same_device(op, "residual", *residual, "input", input);
+  check_same_dtype(op, "residual", *residual, "input", input);
+  check_same_shape(op, "residual", *residual, "input", input);
+}
+
+std::tuple<Tensor, Tensor, Tensor> batch_norm_act(
+    const Tensor& input, const std::optional<Tensor>& residual, const std::optional<Tensor>& weight,
+    const std::optional<Tensor>& bias, const std::optional<Tensor>& running_mean,
+    const std::optional<Tensor>& running_var, const std::optional<Tensor>& num_batches_tracked,
+    bool training, std::optional<double> momentum, double eps, const std::string& activation,
+    double first, double second) {
+  const char* op = "batch_norm_act";
+  const BatchNormShape shape = batch_norm_shape(op, input);
+  const Norm norm{weight,   bias,     running_mean, running_var, num_batches_tracked,
+                  training, momentum, eps};
+  norm.check(op, shape, input);
+  check_residual(op, residual, input);
+  BatchNormTail tail{activation_of(op, activation, first, second), nullptr};
+  const DeviceContext context(input);
+  Tensor out = empty_like_input(shape, input);
+  if (input.numel() == 0) {  // as in torch, the buffers stay as they are
+    return {out, empty({0}, input, ScalarType::Byte),
+            zeros({4, shape.c}, input, statistics_type(input))};
+  }
+  const Tensor x = in_layout(shape, input);
+  std::optional<Tensor> r;
+  if (residual) r = in_layout(shape, *residual);
+  tail.residual = const_data(r);
+  Tensor mask = empty({dev::batch_norm_mask_bytes(shape, tail)}, input, ScalarType::Byte);
+  const Tensor statistics = empty_statistics(input);
+  const BatchNormStatistics results = statistics_of(statistics);
+  norm.coefficients(context, shape, x, {}, results);
+  dev::batch_norm_apply(context.stream(), shape, x.const_data_ptr(), tail, results,
+                        out.mutable_data_ptr(),
+                        mask.numel() > 0 ? mask.mutable_data_ptr() : nullptr);
+  return {out, mask, statistics};
+}
+
+// weight and bias: None, or their gradients come in their dtype. Those that are not wanted are
+// empty.
+std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_act_backward(
+    const Tensor& grad_output, const Tensor& input, const std::optional<Tensor>& residual,
+    const std::optional<Tensor>& weight, const std::optional<Tensor>& bias, const Tensor& mask,
+    const Tensor& statistics, bool training, const std::string& activation, double first,
+    double second, const std::vector<bool>& output_mask) {
+  const char* op = "batch_norm_act_backward";
+  const BatchNormShape shape = batch_norm_shape(op, input);
+  check_same_device(op, "grad_output", grad_output, "input", input);
+  check_same_dtype(op, "grad_output", grad_output, "input", input);
+  check_same_shape(op, "grad_output", grad_output, "input", input);
+  check_residual(op, residual, input);
+  check_channel_vector(op, "weight", weight, input);
+  check_channel_vector(op, "bias", bias, input);
+  check_pair(op, "weight", weight, "bias", bias);
+  check_statistics(op, statistics, input);
+  check_same_device(op, "mask", mask, "input", input);
+  BRAZE_CHECK(output_mask.size() == 4, op, ": expected output_mask of 4 entries, but got ",
+              output_mask.size());
+  BatchNormTail tail{activation_of(op, activation, first, second), nullptr};
+  const bool has_mask = mask.numel() > 0, has_residual = has_mask || residual;
+  if (has_mask) {
+    BatchNormTail masked = tail;
+    masked.residual = &mask;  // any: whether there is one decides
+    const int64_t bytes = dev::batch_norm_mask_bytes(shape, masked);
+    BRAZE_CHECK(
+        mask.scalar_type() == ScalarType::Byte && mask.is_contiguous() && mask.numel() == bytes, op,
+        ": expected a mask of ", bytes, " uint8 elements, but got shape ", shape_string(mask));
+  }
+  BRAZE_CHECK(has_residual || !output_mask[1], op, ": expected a residual to differentiate by");
+  const DeviceContext context(input);
+  const ScalarType type = weight ? weight->scalar_type()
+                          : bias ? bias->scalar_type()
+                                 : statistics_type(input);
+  const bool no_elements = input.numel() == 0;
+  const auto channels = [&](bool wanted) {
+    const std::vector<int64_t> sizes{wanted ? shape.c : 0};
+    return no_elements ? zeros(sizes, input, type) : empty(sizes, input, type);
+  };
+  const Tensor none = empty({0}, input);
+  Tensor grad_input = output_mask[0] ? empty_like_input(shape, input) : none;
+  Tensor grad_weight = channels(output_mask[2]), grad_bias = channels(output_mask[3]);
+  // Made in any case: the input's gradient is made of it.
+  Tensor grad_residual = has_residual ? empty_like_input(shape, input) : none;
+  const Tensor residual_result = output_mask[1] ? grad_residual : empty({0}, input);
+  if (no_elements) return {grad_input, residual_result, grad_weight, grad_bias};
+  const Tensor x = in_layout(shape, input), dy = in_layout(shape, grad_output);
+  std::optional<Tensor> r;
+  if (residual && !has_mask) r = in_layout(shape, *residual);
+  tail.residual = const_data(r);
+  const auto w = dense(weight);
+  const Workspace workspace(dev::batch_norm_workspace_bytes(shape), input);
+  const auto data = [](bool wanted, Tensor& t) { return wanted ? t.mutable_data_ptr() : nullptr; };
+  dev::batch_norm_backward(
+      context.stream(), shape, training, dy.const_data_ptr(), x.const_data_ptr(), tail,
+      has_mask ? mask.const_data_ptr() : nullptr,
+      {const_data(w), nullptr, dtype_of(op, "weight", grad_weight)}, statistics_of(statistics),
+      {data(output_mask[0], grad_input), data(has_residual, grad_residual),
+       data(output_mask[2], grad_weight), data(output_mask[3], grad_bias), nullptr},
+      workspace.data());
+  return {grad_input, residual_result, grad_weight, grad_bias};
+}
+
+}  // namespace
+
+BRAZE_IMPL(m) {
+  m.impl("batch_norm_act", TORCH_BOX(&batch_norm_act));
+  m.impl("batch_norm_act_backward", TORCH_BOX(&batch_norm_act_backward));
+}
+
+}  // namespace braze

@@ -1,0 +1,234 @@
+"""Batch norm, an addition and an activation as one op: public function, autograd Function, fake
+kernels. Kernels: csrc/cuda/batch_norm/."""
+
+import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from braze._ops._bilinear import masked
+from braze._ops._common import (
+    below_autograd,
+    eager,
+    eager_backward,
+    is_channels_last,
+    overwrite,
+    plain,
+    register,
+)
+from braze._ops.activation import Activation, in_torch, passed_back
+from braze._ops.activation import activation as activation_of
+from braze._ops.batch_norm import (
+    batch_norm_counting,
+    check_count,
+    check_settings,
+    empty_like_input,
+    gradients,
+    normalised,
+)
+
+_ops = torch.ops.braze
+_CLAMPS = "relu", "hardtanh"  # whose derivative is 0 or 1
+
+
+def _run(*args):
+    buffers, training = args[4:7], args[7]
+    return overwrite(buffers if training else (), _ops.batch_norm_act.default, *args)
+
+
+class BatchNormAct(torch.autograd.Function):
+    """Returns the result and what the backward needs of the forward, which is not differentiable:
+    a mask in the place of the residual, and what the input was normalised with."""
+
+    @staticmethod
+    def forward(
+        ctx, input, residual, weight, bias, mean, var, batches, training, momentum, eps,
+        activation, first, second
+    ):  # fmt: skip
+        act = activation, first, second
+        with below_autograd():
+            output, mask, statistics = _run(
+                input, residual, weight, bias, mean, var, batches, training, momentum, eps, *act
+            )
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(mask, statistics)
+        # The gradient does not depend on what an identity or a mask makes up for.
+        reads = residual is not None and activation != "identity" and mask.numel() == 0
+        kept = residual if reads else None
+        ctx.save_for_backward(input, kept, weight, bias, mask, statistics)
+        ctx.settings = training, *act
+        return output, mask, statistics
+
+    @staticmethod
+    def backward(ctx, grad_output, *_):
+        if grad_output is None:
+            return (None,) * 13
+        wanted = ctx.needs_input_grad[:4]
+        identity = ctx.settings[1] == "identity"
+        asked = (wanted[0], wanted[1] and not identity, *wanted[2:])
+        grads = _batch_norm_act_backward(grad_output, *ctx.saved_tensors, *ctx.settings, asked)
+        dx, dresidual, dweight, dbias = masked(grads, asked)
+        if identity and wanted[1]:
+            dresidual = grad_output
+        return dx, dresidual, dweight, dbias, *(None,) * 9
+
+
+def _open(mask, like):
+    """The mask's bits as a boolean tensor like `like`; they lie in its order in memory."""
+    width = like.numel() // mask.numel()
+    bits = mask.unsqueeze(-1) >> torch.arange(width, device=mask.device, dtype=mask.dtype) & 1
+    bits = bits.flatten().bool()
+    if is_channels_last(like):
+        n, c, h, w = like.shape
+        return bits.view(n, h, w, c).permute(0, 3, 1, 2)
+    return bits.view(like.shape)
+
+
+def _gradients(
+    grad_output, input, residual, weight, bias, mask, statistics, training, activation, first,
+    second, output_mask
+):  # fmt: skip
+    """The backward in torch's ops, to be differentiated by them."""
+    act = Activation(activation, first, second)
+    mean, rstd = statistics[:2]
+    if mask.numel() > 0:
+        g = grad_output.where(_open(mask, input), 0)
+    else:
+        v = normalised(input, weight, bias, mean, rstd, training)
+        if residual is not None:
+            v = v + residual.to(v.dtype)
+        g = passed_back(act, grad_output.to(v.dtype), v).to(grad_output.dtype)
+    dx, *d = gradients(g, input, weight, mean, rstd, training)
+    if weight is None and bias is not None:
+        d = [t.to(bias.dtype) for t in d]
+    return dx, g if residual is not None or mask.numel() > 0 else None, *d
+
+
+_batch_norm_act = eager(BatchNormAct, _run, tensors=7)
+_batch_norm_act_backward = eager_backward(
+    BatchNormAct, _ops.batch_norm_act_backward.default, 7, formula=_gradients
+)
+
+
+def _mask_bytes(input, residual, activation):
+    if residual is None or activation not in _CLAMPS or input.device.type != "cuda":
+        return 0
+    extent = input.shape[1]
+    inner = 1
+    for size in input.shape[2:]:
+        inner = inner * size
+    if not is_channels_last(input) and inner != 1:
+        extent = inner
+    width = 16 // input.element_size()
+    while extent % width != 0:
+        width //= 2
+    return input.numel() // width
+
+
+def _fake(input, residual, weight, bias, mean, var, batches, training, momentum, eps, activation, *_):
+    mask = input.new_empty(_mask_bytes(input, residual, activation), dtype=torch.uint8)
+    dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
+    return empty_like_input(input), mask, input.new_empty((4, input.shape[1]), dtype=dtype)
+
+
+def _fake_backward(
+    grad_output, input, residual, weight, bias, mask, statistics, training, activation, first,
+    second, output_mask
+):  # fmt: skip
+    like = statistics if weight is None and bias is None else bias if weight is None else weight
+    return (
+        *(empty_like_input(input) if w else input.new_empty(0) for w in output_mask[:2]),
+        *(
+            statistics.new_empty(input.shape[1] if w else 0, dtype=like.dtype)
+            for w in output_mask[2:]
+        ),
+    )
+
+
+register("batch_norm_act", fake=_fake, autograd=_batch_norm_act)
+register("batch_norm_act_backward", fake=_fake_backward, autograd=_batch_norm_act_backward)
+
+
+def _goes_with(residual, input):
+    """Whether what is added is a tensor of the result's shape and dtype."""
+    if residual is None:
+        return True
+    return (
+        residual.dtype == input.dtype
+        and residual.device == input.device
+        and residual.dim() == input.dim()
+        and all(
+            statically_known_true(a == b)
+            for a, b in zip(residual.shape, input.shape, strict=True)
+        )
+    )
+
+
+def batch_norm_act(
+    input,
+    running_mean,
+    running_var,
+    weight=None,
+    bias=None,
+    training=False,
+    momentum=0.1,
+    eps=1e-5,
+    *,
+    residual=None,
+    activation="relu",
+    settings=(),
+    num_batches_tracked=None,
+):
+    """``activation(batch_norm(input) + residual)`` as one op.
+
+    Forward, one pass takes the statistics and one does all the rest. Backward, one pass makes the
+    sums that the gradients need, and the residual's gradient; one makes the input's. What comes
+    before the activation is made again from `input`; where there is a residual, too, ReLU and
+    Hardtanh leave a bit per element in its place on a GPU, and the others keep the residual.
+
+    Args:
+        input: [N, C, ...]; float64, float32, bfloat16 or float16.
+        running_mean, running_var, weight, bias, training, momentum, eps: as in
+            :func:`braze.nn.functional.batch_norm`.
+        residual: what is added before the activation, or None. Of another shape or dtype than
+            `input` it is added by torch.
+        activation: by the name of ``torch.nn.functional``'s function: "identity" (no function
+            there), "relu", "relu6", "hardtanh", "leaky_relu", "silu", "gelu", "hardswish",
+            "hardsigmoid", "sigmoid", "tanh", "elu", "celu", "mish".
+        settings: those of the function, in its order: ``("tanh",)`` for gelu's approximation.
+        num_batches_tracked: an int64 tensor that training adds one to, or None; with
+            ``momentum=None`` the running statistics are the average over that many batches.
+
+    Returns:
+        What the functions return, in input's dtype and memory format (contiguous or
+        channels_last). Bitwise repeatable. Differentiable with respect to input, residual, weight
+        and bias; the second derivative and all further ones are made of torch's ops.
+
+    Raises:
+        As :func:`braze.nn.functional.batch_norm`; ValueError: an activation of another name.
+    """
+    act = activation_of(activation, *settings)
+    norm = weight, bias, training, momentum, eps, num_batches_tracked
+    tensors = residual, weight, bias, running_mean, running_var
+    if not plain(input, *tensors) or not _goes_with(residual, input):
+        output = batch_norm_counting(input, running_mean, running_var, *norm)
+        return in_torch(act, output if residual is None else output + residual)
+    if momentum is None and num_batches_tracked is None:
+        momentum = 0.0
+    if training:
+        check_count(input)
+    check_settings(running_mean, running_var, training, eps)
+    if num_batches_tracked is not None and training and input.numel() == 0:
+        num_batches_tracked.add_(1)
+    apply = _ops.batch_norm_act.default if torch.compiler.is_compiling() else _batch_norm_act
+    return apply(
+        input,
+        residual,
+        weight,
+        bias,
+        running_mean,
+        running_var,
+        num_batches_tracked,
+        training,
+        momentum,
+        eps,
+        *act,
+    )[0]
