@@ -104,8 +104,20 @@ def make_plain(device):
     return model, braze.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def graphs(step):
-    return [entry.graph for entry in step._entries.values() if entry.graph is not None]
+def entries(step):
+    """What there is for each kind of call that has been captured."""
+    return [entry for entry in step._graphs._entries.values() if entry.graph is not None]
+
+
+@contextlib.contextmanager
+def recorded_ops():
+    """A list that has, after the block, braze's ops in it: names, and the shapes of arguments."""
+    ops, activities = [], [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, record_shapes=True) as profile:
+        yield ops
+    for event in profile.events():
+        if event.name.startswith("braze::"):
+            ops.append((event.name.removeprefix("braze::"), event.input_shapes))
 
 
 def check(device, data, maker="braze SGD", **options):

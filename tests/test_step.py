@@ -13,7 +13,7 @@ from step_common import (
     assert_same,
     batches,
     check,
-    graphs,
+    entries,
     loss_fn,
     make,
     make_plain,
@@ -29,7 +29,7 @@ def test_equals_the_plain_loop(device, maker, options):
     settings = OPTIONS[options]
     step = check(device, batches(device, 4 * settings.get("accumulate", 1) + 2), maker, **settings)
     if device == "cuda":
-        assert len(graphs(step)) == settings.get("accumulate", 1)
+        assert len(entries(step)) == settings.get("accumulate", 1)
     assert ("max_grad_norm" in settings) == (step.grad_norm is not None)
 
 
@@ -59,7 +59,7 @@ def test_a_wrong_loop_is_rejected(device):
 
 def test_changing_shapes(device):
     step = check(device, batches(device, 12, sizes=(6, 6, 3)))
-    assert len(graphs(step)) == (2 if device == "cuda" else 0)
+    assert len(entries(step)) == (2 if device == "cuda" else 0)
     check(device, batches(device, 10, sizes=(6, 6, 6, 2)), accumulate=2)
 
 
@@ -87,7 +87,7 @@ def test_learning_rate_schedule(device, maker):
         losses = [torch.stack(results[i]) for i in (1, 3)]
         torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-5)
     if device == "cuda":
-        assert len(graphs(step)) == 1
+        assert len(entries(step)) == 1
 
 
 def test_changed_hyper_parameters_modes_and_frozen_parameters(device):

@@ -6,16 +6,18 @@ import pytest
 import torch
 
 import braze
-from braze._capture import HostState, Rates
+from braze.step import branches
+from braze.step.host_state import HostState
+from braze.step.rates import Rates
 from conftest import cuda_only
-from step_common import assert_same, batches, check, graphs, loss_fn, make, make_plain, plain_loop
+from step_common import assert_same, batches, check, entries, loss_fn, make, make_plain, plain_loop
 
 pytestmark = pytest.mark.usefixtures("deterministic")
 
 
 def test_losses_stay_when_their_buffer_is_full(device, monkeypatch):
     """A graph that has no place left for losses is captured anew; no loss is overwritten."""
-    monkeypatch.setattr("braze.step._LOSSES", 3)
+    monkeypatch.setattr(branches, "LOSSES", 3)
     check(device, batches(device, 12))
 
 
@@ -98,7 +100,7 @@ def test_what_cannot_be_captured(device, culprit, error, message):
     assert_same(*results)
     # Neither the generator nor the allocator believes that a capture is still going on.
     torch.nn.functional.dropout(torch.ones(5, device=device))
-    assert len(graphs(check(device, data))) == (device == "cuda")
+    assert len(entries(check(device, data))) == (device == "cuda")
 
 
 class CountsOnTheCPU(torch.optim.Optimizer):
@@ -149,9 +151,10 @@ def test_rates_stay_numbers_outside_a_capture(device):
     assert tensor == 0.25
     group["momentum"] = 0.5
     assert rates.key() != key
-    stock = Rates(torch.optim.SGD(model.parameters(), lr=0.1), torch.device(device))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    stock = Rates(optimizer, torch.device(device))
     key = stock.key()
-    stock._optimizer.param_groups[0]["lr"] = 0.2
+    optimizer.param_groups[0]["lr"] = 0.2
     assert stock.key() != key
 
 
