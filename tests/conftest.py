@@ -101,6 +101,14 @@ def _fixed_seed_and_settings(request, random_seed):
 
 
 @pytest.fixture
+def deterministic():
+    """Deterministic algorithms within the test."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
 def empty_tables(tmp_path):
     """No tuned choices in effect, and an empty cache of them."""
     with pytest.MonkeyPatch.context() as patch:

@@ -5,6 +5,7 @@ import contextlib
 import torch
 
 import braze
+from braze.data import DeviceLoader
 
 CALLS = 8  # two eager, one captured and replayed, the rest replayed
 MAKERS = {
@@ -101,3 +102,58 @@ def make_plain(device):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Flatten(), braze.nn.Linear(16, 5)).to(device)
     return model, braze.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def entries(step):
+    """What there is for each kind of call that has been captured."""
+    return [entry for entry in step._graphs._entries.values() if entry.graph is not None]
+
+
+@contextlib.contextmanager
+def recorded_ops():
+    """A list that has, after the block, braze's ops in it: names, and the shapes of arguments."""
+    ops, activities = [], [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, record_shapes=True) as profile:
+        yield ops
+    for event in profile.events():
+        if event.name.startswith("braze::"):
+            ops.append((event.name.removeprefix("braze::"), event.input_shapes))
+
+
+def check(device, data, maker="braze SGD", **options):
+    """Trains both ways and compares. Returns the step."""
+    model, optimizer = make(device, maker)
+    torch.manual_seed(2)
+    expected = plain_loop(model, optimizer, data, **options)
+    mine, optimizer = make(device, maker)
+    torch.manual_seed(2)
+    step = braze.TrainStep(mine, loss_fn, optimizer, **options)
+    losses = [step(x, y) for x, y in data]  # read only afterwards: each has to stay as it is
+    assert_same(mine, losses, model, expected)
+    return step
+
+
+def loader_for(device, **options):
+    generator = torch.Generator().manual_seed(3)
+    images = torch.randint(256, (20, 4, 4), dtype=torch.uint8, generator=generator)
+    labels = torch.randint(5, (20,), generator=generator)
+    return DeviceLoader(images, labels, 6, device=device, seed=5, mean=0.5, std=0.25, **options)
+
+
+def check_bound(device, make):
+    """Trains four epochs of a loader both ways and compares. Returns the step.
+
+    Args:
+        make: ``make(device)`` returns model and optimizer, the same each time.
+    """
+    model, optimizer = make(device)
+    torch.manual_seed(2)
+    loader, losses = loader_for(device), []
+    for _ in range(4):
+        losses += plain_loop(model, optimizer, loader)
+    mine, optimizer = make(device)
+    torch.manual_seed(2)
+    step = braze.TrainStep(mine, loss_fn, optimizer).bind(loader_for(device))
+    my_losses = [loss for _ in range(4) for loss in step.epoch()]
+    assert_same(mine, my_losses, model, losses)
+    return step

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as stock
 from hypothesis import strategies as st
-from test_matmul import cuda_kernels_of, hopper_only, majors, own_kernels
+from matmul_common import cuda_kernels_of, hopper_only, majors, own_kernels
 from torch.autograd import DeviceType
 
 from braze.testing import WAYS, mover

@@ -1,5 +1,6 @@
 """Every kernel of matmul that any device runs, by name: sizes around the tiles' edges, all ways
-that operands lie in memory, the epilogue, special values. The Hopper ones are in test_matmul.py."""
+that operands lie in memory, the epilogue, special values. The Hopper ones are in
+test_matmul_hopper.py."""
 
 import contextlib
 import itertools
@@ -7,7 +8,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as stock
-from test_matmul import own_kernels, strided
+from matmul_common import own_kernels, strided
 
 import braze
 from common import assert_by_rule
@@ -37,7 +38,7 @@ def rungs(device, dtype):
         kernel["name"]
         for kernel in own_kernels(device)
         if kernel["arch"] != "sm_90a"
-        # Sums of at least 64 products: test_matmul.py. One row or column, little depth:
+        # Sums of at least 64 products: test_matmul_accuracy.py. One row or column, little depth:
         # test_matmul_thin.py.
         and kernel["name"] not in ("mma_split", "gemv", "thin", "outer")
         and str(dtype).removeprefix("torch.") in kernel["dtypes"].split()

@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as stock
-from test_matmul import cuda_kernels_of
+from matmul_common import cuda_kernels_of
 from test_matmul_ladder import LAYOUTS, check, in_memory, running
 
 import braze

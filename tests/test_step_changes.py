@@ -10,12 +10,7 @@ import braze
 from braze.data import DeviceLoader
 from step_common import OPTIONS, assert_same, batches, loss_fn, make, make_plain, plain_loop
 
-
-@pytest.fixture(autouse=True)
-def _deterministic():
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("deterministic")
 
 
 def replace_a_layer(step):

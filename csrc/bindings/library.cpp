@@ -3,11 +3,6 @@
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(braze, m) {
-  // aside: gradients of parameters made beside the rest of a backward pass, during a capture. The
-  // current stream's; join_aside returns aliases of what was made since the last join
-  m.def("open_aside(Tensor device_of) -> bool");
-  m.def("join_aside(Tensor device_of, bool close) -> Tensor[]");
-
   // batch_norm
   m.def(
       "batch_norm(Tensor input, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, "
@@ -161,6 +156,12 @@ STABLE_TORCH_LIBRARY(braze, m) {
       "float momentum=0.0, float dampening=0.0, float weight_decay=0.0, bool nesterov=False, "
       "bool maximize=False, bool first_step=False, Tensor? lr_tensor=None, "
       "Tensor? grad_scale=None, Tensor? found_inf=None, Tensor? unwritten=None) -> ()");
+
+  // side_stream: gradients of parameters made concurrently with the rest of a backward pass, during
+  // a capture of the current stream. join_side_stream returns aliases of what was made since the
+  // last join
+  m.def("open_side_stream(Tensor device_of) -> bool");
+  m.def("join_side_stream(Tensor device_of, bool close) -> Tensor[]");
 
   // softmax
   m.def("softmax(Tensor input, int dim, ScalarType? dtype=None) -> Tensor");

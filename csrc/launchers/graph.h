@@ -30,18 +30,18 @@ class Fork {
   Stream main_, branch_;
 };
 
-// A branch that lasts for a whole backward pass; one at a time on a device. `main` is being
-// captured.
+// A branch that lasts for a whole backward pass, on a side stream; one at a time on a device.
+// `main` is being captured.
 //
 // Opens it; false where another capture has one.
-bool open_aside(Stream main);
+bool open_side_stream(Stream main);
 // Stores a stream for launches that need what `main` has been given so far; false where none is
 // open for `main`. urgent: their blocks take turns with those of braze.TrainStep's main stream,
 // which otherwise go first.
-bool fork_aside(Stream main, bool urgent, Stream* branch);
-// What `main` is given from now on waits for what the branch has been given.
-void join_aside(Stream main);
-void close_aside(Stream main);
+bool fork_side_stream(Stream main, bool urgent, Stream* branch);
+// What `main` is given from now on waits for what the side stream has been given.
+void join_side_stream(Stream main);
+void close_side_stream(Stream main);
 
 }  // namespace cuda
 #else
@@ -54,7 +54,7 @@ class Fork {
   void join() {}
 };
 
-inline bool fork_aside(Stream, bool, Stream*) { return false; }
+inline bool fork_side_stream(Stream, bool, Stream*) { return false; }
 
 }  // namespace cpu
 #endif

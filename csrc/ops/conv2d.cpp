@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "launchers/transpose.h"
-#include "ops/aside.h"
+#include "ops/side_stream.h"
 #include "ops/conv2d_decision.h"
 #include "ops/conv2d_measure.h"
 
@@ -144,7 +144,7 @@ Operand operand(Stream stream, const Tensor& t, bool channels_last, const Wish& 
 }
 
 // Where a weight's gradient is made while the main stream goes on: until join(), or, if it is small
-// and within braze::open_aside, beyond the op. A large one fills the device: there is nothing to
+// and a side stream is open, beyond the op. A large one fills the device: there is nothing to
 // gain (H200, 14 x 14 pixels: batch 64 4 us, 8192 a loss of 1 %). In 16 bits the input's gradient
 // is there so soon that the update would wait for the weight's, if that had only what the others
 // leave (batch 64 of the MNIST step: 69.1 us against 71.9; in TF32 77.7 against 76.7).
@@ -157,7 +157,7 @@ class Branch {
   // The branch's stream; it begins with what the main stream has been given so far.
   Stream begin() {
     Stream stream;
-    outlasts_ = is_small_ && dev::fork_aside(main_, is_urgent_, &stream);
+    outlasts_ = is_small_ && dev::fork_side_stream(main_, is_urgent_, &stream);
     return outlasts_ ? stream : fork_.emplace(main_).branch();
   }
   bool outlasts() const { return outlasts_; }
@@ -340,7 +340,7 @@ std::tuple<Tensor, Tensor, Tensor> conv2d_gradients(const Tensor& grad_output, c
       const Operand dw(grad_weight, channels_last);
       kept = run(stream, {Conv2dPass::kWgrad, shape, x.ref, dw.ref, dy.ref}, grad_weight,
                  std::nullopt, choice, nullptr, &branch);
-      if (branch.outlasts()) keep_aside({x.tensor, dy.tensor, kept.memory()}, {grad_weight});
+      if (branch.outlasts()) keep_until_join({x.tensor, dy.tensor, kept.memory()}, {grad_weight});
     }
   }
   if (output_mask[0]) {

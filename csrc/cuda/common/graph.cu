@@ -15,7 +15,7 @@ void check(cudaError_t error) {
   }
 }
 
-struct Side {
+struct SideStream {
   cudaStream_t stream = nullptr;
   cudaEvent_t forked = nullptr, joined = nullptr;
 
@@ -29,12 +29,12 @@ struct Side {
 };
 
 // This thread's for the current device.
-Side& side() {
-  thread_local std::vector<Side> sides;
+SideStream& fork_stream() {
+  thread_local std::vector<SideStream> streams;
   int device = 0;
   check(cudaGetDevice(&device));
-  if (sides.size() <= static_cast<size_t>(device)) sides.resize(device + 1);
-  Side& s = sides[device];
+  if (streams.size() <= static_cast<size_t>(device)) streams.resize(device + 1);
+  SideStream& s = streams[device];
   s.create(kBranchPriority);
   return s;
 }
@@ -46,20 +46,20 @@ void order(cudaStream_t from, cudaEvent_t event, cudaStream_t to) {
   cudaGetLastError();
 }
 
-struct Aside {
-  Side sides[2];  // the second one urgent
-  bool unjoined[2] = {};
+struct BackwardStreams {
+  SideStream streams[2];  // the second one urgent
+  bool pending[2] = {};   // whether it has been given what nobody has joined
   Stream main = nullptr;
   bool open = false;
 };
 
 // Of the current device: opened by one thread, used by autograd's.
-std::mutex aside_mutex;
-Aside& aside() {
-  static std::map<int, Aside> asides;
+std::mutex backward_mutex;
+BackwardStreams& backward_streams() {
+  static std::map<int, BackwardStreams> all;
   int device = 0;
   check(cudaGetDevice(&device));
-  return asides[device];
+  return all[device];
 }
 
 }  // namespace
@@ -68,7 +68,7 @@ Fork::Fork(Stream main) : main_(main), branch_(main) {
   cudaStreamCaptureStatus status;
   check(cudaStreamIsCapturing(as_cuda(main), &status));
   if (status != cudaStreamCaptureStatusActive) return;
-  Side& s = side();
+  SideStream& s = fork_stream();
   check(cudaEventRecord(s.forked, as_cuda(main)));
   check(cudaStreamWaitEvent(s.stream, s.forked));
   branch_ = s.stream;
@@ -77,48 +77,48 @@ Fork::Fork(Stream main) : main_(main), branch_(main) {
 void Fork::join() {
   if (branch_ == main_) return;
   branch_ = main_;
-  order(side().stream, side().joined, as_cuda(main_));
+  order(fork_stream().stream, fork_stream().joined, as_cuda(main_));
 }
 
-bool open_aside(Stream main) {
-  const std::lock_guard<std::mutex> lock(aside_mutex);
-  Aside& a = aside();
-  if (a.open) return false;
+bool open_side_stream(Stream main) {
+  const std::lock_guard<std::mutex> lock(backward_mutex);
+  BackwardStreams& b = backward_streams();
+  if (b.open) return false;
   for (int urgent = 0; urgent < 2; ++urgent)
-    a.sides[urgent].create(urgent ? kUrgentPriority : kBranchPriority);
-  a.main = main;
-  a.open = true;
+    b.streams[urgent].create(urgent ? kUrgentPriority : kBranchPriority);
+  b.main = main;
+  b.open = true;
   return true;
 }
 
-bool fork_aside(Stream main, bool urgent, Stream* branch) {
-  const std::lock_guard<std::mutex> lock(aside_mutex);
-  Aside& a = aside();
-  if (!a.open || a.main != main) return false;
-  const Side& side = a.sides[urgent];
+bool fork_side_stream(Stream main, bool urgent, Stream* branch) {
+  const std::lock_guard<std::mutex> lock(backward_mutex);
+  BackwardStreams& b = backward_streams();
+  if (!b.open || b.main != main) return false;
+  const SideStream& side = b.streams[urgent];
   check(cudaEventRecord(side.forked, as_cuda(main)));
   check(cudaStreamWaitEvent(side.stream, side.forked));
-  a.unjoined[urgent] = true;
+  b.pending[urgent] = true;
   *branch = side.stream;
   return true;
 }
 
-void join_aside(Stream main) {
-  const std::lock_guard<std::mutex> lock(aside_mutex);
-  Aside& a = aside();
-  if (a.main != main) return;
+void join_side_stream(Stream main) {
+  const std::lock_guard<std::mutex> lock(backward_mutex);
+  BackwardStreams& b = backward_streams();
+  if (b.main != main) return;
   for (int urgent = 0; urgent < 2; ++urgent) {
-    const Side& side = a.sides[urgent];
-    if (a.unjoined[urgent]) order(side.stream, side.joined, as_cuda(main));
-    a.unjoined[urgent] = false;
+    const SideStream& side = b.streams[urgent];
+    if (b.pending[urgent]) order(side.stream, side.joined, as_cuda(main));
+    b.pending[urgent] = false;
   }
 }
 
-void close_aside(Stream main) {
-  join_aside(main);
-  const std::lock_guard<std::mutex> lock(aside_mutex);
-  Aside& a = aside();
-  if (a.main == main) a.open = false;
+void close_side_stream(Stream main) {
+  join_side_stream(main);
+  const std::lock_guard<std::mutex> lock(backward_mutex);
+  BackwardStreams& b = backward_streams();
+  if (b.main == main) b.open = false;
 }
 
 }  // namespace braze::cuda

@@ -1,7 +1,6 @@
 """What every op's Python side shares: registration, autograd guard, autocast, argument checks."""
 
 import operator
-import threading
 
 import torch
 from torch._subclasses import FakeTensor
@@ -11,6 +10,7 @@ from torch.utils import flop_counter
 
 from braze import _lib
 from braze._nvtx import ranged
+from braze._step_scope import current
 
 _library = torch.library.Library("braze", "IMPL")
 _lib.define_missing_cuda_ops(_library)
@@ -216,21 +216,10 @@ def autocast_dtype(tensor):
     return torch.get_autocast_dtype(device)
 
 
-class _Current(threading.local):
-    casts = None
-    moments = None
-    ones = None
-
-
-#: `casts`, `moments`: the SharedCasts (cast.py) and GatheredMoments (gather.py) in whose scope this
-#: thread is, or None; `ones`: the tensors that backward will be given as the loss's gradient
-#: (cross_entropy.py), or None
-current = _Current()
-
-
 def _cast(tensor, dtype):
-    if current.casts is not None and not torch.compiler.is_compiling():
-        cast = current.casts.take(tensor, dtype)
+    scope = current.scope
+    if scope is not None and not torch.compiler.is_compiling():
+        cast = scope.cast_of(tensor, dtype)
         if cast is not None:
             return cast
     return tensor.to(dtype)

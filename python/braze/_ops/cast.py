@@ -1,13 +1,9 @@
-"""Casts of many tensors in one launch, and autocast's casts of a model's parameters made that way.
-Kernels: csrc/cuda/cast/."""
-
-import contextlib
+"""Casts of many tensors in one launch. Kernels: csrc/cuda/cast/."""
 
 import torch
 
-from braze import _aside
 from braze._nvtx import ranged
-from braze._ops._common import below_autograd, current, is_channels_last, register
+from braze._ops._common import below_autograd, register
 
 _op = torch.ops.braze.cast_.default
 
@@ -29,73 +25,6 @@ cast_ = ranged("cast", cast_)
 register("cast_", fake=lambda outputs, inputs: None, autograd=_autograd)
 
 
-class _Casts(torch.autograd.Function):
-    """Tensors of one dtype in another one."""
-
-    @staticmethod
-    def forward(ctx, dtype, *tensors):
-        ctx.dtype = tensors[0].dtype
-        ctx.set_materialize_grads(False)
-        return tuple(_cast(tensors, dtype))
-
-    @staticmethod
-    def backward(ctx, *grads):
-        present = [g for g in grads if g is not None]
-        aside = _aside.taking_casts(present)
-        if aside is not None and all(_is_dense(g) for g in present):
-            cast = [torch.empty_like(g, dtype=ctx.dtype) for g in present]
-            aside.cast_later(cast, present)
-        else:
-            _aside.join(present)
-            cast = _cast(present, ctx.dtype)
-        cast = iter(cast)
-        return None, *(None if g is None else next(cast) for g in grads)
-
-
-def _is_dense(t):
-    return t.is_contiguous() or is_channels_last(t)
-
-
-def _cast(tensors, dtype):
-    # A gradient may be a view with gaps, or of any strides.
-    tensors = [t if _is_dense(t) else t.contiguous() for t in tensors]
-    results = [torch.empty_like(t, dtype=dtype) for t in tensors]
-    if results:
-        cast_(results, tensors)
-    return results
-
-
 class SharedCasts:
-    """Learns in one forward pass which parameters autocast casts, and casts them together in the
-    next ones. The results are those of separate casts, bit for bit: where a parameter is used more
-    than once, the later uses cast it again, so that its gradients add up in its own dtype; so does
-    the first use of one that the forward pass has written to before."""
-
-    def __init__(self):
-        self._wanted = {}  # (id of a parameter, dtype) -> parameter
-        self._ready = {}
-
-    @contextlib.contextmanager
-    def active(self):
-        """The scope of a forward pass."""
-        outer, current.casts = current.casts, self
-        try:
-            together = {}
-            for (_, dtype), p in self._wanted.items():
-                together.setdefault((dtype, p.dtype, p.device), []).append(p)
-            for (dtype, _, _), parameters in together.items():
-                casts = _Casts.apply(dtype, *parameters)
-                for p, cast in zip(parameters, casts, strict=True):
-                    self._ready[id(p), dtype] = p._version, cast
-            yield
-        finally:
-            self._ready.clear()
-            current.casts = outer
-
-    def take(self, tensor, dtype):
-        """The cast parameter, or None where the caller has to cast."""
-        key = id(tensor), dtype
-        if key not in self._wanted and isinstance(tensor, torch.nn.Parameter):
-            self._wanted[key] = tensor
-        version, cast = self._ready.pop(key, (None, None))
-        return cast if cast is not None and version == tensor._version else None
+    """A name that pickles of a :class:`braze.TrainStep` of version 0.1.0 load; they make no use of
+    what it was."""

@@ -1,7 +1,6 @@
 """cross_entropy: public function, autograd Functions, fakes; check_errors. Kernels:
 csrc/cuda/cross_entropy/."""
 
-import contextlib
 import math
 
 import torch
@@ -9,7 +8,6 @@ import torch
 from braze._ops._common import (
     autocast_dtype,
     below_autograd,
-    current,
     derivatives,
     eager,
     plain,
@@ -31,6 +29,7 @@ from braze._ops._loss import (
     to_float32,
 )
 from braze._ops.softmax import log_softmax, softmax
+from braze._step_scope import current
 
 _ops = torch.ops.braze
 
@@ -40,7 +39,9 @@ class CrossEntropy(torch.autograd.Function):
     def forward(
         ctx, input, target, weight, reduction, ignore_index=-100, label_smoothing=0.0, dtype=None
     ):
-        ones = (current.ones or {}).get((dtype or input.dtype, input.device))
+        scope, ones = current.scope, None
+        if scope is not None:
+            ones = scope.unit_gradient(dtype or input.dtype, input.device)
         if reduction == NONE or target.requires_grad or torch.compiler.is_compiling():
             ones = None
         op = _ops.cross_entropy if ones is None else _ops.cross_entropy_with_grad
@@ -251,22 +252,6 @@ register(
     fake=_fake_cross_entropy_backward,
     autograd=_cross_entropy_backward,
 )
-
-
-@contextlib.contextmanager
-def expected_gradients(ones):
-    """In this block the loss makes its backward in advance, for a gradient that is one of these.
-
-    With any other gradient, backward does what it always does.
-
-    Args:
-        ones: scalars of 1 by (dtype, device), or None.
-    """
-    before, current.ones = current.ones, ones
-    try:
-        yield
-    finally:
-        current.ones = before
 
 
 def cross_entropy(

@@ -9,7 +9,6 @@ from braze._ops._common import (
     autocast_dtype,
     below_autograd,
     cast_to,
-    current,
     eager,
     eager_backward,
     is_channels_last,
@@ -24,6 +23,7 @@ from braze._ops.conv2d import geometry as conv2d_geometry
 from braze._ops.conv2d import gradients as conv2d_gradients
 from braze._ops.pool import max_pool2d
 from braze._ops.relu import relu
+from braze._step_scope import current
 
 _ops = torch.ops.braze
 # Height, width and input channels of the filters that the kernels have.
@@ -251,8 +251,9 @@ def _as_one_op(
         return op(*tensors, *buffers, list(padding), *norm)[0]
     moments = None
     # momentum=None counts batches where the moments are summed
-    if current.moments is not None and training and momentum is not None:
-        moments = current.moments.take(input, weight, padding)
+    scope = current.scope
+    if scope is not None and training and momentum is not None:
+        moments = scope.patch_moments(input, weight, padding)
     return _forward(*tensors, *buffers, list(padding), *norm, moments)[0]
 
 

@@ -1,13 +1,11 @@
 """The gather of a batch from a data set; used by braze.data.DeviceLoader. Kernels:
 csrc/cuda/gather/."""
 
-import contextlib
-
 import torch
 
 from braze import _lib
 from braze._nvtx import ranged
-from braze._ops._common import below_autograd, current, overwrite, register
+from braze._ops._common import below_autograd, overwrite, register
 
 _ops = torch.ops.braze
 _MOST_SETS = _lib.limits["patch_moment_sets"]
@@ -122,40 +120,9 @@ def gather_next(images, labels, order, position, scale, shift, batch, filters=()
         raise _as_torch_error(error) from None
 
 
-def _version(tensor):
-    return None if tensor.is_inference() else tensor._version
-
-
 class GatheredMoments:
-    """Learns in one forward pass that a fused block convolves the gathered batch as it is, and has
-    the moments of its patches made in the launch that gathers in the next ones. The results are
-    those of the block's own launch, bit for bit."""
-
-    def __init__(self):
-        self.filters = ()  # what gather_next() is to be asked for
-        self._batch = None  # images, their version, filters and the moments made for them
-
-    @contextlib.contextmanager
-    def active(self):
-        """The scope of a forward pass and of :meth:`gathered` before it."""
-        outer, current.moments = current.moments, self
-        try:
-            yield
-        finally:
-            self._batch = None
-            current.moments = outer
-
-    def gathered(self, images, moments, filters):
-        """The batch that is about to be used, and the moments, if any, made for `filters`."""
-        self._batch = images, _version(images), filters, moments
-
-    def take(self, input, weight, padding):
-        """The moments of the patches of `input` under the weight's filters, or None."""
-        images, version, made_for, moments = self._batch or (None,) * 4
-        if input is not images or _version(input) != version:
-            return None  # another tensor, or this one has been written to
-        self.filters = *weight.shape[2:], *padding
-        return moments if made_for == self.filters else None
+    """A name that pickles of a :class:`braze.TrainStep` of version 0.1.0 load; they make no use of
+    what it was."""
 
 
 gather_images = ranged("gather_images", gather_images)

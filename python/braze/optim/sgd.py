@@ -7,6 +7,7 @@ import torch
 
 from braze._ops._common import FLOAT_DTYPES
 from braze._ops.sgd import sgd_
+from braze._step_scope import current
 from braze.optim import _sharded
 
 _PLAIN = (torch.nn.Parameter, torch.Tensor)
@@ -51,8 +52,6 @@ class SGD(torch.optim.SGD):
 
     # GradScaler leaves unscaling and the check for infinities to step().
     _step_supports_amp_scaling = True
-    # What TrainStep leaves to step(): address of a gradient -> tensor of which it is to be a cast.
-    _sources = None
     # Parameter -> a tensor that is not 0 while its momentum buffer holds zeros in place of nothing:
     # a GradScaler may have the launch skip the first step, of which the host learns nothing. With
     # dampening zeros would not do. Not in `state`, which is torch's.
@@ -190,10 +189,11 @@ class SGD(torch.optim.SGD):
             else:
                 lr = lr.item()
         grad_scale = getattr(self, "grad_scale", None)
-        casts = (), ()
-        if self._sources:
-            cast = [g for g in grads if g.data_ptr() in self._sources]
-            casts = cast, [self._sources[g.data_ptr()] for g in cast]
+        casts, scope = ((), ()), current.scope
+        sources = None if scope is None else scope.sources_of(self)
+        if sources:
+            cast = [g for g in grads if g.data_ptr() in sources]
+            casts = cast, [sources[g.data_ptr()] for g in cast]
         found_inf = None if found_inf is None else found_inf.to(device)
         sgd_(
             params,

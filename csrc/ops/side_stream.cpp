@@ -1,4 +1,4 @@
-#include "ops/aside.h"
+#include "ops/side_stream.h"
 
 #include <map>
 #include <mutex>
@@ -15,13 +15,13 @@ std::mutex mutex;  // one thread opens and joins, autograd's launches
 std::map<int32_t, Record> records;
 
 #ifdef BRAZE_CUDA
-bool open_aside(const Tensor& device_of) {
-  return dev::open_aside(DeviceContext(device_of).stream());
+bool open_side_stream(const Tensor& device_of) {
+  return dev::open_side_stream(DeviceContext(device_of).stream());
 }
 
-std::vector<Tensor> join_aside(const Tensor& device_of, bool close) {
+std::vector<Tensor> join_side_stream(const Tensor& device_of, bool close) {
   const DeviceContext context(device_of);
-  (close ? dev::close_aside : dev::join_aside)(context.stream());
+  (close ? dev::close_side_stream : dev::join_side_stream)(context.stream());
   Record done;
   const std::lock_guard<std::mutex> lock(mutex);
   std::swap(done, records[device_of.get_device_index()]);
@@ -31,7 +31,7 @@ std::vector<Tensor> join_aside(const Tensor& device_of, bool close) {
 
 }  // namespace
 
-void keep_aside(const std::vector<Tensor>& read, const std::vector<Tensor>& made) {
+void keep_until_join(const std::vector<Tensor>& read, const std::vector<Tensor>& made) {
   const std::lock_guard<std::mutex> lock(mutex);
   Record& record = records[made.at(0).get_device_index()];
   record.read.insert(record.read.end(), read.begin(), read.end());
@@ -47,8 +47,8 @@ void keep_aside(const std::vector<Tensor>& read, const std::vector<Tensor>& made
 
 #ifdef BRAZE_CUDA
 BRAZE_IMPL(m) {
-  m.impl("open_aside", TORCH_BOX(&open_aside));
-  m.impl("join_aside", TORCH_BOX(&join_aside));
+  m.impl("open_side_stream", TORCH_BOX(&open_side_stream));
+  m.impl("join_side_stream", TORCH_BOX(&join_side_stream));
 }
 #endif
 

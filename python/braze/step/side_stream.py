@@ -1,7 +1,7 @@
-"""Gradients of parameters made beside the rest of a captured backward pass, or only by the update.
+"""Gradients of parameters made on a side stream of a captured backward pass, or only by the update.
 
 Nothing needs them earlier, so that the chain of the activations' gradients need not wait for them.
-C++: csrc/ops/aside.h.
+C++: csrc/ops/side_stream.h.
 """
 
 import contextlib
@@ -10,15 +10,15 @@ import torch
 
 _ops = torch.ops.braze
 
-_open = {}  # index of a device -> its Aside: autograd's threads look here too
+_open = {}  # index of a device -> its SideStream: autograd's threads look here too
 
 
-class Aside:
+class SideStream:
     """The scope of one backward pass that is being captured.
 
     Whoever reads such a gradient too early (a hook, a sum where a parameter is used twice) would
-    read it unfinished. So each has to arrive, as it was made, in a parameter's `grad` or at a
-    :func:`join`; where one does not, the capture is worth nothing.
+    read it unfinished. So each is pending until it arrives, as it was made, in a parameter's `grad`
+    or at a :func:`join`; where one does not, the capture is worth nothing.
 
     Args:
         takes_casts: whether the update will cast gradients from :attr:`sources`.
@@ -30,7 +30,7 @@ class Aside:
         self.sources = {}
         # Address -> version of a tensor that nobody has written, and what keeps the address from
         # becoming another tensor's.
-        self._missing, self._arrived = {}, []
+        self._pending, self._arrived = {}, []
 
     @contextlib.contextmanager
     def active(self, device_of, parameters):
@@ -42,7 +42,7 @@ class Aside:
         """
         device = device_of.device.index
         hooked = any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters)
-        if hooked or device in _open or not _ops.open_aside.default(device_of):
+        if hooked or device in _open or not _ops.open_side_stream.default(device_of):
             yield
             return
         _open[device] = self
@@ -61,22 +61,22 @@ class Aside:
                 continue  # nothing to cast, and no address of its own
             self.sources[g.data_ptr()] = source
             # Autograd takes a gradient over as it is where nobody else has the tensor.
-            self._missing[g.data_ptr()] = g._version, g.untyped_storage()
+            self._pending[g.data_ptr()] = g._version, g.untyped_storage()
 
     def all_arrived(self):
-        return not self._missing
+        return not self._pending
 
     def _join(self, device_of, close):
-        made = _ops.join_aside.default(device_of, close)
+        made = _ops.join_side_stream.default(device_of, close)
         # Deterministic algorithms fill a new tensor.
         filled = torch.utils.deterministic.fill_uninitialized_memory
         version = int(filled and torch.are_deterministic_algorithms_enabled())
-        self._missing.update((t.data_ptr(), (version, t)) for t in made)
+        self._pending.update((t.data_ptr(), (version, t)) for t in made)
 
     def _check(self, tensors):
         for t in tensors:
-            if t is not None and self._missing.get(t.data_ptr(), (-1,))[0] == t._version:
-                self._arrived.append(self._missing.pop(t.data_ptr()))
+            if t is not None and self._pending.get(t.data_ptr(), (-1,))[0] == t._version:
+                self._arrived.append(self._pending.pop(t.data_ptr()))
 
 
 def _open_for(gradients):
@@ -84,18 +84,18 @@ def _open_for(gradients):
 
 
 def taking_casts(gradients):
-    """The scope that takes the casts of these gradients, of one dtype, for later, or None: the
-    update's launch casts from one dtype only."""
-    aside = _open_for(gradients)
-    if aside is None or not aside.takes_casts:
+    """The :class:`SideStream` that takes the casts of these gradients, of one dtype, for later, or
+    None: the update's launch casts from one dtype only."""
+    side = _open_for(gradients)
+    if side is None or not side.takes_casts:
         return None
-    known = next(iter(aside.sources.values()), gradients[0])
-    return aside if known.dtype == gradients[0].dtype else None
+    known = next(iter(side.sources.values()), gradients[0])
+    return side if known.dtype == gradients[0].dtype else None
 
 
 def join(gradients):
     """Before gradients are read within a backward pass: waits for those that are not made yet."""
-    aside = _open_for(gradients)
-    if aside is not None:
-        aside._join(gradients[0], False)
-        aside._check(gradients)
+    side = _open_for(gradients)
+    if side is not None:
+        side._join(gradients[0], False)
+        side._check(gradients)

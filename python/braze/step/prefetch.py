@@ -1,4 +1,4 @@
-"""The batch of a captured step's next replay, gathered beside the step of this one."""
+"""The batch of a captured step's next replay, gathered while this one runs."""
 
 import math
 
@@ -6,6 +6,10 @@ import torch
 
 from braze._ops.cast import cast_
 
+#: Bytes of images in a batch that is gathered so. A larger one takes from the step before it as
+#: much time as it would take from its own (H200: batch 512 in bf16 5 us gained, batch 1024 nothing,
+#: in TF32 12 us lost).
+MAX_BYTES = 1 << 20
 _ALIGNMENT = 256  # bytes, as the allocator's
 
 
@@ -13,8 +17,8 @@ class Prefetch:
     """Two batches of one size: that of the coming replay, and the one behind it.
 
     Nothing in a step waits for its batch then, and the gather for nothing: it runs in a branch of
-    the graph. When nobody reads the old batch any more, the new one is copied to its place, beside
-    the update.
+    the graph. When nobody reads the old batch any more, the new one is copied to its place,
+    concurrently with the update.
 
     Args:
         loader: a :class:`braze.data.DeviceLoader`.

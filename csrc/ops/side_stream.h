@@ -1,0 +1,16 @@
+// Gradients of parameters made concurrently with the rest of a backward pass: nothing needs them
+// before the update. Within the scope that braze::open_side_stream begins, the ops that make them
+// launch on the stream of dev::fork_side_stream(), and braze::join_side_stream waits for it.
+#pragma once
+
+#include "launchers/graph.h"
+#include "ops/common.h"
+
+namespace braze {
+
+// What a side stream reads or works in stays allocated until the join, and what it makes is on
+// record as pending: whoever reads that earlier reads it unfinished. Undefined tensors may be among
+// `read`.
+void keep_until_join(const std::vector<Tensor>& read, const std::vector<Tensor>& made);
+
+}  // namespace braze

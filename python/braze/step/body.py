@@ -1,0 +1,155 @@
+"""The step itself: forward, backward and update, as they run eagerly and as they are recorded."""
+
+import contextlib
+
+import torch
+
+from braze._step_scope import StepScope
+from braze.step.batches import Batches
+from braze.step.casts import SharedCasts
+
+
+class Body:
+    """Runs one step, or one micro-step of an accumulation window.
+
+    Args:
+        parts: the step's :class:`braze.step.parts.StepParts`.
+    """
+
+    def __init__(self, parts):
+        self._parts = parts
+        self.batches = Batches(parts)
+        #: (parameter, gradient) as the last micro-step left them
+        self.window_grads = []
+        self._accumulated = {}  # parameter -> gradient, on a GPU with accumulate > 1
+        self._casts = SharedCasts()
+        self._ones = {}  # the gradient of the loss, for each dtype and device
+
+    def relearn(self):
+        """Forgets what earlier steps have taught it."""
+        self.batches.relearn()
+        self._casts = SharedCasts()
+
+    def keep_gradients_of(self, params):
+        """Forgets the gradients of parameters that are gone."""
+        kept = set(params)
+        self._accumulated = {p: grad for p, grad in self._accumulated.items() if p in kept}
+        self.window_grads = [(p, grad) for p, grad in self.window_grads if p in kept]
+
+    def run(self, batch, gather, first, last, branches=None):
+        """Forward and backward of one batch; the update if it is the window's last.
+
+        Args:
+            batch: the model's inputs and the target; with `gather` how many images of the loader.
+            first, last: whether it is the window's.
+            branches: of the graph, where the step is being captured.
+
+        Returns:
+            The loss, and the norm of the gradients or None.
+        """
+        parts = self._parts
+        _, losses, prefetch, side_stream = branches or (None,) * 4
+        for p in parts.params:
+            p.grad = None
+        if not first:
+            for p, grad in self.window_grads:
+                p.grad = grad
+        # A cast weight that an enclosing autocast remembers would be that of an earlier step.
+        torch.clear_autocast_cache()
+        with torch.enable_grad():
+            with self._autocast(), self._forward_scope():
+                if gather:
+                    batch = self.batches.gather(*batch, prefetch)
+                *inputs, target = batch
+                loss = parts.loss_fn(parts.model(*inputs), target)
+            scaled = loss / parts.accumulate if parts.accumulate > 1 else loss
+            if parts.scales():
+                scaled = parts.grad_scaler.scale(scaled)
+            if losses:
+                losses.keep(loss)
+            if prefetch:
+                prefetch.start()
+            with (
+                side_stream.active(scaled, parts.params)
+                if side_stream
+                else contextlib.nullcontext()
+            ):
+                scaled.backward(self._one_like(scaled))
+        if prefetch:
+            prefetch.finish()
+        torch.clear_autocast_cache()
+        if parts.accumulate > 1 and parts.device.type == "cuda":
+            self._accumulate()
+        norm = self._update(side_stream.sources if side_stream else None) if last else None
+        if branches:
+            # At the very end, where no kernel has to wait for it.
+            torch.cuda.current_stream(parts.device).wait_stream(branches.stream)
+        return loss.detach(), norm
+
+    @contextlib.contextmanager
+    def _forward_scope(self):
+        # The gradient that the loss will be given, where nothing comes between.
+        direct = self._parts.accumulate == 1 and not self._parts.scales()
+        casts, moments = self._casts, self.batches.moments
+        ones = self._ones if direct else None
+        with StepScope(casts=casts, moments=moments, unit_gradients=ones):
+            try:
+                casts.cast_together()
+                yield
+            finally:
+                casts.drop()
+                moments.drop()
+
+    def _one_like(self, loss):
+        """What backward() would fill a new tensor with in every step."""
+        if loss.dim() or not loss.is_floating_point():
+            return None  # for backward() to refuse
+        key = loss.dtype, loss.device
+        if key not in self._ones and not (
+            loss.is_cuda and torch.cuda.is_current_stream_capturing()
+        ):
+            self._ones[key] = torch.ones_like(loss)
+        return self._ones.get(key)
+
+    def _autocast(self):
+        autocast = self._parts.autocast
+        if autocast is None:
+            return contextlib.nullcontext()
+        if isinstance(autocast, torch.dtype):
+            return torch.autocast(self._parts.device.type, autocast)
+        return autocast
+
+    def _accumulate(self):
+        """Moves new gradients to where the window's other graphs find them."""
+        for p in self._parts.params:
+            if p.grad is None or p.grad is self._accumulated.get(p):
+                continue
+            if p not in self._accumulated:
+                if torch.cuda.is_current_stream_capturing():
+                    raise RuntimeError("a parameter gets its first gradient during the capture")
+                self._accumulated[p] = torch.empty_like(p.grad)
+            p.grad = self._accumulated[p].copy_(p.grad)
+
+    def _update(self, sources):
+        parts, norm = self._parts, None
+        if parts.max_grad_norm is not None:
+            if parts.scales():
+                parts.grad_scaler.unscale_(parts.optimizer)
+            norm = torch.nn.utils.clip_grad_norm_(parts.params, parts.max_grad_norm)
+        if parts.scales():
+            parts.grad_scaler.step(parts.optimizer)
+            parts.grad_scaler.update()
+        elif sources:
+            with StepScope(optimizer=parts.optimizer, sources=sources):
+                parts.optimizer.step()
+        else:
+            parts.optimizer.step()
+        return norm
+
+    def clean_scaler(self):
+        """Lets the scaler forget an update that an exception has cut short."""
+        parts = self._parts
+        if parts.scales():
+            parts.grad_scaler._per_optimizer_states.pop(id(parts.optimizer), None)
+            for name in ("grad_scale", "found_inf"):
+                parts.optimizer.__dict__.pop(name, None)

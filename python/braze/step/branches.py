@@ -1,0 +1,51 @@
+"""What a captured step does concurrently with the chain of its kernels, on branches of a graph."""
+
+from typing import NamedTuple
+
+import torch
+
+from braze.step.prefetch import Prefetch
+from braze.step.side_stream import SideStream
+
+#: replays whose losses a graph has room for; it is captured anew then, so that no loss is ever
+#: overwritten
+LOSSES = 1 << 19
+
+
+class Losses:
+    """Where a graph's replays leave their losses, each in a place of its own.
+
+    Copying the loss after each replay would make the GPU wait for two launches; the graph does it
+    concurrently with the backward pass, on the branch of `stream`.
+    """
+
+    def __init__(self, dtype, device, stream):
+        with torch.inference_mode(False):  # whose tensors could not be written outside of it
+            self._values = torch.empty(LOSSES, dtype=dtype, device=device)
+            self._place = torch.zeros(1, dtype=torch.int64, device=device)
+        self._stream = stream
+        self._count = 0
+
+    def full(self):
+        return self._count == len(self._values)
+
+    def keep(self, loss):
+        """Within a capture: copies `loss` on the branch, which has to be joined before it ends."""
+        self._stream.wait_stream(torch.cuda.current_stream(loss.device))
+        with torch.cuda.stream(self._stream):
+            self._values.index_copy_(0, self._place, loss.detach().reshape(1))
+            self._place.add_(1)
+
+    def next(self):
+        """The loss of a replay."""
+        self._count += 1
+        return self._values[self._count - 1]
+
+
+class Branches(NamedTuple):
+    """Of one graph."""
+
+    stream: torch.cuda.Stream  # of the branch of `losses` and `prefetch`
+    losses: Losses
+    prefetch: Prefetch | None
+    side_stream: SideStream | None  # of the gradients

@@ -1,0 +1,83 @@
+"""The hyper-parameters of a captured step: learning rates on the device, the rest frozen."""
+
+import contextlib
+
+import torch
+
+from braze.optim import SGD
+
+_NOT_READ_IN_A_STEP = ("params", "param_names", "initial_lr", "max_lr", "min_lr")
+
+
+class Rates:
+    """Learning rates on the device, so that a graph follows their changes.
+
+    The optimizer's groups keep their numbers, which schedulers and users change; only while a step
+    is captured a tensor stands in their place. Rates that the optimizer cannot read there are part
+    of :meth:`key`: a change needs another graph.
+    """
+
+    def __init__(self, optimizer, device):
+        self.device = device
+        self._optimizer = optimizer
+        self._held = {}  # index of the group, dtype -> [tensor, the number in it]
+
+    def _dtype(self, group):
+        if isinstance(group.get("lr"), torch.Tensor) or "lr" not in group:
+            return None
+        if isinstance(self._optimizer, SGD):
+            return torch.float64
+        # torch's optimizers compute with the unrounded number, but take float32 tensors only.
+        exact = torch.are_deterministic_algorithms_enabled()
+        follows = group.get("capturable") or group.get("fused")
+        return torch.float32 if follows and not exact else None
+
+    def key(self):
+        """The hyper-parameters that a graph freezes."""
+        frozen = []
+        for group in self._optimizer.param_groups:
+            lr_dtype = self._dtype(group)
+            for name, value in group.items():
+                if name == "lr" and lr_dtype is not None:
+                    frozen.append(lr_dtype)
+                elif name not in _NOT_READ_IN_A_STEP:
+                    frozen.append(_frozen(value))
+        return tuple(frozen)
+
+    @contextlib.contextmanager
+    def on_device(self):
+        """Groups hold tensors within this block."""
+        replaced = []
+        for index, group in enumerate(self._optimizer.param_groups):
+            dtype = self._dtype(group)
+            if dtype is not None:
+                number = group["lr"]
+                held = self._held.get((index, dtype))
+                if held is None:
+                    tensor = torch.full((), number, dtype=dtype, device=self.device)
+                    held = self._held[index, dtype] = [tensor, number]
+                replaced.append((group, number))
+                group["lr"] = held[0]
+        try:
+            yield
+        finally:
+            for group, number in replaced:
+                group["lr"] = number
+
+    def write(self):
+        """Brings the tensors up to date, before a replay."""
+        groups = self._optimizer.param_groups
+        for (index, _), held in self._held.items():
+            lr = groups[index]["lr"]
+            if not isinstance(lr, torch.Tensor) and held[1] != lr:
+                held[0].fill_(lr)
+                held[1] = lr
+
+
+def _frozen(value):
+    """A hashable stand-in: of a GPU tensor its place, of all else the value."""
+    if isinstance(value, torch.Tensor):
+        return value.data_ptr() if value.is_cuda else tuple(value.flatten().tolist())
+    if isinstance(value, dict):
+        value = list(value.items())
+    return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,178 @@
+"""Forwards made of random lines do what they did, whatever happens to the model afterwards."""
+
+import copy
+import importlib.util
+import random
+import textwrap
+
+import pytest
+import torch
+from convert_common import assert_same, call, state
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_convert_code import AssignsBuffers
+from torch import nn
+
+import braze
+
+# Forwards put together at random.
+
+LINES = [
+    # What may be fused.
+    "x = self.conv(x)",
+    "x = self.bn(x)",
+    "x = self.act(x)",
+    "x = F.relu(x)",
+    "x = torch.relu(x)",
+    "x = x.relu()",
+    "x = F.relu(self.bn(self.conv(x)), inplace=True)",
+    "y = self.conv(x)\ny = self.bn(y)\nx = self.act(y)",
+    "y = self.bn(self.conv(x))\nx = F.relu(y) * 2",
+    "y = self.conv(x)\nz = self.bn(y)\nx = F.relu(z) + y",
+    "x = F.max_pool2d(F.relu(self.bn(self.conv(x))), 3, stride=1, padding=1)",
+    "for layer in self.layers:\n    x = layer(x)",
+    "for conv, bn in zip(self.convs, self.bns):\n    x = F.relu(bn(conv(x)))",
+    "for i in range(2):\n    x = self.convs[i](x)\n    x = self.bns[i](x)\n    x = F.relu(x)",
+    "x = self.block(x)",
+    "x = self.helper(x)",
+    "x = helper(x)",
+    "x = super().tail(x)",
+    "conv = self.conv\nx = self.act(self.bn(conv(x)))",
+    # What does other things.
+    "self.count += 1",
+    "self.log.append(round(float(x.detach().sum()), 6))",
+    "print(tuple(x.shape))",
+    "self.rm = 0.9 * self.rm + 0.1 * x.detach().mean((0, 2, 3))",
+    "if self.count % 2:\n    x = x + 1",
+    "if x.detach().mean() > 0.3:\n    x = 0.5 - x",
+    "x = x * random.random()",
+    "x = F.dropout(x, 0.3, self.training)",
+    "with torch.no_grad():\n    y = self.bn(x)\n    x = x + F.relu(y)",
+    "try:\n    x = self.conv(x)\n    if self.count == 1:\n        raise ValueError\n"
+    "    x = F.relu(self.bn(x))\nexcept ValueError:\n    x = x * 2\nfinally:\n    self.count += 1",
+    "x = (lambda t: F.relu(self.bn(t)))(x)",
+    "def inner(t):\n    return F.relu(self.bn(self.conv(t)))\nx = inner(x)",
+    "x = [self.act(t) for t in (x, -x)][self.count % 2]",
+    "x += F.relu(self.bn(self.conv(x)))",
+    "GLOBAL.append(self.count)",
+    "self.bn.momentum = self.bn.momentum * 0.5",
+    "self.conv.weight.data = self.conv.weight.data * 0.9",
+    "self.act.inplace = not self.act.inplace",
+    "assert x.dim() == 4, 'not an image'",
+    "if (y := self.bn(x)).detach().mean() > -9:\n    x = F.relu(y)",
+    "x = self.act(self.bn(x)) if self.count < 2 else self.bn(x)",
+    "if self.count == 3:\n    raise KeyError(self.count)",
+    "x = getattr(self, 'conv')(x)",
+    "x = {'a': self.act}['a'](x)",
+    "self.seen.setdefault(type(x).__name__, []).append(isinstance(x, torch.Tensor))",
+    "return F.relu(self.bn(self.conv(x)))",
+    "del self.seen\nself.seen = {}",
+]
+HEAD = """
+import random
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+GLOBAL = []
+
+
+def helper(t):
+    t = F.relu(t)
+    return F.max_pool2d(t, 3, 1, 1)
+
+
+class Base(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.bn, self.act = nn.Conv2d(2, 2, 3, padding=1), nn.BatchNorm2d(2), nn.ReLU()
+        self.convs = nn.ModuleList([nn.Conv2d(2, 2, 1), nn.Conv2d(2, 2, 3, padding=1)])
+        self.bns = nn.ModuleList([nn.BatchNorm2d(2), nn.BatchNorm2d(2)])
+        self.layers = nn.ModuleList([nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2), nn.ReLU(), nn.Tanh()])
+        self.block = nn.Sequential(nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2), nn.ReLU())
+        self.register_buffer("rm", torch.zeros(2))
+        self.count, self.log, self.seen = 0, [], {}
+
+    def tail(self, x):
+        x = self.bn(self.conv(x))
+        return F.relu(x)
+
+
+class Net(Base):
+    def helper(self, x):
+        self.log.append(len(self.log))
+        return self.act(self.bn(self.conv(x)))
+
+    def tail(self, x):
+        return -x
+
+    def forward(self, x):
+"""
+AFTERWARDS = [
+    lambda m: None,
+    lambda m: m.eval(),
+    lambda m: m.bn.register_forward_hook(lambda module, args, y: y * 2),
+    lambda m: setattr(m, "act", nn.Tanh()),
+    lambda m: m.layers.append(nn.ReLU()),
+    lambda m: setattr(m.conv, "padding_mode", "reflect"),
+    lambda m: setattr(m.bns, "0", nn.Identity()),
+]
+
+
+def attributes(model):
+    return list(model.state_dict().values()), model.count, model.log, model.seen
+
+
+def gradients(model, result):
+    """Of all parameters, or the type of the error."""
+    if not isinstance(result, torch.Tensor) or not result.requires_grad:
+        return None
+    weight = torch.linspace(0, 1, result.numel(), dtype=result.dtype).view_as(result)
+    try:
+        return torch.autograd.grad(result, list(model.parameters()), weight, allow_unused=True)
+    except RuntimeError as error:
+        return type(error)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lines=st.lists(st.sampled_from(LINES), min_size=1, max_size=7),
+    afterwards=st.sampled_from(AFTERWARDS),
+)
+def test_any_forward(tmp_path_factory, lines, afterwards):
+    body = "\n".join([*lines, "return x"])
+    path = tmp_path_factory.mktemp("forward") / "net.py"
+    path.write_text(HEAD + textwrap.indent(body, " " * 8) + "\n")
+    spec = importlib.util.spec_from_file_location("net", path)
+    net = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(net)
+    torch.manual_seed(0)
+    original = net.Net().double()
+    model = copy.deepcopy(original)
+    report = braze.convert_report(braze.convert(model))
+    assert not report.left_alone or str(report.left_alone[0]).endswith("braze has no such layer")
+    for i in range(4):
+        if i == 2:
+            afterwards(model)
+            afterwards(original)
+        x = torch.randn(2, 2, 5, 4, dtype=torch.float64)
+        results = []
+        for m in (model, original):
+            random.seed(i)
+            net.GLOBAL.clear()
+            result, *rest = call(m, x.clone())
+            results.append((result, rest, list(net.GLOBAL), random.random(), attributes(m)))
+            results[-1] += (gradients(m, result),)
+        ours, theirs = results
+        assert_same(ours, theirs, rtol=1e-6, atol=1e-8)
+
+
+def test_any_forward_can_fail(tmp_path):
+    """The comparison above rejects a conversion that drops an effect."""
+    original = AssignsBuffers()
+    model = braze.convert(copy.deepcopy(original))
+    type(model).forward = lambda self, x: self.block(x)
+    x = torch.randn(3, 4)
+    assert_same(call(model, x)[0], call(original, x)[0])
+    with pytest.raises(AssertionError):
+        assert_same(state(model), state(original))

@@ -1,0 +1,185 @@
+"""Gradients and casts that a captured braze.TrainStep moves: the numbers stay."""
+
+import copy
+
+import pytest
+import torch
+
+import braze
+from step_common import CALLS, assert_same, batches, loss_fn, plain_loop, recorded_ops
+
+pytestmark = pytest.mark.usefixtures("deterministic")
+
+
+class EarlyReader(torch.nn.Module):
+    """A convolution whose weight's gradient is not just what the op made: it is summed, scaled, or
+    watched by a hook."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.conv = braze.nn.Conv2d(4, 4, 3, padding=1)
+        self.last = braze.nn.Linear(64, 5)
+        self.how = how
+        self.forwards = 0  # that were not replays
+        if how == "scaled":
+            self.scale = torch.nn.Parameter(torch.tensor(0.5))
+        if how == "hooked":
+            self.conv.weight.register_hook(lambda grad: grad * 2)
+
+    def forward(self, x):
+        self.forwards += 1
+        x = x.expand(-1, 4, -1, -1).contiguous()
+        if self.how == "scaled":
+            weight = self.conv.weight * self.scale
+            x = braze.nn.functional.conv2d(x, weight, self.conv.bias, padding=1)
+        else:
+            x = self.conv(x)
+        return self.last((self.conv(x) if self.how == "twice" else x).flatten(1))
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+@pytest.mark.parametrize("how", ["plain", "twice", "scaled", "hooked"])
+def test_gradients_on_a_side_stream(device, how, autocast):
+    """A weight's gradient may be made on a branch of the graph, unless something reads it in the
+    backward pass: a hook, which is seen before, or a sum, which has the step captured again."""
+    results = []
+    for captured in (False, True):
+        torch.manual_seed(0)
+        model = EarlyReader(how).to(device)
+        optimizer = braze.optim.SGD(model.parameters(), lr=0.1)
+        data = batches(device)
+        if captured:
+            step = braze.TrainStep(model, loss_fn, optimizer, autocast=autocast)
+            with recorded_ops() as ops:
+                losses = [step(x, y) for x, y in data]
+        else:
+            losses = plain_loop(model, optimizer, data, autocast=autocast)
+        results.append((model, losses))
+    assert_same(*results[0], *results[1])
+    opened = [name for name, _ in ops].count("open_side_stream")
+    if device == "cuda":
+        assert opened == (how != "hooked")
+        assert model.forwards == 2 + 1 + (how in ("twice", "scaled"))
+    else:
+        assert opened == 0
+        assert model.forwards == CALLS
+
+
+def read_gradients(optimizer, *_):
+    parameters = optimizer.param_groups[0]["params"]
+    optimizer.largest = torch.stack([p.grad.abs().max() for p in parameters]).max()
+
+
+class ReadingSGD(braze.optim.SGD):
+    def step(self):
+        read_gradients(self)
+        super().step()
+
+
+class TwoDtypes(EarlyReader):
+    """Autocast to one dtype inside autocast to another; and a parameter without elements."""
+
+    def __init__(self):
+        super().__init__("plain")
+        self.empty = braze.nn.Linear(0, 5)
+
+    def forward(self, x):
+        y = self.empty(x.new_empty(len(x), 0))
+        with torch.autocast(x.device.type, torch.float16):
+            return super().forward(x) + y
+
+
+@pytest.mark.parametrize("how", ["plain", "two dtypes", "hook", "subclass", "not owned"])
+def test_gradients_cast_by_the_update(device, how):
+    """Autocast's gradients are cast in the update's launch where nothing reads them before."""
+    results, seen = [], []
+    for captured in (False, True):
+        torch.manual_seed(0)
+        model = (TwoDtypes() if how == "two dtypes" else EarlyReader("plain")).to(device)
+        owned = model.conv.parameters() if how == "not owned" else model.parameters()
+        optimizer = (ReadingSGD if how == "subclass" else braze.optim.SGD)(owned, lr=0.1)
+        if how == "hook":
+            optimizer.register_step_pre_hook(read_gradients)
+        data = batches(device)
+        if captured:
+            step = braze.TrainStep(model, loss_fn, optimizer, autocast=torch.bfloat16)
+            losses = [step(x, y) for x, y in data[:2]]
+            with recorded_ops() as ops:
+                losses.append(step(*data[2]))  # captures
+            losses += [step(x, y) for x, y in data[3:]]
+        else:
+            losses = plain_loop(model, optimizer, data, autocast=torch.bfloat16)
+        results.append((model, losses))
+        seen.append([float(getattr(optimizer, "largest", 0))])
+        if captured and how != "not owned":
+            seen[-1] += [p.grad.abs().sum().item() for p in model.parameters()]
+    assert_same(*results[0], *results[1])
+    assert seen[0][0] == seen[1][0]
+    assert all(value == value for value in seen[1])  # the gradients are there, not NaN
+    # For each dtype one launch forward, and one backward; the update takes the casts of one dtype.
+    launches = 4 if how == "two dtypes" else 2
+    launches -= device == "cuda" and how in ("plain", "two dtypes")
+    assert [name for name, _ in ops].count("cast_") == launches
+
+
+class Tied(torch.nn.Module):
+    """A layer used twice, one used once, and one that autocast leaves alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.twice, self.once = braze.nn.Linear(6, 6), braze.nn.Linear(6, 3)
+        self.norm = torch.nn.LayerNorm(6)
+
+    def forward(self, x):
+        return self.once(self.norm(self.twice(self.twice(x))))
+
+
+def test_parameters_are_cast_together(device):
+    """Autocast's casts share a launch, and give what separate casts give."""
+    torch.manual_seed(0)
+    model = Tied().to(device)
+    plain = copy.deepcopy(model)
+    loss_fn = braze.nn.CrossEntropyLoss()
+    step = braze.TrainStep(
+        model, loss_fn, braze.optim.SGD(model.parameters(), lr=0.1), autocast=torch.bfloat16
+    )
+    optimizer = braze.optim.SGD(plain.parameters(), lr=0.1)
+    x, target = torch.randn(8, 6, device=device), torch.randint(3, (8,), device=device)
+    for _ in range(4):
+        with recorded_ops() as ops:
+            loss = step(x, target)
+        with torch.autocast(device, torch.bfloat16):
+            expected = loss_fn(plain(x), target)
+        expected.backward()
+        assert torch.equal(loss, expected)
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(p.grad, q.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+    if device == "cpu":  # a captured step calls nothing
+        assert [name for name, _ in ops].count("cast_") == 2
+
+
+class Clamping(torch.nn.Module):
+    """Changes a parameter in its forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = braze.nn.Linear(6, 3)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.linear.weight.clamp_(-0.1, 0.1)
+        return self.linear(x)
+
+
+def test_a_parameter_changed_before_its_cast_is_used(device):
+    torch.manual_seed(0)
+    model = Clamping().to(device)
+    plain = copy.deepcopy(model)
+    data = [(torch.randn(8, 6, device=device), torch.randint(3, (8,), device=device))] * 5
+    optimizers = [braze.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
+    step = braze.TrainStep(model, loss_fn, optimizers[0], autocast=torch.bfloat16)
+    results = [step(*batch) for batch in data]
+    expected = plain_loop(plain, optimizers[1], data, autocast=torch.bfloat16)
+    assert_same(model, results, plain, expected)
