@@ -3,6 +3,8 @@
 #include "exports.h"
 
 #include <algorithm>
+#include <cstring>
+#include <type_traits>
 
 #include "launchers/common/registry.h"
 #include "ops/plan_cache.h"
@@ -12,6 +14,31 @@
 
 #include "libraries/libraries.h"
 #endif
+
+namespace {
+
+braze::TunedProducts& products() { return braze::tuned_products; }
+braze::TunedConvolutions& convolutions() { return braze::tuned_convolutions; }
+
+template <auto table>
+const BrazeTuning* tuning_of() {
+  using Problem = typename std::decay_t<decltype(table())>::Problem;
+  static const BrazeTuning tuning{
+      std::tuple_size_v<Problem>,
+      [](const int64_t* words, const char* choice, int measured) {
+        Problem problem;
+        std::copy_n(words, problem.size(), problem.begin());
+        table().set(problem, choice, measured != 0);
+      },
+      [] { table().clear(); },
+      [](braze::VisitChoice* visit, void* state) { table().for_each_choice(visit, state); },
+      [](int on) { table().record(on != 0); },
+      [](braze::VisitProblem* visit, void* state) { table().for_each_recorded(visit, state); },
+  };
+  return &tuning;
+}
+
+}  // namespace
 
 extern "C" {
 
@@ -23,19 +50,10 @@ BRAZE_EXPORT const braze::KernelInfo* braze_kernel_info(int i) {
 
 BRAZE_EXPORT int64_t braze_plans_made() { return braze::plans_made; }
 
-BRAZE_EXPORT const BrazeTuning* braze_tuning() {
-  static const BrazeTuning tuning{
-      [](const int64_t* words, const char* choice, int measured) {
-        braze::Product product;
-        std::copy_n(words, product.size(), product.begin());
-        braze::set_tuned_choice(product, choice, measured != 0);
-      },
-      [] { braze::clear_tuned_choices(); },
-      [](braze::VisitChoice* visit, void* state) { braze::for_each_choice(visit, state); },
-      [](int on) { braze::record_products(on != 0); },
-      [](braze::VisitProduct* visit, void* state) { braze::for_each_recorded(visit, state); },
-  };
-  return &tuning;
+// Of "matmul" or "conv2d"; nullptr for other ops.
+BRAZE_EXPORT const BrazeTuning* braze_tuning(const char* op) {
+  if (std::strcmp(op, "matmul") == 0) return tuning_of<products>();
+  return std::strcmp(op, "conv2d") == 0 ? tuning_of<convolutions>() : nullptr;
 }
 
 #ifdef BRAZE_CUDA

@@ -15,13 +15,14 @@ struct BrazeDeviceAttributes {
   int64_t shared_bytes_per_block;
 };
 
-// ops/tuned.h for Python. `product` points to the words of a braze::Product.
+// A table of ops/tuned.h for Python. `problem` points to as many words as its problems have.
 struct BrazeTuning {
-  void (*set)(const int64_t* product, const char* choice, int measured);
+  int words;
+  void (*set)(const int64_t* problem, const char* choice, int measured);
   void (*clear)();
   void (*for_each)(braze::VisitChoice* visit, void* state);
   void (*record)(int on);
-  void (*for_each_recorded)(braze::VisitProduct* visit, void* state);
+  void (*for_each_recorded)(braze::VisitProblem* visit, void* state);
 };
 
 struct BrazeVendorLibrary {

@@ -7,6 +7,7 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "exports.h"
 #include "launchers/common/registry.h"
@@ -79,44 +80,70 @@ class Library {
     return d;
   }
 
-  void set_tuned(const braze::Product& product, const std::string& choice, bool measured) const {
-    tuning().set(product.data(), choice.c_str(), measured);
+  // op: "matmul" or "conv2d". problem: the words of its Problem in ops/tuned.h.
+  void set_tuned(const std::string& op, const std::vector<int64_t>& problem,
+                 const std::string& choice, bool measured) const {
+    const BrazeTuning& table = tuning(op);
+    if (problem.size() != static_cast<size_t>(table.words)) {
+      throw std::invalid_argument(op + ": expected a problem of " + std::to_string(table.words) +
+                                  " words, but got " + std::to_string(problem.size()));
+    }
+    table.set(problem.data(), choice.c_str(), measured);
   }
 
-  void clear_tuned() const { tuning().clear(); }
+  void clear_tuned() const {
+    for (const char* op : kTunedOps) tuning(op).clear();
+  }
 
-  // Tuples (product, choice, measured).
-  py::list tuned() const {
-    py::list result;
-    const auto append = [](void* list, const int64_t* words, const char* choice, int measured) {
-      static_cast<py::list*>(list)->append(
-          py::make_tuple(product_of(words), choice, measured != 0));
+  // Tuples (problem, choice, measured).
+  py::list tuned(const std::string& op) const {
+    const BrazeTuning& table = tuning(op);
+    Found found{table.words, py::list()};
+    const auto append = [](void* state, const int64_t* words, const char* choice, int measured) {
+      Found& into = *static_cast<Found*>(state);
+      into.list.append(py::make_tuple(into.tuple(words), choice, measured != 0));
     };
-    tuning().for_each(append, &result);
-    return result;
+    table.for_each(append, &found);
+    return found.list;
   }
 
   // How often this library has planned: not for problems that it had seen before.
   int64_t plans_made() const { return symbol<int64_t()>("braze_plans_made")(); }
 
-  void record(bool on) const { tuning().record(on); }
+  void record(bool on) const {
+    for (const char* op : kTunedOps) tuning(op).record(on);
+  }
 
-  py::list recorded() const {
-    py::list result;
-    const auto append = [](void* list, const int64_t* words) {
-      static_cast<py::list*>(list)->append(product_of(words));
+  py::list recorded(const std::string& op) const {
+    const BrazeTuning& table = tuning(op);
+    Found found{table.words, py::list()};
+    const auto append = [](void* state, const int64_t* words) {
+      Found& into = *static_cast<Found*>(state);
+      into.list.append(into.tuple(words));
     };
-    tuning().for_each_recorded(append, &result);
-    return result;
+    table.for_each_recorded(append, &found);
+    return found.list;
   }
 
  private:
-  const BrazeTuning& tuning() const { return *symbol<const BrazeTuning*()>("braze_tuning")(); }
+  static constexpr const char* kTunedOps[] = {"matmul", "conv2d"};
 
-  static py::tuple product_of(const int64_t* words) {
-    py::tuple result(std::tuple_size_v<braze::Product>);
-    for (size_t i = 0; i < result.size(); ++i) result[i] = words[i];
-    return result;
+  struct Found {
+    int words;
+    py::list list;
+
+    py::tuple tuple(const int64_t* problem) const {
+      py::tuple result(words);
+      for (int i = 0; i < words; ++i) result[i] = problem[i];
+      return result;
+    }
+  };
+
+  const BrazeTuning& tuning(const std::string& op) const {
+    const auto get = symbol<const BrazeTuning*(const char*)>("braze_tuning");
+    const BrazeTuning* const table = get(op.c_str());
+    if (!table) throw std::invalid_argument("no op of this name is tuned: " + op);
+    return *table;
   }
 
   template <typename Signature>

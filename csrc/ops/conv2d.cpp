@@ -6,6 +6,7 @@
 #include "launchers/transpose.h"
 #include "ops/aside.h"
 #include "ops/conv2d_decision.h"
+#include "ops/conv2d_measure.h"
 
 namespace braze {
 namespace {
@@ -174,52 +175,78 @@ class Branch {
 // it, unless null. Returns the memory that the kernels work in: only for the stream that runs it
 // may it be anything else's from now on.
 Workspace run(Stream stream, const Conv2dProblem& problem, Tensor& result,
-              const std::optional<Tensor>& bias, const Wish& wish, OutputMoments* moments = nullptr,
-              Branch* branch = nullptr) {
+              const std::optional<Tensor>& bias, const Choice& choice,
+              OutputMoments* moments = nullptr, Branch* branch = nullptr) {
   const void* const bias_data = bias ? bias->const_data_ptr() : nullptr;
-  const Decision decision =
-      decided(plan_context(result), problem, wish, bias_data, moments != nullptr);
-  const Conv2dPlan& plan = decision.plan;
-  Workspace workspace(decision.workspace_bytes, result);
+  Decision decision = choice.measure && !moments
+                          ? benchmarked(stream, problem, result, bias_data)
+                          : decided(result, problem, choice.wish, bias_data, moments != nullptr);
+  Workspace workspace;
+  try {
+    workspace = Workspace(decision.workspace_bytes, result);
+  } catch (const std::runtime_error&) {  // out of memory
+    const auto smaller = choice.wish.kind == Wish::kAuto
+                             ? decision_without_workspace(problem, bias_data)
+                             : std::nullopt;
+    if (!smaller) throw;
+    decision = *smaller;
+  }
   // Not before: deterministic algorithms fill what is allocated, on the main stream.
   if (branch) stream = branch->begin();
-#ifdef BRAZE_CUDA
-  if (decision.library >= 0) {
-    const bool fused = decision.bias_fused;
-    vendor::cudnn_conv2d(stream, problem, workspace.data(), fused ? bias_data : nullptr,
-                         decision.library);
-    if (!fused) {
-      const Tensor shift = torch::stable::view(*bias, {1, problem.shape.k, 1, 1});
-      result = torch::stable::subtract(result, shift, -1.0);
-    }
-    return workspace;
-  }
-#endif
   Moments* sets = nullptr;
-  if (moments && plan.moment_sets > 0) {
-    moments->memory = empty({problem.shape.k, plan.moment_sets, 3}, result, ScalarType::Float);
+  if (moments && decision.plan.moment_sets > 0) {
+    moments->memory =
+        empty({problem.shape.k, decision.plan.moment_sets, 3}, result, ScalarType::Float);
     sets = static_cast<Moments*>(moments->memory.mutable_data_ptr());
-    moments->view = {sets, plan.moment_sets};
+    moments->view = {sets, decision.plan.moment_sets};
   }
-  dev::run_conv2d(stream, problem, plan, bias_data, sets, workspace.data());
+  launch(stream, problem, decision, bias_data, sets, workspace.data());
+  if (bias && !decision.bias_fused) {
+    const Tensor shift = torch::stable::view(*bias, {1, problem.shape.k, 1, 1});
+    result = torch::stable::subtract(result, shift, -1.0);
+  }
   return workspace;
 }
 
-// Whether passes of contiguous fp32 tensors had better run in channels_last, with transposes before
-// and after.
-bool prefers_channels_last([[maybe_unused]] const Tensor& t,
-                           [[maybe_unused]] const std::vector<Conv2dPass>& passes,
-                           [[maybe_unused]] const Conv2dShape& s,
-                           [[maybe_unused]] const Wish& wish) {
-#ifdef BRAZE_CUDA
-  if (s.dtype != DType::kFloat32 || s.allow_tf32 || !wish.leaves_choice()) return false;
-  const auto dense = [](int64_t c, int64_t h, int64_t w) {
-    return Tensor4dRef{nullptr, h * w * c, 1, w * c, c};
+// The pass as a caller has its tensors in mind: w and y are dense in the memory format.
+Conv2dProblem problem_in(bool channels_last, Conv2dPass pass, const Conv2dShape& s,
+                         const Tensor4dRef& x) {
+  const auto dense = [&](int64_t c, int64_t h, int64_t w) {
+    if (channels_last) return Tensor4dRef{nullptr, h * w * c, 1, w * c, c};
+    return Tensor4dRef{nullptr, c * h * w, h * w, w, 1};
   };
-  const Tensor4dRef x = dense(s.c, s.h, s.w), w = dense(s.c, s.r, s.s), y = dense(s.k, s.p, s.q);
+  return {pass, s, x, dense(s.c / s.groups, s.r, s.s), dense(s.k, s.p, s.q)};
+}
+
+// Takes a pass down for braze.tune().
+void record(const Tensor& input, bool channels_last, Conv2dPass pass, const Conv2dShape& s,
+            bool bias, const Choice& choice) {
+  if (!tuned_convolutions.recording || choice.wish.kind != Wish::kAuto) return;
+  const Conv2dProblem problem =
+      problem_in(channels_last, pass, s, Operand(input, channels_last).ref);
+  const auto found = convolution_pass_of(problem, bias, input.get_device_index());
+  if (found) tuned_convolutions.record(*found);
+}
+
+// Whether passes of contiguous fp32 tensors had better run in channels_last, with transposes before
+// and after. Not where tuning knows what to do with one as it is.
+bool prefers_channels_last([[maybe_unused]] const Tensor& input,
+                           [[maybe_unused]] const std::vector<Conv2dPass>& passes,
+                           [[maybe_unused]] const Conv2dShape& s, [[maybe_unused]] bool bias,
+                           [[maybe_unused]] const Choice& choice) {
+#ifdef BRAZE_CUDA
+  const Wish& wish = choice.wish;
+  if (s.dtype != DType::kFloat32 || s.allow_tf32 || !wish.leaves_choice()) return false;
+  const Tensor4dRef transposed{nullptr, s.h * s.w * s.c, 1, s.w * s.c, s.c};
+  const bool asks_tuning = tuned_convolutions.in_use && wish.kind == Wish::kAuto;
   return !passes.empty() && std::all_of(passes.begin(), passes.end(), [&](Conv2dPass pass) {
-    const Decision own = decided(plan_context(t), {pass, s, x, w, y}, {Wish::kOwn}, nullptr, false);
-    return own.plan.pays_transposes;
+    if (asks_tuning) {
+      const Conv2dProblem as_is = problem_in(false, pass, s, Operand(input, false).ref);
+      const void* const some_bias = bias && pass == Conv2dPass::kFprop ? input.data_ptr() : nullptr;
+      if (tuned_decision(as_is, some_bias, input.get_device_index())) return false;
+    }
+    const Conv2dProblem problem = problem_in(true, pass, s, transposed);
+    return decided(input, problem, {Wish::kOwn}, nullptr, false).plan.pays_transposes;
   });
 #else
   return false;
@@ -244,10 +271,12 @@ Tensor conv2d_forward(const Tensor& input, const Tensor& weight, const std::opti
   const DeviceContext context(input);
   const bool channels_last = suggests_channels_last(input) || suggests_channels_last(weight);
   const bool no_terms = shape.n == 0 || shape.c == 0;
-  const Wish wish =
-      no_terms ? Wish() : wish_of("conv2d", args.backend, dev::conv2d_kernel, "cudnn");
-  const bool reformat = !channels_last && !no_terms &&
-                        prefers_channels_last(input, {Conv2dPass::kFprop}, shape, wish);
+  const Choice choice = no_terms ? Choice() : choice_of(args.backend);
+  const bool with_bias = bias.has_value();
+  if (!moments) record(input, channels_last, Conv2dPass::kFprop, shape, with_bias, choice);
+  const bool reformat =
+      !channels_last && !no_terms &&
+      prefers_channels_last(input, {Conv2dPass::kFprop}, shape, with_bias, choice);
   const bool within = channels_last || reformat;  // the format that it is computed in
   Tensor out = empty_4d({shape.n, shape.k, shape.p, shape.q}, input, within);
   if (shape.n == 0) return out;
@@ -257,11 +286,11 @@ Tensor conv2d_forward(const Tensor& input, const Tensor& weight, const std::opti
     return out;
   }
   const Stream stream = context.stream();
-  const Operand x =
-      reformat ? dense(stream, Operand(input, true), true) : operand(stream, input, within, wish);
+  const Operand x = reformat ? dense(stream, Operand(input, true), true)
+                             : operand(stream, input, within, choice.wish);
   const Operand w = dense(stream, Operand(weight, within), within);
   const Operand y(out, within);
-  run(stream, {Conv2dPass::kFprop, shape, x.ref, w.ref, y.ref}, out, dense_bias, wish, moments);
+  run(stream, {Conv2dPass::kFprop, shape, x.ref, w.ref, y.ref}, out, dense_bias, choice, moments);
   return reformat ? dense(stream, Operand(out, false), false).tensor : out;
 }
 
@@ -285,15 +314,14 @@ std::tuple<Tensor, Tensor, Tensor> conv2d_gradients(const Tensor& grad_output, c
   std::vector<Conv2dPass> passes;
   if (output_mask[0]) passes.push_back(Conv2dPass::kDgrad);
   if (output_mask[1]) passes.push_back(Conv2dPass::kWgrad);
-  const Wish wish = no_terms || passes.empty()
-                        ? Wish()
-                        : wish_of("conv2d", args.backend, dev::conv2d_kernel, "cudnn");
+  const Choice choice = no_terms || passes.empty() ? Choice() : choice_of(args.backend);
+  for (const Conv2dPass pass : passes) record(input, channels_last, pass, shape, false, choice);
   const bool reformat =
-      !channels_last && !no_terms && prefers_channels_last(input, passes, shape, wish);
+      !channels_last && !no_terms && prefers_channels_last(input, passes, shape, false, choice);
   const bool within = channels_last || reformat;  // the format that they are computed in
   const Stream stream = context.stream();
-  const Operand x =
-      reformat ? dense(stream, Operand(input, true), true) : operand(stream, input, within, wish);
+  const Operand x = reformat ? dense(stream, Operand(input, true), true)
+                             : operand(stream, input, within, choice.wish);
   const Operand w = dense(stream, Operand(weight, within), within);
   // As torch does: the kernels of both gradients want the convolution's own format.
   const Operand dy = dense(stream, Operand(grad_output, within), within);
@@ -307,7 +335,7 @@ std::tuple<Tensor, Tensor, Tensor> conv2d_gradients(const Tensor& grad_output, c
     } else {
       const Operand dw(grad_weight, channels_last);
       kept = run(stream, {Conv2dPass::kWgrad, shape, x.ref, dw.ref, dy.ref}, grad_weight,
-                 std::nullopt, wish, nullptr, &branch);
+                 std::nullopt, choice, nullptr, &branch);
       if (branch.outlasts()) keep_aside({x.tensor, dy.tensor, kept.memory()}, {grad_weight});
     }
   }
@@ -316,7 +344,7 @@ std::tuple<Tensor, Tensor, Tensor> conv2d_gradients(const Tensor& grad_output, c
     if (!no_terms) {
       const Operand dx(grad_input, within);
       run(stream, {Conv2dPass::kDgrad, shape, dx.ref, w.ref, dy.ref}, grad_input, std::nullopt,
-          wish);
+          choice);
       if (reformat) grad_input = dense(stream, Operand(grad_input, false), false).tensor;
     }
   }

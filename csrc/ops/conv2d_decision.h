@@ -2,10 +2,12 @@
 #pragma once
 
 #include <algorithm>
+#include <optional>
 
 #include "launchers/conv2d.h"
 #include "ops/backend.h"
 #include "ops/plan_cache.h"
+#include "ops/tuned.h"
 
 namespace braze {
 namespace {
@@ -18,52 +20,89 @@ struct Decision {
   Conv2dPlan plan;
 };
 
-// "auto" takes the faster one of our own and cuDNN, where that is there and has an engine; names of
-// kernels and of libraries are obeyed or refused. wants_moments: of fprop's result.
-Decision decide(const Conv2dProblem& problem, const Wish& wish, [[maybe_unused]] const void* bias,
-                [[maybe_unused]] bool wants_moments) {
-  Decision decision;
-  Conv2dPlan& plan = decision.plan;
-  if (wish.kind != Wish::kLibrary) plan = dev::plan_conv2d(problem, wish.kernel());
+// An engine of cuDNN's, if that is there and has it.
+std::optional<Decision> library_decision([[maybe_unused]] const Conv2dProblem& problem,
+                                         [[maybe_unused]] const void* bias,
+                                         [[maybe_unused]] int candidate) {
 #ifdef BRAZE_CUDA
-  const bool named = wish.kind == Wish::kLibrary;
-  const std::string name = "cudnn" + (wish.number > 0 ? ":" + std::to_string(wish.number) : "");
-  const std::string& missing = vendor::cudnn_missing();
-  if (named) {
-    BRAZE_CHECK(missing.empty(), "conv2d: backend ", name, " cannot be used: ", missing);
+  Decision decision;
+  auto bytes = vendor::cudnn_plan(problem, bias, candidate);
+  if (!bytes && bias) {
+    decision.bias_fused = false;
+    bytes = vendor::cudnn_plan(problem, nullptr, candidate);
   }
-  const bool own =
-      wants_moments ? plan.beats_library || plan.beats_library_with_moments : plan.beats_library;
-  if (named || (wish.kind == Wish::kAuto && missing.empty() && !own)) {
-    const int candidate = std::max(0, wish.number);
-    auto bytes = vendor::cudnn_plan(problem, bias, candidate);
-    if (!bytes && bias) {
-      decision.bias_fused = false;
-      bytes = vendor::cudnn_plan(problem, nullptr, candidate);
-    }
-    if (bytes) {
-      decision.library = candidate;
-      decision.workspace_bytes = *bytes;
-      return decision;
-    }
-    BRAZE_CHECK(!named, "conv2d: backend ", name,
-                " has no engine for these shapes, strides and dtype");
+  if (bytes) {
+    decision.library = candidate;
+    decision.workspace_bytes = *bytes;
+    return decision;
   }
 #endif
+  return std::nullopt;
+}
+
+Decision own_decision(const Conv2dPlan& plan) { return {-1, true, plan.workspace_bytes, plan}; }
+
+// What tuning found to be the fastest, where it knows the pass and that takes it: another version
+// of a library may leave fewer candidates. Determinism leaves others, so that their numbers mean
+// nothing.
+std::optional<Decision> tuned_decision(const Conv2dProblem& problem, const void* bias, int device) {
+  const auto pass = convolution_pass_of(problem, bias != nullptr, device);
+  if (!pass) return std::nullopt;
+  const bool deterministic = problem.shape.deterministic;
+  const std::string choice = tuned_convolutions.choice(*pass, deterministic);
+  if (choice.empty()) return std::nullopt;
+  Wish wish;
+  try {
+    wish = wish_of("conv2d", choice, dev::conv2d_kernel, "cudnn");
+  } catch (const std::runtime_error&) {
+    return std::nullopt;  // a kernel of another version
+  }
+  if (wish.leaves_choice()) return std::nullopt;
+  if (wish.kind == Wish::kLibrary) {
+    return deterministic ? std::nullopt : library_decision(problem, bias, wish.number);
+  }
+  const Conv2dPlan plan = dev::plan_conv2d(problem, wish.kernel());
+  return plan.obstacle ? std::nullopt : std::optional(own_decision(plan));
+}
+
+// "auto" takes what tuning found, else the faster one of our own and cuDNN, where that is there and
+// has an engine; names of kernels and of libraries are obeyed or refused. wants_moments: of fprop's
+// result, about which tuning knows nothing.
+Decision decide(const Conv2dProblem& problem, const Wish& wish, const void* bias,
+                bool wants_moments, int device) {
+  if (tuned_convolutions.in_use && wish.kind == Wish::kAuto && !wants_moments) {
+    if (const auto tuned = tuned_decision(problem, bias, device)) return *tuned;
+  }
+#ifdef BRAZE_CUDA
+  if (wish.kind == Wish::kLibrary) {
+    const std::string name = "cudnn" + (wish.number > 0 ? ":" + std::to_string(wish.number) : "");
+    const std::string& missing = vendor::cudnn_missing();
+    BRAZE_CHECK(missing.empty(), "conv2d: backend ", name, " cannot be used: ", missing);
+    const auto decision = library_decision(problem, bias, wish.number);
+    BRAZE_CHECK(decision, "conv2d: backend ", name,
+                " has no engine for these shapes, strides and dtype");
+    return *decision;
+  }
+#endif
+  const Conv2dPlan plan = dev::plan_conv2d(problem, wish.kernel());
+  const bool own = plan.beats_library || (wants_moments && plan.beats_library_with_moments);
+  if (wish.kind == Wish::kAuto && !own) {
+    if (const auto decision = library_decision(problem, bias, 0)) return *decision;
+  }
   BRAZE_CHECK(!plan.obstacle, "conv2d: kernel ", dev::conv2d_kernel(plan.kernel)->name,
               " cannot take these arguments: ", plan.obstacle);
-  decision.workspace_bytes = plan.workspace_bytes;
-  return decision;
+  return own_decision(plan);
 }
 
 // The same, found again where the problem is not new.
-Decision decided(int64_t context, const Conv2dProblem& problem, const Wish& wish, const void* bias,
-                 bool wants_moments) {
+// like: a tensor on the device.
+Decision decided(const Tensor& like, const Conv2dProblem& problem, const Wish& wish,
+                 const void* bias, bool wants_moments) {
   using Cache = PlanCache<41, Decision>;
   static auto& cache = *new Cache;  // never destroyed: threads may outlive static objects
   const auto& [pass, s, x, w, y] = problem;
   const Cache::Key key{plan_generation,
-                       context,
+                       plan_context(like),
                        wish.kind,
                        wish.number,
                        static_cast<int64_t>(pass),
@@ -103,7 +142,8 @@ Decision decided(int64_t context, const Conv2dProblem& problem, const Wish& wish
                        y.w,
                        alignment_of(y.data),
                        bias ? alignment_of(bias) : 0};
-  return cache.get(key, [&] { return decide(problem, wish, bias, wants_moments); });
+  return cache.get(
+      key, [&] { return decide(problem, wish, bias, wants_moments, like.get_device_index()); });
 }
 
 }  // namespace

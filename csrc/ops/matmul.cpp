@@ -140,8 +140,8 @@ void multiply(const DeviceContext& context, DType dtype, int64_t batch, const Ma
     args.batch = 1;
   }
   const Wish wish = wish_of("matmul", settings.backend, dev::matmul_kernel, "cublas");
-  if (recording_products && wish.kind == Wish::kAuto && !args.has_full_epilogue()) {
-    if (const auto found = product_of(args, out.get_device_index())) record_product(*found);
+  if (tuned_products.recording && wish.kind == Wish::kAuto && !args.has_full_epilogue()) {
+    if (const auto found = product_of(args, out.get_device_index())) tuned_products.record(*found);
   }
   const Decision decision = decided(args, out, wish);
   if (out.numel() == 0) return;

@@ -34,7 +34,7 @@ Decision own_decision(const MatmulPlan& plan) { return {-1, plan.workspace_bytes
 std::optional<Decision> tuned_decision(const MatmulArgs& args, const Tensor& out) {
   const std::optional<Product> product = product_of(args, out.get_device_index());
   if (!product) return std::nullopt;
-  const std::string choice = tuned_choice(*product, args.deterministic);
+  const std::string choice = tuned_products.choice(*product, args.deterministic);
   if (choice.empty()) return std::nullopt;
   Wish wish;
   try {
@@ -52,7 +52,7 @@ std::optional<Decision> tuned_decision(const MatmulArgs& args, const Tensor& out
 // and takes the arguments; names of kernels and of libraries are obeyed or refused. Tuning knows
 // bias and ReLU only.
 Decision decide(const MatmulArgs& args, const Tensor& out, const Wish& wish) {
-  if (tuning_in_use && wish.kind == Wish::kAuto && !args.has_full_epilogue()) {
+  if (tuned_products.in_use && wish.kind == Wish::kAuto && !args.has_full_epilogue()) {
     if (const auto tuned = tuned_decision(args, out)) return *tuned;
   }
 #ifdef BRAZE_CUDA

@@ -2,29 +2,74 @@
 
 #include <algorithm>
 #include <mutex>
-#include <shared_mutex>
-#include <unordered_map>
-#include <vector>
 
-#include "launchers/common/hash_words.h"
 #include "ops/plan_cache.h"
 
 namespace braze {
-namespace {
 
-struct Choices {
-  std::string built_in, measured;  // empty: none
-};
+template <size_t kWords>
+std::string TunedTable<kWords>::choice(const Problem& problem, bool deterministic) {
+  const std::shared_lock<std::shared_mutex> lock(mutex_);
+  const auto found = table_.find(problem);
+  if (found == table_.end()) return "";
+  const Choices& choices = found->second;
+  return deterministic || choices.measured.empty() ? choices.built_in : choices.measured;
+}
 
-// Never destroyed: other threads may still compute when static objects are.
-auto& table = *new std::unordered_map<Product, Choices, HashWords>;
-auto& recorded = *new std::vector<Product>;
-std::shared_mutex mutex;  // guards the two
-
-void table_changed() {
-  tuning_in_use = !table.empty();
+template <size_t kWords>
+void TunedTable<kWords>::set(const Problem& problem, const std::string& choice, bool measured) {
+  const std::unique_lock<std::shared_mutex> lock(mutex_);
+  Choices& choices = table_[problem];
+  (measured ? choices.measured : choices.built_in) = choice;
+  in_use = true;
   ++plan_generation;
 }
+
+template <size_t kWords>
+void TunedTable<kWords>::clear() {
+  const std::unique_lock<std::shared_mutex> lock(mutex_);
+  table_.clear();
+  in_use = false;
+  ++plan_generation;
+}
+
+template <size_t kWords>
+void TunedTable<kWords>::record(bool on) {
+  const std::unique_lock<std::shared_mutex> lock(mutex_);
+  if (on) recorded_.clear();
+  recording = on;
+}
+
+template <size_t kWords>
+void TunedTable<kWords>::record(const Problem& problem) {
+  const std::unique_lock<std::shared_mutex> lock(mutex_);
+  if (std::find(recorded_.begin(), recorded_.end(), problem) != recorded_.end()) return;
+  recorded_.push_back(problem);
+}
+
+template <size_t kWords>
+void TunedTable<kWords>::for_each_choice(VisitChoice* visit, void* state) {
+  const std::shared_lock<std::shared_mutex> lock(mutex_);
+  for (const auto& [problem, choices] : table_) {
+    if (!choices.built_in.empty()) visit(state, problem.data(), choices.built_in.c_str(), 0);
+    if (!choices.measured.empty()) visit(state, problem.data(), choices.measured.c_str(), 1);
+  }
+}
+
+template <size_t kWords>
+void TunedTable<kWords>::for_each_recorded(VisitProblem* visit, void* state) {
+  const std::shared_lock<std::shared_mutex> lock(mutex_);
+  for (const Problem& problem : recorded_) visit(state, problem.data());
+}
+
+template class TunedTable<std::tuple_size_v<Product>>;
+template class TunedTable<std::tuple_size_v<ConvolutionPass>>;
+
+// Never destroyed: other threads may still compute when static objects are.
+TunedProducts& tuned_products = *new TunedProducts;
+TunedConvolutions& tuned_convolutions = *new TunedConvolutions;
+
+namespace {
 
 struct Layout {
   bool column_major, shared, aligned;
@@ -45,8 +90,6 @@ std::optional<Layout> layout_of(const MatrixRef& m, int64_t rows, int64_t cols, 
 }
 
 }  // namespace
-
-std::atomic<bool> tuning_in_use{false}, recording_products{false};
 
 std::optional<Product> product_of(const MatmulArgs& args, int device) {
   if (args.batch == 0 || args.m == 0 || args.n == 0 || args.k == 0) return std::nullopt;
@@ -74,50 +117,56 @@ std::optional<Product> product_of(const MatmulArgs& args, int device) {
                  args.relu};
 }
 
-std::string tuned_choice(const Product& product, bool deterministic) {
-  const std::shared_lock<std::shared_mutex> lock(mutex);
-  const auto found = table.find(product);
-  if (found == table.end()) return "";
-  const Choices& choices = found->second;
-  return deterministic || choices.measured.empty() ? choices.built_in : choices.measured;
-}
+namespace {
 
-void set_tuned_choice(const Product& product, const std::string& choice, bool measured) {
-  const std::unique_lock<std::shared_mutex> lock(mutex);
-  Choices& choices = table[product];
-  (measured ? choices.measured : choices.built_in) = choice;
-  table_changed();
-}
-
-void clear_tuned_choices() {
-  const std::unique_lock<std::shared_mutex> lock(mutex);
-  table.clear();
-  table_changed();
-}
-
-void record_products(bool on) {
-  const std::unique_lock<std::shared_mutex> lock(mutex);
-  if (on) recorded.clear();
-  recording_products = on;
-}
-
-void record_product(const Product& product) {
-  const std::unique_lock<std::shared_mutex> lock(mutex);
-  if (std::find(recorded.begin(), recorded.end(), product) != recorded.end()) return;
-  recorded.push_back(product);
-}
-
-void for_each_choice(VisitChoice* visit, void* state) {
-  const std::shared_lock<std::shared_mutex> lock(mutex);
-  for (const auto& [product, choices] : table) {
-    if (!choices.built_in.empty()) visit(state, product.data(), choices.built_in.c_str(), 0);
-    if (!choices.measured.empty()) visit(state, product.data(), choices.measured.c_str(), 1);
+// Whether the strides are those of a dense tensor; that of a dimension of size 1 may be any.
+bool is_dense(const Tensor4dRef& t, const std::array<int64_t, 4>& sizes, bool channels_last) {
+  const int64_t strides[] = {t.n, t.c, t.h, t.w};
+  constexpr int kOrder[2][4] = {{3, 2, 1, 0}, {1, 3, 2, 0}};
+  int64_t expected = 1;
+  for (const int d : kOrder[channels_last]) {
+    if (sizes[d] != 1 && strides[d] != expected) return false;
+    expected *= sizes[d];
   }
+  return true;
 }
 
-void for_each_recorded(VisitProduct* visit, void* state) {
-  const std::shared_lock<std::shared_mutex> lock(mutex);
-  for (const Product& product : recorded) visit(state, product.data());
+}  // namespace
+
+std::optional<ConvolutionPass> convolution_pass_of(const Conv2dProblem& problem, bool bias,
+                                                   int device) {
+  const auto& [pass, s, x, w, y] = problem;
+  if (s.n * s.c * s.k == 0) return std::nullopt;
+  for (const Tensor4dRef* t : {&x, &w, &y}) {
+    if (reinterpret_cast<uintptr_t>(t->data) % 16 != 0) return std::nullopt;
+  }
+  const auto all_dense = [&, &s = s, &x = x, &w = w, &y = y](bool channels_last) {
+    return is_dense(x, {s.n, s.c, s.h, s.w}, channels_last) &&
+           is_dense(w, {s.k, s.c / s.groups, s.r, s.s}, channels_last) &&
+           is_dense(y, {s.n, s.k, s.p, s.q}, channels_last);
+  };
+  const bool contiguous = all_dense(false);
+  if (!contiguous && !all_dense(true)) return std::nullopt;
+  return ConvolutionPass{device,
+                         static_cast<int64_t>(s.dtype),
+                         s.dtype == DType::kFloat32 && s.allow_tf32,
+                         static_cast<int64_t>(pass),
+                         s.n,
+                         s.c,
+                         s.h,
+                         s.w,
+                         s.k,
+                         s.r,
+                         s.s,
+                         s.stride_h,
+                         s.stride_w,
+                         s.pad_h,
+                         s.pad_w,
+                         s.dilation_h,
+                         s.dilation_w,
+                         s.groups,
+                         !contiguous,
+                         pass == Conv2dPass::kFprop && bias};
 }
 
 }  // namespace braze

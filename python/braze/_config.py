@@ -30,16 +30,24 @@ def kernels(op=None):
     return [k for lib in libraries for k in lib.kernels() if op is None or k["op"] == op]
 
 
+def _choices(op):
+    rungs = sorted({k["name"] for k in kernels(op)})
+    measured = ["benchmark"] if op == "conv2d" else []
+    return [_AUTO, "braze", *measured, *backend._VENDORS.get(op, ()), *rungs]
+
+
+def is_choice(op, choice):
+    """Whether `op` has such a backend or kernel, on any device."""
+    candidates = [rf"{vendor}:\d\d?" for vendor in backend._VENDORS.get(op, ())]
+    numbered = isinstance(choice, str) and any(re.fullmatch(c, choice) for c in candidates)
+    return numbered or choice in _choices(op)
+
+
 def check_choice(caller, op, choice):
     """Raises ValueError, which lists what exists, where `op` has no such backend or kernel."""
-    rungs = sorted({k["name"] for k in kernels(op)})
-    vendors = backend._VENDORS.get(op, ())
-    valid = [_AUTO, "braze", *vendors, *rungs]
-    candidates = [rf"{vendor}:\d\d?" for vendor in vendors]
-    numbered = isinstance(choice, str) and any(re.fullmatch(c, choice) for c in candidates)
-    if choice not in valid and not numbered:
+    if not is_choice(op, choice):
         raise ValueError(
-            f"{caller}: expected {op} to be one of {', '.join(valid)}, but got {choice!r}"
+            f"{caller}: expected {op} to be one of {', '.join(_choices(op))}, but got {choice!r}"
         )
 
 
@@ -52,7 +60,9 @@ class backend:
 
     Args:
         matmul: ``"auto"``, ``"braze"``, ``"cublas"`` or the name of one matmul kernel.
-        conv2d: ``"auto"``, ``"braze"``, ``"cudnn"`` or the name of one conv2d kernel.
+        conv2d: ``"auto"``, ``"braze"``, ``"cudnn"`` or the name of one conv2d kernel;
+            ``"benchmark"`` measures them at the first call of a problem, as ``"auto"`` does under
+            ``torch.backends.cudnn.benchmark = True``.
             ``"cublas:3"`` and ``"cudnn:3"`` are the libraries' fourth algorithm for the problem.
         transpose_copy, vector_add: ``"auto"``, ``"braze"`` or the name of one of the op's kernels.
 
@@ -107,6 +117,29 @@ def deterministic():
     return torch.are_deterministic_algorithms_enabled()
 
 
+# Read where torch.compile traces, which cannot read them: constants of what it compiles.
+@torch.compiler.assume_constant_result
+def _cudnn_flags():
+    # torch.backends.cudnn.benchmark and .deterministic
+    return torch._C._get_cudnn_benchmark(), torch._C._get_cudnn_deterministic()
+
+
+def conv2d_settings(tensor):
+    """What the user sets for a whole scope, as the op's arguments: (allow_tf32, deterministic,
+    backend).
+
+    On CUDA torch.backends.cudnn counts as for torch's own: under `deterministic` cuDNN's engines
+    have to be repeatable, and under `benchmark` the choice that is left to braze is measured.
+    """
+    backend, wants_same = _backends["conv2d"], deterministic()
+    if tensor.is_cuda:
+        measure, repeatable = _cudnn_flags()
+        wants_same = wants_same or repeatable
+        if measure and backend == _AUTO:
+            backend = "benchmark"
+    return allow_tf32("conv2d", tensor), wants_same, backend
+
+
 def settings(device_type):
     """Everything global that decides what a step computes: part of what a captured step froze."""
     return (
@@ -115,6 +148,7 @@ def settings(device_type):
         torch.get_autocast_dtype(device_type),
         torch.backends.cuda.matmul.fp32_precision,
         torch.backends.cudnn.conv.fp32_precision,
+        *_cudnn_flags(),
         *_backends.values(),
         _tuned.version,
     )

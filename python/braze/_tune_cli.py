@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from braze import _tuned, tuning
+from braze._problems import PASSES, Convolution, Product
 from braze.data import Digits
 from braze.mnist import _device, _set_precision
 from braze.mnist.steps import BrazeStep, Setup
@@ -19,21 +20,23 @@ _MNIST_BATCHES = (64, 1024, 8192)
 
 def add_arguments(parser):
     """Adds the subcommand's arguments to an ``argparse`` parser."""
-    parser.description = """Measures which kernel is the fastest for matrix products, and keeps it
-    in the user's cache, where "auto" finds it. Without shapes: the products of `braze mnist` at
-    batches of 64, 1024 and 8192."""
+    parser.description = """Measures which kernel is the fastest for matrix products and for the
+    passes of convolutions, and keeps it in the user's cache, where "auto" finds it. Without shapes:
+    those of `braze mnist` at batches of 64, 1024 and 8192."""
     add = parser.add_argument
     add(
         "shapes",
         nargs="*",
-        metavar="M,N,K[,nt][,BATCH]",
+        metavar="M,N,K[,nt][,BATCH] | NxCxHxW,K,RxS[/STRIDE][,pP][,dD][,gG][,LAYOUT]",
         help="M x N results of sums of K products. nn, nt, tn or tt: whether A and B are as they "
-        "are (n) or transposes (t) in memory (default: nn, both row-major)",
+        "are (n) or transposes (t) in memory (default: nn, both row-major). Or a convolution of K "
+        "filters of R x S: padding P (default: 0), dilation D, G groups, contiguous (default) or "
+        "channels_last; forward and both gradients",
     )
-    add("--mnist", action="store_true", help="the products of `braze mnist` (default)")
+    add("--mnist", action="store_true", help="the problems of `braze mnist` (default)")
     add("--dtype", nargs="+", choices=_DTYPES, help="default: float32, bfloat16; on GPUs tf32 too")
     add("--device", help="cpu, cuda or cuda:1 (default: cuda where there is one)")
-    add("--seconds", type=float, default=1.0, help="about, for each product (default: 1)")
+    add("--seconds", type=float, default=1.0, help="about, for each problem (default: 1)")
     add(
         "--built-in",
         type=Path,
@@ -86,15 +89,42 @@ def _tune(args, console, device, products):
     tuning.save_results(results, args.built_in)
     changed = sum(result.choice != "auto" for result in results)
     path = args.built_in or place.user_file()
-    console.print(f"{changed} of {len(results)} products changed: {path}", soft_wrap=True)
+    of_what = "products" if all(isinstance(p, Product) for p in products) else "problems"
+    console.print(f"{changed} of {len(results)} {of_what} changed: {path}", soft_wrap=True)
+
+
+def _parsed_convolution(shape):
+    """The forward pass of a convolution on the command line, but for its dtype; None where it is no
+    convolution."""
+    found = re.fullmatch(
+        r"(\d+)x(\d+)x(\d+)x(\d+),(\d+),(\d+)x(\d+)(?:/(\d+))?(?:,p(\d+))?(?:,d(\d+))?(?:,g(\d+))?"
+        r"(?:,(contiguous|channels_last))?",
+        shape,
+    )
+    if not found:
+        return None
+    numbers = [int(part or 1) for part in found.groups()[:-1]]
+    numbers[8] = int(found[9] or 0)  # without padding
+    *extents, stride, pad, dilation, groups = numbers
+    c, k = extents[1], extents[4]
+    if 0 in (*extents, stride, dilation, groups) or max(numbers) >> 31 or c % groups or k % groups:
+        raise ValueError(f"{shape}: there is no such convolution")
+    pairs = *[stride] * 2, *[pad] * 2, *[dilation] * 2
+    layout = found[12] == "channels_last"
+    problem = Convolution("", "fprop", *extents, *pairs, groups, channels_last=layout)
+    if min(problem.out_size) < 1:
+        raise ValueError(f"{shape}: there is no such convolution")
+    return problem
 
 
 def _parsed(shape):
-    """((m, n, k, batch), layout) of a shape on the command line."""
+    """((m, n, k, batch), layout) of a product on the command line, or a convolution."""
+    if convolution := _parsed_convolution(shape):
+        return convolution
     found = re.fullmatch(r"(\d+),(\d+),(\d+)(?:,([nt]{2}))?(?:,(\d+))?", shape)
     extents = found and [int(found[i] or 1) for i in (1, 2, 3, 5)]
     if not found or 0 in extents or max(extents) >> 63:
-        raise ValueError(f"{shape}: expected M,N,K, M,N,K,nt or M,N,K,nt,BATCH")
+        raise ValueError(f"{shape}: expected M,N,K, M,N,K,nt or M,N,K,nt,BATCH, or NxCxHxW,K,RxS")
     return extents, found[4] or "nn"
 
 
@@ -102,23 +132,42 @@ def _products_of_shapes(shapes, dtypes, device, console):
     parsed = [_parsed(shape) for shape in shapes]
     products = []
     for dtype in dtypes:
-        for shape, ((m, n, k, batch), (a_layout, b_layout)) in zip(shapes, parsed, strict=True):
-            drawn = torch.float32 if dtype == "tf32" else getattr(torch, dtype)
-
-            def matrix(rows, cols, layout, batch=batch, drawn=drawn):
-                shape = [batch] * (batch > 1) + [rows, cols]
-                if layout == "n":
-                    return torch.empty(shape, dtype=drawn, device=device)
-                return torch.empty(*shape[:-2], cols, rows, dtype=drawn, device=device).mT
-
+        for shape, what in zip(shapes, parsed, strict=True):
             try:
-                a, b = matrix(m, k, a_layout), matrix(k, n, b_layout)
-                asked = tuning.products_of(torch.ops.braze.matmul, a, b, dtype == "tf32")
+                if isinstance(what, Convolution):
+                    products += _passes_of(what._replace(dtype=dtype), device)
+                else:
+                    products += _products_of(dtype, *what, device)
             except RuntimeError as error:  # which is also what torch says without memory
                 reason = str(error).partition("\n")[0]
                 raise ValueError(f"{shape}: cannot be computed here: {reason}") from error
-            products += [product for _, product in asked]
     return products
+
+
+def _products_of(dtype, extents, layouts, device):
+    m, n, k, batch = extents
+    drawn = torch.float32 if dtype == "tf32" else getattr(torch, dtype)
+
+    def matrix(rows, cols, layout):
+        shape = [batch] * (batch > 1) + [rows, cols]
+        if layout == "n":
+            return torch.empty(shape, dtype=drawn, device=device)
+        return torch.empty(*shape[:-2], cols, rows, dtype=drawn, device=device).mT
+
+    a, b = matrix(m, k, layouts[0]), matrix(k, n, layouts[1])
+    asked = tuning.products_of(torch.ops.braze.matmul, a, b, dtype == "tf32")
+    return [product for _, product in asked]
+
+
+def _passes_of(convolution, device):
+    """The passes that the tensors of a convolution ask for: where both formats are the same memory
+    it is a contiguous one."""
+    passes = []
+    for pass_name in PASSES:
+        problem = convolution._replace(pass_name=pass_name)
+        run = tuning.bound(problem, tuning.operands(problem, device))
+        passes += [found for _, found in tuning.products_of(run, "auto")]
+    return passes
 
 
 def _products_of_mnist(_, dtypes, device, console):
@@ -142,7 +191,7 @@ def _products_of_mnist(_, dtypes, device, console):
 
 
 def _table_of_results(results):
-    table = Table("product", "dtype")
+    table = Table("problem", "dtype")
     table.add_column("before us", justify="right")
     table.add_column("after us", justify="right")
     table.add_column("choice")
@@ -154,7 +203,7 @@ def _table_of_results(results):
 
 
 def _table_of_entries(device):
-    table = Table("product", "dtype", "choice", "from")
+    table = Table("problem", "dtype", "choice", "from")
     for index, product, choice, measured in _tuned.entries():
         if index == tuning._index(device):
             origin = "measured here" if measured else "built in"

@@ -1,4 +1,5 @@
-"""The tuned choices: which kernel was measured to be the fastest for which matrix product.
+"""The tuned choices: which kernel was measured to be the fastest for which matrix product, and for
+which pass of a convolution.
 
 The built-in table, ``tuned/<device>.json``, comes with the package. The user's cache holds what
 :func:`braze.tune` measured here, and goes first. Both are read when braze (for GPUs: CUDA) starts,
@@ -17,70 +18,24 @@ from typing import NamedTuple
 import platformdirs
 
 from braze import _lib
+from braze._problems import DTYPES, KINDS, PASSES, Convolution, Product
 
 BUILT_IN = Path(__file__).parent / "tuned"
 _FORMAT = 1
 # More than a file of ours ever has: larger ones are not read.
 _MOST_BYTES = 16 << 20
-#: csrc/launchers/common/types.h has them in this order
-_DTYPES = ["float64", "float32", "bfloat16", "float16"]
-
 #: counts the changes of the tables: what was captured in a CUDA graph before one is out of date
 version = 0
 
 
-class Product(NamedTuple):
-    """What the choice of a kernel depends on: ``braze::Product``, but for the device.
-
-    C (`batch` of `m` x `n`) = A (`m` x `k`) times B (`k` x `n`). `dtype` is torch's name or "tf32".
-    `column_major`, `shared` (one matrix for the whole batch) and `aligned` (addresses and strides
-    of multiples of 16 bytes) are how A and B lie in memory.
-    """
-
-    dtype: str
-    batch: int
-    m: int
-    n: int
-    k: int
-    a_column_major: bool = False
-    a_shared: bool = True
-    a_aligned: bool = True
-    b_column_major: bool = False
-    b_shared: bool = True
-    b_aligned: bool = True
-    bias: bool = False
-    relu: bool = False
-
-    @classmethod
-    def from_words(cls, words):
-        """(index of the device, -1 for the CPU; the product) of a ``braze::Product``."""
-        device, dtype, tf32, *rest = words
-        extents, flags = rest[:4], map(bool, rest[4:])
-        return device, cls("tf32" if tf32 else _DTYPES[dtype], *extents, *flags)
-
-    def words(self, device):
-        tf32 = self.dtype == "tf32"
-        dtype = "float32" if tf32 else self.dtype
-        return [device, _DTYPES.index(dtype), int(tf32), *map(int, self[1:])]
-
-    def __str__(self):
-        layout = "nt"[self.a_column_major] + "nt"[self.b_column_major]
-        words = [f"{self.m}x{self.n}x{self.k}", layout]
-        if self.batch > 1:
-            shared = {(True, False): ", one A", (False, True): ", one B"}
-            words.append(f"batch {self.batch}{shared.get((self.a_shared, self.b_shared), '')}")
-        odd = "".join(name for name in "AB" if not getattr(self, f"{name.lower()}_aligned"))
-        words += [f"{odd} unaligned"] if odd else []
-        return " ".join(words + ["bias"] * self.bias + ["relu"] * self.relu)
-
-
 class Place(NamedTuple):
-    """Where choices hold: a device by its name, the library whose candidates they number, braze."""
+    """Where choices hold: a device by its name, libraries whose candidates they number, braze."""
 
     index: int  # -1: the CPU
     device: str
-    library: str
+    library: str  # of products
     braze: str
+    cudnn: str = ""  # of convolutions
 
     def slug(self):
         """The device's name, as file names have it."""
@@ -114,18 +69,21 @@ def place_of(index):
         return Place(index, _cpu()["name"], _lib.cpu_isa, __version__)
     import torch
 
-    cublas = _lib.cuda_library.vendor()["cublas"]["version"] or "none"
-    return Place(index, torch.cuda.get_device_name(index), f"cublas {cublas}", __version__)
+    vendors = _lib.cuda_library.vendor()
+    cublas, cudnn = (vendors[name]["version"] or "none" for name in ("cublas", "cudnn"))
+    return Place(index, torch.cuda.get_device_name(index), f"cublas {cublas}", __version__, cudnn)
 
 
 # --- files ---
 
 
 def read(path, place, built_in=False):
-    """Product -> row of a file; {} with a warning where it is damaged or another place's.
+    """Product or Convolution -> row of a file; {} with a warning where it is damaged or another
+    place's.
 
     A row is a dict with at least ``choice``. Of a built-in table that was made with another version
-    of the vendor library, the choices that number its candidates are left out.
+    of a vendor library, the choices that number its candidates are left out; of a user's table that
+    was made with another cuDNN, all convolutions.
     """
     try:
         if path.exists() and not path.is_file():
@@ -145,30 +103,51 @@ def read(path, place, built_in=False):
         compared = 2 if built_in else 4
         if head[:compared] != expected[:compared]:
             raise ValueError(f"it is of {head!s:.200}, expected {expected}")
-        rows = dict(map(_checked_row, content["products"]))
+        products, convolutions = (
+            dict(_checked_row(kind, row) for row in found)
+            for kind, found in ((Product, content["products"]), (Convolution, _of_cudnn(content)))
+        )
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         return _ignored(path, error)
     if content["library"] != place.library:
-        rows = {p: row for p, row in rows.items() if not re.search(r":[1-9]", row["choice"])}
-    return rows
+        products = _without_numbers(products)
+    if content.get("cudnn", place.cudnn) != place.cudnn:
+        convolutions = _without_numbers(convolutions) if built_in else {}
+    return {**products, **convolutions}
 
 
-def _checked_row(row):
+def _of_cudnn(content):
+    """The rows of convolutions, of which files of products alone say nothing."""
+    if "convolutions" not in content:
+        return []
+    if not isinstance(content["cudnn"], str):
+        raise TypeError(f"expected cudnn to be a version, but got {content['cudnn']!r:.80}")
+    return content["convolutions"]
+
+
+def _without_numbers(rows):
+    return {p: row for p, row in rows.items() if not re.search(r":[1-9]", row["choice"])}
+
+
+def _checked_row(kind, row):
     row = dict(row)
-    types = Product.__annotations__
-    product = Product(*(row.pop(field) for field in Product._fields))
-    for field, value in [*product._asdict().items(), ("choice", row["choice"])]:
+    types = kind.__annotations__
+    problem = kind(*(row.pop(field) for field in kind._fields))
+    for field, value in [*problem._asdict().items(), ("choice", row["choice"])]:
         wanted = types.get(field, str)
         if type(value) is not wanted:
             got = f"{value!r:.80}"
             raise TypeError(f"expected {field} to be of type {wanted.__name__}, but got {got}")
-        if wanted is int and not 0 < value < 1 << 63:
-            raise ValueError(f"expected {field} from 1 to 2**63 - 1")
-    if product.dtype not in (*_DTYPES, "tf32"):
-        raise ValueError(f"unknown dtype {product.dtype!r:.80}")
+        least = 0 if field in kind.may_be_zero else 1
+        if wanted is int and not least <= value < 1 << 63:
+            raise ValueError(f"expected {field} from {least} to 2**63 - 1")
+    if problem.dtype not in (*DTYPES, "tf32"):
+        raise ValueError(f"unknown dtype {problem.dtype!r:.80}")
+    if kind is Convolution and problem.pass_name not in PASSES:
+        raise ValueError(f"unknown pass {problem.pass_name!r:.80}")
     if not re.fullmatch(r"[\w.:+-]{1,80}", row["choice"], re.ASCII):
         raise ValueError(f"expected choice to be a kernel's name, but got {row['choice']!r:.80}")
-    return product, row
+    return problem, row
 
 
 def _ignored(path, error):
@@ -179,7 +158,7 @@ def _ignored(path, error):
 
 
 def write(path, place, rows):
-    """Merges rows (product -> dict with ``choice``, None to remove it) into a file.
+    """Merges rows (Product or Convolution -> dict with ``choice``, None to remove it) into a file.
 
     Any number of processes may do so at once: the file is read and replaced under a lock, and is
     whole at any time.
@@ -194,12 +173,17 @@ def write(path, place, rows):
             "library": place.library,
             "braze": place.braze,
         }
-        lines = [
-            json.dumps({**product._asdict(), **row})
-            for product, row in sorted(merged.items())
-            if row is not None
-        ]
-        text = json.dumps(head)[:-1] + ', "products": [\n' + ",\n".join(lines) + "\n]}\n"
+
+        def lines(kind):
+            rows = sorted(
+                (p, r) for p, r in merged.items() if isinstance(p, kind) and r is not None
+            )
+            return ",\n".join(json.dumps({**problem._asdict(), **row}) for problem, row in rows)
+
+        text = json.dumps(head)[:-1] + ', "products": [\n' + lines(Product) + "\n]"
+        if convolutions := lines(Convolution):
+            text += f', "cudnn": {json.dumps(place.cudnn)}, "convolutions": [\n{convolutions}\n]'
+        text += "}\n"
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
         try:
             with os.fdopen(descriptor, "w") as file:
@@ -214,18 +198,26 @@ def write(path, place, rows):
 # --- tables ---
 
 
-def put(index, product, choice, measured):
+def put(index, problem, choice, measured):
     """Makes a choice effective on a device, at once."""
     global version
-    library_of(index).set_tuned(product.words(index), choice, measured)
+    library_of(index).set_tuned(problem.op, problem.words(index), choice, measured)
     version += 1
 
 
 def entries():
-    """Everything that is effective: (index of the device, product, choice, measured), sorted."""
+    """Everything that is effective: (index of the device, Product or Convolution, choice,
+    measured), sorted."""
     libraries = [library for library in (_lib.ops_library, _lib.cuda_library) if library]
-    found = [(*Product.from_words(w), *rest) for lib in libraries for w, *rest in lib.tuned()]
-    return sorted(found)
+    found = []
+    for kind in KINDS:
+        of_kind = [
+            (*kind.from_words(words), *rest)
+            for library in libraries
+            for words, *rest in library.tuned(kind.op)
+        ]
+        found += sorted(of_kind)
+    return found
 
 
 def forget():
@@ -255,7 +247,7 @@ def load(index):
 
 
 def _rows(path, place, built_in):
-    return [(product, row["choice"]) for product, row in read(path, place, built_in).items()]
+    return [(problem, row["choice"]) for problem, row in read(path, place, built_in).items()]
 
 
 def load_all():

@@ -1,4 +1,4 @@
-"""Measures which kernel is the fastest for each matrix product of a program: ``braze.tune``."""
+"""Measures which kernel is the fastest for each product and convolution: ``braze.tune``."""
 
 import contextlib
 import gc
@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from braze import _config, _lib, _tuned
+from braze import _config, _lib, _tuned, _tuning_conv2d
+from braze._problems import KINDS, Convolution, Product
 from braze._timing import compete, timer_for
 
 # By how much a choice has to be faster than what "auto" would do without it.
@@ -18,44 +19,51 @@ _LEAST_GAIN, _LEAST_MICROSECONDS = 0.02, 0.2
 _LEAST_WINS = 0.75
 # The floor of the tolerance rule, in units of the last place. TF32 rounds inputs to 10 bits.
 _ULPS = {"tf32": 2**13}
-# The share of a product's time that trying and checking the candidates may take.
+# How much slower than the present choice a candidate may be to be timed at all, besides seconds of
+# setting up.
+_MOST_TIMES, _SETUP_SECONDS = 20, 0.2
+# The share of a problem's time that trying and checking the candidates may take.
 _SHARE_OF_CHECKS = 0.6
 
 _lock = threading.Lock()  # recording is global
 
 
 class Tuned(NamedTuple):
-    """What tuning one product found: `before` and `after` are microseconds, `choice` is what
-    ``braze.backend(matmul=...)`` takes; "auto" where nothing was faster."""
+    """What tuning one product, or one pass of a convolution, found: `before` and `after` are
+    microseconds, `choice` is what ``braze.backend(matmul=...)`` (``conv2d=...``) takes; "auto"
+    where nothing was faster."""
 
     device: torch.device
-    product: _tuned.Product
+    product: Product | Convolution
     before: float
     after: float
     choice: str
 
 
 def tune(fn, *args, candidates=None, seconds=1.0, save=True):
-    """Finds the fastest kernel for every matrix product that ``fn(*args)`` makes braze compute.
+    """Finds the fastest kernel for every matrix product and convolution that ``fn(*args)`` makes
+    braze compute.
 
-    Calls ``fn(*args)`` once and takes down the products of :func:`braze.matmul` and ``linear``,
-    forward and backward, for which ``"auto"`` would choose. For each, every kernel and up to 32 of
-    cuBLASLt's algorithms compute random matrices of that shape and layout. The fastest one becomes
-    what ``"auto"`` chooses, at once and in later processes, if it is as accurate as the present
-    choice, and at least 2 % and 0.2 us faster. Steps that were captured in a CUDA graph keep their
-    kernels; :class:`braze.TrainStep` captures its steps anew.
+    Calls ``fn(*args)`` once and takes down the products of :func:`braze.matmul` and ``linear``, and
+    the passes of ``conv2d``, forward and backward, for which ``"auto"`` would choose. For each,
+    every kernel and up to 32 of cuBLASLt's algorithms (cuDNN's engines) compute random tensors of
+    that shape and layout. The fastest one becomes what ``"auto"`` chooses, at once and in later
+    processes, if it is as accurate as the present choice, and at least 2 % and 0.2 us faster. Steps
+    that were captured in a CUDA graph keep their kernels; :class:`braze.TrainStep` captures its
+    steps anew.
 
     Measured choices are ignored under ``torch.use_deterministic_algorithms(True)``: they may differ
     from one machine or process to the next.
 
     Args:
         fn: for example a training step. It is called with `args`.
-        candidates: measure only these, as ``braze.backend(matmul=...)`` takes them.
-        seconds: about how long each product may take.
-        save: keep the choices in the user's cache, by GPU, cuBLASLt's version and braze's.
+        candidates: measure only these, as ``braze.backend(matmul=..., conv2d=...)`` takes them.
+        seconds: about how long each product or pass may take.
+        save: keep the choices in the user's cache, by GPU, the libraries' versions and braze's.
 
     Returns:
-        A list of ``Tuned(device, product, before, after, choice)``, one for each product.
+        A list of ``Tuned(device, product, before, after, choice)``, one for each product, then one
+        for each pass of a convolution.
 
     Raises:
         RuntimeError: the current stream is being captured in a CUDA graph.
@@ -69,8 +77,9 @@ def tune(fn, *args, candidates=None, seconds=1.0, save=True):
     if isinstance(candidates, str):
         raise TypeError("tune: expected candidates to be a list of names, but got a str")
     for choice in candidates or ():
-        _config.check_choice("tune", "matmul", choice)
-        if choice in ("auto", "braze"):
+        if not _config.is_choice("conv2d", choice):
+            _config.check_choice("tune", "matmul", choice)
+        if choice in ("auto", "braze", "benchmark"):
             raise ValueError(f"tune: expected candidates to be single kernels, but got {choice!r}")
     refuse_capture()
     if not _lock.acquire(blocking=False):
@@ -96,7 +105,7 @@ def refuse_capture():
 
 
 def products_of(fn, *args):
-    """The (device, :class:`~braze._tuned.Product`) pairs that ``fn(*args)`` asks for, each once."""
+    """The (device, Product or Convolution) pairs that ``fn(*args)`` asks for, each once."""
     libraries = [library for library in (_lib.ops_library, _lib.cuda_library) if library]
     for library in libraries:
         library.record(True)
@@ -105,12 +114,17 @@ def products_of(fn, *args):
     finally:
         for library in libraries:
             library.record(False)
-    found = [_tuned.Product.from_words(w) for library in libraries for w in library.recorded()]
+    found = [
+        kind.from_words(words)
+        for kind in KINDS
+        for library in libraries
+        for words in library.recorded(kind.op)
+    ]
     return [(_device(index), product) for index, product in found]
 
 
 def save_results(results, path=None):
-    """Adds the choices to the user's cache, or to the table at `path`, where products for which
+    """Adds the choices to the user's cache, or to the table at `path`, where problems for which
     nothing is faster than the rules lose the choice that they had."""
     by_device = {}
     for result in results:
@@ -130,13 +144,15 @@ def _row(result):
 
 
 def tune_product(device, product, candidates=None, seconds=1.0):
-    """Measures one product and makes its choice effective; returns a :class:`Tuned`."""
+    """Measures a product or a pass, makes its choice effective; returns a :class:`Tuned`."""
     index = _index(device)
     context = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
     with context, torch.no_grad(), torch.autocast(device.type, enabled=False), _no_collection():
         matrices = operands(product, device)
         run = bound(product, matrices)
-        names = _names(device) if candidates is None else candidates
+        names = _names(device, product.op)
+        if candidates is not None:
+            names = [name for name in candidates if _config.is_choice(product.op, name)]
         reference = _reference(product, matrices)
         usable = _usable(run, names, product, reference, seconds * _SHARE_OF_CHECKS)
         del reference
@@ -168,6 +184,11 @@ def _index(device):
     return -1 if device.type == "cpu" else device.index
 
 
+def _wait(device):
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 @contextlib.contextmanager
 def _no_collection():
     """No garbage collection: destroying somebody's CUDA graph would break the timer's capture."""
@@ -182,7 +203,10 @@ def _no_collection():
 
 
 def operands(product, device):
-    """Random A, B and bias (or None), in memory as the product has them."""
+    """Random A, B and bias (or None), in memory as the product has them; of a convolution what
+    :mod:`braze._tuning_conv2d` says."""
+    if isinstance(product, Convolution):
+        return _tuning_conv2d.operands(product, device)
     generator = torch.Generator(device).manual_seed(0)
     dtype = torch.float32 if product.dtype == "tf32" else getattr(torch, product.dtype)
 
@@ -211,6 +235,8 @@ def operands(product, device):
 
 def bound(product, matrices):
     """A function of a backend's name that computes the product of the :func:`operands`."""
+    if isinstance(product, Convolution):
+        return _tuning_conv2d.bound(product, matrices)
     a, b, bias = matrices
     tf32 = product.dtype == "tf32"
     linear, matmul = torch.ops.braze.linear.default, torch.ops.braze.matmul.default
@@ -225,6 +251,8 @@ def bound(product, matrices):
 
 def _reference(product, matrices):
     """The product in float64, by torch."""
+    if isinstance(product, Convolution):
+        return _tuning_conv2d.reference(product, matrices)
     a, b, bias = (t if t is None else t.double() for t in matrices)
     result = torch.matmul(a, b)
     if bias is not None:
@@ -232,29 +260,41 @@ def _reference(product, matrices):
     return result.relu_() if product.relu else result
 
 
-def _names(device):
+def _names(device, op):
     """All candidates, in the order in which they are tried."""
     library = _tuned.library_of(_index(device))
-    names = [k["name"] for k in library.kernels() if k["op"] == "matmul" and k["shipped"]]
-    if device.type == "cuda" and not library.vendor()["cublas"]["missing"]:
-        names += [f"cublas:{i}" for i in range(_lib.limits["library_candidates"])]
+    names = [k["name"] for k in library.kernels() if k["op"] == op and k["shipped"]]
+    (vendor,) = _config.backend._VENDORS[op]
+    if device.type == "cuda" and not library.vendor()[vendor]["missing"]:
+        names += [f"{vendor}:{i}" for i in range(_lib.limits["library_candidates"])]
     return names
 
 
 def _usable(run, names, product, reference, seconds):
     """Those of `names` that take the product, as accurately as "auto", as far as time allows."""
     end = time.perf_counter() + seconds
-    present = run("auto")
+
+    def timed(name):
+        _wait(reference.device)
+        start = time.perf_counter()
+        result = run(name)
+        _wait(reference.device)
+        return result, time.perf_counter() - start
+
+    run("auto")  # loads kernels
+    present, once = timed("auto")
     largest, error = reference.abs().max(), (present.double() - reference).abs().max()
     floor = _ULPS.get(product.dtype, 4) * torch.finfo(present.dtype).eps
     limit = 2 * error + floor * largest  # as braze.testing.assert_by_rule
     usable = []
     for name in names:
         try:
-            result = run(name)
+            result, took = timed(name)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError:  # it does not take these arguments, or there are fewer candidates
+            continue
+        if took > _MOST_TIMES * once + _SETUP_SECONDS:
             continue
         # Not <= for what is not a number.
         if bool((result.double() - reference).abs().max() <= limit):

@@ -225,15 +225,6 @@ def geometry(input, weight, stride, padding, dilation):
     return input, stride, padding, dilation
 
 
-def settings(input):
-    """The op's arguments that the user sets for a whole scope."""
-    return (
-        _config.allow_tf32("conv2d", input),
-        _config.deterministic(),
-        _config.chosen_backend("conv2d"),
-    )
-
-
 def conv2d(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
     """2-D cross-correlation, as ``torch.nn.functional.conv2d``.
 
@@ -270,4 +261,6 @@ def conv2d(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
     if dtype is not None:
         input, weight, bias = cast_to(dtype, input, weight, bias)
     function = _ops.conv2d if torch.compiler.is_compiling() else _conv2d
-    return function(input, weight, bias, stride, padding, dilation, groups, *settings(input))
+    return function(
+        input, weight, bias, stride, padding, dilation, groups, *_config.conv2d_settings(input)
+    )

@@ -3,7 +3,7 @@ output (csrc/launchers/conv_bn_relu_max_pool2d.h). Those of every other one are 
 
 import torch
 
-from braze import _lib
+from braze import _config, _lib
 from braze._ops import bn_relu
 from braze._ops._common import (
     autocast_dtype,
@@ -22,7 +22,6 @@ from braze._ops.batch_norm import gradients as batch_norm_gradients
 from braze._ops.conv2d import conv2d, conv2d_backward_flops, conv2d_flops
 from braze._ops.conv2d import geometry as conv2d_geometry
 from braze._ops.conv2d import gradients as conv2d_gradients
-from braze._ops.conv2d import settings as conv2d_settings
 from braze._ops.pool import max_pool2d
 from braze._ops.relu import relu
 
@@ -244,7 +243,7 @@ def _as_one_op(
     norm = training, momentum, eps
     if not small_k:
         geometry = stride, padding, dilation, groups
-        settings = conv2d_settings(input)
+        settings = _config.conv2d_settings(input)
         how = max_pool, contiguous, *settings
         return bn_relu.conv_bn_relu2d(*tensors, *buffers, *geometry, *norm, *how)
     op = _ops.conv_bn_relu_max_pool2d.default

@@ -1,0 +1,228 @@
+// backend "benchmark": the first call of a pass measures what there is for it, as torch does under
+// torch.backends.cudnn.benchmark, and the process keeps the winner. For conv2d.cpp alone.
+#pragma once
+
+#include <chrono>
+#include <limits>
+#include <mutex>
+#include <unordered_map>
+#include <vector>
+
+#include "ops/conv2d_decision.h"
+
+#ifdef BRAZE_CUDA
+#include <cuda_runtime.h>
+
+#include "libraries/loader.h"
+#endif
+
+namespace braze {
+namespace {
+
+constexpr char kBenchmark[] = "benchmark";
+// `backend`, with whether it wants new passes measured.
+struct Choice {
+  Wish wish;
+  bool measure = false;
+};
+
+Choice choice_of(const std::string& backend) {
+  if (backend == kBenchmark) return {{}, true};
+  return {wish_of("conv2d", backend, dev::conv2d_kernel, "cudnn")};
+}
+
+// Of cuDNN's engines, which it lists best first; building one takes longer than timing it.
+constexpr int kMeasuredEngines = 8;
+constexpr int kMeasuredRuns = 3;
+// By how much, at least, something has to be faster than what the rules choose.
+constexpr double kLeastGain = 0.03, kLeastMicroseconds = 2;
+
+// Enqueues a decision's work. workspace: of as many bytes as it says. sets: as in run_conv2d.
+void launch(Stream stream, const Conv2dProblem& problem, const Decision& decision,
+            [[maybe_unused]] const void* bias, Moments* sets, void* workspace) {
+#ifdef BRAZE_CUDA
+  if (decision.library >= 0) {
+    vendor::cudnn_conv2d(stream, problem, workspace, decision.bias_fused ? bias : nullptr,
+                         decision.library);
+    return;
+  }
+#endif
+  dev::run_conv2d(stream, problem, decision.plan, bias, sets, workspace);
+}
+
+#ifdef BRAZE_CUDA
+
+bool is_capturing(Stream stream) {
+  cudaStreamCaptureStatus status;
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  vendor::check_cuda(cudaStreamIsCapturing(cuda_stream, &status), "conv2d: capture status");
+  return status != cudaStreamCaptureStatusNone;
+}
+
+// Microseconds that a stream takes for what it is given between start() and stop().
+class Stopwatch {
+ public:
+  explicit Stopwatch(Stream stream) : stream_(static_cast<cudaStream_t>(stream)) {
+    for (cudaEvent_t& event : events_) check(cudaEventCreate(&event));
+  }
+  ~Stopwatch() {
+    for (const cudaEvent_t event : events_) cudaEventDestroy(event);
+  }
+  Stopwatch(const Stopwatch&) = delete;
+  Stopwatch& operator=(const Stopwatch&) = delete;
+
+  void start() { check(cudaEventRecord(events_[0], stream_)); }
+  double stop() {
+    check(cudaEventRecord(events_[1], stream_));
+    check(cudaEventSynchronize(events_[1]));
+    float milliseconds = 0;
+    check(cudaEventElapsedTime(&milliseconds, events_[0], events_[1]));
+    return milliseconds * 1e3;
+  }
+
+ private:
+  static void check(cudaError_t error) { vendor::check_cuda(error, "conv2d: measuring"); }
+
+  vendor::AllowSetupInCapture allow_;  // another thread may be capturing
+  cudaStream_t stream_;
+  cudaEvent_t events_[2] = {};
+};
+
+#else
+
+bool is_capturing(Stream) { return false; }
+
+class Stopwatch {
+ public:
+  explicit Stopwatch(Stream) {}
+  void start() { start_ = std::chrono::steady_clock::now(); }
+  double stop() {
+    const std::chrono::duration<double, std::micro> passed =
+        std::chrono::steady_clock::now() - start_;
+    return passed.count();
+  }
+
+ private:
+  std::chrono::steady_clock::time_point start_;
+};
+
+#endif
+
+// What there is for a pass: the wish that names it, and the decision. Of our own the favourite and
+// all others that are shipped, but for the one that takes everything and is far behind where it is
+// not the favourite.
+std::vector<std::pair<Wish, Decision>> candidates_of(const Conv2dProblem& problem,
+                                                     const void* bias) {
+  std::vector<std::pair<Wish, Decision>> found;
+  for (int i = 0; i < kMeasuredEngines; ++i) {
+    const auto decision = library_decision(problem, bias, i);
+    if (!decision) break;
+    found.push_back({{Wish::kLibrary, i}, *decision});
+  }
+  const int favourite = dev::plan_conv2d(problem, kAnyKernel).kernel;
+  for (int i = 0; const KernelInfo* const info = dev::conv2d_kernel(i); ++i) {
+    if (i != favourite && (!info->shipped || std::string(info->name) == "direct")) continue;
+    const Conv2dPlan plan = dev::plan_conv2d(problem, i);
+    if (!plan.obstacle) found.push_back({{Wish::kKernel, i}, own_decision(plan)});
+  }
+  return found;
+}
+
+// The shortest of a few runs, in microseconds; fewer where one takes more than `limit`. The first
+// loads kernels, the others find their tensors in L2 if these fit.
+double time_of(Stream stream, const Conv2dProblem& problem, const Decision& decision,
+               const Tensor& result, const void* bias, double limit) {
+  const Workspace workspace(decision.workspace_bytes, result);
+  Stopwatch watch(stream);
+  double least = 0;
+  for (int i = 0; i <= kMeasuredRuns; ++i) {
+    watch.start();
+    launch(stream, problem, decision, bias, nullptr, workspace.data());
+    const double us = watch.stop();
+    least = i <= 1 ? us : std::min(least, us);
+    if (i > 0 && us > limit) break;
+  }
+  return least;
+}
+
+// Runs all candidates on the tensors themselves (the result is written again afterwards) and
+// returns the fastest; what the rules have chosen, where nothing is faster by far enough to be
+// sure.
+Wish fastest(Stream stream, const Conv2dProblem& problem, const Tensor& result, const void* bias) {
+  const Decision by_rules = decided(result, problem, {}, bias, false);
+  const auto rules_have = [&](const Decision& d) {
+    return d.library == by_rules.library &&
+           (d.library >= 0 || d.plan.kernel == by_rules.plan.kernel);
+  };
+  constexpr double kForever = std::numeric_limits<double>::infinity();
+  double least = kForever, before = kForever;
+  Wish best;
+  for (const auto& [wish, decision] : candidates_of(problem, bias)) {
+    try {
+      const double us = time_of(stream, problem, decision, result, bias, 2 * least);
+      if (us < least) least = us, best = wish;
+      if (rules_have(decision)) before = us;
+    } catch (const std::runtime_error&) {
+      continue;  // no memory for its workspace, or it cannot do it after all
+    }
+  }
+  const double gain = before - least;
+  return gain >= kLeastGain * before && gain >= kLeastMicroseconds ? best : Wish();
+}
+
+// The winners so far.
+class Measured {
+ public:
+  std::optional<Wish> find(const ConvolutionPass& pass) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = winners_.find(pass);
+    return found == winners_.end() ? std::nullopt : std::optional(found->second);
+  }
+  void keep(const ConvolutionPass& pass, const Wish& wish) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (winners_.size() >= kMost) winners_.clear();  // shapes that change all the time
+    winners_[pass] = wish;
+  }
+
+ private:
+  static constexpr size_t kMost = 4096;
+  std::mutex mutex_;
+  std::unordered_map<ConvolutionPass, Wish, HashWords> winners_;
+};
+
+// The decision under "benchmark": what tuning chose, else what was measured, else what is measured
+// now. Rules decide for what is not tuned either, for a new pass within a capture, and where
+// measured choices are to be ignored.
+Decision benchmarked(Stream stream, const Conv2dProblem& problem, const Tensor& result,
+                     const void* bias) {
+  static auto& measured = *new Measured;  // never destroyed: threads may outlive static objects
+  const auto by_rules = [&] { return decided(result, problem, {}, bias, false); };
+  if (problem.shape.deterministic) return by_rules();
+  const auto pass = convolution_pass_of(problem, bias != nullptr, result.get_device_index());
+  if (!pass) return by_rules();
+  if (tuned_convolutions.in_use && !tuned_convolutions.choice(*pass, false).empty()) {
+    return by_rules();
+  }
+  std::optional<Wish> wish = measured.find(*pass);
+  if (!wish) {
+    if (is_capturing(stream)) return by_rules();
+    wish = fastest(stream, problem, result, bias);
+    measured.keep(*pass, *wish);
+  }
+  return decided(result, problem, *wish, bias, false);
+}
+
+// In the place of a decision for whose workspace there is no memory: one that needs none.
+std::optional<Decision> decision_without_workspace(const Conv2dProblem& problem, const void* bias) {
+  for (const auto& [wish, decision] : candidates_of(problem, bias)) {
+    if (decision.workspace_bytes == 0) return decision;
+  }
+  for (int i = 0; dev::conv2d_kernel(i); ++i) {
+    const Conv2dPlan plan = dev::plan_conv2d(problem, i);
+    if (!plan.obstacle && plan.workspace_bytes == 0) return own_decision(plan);
+  }
+  return std::nullopt;
+}
+
+}  // namespace
+}  // namespace braze
