@@ -98,6 +98,9 @@ def main(args, root):
         print(f"braze bench: {error}")
         return 2
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if args.tune and args.what == ["convolutions"]:
+        convolutions.tune(device, args)
+        return 0
     wrong = 0
     for table in chosen:
         rows = []

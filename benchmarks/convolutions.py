@@ -6,6 +6,7 @@ error breaks the tolerance rule does not count. On a CPU the small ones run besi
 """
 
 import contextlib
+import math
 import os
 import time
 
@@ -17,11 +18,15 @@ from benchmarks.conv_passes import LAYOUTS, PASSES, own_pass, torch_pass
 from benchmarks.convolution_cases import cases
 from benchmarks.harness import DTYPES, interleaved, rounded, set_precision, timer_for
 from benchmarks.results import ENVIRONMENT
+from braze import _tuned, tuning
+from braze._problems import Convolution
 from braze.testing import assert_by_rule
 
 #: Seconds per candidate, and the least and most repeats of a pass.
 BUDGET = {"cuda": (0.02, 11, 40), "cpu": (0.05, 3, 20)}
 QUICK_BUDGET = {"cuda": (0.005, 7, 11), "cpu": (0.02, 3, 5)}
+#: about, for each pass of a table of tuned choices
+TUNING_SECONDS = 0.5
 #: Multiplications and additions; more are left out on a CPU.
 CPU_LIMIT = 1 << 27
 #: More, and `direct` is not tried, but for first layers and depthwise ones: it would take seconds.
@@ -30,6 +35,9 @@ DIRECT_LIMIT = 1 << 34
 WORKSPACE = {"CUDNN_CONV_WSCAP_DBG": "2048"}
 #: Images, channels and filters that a result is compared in; the float64 reference is of these.
 IMAGES, CHANNELS, GROUPS = 3, 16, 8
+
+#: cuDNN's own, which "auto" takes where it takes none of ours
+FAVOURITE = "cudnn:0"
 
 TIMED = ("own", "auto", "vendor", "second")
 #: of a row, in which no two rows agree; a later run's row replaces an earlier one's
@@ -194,10 +202,12 @@ def own_maker(problem, name):
     return under("conv2d", name, problem.own)
 
 
-def what_ran(problem, names):
-    """Which of `names` gives the bits that "auto" gives, ours before the vendor's."""
+def what_ran(problem, times, us):
+    """Which of `times` (name -> microseconds) give the bits that "auto" gives, the one first that
+    takes as long as that, `us`."""
     expected = own_maker(problem, "auto")()()
-    return [name for name in names if torch.equal(own_maker(problem, name)()(), expected)]
+    alike = [name for name in times if torch.equal(own_maker(problem, name)()(), expected)]
+    return sorted(alike, key=lambda name: abs(math.log(times[name] / us)))
 
 
 def time_problem(problem, recorded, quick=False, engines=conv_rivals.ENGINES):
@@ -254,8 +264,10 @@ def time_problem(problem, recorded, quick=False, engines=conv_rivals.ENGINES):
         row |= {"rate": f"{problem.case.flops / times[own][0] / 1e6:.4g}", "unit": "TFLOP/s"}
     if candidates and "auto" in ours:
         row["auto_ratio"] = f"{min(candidates) / times['auto'][0]:.3f}"
-        names = [*screened, *(["cudnn"] if device.type == "cuda" else [])]
-        row["auto_name"] = " or ".join(what_ran(problem, names))
+        favourite = {}
+        if device.type == "cuda":
+            favourite = screen(timer, {FAVOURITE: own_maker(problem, FAVOURITE)})
+        row["auto_name"] = " or ".join(what_ran(problem, screened | favourite, times["auto"][0]))
     return row, rows
 
 
@@ -312,6 +324,37 @@ def run(device, args):
         book.save()
     if left:
         print(f"convolutions: {left} more passes were left when {args.seconds:g} s were over")
+
+
+def tune(device, args):
+    """Measures what is the fastest for the same passes, against the rules alone, and adds it to the
+    table of tuned choices ``args.tune``, as ``python -m braze tune --built-in`` does."""
+    torch.backends.cudnn.benchmark = False
+    deadline = time.monotonic() + (args.seconds or float("inf"))
+    _tuned.forget()
+    found = []
+    try:
+        for case, _, dtype_name, layout, pass_name in wanted(device, args):
+            if time.monotonic() > deadline:
+                break
+            pairs = *[case.stride] * 2, *case.padding, *[case.dilation] * 2
+            extents = case.n, case.c, case.h, case.w, case.k, case.r, case.s
+            problem = Convolution(dtype_name, pass_name, *extents, *pairs, case.groups)
+            problem = problem._replace(channels_last=layout == "channels_last")
+            try:
+                asked = tuning.as_asked(problem, device)
+                result = tuning.tune_product(device, asked, seconds=TUNING_SECONDS)
+            except torch.OutOfMemoryError as error:
+                print(f"{problem}: {error}".splitlines()[0])
+                continue
+            print(
+                f"{asked} {dtype_name}: {result.before:.4g} us, {result.choice} {result.after:.4g}"
+            )
+            found.append(result)
+    finally:
+        tuning.save_results(found, args.tune)
+    changed = sum(result.choice != "auto" for result in found)
+    print(f"{changed} of {len(found)} passes have a choice: {args.tune}")
 
 
 def line(row):

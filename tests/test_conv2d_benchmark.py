@@ -8,7 +8,7 @@ import braze
 import braze.nn.functional as F
 from braze import _config, _lib, _tuned
 from braze._problems import Convolution
-from common import assert_by_rule
+from common import assert_by_rule, compile
 from conftest import cuda_only
 from tune_common import index_of
 
@@ -130,14 +130,15 @@ def test_the_flag_is_for_gpus(device, benchmark_flag):
 
 def test_under_compile(device, benchmark_flag):
     x, w, _ = tensors(device)
-    compiled = torch.compile(
-        lambda x, w: F.conv2d(x, w, padding=1), fullgraph=True, backend="aot_eager"
-    )
+    y = compile(lambda x, w: F.conv2d(x, w, padding=1))(x, w)
     assert_by_rule(
-        compiled(x, w),
-        torch.conv2d(x, w, padding=1),
-        torch.conv2d(x.double(), w.double(), padding=1),
+        y, torch.conv2d(x, w, padding=1), torch.conv2d(x.double(), w.double(), padding=1)
     )
+
+    def flags(x):  # the CPU's path does not ask for them
+        return x + 2 * _config._cudnn_benchmark() + _config._cudnn_deterministic()
+
+    assert compile(flags)(torch.zeros(1, device=device)).item() == 2
 
 
 @cuda_only

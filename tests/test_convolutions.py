@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from braze import bench
+from braze import _tuned, bench
+from braze._problems import Convolution
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
@@ -21,7 +22,9 @@ from benchmarks import (  # noqa: E402
     results,
 )
 from benchmarks.conv_passes import LAYOUTS, PASSES  # noqa: E402
-from benchmarks.convolution_cases import AWKWARD, NETWORKS, Convolution, cases  # noqa: E402
+from benchmarks.convolution_cases import AWKWARD, NETWORKS, cases  # noqa: E402
+from benchmarks.convolution_cases import Convolution as Case  # noqa: E402
+from tune_common import place, timed  # noqa: E402
 
 # All parameters of torchvision's models of 1000 classes, as its documentation has them.
 PARAMETERS = {
@@ -88,7 +91,7 @@ def test_the_cases():
         assert case.c % case.groups == case.k % case.groups == 0
     # Names tell them apart: rows and rivals are known by them.
     assert len({case.name for case in found}) == len(found)
-    shared = Convolution(64, 3, 224, 224, 64, 7, 7, 2, (3, 3))
+    shared = Case(64, 3, 224, 224, 64, 7, 7, 2, (3, 3))
     assert set(found[shared]) >= {"ResNet-18", "ResNet-50", "DenseNet-121", "GoogLeNet"}
     assert shared.passes == ("fprop", "wgrad")
     assert (shared.kind, shared.out_size) == ("first layer", (112, 112))
@@ -250,6 +253,27 @@ def test_a_later_run_replaces_its_rows_alone(tmp_path):
     assert found == [("b", "2"), ("a", "3")]
     results.save(tmp_path, device, "x", rows[:1])
     assert len(results.load(tmp_path, "x")) == 1
+
+
+def test_what_ran():
+    """Of kernels with the same bits the one first that takes as long as "auto"."""
+    case = AWKWARD[16]
+    problem = convolutions.Problem(case, "wgrad", "float32", "contiguous", torch.device("cpu"))
+    times = {"direct": 90.0, "implicit_gemm": 8.0, "braze": 5.0}
+    assert convolutions.what_ran(problem, times, 5.5) == ["braze", "implicit_gemm"]
+    assert convolutions.what_ran(problem, times, 9) == ["implicit_gemm", "braze"]
+
+
+@pytest.mark.usefixtures("empty_tables")
+def test_a_table_of_tuned_choices(monkeypatch, tmp_path, capsys):
+    timed(monkeypatch, {"auto": 10, "implicit_gemm": 1})
+    path = tmp_path / "table.json"
+    arguments = "--device", "cpu", "--case", "64x5x32x32", "--pass", "wgrad", "--tune", path
+    assert bench.main(parse("convolutions", *arguments)) == 0
+    assert "1 of 1 passes have a choice" in capsys.readouterr().out
+    padding = {"pad_h": 1, "pad_w": 1}
+    problem = Convolution("float32", "wgrad", 64, 5, 32, 32, 7, 3, 3, channels_last=True, **padding)
+    assert _tuned.read(path, place("cpu")) == {problem: {"choice": "implicit_gemm", "us": [10, 1]}}
 
 
 def made_up_row(**cells):

@@ -77,6 +77,17 @@ def test_recorded_passes(device, layout):
     )
 
 
+def test_a_block_is_recorded_unless_it_leaves_moments(device):
+    """Its convolution; on a GPU a kernel that leaves batch norm's moments is not for tuning."""
+    x, w, _ = of(device, "channels_last")
+    norm = [torch.zeros(24, device=device), torch.ones(24, device=device)]
+    asked = passes_of(
+        lambda: F.conv_bn_relu2d(x, w, None, *norm, training=True, padding=1)  # 40 channels
+    )
+    expected = FPROP._replace(channels_last=True)
+    assert asked in ([expected], []) if device == "cuda" else asked == [expected]
+
+
 def test_what_is_not_recorded(device):
     x, w, _ = of(device)
     assert passes_of(F.conv2d, x[:0], w) == []

@@ -178,9 +178,10 @@ Workspace run(Stream stream, const Conv2dProblem& problem, Tensor& result,
               const std::optional<Tensor>& bias, const Choice& choice,
               OutputMoments* moments = nullptr, Branch* branch = nullptr) {
   const void* const bias_data = bias ? bias->const_data_ptr() : nullptr;
-  Decision decision = choice.measure && !moments
-                          ? benchmarked(stream, problem, result, bias_data)
-                          : decided(result, problem, choice.wish, bias_data, moments != nullptr);
+  const bool wants_moments = moments != nullptr;
+  Decision decision = choice.measure
+                          ? benchmarked(stream, problem, result, bias_data, wants_moments)
+                          : decided(result, problem, choice.wish, bias_data, wants_moments);
   Workspace workspace;
   try {
     workspace = Workspace(decision.workspace_bytes, result);
@@ -273,7 +274,6 @@ Tensor conv2d_forward(const Tensor& input, const Tensor& weight, const std::opti
   const bool no_terms = shape.n == 0 || shape.c == 0;
   const Choice choice = no_terms ? Choice() : choice_of(args.backend);
   const bool with_bias = bias.has_value();
-  if (!moments) record(input, channels_last, Conv2dPass::kFprop, shape, with_bias, choice);
   const bool reformat =
       !channels_last && !no_terms &&
       prefers_channels_last(input, {Conv2dPass::kFprop}, shape, with_bias, choice);
@@ -291,6 +291,10 @@ Tensor conv2d_forward(const Tensor& input, const Tensor& weight, const std::opti
   const Operand w = dense(stream, Operand(weight, within), within);
   const Operand y(out, within);
   run(stream, {Conv2dPass::kFprop, shape, x.ref, w.ref, y.ref}, out, dense_bias, choice, moments);
+  // (A kernel that leaves moments is not for tuning to replace.)
+  if (!moments || moments->view.sets == 0) {
+    record(input, channels_last, Conv2dPass::kFprop, shape, with_bias, choice);
+  }
   return reformat ? dense(stream, Operand(out, false), false).tensor : out;
 }
 

@@ -65,14 +65,17 @@ std::optional<Decision> tuned_decision(const Conv2dProblem& problem, const void*
   return plan.obstacle ? std::nullopt : std::optional(own_decision(plan));
 }
 
+// Whether the rules have fprop run a kernel that leaves its result's moments, which saves a pass
+// over it: tuning knows nothing of that.
+bool leaves_moments(const Conv2dPlan& plan) {
+  return plan.moment_sets > 0 && (plan.beats_library || plan.beats_library_with_moments);
+}
+
 // "auto" takes what tuning found, else the faster one of our own and cuDNN, where that is there and
 // has an engine; names of kernels and of libraries are obeyed or refused. wants_moments: of fprop's
-// result, about which tuning knows nothing.
+// result.
 Decision decide(const Conv2dProblem& problem, const Wish& wish, const void* bias,
                 bool wants_moments, int device) {
-  if (tuned_convolutions.in_use && wish.kind == Wish::kAuto && !wants_moments) {
-    if (const auto tuned = tuned_decision(problem, bias, device)) return *tuned;
-  }
 #ifdef BRAZE_CUDA
   if (wish.kind == Wish::kLibrary) {
     const std::string name = "cudnn" + (wish.number > 0 ? ":" + std::to_string(wish.number) : "");
@@ -85,9 +88,14 @@ Decision decide(const Conv2dProblem& problem, const Wish& wish, const void* bias
   }
 #endif
   const Conv2dPlan plan = dev::plan_conv2d(problem, wish.kernel());
-  const bool own = plan.beats_library || (wants_moments && plan.beats_library_with_moments);
-  if (wish.kind == Wish::kAuto && !own) {
-    if (const auto decision = library_decision(problem, bias, 0)) return *decision;
+  const bool for_moments = wants_moments && leaves_moments(plan);
+  if (wish.kind == Wish::kAuto && !for_moments) {
+    if (tuned_convolutions.in_use) {
+      if (const auto tuned = tuned_decision(problem, bias, device)) return *tuned;
+    }
+    if (!plan.beats_library) {
+      if (const auto decision = library_decision(problem, bias, 0)) return *decision;
+    }
   }
   BRAZE_CHECK(!plan.obstacle, "conv2d: kernel ", dev::conv2d_kernel(plan.kernel)->name,
               " cannot take these arguments: ", plan.obstacle);

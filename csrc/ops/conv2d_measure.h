@@ -191,25 +191,27 @@ class Measured {
 };
 
 // The decision under "benchmark": what tuning chose, else what was measured, else what is measured
-// now. Rules decide for what is not tuned either, for a new pass within a capture, and where
-// measured choices are to be ignored.
+// now. Rules decide for what cannot be tuned either, for a new pass within a capture, where
+// measured choices are to be ignored, and where they have a kernel leave moments that are wanted.
 Decision benchmarked(Stream stream, const Conv2dProblem& problem, const Tensor& result,
-                     const void* bias) {
+                     const void* bias, bool wants_moments) {
   static auto& measured = *new Measured;  // never destroyed: threads may outlive static objects
-  const auto by_rules = [&] { return decided(result, problem, {}, bias, false); };
-  if (problem.shape.deterministic) return by_rules();
+  const Decision by_rules = decided(result, problem, {}, bias, wants_moments);
+  if (problem.shape.deterministic || (wants_moments && leaves_moments(by_rules.plan))) {
+    return by_rules;
+  }
   const auto pass = convolution_pass_of(problem, bias != nullptr, result.get_device_index());
-  if (!pass) return by_rules();
+  if (!pass) return by_rules;
   if (tuned_convolutions.in_use && !tuned_convolutions.choice(*pass, false).empty()) {
-    return by_rules();
+    return by_rules;
   }
   std::optional<Wish> wish = measured.find(*pass);
   if (!wish) {
-    if (is_capturing(stream)) return by_rules();
+    if (is_capturing(stream)) return by_rules;
     wish = fastest(stream, problem, result, bias);
     measured.keep(*pass, *wish);
   }
-  return decided(result, problem, *wish, bias, false);
+  return decided(result, problem, *wish, bias, wants_moments);
 }
 
 // In the place of a decision for whose workspace there is no memory: one that needs none.

@@ -117,11 +117,16 @@ def deterministic():
     return torch.are_deterministic_algorithms_enabled()
 
 
-# Read where torch.compile traces, which cannot read them: constants of what it compiles.
+# torch.backends.cudnn.benchmark and .deterministic. Dynamo cannot trace them: constants of what it
+# compiles.
 @torch.compiler.assume_constant_result
-def _cudnn_flags():
-    # torch.backends.cudnn.benchmark and .deterministic
-    return torch._C._get_cudnn_benchmark(), torch._C._get_cudnn_deterministic()
+def _cudnn_benchmark():
+    return torch._C._get_cudnn_benchmark()
+
+
+@torch.compiler.assume_constant_result
+def _cudnn_deterministic():
+    return torch._C._get_cudnn_deterministic()
 
 
 def conv2d_settings(tensor):
@@ -133,9 +138,8 @@ def conv2d_settings(tensor):
     """
     backend, wants_same = _backends["conv2d"], deterministic()
     if tensor.is_cuda:
-        measure, repeatable = _cudnn_flags()
-        wants_same = wants_same or repeatable
-        if measure and backend == _AUTO:
+        wants_same = wants_same or _cudnn_deterministic()
+        if backend == _AUTO and _cudnn_benchmark():
             backend = "benchmark"
     return allow_tf32("conv2d", tensor), wants_same, backend
 
@@ -148,7 +152,8 @@ def settings(device_type):
         torch.get_autocast_dtype(device_type),
         torch.backends.cuda.matmul.fp32_precision,
         torch.backends.cudnn.conv.fp32_precision,
-        *_cudnn_flags(),
+        _cudnn_benchmark(),
+        _cudnn_deterministic(),
         *_backends.values(),
         _tuned.version,
     )

@@ -135,7 +135,8 @@ def _products_of_shapes(shapes, dtypes, device, console):
         for shape, what in zip(shapes, parsed, strict=True):
             try:
                 if isinstance(what, Convolution):
-                    products += _passes_of(what._replace(dtype=dtype), device)
+                    passes = (what._replace(dtype=dtype, pass_name=name) for name in PASSES)
+                    products += [tuning.as_asked(problem, device) for problem in passes]
                 else:
                     products += _products_of(dtype, *what, device)
             except RuntimeError as error:  # which is also what torch says without memory
@@ -157,17 +158,6 @@ def _products_of(dtype, extents, layouts, device):
     a, b = matrix(m, k, layouts[0]), matrix(k, n, layouts[1])
     asked = tuning.products_of(torch.ops.braze.matmul, a, b, dtype == "tf32")
     return [product for _, product in asked]
-
-
-def _passes_of(convolution, device):
-    """The passes that the tensors of a convolution ask for: where both formats are the same memory
-    it is a contiguous one."""
-    passes = []
-    for pass_name in PASSES:
-        problem = convolution._replace(pass_name=pass_name)
-        run = tuning.bound(problem, tuning.operands(problem, device))
-        passes += [found for _, found in tuning.products_of(run, "auto")]
-    return passes
 
 
 def _products_of_mnist(_, dtypes, device, console):

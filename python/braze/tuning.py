@@ -123,6 +123,13 @@ def products_of(fn, *args):
     return [(_device(index), product) for index, product in found]
 
 
+def as_asked(problem, device):
+    """The problem that operands made up for `problem` ask for: of two whose operands are the same
+    memory one is the one in the tables. None where braze has nothing to choose."""
+    asked = products_of(bound(problem, operands(problem, device)), "auto")
+    return asked[0][1] if asked else None
+
+
 def save_results(results, path=None):
     """Adds the choices to the user's cache, or to the table at `path`, where problems for which
     nothing is faster than the rules lose the choice that they had."""
