@@ -6,6 +6,8 @@ few are then timed properly, interleaved with everything else (:func:`fastest`).
 
 import statistics
 
+import torch
+
 import braze
 from braze import _lib
 
@@ -29,6 +31,24 @@ def under(op, name, make):
                 return fn()
 
         return call
+
+    return made
+
+
+def by_rules(make):
+    """`make`, and what it returns, run with torch.backends.cudnn.benchmark off: under it "auto"
+    would measure convolutions."""
+
+    def without_flag(function):
+        before, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False
+        try:
+            return function()
+        finally:
+            torch.backends.cudnn.benchmark = before
+
+    def made():
+        call = without_flag(make)
+        return lambda: without_flag(call)
 
     return made
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import torch
 
+from benchmarks.candidates import by_rules
 from benchmarks.results import COLUMNS
 from braze.testing import check_against_stock
 
@@ -307,6 +308,8 @@ def run_benchmark(benchmark, device, args):
                 name: functools.partial(bind_pass, benchmark, fn, pass_name, inputs, case.kwargs)
                 for name, fn in functions.items()
             }
+            if device.type == "cuda":
+                makers["braze"] = by_rules(makers["braze"])
             times = interleaved(timer, makers, device, case.warm, args.quick)
             if benchmark.bind:
                 amount = work(benchmark, case, "forward", inputs, inputs[0])

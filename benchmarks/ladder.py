@@ -11,7 +11,7 @@ import torch
 
 import braze
 from benchmarks import rivals
-from benchmarks.candidates import VENDORS, under
+from benchmarks.candidates import VENDORS, by_rules, under
 from benchmarks.harness import (
     DTYPES,
     QUICK_BUDGET,
@@ -131,6 +131,8 @@ def run_ladder(benchmark, device, args):
                 for name in names
                 if name not in errors
             }
+            if device.type == "cuda" and "auto" in makers:
+                makers["auto"] = by_rules(makers["auto"])
             others, missing = {}, {}
             if op == "matmul" and device.type == "cuda" and pass_name == "forward":
                 operands = [t.detach() for t in inputs]

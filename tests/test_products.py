@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import products, products_accuracy, render, render_products, results  # noqa: E402
-from benchmarks.candidates import fastest, screen, vendor_names  # noqa: E402
+from benchmarks.candidates import by_rules, fastest, screen, vendor_names  # noqa: E402
 from benchmarks.harness import timer_for  # noqa: E402
 
 
@@ -95,6 +95,24 @@ def test_a_quick_look_leaves_out_what_does_not_exist():
     assert list(times) == ["slow", "fast"]
     assert fastest(times) == ["fast"]
     assert fastest(times, 5) == ["fast", "slow"]
+
+
+def test_by_rules():
+    """Both what makes a function and the function run without torch's flag, which comes back."""
+    flags = torch.backends.cudnn
+    seen = []
+
+    def make():
+        seen.append(flags.benchmark)
+        return lambda: seen.append(flags.benchmark)
+
+    flags.benchmark = True
+    try:
+        by_rules(make)()()
+        assert flags.benchmark
+    finally:
+        flags.benchmark = False
+    assert seen == [False, False]
 
 
 def made_up_row(**cells):
