@@ -33,7 +33,7 @@ def kernels(op=None):
 def _choices(op):
     rungs = sorted({k["name"] for k in kernels(op)})
     measured = ["benchmark"] if op == "conv2d" else []
-    return [_AUTO, "braze", *measured, *backend._VENDORS.get(op, ()), *rungs]
+    return [_AUTO, "braze", *backend._VENDORS.get(op, ()), *measured, *rungs]
 
 
 def is_choice(op, choice):
