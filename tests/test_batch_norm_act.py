@@ -341,9 +341,7 @@ def test_opcheck(device, dtype, name, layout):
     x, residual, weight, bias, mean, var = inputs((2, 8, 5, 6), device, dtype, fmt=FORMATS[layout])
     act = (name, -0.5, 0.5)
     for r in (residual, None):
-        torch.library.opcheck(
-            op, (x, r, weight, bias, None, None, None, True, 0.1, 1e-5, *act)
-        )
+        torch.library.opcheck(op, (x, r, weight, bias, None, None, None, True, 0.1, 1e-5, *act))
         with torch.no_grad():
             tensors = [None if t is None else t.detach() for t in (x, r, weight, bias)]
             batches = torch.zeros((), dtype=torch.int64, device=device)
