@@ -5,7 +5,16 @@ import importlib
 
 import torch
 
-from benchmarks import counters, depthwise, ladder, products, products_accuracy, render, results
+from benchmarks import (
+    counters,
+    depthwise,
+    ladder,
+    norm_act,
+    products,
+    products_accuracy,
+    render,
+    results,
+)
 from benchmarks.harness import run_benchmark
 
 OPS = [
@@ -44,6 +53,8 @@ def tables(what):
         ]
     if what == ["depthwise"]:
         return [("depthwise", depthwise.run, depthwise.line)]
+    if what == ["norm_act"]:
+        return [("norm_act", norm_act.run, norm_act.line)]
     if what == ["counters", "matmul"]:
         return [("counters_matmul", counters.run, counters.line)]
     is_ladder = what[:1] == ["ladder"]

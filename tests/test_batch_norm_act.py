@@ -196,7 +196,7 @@ def test_without_parameters(device, dtype, name):
 
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_running_statistics(device, dtype, momentum):
-    x, residual, weight, bias, *_ = inputs((6, 5, 7, 4), device, dtype)
+    x, residual, weight, _, *_ = inputs((6, 5, 7, 4), device, dtype)
     bn = torch.nn.BatchNorm2d(5, momentum=momentum, device=device, dtype=weight.dtype)
     layer = nn.BatchNormAct2d(5, momentum=momentum, device=device, dtype=weight.dtype)
     wide = copy.deepcopy(bn).double()

@@ -3,6 +3,12 @@
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(braze, m) {
+  // activation: what the settings are depends on the name
+  m.def("activation(Tensor input, str name, float first, float second) -> Tensor");
+  m.def(
+      "activation_backward(Tensor grad_output, Tensor input, str name, float first, "
+      "float second) -> Tensor");
+
   // aside: gradients of parameters made beside the rest of a backward pass, during a capture. The
   // current stream's; join_aside returns aliases of what was made since the last join
   m.def("open_aside(Tensor device_of) -> bool");

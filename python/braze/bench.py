@@ -10,7 +10,7 @@ def add_arguments(parser):
     parser.add_argument(
         "what",
         nargs="*",
-        metavar="OP | render | ladder OP | products | depthwise | counters matmul",
+        metavar="OP | render | ladder OP | products | depthwise | norm_act | counters matmul",
         help="ops to time (default: all); render: rewrite the documents' tables from the results; "
         "ladder OP: time every kernel of an op beside the vendor's, or beside a copy of its bytes; "
         "products: matrix products beside the best of the vendor's algorithms; depthwise: "

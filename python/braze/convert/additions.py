@@ -51,7 +51,7 @@ class Surroundings:
         }
 
     def may_be_added(self, node):
-        """Whether an expression is a local variable, or a call of a module on such an expression."""
+        """Whether an expression is a local variable, or a call of a module on one."""
         if isinstance(node, ast.Name):
             return node.id in self.local
         return (
