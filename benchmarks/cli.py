@@ -13,6 +13,7 @@ from benchmarks import (
     depthwise,
     ladder,
     networks,
+    norm_act,
     products,
     products_accuracy,
     render,
@@ -74,6 +75,8 @@ def tables(what):
         return [Table("depthwise", depthwise.run, depthwise.line)]
     if what == ["networks"]:
         return [Table("networks", networks.run, networks.line, networks.KEY)]
+    if what == ["norm_act"]:
+        return [Table("norm_act", norm_act.run, norm_act.line)]
     if what == ["counters", "matmul"]:
         return [Table("counters_matmul", counters.run, counters.line)]
     is_ladder = what[:1] == ["ladder"]

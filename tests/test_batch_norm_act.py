@@ -196,7 +196,7 @@ def test_without_parameters(device, dtype, name):
 
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_running_statistics(device, dtype, momentum):
-    x, residual, weight, bias, *_ = inputs((6, 5, 7, 4), device, dtype)
+    x, residual, weight, _, *_ = inputs((6, 5, 7, 4), device, dtype)
     bn = torch.nn.BatchNorm2d(5, momentum=momentum, device=device, dtype=weight.dtype)
     layer = nn.BatchNormAct2d(5, momentum=momentum, device=device, dtype=weight.dtype)
     wide = copy.deepcopy(bn).double()
@@ -341,9 +341,7 @@ def test_opcheck(device, dtype, name, layout):
     x, residual, weight, bias, mean, var = inputs((2, 8, 5, 6), device, dtype, fmt=FORMATS[layout])
     act = (name, -0.5, 0.5)
     for r in (residual, None):
-        torch.library.opcheck(
-            op, (x, r, weight, bias, None, None, None, True, 0.1, 1e-5, *act)
-        )
+        torch.library.opcheck(op, (x, r, weight, bias, None, None, None, True, 0.1, 1e-5, *act))
         with torch.no_grad():
             tensors = [None if t is None else t.detach() for t in (x, r, weight, bias)]
             batches = torch.zeros((), dtype=torch.int64, device=device)

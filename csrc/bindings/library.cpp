@@ -3,6 +3,12 @@
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(braze, m) {
+  // activation: what the settings are depends on the name
+  m.def("activation(Tensor input, str name, float first, float second) -> Tensor");
+  m.def(
+      "activation_backward(Tensor grad_output, Tensor input, str name, float first, "
+      "float second) -> Tensor");
+
   // batch_norm
   m.def(
       "batch_norm(Tensor input, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, "

@@ -3,8 +3,8 @@
 // do not depend on the number of threads.
 #include <vector>
 
-#include "cpu/batch_norm/activate.h"
 #include "cpu/batch_norm/batch_norm_parts.h"
+#include "cpu/batch_norm/batch_norm_runs.h"
 
 namespace braze::cpu {
 namespace {

@@ -11,8 +11,8 @@
 // residual v follows from x. The result y, which the mask replaces, would have 16 times the bytes.
 #pragma once
 
-#include "activate.cuh"
 #include "channel.cuh"
+#include "cuda/common/activate.cuh"
 
 namespace braze::cuda {
 
@@ -57,23 +57,6 @@ struct InputGradArgs {
   BatchNormStatistics statistics;
   GradCoefficients<acc_t<T>> coefficients;
   ActivationArgs<acc_t<T>> activation;
-};
-
-// A vector as it was loaded. Until it is used it stays so: as elements, 16-bit ones would take a
-// register each.
-template <typename T, int N>
-struct Packed {
-  using Raw = typename RawAccess<alignof(Vec<T, N>)>::type;
-  static constexpr int kCount = sizeof(Vec<T, N>) / sizeof(Raw);
-  Raw raw[kCount];
-
-  __device__ __forceinline__ void load(const T* p) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) raw[i] = reinterpret_cast<const Raw*>(p)[i];
-  }
-  __device__ __forceinline__ Vec<T, N> unpacked() const {
-    return *reinterpret_cast<const Vec<T, N>*>(raw);
-  }
 };
 
 // Coefficients of N neighbouring channels, or of one channel for all N.

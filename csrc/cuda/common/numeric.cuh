@@ -110,6 +110,23 @@ __device__ __forceinline__ Vec<T, N> load_vec(const T* p) {
   return *reinterpret_cast<const V*>(raw);
 }
 
+// A vector as it was loaded. Until it is used it stays so: as elements, 16-bit ones would take a
+// register each.
+template <typename T, int N>
+struct Packed {
+  using Raw = typename RawAccess<alignof(Vec<T, N>)>::type;
+  static constexpr int kCount = sizeof(Vec<T, N>) / sizeof(Raw);
+  Raw raw[kCount];
+
+  __device__ __forceinline__ void load(const T* p) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) raw[i] = reinterpret_cast<const Raw*>(p)[i];
+  }
+  __device__ __forceinline__ Vec<T, N> unpacked() const {
+    return *reinterpret_cast<const Vec<T, N>*>(raw);
+  }
+};
+
 __device__ __forceinline__ void store_raw(uint4* p, const uint4& v) {
   // Assembler, because a store of values that were put together is taken apart again.
   asm volatile("st.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)

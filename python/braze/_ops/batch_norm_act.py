@@ -123,7 +123,9 @@ def _mask_bytes(input, residual, activation):
     return input.numel() // width
 
 
-def _fake(input, residual, weight, bias, mean, var, batches, training, momentum, eps, activation, *_):
+def _fake(
+    input, residual, weight, bias, mean, var, batches, training, momentum, eps, activation, *_
+):
     mask = input.new_empty(_mask_bytes(input, residual, activation), dtype=torch.uint8)
     dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
     return empty_like_input(input), mask, input.new_empty((4, input.shape[1]), dtype=dtype)
@@ -156,8 +158,7 @@ def _goes_with(residual, input):
         and residual.device == input.device
         and residual.dim() == input.dim()
         and all(
-            statically_known_true(a == b)
-            for a, b in zip(residual.shape, input.shape, strict=True)
+            statically_known_true(a == b) for a, b in zip(residual.shape, input.shape, strict=True)
         )
     )
 

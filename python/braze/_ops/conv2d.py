@@ -33,7 +33,7 @@ class Conv2d(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        mask = ctx.needs_input_grad[:3]
+        mask = (*ctx.needs_input_grad, False)[:3]  # a raw call may have left out the bias
         grads = _conv2d_backward(grad, *ctx.saved_tensors, *ctx.geometry, mask, *ctx.settings)
         return *masked(grads, mask), None, None, None, None, None, None, None
 

@@ -46,10 +46,12 @@ class Surroundings:
         walrus = {n.target.id for n in self.tree.numbered if isinstance(n, ast.NamedExpr)}
         self.local = self.tree.locals - self.tree.shared - declared - walrus
         comprehensions = (n for n in self.tree.numbered if isinstance(n, _COMPREHENSIONS))
-        self.comprehended = {getattr(n, "number", None) for c in comprehensions for n in ast.walk(c)}
+        self.comprehended = {
+            getattr(n, "number", None) for c in comprehensions for n in ast.walk(c)
+        }
 
     def may_be_added(self, node):
-        """Whether an expression is a local variable, or a call of a module on such an expression."""
+        """Whether an expression is a local variable, or a call of a module on one."""
         if isinstance(node, ast.Name):
             return node.id in self.local
         return (

@@ -74,7 +74,7 @@ def blocks(run):
     found, at = [], 0
     while at < len(run):
         kinds = tuple(k.kind for k in run[at:])
-        length = next((len(b) for b in runs.BLOCKS if kinds[: len(b)] == b), 0)
+        length = max((len(b) for b in runs.BLOCKS if kinds[: len(b)] == b), default=0)
         block = run[at : at + length]
         for i in range(max((len(k.layers) for k in block), default=0)):
             found.append(tuple((k.kind, _part(k, i)) for k in block))
@@ -111,7 +111,13 @@ def settings_fit(kind, args, kwargs):
             return runs.Pooling(*args, **kwargs).return_indices is False
         except TypeError:
             return False
-    return len(args) <= 1 and set(kwargs) <= {"inplace"}
+    _, settings = runs.ACTIVATIONS[kind]
+    if kind == "GELU":  # which takes its setting by name
+        return not args and set(kwargs) <= set(settings)
+    return len(args) <= len(settings) + 1 and set(kwargs) <= {
+        *list(settings)[len(args) :],
+        "inplace",
+    }
 
 
 def constant(node):

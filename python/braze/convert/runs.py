@@ -25,15 +25,44 @@ from braze.nn.modules import batch_norm_act, conv_bn_relu2d, conv_bn_relu_max_po
 LAYERS = (
     "AvgPool2d",
     "BatchNorm2d",
+    "CELU",
     "Conv2d",
     "CrossEntropyLoss",
+    "ELU",
+    "GELU",
+    "Hardsigmoid",
+    "Hardswish",
+    "Hardtanh",
+    "LeakyReLU",
     "Linear",
     "LogSoftmax",
     "MaxPool2d",
+    "Mish",
     "NLLLoss",
     "ReLU",
+    "ReLU6",
+    "SiLU",
+    "Sigmoid",
     "Softmax",
+    "Tanh",
 )
+#: Activations: by the name of the layer, that of torch.nn.functional's function, and the settings
+#: that both have, with the function's defaults.
+ACTIVATIONS = {
+    "CELU": ("celu", {"alpha": 1.0}),
+    "ELU": ("elu", {"alpha": 1.0}),
+    "GELU": ("gelu", {"approximate": "none"}),
+    "Hardsigmoid": ("hardsigmoid", {}),
+    "Hardswish": ("hardswish", {}),
+    "Hardtanh": ("hardtanh", {"min_val": -1.0, "max_val": 1.0}),
+    "LeakyReLU": ("leaky_relu", {"negative_slope": 0.01}),
+    "Mish": ("mish", {}),
+    "ReLU": ("relu", {}),
+    "ReLU6": ("relu6", {}),
+    "SiLU": ("silu", {}),
+    "Sigmoid": ("sigmoid", {}),
+    "Tanh": ("tanh", {}),
+}
 #: Kinds of links by the classes of layers as they are after convert.
 KINDS = {getattr(braze.nn, name): name for name in LAYERS}
 KINDS[torch.nn.Flatten] = KINDS[braze.nn.Flatten] = "Flatten"
@@ -45,8 +74,13 @@ FUNCTION_KINDS = {
     torch.relu_: "ReLU",
     torch.nn.functional.max_pool2d: "MaxPool2d",
     torch.flatten: "Flatten",
+    torch.sigmoid: "Sigmoid",
+    torch.tanh: "Tanh",
+    **{getattr(torch.nn.functional, name): kind for kind, (name, _) in ACTIVATIONS.items()},
     "relu": "ReLU",
     "relu_": "ReLU",
+    "sigmoid": "Sigmoid",
+    "tanh": "Tanh",
     "flatten": "Flatten",
 }
 
@@ -72,6 +106,7 @@ FUNCTIONS = {
     if hasattr(torch.nn.functional, name)
 }
 FUNCTIONS[torch.relu] = F.relu
+FUNCTIONS[torch.sigmoid], FUNCTIONS[torch.tanh] = F.sigmoid, F.tanh
 FUNCTIONS[torch.relu_] = FUNCTIONS[torch.nn.functional.relu_] = functools.partial(
     F.relu, inplace=True
 )
@@ -319,8 +354,21 @@ def _batch_norm_act(links, input, *added):
         or not all(_goes_with(residual, input) for residual in added)
     ):
         return one_by_one(links, input, *added)
-    activation = "relu" if kind_of(links[0]) == "ReLU" else "identity"
-    return batch_norm_act(input, links[-1], *added, activation=activation)
+    activation, settings = activation_of(links[0])
+    return batch_norm_act(input, links[-1], *added, activation=activation, settings=settings)
+
+
+def activation_of(link):
+    """The name and the settings of an activation; of an addition, the identity's."""
+    kind = kind_of(link)
+    if kind == "Add":
+        return "identity", ()
+    name, settings = ACTIVATIONS[kind]
+    if type(link) is not tuple:
+        return name, tuple([getattr(link, setting) for setting in settings])
+    _, args, kwargs = link
+    given = {**settings, **dict(zip(settings, args, strict=False)), **kwargs}
+    return name, tuple([given[setting] for setting in settings])
 
 
 def _goes_with(residual, input):
@@ -387,7 +435,11 @@ def _block_flat_linear(links, input):
 
 _CONV = "ReLU", "BatchNorm2d", "Conv2d"
 _POOLED = "MaxPool2d", *_CONV
-_NORM_RUNS = ("ReLU", "BatchNorm2d"), ("ReLU", "Add", "BatchNorm2d"), ("Add", "BatchNorm2d")
+_NORM_RUNS = [
+    ("Add", "BatchNorm2d"),
+    *((kind, "BatchNorm2d") for kind in ACTIVATIONS),
+    *((kind, "Add", "BatchNorm2d") for kind in ACTIVATIONS),
+]
 #: What runs links of such kinds, outermost first. Each takes the links, the input, and what is
 #: added where there is an addition.
 RUNS = {

@@ -364,9 +364,11 @@ class _Function(additions.Surroundings):
                 aside = tuple(body[i].number for i in between if i < count)
                 self.parts["stated"].append((numbers, aside, calls_of(run)))
                 # For where the statements run as they stand.
-                for form, part in (("function", "functions"), ("method", "methods")):
-                    calls = [k.number for k in run if k.form == form and k.kind == "ReLU"]
-                    self.parts[part] += calls
+                for k in run:
+                    if k.form == "function" and k.kind in runs.ACTIVATIONS:
+                        self.parts["functions"].append(k.number)
+                    if k.form == "method" and k.kind == "ReLU":
+                        self.parts["methods"].append(k.number)
                 return count
         return 0
 

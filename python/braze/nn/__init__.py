@@ -2,6 +2,20 @@
 hooks, ``deepcopy`` and pickling work unchanged; only ``forward`` differs."""
 
 from braze.nn import functional
+from braze.nn.activations import (
+    CELU,
+    ELU,
+    GELU,
+    Hardsigmoid,
+    Hardswish,
+    Hardtanh,
+    LeakyReLU,
+    Mish,
+    ReLU6,
+    Sigmoid,
+    SiLU,
+    Tanh,
+)
 from braze.nn.modules import (
     AvgPool2d,
     BatchNorm2d,
@@ -22,6 +36,9 @@ from braze.nn.modules import (
 )
 
 __all__ = [
+    "CELU",
+    "ELU",
+    "GELU",
     "AvgPool2d",
     "BatchNorm2d",
     "BatchNormAct2d",
@@ -30,13 +47,22 @@ __all__ = [
     "ConvBnReLUMaxPool2d",
     "CrossEntropyLoss",
     "Flatten",
+    "Hardsigmoid",
+    "Hardswish",
+    "Hardtanh",
+    "LeakyReLU",
     "Linear",
     "LinearReLU",
     "LogSoftmax",
     "MaxPool2d",
+    "Mish",
     "NLLLoss",
     "ReLU",
+    "ReLU6",
     "Sequential",
+    "SiLU",
+    "Sigmoid",
     "Softmax",
+    "Tanh",
     "functional",
 ]

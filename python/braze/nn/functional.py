@@ -6,6 +6,20 @@ subclasses of tensors, and everything within ``torch.func``'s transforms and for
 differentiation.
 """
 
+from braze._ops.activations import (
+    celu,
+    elu,
+    gelu,
+    hardsigmoid,
+    hardswish,
+    hardtanh,
+    leaky_relu,
+    mish,
+    relu6,
+    sigmoid,
+    silu,
+    tanh,
+)
 from braze._ops.batch_norm import batch_norm
 from braze._ops.batch_norm_act import batch_norm_act
 from braze._ops.conv2d import conv2d
@@ -22,17 +36,29 @@ __all__ = [
     "avg_pool2d",
     "batch_norm",
     "batch_norm_act",
+    "celu",
     "conv2d",
     "conv_bn_relu2d",
     "conv_bn_relu_max_pool2d",
     "cross_entropy",
+    "elu",
+    "gelu",
+    "hardsigmoid",
+    "hardswish",
+    "hardtanh",
+    "leaky_relu",
     "linear",
     "linear_add",
     "linear_relu",
     "linear_relu_linear",
     "log_softmax",
     "max_pool2d",
+    "mish",
     "nll_loss",
     "relu",
+    "relu6",
+    "sigmoid",
+    "silu",
     "softmax",
+    "tanh",
 ]

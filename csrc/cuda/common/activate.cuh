@@ -1,7 +1,7 @@
 // Activations on a thread's vector of elements.
 #pragma once
 
-#include "cuda/common/numeric.cuh"
+#include "numeric.cuh"
 #include "launchers/common/activation.h"
 
 namespace braze::cuda {

@@ -1,0 +1,199 @@
+"""``python -m braze bench norm_act``: batch norm, addition and activation of four networks' layers
+in training, forward and backward, beside torch (eager and compiled) and a copy that moves as many
+bytes as the passes have to; cold caches."""
+
+import dataclasses
+
+import torch
+import torch.nn.functional as stock
+
+import braze.nn.functional as F
+from benchmarks.harness import DTYPES, interleaved, rounded, timer_for
+from benchmarks.results import ENVIRONMENT
+from braze.testing import check_against_stock
+
+BUDGET = (0.03, 9, 40)
+ACTIVATIONS = {
+    "identity": lambda v: v,
+    "relu": torch.relu,
+    "relu6": stock.relu6,
+    "silu": stock.silu,
+    "hardswish": stock.hardswish,
+    "gelu": stock.gelu,
+}
+
+#: network -> batch and (channels, height and width, activation, whether there is a residual)
+LAYERS = {
+    "ResNet-50": (
+        64,
+        [
+            *((64, 112, "relu", False), (64, 56, "relu", False), (256, 56, "identity", False)),
+            *((256, 56, "relu", True), (128, 28, "relu", False), (512, 28, "relu", True)),
+            *((256, 14, "relu", False), (1024, 14, "relu", True), (512, 7, "relu", False)),
+            (2048, 7, "relu", True),
+        ],
+    ),
+    "MobileNetV2": (
+        128,
+        [
+            *((32, 112, "relu6", False), (96, 56, "relu6", False), (144, 56, "relu6", False)),
+            *((24, 56, "identity", True), (192, 28, "relu6", False), (576, 14, "relu6", False)),
+            *((960, 7, "relu6", False), (1280, 7, "relu6", False)),
+        ],
+    ),
+    "EfficientNet-B0": (
+        128,
+        [
+            *((32, 112, "silu", False), (144, 56, "silu", False), (240, 28, "silu", False)),
+            *((40, 28, "identity", True), (672, 14, "silu", False), (1152, 7, "silu", False)),
+        ],
+    ),
+    "other": (
+        128,
+        [
+            *((256, 32, "gelu", False), (240, 28, "hardswish", False), (256, 28, "silu", True)),
+            # a tensor of 2 GB in bfloat16
+            (1024, 90, "relu", True),
+        ],
+    ),
+}
+TIMED = ("braze", "stock", "compile", "copy")
+COLUMNS = [
+    *("op", "network", "case", "pass", "dtype", "layout"),
+    *(f"{name}_{part}" for name in TIMED for part in ("us", "p20", "p80")),
+    *("megabytes", "ratio", "ratio_compile", "of_copy", "floor_us", "error", *ENVIRONMENT),
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    network: str
+    batch: int
+    channels: int
+    size: int
+    activation: str
+    residual: bool
+
+    @property
+    def name(self):
+        shape = f"{self.batch}x{self.channels}x{self.size}x{self.size}"
+        return f"{shape}, {self.activation}{' + residual' * self.residual}"
+
+    def bytes(self, pass_name, element_size):
+        """What the passes move at least: csrc/cuda/batch_norm/pass.cuh."""
+        elements = self.batch * self.channels * self.size**2
+        tensors = 3 if pass_name == "forward" else 5
+        mask = 0
+        if self.residual and self.activation == "identity":
+            tensors += pass_name == "forward"  # its gradient is the incoming one
+        elif self.residual:
+            tensors += 1
+            has_mask = self.activation in ("relu", "relu6")
+            mask = element_size * elements // 16 if has_mask else 0
+            tensors += pass_name == "backward" and not has_mask
+        return tensors * elements * element_size + mask
+
+    def inputs(self, device, dtype, layout):
+        form = torch.channels_last if layout == "channels_last" else torch.contiguous_format
+        shape = self.batch, self.channels, self.size, self.size
+
+        def images():
+            t = torch.empty(shape, device=device, dtype=dtype, memory_format=form)
+            return t.normal_().requires_grad_()
+
+        parameter = torch.float64 if dtype == torch.float64 else torch.float32
+        channels = torch.rand(2, self.channels, device=device, dtype=parameter) + 0.5
+        weight, bias = (t.clone().requires_grad_() for t in channels)
+        return [images(), weight, bias, *([images()] if self.residual else [])]
+
+    def braze(self, x, weight, bias, residual=None):
+        return F.batch_norm_act(
+            x, None, None, weight, bias, True, residual=residual, activation=self.activation
+        )
+
+    def stock(self, x, weight, bias, residual=None):
+        y = stock.batch_norm(x, None, None, weight, bias, True)
+        return ACTIVATIONS[self.activation](y if residual is None else y + residual)
+
+
+def maker(function, pass_name, inputs):
+    def make():
+        if pass_name == "forward":
+            return lambda: function(*inputs)
+        y = function(*inputs)
+        grad = torch.randn_like(y)
+        return lambda: torch.autograd.grad(y, inputs, grad, retain_graph=True)
+
+    return make
+
+
+def copy_of(count, device):
+    source = torch.randint(256, (count // 2,), device=device, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    return lambda: lambda: target.copy_(source)
+
+
+def time_layer(layer, dtype_name, layout, device, quick, compiled):
+    dtype = DTYPES[dtype_name]
+    inputs = layer.inputs(device, dtype, layout)
+    error = ""
+    # The float64 reference of the largest would not fit beside the rest.
+    if inputs[0].numel() < 1 << 28:
+        try:
+            check_against_stock(layer.braze, layer.stock, inputs)
+        except (AssertionError, RuntimeError) as problem:
+            error = f"{type(problem).__name__}: {problem}".splitlines()[0]
+    functions = {"braze": layer.braze, "stock": layer.stock}
+    if compiled:
+        functions["compile"] = torch.compile(layer.stock, fullgraph=True)
+    for pass_name in ("forward", "backward"):
+        moved = layer.bytes(pass_name, dtype.itemsize)
+        makers = {name: maker(f, pass_name, inputs) for name, f in functions.items()}
+        makers["copy"] = copy_of(moved, device)
+        budget = BUDGET if device.type == "cuda" and not quick else None
+        times = interleaved(timer_for(device), makers, device, quick=quick, budget=budget)
+        row = dict.fromkeys(COLUMNS, "")
+        row |= {"op": "norm_act", "network": layer.network, "case": layer.name}
+        row |= {"pass": pass_name, "dtype": dtype_name, "layout": layout, "error": error}
+        row["megabytes"] = f"{moved / 1e6:.1f}"
+        for name in makers:
+            parts = ("us", "p20", "p80")
+            row |= {f"{name}_{p}": rounded(t) for p, t in zip(parts, times[name], strict=True)}
+        own = times["braze"][0]
+        row |= {"ratio": f"{times['stock'][0] / own:.2f}"}
+        row |= {"of_copy": f"{times['copy'][0] / own:.2f}"}
+        if compiled:
+            row["ratio_compile"] = f"{times['compile'][0] / own:.2f}"
+        if "floor" in times:
+            row["floor_us"] = rounded(times["floor"][0])
+        yield row
+
+
+def layers_of(args):
+    found = [
+        Layer(network, batch, *layer)
+        for network, (batch, layers) in LAYERS.items()
+        for layer in layers
+    ]
+    wanted = args.case or [""]
+    return [x for x in found if any(part in f"{x.network} {x.name}" for part in wanted)]
+
+
+def run(device, args):
+    """Yields a row per layer, dtype, layout and pass."""
+    layers = layers_of(args)
+    for dtype_name in args.dtype or ("bfloat16", "float32"):
+        for layer in layers[:2] if args.quick else layers:
+            for layout in ("channels_last", "contiguous"):
+                torch.manual_seed(0)
+                yield from time_layer(layer, dtype_name, layout, device, args.quick, args.compile)
+
+
+def line(row):
+    """A row for the terminal."""
+    return (
+        f"{row['network']:<15} {row['case']:<36} {row['pass']:<8} {row['dtype']:<8} "
+        f"{row['layout']:<13} {row['megabytes']:>7} MB  braze {row['braze_us']:>6} "
+        f"stock {row['stock_us']:>6} compile {row['compile_us']:>6} copy {row['copy_us']:>6}  "
+        f"of copy {row['of_copy']} {row['error']}"
+    )

@@ -1,0 +1,70 @@
+// Activations of arrays in the accumulation type: values go through a buffer in the cache, so that
+// each activation has one loop, which the compiler vectorises, for all ops and dtypes.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+#include "cpu/common/exp.h"
+#include "launchers/common/activation.h"
+
+namespace braze::cpu {
+
+constexpr int64_t kChunk = 512;  // elements of a buffer
+
+struct HostMath {
+  template <typename A>
+  static A exp(A v) {
+    return vector_exp(v);
+  }
+  template <typename A>
+  static A expm1(A v) {
+    return std::expm1(v);
+  }
+  template <typename A>
+  static A erf(A v) {
+    return std::erf(v);
+  }
+  template <typename A>
+  static A tanh(A v) {
+    return std::tanh(v);
+  }
+};
+
+// v[j] = f(v[j]).
+template <typename A>
+void activate(const Activation& activation, A* v, int64_t count) {
+  const A first = static_cast<A>(activation.first), second = static_cast<A>(activation.second);
+  if (!activation.smooth()) {
+#pragma omp simd
+    for (int64_t j = 0; j < count; ++j) v[j] = clamped(v[j], first, second);
+    return;
+  }
+  Smooth<A, HostMath>::with(activation.kind, [&](auto function, auto) {
+#pragma omp simd
+    for (int64_t j = 0; j < count; ++j) v[j] = function(v[j], first, second);
+  });
+}
+
+// grad[j] *= f'(v[j]).
+template <typename A>
+void pass_back(const Activation& activation, const A* v, A* grad, int64_t count) {
+  const A first = static_cast<A>(activation.first), second = static_cast<A>(activation.second);
+  if (!activation.smooth()) {
+#pragma omp simd
+    for (int64_t j = 0; j < count; ++j) grad[j] = through_clamp(grad[j], v[j], first, second);
+    return;
+  }
+  Smooth<A, HostMath>::with(activation.kind, [&](auto, auto slope) {
+#pragma omp simd
+    for (int64_t j = 0; j < count; ++j) grad[j] *= slope(v[j], first, second);
+  });
+}
+
+// Calls f(begin, count) for chunks that cover `count` elements.
+template <typename F>
+void for_each_chunk(int64_t count, const F& f) {
+  for (int64_t begin = 0; begin < count; begin += kChunk) f(begin, std::min(kChunk, count - begin));
+}
+
+}  // namespace braze::cpu
