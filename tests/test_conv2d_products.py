@@ -43,6 +43,7 @@ WINDOWS = [
     (2, 32, 32, 21, 10, 2, 3, 0, 1),  # pixels that no window meets
     (2, 40, 32, 16, 15, 3, 4, 1, 2),
     (150, 16, 16, 4, 4, 2, 1, 0, 1),
+    (2, 256, 200, 6, 5, 3, 1, 1, 1),  # a sum in several parts, in fp32
     (2, 16, 24, 9, 12, 4, (2, 3), (5, 0), (1, 2)),  # padding over the filter
     (32, 64, 192, 56, 56, 3, 1, 1, 1),  # several tiles for each block
     (64, 256, 128, 28, 28, 3, 2, 1, 1),
@@ -150,9 +151,7 @@ def windows_refuse(which, case, dtype, tf32):
     """What implicit_gemm_wgmma has to say, or None."""
     if dtype == torch.float64:
         return "it takes float32"
-    if dtype == torch.float32 and not tf32:
-        return "TF32, which is not allowed"
-    if which == "wgrad" and dtype == torch.float32 and result_pixels(case) % 4:
+    if which == "wgrad" and dtype == torch.float32 and tf32 and result_pixels(case) % 4:
         return "4 pixels in TF32"
     return None
 
@@ -215,6 +214,31 @@ def test_refuses_by_name_and_leaves_the_rest_to_others(gpu, name, why, shape, we
     assert_by_rule(F.conv2d(x, w, **arguments), stock.conv2d(x, w, **arguments), exact)
 
 
+@pytest.mark.parametrize("which", PASSES)
+def test_special_values_in_parts(gpu, which):
+    """fp32's parts of infinities and NaN would not add up: tiles that have them are computed
+    otherwise, and the others as ever."""
+    if not hopper():
+        pytest.skip("needs compute capability 9.0")
+    set_tf32("cuda", False)
+    case = (9, 72, 140, 10, 9, 3, 1 if which == "wgrad" else 2, 1, 1)
+    x, w, b = drawn(case, "cuda", torch.float32, "nhwc")
+    dy = gradient(case, x, w, "nhwc")
+    k, p, q = dy.shape[1:]
+    inf, nan = float("inf"), float("nan")
+    if which == "fprop":
+        x[0, 3, 2, 2], x[8, 71, 9, 8], w[139, 5, 1, 1] = inf, nan, -inf
+    elif which == "dgrad":
+        dy[0, 3, 2, 2], dy[8, k - 1, p - 1, q - 1], w[5, 70, 1, 1] = inf, nan, -inf
+    else:
+        dy[0, 3, 2, 2], x[8, 71, 5, 5] = inf, nan
+    actual = run(which, case, x, w, b, dy, backend="implicit_gemm_wgmma")
+    exact = reference(which, case, *(t.double().cpu() for t in (x, w, b, dy)))
+    assert not exact.isfinite().all()
+    assert exact.isfinite().any()
+    assert_by_rule(actual, exact.to("cuda", torch.float32), exact)
+
+
 def test_contiguous_tensors_are_refused(gpu):
     if not hopper():
         pytest.skip("needs compute capability 9.0")
@@ -227,9 +251,8 @@ def test_contiguous_tensors_are_refused(gpu):
 @pytest.mark.parametrize("which", PASSES)
 @pytest.mark.parametrize("name", ["pointwise", "implicit_gemm_wgmma"])
 def test_repeatable(gpu, dtype, name, which):
-    if not hopper() or (
-        name == "implicit_gemm_wgmma" and windows_refuse(which, WINDOWS[3], dtype, False)
-    ):
+    set_tf32("cuda", False)
+    if not hopper() or (name == "implicit_gemm_wgmma" and dtype == torch.float64):
         pytest.skip("not the kernel's")
     case = POINTWISE[-1] if name == "pointwise" else WINDOWS[-2]
     x, w, b = drawn(case, "cuda", dtype, "nhwc")
@@ -273,7 +296,8 @@ def fuzz(data, device):
         ),
         *(size, stride, padding, dilation),
     )
-    dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float16]))
+    dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
+    set_tf32(device, False)
     x, w, b = drawn(case, device, dtype, "nhwc")
     dy = gradient(case, x, w, "nhwc")
     for which in PASSES:
