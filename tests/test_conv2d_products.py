@@ -25,6 +25,11 @@ POINTWISE = [
     (2, 72, 1, 1, 8, 1, 1, 0, 1),
     (4, 2048, 512, 7, 7, 1, 1, 0, 1),
     (1, 256, 128, 28, 28, 1, 1, 0, 1),
+    (3, 64, 48, 15, 12, 1, 2, 0, 1),
+    (2, 17, 13, 9, 5, 1, (3, 1), 0, 1),
+    (2, 256, 24, 2, 2, 1, 2, 0, 1),
+    (5, 40, 136, 8, 12, 1, 1, 0, 1),
+    (3, 136, 264, 16, 20, 1, 2, 0, 1),
     (16, 64, 64, 56, 56, 1, 1, 0, 1),  # a long sum of few results
 ]
 WINDOWS = [
@@ -43,6 +48,7 @@ WINDOWS = [
     (2, 32, 32, 21, 10, 2, 3, 0, 1),  # pixels that no window meets
     (2, 40, 32, 16, 15, 3, 4, 1, 2),
     (150, 16, 16, 4, 4, 2, 1, 0, 1),
+    (2, 256, 200, 6, 5, 3, 1, 1, 1),  # a sum in several parts, in fp32
     (2, 16, 24, 9, 12, 4, (2, 3), (5, 0), (1, 2)),  # padding over the filter
     (32, 64, 192, 56, 56, 3, 1, 1, 1),  # several tiles for each block
     (64, 256, 128, 28, 28, 3, 2, 1, 1),
@@ -130,29 +136,34 @@ def test_pointwise(device, dtype, case, form, tf32):
     x, w, b = drawn(case, device, dtype, form)
     dy = gradient(case, x, w, form)
     for which in PASSES:
-        pixels = case[3] * case[4]
-        refused = which == "wgrad" and form == "nchw" and case[0] > 1 and pixels > 1
-        # With one channel either format is the other.
-        refused &= case[1] > 1 or case[2] > 1
-        with (
-            contextlib.nullcontext()
-            if device == "cpu" or not refused
-            else pytest.raises(
-                RuntimeError, match="its weight gradient takes channels-last tensors"
-            )
-        ):
+        why = pointwise_refuses(which, case, dtype, form, tf32) if device == "cuda" else None
+        with pytest.raises(RuntimeError, match=why) if why else contextlib.nullcontext():
             actual = run(which, case, x, w, b, dy, tf32, **own(device, "pointwise"))
             assert actual.is_contiguous(memory_format=FORMATS[form])
             check(actual, which, case, (x, w, b, dy), tf32)
+
+
+def pointwise_refuses(which, case, dtype, form, tf32):
+    """What pointwise has to say, or None."""
+    images = case[0]
+    pixels = result_pixels(case) // images
+    # With one channel either format is the other.
+    if which != "wgrad" or form == "nhwc" or images == 1 or pixels == 1:
+        return None
+    if not hopper():
+        return "compute capability 9.0"
+    if dtype == torch.float64 or (dtype == torch.float32 and not tf32):
+        return "for contiguous images it takes"
+    if pixels * dtype.itemsize % 16:
+        return "multiples of 16 bytes"
+    return None
 
 
 def windows_refuse(which, case, dtype, tf32):
     """What implicit_gemm_wgmma has to say, or None."""
     if dtype == torch.float64:
         return "it takes float32"
-    if dtype == torch.float32 and not tf32:
-        return "TF32, which is not allowed"
-    if which == "wgrad" and dtype == torch.float32 and result_pixels(case) % 4:
+    if which == "wgrad" and dtype == torch.float32 and tf32 and result_pixels(case) % 4:
         return "4 pixels in TF32"
     return None
 
@@ -215,6 +226,31 @@ def test_refuses_by_name_and_leaves_the_rest_to_others(gpu, name, why, shape, we
     assert_by_rule(F.conv2d(x, w, **arguments), stock.conv2d(x, w, **arguments), exact)
 
 
+@pytest.mark.parametrize("which", PASSES)
+def test_special_values_in_parts(gpu, which):
+    """fp32's parts of infinities and NaN would not add up: tiles that have them are computed
+    otherwise, and the others as ever."""
+    if not hopper():
+        pytest.skip("needs compute capability 9.0")
+    set_tf32("cuda", False)
+    case = (9, 72, 140, 10, 9, 3, 1 if which == "wgrad" else 2, 1, 1)
+    x, w, b = drawn(case, "cuda", torch.float32, "nhwc")
+    dy = gradient(case, x, w, "nhwc")
+    k, p, q = dy.shape[1:]
+    inf, nan = float("inf"), float("nan")
+    if which == "fprop":
+        x[0, 3, 2, 2], x[8, 71, 9, 8], w[139, 5, 1, 1] = inf, nan, -inf
+    elif which == "dgrad":
+        dy[0, 3, 2, 2], dy[8, k - 1, p - 1, q - 1], w[5, 70, 1, 1] = inf, nan, -inf
+    else:
+        dy[0, 3, 2, 2], x[8, 71, 5, 5] = inf, nan
+    actual = run(which, case, x, w, b, dy, backend="implicit_gemm_wgmma")
+    exact = reference(which, case, *(t.double().cpu() for t in (x, w, b, dy)))
+    assert not exact.isfinite().all()
+    assert exact.isfinite().any()
+    assert_by_rule(actual, exact.to("cuda", torch.float32), exact)
+
+
 def test_contiguous_tensors_are_refused(gpu):
     if not hopper():
         pytest.skip("needs compute capability 9.0")
@@ -227,9 +263,8 @@ def test_contiguous_tensors_are_refused(gpu):
 @pytest.mark.parametrize("which", PASSES)
 @pytest.mark.parametrize("name", ["pointwise", "implicit_gemm_wgmma"])
 def test_repeatable(gpu, dtype, name, which):
-    if not hopper() or (
-        name == "implicit_gemm_wgmma" and windows_refuse(which, WINDOWS[3], dtype, False)
-    ):
+    set_tf32("cuda", False)
+    if not hopper() or (name == "implicit_gemm_wgmma" and dtype == torch.float64):
         pytest.skip("not the kernel's")
     case = POINTWISE[-1] if name == "pointwise" else WINDOWS[-2]
     x, w, b = drawn(case, "cuda", dtype, "nhwc")
@@ -257,11 +292,13 @@ def fuzz(data, device):
     draw = lambda low, high: data.draw(st.integers(low, high))  # noqa: E731
     pointwise = data.draw(st.booleans())
     name = "pointwise" if pointwise else "implicit_gemm_wgmma"
+    form = data.draw(st.sampled_from(sorted(FORMATS))) if pointwise else "nhwc"
     if device == "cuda" and not hopper():
         return
     unit = 1 if pointwise else 8
     size = 1 if pointwise else draw(1, 5)
-    stride, dilation, padding = (1, 1, 0) if pointwise else (draw(1, 3), draw(1, 3), draw(0, 6))
+    dilation, padding = (1, 0) if pointwise else (draw(1, 3), draw(0, 6))
+    stride = draw(1, 3)
     least = max(1, dilation * (size - 1) + 1 - 2 * padding)
     case = (
         *(
@@ -273,11 +310,12 @@ def fuzz(data, device):
         ),
         *(size, stride, padding, dilation),
     )
-    dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float16]))
-    x, w, b = drawn(case, device, dtype, "nhwc")
-    dy = gradient(case, x, w, "nhwc")
+    dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
+    set_tf32(device, False)
+    x, w, b = drawn(case, device, dtype, form)
+    dy = gradient(case, x, w, form)
     for which in PASSES:
-        if not pointwise and windows_refuse(which, case, dtype, False):
+        if pointwise and device == "cuda" and pointwise_refuses(which, case, dtype, form, False):
             continue
         actual = run(which, case, x, w, b, dy, **own(device, name))
         check(actual, which, case, (x, w, b, dy))

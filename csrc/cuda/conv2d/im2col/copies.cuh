@@ -11,35 +11,46 @@ namespace braze::cuda::im2col {
 
 static_assert(kRowBytes == hopper::kSwizzle);
 
-struct WindowArgs : hopper::Args {
+// Base: what a kernel of the matrix product takes.
+template <typename Base>
+struct WithWindows : Base {
   Windows windows;
 };
+using WindowArgs = WithWindows<hopper::Args>;
 
 // dgrad by phases, which are the product's batch. Its results are s pixels apart.
-struct PhaseArgs : WindowArgs {
+template <typename Base>
+struct WithPhases : WithWindows<Base> {
   static constexpr bool kScattered = true;
   Phases phases;
 
   template <typename T>
   __device__ __forceinline__ T* row_of(int phase, int row) const {
-    if (row >= rows) return nullptr;
+    if (row >= this->rows) return nullptr;
     int w, h;
-    const int n = windows.rows.div(windows.columns.div(row, w), h);
+    const int n = this->windows.rows.div(this->windows.columns.div(row, w), h);
     w = w * phases.stride_w + phases.column(phase).first;
     h = h * phases.stride_h + phases.row(phase).first;
     if (w >= phases.width || h >= phases.height) return nullptr;
-    return static_cast<T*>(c) + ((int64_t{n} * phases.height + h) * phases.width + w) * c_ld;
+    const int64_t pixel = (int64_t{n} * phases.height + h) * phases.width + w;
+    return static_cast<T*>(this->c) + pixel * this->c_ld;
   }
 };
+using PhaseArgs = WithPhases<hopper::Args>;
 
-__device__ __forceinline__ hopper::Place place_of(const PhaseArgs& a, int tile) {
+template <typename Base>
+__device__ __forceinline__ hopper::Place place_of(const WithPhases<Base>& a, int tile) {
   hopper::Place p = hopper::place_of(static_cast<const hopper::Args&>(a), tile);
   p.last = a.phases.row(p.batch).taps * a.phases.column(p.batch).taps * a.windows.blocks;
   return p;
 }
 
-__device__ __forceinline__ Taps taps_of(const WindowArgs& a, int) { return Taps(a.windows); }
-__device__ __forceinline__ Taps taps_of(const PhaseArgs& a, int phase) {
+template <typename Base>
+__device__ __forceinline__ Taps taps_of(const WithWindows<Base>& a, int) {
+  return Taps(a.windows);
+}
+template <typename Base>
+__device__ __forceinline__ Taps taps_of(const WithPhases<Base>& a, int phase) {
   const Phase &h = a.phases.row(phase), &w = a.phases.column(phase);
   return Taps(a.windows, w.taps, w.shift, h.shift, h.tap * a.phases.filter_w + w.tap);
 }

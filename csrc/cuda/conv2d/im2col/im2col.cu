@@ -2,6 +2,7 @@
 
 #include <climits>
 
+#include "cuda/conv2d/halo/tiles.cuh"
 #include "launch.cuh"
 
 namespace braze::cuda::im2col {
@@ -42,40 +43,51 @@ bool is_dense(const Tensor4dRef& t, int64_t c, int64_t h, int64_t w) {
   return t.c == 1 && t.w == c && t.h == w * c && t.n == h * w * c;
 }
 
+bool is_aligned(const Tensor4dRef& t) { return reinterpret_cast<uintptr_t>(t.data) % 16 == 0; }
+
+bool in_parts(const Conv2dShape& s) { return s.dtype == DType::kFloat32 && !s.allow_tf32; }
+
+// Of the tensors as TMA reads and stores them.
+const char* alignment_obstacle(const Conv2dArgs& args) {
+  const Conv2dShape& s = args.shape;
+  const int64_t size = size_of(s.dtype);
+  const bool wgrad = args.pass == Conv2dPass::kWgrad;
+  const auto whole = [&](int64_t count) { return count * size % 16 == 0; };
+  if (!halo::tma_takes(s.dtype, args.gathered) || !whole(s.c) || !is_aligned(args.other) ||
+      !is_aligned(args.out)) {
+    return "it takes channels-last tensors, aligned to 16 bytes, with a multiple of 16 bytes of "
+           "channels";
+  }
+  if (wgrad && !whole(size == 4 ? s.n * s.p * s.q : s.k)) {
+    return "its weight gradient takes a multiple of 8 filters, or of 4 pixels in TF32";
+  }
+  return nullptr;
+}
+
 }  // namespace
 
 const char* obstacle(const Conv2dArgs& args) {
   const Conv2dShape& s = args.shape;
   if (!has_wgmma()) return "it needs a GPU of compute capability 9.0, and code made for sm_90a";
-  if (s.dtype == DType::kFloat64) return "it takes float32 (as TF32), bfloat16 and float16";
-  if (s.dtype == DType::kFloat32 && !s.allow_tf32) {
-    return "float32 inputs would be rounded to TF32, which is not allowed";
-  }
-  const bool dgrad = args.pass == Conv2dPass::kDgrad, wgrad = args.pass == Conv2dPass::kWgrad;
+  if (s.dtype == DType::kFloat64) return "it takes float32, bfloat16 and float16";
   if (const char* why = window_obstacle(args)) return why;
-  const Tensor4dRef &w = wgrad ? args.out : args.other, &result = wgrad ? args.other : args.out;
-  if (!is_dense(w, s.c, s.r, s.s) || s.c * size_of(s.dtype) % 16 != 0 ||
-      reinterpret_cast<uintptr_t>(w.data) % 16 != 0) {
-    return "its weights are dense, channels last, a multiple of 16 bytes of them, and aligned so";
+  const bool dgrad = args.pass == Conv2dPass::kDgrad, wgrad = args.pass == Conv2dPass::kWgrad;
+  const Tensor4dRef& y = wgrad ? args.other : dgrad ? args.gathered : args.out;
+  const Tensor4dRef &w = wgrad ? args.out : args.other, &x = dgrad ? args.out : args.gathered;
+  const bool dense_x = is_dense(x, s.c, s.h, s.w) || (!dgrad && !in_parts(s));
+  if (!is_dense(w, s.c, s.r, s.s) || !is_dense(y, s.k, s.p, s.q) || !dense_x) {
+    return "it takes channels-last tensors, dense but for the input of 16-bit types and TF32";
   }
-  const Pass pass = pass_of(args);
-  if (!is_dense(result, pass.filters, dgrad ? s.h : s.p, dgrad ? s.w : s.q) ||
-      (dgrad && reinterpret_cast<uintptr_t>(result.data) % 16 != 0)) {
-    return "its result is dense, channels last";
-  }
-  if (wgrad) {
-    const int64_t unit = s.dtype == DType::kFloat32 ? pass.pixels : pass.filters;
-    if (unit * size_of(s.dtype) % 16 != 0 || reinterpret_cast<uintptr_t>(result.data) % 16 != 0) {
-      return "its weight gradient takes a multiple of 8 filters, or of 4 pixels in TF32, aligned "
-             "to 16 bytes";
-    }
-    const int64_t tiles = pass.taps * ceil_div(s.k, 64) * ceil_div(s.c, 64);
-    if (tiles * ceil_div(pass.pixels, 32) > INT_MAX) return "it counts stages with 31 bits";
+  if (const char* why = in_parts(s) ? split_obstacle(args) : alignment_obstacle(args)) return why;
+  const int64_t tiles = s.r * s.s * ceil_div(s.k, 64) * ceil_div(s.c, 64);
+  if (wgrad && tiles * ceil_div(s.n * s.p * s.q, 32) > INT_MAX) {
+    return "it counts stages with 31 bits";
   }
   return nullptr;
 }
 
 void plan(const Conv2dArgs& args, Conv2dPlan* plan) {
+  if (in_parts(args.shape)) return plan_split(args, plan);
   if (args.pass == Conv2dPass::kWgrad) {
     plan->variant = choose_wgrad_tile(gradient_matrices(args));
     plan->workspace_bytes = wgrad_workspace_bytes(args, kWgradTiles[plan->variant]);
@@ -86,6 +98,7 @@ void plan(const Conv2dArgs& args, Conv2dPlan* plan) {
 }
 
 void run(Stream stream, const Conv2dArgs& args, const Conv2dPlan& plan, void* workspace) {
+  if (in_parts(args.shape)) return run_split(stream, args, plan, workspace);
   switch (args.shape.dtype) {
     case DType::kBFloat16: return run_bf16(stream, args, plan.variant, workspace);
     case DType::kFloat16: return run_fp16(stream, args, plan.variant, workspace);

@@ -5,10 +5,15 @@
 
 namespace braze::cuda::im2col {
 
-// All passes of bfloat16, float16 and, as TF32, float32, one group, channels last. Why it cannot
-// take the arguments, or nullptr.
+// All passes of bfloat16, float16 and float32 (as TF32, or in bf16 parts at its own accuracy), one
+// group, channels last. Why it cannot take the arguments, or nullptr.
 const char* obstacle(const Conv2dArgs& args);
 void plan(const Conv2dArgs& args, Conv2dPlan* plan);
 void run(Stream stream, const Conv2dArgs& args, const Conv2dPlan& plan, void* workspace);
+
+// Of float32 in parts.
+const char* split_obstacle(const Conv2dArgs& args);
+void plan_split(const Conv2dArgs& args, Conv2dPlan* plan);
+void run_split(Stream stream, const Conv2dArgs& args, const Conv2dPlan& plan, void* workspace);
 
 }  // namespace braze::cuda::im2col

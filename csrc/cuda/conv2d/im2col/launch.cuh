@@ -118,11 +118,10 @@ void launch_wgrad(Stream stream, const Conv2dArgs& args, void* workspace) {
     p.a = {transposed, 0, p.k, 1};
   }
   const hopper::Operand gradients = hopper::operand_a(p), image = hopper::operand_b(p);
-  const Pass pass = pass_of(args);
   WgradArgs a{};
   hopper::set_tiles<Tile>(a, p, kSwap ? image : gradients, kSwap ? gradients : image);
   a.c_batch = p.n, a.c_ld = p.batch * p.n;
-  a.windows = pass.windows;
+  a.windows = pass_of(args).windows;
   const CUtensorMap pixels = window_map(args, Tile::kDepth);
   const CUtensorMap other = hopper::operand_map<T>(gradients, p.k, 1, Tile::kColumnBox);
   const CUtensorMap c_map = hopper::output_map<Tile>(a, p, other);

@@ -7,14 +7,12 @@
 #pragma once
 
 #include "cuda/common/multicast.cuh"
+#include "copies.cuh"
 #include "cuda/matmul/ladder/16_stream_k.cuh"
-#include "windows.h"
 
 namespace braze::cuda::im2col {
 
-struct WgradArgs : hopper::StreamArgs {
-  Windows windows;
-};
+using WgradArgs = WithWindows<hopper::StreamArgs>;
 
 // Channels [first, first + kCount) of a run of pixels, by swizzled rows, to shared memory. Copied
 // to all blocks of the cluster if kCopies.

@@ -5,8 +5,6 @@
 #include <iterator>
 #include <numeric>
 
-#include "cuda/conv2d/halo/tiles.cuh"
-
 namespace braze::cuda::im2col {
 namespace {
 
@@ -81,10 +79,10 @@ Line backward_in_phases(const Extents& e) {
 struct Lines {
   Line h, w;
 };
-Lines lines_of(const Conv2dArgs& args) {
+Lines lines_of(const Conv2dArgs& args, bool in_phases) {
   const Conv2dShape& s = args.shape;
   const auto line = args.pass != Conv2dPass::kDgrad ? forward
-                    : has_phases(args)              ? backward_in_phases
+                    : in_phases                     ? backward_in_phases
                                                     : backward;
   return {line({s.h, s.p, s.r, s.pad_h, s.stride_h, s.dilation_h}),
           line({s.w, s.q, s.s, s.pad_w, s.stride_w, s.dilation_w})};
@@ -97,7 +95,7 @@ int narrow(int64_t value) { return static_cast<int>(value); }
 Pass pass_of(const Conv2dArgs& args, Phases* phases) {
   const Conv2dShape& s = args.shape;
   const bool dgrad = args.pass == Conv2dPass::kDgrad;
-  const auto [v, h] = lines_of(args);
+  const auto [v, h] = lines_of(args, phases != nullptr);
   Pass pass{};
   pass.taps = v.taps * h.taps;
   pass.height = v.result, pass.width = h.result;
@@ -127,9 +125,13 @@ Pass pass_of(const Conv2dArgs& args, Phases* phases) {
 Pass pass_of(const Conv2dArgs& args) { return pass_of(args, nullptr); }
 
 CUtensorMap window_map(const Conv2dArgs& args, int pixels) {
+  return window_map(args, pixels, args.shape.dtype, args.gathered, args.shape.n);
+}
+
+CUtensorMap window_map(const Conv2dArgs& args, int pixels, DType dtype, const Tensor4dRef& t,
+                       int64_t images) {
   const Conv2dShape& s = args.shape;
-  const DType dtype = s.dtype;
-  const auto [v, h] = lines_of(args);
+  const auto [v, h] = lines_of(args, has_phases(args));
   const PixelBox box{{narrow(h.first), narrow(v.first)},
                      {narrow(h.upper()), narrow(v.upper())},
                      {static_cast<uint32_t>(h.stride), static_cast<uint32_t>(v.stride)}};
@@ -138,24 +140,19 @@ CUtensorMap window_map(const Conv2dArgs& args, int pixels) {
                                                               : CU_TENSOR_MAP_DATA_TYPE_TFLOAT32;
   const auto u = [](int64_t value) { return static_cast<uint64_t>(value); };
   const uint64_t size = u(size_of(dtype));
-  const Tensor4dRef& t = args.gathered;
   const int64_t channels = args.pass == Conv2dPass::kDgrad ? s.k : s.c;
-  return make_im2col_map(type, t.data, {u(channels), u(h.image), u(v.image), u(s.n)},
+  return make_im2col_map(type, t.data, {u(channels), u(h.image), u(v.image), u(images)},
                          {u(t.w) * size, u(t.h) * size, u(t.n) * size}, box,
                          kRowBytes / static_cast<int>(size), pixels, kRowBytes);
 }
 
 const char* window_obstacle(const Conv2dArgs& args) {
-  const Conv2dShape& s = args.shape;
-  if (s.groups != 1) return "it takes one group";
-  if (!halo::tma_takes(s.dtype, args.gathered)) {
-    return "it takes channels-last tensors, aligned to 16 bytes, with a multiple of 16 bytes of "
-           "channels";
-  }
   static constexpr char kLimits[] =
       "it takes strides up to 8, padding up to 128, and filters that span up to 256 pixels";
+  const Conv2dShape& s = args.shape;
+  if (s.groups != 1) return "it takes one group";
   if (s.stride_h > kMaxStride || s.stride_w > kMaxStride) return kLimits;
-  const auto [v, h] = lines_of(args);
+  const auto [v, h] = lines_of(args, has_phases(args));
   return v.fits() && h.fits() ? nullptr : kLimits;
 }
 

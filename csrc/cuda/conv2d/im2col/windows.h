@@ -43,6 +43,11 @@ class Taps {
   __device__ __forceinline__ Taps(const Windows& windows, int taps_w, int right, int down, int tap)
       : windows_(windows), taps_w_(taps_w), right_(right), down_(down), tap_(tap) {}
 
+  // From the window's beginning to a depth in the midst of it.
+  __device__ __forceinline__ void skip_to(int depth) {
+    const int tap = depth / windows_.blocks;
+    block_ = depth % windows_.blocks, h_ = tap / taps_w_, w_ = tap % taps_w_;
+  }
   __device__ __forceinline__ void next() {
     if (++block_ < windows_.blocks) return;
     block_ = 0;
@@ -101,18 +106,20 @@ struct Pass {
 // the filter turned round.
 Pass pass_of(const Conv2dArgs& args);
 
-// dgrad of any stride: windows on the phases' grid, and the phases.
+// dgrad of any stride, 1 too: windows on the phases' grid, and the phases.
 Pass pass_of(const Conv2dArgs& args, Phases* phases);
 
-// Of the image that is read; pixels: that one copy brings.
+// Of the image that is read, or of others in its place; pixels: that one copy brings.
 CUtensorMap window_map(const Conv2dArgs& args, int pixels);
+CUtensorMap window_map(const Conv2dArgs& args, int pixels, DType dtype, const Tensor4dRef& image,
+                       int64_t images);
 
-// Whether dgrad goes by phases.
+// Whether dgrad has to go by phases.
 inline bool has_phases(const Conv2dArgs& args) {
   return args.pass == Conv2dPass::kDgrad && (args.shape.stride_h > 1 || args.shape.stride_w > 1);
 }
 
-// Why TMA cannot take the pass, or nullptr.
+// Why TMA cannot take its geometry, or nullptr.
 const char* window_obstacle(const Conv2dArgs& args);
 
 }  // namespace braze::cuda::im2col

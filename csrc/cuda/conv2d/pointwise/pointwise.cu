@@ -1,15 +1,19 @@
 #include "pointwise.h"
 
-#include "cuda/common/fast_div.cuh"
+#include <climits>
+
 #include "cuda/common/launch.cuh"
 #include "cuda/common/numeric.cuh"
 #include "cuda/matmul/hopper/hopper.h"
 #include "cuda/matmul/hopper/plan.cuh"
+#include "folded.h"
+#include "strided.cuh"
 
 namespace braze::cuda::pointwise {
 namespace {
 
-constexpr int kStreamK = 1;  // a plan's variant: the product is hopper/hopper.h's stream_k
+// A plan's variant: any product, or always hopper/hopper.h's stream_k, or folded.h.
+enum Variant { kAnyProduct, kStreamK, kFolded };
 
 // Images as matrices of pixels by channels.
 struct Images {
@@ -33,10 +37,12 @@ Images images_of(const Tensor4dRef& t, const Conv2dShape& s, int64_t channels, i
   const int64_t pixel = w > 1 ? t.w : t.h;
   return {t.data, s.n, h * w, channels, t.n, pixel, t.c, h == 1 || w == 1 || t.h == w * t.w};
 }
+const Tensor4dRef& input_ref(const Conv2dArgs& args) {
+  return args.pass == Conv2dPass::kDgrad ? args.out : args.gathered;
+}
 Images input_of(const Conv2dArgs& args) {
   const Conv2dShape& s = args.shape;
-  const Tensor4dRef& x = args.pass == Conv2dPass::kDgrad ? args.out : args.gathered;
-  return images_of(x, s, s.c, s.h, s.w);
+  return images_of(input_ref(args), s, s.c, s.h, s.w);
 }
 Images output_of(const Conv2dArgs& args) {
   const Conv2dShape& s = args.shape;
@@ -83,6 +89,76 @@ MatmulArgs product_of(const Conv2dArgs& args) {
   return p;
 }
 
+// The weight gradient of contiguous images.
+bool is_folded(const Conv2dArgs& args) {
+  return args.pass == Conv2dPass::kWgrad && !(input_of(args).follow() && output_of(args).follow());
+}
+FoldedProduct folded_of(const Conv2dArgs& args) {
+  const Images x = input_of(args), y = output_of(args);
+  return {args.shape.dtype, x.count, x.pixels, y.channels, x.channels,
+          y.data,           x.data,  y.image,  x.image,    const_cast<void*>(args.out.data)};
+}
+
+bool has_stride(const Conv2dShape& s) { return s.stride_h > 1 || s.stride_w > 1; }
+
+bool is_input_channels_last(const Conv2dArgs& args) {
+  return input_ref(args).c == 1 || args.shape.c == 1;
+}
+
+// The pass of stride 1 over those pixels of the input that count, side by side at `small`, in the
+// input's format.
+Conv2dArgs at_stride_1(const Conv2dArgs& args, void* small) {
+  if (!has_stride(args.shape)) return args;
+  Conv2dArgs result = args;
+  Conv2dShape& s = result.shape;
+  s.h = s.p, s.w = s.q, s.stride_h = s.stride_w = 1;
+  const int64_t pixels = s.h * s.w;
+  const bool last = is_input_channels_last(args);
+  const Tensor4dRef x = last ? Tensor4dRef{small, pixels * s.c, 1, s.w * s.c, s.c}
+                             : Tensor4dRef{small, pixels * s.c, pixels, s.w, 1};
+  (args.pass == Conv2dPass::kDgrad ? result.out : result.gathered) = x;
+  return result;
+}
+
+int64_t small_bytes(const Conv2dArgs& args) {
+  const Conv2dShape& s = args.shape;
+  return has_stride(s) ? hopper::aligned(s.n * s.p * s.q * s.c * size_of(s.dtype)) : 0;
+}
+
+// Between the input and `small`: that way, or back with zeros between.
+void move_pixels(Stream stream, const Conv2dArgs& args, void* small, bool spread) {
+  const Conv2dShape& s = args.shape;
+  const Tensor4dRef& x = input_ref(args);
+  const int64_t size = size_of(s.dtype);
+  const bool last = is_input_channels_last(args);
+  const int bytes =
+      last ? unit_bytes(size, s.c, {x.n, x.h, x.w}, x.data, small) : static_cast<int>(size);
+  const int64_t each = bytes / size;  // elements
+  Grids g{};
+  g.small_rows = FastDiv(s.p), g.small_columns = FastDiv(s.q);
+  g.large_rows = FastDiv(s.h), g.large_columns = FastDiv(s.w);
+  g.units = FastDiv(last ? s.c / each : 1);
+  g.stride_h = FastDiv(s.stride_h), g.stride_w = FastDiv(s.stride_w);
+  g.plane = (last ? x.n : x.c) / each, g.row = x.h / each, g.column = x.w / each;
+  g.planes = last ? s.n : s.n * s.c;
+  switch (bytes) {
+    case 2: return launch_pixels<uint16_t>(stream, g, x.data, small, spread);
+    case 4: return launch_pixels<uint32_t>(stream, g, x.data, small, spread);
+    case 8: return launch_pixels<uint2>(stream, g, x.data, small, spread);
+    default: return launch_pixels<uint4>(stream, g, x.data, small, spread);
+  }
+}
+
+// Of an input that has a stride.
+const char* stride_obstacle(const Conv2dArgs& args) {
+  const Conv2dShape& s = args.shape;
+  const Tensor4dRef& x = input_ref(args);
+  if (s.h * s.w * s.c > INT_MAX) return "it counts an image's elements with 31 bits";
+  return is_input_channels_last(args) || x.n == s.c * x.c || s.n == 1
+             ? nullptr
+             : "of a stride its images are channels last, or one stride apart";
+}
+
 // Long sums of small results: the product's own choice, whose rules are measured on products of
 // other proportions, splits them less far than stream_k does.
 bool is_for_stream_k(const MatmulArgs& p) {
@@ -118,24 +194,35 @@ void add_bias(Stream stream, const Conv2dArgs& args) {
 
 }  // namespace
 
-const char* obstacle(const Conv2dArgs& args) {
-  const Conv2dShape& s = args.shape;
-  if (s.r != 1 || s.s != 1 || s.pad_h != 0 || s.pad_w != 0 || s.stride_h != 1 || s.stride_w != 1 ||
-      s.groups != 1) {
-    return "it takes 1 x 1 filters, stride 1, no padding, one group";
+const char* obstacle(const Conv2dArgs& given) {
+  const Conv2dShape& s = given.shape;
+  if (s.r != 1 || s.s != 1 || s.pad_h != 0 || s.pad_w != 0 || s.groups != 1) {
+    return "it takes 1 x 1 filters, no padding, one group";
   }
+  if (has_stride(s)) {
+    if (const char* why = stride_obstacle(given)) return why;
+  }
+  const Conv2dArgs args = at_stride_1(given, nullptr);
   const Images x = input_of(args), y = output_of(args);
   if (!x.even || !y.even) return "the pixels of its images are one stride apart";
-  if (args.pass == Conv2dPass::kWgrad) {
-    return x.follow() && y.follow() ? nullptr
-                                    : "its weight gradient takes channels-last tensors, or one "
-                                      "image";
+  if (is_folded(args)) {
+    if (!(x.pixel == 1 && x.channel == x.pixels && y.pixel == 1 && y.channel == y.pixels)) {
+      return "its weight gradient takes dense images";
+    }
+    return folded_obstacle(folded_of(args), s.allow_tf32);
   }
   const Images& to = args.pass == Conv2dPass::kFprop ? y : x;
-  return to.channels_last() || to.contiguous() ? nullptr : "its result is dense";
+  const bool dense = args.pass == Conv2dPass::kWgrad || to.channels_last() || to.contiguous();
+  return dense ? nullptr : "its result is dense";
 }
 
-void plan(const Conv2dArgs& args, Conv2dPlan* plan) {
+void plan(const Conv2dArgs& given, Conv2dPlan* plan) {
+  const Conv2dArgs args = at_stride_1(given, nullptr);
+  if (is_folded(args)) {
+    plan->variant = kFolded;
+    plan->workspace_bytes = folded_workspace_bytes(folded_of(args)) + small_bytes(given);
+    return;
+  }
   const MatmulArgs p = product_of(args);
   if (args.pass == Conv2dPass::kWgrad && is_for_stream_k(p)) {
     plan->variant = kStreamK;
@@ -143,14 +230,20 @@ void plan(const Conv2dArgs& args, Conv2dPlan* plan) {
   } else {
     plan->product = plan_matmul(p, kAnyKernel);
   }
-  plan->workspace_bytes = plan->product.workspace_bytes;
+  plan->workspace_bytes = plan->product.workspace_bytes + small_bytes(given);
 }
 
-void run(Stream stream, const Conv2dArgs& args, const Conv2dPlan& plan, void* workspace) {
+void run(Stream stream, const Conv2dArgs& given, const Conv2dPlan& plan, void* workspace) {
+  const Conv2dArgs args = at_stride_1(given, workspace);
+  const bool strided = has_stride(given.shape), dgrad = given.pass == Conv2dPass::kDgrad;
+  void* const rest = static_cast<char*>(workspace) + small_bytes(given);
+  if (strided && !dgrad) move_pixels(stream, given, workspace, false);
+  if (plan.variant == kFolded) return run_folded(stream, folded_of(args), rest);
   const MatmulArgs p = product_of(args);
-  if (plan.variant == kStreamK) return hopper::run(stream, p, plan.product, workspace);
-  run_matmul(stream, p, plan.product, workspace);
+  if (plan.variant == kStreamK) return hopper::run(stream, p, plan.product, rest);
+  run_matmul(stream, p, plan.product, rest);
   if (args.bias && !p.bias) add_bias(stream, args);
+  if (strided && dgrad) move_pixels(stream, given, workspace, true);
 }
 
 }  // namespace braze::cuda::pointwise

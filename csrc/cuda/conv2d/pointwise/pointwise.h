@@ -5,8 +5,9 @@
 
 namespace braze::cuda::pointwise {
 
-// Stride 1, no padding, one group, every dtype, channels last or contiguous (the weight gradient:
-// channels last, or one image). Why it cannot take the arguments, or nullptr.
+// Any stride, no padding, one group, every dtype, channels last or contiguous (the weight gradient
+// of the latter: 16 bits and TF32, whole 16 bytes of pixels). Why it cannot take the arguments, or
+// nullptr.
 const char* obstacle(const Conv2dArgs& args);
 void plan(const Conv2dArgs& args, Conv2dPlan* plan);
 void run(Stream stream, const Conv2dArgs& args, const Conv2dPlan& plan, void* workspace);

@@ -1,12 +1,9 @@
 // Host side of 14_split_fp32.cuh.
-#include "cuda/matmul/ladder/14_split_fp32.cuh"
-
-#include <limits>
-
 #include "cuda/matmul/gemm_plan.cuh"
 #include "cuda/matmul/kernels.h"
 #include "hopper.h"
 #include "launch.cuh"
+#include "split.cuh"
 #include "cuda/common/gemm_problem.cuh"
 #include "cuda/matmul/obstacles.h"
 
@@ -29,29 +26,18 @@ SumParts sum_parts(const MatmulArgs& p) {
 
 int64_t inner(const Operand& o, const MatmulArgs& p) { return o.mn_major() ? o.outer : p.k; }
 int64_t outer(const Operand& o, const MatmulArgs& p) { return o.mn_major() ? p.k : o.outer; }
-int64_t padded(int64_t n) { return (n + 7) / 8 * 8; }
 
 int64_t plane_elements(const Operand& o, const MatmulArgs& p) {
   return copies(o, p.batch) * outer(o, p) * padded(inner(o, p));
 }
 
-// Splits of the depth that fill the waves of blocks, by times fitted to an H200. A part is two
-// stages or more.
-void choose_splits(const MatmulArgs& p, SplitPlan& plan) {
+void set_splits(const MatmulArgs& p, SplitPlan& plan) {
   const int64_t tiles = p.batch * ceil_div(p.m, 256) * 2 * ceil_div(p.n, 128);
-  const int64_t stages = ceil_div(p.k, Shape128::kDepth), multiprocessors = sm_count();
-  const int64_t most = std::clamp(stages / 2, int64_t{1}, int64_t{16});
-  plan.microseconds = std::numeric_limits<double>::infinity();
-  for (int splits = 1; splits <= most; ++splits) {
-    const double waves = static_cast<double>(ceil_div(tiles * splits, multiprocessors));
-    const double sum = splits == 1 ? 0 : 2 + 1.5e-6 * splits * p.batch * p.m * p.n;
-    const double microseconds = waves * (3.8 + 1.7 * ceil_div(stages, splits)) + sum;
-    if (microseconds < plan.microseconds) {
-      plan.splits = splits, plan.microseconds = microseconds;
-    }
-  }
+  const SplitDepth depth =
+      choose_splits(tiles, ceil_div(p.k, Shape128::kDepth), 16, p.batch * p.m * p.n);
   const int64_t elements = plane_elements(operand_a(p), p) + plane_elements(operand_b(p), p);
-  plan.microseconds += 11 + 5e-6 * elements;
+  plan.splits = depth.splits;
+  plan.microseconds = depth.microseconds + 11 + 5e-6 * elements;
 }
 
 SplitPlan make_split_plan(const MatmulArgs& p) {
@@ -61,7 +47,7 @@ SplitPlan make_split_plan(const MatmulArgs& p) {
   plan.b_special = aligned(copies(b, p.batch) * ceil_div(p.n, 128) * 4);
   plan.a_planes = aligned(kPlanes * plane_elements(a, p) * 2);
   plan.b_planes = aligned(kPlanes * plane_elements(b, p) * 2);
-  choose_splits(p, plan);
+  set_splits(p, plan);
   plan.sums = sum_parts(p).bytes(p);
   const bool in_two_launches = plan.splits > 1 || p.has_full_epilogue();
   plan.partial = in_two_launches ? plan.splits * p.batch * p.m * p.n * 4 : 0;
@@ -83,14 +69,6 @@ Parts parts_of(const Operand& o, const MatmulArgs& p, void* special, void* plane
           static_cast<int>(ceil_div(o.outer, 128)),
           o.mn_major(),
           is_vec_aligned(data) && row_stride % 4 == 0 && o.batch % 4 == 0};
-}
-
-void launch_split_planes(Stream stream, const Parts& a, const Parts& b) {
-  constexpr int kThreads = 256;
-  const auto groups = [](const Parts& p) { return p.batch * p.outer * p.ld / 8; };
-  const int blocks = grid_stride_blocks(std::max(groups(a), groups(b)), kThreads);
-  launch_early(split_planes_kernel, dim3(blocks, 2), kThreads, 0, stream, a, b);
-  check_launch("matmul split_planes");
 }
 
 SplitOperand split_operand(const Operand& o, const Parts& parts) {

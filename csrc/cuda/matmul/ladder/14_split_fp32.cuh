@@ -10,18 +10,21 @@
 #pragma once
 
 #include "cuda/matmul/hopper/pipeline.cuh"
+#include "cuda/matmul/hopper/scatter.cuh"
 #include "cuda/conv2d/halo/split.cuh"
 
 namespace braze::cuda::hopper {
 
 constexpr int kPlanes = 3;
+constexpr int kSplitDepth = 64;  // of a stage
 
 template <int kCluster_>
 struct SplitTile {
   using T = __nv_bfloat16;
   static constexpr int kRows = 128, kColumns = 128, kStages = 2, kCluster = kCluster_;
   static constexpr int kConsumers = 2, kThreads = (kConsumers + 1) * 128;
-  static constexpr int kDepth = 64;
+  static constexpr int kDepth = kSplitDepth;
+  static constexpr int kShare = kColumns / kCluster;  // columns that a block loads, for all
   static constexpr int kRowPlane = kRows * kSwizzle, kColumnPlane = kColumns * kSwizzle;
   static constexpr int kRowBytes = kPlanes * kRowPlane;
   static constexpr int kStageBytes = kRowBytes + kPlanes * kColumnPlane;
@@ -55,21 +58,24 @@ __device__ __forceinline__ bool is_special(const SplitArgs& a, const Place& p) {
   return special;
 }
 
-// One element of the product on CUDA cores, over depths [first, last).
-__device__ __noinline__ float plain_sum(const SplitArgs& a, int batch, int row, int column,
-                                        int first, int last) {
+// One element of the product on CUDA cores, over stages [first, last).
+static __device__ __noinline__ float plain_sum(const SplitArgs& a, int batch, int row, int column,
+                                               int first, int last) {
   if (row >= a.rows || column >= a.columns) return 0;
   const float* x = a.row.data + batch * a.row.batch + row * a.row.outer;
   const float* y = a.column.data + batch * a.column.batch + column * a.column.outer;
   float sum = 0;
-  for (int d = first; d < last; ++d) sum += x[d * a.row.depth] * y[d * a.column.depth];
+  for (int d = first * kSplitDepth; d < min(last * kSplitDepth, a.depth); ++d) {
+    sum += x[d * a.row.depth] * y[d * a.column.depth];
+  }
   return sum;
 }
 
 struct PartPlace : Place {
   int split;
 };
-__device__ __forceinline__ PartPlace part_of(const SplitArgs& a, int tile) {
+template <typename A>
+__device__ __forceinline__ PartPlace part_of(const A& a, int tile) {
   PartPlace p{place_of(a, tile), 0};
   p.batch = a.by_splits.div(p.batch, p.split);
   if (a.splits > 1) {
@@ -79,39 +85,62 @@ __device__ __forceinline__ PartPlace part_of(const SplitArgs& a, int tile) {
   return p;
 }
 
-template <typename Tile, int kRowMajor, int kColumnMajor>
+// As Copies (hopper/pipeline.cuh), of all parts. Kernels that multiply something else specialize it
+// for their A, which is made from SplitArgs, and have place_of, is_special and plain_sum for it.
+template <typename A, typename Tile, int kRowMajor, int kColumnMajor>
+class PartCopies {
+ public:
+  __device__ __forceinline__ PartCopies(const CUtensorMap* row_map, const CUtensorMap* column_map,
+                                        const A& a, const Place& p, int rank)
+      : row_map_(row_map),
+        column_map_(column_map),
+        row_((p.row * Tile::kCluster + rank) * Tile::kRows),
+        column_(p.column * Tile::kColumns + rank * Tile::kShare),
+        row_batch_(a.row_batch ? p.batch : 0),
+        column_batch_(a.column_batch ? p.batch : 0) {}
+
+  // Depth d, in stages: rows to `rows`, the block's share of the columns to `columns`.
+  __device__ __forceinline__ void copy(int d, uint64_t* full, uint32_t rows, uint32_t columns) {
+    using T = typename Tile::T;
+#pragma unroll
+    for (int plane = 0; plane < kPlanes; ++plane) {
+      load<T, kRowMajor, Tile::kRows, 1>(row_map_, full, rows + plane * Tile::kRowPlane, row_,
+                                         d * Tile::kDepth, row_batch_, plane);
+      load<T, kColumnMajor, Tile::kShare, Tile::kCluster>(
+          column_map_, full, columns + plane * Tile::kColumnPlane, column_, d * Tile::kDepth,
+          column_batch_, plane);
+    }
+  }
+
+ private:
+  const CUtensorMap *row_map_, *column_map_;
+  int row_, column_, row_batch_, column_batch_;
+};
+
+template <typename Tile, int kRowMajor, int kColumnMajor, typename A>
 __device__ __forceinline__ void produce_parts(const CUtensorMap* row_map,
-                                              const CUtensorMap* column_map, const SplitArgs& a,
+                                              const CUtensorMap* column_map, const A& a,
                                               uint32_t stages, uint64_t* full, uint64_t* empty) {
-  using T = typename Tile::T;
-  constexpr int kCluster = Tile::kCluster, kShare = Tile::kColumns / kCluster;
+  constexpr int kCluster = Tile::kCluster;
   const int rank = kCluster > 1 ? static_cast<int>(cluster_rank()) : 0;
   Cursor<Tile::kStages> at;
   for (int tile = blockIdx.x / kCluster; tile < a.tiles; tile += gridDim.x / kCluster) {
     const PartPlace p = part_of(a, tile);
     if (is_special<Tile>(a, p)) continue;
-    const int row = (p.row * kCluster + rank) * Tile::kRows;
-    const int column = p.column * Tile::kColumns + rank * kShare;
+    PartCopies<A, Tile, kRowMajor, kColumnMajor> copies(row_map, column_map, a, p, rank);
     for (int d = p.first; d < p.last; ++d, at.next()) {
       mbarrier_wait(&empty[at.stage], at.phase ^ 1);
       mbarrier_expect(&full[at.stage], Tile::kStageBytes);
       const uint32_t rows = stages + at.stage * Tile::kStageBytes;
-      const uint32_t columns = rows + Tile::kRowBytes + rank * kShare * kSwizzle;
-#pragma unroll
-      for (int plane = 0; plane < kPlanes; ++plane) {
-        load<T, kRowMajor, Tile::kRows, 1>(row_map, &full[at.stage], rows + plane * Tile::kRowPlane,
-                                           row, d * Tile::kDepth, a.row_batch ? p.batch : 0, plane);
-        load<T, kColumnMajor, kShare, kCluster>(
-            column_map, &full[at.stage], columns + plane * Tile::kColumnPlane, column,
-            d * Tile::kDepth, a.column_batch ? p.batch : 0, plane);
-      }
+      copies.copy(d, &full[at.stage], rows,
+                  rows + Tile::kRowBytes + rank * Tile::kShare * kSwizzle);
     }
   }
   drain_ring<Tile>(empty, at);
 }
 
-template <typename Tile, int kRowMajor, int kColumnMajor>
-__device__ __forceinline__ void consume_parts(const SplitArgs& a, uint32_t stages, uint64_t* full,
+template <typename Tile, int kRowMajor, int kColumnMajor, typename A>
+__device__ __forceinline__ void consume_parts(const A& a, uint32_t stages, uint64_t* full,
                                               uint64_t* empty) {
   using T = typename Tile::T;
   using Pairs = halo::PartPairs<kPlanes>;
@@ -132,8 +161,8 @@ __device__ __forceinline__ void consume_parts(const SplitArgs& a, uint32_t stage
     if (is_special<Tile>(a, p)) {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
-        acc[i] = plain_sum(a, p.batch, row + i / 2 % 2 * 8, column + i / 4 * 8 + i % 2,
-                           p.first * Tile::kDepth, min(p.last * Tile::kDepth, a.depth));
+        acc[i] =
+            plain_sum(a, p.batch, row + i / 2 % 2 * 8, column + i / 4 * 8 + i % 2, p.first, p.last);
       }
     } else {
 #pragma unroll
@@ -165,7 +194,9 @@ __device__ __forceinline__ void consume_parts(const SplitArgs& a, uint32_t stage
         for (int i = 0; i < kCount; ++i) acc[i] += part[i];
       }
     }
-    if (a.partial) {
+    if constexpr (A::kScattered) {
+      scatter_direct<float>(a, p.batch, acc, row, column);
+    } else if (a.partial) {
       const int64_t index = int64_t{p.split} * a.batch + p.batch;
       store_direct<float, false>(a.partial + index * a.rows * a.columns, a.columns, a.rows,
                                  a.columns, acc, row, column);
@@ -177,10 +208,10 @@ __device__ __forceinline__ void consume_parts(const SplitArgs& a, uint32_t stage
   }
 }
 
-template <typename Tile, int kRowMajor, int kColumnMajor>
+template <typename Tile, int kRowMajor, int kColumnMajor, typename A = SplitArgs>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     split_kernel(const __grid_constant__ CUtensorMap row_map,
-                 const __grid_constant__ CUtensorMap column_map, const SplitArgs a) {
+                 const __grid_constant__ CUtensorMap column_map, const __grid_constant__ A a) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL  // other architectures get a kernel that nobody launches
   extern __shared__ unsigned char shared_bytes[];
   __shared__ uint64_t full[Tile::kStages], empty[Tile::kStages];
@@ -200,7 +231,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 }
 
 // A matrix's parts, in the layout it has: `outer` rows of `inner` values, rows of planes padded to
-// `ld`. Values are told by the index in blocks of 128 of M or N (`block_inner`: along the row).
+// `ld`. Infinities and NaN are told by blocks of `block` rows (`block_inner`: columns).
 struct Parts {
   const float* data;
   int64_t batch_stride, row_stride, batch, outer, inner, ld;
@@ -208,10 +239,11 @@ struct Parts {
   int* special;
   int blocks;
   bool block_inner, vectors;
+  int64_t block = 128;
 };
 
 // Eight values a thread; the blocks' second coordinate tells the operand.
-__global__ void __launch_bounds__(256)
+static __global__ void __launch_bounds__(256)
     split_planes_kernel(const __grid_constant__ Parts a, const __grid_constant__ Parts b) {
   wait_for_earlier_kernels();
   const Parts& p = blockIdx.y == 0 ? a : b;
@@ -239,7 +271,7 @@ __global__ void __launch_bounds__(256)
       __stcg(reinterpret_cast<uint4*>(p.planes + k * plane + row * p.ld + column),
              uint4{parts[k][0], parts[k][1], parts[k][2], parts[k][3]});
     }
-    if (special) p.special[batch * p.blocks + (p.block_inner ? column : outer) / 128] = 1;
+    if (special) p.special[batch * p.blocks + (p.block_inner ? column : outer) / p.block] = 1;
   }
 }
 

@@ -1,0 +1,102 @@
+// Every s-th pixel of images, in either direction, side by side, and back again with zeros between:
+// what a 1 x 1 convolution of stride s has to do with its input before the product, and with its
+// input's gradient behind it.
+#pragma once
+
+#include <algorithm>
+#include <initializer_list>
+
+#include "cuda/common/fast_div.cuh"
+#include "cuda/common/launch.cuh"
+#include "cuda/common/numeric.cuh"
+
+namespace braze::cuda::pointwise {
+
+// `planes` grids of rows x columns x units, units of 2 to 16 bytes: of channels-last images pixels
+// are many units, and planes images; of contiguous ones a pixel is a unit, and planes are channels.
+// Of the small grid, dense, element (p, q) is (stride_h p, stride_w q) of the large one.
+struct Grids {
+  FastDiv small_rows, small_columns, large_rows, large_columns, units;
+  FastDiv stride_h, stride_w;
+  int64_t plane, row, column;  // strides of the large grid, in units
+  int64_t planes;
+
+  __device__ __forceinline__ int64_t large(int64_t p, int h, int w, int u) const {
+    return p * plane + h * row + w * column + u;
+  }
+};
+
+template <typename Unit>
+__global__ void __launch_bounds__(256)
+    gather_pixels_kernel(const __grid_constant__ Grids g, const Unit* large,
+                         Unit* __restrict__ small) {
+  wait_for_earlier_kernels();
+  const int inner = g.small_rows.divisor() * g.small_columns.divisor() * g.units.divisor();
+  for (int64_t plane = blockIdx.y; plane < g.planes; plane += gridDim.y) {
+    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < inner; i += gridDim.x * blockDim.x) {
+      int u, w;
+      const int h = g.small_columns.div(g.units.div(i, u), w);
+      small[plane * inner + i] =
+          large[g.large(plane, h * g.stride_h.divisor(), w * g.stride_w.divisor(), u)];
+    }
+  }
+}
+
+template <typename Unit>
+__global__ void __launch_bounds__(256)
+    spread_pixels_kernel(const __grid_constant__ Grids g, const Unit* small,
+                         Unit* __restrict__ large) {
+  wait_for_earlier_kernels();
+  const int inner = g.large_rows.divisor() * g.large_columns.divisor() * g.units.divisor();
+  for (int64_t plane = blockIdx.y; plane < g.planes; plane += gridDim.y) {
+    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < inner; i += gridDim.x * blockDim.x) {
+      int u, w, rest_h, rest_w;
+      const int h = g.large_columns.div(g.units.div(i, u), w);
+      const int p = g.stride_h.div(h, rest_h), q = g.stride_w.div(w, rest_w);
+      Unit value{};
+      if (rest_h == 0 && rest_w == 0 && p < g.small_rows.divisor() &&
+          q < g.small_columns.divisor()) {
+        const int64_t row = plane * g.small_rows.divisor() + p;
+        value = small[(row * g.small_columns.divisor() + q) * g.units.divisor() + u];
+      }
+      large[g.large(plane, h, w, u)] = value;
+    }
+  }
+}
+
+// Bytes of a unit of `count` elements of `size` bytes whose strides are these: as many as divide
+// all.
+inline int unit_bytes(int64_t size, int64_t count, std::initializer_list<int64_t> strides,
+                      const void* large, const void* small) {
+  int64_t bytes = 16;
+  const auto divides = [&] {
+    bool all = count * size % bytes == 0 && reinterpret_cast<uintptr_t>(large) % bytes == 0 &&
+               reinterpret_cast<uintptr_t>(small) % bytes == 0;
+    for (const int64_t stride : strides) all = all && stride * size % bytes == 0;
+    return all;
+  };
+  while (bytes > size && !divides()) bytes /= 2;
+  return static_cast<int>(bytes);
+}
+
+template <typename Unit>
+void launch_pixels(Stream stream, const Grids& g, const void* large, void* small, bool spread) {
+  constexpr int kThreads = 256;
+  const int64_t rows = spread ? g.large_rows.divisor() : g.small_rows.divisor();
+  const int64_t columns = spread ? g.large_columns.divisor() : g.small_columns.divisor();
+  const int64_t blocks = ceil_div(rows * columns * g.units.divisor(), kThreads);
+  const int64_t most = int64_t{sm_count()} * 8;
+  const dim3 grid(static_cast<unsigned>(std::min(blocks, most)),
+                  static_cast<unsigned>(std::clamp(g.planes, int64_t{1}, int64_t{65535})));
+  auto* const to = static_cast<Unit*>(const_cast<void*>(large));
+  if (spread) {
+    launch_early(spread_pixels_kernel<Unit>, grid, kThreads, 0, stream, g,
+                 static_cast<const Unit*>(small), to);
+  } else {
+    launch_early(gather_pixels_kernel<Unit>, grid, kThreads, 0, stream, g,
+                 static_cast<const Unit*>(to), static_cast<Unit*>(small));
+  }
+  check_launch("conv2d pointwise stride");
+}
+
+}  // namespace braze::cuda::pointwise
