@@ -118,7 +118,8 @@ def test_all_compute_the_same(device, case, layout):
             assert error_of(make()) == "", (name, pass_name)
             actual = make()()
             assert actual.shape == expected.shape
-            assert actual.is_contiguous(memory_format=LAYOUTS[layout]), (name, pass_name)
+            if name == "auto":  # torch may return another format
+                assert actual.is_contiguous(memory_format=LAYOUTS[layout]), pass_name
         wrong = expected.clone()
         wrong[-1, -1, -1, -1] += 1  # the last image, filter and channel are in every sample
         if pass_name != "wgrad" or case.groups == 1:
