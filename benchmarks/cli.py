@@ -26,6 +26,7 @@ OPS = [
     "matmul",
     "linear",
     "conv2d",
+    "conv_transpose2d",
     "batch_norm",
     "relu",
     "pool",

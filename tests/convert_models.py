@@ -133,6 +133,25 @@ class VGG(nn.Module):
         return self.classifier(self.pool(self.features(x)))
 
 
+class UNet(nn.Module):
+    """One level, up again by a layer that is told the size and by a function."""
+
+    def __init__(self):
+        super().__init__()
+        self.down = nn.Sequential(nn.Conv2d(1, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU())
+        self.bottom = nn.Sequential(nn.Conv2d(6, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+        self.up = nn.ConvTranspose2d(8, 6, 2, 2)
+        self.filters = nn.Parameter(torch.randn(6, 4, 4, 4) / 10)
+        self.head = nn.Conv2d(10, 2, 1)
+
+    def forward(self, x):
+        skip = self.down(x)
+        x = self.up(self.bottom(stock.max_pool2d(skip, 2)), output_size=skip.shape)
+        half = stock.max_pool2d(skip, 2)
+        more = stock.conv_transpose2d(half, self.filters, stride=2, padding=1)
+        return self.head(torch.cat([skip + x, more], 1))
+
+
 MODELS = {
     "mnist": mnist,
     "LeNet": LeNet,
@@ -140,6 +159,7 @@ MODELS = {
     "Inherits": Inherits,
     "ResNet": ResNet,
     "VGG": VGG,
+    "UNet": UNet,
 }
 
 

@@ -32,11 +32,17 @@ def with_special_values(*shape):
     return x.requires_grad_()
 
 
+def transposed(stride=1, padding=0, more=0, groups=1, dilation=1, x=(1, 3, 5, 5), w=(3, 4, 3, 3)):
+    """Arguments of a transposed convolution; `more` is its output padding."""
+    return rand(*x), rand(*w), None, stride, padding, more, groups, dilation
+
+
 # function -> arguments that are right
 GOOD = {
     "matmul": lambda: (rand(3, 4), rand(4, 5)),
     "linear": lambda: (rand(3, 4), rand(5, 4), rand(5)),
     "conv2d": lambda: (rand(2, 3, 5, 5), rand(4, 3, 3, 3), rand(4)),
+    "conv_transpose2d": lambda: (rand(2, 4, 5, 5), rand(4, 3, 3, 3), rand(3), 2, 1, 1),
     "batch_norm": lambda: (rand(4, 3, 2, 2), *buffers(3), rand(3), rand(3), True),
     "relu": lambda: (rand(3, 4),),
     "max_pool2d": lambda: (rand(2, 3, 4, 4), 2),
@@ -88,6 +94,32 @@ AS_TORCH = [
     ("conv2d", "no input channels", lambda: (rand(2, 0, 5, 5), rand(4, 0, 3, 3), rand(4))),
     ("conv2d", "no output channels", lambda: (rand(2, 3, 5, 5), rand(0, 3, 3, 3))),
     ("conv2d", "special values", lambda: (with_special_values(1, 1, 5, 5), rand(1, 1, 3, 3))),
+    *(
+        ("conv_transpose2d", *rest)
+        for rest in [
+            ("channels differ", lambda: transposed(x=(1, 2, 5, 5))),
+            ("groups do not divide", lambda: transposed(groups=2)),
+            ("bias of another size", lambda: (rand(1, 3, 5, 5), rand(3, 4, 3, 3), rand(3))),
+            ("stride 0", lambda: transposed(stride=0)),
+            ("negative padding", lambda: transposed(padding=-1)),
+            ("negative output padding", lambda: transposed(more=-1)),
+            ("output padding of a stride", lambda: transposed(stride=2, more=2)),
+            ("nothing left", lambda: transposed(padding=4)),
+            ("dilation 0", lambda: transposed(dilation=0)),
+            ("groups 0", lambda: transposed(groups=0)),
+            ("three strides", lambda: transposed(stride=(1, 1, 1))),
+            ("padding in words", lambda: transposed(padding="same")),
+            ("dtypes differ", lambda: (rand(1, 1, 5, 5), rand(1, 1, 3, 3).float())),
+            ("2-d input", lambda: transposed(x=(5, 5))),
+            ("3-d weight", lambda: transposed(w=(4, 3, 3))),
+            ("0-d", lambda: transposed(x=())),
+            ("zero stride", lambda: (rand(1, 1, 5, 5).expand(2, 3, 5, 5), rand(3, 4, 3, 3))),
+            ("empty batch", lambda: (rand(0, 3, 5, 5), rand(3, 4, 3, 3), rand(4))),
+            ("no input channels", lambda: (rand(2, 0, 5, 5), rand(0, 4, 3, 3), rand(4))),
+            ("no output channels", lambda: (rand(2, 3, 5, 5), rand(3, 0, 3, 3))),
+            ("special values", lambda: (with_special_values(1, 1, 5, 5), rand(1, 1, 3, 3))),
+        ]
+    ),
     (
         "batch_norm",
         "one value per channel",

@@ -34,6 +34,10 @@ OPS = {
         lambda f, x, w, b: f.conv2d(x, w, b, padding=1),
         lambda: [rand(2, 3, 6, 6), rand(4, 3, 3, 3), rand(4)],
     ),
+    "conv_transpose2d": (
+        lambda f, x, w, b: f.conv_transpose2d(x, w, b, 2, 1, 1),
+        lambda: [rand(2, 4, 3, 3), rand(4, 3, 3, 3), rand(3)],
+    ),
     "batch_norm": (
         lambda f, x, w, b: f.batch_norm(x, None, None, w, b, True),
         lambda: [rand(4, 3, 2, 2), rand(3), rand(3)],
@@ -52,6 +56,7 @@ OPS = {
 LAYERS = [
     lambda n: n.Linear(4, 3),
     lambda n: n.Conv2d(2, 4, 3, padding=1, bias=False),
+    lambda n: n.ConvTranspose2d(4, 2, 3, stride=2, output_padding=1),
     lambda n: n.BatchNorm2d(3),
     lambda n: n.BatchNorm2d(3, affine=False, track_running_stats=False),
     lambda n: n.ReLU(inplace=True),

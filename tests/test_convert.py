@@ -100,6 +100,15 @@ def test_what_runs(name, blocks):
     assert "batch_norm" not in ran or name == "ResNet"
 
 
+def test_transposed_convolutions():
+    model = braze.convert(MODELS["UNet"](), strict=True)
+    swapped = {e.name: e.after for e in braze.convert_report(model).swapped}
+    assert swapped["up"] == "braze.nn.ConvTranspose2d"
+    assert swapped[""] == "braze.nn.functional.conv_transpose2d"
+    with torch.no_grad():
+        assert ops_run(lambda: model(images("cpu"))).count("conv_transpose2d") == 2
+
+
 class Head(nn.Module):
     """Linear and ReLU in every form that fuses, with one ReLU for two layers."""
 

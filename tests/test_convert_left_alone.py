@@ -55,7 +55,7 @@ def replaced():
         (lambda: MyLinear(3, 3), "a subclass of Linear"),
         (lambda: nn.LazyLinear(3), "lazy: run it once first"),
         (lambda: nn.Linear(3, 3, dtype=torch.complex64), "torch.complex64 is not supported"),
-        (lambda: nn.ConvTranspose2d(3, 3, 3), "braze has no such layer"),
+        (lambda: nn.ConvTranspose1d(3, 3, 3), "braze has no such layer"),
         (lambda: torch.ao.nn.quantized.ReLU6(), "quantized"),
     ],
 )

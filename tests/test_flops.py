@@ -32,6 +32,8 @@ def models():
         "linear and relu": (nn.Sequential(nn.Linear(5, 3), nn.ReLU()), (4, 5)),
         "conv2d": (nn.Conv2d(3, 4, 3, stride=2, padding=1), (2, 3, 8, 9)),
         "conv2d of groups": (nn.Conv2d(4, 8, 3, groups=2, dilation=2), (2, 4, 8, 9)),
+        "conv_transpose2d": (nn.ConvTranspose2d(4, 6, 3, 2, 1, 1), (2, 4, 8, 9)),
+        "conv_transpose2d of groups": (nn.ConvTranspose2d(4, 6, 3, groups=2), (2, 4, 8, 9)),
         "block": (nn.Sequential(*conv(3, 4, 3, padding=1), nn.ReLU()), (2, 3, 8, 9)),
         "pooled block": (
             nn.Sequential(*conv(8, 4, 3, stride=2), nn.ReLU(), nn.MaxPool2d(2)),

@@ -26,6 +26,7 @@ FUNCTIONS = {
     ("matmul", ""): (braze, "matmul"),
     ("nn.functional.linear", ""): (F, "linear"),
     ("nn.functional.conv2d", ""): (F, "conv2d"),
+    ("nn.functional.conv_transpose2d", ""): (F, "conv_transpose2d"),
     ("nn.functional.batch_norm", ""): (F, "batch_norm"),
     ("nn.functional.relu", ""): (F, "relu"),
     ("nn.functional.max_pool2d", ""): (F, "max_pool2d"),

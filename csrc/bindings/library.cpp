@@ -44,6 +44,17 @@ STABLE_TORCH_LIBRARY(braze, m) {
       "int[2] padding, int[2] dilation, int groups, bool[3] output_mask, bool allow_tf32=False, "
       "bool deterministic=False, str backend=\"auto\") -> (Tensor, Tensor, Tensor)");
 
+  // conv_transpose2d: the same passes, the gradient of the input being the result
+  m.def(
+      "conv_transpose2d(Tensor input, Tensor weight, Tensor? bias=None, int[2] stride=1, "
+      "int[2] padding=0, SymInt[2] output_padding=0, int groups=1, int[2] dilation=1, "
+      "bool allow_tf32=False, bool deterministic=False, str backend=\"auto\") -> Tensor");
+  m.def(
+      "conv_transpose2d_backward(Tensor grad_output, Tensor input, Tensor weight, int[2] stride, "
+      "int[2] padding, SymInt[2] output_padding, int groups, int[2] dilation, "
+      "bool[3] output_mask, bool allow_tf32=False, bool deterministic=False, "
+      "str backend=\"auto\") -> (Tensor, Tensor, Tensor)");
+
   // cross_entropy
   m.def(
       "cross_entropy(Tensor input, Tensor target, Tensor? weight=None, int reduction=1, "

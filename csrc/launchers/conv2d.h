@@ -56,6 +56,7 @@ struct Conv2dPlan {
   int64_t images = 0;     // of the batch, for one run of the kernel
   int wish = kAnyKernel;  // that the plan was made for
   int moment_sets = 0;    // that fprop leaves of each filter's results; 0: none
+  bool adds_bias = true;  // if it is given one; always for fprop
   // Measured rules, where any kernel would do: whether this one is faster than the vendor's
   // library, whether it is where moments are wanted, and whether it is worth transposing contiguous
   // tensors for, to channels_last and back.
@@ -73,8 +74,8 @@ const KernelInfo* conv2d_kernel(int number);
 // kernel: a number, or kAnyKernel.
 Conv2dPlan plan_conv2d(const Conv2dProblem& problem, int kernel);
 
-// bias: of fprop, or nullptr. moments: nullptr, or room for plan.moment_sets (not 0) of them for
-// each filter.
+// bias: of the result's channels where plan.adds_bias, or nullptr. moments: nullptr, or room for
+// plan.moment_sets (not 0) of them for each filter.
 void run_conv2d(Stream stream, const Conv2dProblem& problem, const Conv2dPlan& plan,
                 const void* bias, Moments* moments, void* workspace);
 

@@ -1,4 +1,5 @@
-// conv2d and its backward: torch's checks, memory formats, choice of kernel.
+// conv2d and its backward: torch's checks, memory formats, choice of kernel. What follows the
+// checks serves conv_transpose2d too, which is the same three passes in other roles.
 #include "ops/conv2d.h"
 
 #include <algorithm>
@@ -12,13 +13,6 @@ namespace braze {
 namespace {
 
 using Sizes = std::vector<int64_t>;
-
-std::string list_string(const Sizes& values) {
-  std::string s = "[";
-  for (size_t i = 0; i < values.size(); ++i) s += (i ? ", " : "") + std::to_string(values[i]);
-  return s + "]";
-}
-
 using Arguments = Conv2dArguments;
 
 // torch's suggest_memory_format. Strides of dimensions of size 1 count: that is how one-channel
@@ -171,9 +165,9 @@ class Branch {
   std::optional<dev::Fork> fork_;
 };
 
-// Runs one pass; `result` is the tensor that it writes. moments: as in conv2d_forward. branch: runs
-// it, unless null. Returns the memory that the kernels work in: only for the stream that runs it
-// may it be anything else's from now on.
+// Runs one pass; `result` is the tensor that it writes. bias: of the result's channels. moments: as
+// in conv2d_forward. branch: runs it, unless null. Returns the memory that the kernels work in:
+// only for the stream that runs it may it be anything else's from now on.
 Workspace run(Stream stream, const Conv2dProblem& problem, Tensor& result,
               const std::optional<Tensor>& bias, const Choice& choice,
               OutputMoments* moments = nullptr, Branch* branch = nullptr) {
@@ -203,50 +197,48 @@ Workspace run(Stream stream, const Conv2dProblem& problem, Tensor& result,
   }
   launch(stream, problem, decision, bias_data, sets, workspace.data());
   if (bias && !decision.bias_fused) {
-    const Tensor shift = torch::stable::view(*bias, {1, problem.shape.k, 1, 1});
+    const Tensor shift = torch::stable::view(*bias, {1, bias->size(0), 1, 1});
     result = torch::stable::subtract(result, shift, -1.0);
   }
   return workspace;
 }
 
-// The pass as a caller has its tensors in mind: w and y are dense in the memory format.
+// The pass as a caller has its tensors in mind: dense in the memory format, but for x, if given.
 Conv2dProblem problem_in(bool channels_last, Conv2dPass pass, const Conv2dShape& s,
-                         const Tensor4dRef& x) {
+                         const Tensor* x) {
   const auto dense = [&](int64_t c, int64_t h, int64_t w) {
     if (channels_last) return Tensor4dRef{nullptr, h * w * c, 1, w * c, c};
     return Tensor4dRef{nullptr, c * h * w, h * w, w, 1};
   };
-  return {pass, s, x, dense(s.c / s.groups, s.r, s.s), dense(s.k, s.p, s.q)};
+  return {pass, s, x ? Operand(*x, channels_last).ref : dense(s.c, s.h, s.w),
+          dense(s.c / s.groups, s.r, s.s), dense(s.k, s.p, s.q)};
 }
 
-// Takes a pass down for braze.tune().
-void record(const Tensor& input, bool channels_last, Conv2dPass pass, const Conv2dShape& s,
+// Takes a pass down for braze.tune(). x: as in problem_in.
+void record(int device, const Tensor* x, bool channels_last, Conv2dPass pass, const Conv2dShape& s,
             bool bias, const Choice& choice) {
   if (!tuned_convolutions.recording || choice.wish.kind != Wish::kAuto) return;
-  const Conv2dProblem problem =
-      problem_in(channels_last, pass, s, Operand(input, channels_last).ref);
-  const auto found = convolution_pass_of(problem, bias, input.get_device_index());
+  const auto found = convolution_pass_of(problem_in(channels_last, pass, s, x), bias, device);
   if (found) tuned_convolutions.record(*found);
 }
 
 // Whether passes of contiguous fp32 tensors had better run in channels_last, with transposes before
-// and after. Not where tuning knows what to do with one as it is.
-bool prefers_channels_last([[maybe_unused]] const Tensor& input,
+// and after. Not where tuning knows what to do with one as it is. x: as in problem_in.
+bool prefers_channels_last([[maybe_unused]] const Tensor& input, [[maybe_unused]] const Tensor* x,
                            [[maybe_unused]] const std::vector<Conv2dPass>& passes,
                            [[maybe_unused]] const Conv2dShape& s, [[maybe_unused]] bool bias,
                            [[maybe_unused]] const Choice& choice) {
 #ifdef BRAZE_CUDA
   const Wish& wish = choice.wish;
   if (s.dtype != DType::kFloat32 || s.allow_tf32 || !wish.leaves_choice()) return false;
-  const Tensor4dRef transposed{nullptr, s.h * s.w * s.c, 1, s.w * s.c, s.c};
   const bool asks_tuning = tuned_convolutions.in_use && wish.kind == Wish::kAuto;
   return !passes.empty() && std::all_of(passes.begin(), passes.end(), [&](Conv2dPass pass) {
     if (asks_tuning) {
-      const Conv2dProblem as_is = problem_in(false, pass, s, Operand(input, false).ref);
-      const void* const some_bias = bias && pass == Conv2dPass::kFprop ? input.data_ptr() : nullptr;
+      const Conv2dProblem as_is = problem_in(false, pass, s, x);
+      const void* const some_bias = bias && pass != Conv2dPass::kWgrad ? input.data_ptr() : nullptr;
       if (tuned_decision(as_is, some_bias, input.get_device_index())) return false;
     }
-    const Conv2dProblem problem = problem_in(true, pass, s, transposed);
+    const Conv2dProblem problem = problem_in(true, pass, s, nullptr);
     return decided(input, problem, {Wish::kOwn}, nullptr, false).plan.pays_transposes;
   });
 #else
@@ -256,29 +248,51 @@ bool prefers_channels_last([[maybe_unused]] const Tensor& input,
 
 }  // namespace
 
+std::string list_string(const Sizes& values) {
+  std::string s = "[";
+  for (size_t i = 0; i < values.size(); ++i) s += (i ? ", " : "") + std::to_string(values[i]);
+  return s + "]";
+}
+
+void check_grad_output(const char* op, const Tensor& grad_output, const Tensor& input,
+                       const Sizes& expected) {
+  check_same_device(op, "grad_output", grad_output, "input", input);
+  check_same_dtype(op, "grad_output", grad_output, "input", input);
+  BRAZE_CHECK(same_sizes(grad_output, expected), op, ": expected grad_output of shape ",
+              list_string(expected), ", but got ", shape_string(grad_output));
+}
+
 Tensor conv2d_forward(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
                       const Arguments& args, OutputMoments* moments) {
   check_arguments(input, weight, args);
   const Conv2dShape shape = shape_of(input, weight, args);
-  std::optional<Tensor> dense_bias;
   if (bias) {
     check_same_device("conv2d", "bias", *bias, "input", input);
     check_same_dtype("conv2d", "bias", *bias, "input", input);
     BRAZE_CHECK(bias->dim() == 1 && bias->size(0) == shape.k, "Given weight of size ",
                 shape_string(weight), ", expected bias to be 1-dimensional with ", shape.k,
                 " elements, but got bias of size ", shape_string(*bias), " instead");
-    dense_bias = as_contiguous(*bias);
   }
+  return run_conv2d_forward(Conv2dPass::kFprop, shape, input, weight, bias, args.backend, moments);
+}
+
+Tensor run_conv2d_forward(Conv2dPass forward, const Conv2dShape& shape, const Tensor& input,
+                          const Tensor& weight, const std::optional<Tensor>& bias,
+                          const std::string& backend, OutputMoments* moments) {
+  const bool transposed = forward == Conv2dPass::kDgrad;
+  std::optional<Tensor> dense_bias;
+  if (bias) dense_bias = as_contiguous(*bias);
   const DeviceContext context(input);
   const bool channels_last = suggests_channels_last(input) || suggests_channels_last(weight);
   const bool no_terms = shape.n == 0 || shape.c == 0;
-  const Choice choice = no_terms ? Choice() : choice_of(args.backend);
+  const Choice choice = no_terms ? Choice() : choice_of(backend);
   const bool with_bias = bias.has_value();
-  const bool reformat =
-      !channels_last && !no_terms &&
-      prefers_channels_last(input, {Conv2dPass::kFprop}, shape, with_bias, choice);
+  const Tensor* const as_x = transposed ? nullptr : &input;
+  const bool reformat = !channels_last && !no_terms &&
+                        prefers_channels_last(input, as_x, {forward}, shape, with_bias, choice);
   const bool within = channels_last || reformat;  // the format that it is computed in
-  Tensor out = empty_4d({shape.n, shape.k, shape.p, shape.q}, input, within);
+  Tensor out = transposed ? empty_4d({shape.n, shape.c, shape.h, shape.w}, input, within)
+                          : empty_4d({shape.n, shape.k, shape.p, shape.q}, input, within);
   if (shape.n == 0) return out;
   if (shape.c == 0) {
     torch::stable::zero_(out);
@@ -286,14 +300,16 @@ Tensor conv2d_forward(const Tensor& input, const Tensor& weight, const std::opti
     return out;
   }
   const Stream stream = context.stream();
-  const Operand x = reformat ? dense(stream, Operand(input, true), true)
-                             : operand(stream, input, within, choice.wish);
+  // The kernels of gradients want their operands in the convolution's own format.
+  const Operand from = reformat || transposed ? dense(stream, Operand(input, within), within)
+                                              : operand(stream, input, within, choice.wish);
   const Operand w = dense(stream, Operand(weight, within), within);
-  const Operand y(out, within);
-  run(stream, {Conv2dPass::kFprop, shape, x.ref, w.ref, y.ref}, out, dense_bias, choice, moments);
+  const Operand to(out, within);
+  const Operand &x = transposed ? to : from, &y = transposed ? from : to;
+  run(stream, {forward, shape, x.ref, w.ref, y.ref}, out, dense_bias, choice, moments);
   // (A kernel that leaves moments is not for tuning to replace.)
   if (!moments || moments->view.sets == 0) {
-    record(input, channels_last, Conv2dPass::kFprop, shape, with_bias, choice);
+    record(input.get_device_index(), as_x, channels_last, forward, shape, with_bias, choice);
   }
   return reformat ? dense(stream, Operand(out, false), false).tensor : out;
 }
@@ -303,32 +319,38 @@ std::tuple<Tensor, Tensor, Tensor> conv2d_gradients(const Tensor& grad_output, c
                                                     const std::vector<bool>& output_mask) {
   check_arguments(input, weight, args);
   const Conv2dShape shape = shape_of(input, weight, args);
-  check_same_device("conv2d_backward", "grad_output", grad_output, "input", input);
-  check_same_dtype("conv2d_backward", "grad_output", grad_output, "input", input);
-  const Sizes expected{shape.n, shape.k, shape.p, shape.q};
-  bool matches = grad_output.dim() == 4;
-  for (int64_t i = 0; matches && i < 4; ++i) matches = grad_output.size(i) == expected[i];
-  BRAZE_CHECK(matches, "conv2d_backward: expected grad_output of shape ", list_string(expected),
-              ", but got ", shape_string(grad_output));
+  check_grad_output("conv2d_backward", grad_output, input, {shape.n, shape.k, shape.p, shape.q});
+  return run_conv2d_gradients(Conv2dPass::kFprop, shape, grad_output, input, weight, args.backend,
+                              output_mask);
+}
 
+std::tuple<Tensor, Tensor, Tensor> run_conv2d_gradients(
+    Conv2dPass forward, const Conv2dShape& shape, const Tensor& grad_output, const Tensor& input,
+    const Tensor& weight, const std::string& backend, const std::vector<bool>& output_mask) {
+  const bool transposed = forward == Conv2dPass::kDgrad;
+  const Conv2dPass to_input = transposed ? Conv2dPass::kFprop : Conv2dPass::kDgrad;
   const DeviceContext context(input);
   const bool channels_last = suggests_channels_last(input) || suggests_channels_last(weight);
   Tensor grad_input, grad_weight, grad_bias;
   const bool no_terms = shape.n == 0 || shape.c == 0;
   std::vector<Conv2dPass> passes;
-  if (output_mask[0]) passes.push_back(Conv2dPass::kDgrad);
+  if (output_mask[0]) passes.push_back(to_input);
   if (output_mask[1]) passes.push_back(Conv2dPass::kWgrad);
-  const Choice choice = no_terms || passes.empty() ? Choice() : choice_of(args.backend);
-  for (const Conv2dPass pass : passes) record(input, channels_last, pass, shape, false, choice);
-  const bool reformat =
-      !channels_last && !no_terms && prefers_channels_last(input, passes, shape, false, choice);
+  const Choice choice = no_terms || passes.empty() ? Choice() : choice_of(backend);
+  const Tensor* const as_x = transposed ? nullptr : &input;
+  for (const Conv2dPass pass : passes) {
+    record(input.get_device_index(), as_x, channels_last, pass, shape, false, choice);
+  }
+  const bool reformat = !channels_last && !no_terms &&
+                        prefers_channels_last(input, as_x, passes, shape, false, choice);
   const bool within = channels_last || reformat;  // the format that they are computed in
   const Stream stream = context.stream();
-  const Operand x = reformat ? dense(stream, Operand(input, true), true)
-                             : operand(stream, input, within, choice.wish);
+  const Operand in = reformat || transposed ? dense(stream, Operand(input, within), within)
+                                            : operand(stream, input, within, choice.wish);
   const Operand w = dense(stream, Operand(weight, within), within);
   // As torch does: the kernels of both gradients want the convolution's own format.
-  const Operand dy = dense(stream, Operand(grad_output, within), within);
+  const Operand grad = dense(stream, Operand(grad_output, within), within);
+  const Operand &x = transposed ? grad : in, &y = transposed ? in : grad;
   // The two convolutions need nothing of each other. The branch's memory is kept until they join.
   Branch branch(stream, shape);
   Workspace kept;
@@ -338,28 +360,29 @@ std::tuple<Tensor, Tensor, Tensor> conv2d_gradients(const Tensor& grad_output, c
       torch::stable::zero_(grad_weight);
     } else {
       const Operand dw(grad_weight, channels_last);
-      kept = run(stream, {Conv2dPass::kWgrad, shape, x.ref, dw.ref, dy.ref}, grad_weight,
+      kept = run(stream, {Conv2dPass::kWgrad, shape, x.ref, dw.ref, y.ref}, grad_weight,
                  std::nullopt, choice, nullptr, &branch);
-      if (branch.outlasts()) keep_until_join({x.tensor, dy.tensor, kept.memory()}, {grad_weight});
+      if (branch.outlasts()) keep_until_join({x.tensor, y.tensor, kept.memory()}, {grad_weight});
     }
   }
   if (output_mask[0]) {
-    grad_input = empty_4d({shape.n, shape.c, shape.h, shape.w}, input, within);
+    grad_input = empty_4d({shape.n, input.size(1), input.size(2), input.size(3)}, input, within);
     if (!no_terms) {
-      const Operand dx(grad_input, within);
-      run(stream, {Conv2dPass::kDgrad, shape, dx.ref, w.ref, dy.ref}, grad_input, std::nullopt,
-          choice);
+      const Operand result(grad_input, within);
+      const Operand &to_x = transposed ? grad : result, &to_y = transposed ? result : grad;
+      run(stream, {to_input, shape, to_x.ref, w.ref, to_y.ref}, grad_input, std::nullopt, choice);
       if (reformat) grad_input = dense(stream, Operand(grad_input, false), false).tensor;
     }
   }
   branch.join();
   if (output_mask[2]) {
-    grad_bias = shape.n > 0 ? empty({shape.k}, input) : zeros({shape.k}, input);
-    if (shape.n > 0) {
-      Workspace workspace(
-          dev::channel_sum_workspace_bytes(shape.dtype, shape.n, shape.k, shape.p, shape.q), input);
-      dev::channel_sum(stream, shape.dtype, shape.n, shape.k, shape.p, shape.q, dy.ref,
-                       grad_bias.mutable_data_ptr(), workspace.data());
+    const int64_t n = shape.n, c = grad_output.size(1), h = grad_output.size(2),
+                  width = grad_output.size(3);
+    grad_bias = n > 0 ? empty({c}, input) : zeros({c}, input);
+    if (n > 0) {
+      Workspace workspace(dev::channel_sum_workspace_bytes(shape.dtype, n, c, h, width), input);
+      dev::channel_sum(stream, shape.dtype, n, c, h, width, grad.ref, grad_bias.mutable_data_ptr(),
+                       workspace.data());
     }
   }
   // An empty tensor each: results of an op must not alias.

@@ -30,4 +30,20 @@ std::tuple<Tensor, Tensor, Tensor> conv2d_gradients(const Tensor& grad_output, c
                                                     const Conv2dArguments& args,
                                                     const std::vector<bool>& output_mask);
 
+// The same two with all arguments checked, of a convolution (forward: kFprop) or of the transposed
+// one of that shape, whose result has the part of x, its input that of y (kDgrad).
+Tensor run_conv2d_forward(Conv2dPass forward, const Conv2dShape& shape, const Tensor& input,
+                          const Tensor& weight, const std::optional<Tensor>& bias,
+                          const std::string& backend, OutputMoments* moments);
+std::tuple<Tensor, Tensor, Tensor> run_conv2d_gradients(
+    Conv2dPass forward, const Conv2dShape& shape, const Tensor& grad_output, const Tensor& input,
+    const Tensor& weight, const std::string& backend, const std::vector<bool>& output_mask);
+
+// That a backward's grad_output fits its input, and is of the forward's shape.
+void check_grad_output(const char* op, const Tensor& grad_output, const Tensor& input,
+                       const std::vector<int64_t>& expected);
+
+// "[1, 2]"
+std::string list_string(const std::vector<int64_t>& values);
+
 }  // namespace braze

@@ -15,7 +15,7 @@ namespace {
 // What runs a pass: an algorithm of cuDNN's (library is not negative), or a kernel of ours.
 struct Decision {
   int library = -1;
-  bool bias_fused = true;  // cuDNN adds it; else it is still to be added
+  bool bias_fused = true;  // what runs adds it; else it is still to be added
   int64_t workspace_bytes = 0;
   Conv2dPlan plan;
 };
@@ -40,7 +40,9 @@ std::optional<Decision> library_decision([[maybe_unused]] const Conv2dProblem& p
   return std::nullopt;
 }
 
-Decision own_decision(const Conv2dPlan& plan) { return {-1, true, plan.workspace_bytes, plan}; }
+Decision own_decision(const Conv2dPlan& plan) {
+  return {-1, plan.adds_bias, plan.workspace_bytes, plan};
+}
 
 // What tuning found to be the fastest, where it knows the pass and that takes it: another version
 // of a library may leave fewer candidates. Determinism leaves others, so that their numbers mean

@@ -38,12 +38,12 @@ constexpr int kMeasuredRuns = 3;
 constexpr double kLeastGain = 0.03, kLeastMicroseconds = 2;
 
 // Enqueues a decision's work. workspace: of as many bytes as it says. sets: as in run_conv2d.
-void launch(Stream stream, const Conv2dProblem& problem, const Decision& decision,
-            [[maybe_unused]] const void* bias, Moments* sets, void* workspace) {
+void launch(Stream stream, const Conv2dProblem& problem, const Decision& decision, const void* bias,
+            Moments* sets, void* workspace) {
+  if (!decision.bias_fused) bias = nullptr;
 #ifdef BRAZE_CUDA
   if (decision.library >= 0) {
-    vendor::cudnn_conv2d(stream, problem, workspace, decision.bias_fused ? bias : nullptr,
-                         decision.library);
+    vendor::cudnn_conv2d(stream, problem, workspace, bias, decision.library);
     return;
   }
 #endif

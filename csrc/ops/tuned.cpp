@@ -137,6 +137,13 @@ std::optional<ConvolutionPass> convolution_pass_of(const Conv2dProblem& problem,
                                                    int device) {
   const auto& [pass, s, x, w, y] = problem;
   if (s.n * s.c * s.k == 0) return std::nullopt;
+  const auto fit = [](int64_t size, int64_t pad, int64_t dilation, int64_t taps, int64_t stride) {
+    return (size + 2 * pad - dilation * (taps - 1) - 1) / stride + 1;
+  };
+  if (s.p != fit(s.h, s.pad_h, s.dilation_h, s.r, s.stride_h) ||
+      s.q != fit(s.w, s.pad_w, s.dilation_w, s.s, s.stride_w)) {
+    return std::nullopt;
+  }
   for (const Tensor4dRef* t : {&x, &w, &y}) {
     if (reinterpret_cast<uintptr_t>(t->data) % 16 != 0) return std::nullopt;
   }

@@ -78,8 +78,9 @@ std::optional<Product> product_of(const MatmulArgs& args, int device);
 using TunedConvolutions = TunedTable<20>;
 using ConvolutionPass = TunedConvolutions::Problem;
 
-// Empty for what is not tuned: an empty pass, tensors that are not all dense in one of the two
-// memory formats (contiguous, where they are in both), or not aligned to 16 bytes.
+// Empty for what is not tuned: an empty pass, fewer outputs than fit (conv_transpose2d), tensors
+// that are not all dense in one of the two memory formats (contiguous, where they are in both), or
+// not aligned to 16 bytes.
 std::optional<ConvolutionPass> convolution_pass_of(const Conv2dProblem& problem, bool bias,
                                                    int device);
 

@@ -62,7 +62,7 @@ class backend:
         matmul: ``"auto"``, ``"braze"``, ``"cublas"`` or the name of one matmul kernel.
         conv2d: ``"auto"``, ``"braze"``, ``"cudnn"`` or the name of one conv2d kernel;
             ``"benchmark"`` measures them at the first call of a problem, as ``"auto"`` does under
-            ``torch.backends.cudnn.benchmark = True``.
+            ``torch.backends.cudnn.benchmark = True``. It is conv_transpose2d's too.
             ``"cublas:3"`` and ``"cudnn:3"`` are the libraries' fourth algorithm for the problem.
         transpose_copy, vector_add: ``"auto"``, ``"braze"`` or the name of one of the op's kernels.
 

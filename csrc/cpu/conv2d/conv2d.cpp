@@ -68,7 +68,7 @@ struct Residue {
 
 // Calls f(convolution) for each residue of the input position modulo the stride.
 template <typename F>
-void for_each_dgrad(const Conv2dProblem& problem, const F& f) {
+void for_each_dgrad(const Conv2dProblem& problem, const void* bias, const F& f) {
   const auto& [pass, s, dx, w, dy] = problem;
   const int64_t channels = s.c / s.groups, filters = s.k / s.groups;
   for (int64_t i = 0; i < std::min(s.stride_h, s.h); ++i) {
@@ -80,7 +80,7 @@ void for_each_dgrad(const Conv2dProblem& problem, const F& f) {
           static_cast<char*>(const_cast<void*>(dx.data)) + (i * dx.h + j * dx.w) * size_of(s.dtype);
       const Tensor4dRef strides{to, dx.n, dx.c, dx.h * s.stride_h, dx.w * s.stride_w};
       f(Convolution{s.n, s.groups, filters, channels, h.axis(), v.axis(), dy, w.data, filters * w.n,
-                    w.c, w.n, w.h, w.w, h.tap, v.tap, to, strides, nullptr});
+                    w.c, w.n, w.h, w.w, h.tap, v.tap, to, strides, bias});
     }
   }
 }
@@ -229,7 +229,7 @@ void plan_implicit_gemm(const Conv2dProblem& problem, Conv2dPlan* plan) {
       add(tiling, tiling.bytes());
     };
     if (problem.pass == Conv2dPass::kFprop) return add_convolution(fprop_of(problem, nullptr));
-    for_each_dgrad(problem, add_convolution);
+    for_each_dgrad(problem, nullptr, add_convolution);
   });
 }
 
@@ -247,7 +247,7 @@ void run_implicit_gemm(const Conv2dProblem& problem, const Conv2dPlan& plan, con
       const Convolution conv = fprop_of(problem, bias);
       return Convolve<T>(conv, tiling, workspace).run();
     }
-    for_each_dgrad(problem, [&](const Convolution& conv) {
+    for_each_dgrad(problem, bias, [&](const Convolution& conv) {
       Convolve<T>(conv, is_single(problem) ? tiling : ConvolutionPlan<Acc>(conv), workspace).run();
     });
   });

@@ -304,6 +304,7 @@ Conv2dPlan plan_conv2d(const Conv2dProblem& problem, int wish) {
       if (last.obstacle) plan.obstacle = last.obstacle;
     }
   }
+  plan.adds_bias = problem.pass == Conv2dPass::kFprop;
   if (wish != kAnyKernel || plan.obstacle) return plan;
   plan.beats_library = beats_cudnn(problem, plan.kernel);
   // Moments save a pass over the result: more than cuDNN is ahead anywhere.

@@ -110,7 +110,8 @@ def _suggests_channels_last(t):
     return True
 
 
-def _memory_format(input, weight):
+def memory_format(input, weight):
+    """Of the results of the forward and of the gradients."""
     if _suggests_channels_last(input) or _suggests_channels_last(weight):
         return torch.channels_last
     return torch.contiguous_format
@@ -126,27 +127,33 @@ def fake_conv2d(
         shape,
         dtype=input.dtype,
         device=input.device,
-        memory_format=_memory_format(input, weight),
+        memory_format=memory_format(input, weight),
     )
 
 
 def fake_conv2d_backward(
     grad_output, input, weight, stride, padding, dilation, groups, output_mask, *settings
 ):
-    memory_format = _memory_format(input, weight)
+    return fake_gradients(input, weight, weight.shape[0], output_mask)
+
+
+def fake_gradients(input, weight, channels, output_mask):
+    """Of input, weight and bias, the latter of the result's `channels`."""
+    form = memory_format(input, weight)
     kw = {"dtype": input.dtype, "device": input.device}
 
     def like(t):
-        return torch.empty(t.shape, memory_format=memory_format, **kw)
+        return torch.empty(t.shape, memory_format=form, **kw)
 
     return (
         like(input) if output_mask[0] else torch.empty(0, **kw),
         like(weight) if output_mask[1] else torch.empty(0, **kw),
-        torch.empty(weight.shape[0] if output_mask[2] else 0, **kw),
+        torch.empty(channels if output_mask[2] else 0, **kw),
     )
 
 
-def _cast(input, weight, bias=None, *rest):
+def cast(input, weight, bias=None, *rest):
+    """The arguments as autocast has them."""
     return *cast_to(autocast_dtype(input), input, weight, bias), *rest
 
 
@@ -163,7 +170,7 @@ def conv2d_backward_flops(grad_output, input, weight, output_mask):
     )
 
 
-register("conv2d", fake=fake_conv2d, autograd=_conv2d, autocast=_cast, flops=conv2d_flops)
+register("conv2d", fake=fake_conv2d, autograd=_conv2d, autocast=cast, flops=conv2d_flops)
 register(
     "conv2d_backward",
     fake=fake_conv2d_backward,

@@ -27,6 +27,7 @@ LAYERS = (
     "BatchNorm2d",
     "CELU",
     "Conv2d",
+    "ConvTranspose2d",
     "CrossEntropyLoss",
     "ELU",
     "GELU",

@@ -23,6 +23,7 @@ from braze._ops.activations import (
 from braze._ops.batch_norm import batch_norm
 from braze._ops.batch_norm_act import batch_norm_act
 from braze._ops.conv2d import conv2d
+from braze._ops.conv_transpose2d import conv_transpose2d
 from braze._ops.cross_entropy import cross_entropy
 from braze._ops.fused import conv_bn_relu2d, conv_bn_relu_max_pool2d
 from braze._ops.linear_fused import linear_add, linear_relu_linear
@@ -40,6 +41,7 @@ __all__ = [
     "conv2d",
     "conv_bn_relu2d",
     "conv_bn_relu_max_pool2d",
+    "conv_transpose2d",
     "cross_entropy",
     "elu",
     "gelu",

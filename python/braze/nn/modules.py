@@ -294,6 +294,28 @@ class ConvBnReLUMaxPool2d(ConvBnReLU2d):
         return conv_bn_relu_max_pool2d(input, self.conv, self.bn, self.pool)
 
 
+class ConvTranspose2d(torch.nn.ConvTranspose2d):
+    """``torch.nn.ConvTranspose2d`` on :func:`braze.nn.functional.conv_transpose2d`."""
+
+    def forward(self, input, output_size=None):
+        if self.padding_mode != "zeros":
+            raise ValueError("Only `zeros` padding mode is supported for ConvTranspose2d")
+        output_padding = self.output_padding
+        if output_size is not None:
+            geometry = self.stride, self.padding, self.kernel_size, 2, self.dilation
+            output_padding = self._output_padding(input, output_size, *geometry)
+        return F.conv_transpose2d(
+            input,
+            self.weight,
+            self.bias,
+            self.stride,
+            self.padding,
+            output_padding,
+            self.groups,
+            self.dilation,
+        )
+
+
 class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
     """``torch.nn.CrossEntropyLoss`` on :func:`braze.nn.functional.cross_entropy`."""
 
