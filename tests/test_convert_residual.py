@@ -129,6 +129,114 @@ class PreActivation(Functional):
         return out
 
 
+class InvertedResidual(nn.Module):
+    """As torchvision's MobileNetV2: the addition is outside of the sequence with the batch norm."""
+
+    def __init__(self, act=nn.ReLU6):
+        super().__init__()
+        depthwise = nn.Conv2d(12, 12, 3, 1, 1, groups=12, bias=False)
+        self.conv = nn.Sequential(
+            nn.Sequential(conv(6, 12, 1), nn.BatchNorm2d(12), act(inplace=True)),
+            nn.Sequential(depthwise, nn.BatchNorm2d(12), act(inplace=True)),
+            conv(12, 6, 1),
+            nn.BatchNorm2d(6),
+        )
+
+    def forward(self, x):
+        return x + self.conv(x)
+
+
+class SqueezeExcitation(nn.Module):
+    """As torchvision's."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.fc1, self.fc2 = nn.Conv2d(channels, 4, 1), nn.Conv2d(4, channels, 1)
+        self.activation, self.scale_activation = nn.SiLU(inplace=True), nn.Sigmoid()
+
+    def _scale(self, input):
+        scale = self.avgpool(input)
+        scale = self.fc1(scale)
+        scale = self.activation(scale)
+        scale = self.fc2(scale)
+        return self.scale_activation(scale)
+
+    def forward(self, input):
+        scale = self._scale(input)
+        return scale * input
+
+
+class MBConv(nn.Module):
+    """As torchvision's EfficientNet, without stochastic depth."""
+
+    def __init__(self):
+        super().__init__()
+        depthwise = nn.Conv2d(12, 12, 3, 1, 1, groups=12, bias=False)
+        self.block = nn.Sequential(
+            nn.Sequential(conv(6, 12, 1), nn.BatchNorm2d(12), nn.SiLU(inplace=True)),
+            nn.Sequential(depthwise, nn.BatchNorm2d(12), nn.SiLU(inplace=True)),
+            SqueezeExcitation(12),
+            nn.Sequential(conv(12, 6, 1), nn.BatchNorm2d(6)),
+        )
+
+    def forward(self, input):
+        result = self.block(input)
+        result += input
+        return result
+
+
+class Functions(nn.Module):
+    """Batch norm in front of each activation as a function."""
+
+    def __init__(self):
+        super().__init__()
+        self.bn = nn.BatchNorm2d(6)
+
+    def forward(self, x):
+        x = stock.silu(self.bn(x), inplace=True)
+        x = stock.leaky_relu(self.bn(x), 0.3, True)
+        x = stock.gelu(self.bn(x), approximate="tanh")
+        x = stock.hardtanh(self.bn(x), max_val=0.5)
+        x = torch.sigmoid(self.bn(x))
+        y = self.bn(x)
+        y = y.tanh()
+        y = stock.elu(self.bn(y) + x, 0.5)
+        return stock.celu(self.bn(y), alpha=2.0)
+
+
+NORMS = {
+    "MobileNetV2": (InvertedResidual, ["BatchNorm2d, ReLU6"] * 2),
+    "MobileNetV3": (lambda: InvertedResidual(nn.Hardswish), ["BatchNorm2d, Hardswish"] * 2),
+    "EfficientNet": (MBConv, ["BatchNorm2d, SiLU"] * 2),
+    "functions": (
+        Functions,
+        [
+            *("BatchNorm2d, SiLU", "BatchNorm2d, LeakyReLU", "BatchNorm2d, GELU"),
+            *("BatchNorm2d, Hardtanh", "BatchNorm2d, Sigmoid", "BatchNorm2d, Tanh"),
+            *("BatchNorm2d, Add, ELU", "BatchNorm2d, CELU"),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize("name", NORMS)
+def test_other_activations(device, name, training):
+    make, runs = NORMS[name]
+    original = make().to(device).train(training)
+    model = braze.convert(copy.deepcopy(original))
+    report = braze.convert_report(model)
+    assert sorted(e.before for e in report.fused) == sorted(runs)
+    assert {e.after for e in report.fused} == {"BatchNormAct2d"}
+    assert [e.before for e in report.left_alone] in ([], ["AdaptiveAvgPool2d"])
+    x = images().to(device)
+    assert ops_run(lambda: copy.deepcopy(model)(x)).count("batch_norm_act") == len(runs)
+    assert_same(model, original, x)
+    compiled = compile(model.eval())(x)
+    assert_by_rule(compiled, model(x), copy.deepcopy(model).double()(x.double()))
+
+
 NAMES = {
     BasicBlock: ("bn2, add(), relu", "BatchNorm2d, Add, ReLU"),
     Bottleneck: ("bn3, add(), relu", "BatchNorm2d, Add, ReLU"),

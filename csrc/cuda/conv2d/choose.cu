@@ -146,8 +146,7 @@ constexpr Kernel kKernels[] = {
      depthwise::plan,
      depthwise::run},
     {{"conv2d", "pointwise", "float64 float32 bfloat16 float16", "sm_80+", true,
-      "1 x 1 filters: a matrix product, by the kernel that fits; by name only until it is "
-      "measured"},
+      "1 x 1 filters: a matrix product, by the kernel that fits"},
      pointwise_obstacle,
      pointwise::plan,
      pointwise::run},
@@ -164,7 +163,9 @@ constexpr int kDirect = kernel_number(kKernels, "direct"),
               kMma = kernel_number(kKernels, "implicit_gemm_mma"),
               kHalo = kernel_number(kKernels, "halo_wgmma"),
               kNarrowDgrad = kernel_number(kKernels, "halo_narrow_dgrad"),
-              kDepthwise = kernel_number(kKernels, "depthwise");
+              kDepthwise = kernel_number(kKernels, "depthwise"),
+              kPointwise = kernel_number(kKernels, "pointwise"),
+              kIm2col = kernel_number(kKernels, "implicit_gemm_wgmma");
 const KernelEntries kEntries(kKernels, kCount);
 
 bool is_halo(int kernel) { return kernel == kHalo || kernel == kNarrowDgrad; }
@@ -176,11 +177,37 @@ bool is_thin(const Conv2dArgs& args) {
   return e.k <= 32 || e.n < 8;
 }
 
+bool is_pointwise(const Conv2dShape& s) { return s.r == 1 && s.s == 1; }
+bool is_strided(const Conv2dShape& s) { return s.stride_h > 1 || s.stride_w > 1; }
+bool is_plain_fp32(const Conv2dShape& s) { return s.dtype == DType::kFloat32 && !s.allow_tf32; }
+
+// Where both take a problem, whether implicit_gemm_wgmma is faster than halo_wgmma, which reads
+// each input once and wins while filters are few.
+bool im2col_beats_halo(const Conv2dArgs& args) {
+  const Conv2dShape& s = args.shape;
+  if (std::min(s.c, s.k) < 64 || s.groups > 1) return false;
+  const int64_t filters = s.c * s.k;
+  switch (args.pass) {
+    case Conv2dPass::kFprop: return is_pointwise(s) || s.c > 64 || s.k > 192;
+    case Conv2dPass::kDgrad: return filters > 64 * 64;
+    case Conv2dPass::kWgrad: break;
+  }
+  if (size_of(s.dtype) == 2) return filters > 128 * 256;
+  return filters > (is_plain_fp32(s) ? 64 * 128 : 64 * 64);
+}
+
 // The fastest of our own.
 int choose(const Conv2dArgs& args) {
+  const Conv2dShape& s = args.shape;
   if (!depthwise_obstacle(args)) return kDepthwise;
   if (is_thin(args)) return kDirect;
-  for (const int kernel : {kNarrowDgrad, kHalo, kMma, kSimt}) {
+  // Three of four input gradients of a stride of 2 are zeros, which a product need not compute;
+  // weight gradients have one product of long sums.
+  const bool product = args.pass == Conv2dPass::kWgrad ||
+                       (args.pass == Conv2dPass::kDgrad && is_strided(s) && !is_plain_fp32(s));
+  if (product && is_pointwise(s) && !pointwise_obstacle(args)) return kPointwise;
+  if (im2col_beats_halo(args) && !im2col_obstacle(args)) return kIm2col;
+  for (const int kernel : {kNarrowDgrad, kHalo, kPointwise, kIm2col, kMma, kSimt}) {
     if (!kKernels[kernel].obstacle(args)) return kernel;
   }
   return kDirect;
@@ -200,22 +227,46 @@ bool depthwise_beats_cudnn(const Conv2dProblem& problem) {
   return !(fprop && s.stride_h == 2 && (!is_16_bit || s.h < 28));
 }
 
-// Whether the Hopper kernel is faster than cuDNN's for 16-bit tensors, as measured on an H200
-// (benchmarks/convolutions.py at batch 64, benchmarks/conv2d.py at 64 to 8192).
-bool halo_beats_cudnn_in_16_bits(const Conv2dProblem& problem) {
+// Whether halo_wgmma is faster than cuDNN's, as measured on an H200 (benchmarks/convolutions.py at
+// batch 64, benchmarks/conv2d.py at 64 to 8192), channels last, stride 1.
+bool halo_beats_cudnn(const Conv2dProblem& problem) {
   const Conv2dShape& s = problem.shape;
   const int64_t plane = s.p * s.q;
-  if (s.r == 1 && s.s == 1) return false;  // a plain product
+  if (is_pointwise(s)) return false;
   // cuDNN's weight gradients split the sum over pixels badly.
   if (problem.pass == Conv2dPass::kWgrad) return s.c * s.k <= 128 * 256 && s.c <= 256;
+  if (size_of(s.dtype) > 2) return s.c <= 128 && s.k <= 128;
   if (problem.pass == Conv2dPass::kFprop) {
     if (plane > 80 * 80) return false;
     return s.c <= 64 ? s.k <= 256 : s.c <= 128 && s.k <= 32;
   }
-  if (s.c > 64) return false;
+  if (s.c > 64 || s.k > 64) return false;
   // Tiles are whole images, or rows: those of 15 x 15 and 16 x 16 fill them badly.
-  return plane <= 14 * 14 ? s.c <= 32 && s.k <= 64
-                          : s.k <= 64 && plane >= 28 * 28 && plane <= 80 * 80;
+  return plane <= 14 * 14 ? s.c <= 32 : plane >= 28 * 28 && plane <= 80 * 80;
+}
+
+// The same of implicit_gemm_wgmma.
+bool im2col_beats_cudnn(const Conv2dProblem& problem) {
+  const Conv2dShape& s = problem.shape;
+  const int64_t plane = s.p * s.q, pixels = s.n * plane;
+  const bool one = is_pointwise(s), strided = is_strided(s), is_16_bit = size_of(s.dtype) == 2;
+  const bool known = one || (s.r == 3 && s.s == 3);
+  if (!known || s.dilation_h > 1 || s.dilation_w > 1 || std::max(s.stride_h, s.stride_w) > 2 ||
+      std::min(s.c, s.k) < 64 || pixels < 64 * 7 * 7) {
+    return false;  // not measured, or too little work
+  }
+  if (is_plain_fp32(s)) return problem.pass != Conv2dPass::kWgrad || !one;
+  switch (problem.pass) {
+    case Conv2dPass::kFprop:
+      if (one && !strided) return is_16_bit && s.c <= 512 && pixels >= 64 * 14 * 14;
+      if (one) return is_16_bit || s.c <= 128;
+      return plane <= 80 * 80 && (is_16_bit || strided || s.c < 256);
+    case Conv2dPass::kDgrad:
+      if (one) return strided ? !is_16_bit : is_16_bit && s.k <= 512 && pixels >= 64 * 14 * 14;
+      return plane <= 80 * 80 && (!strided || !is_16_bit);
+    case Conv2dPass::kWgrad: break;
+  }
+  return !one && std::min(s.c, s.k) >= 128 && pixels >= 64 * 14 * 14;
 }
 
 // Whether that kernel is faster than cuDNN, as measured on an H200 (the same). What was not
@@ -224,7 +275,6 @@ bool beats_cudnn(const Conv2dProblem& problem, int kernel) {
   const Conv2dShape& s = problem.shape;
   const bool is_channels_last = problem.x.c == 1 && s.c > 1, is_16_bit = size_of(s.dtype) == 2;
   const bool wgrad = problem.pass == Conv2dPass::kWgrad;
-  const int64_t pixels = s.n * s.p * s.q;
   if (kernel == kDepthwise) return depthwise_beats_cudnn(problem);
   if (s.dtype == DType::kFloat64) {
     return problem.pass != Conv2dPass::kDgrad && s.c / s.groups * s.r * s.s <= 32;
@@ -234,16 +284,20 @@ bool beats_cudnn(const Conv2dProblem& problem, int kernel) {
   if (problem.pass == Conv2dPass::kFprop && s.c * s.r * s.s <= 32 && s.k <= 32) return true;
   if (problem.pass == Conv2dPass::kDgrad && s.k * s.r * s.s <= 4) return true;
   if (wgrad && s.c == 1 && s.r * s.s <= 32 && s.k <= 32) return true;
-  const bool plain_fp32 = !is_16_bit && !s.allow_tf32;
   // cuDNN's first choice for few pixels sums them one after the other: up to 50 times the error.
-  if (wgrad && plain_fp32 && pixels < 1 << 16 && s.c <= 256 && s.k <= 256) return true;
-  if (s.stride_h > 1 || s.stride_w > 1) return false;
-  if (is_channels_last && is_halo(kernel) && is_16_bit) {
-    return halo_beats_cudnn_in_16_bits(problem);
+  if (wgrad && is_plain_fp32(s) && s.n * s.p * s.q < 1 << 16 && s.c <= 256 && s.k <= 256) {
+    return true;
   }
-  if (s.c > 128 || s.k > 128) return false;
-  if (wgrad) return !plain_fp32 && !is_16_bit;
-  return is_channels_last && is_halo(kernel);
+  if (is_channels_last) {
+    if (kernel == kIm2col) return im2col_beats_cudnn(problem);
+    if (kernel == kPointwise) {
+      return is_16_bit && is_strided(s) && problem.pass == Conv2dPass::kDgrad &&
+             std::min(s.c, s.k) >= 64;
+    }
+    return !is_strided(s) && is_halo(kernel) && halo_beats_cudnn(problem);
+  }
+  return wgrad && s.dtype == DType::kFloat32 && s.allow_tf32 && !is_strided(s) && s.c <= 32 &&
+         s.k <= 64;
 }
 
 bool is_empty(const Conv2dArgs& args) {
