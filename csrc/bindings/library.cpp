@@ -182,6 +182,9 @@ STABLE_TORCH_LIBRARY(braze, m) {
 
   // softmax
   m.def("softmax(Tensor input, int dim, ScalarType? dtype=None) -> Tensor");
+  m.def(
+      "softmax_rung(Tensor input, int dim, ScalarType? dtype=None, str backend=\"auto\") "
+      "-> Tensor");
   m.def("log_softmax(Tensor input, int dim, ScalarType? dtype=None) -> Tensor");
   m.def(
       "softmax_backward(Tensor grad_output, Tensor output, int dim, ScalarType input_dtype) "

@@ -8,13 +8,14 @@
 #include "cpu/common/numeric.h"
 #include "cpu/common/parallel.h"
 #include "cpu/common/row_tiles.h"
-#include "launchers/common/registry.h"
 
 namespace braze::cpu {
 namespace {
 
-const KernelEntry kEntry({"softmax", "simd", "float64 float32 bfloat16 float16", "cpu", true,
-                          "vectorised along the row, or across rows where they are strided"});
+constexpr KernelInfo kKernel = {
+    "softmax", "simd", "float64 float32 bfloat16 float16",
+    "cpu",     true,   "vectorised along the row, or across rows where they are strided"};
+const KernelEntry kEntry(kKernel);
 
 // kLog: of the logarithm. A condition inside the loops would have both sides computed.
 template <bool kLog, typename In, typename Out>
@@ -125,6 +126,13 @@ void softmax(Stream, DType input_dtype, DType result_dtype, bool log, const RowS
       }
     });
   });
+}
+
+const KernelInfo* softmax_rung_info(int number) { return number == 0 ? &kKernel : nullptr; }
+
+void softmax_rung(Stream stream, DType input_dtype, DType result_dtype, const RowShape& shape,
+                  const void* x, void* y, int) {
+  softmax(stream, input_dtype, result_dtype, false, shape, x, y);
 }
 
 void softmax_backward(Stream, DType input_dtype, DType result_dtype, bool log,

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "launchers/common/registry.h"
 #include "launchers/common/types.h"
 
 namespace braze {
@@ -22,6 +23,15 @@ namespace braze::BRAZE_DEVICE {
 // the dtypes agree.
 void softmax(Stream stream, DType input_dtype, DType result_dtype, bool log, const RowShape& shape,
              const void* x, void* y);
+
+// The kernels of softmax's forward pass: the rungs of the ladder, where the device has one, and
+// what ships. nullptr beyond the last.
+const KernelInfo* softmax_rung_info(int number);
+
+// softmax(), not its logarithm, by the kernel of that number, or kAnyKernel. Throws where the
+// kernel does not take the arguments.
+void softmax_rung(Stream stream, DType input_dtype, DType result_dtype, const RowShape& shape,
+                  const void* x, void* y, int kernel);
 
 // softmax: dx = y * (dy - sum(dy * y)); log_softmax: dx = dy - exp(y) * sum(dy). dy and y have the
 // result's dtype, dx the input's.

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <array>
 
-#include "ops/common.h"
+#include "ops/backend.h"
 
 namespace braze {
 namespace {
@@ -50,16 +50,23 @@ DType result_dtype_of(const char* op, const Tensor& input, DType dtype,
   return DType::kFloat32;
 }
 
+// rung: the number of softmax's kernel, where one was asked for.
 Tensor softmax_forward(const char* op, bool log, const Tensor& input, int64_t dim,
-                       std::optional<ScalarType> dtype) {
+                       std::optional<ScalarType> dtype, std::optional<int> rung = std::nullopt) {
   const DType input_dtype = dtype_of(op, "input", input);
   const DType result_dtype = result_dtype_of(op, input, input_dtype, dtype);
   dim = checked_dim(op, input, dim);
   const DeviceContext context(input);
   Tensor y = empty_like_as(input, dtype.value_or(input.scalar_type()));
   const Tensor x = same_layout(input, y) ? input : with_layout_of(input, dense_like(input));
-  dev::softmax(context.stream(), input_dtype, result_dtype, log, rows_along(y, dim),
-               x.const_data_ptr(), y.mutable_data_ptr());
+  const RowShape rows = rows_along(y, dim);
+  if (rung) {
+    dev::softmax_rung(context.stream(), input_dtype, result_dtype, rows, x.const_data_ptr(),
+                      y.mutable_data_ptr(), *rung);
+  } else {
+    dev::softmax(context.stream(), input_dtype, result_dtype, log, rows, x.const_data_ptr(),
+                 y.mutable_data_ptr());
+  }
   return y;
 }
 
@@ -90,6 +97,12 @@ Tensor softmax(const Tensor& input, int64_t dim, std::optional<ScalarType> dtype
   return softmax_forward("softmax", false, input, dim, dtype);
 }
 
+Tensor softmax_rung(const Tensor& input, int64_t dim, std::optional<ScalarType> dtype,
+                    const std::string& backend) {
+  const Wish wish = wish_of("softmax", backend, dev::softmax_rung_info);
+  return softmax_forward("softmax", false, input, dim, dtype, wish.kernel());
+}
+
 Tensor log_softmax(const Tensor& input, int64_t dim, std::optional<ScalarType> dtype) {
   return softmax_forward("log_softmax", true, input, dim, dtype);
 }
@@ -108,6 +121,7 @@ Tensor log_softmax_backward(const Tensor& grad_output, const Tensor& output, int
 
 BRAZE_IMPL(m) {
   m.impl("softmax", TORCH_BOX(&softmax));
+  m.impl("softmax_rung", TORCH_BOX(&softmax_rung));
   m.impl("log_softmax", TORCH_BOX(&log_softmax));
   m.impl("softmax_backward", TORCH_BOX(&softmax_backward));
   m.impl("log_softmax_backward", TORCH_BOX(&log_softmax_backward));

@@ -1,8 +1,7 @@
 // softmax and log_softmax, memory-bound: one pass over a row finds its maximum and its sum
-// together, a second, served by L1 or L2, writes the result.
+// together, a second, served by L1 or L2, writes the result. ladder/ leads up to it.
 #include "launchers/softmax.h"
 
-#include "launchers/common/registry.h"
 #include "row_team.cuh"
 
 namespace braze::cuda {
@@ -90,9 +89,6 @@ void dispatch_rows(const RowShape& shape, bool aligned, F&& f) {
 
 template <typename A, typename B>
 constexpr int kCommonWidth = kVecWidth<A> < kVecWidth<B> ? kVecWidth<A> : kVecWidth<B>;
-
-const KernelEntry kEntry({"softmax", "online", "float64 float32 bfloat16 float16", "sm_80+", true,
-                          "online maximum and sum; lanes, block or columns per row"});
 
 }  // namespace
 

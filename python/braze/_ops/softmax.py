@@ -5,6 +5,7 @@ import warnings
 
 import torch
 
+from braze import _config
 from braze._ops._common import below_autograd, eager, plain, register
 
 _ops = torch.ops.braze
@@ -24,6 +25,22 @@ class Softmax(torch.autograd.Function):
     def backward(ctx, grad_output):
         (result,) = ctx.saved_tensors
         return _softmax_backward(grad_output, result, ctx.dim, ctx.input_dtype), None, None
+
+
+class SoftmaxRung(Softmax):
+    """By the kernel that `backend` names; the backward is softmax's."""
+
+    @staticmethod
+    def forward(ctx, input, dim, dtype=None, backend="auto"):
+        with below_autograd():
+            result = _ops.softmax_rung.default(input, dim, dtype, backend)
+        ctx.save_for_backward(result)
+        ctx.dim, ctx.input_dtype = dim, input.dtype
+        return result
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return *Softmax.backward(ctx, grad_output), None
 
 
 class SoftmaxBackward(torch.autograd.Function):
@@ -87,8 +104,13 @@ class LogSoftmaxBackward(torch.autograd.Function):
         return grad_dy, grad_y, None, None
 
 
+def _rung_formula(input, dim, dtype=None, backend="auto"):
+    return torch.softmax(input, dim, dtype)
+
+
 _aten = torch.ops.aten
 _softmax = eager(Softmax, _ops.softmax.default, 1, torch.softmax)
+_softmax_rung = eager(SoftmaxRung, _ops.softmax_rung.default, 1, _rung_formula)
 _softmax_backward = eager(
     SoftmaxBackward, _ops.softmax_backward.default, 2, _aten._softmax_backward_data
 )
@@ -98,7 +120,7 @@ _log_softmax_backward = eager(
 )
 
 
-def _fake(input, dim, dtype=None):
+def _fake(input, dim, dtype=None, backend="auto"):
     return torch.empty_like(input, dtype=dtype)
 
 
@@ -118,12 +140,13 @@ def _autocast(input, dim, dtype=None):
 
 
 register("softmax", fake=_fake, autograd=_softmax, autocast=_autocast)
+register("softmax_rung", fake=_fake, autograd=_softmax_rung)
 register("log_softmax", fake=_fake, autograd=_log_softmax, autocast=_autocast)
 register("softmax_backward", fake=_fake_backward, autograd=_softmax_backward)
 register("log_softmax_backward", fake=_fake_backward, autograd=_log_softmax_backward)
 
 
-def _apply(name, function, op, input, dim, stacklevel, dtype):
+def _apply(name, function, op, input, dim, stacklevel, dtype, *backend):
     dims = input.dim() or 1
     if dim is None:
         warnings.warn(
@@ -144,8 +167,8 @@ def _apply(name, function, op, input, dim, stacklevel, dtype):
     elif not (dtype == torch.float32 and input.dtype in _HALF_DTYPES):  # that one is fused
         input, dtype = input.to(dtype), None
     if torch.compiler.is_compiling():
-        return op(input, dim, dtype)
-    return function(input, dim, dtype)
+        return op(input, dim, dtype, *backend)
+    return function(input, dim, dtype, *backend)
 
 
 def softmax(input, dim=None, _stacklevel=3, dtype=None):
@@ -164,9 +187,14 @@ def softmax(input, dim=None, _stacklevel=3, dtype=None):
 
     Raises:
         IndexError: no such dimension.
+        RuntimeError: a kernel was chosen (:class:`braze.backend`) that cannot take the arguments.
     """
     if not plain(input):
         return torch.nn.functional.softmax(input, dim, _stacklevel + 1, dtype)
+    backend = _config.chosen_backend("softmax")
+    if backend != "auto":
+        rung = _softmax_rung, _ops.softmax_rung
+        return _apply("softmax", *rung, input, dim, _stacklevel, dtype, backend)
     return _apply("softmax", _softmax, _ops.softmax, input, dim, _stacklevel, dtype)
 
 
