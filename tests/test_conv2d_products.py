@@ -248,7 +248,8 @@ def test_special_values_in_parts(gpu, which):
     exact = reference(which, case, *(t.double().cpu() for t in (x, w, b, dy)))
     assert not exact.isfinite().all()
     assert exact.isfinite().any()
-    assert_by_rule(actual, exact.to("cuda", torch.float32), exact)
+    # In the place of stock's the exact result, rounded: the floor is that of some 1000 terms.
+    assert_by_rule(actual, exact.to("cuda", torch.float32), exact, ulps=16)
 
 
 def test_contiguous_tensors_are_refused(gpu):
