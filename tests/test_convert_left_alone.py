@@ -137,10 +137,10 @@ def test_layers_changed_after_conversion():
 @pytest.mark.parametrize(
     "change",
     [
-        lambda m: m.__setitem__(2, nn.LeakyReLU()),
+        lambda m: m.__setitem__(2, nn.PReLU()),
         lambda m: m.__setitem__(1, nn.SyncBatchNorm(8)),
     ],
-    ids=["LeakyReLU", "SyncBatchNorm"],
+    ids=["PReLU", "SyncBatchNorm"],
 )
 def test_runs_that_are_not_the_block(change):
     model = convert_models.mnist()[:4]
