@@ -100,6 +100,18 @@ def test_what_is_not_recorded(device):
     assert passes_of(lambda: None) == []
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_a_transposed_convolution_is_recorded_as_the_passes_it_is(device, layout):
+    _, w, y = (t.requires_grad_() for t in of(device, layout))
+    bias = torch.randn(40, device=device, requires_grad=True)
+    expected = FPROP._replace(channels_last=layout == "channels_last")
+    assert passes_of(lambda: F.conv_transpose2d(y, w, bias, 1, 1).sum().backward()) == [
+        expected._replace(pass_name=name) for name in ("dgrad", "fprop", "wgrad")
+    ]
+    # A convolution of the result's size would have a row and a column more.
+    assert passes_of(F.conv_transpose2d, y, w, None, 1, 1, 1, 1, 2) == []
+
+
 def test_tf32_is_a_precision_of_its_own(device):
     x, w, _ = of(device)
     torch.backends.cudnn.conv.fp32_precision = "tf32"
