@@ -53,8 +53,11 @@ class Table(NamedTuple):
 
 def of_op(run, op, device, args):
     """The rows of an op's benchmarks: `run` is run_benchmark or run_ladder."""
-    module = ladder.MODULES[op] if run is ladder.run_ladder else op
-    for benchmark in importlib.import_module(f"benchmarks.{module}").BENCHMARKS:
+    if run is ladder.run_ladder:
+        benchmarks = ladder.benchmarks_of(op)
+    else:
+        benchmarks = importlib.import_module(f"benchmarks.{op}").BENCHMARKS
+    for benchmark in benchmarks:
         yield from run(benchmark, device, args)
 
 

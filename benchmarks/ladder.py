@@ -5,6 +5,7 @@ Where memory is the limit, a copy of as many bytes is timed with them.
 
 import contextlib
 import functools
+import importlib
 import time
 
 import torch
@@ -34,6 +35,8 @@ MODULES = {
     "conv2d": "conv2d",
     "transpose_copy": "transpose",
     "vector_add": "vector_add",
+    "softmax": "softmax",
+    "batch_norm": "batch_norm",
 }
 #: The name of torch's copy of as many bytes, which stands beside the kernels of an op that no
 #: vendor library has: the measured limit of what is bound by memory.
@@ -44,6 +47,13 @@ LIMIT = {"cuda": 0.5, "cpu": 2.0}
 BUDGET = {"cuda": (0.1, 5, 50), "cpu": (0.5, 5, 50)}
 #: what roofline.peak_rate() calls a precision
 PRECISIONS = {"float64": "fp64", "float32": "fp32", "tf32": "tf32"}
+
+
+def benchmarks_of(op):
+    """The ladder's cases of an op: LADDER of its file, where its rungs do not take all of the
+    op's."""
+    module = importlib.import_module(f"benchmarks.{MODULES[op]}")
+    return getattr(module, "LADDER", module.BENCHMARKS)
 
 
 def rungs(op, device):

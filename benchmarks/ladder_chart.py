@@ -17,6 +17,9 @@ PLACES = {
     "wgmma": 13,
     "wgmma_split": 14,
     "stream_k": 16,
+    "online": 6,
+    "planes": 5,
+    "rows": 5,
 }
 RIVALS = {"cutlass": 20, "triton": 21}
 BEST = "cublas best"

@@ -33,3 +33,15 @@ BENCHMARKS = [
     )
     for name in ("softmax", "log_softmax")
 ]
+
+# The rungs take rows along the innermost dimension.
+LADDER = [
+    Benchmark(
+        op="softmax",
+        braze=F.softmax,
+        stock=torch.nn.functional.softmax,
+        saved="output",
+        passes=("forward",),
+        cases=[c for c in CASES if c.kwargs["dim"] == -1],
+    )
+]

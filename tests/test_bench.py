@@ -116,11 +116,11 @@ def test_the_ladder_leaves_out_slow_kernels(monkeypatch):
     assert not found["stock"]
 
 
-@pytest.mark.parametrize("op", ["transpose_copy", "vector_add"])
+@pytest.mark.parametrize("op", ["transpose_copy", "vector_add", "softmax", "batch_norm"])
 def test_the_ladder_of_an_op_bound_by_memory(tmp_path, op):
     device = torch.device("cpu")
     args = parse("ladder", op, "--quick", "--dtype", "float32")
-    (benchmark,) = importlib.import_module(f"benchmarks.{ladder.MODULES[op]}").BENCHMARKS
+    (benchmark,) = ladder.benchmarks_of(op)
     rows = list(ladder.run_ladder(benchmark, device, args))
     names = [row["candidate"] for row in rows]
     assert names == ["auto", *ladder.rungs(op, device), "copy", "stock"]

@@ -15,6 +15,10 @@ STABLE_TORCH_LIBRARY(braze, m) {
       "Tensor(b!)? running_var, Tensor(c!)? num_batches_tracked, bool training, float? momentum, "
       "float eps) -> (Tensor output, Tensor mean, Tensor rstd)");
   m.def(
+      "batch_norm_rung(Tensor input, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, "
+      "Tensor(b!)? running_var, Tensor(c!)? num_batches_tracked, float? momentum, float eps, "
+      "str backend=\"auto\") -> (Tensor output, Tensor mean, Tensor rstd)");
+  m.def(
       "batch_norm_backward(Tensor grad_output, Tensor input, Tensor? weight, Tensor mean, "
       "Tensor rstd, bool training, bool[] output_mask) -> (Tensor, Tensor, Tensor)");
 

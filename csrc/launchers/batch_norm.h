@@ -4,6 +4,7 @@
 
 #include "launchers/common/activation.h"
 #include "launchers/common/moments.h"
+#include "launchers/common/registry.h"
 #include "launchers/common/types.h"
 
 namespace braze {
@@ -86,6 +87,16 @@ void batch_norm_coefficients(Stream stream, const BatchNormShape& shape, bool tr
 void batch_norm_apply(Stream stream, const BatchNormShape& shape, const void* x,
                       const BatchNormTail& tail, const BatchNormStatistics& statistics, void* y,
                       void* mask);
+
+// The kernels of the forward pass in training, without a tail: the rungs of the ladder, where the
+// device has one, and what ships. nullptr beyond the last.
+const KernelInfo* batch_norm_rung_info(int number);
+
+// batch_norm_coefficients in training, of x, and batch_norm_apply, by the kernel of that number, or
+// kAnyKernel. Throws where the kernel does not take the arguments.
+void batch_norm_rung(Stream stream, const BatchNormShape& shape, const void* x,
+                     const BatchNormAffine& affine, const BatchNormBuffers& buffers, double eps,
+                     const BatchNormStatistics& statistics, void* y, void* workspace, int kernel);
 
 // statistics: of the forward pass; `training` tells whether they depend on x. tail.residual may be
 // nullptr where there is a mask. With g = dy activation', over the `count` elements of a channel:

@@ -3,13 +3,14 @@
 namespace braze {
 namespace {
 
-std::tuple<Tensor, Tensor, Tensor> batch_norm(const Tensor& input, std::optional<Tensor> weight,
-                                              std::optional<Tensor> bias,
-                                              std::optional<Tensor> running_mean,
-                                              std::optional<Tensor> running_var,
-                                              std::optional<Tensor> num_batches_tracked,
-                                              bool training, std::optional<double> momentum,
-                                              double eps) {
+// rung: the number of the forward's kernel in training, where one was asked for.
+std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& input, const std::optional<Tensor>& weight,
+                                           const std::optional<Tensor>& bias,
+                                           const std::optional<Tensor>& running_mean,
+                                           const std::optional<Tensor>& running_var,
+                                           const std::optional<Tensor>& num_batches_tracked,
+                                           bool training, std::optional<double> momentum,
+                                           double eps, std::optional<int> rung = std::nullopt) {
   const char* op = "batch_norm";
   const BatchNormShape shape = batch_norm_shape(op, input);
   const Norm norm{weight,   bias,     running_mean, running_var, num_batches_tracked,
@@ -28,10 +29,39 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm(const Tensor& input, std::optional
   statistics.mean = mean.mutable_data_ptr();
   statistics.rstd = rstd.mutable_data_ptr();
   const Tensor x = in_layout(shape, input);
+  if (rung) {
+    const Workspace workspace(dev::batch_norm_workspace_bytes(shape), input);
+    norm.with_dense([&](const BatchNormAffine& affine, const BatchNormBuffers& buffers) {
+      dev::batch_norm_rung(context.stream(), shape, x.const_data_ptr(), affine, buffers, eps,
+                           statistics, out.mutable_data_ptr(), workspace.data(), *rung);
+    });
+    return {out, mean, rstd};
+  }
   norm.coefficients(context, shape, x, {}, statistics);
   dev::batch_norm_apply(context.stream(), shape, x.const_data_ptr(), {}, statistics,
                         out.mutable_data_ptr(), nullptr);
   return {out, mean, rstd};
+}
+
+std::tuple<Tensor, Tensor, Tensor> batch_norm(const Tensor& input, std::optional<Tensor> weight,
+                                              std::optional<Tensor> bias,
+                                              std::optional<Tensor> running_mean,
+                                              std::optional<Tensor> running_var,
+                                              std::optional<Tensor> num_batches_tracked,
+                                              bool training, std::optional<double> momentum,
+                                              double eps) {
+  return forward(input, weight, bias, running_mean, running_var, num_batches_tracked, training,
+                 momentum, eps);
+}
+
+std::tuple<Tensor, Tensor, Tensor> batch_norm_rung(
+    const Tensor& input, std::optional<Tensor> weight, std::optional<Tensor> bias,
+    std::optional<Tensor> running_mean, std::optional<Tensor> running_var,
+    std::optional<Tensor> num_batches_tracked, std::optional<double> momentum, double eps,
+    const std::string& backend) {
+  const Wish wish = wish_of("batch_norm", backend, dev::batch_norm_rung_info);
+  return forward(input, weight, bias, running_mean, running_var, num_batches_tracked, true,
+                 momentum, eps, wish.kernel());
 }
 
 // grad_weight and grad_bias come in weight's dtype, or the statistics dtype where it is None.
@@ -76,6 +106,7 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_backward(
 
 BRAZE_IMPL(m) {
   m.impl("batch_norm", TORCH_BOX(&batch_norm));
+  m.impl("batch_norm_rung", TORCH_BOX(&batch_norm_rung));
   m.impl("batch_norm_backward", TORCH_BOX(&batch_norm_backward));
 }
 

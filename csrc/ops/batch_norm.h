@@ -181,20 +181,27 @@ struct Norm {
                     training, momentum);
   }
 
+  // Calls f(affine, buffers), both dense.
+  template <typename F>
+  void with_dense(const F& f) const {
+    const auto w = dense(weight), b = dense(bias);
+    const auto mean = dense(running_mean), var = dense(running_var);
+    f(affine_of(w, b), buffers_of(mean, var, num_batches_tracked, momentum));
+    if (!training) return;
+    copy_back(running_mean, mean);
+    copy_back(running_var, var);
+  }
+
   // Fills `statistics`, and in training updates the buffers. x: the input in its layout. moments:
   // that the kernel which made x left, if any.
   void coefficients(const DeviceContext& context, const BatchNormShape& shape, const Tensor& x,
                     const ChannelMoments& moments, const BatchNormStatistics& statistics) const {
-    const auto w = dense(weight), b = dense(bias);
-    const auto mean = dense(running_mean), var = dense(running_var);
     const bool has_pass = training && moments.sets == 0;
     const Workspace workspace(has_pass ? dev::batch_norm_workspace_bytes(shape) : 0, x);
-    dev::batch_norm_coefficients(
-        context.stream(), shape, training, x.const_data_ptr(), moments, affine_of(w, b),
-        buffers_of(mean, var, num_batches_tracked, momentum), eps, statistics, workspace.data());
-    if (!training) return;
-    copy_back(running_mean, mean);
-    copy_back(running_var, var);
+    with_dense([&](const BatchNormAffine& affine, const BatchNormBuffers& buffers) {
+      dev::batch_norm_coefficients(context.stream(), shape, training, x.const_data_ptr(), moments,
+                                   affine, buffers, eps, statistics, workspace.data());
+    });
   }
 };
 

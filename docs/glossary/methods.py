@@ -141,6 +141,42 @@ def stream_k(c):
     c.note(210, 116, "tiles whose share ends inside are summed up by a second kernel")
 
 
+# ---- reductions ----
+
+
+@card(150)
+def online_softmax(c):
+    """Online softmax: a larger value rescales the sum"""
+    steps = [
+        ("1", "1", "1"),
+        ("3", "3", "1·e⁻² + 1"),
+        ("2", "3", "… + e⁻¹"),
+        ("5", "5", "…·e⁻² + 1"),
+    ]
+    for y, words in ((36, "x"), (72, "maximum"), (108, "sum")):
+        c.text(74, y, words, 11, "end")
+    for i, (x, maximum, total) in enumerate(steps):
+        grows = i in (1, 3)
+        c.box(84 + i * 82, 18, 70, 26, BLUE, x)
+        c.box(84 + i * 82, 54, 70, 26, ORANGE if grows else WHITE, maximum)
+        c.box(84 + i * 82, 90, 70, 26, ORANGE if grows else WHITE, total, 11)
+    c.note(210, 138, "orange: a new maximum, for which the sum so far is rescaled")
+
+
+@card(160)
+def welford(c):
+    """Welford: the mean moves with each value"""
+    c.line(30, 50, 390, 50)
+    for x, fill, words in ((120, GREY, "mean before"), (180, GREEN, "after"), (330, BLUE, "value")):
+        c.box(x - 5, 40, 10, 20, fill)
+        c.text(x, 30, words, 11)
+    c.arrow(330, 74, 121, 74)
+    c.note(226, 88, "difference to the mean before")
+    c.arrow(330, 104, 181, 104)
+    c.note(256, 118, "to the mean after")
+    c.note(210, 146, "squares grow by their product; the mean moves by the first / count")
+
+
 # ---- convolution ----
 
 

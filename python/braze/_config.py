@@ -12,7 +12,9 @@ from braze import _lib, _tuned
 
 _AUTO = "auto"
 #: op -> chosen backend or kernel name
-_backends = dict.fromkeys(("matmul", "conv2d", "transpose_copy", "vector_add", "softmax"), _AUTO)
+_backends = dict.fromkeys(
+    ("matmul", "conv2d", "transpose_copy", "vector_add", "softmax", "batch_norm"), _AUTO
+)
 
 
 def kernels(op=None):
@@ -65,8 +67,8 @@ class backend:
             ``torch.backends.cudnn.benchmark = True``. It is conv_transpose2d's too.
             ``"cublas:3"`` and ``"cudnn:3"`` are the libraries' fourth algorithm for the problem.
         transpose_copy, vector_add: ``"auto"``, ``"braze"`` or the name of one of the op's kernels.
-        softmax: the same, for the forward pass. Its backward has one kernel for each layout, which
-            runs whatever was chosen.
+        softmax, batch_norm: the same, for the forward pass, batch_norm's in training. Backward and
+            evaluation have one kernel for each layout, which runs whatever was chosen.
 
     Raises:
         ValueError: no such op, or no such backend or kernel for it; the message lists what exists.

@@ -8,7 +8,6 @@
 #include <vector>
 
 #include "cpu/batch_norm/batch_norm_parts.h"
-#include "launchers/common/registry.h"
 
 namespace braze::cpu {
 namespace {
@@ -144,8 +143,13 @@ void running_coefficients(const BatchNormShape& shape, const BatchNormAffine& af
   }
 }
 
-const KernelEntry kEntry({"batch_norm", "two_pass_blocks", "float64 float32 bfloat16 float16",
-                          "cpu", true, "blocks in cache passed over twice, merged in float64"});
+constexpr KernelInfo kKernel = {"batch_norm",
+                                "two_pass_blocks",
+                                "float64 float32 bfloat16 float16",
+                                "cpu",
+                                true,
+                                "blocks in cache passed over twice, merged in float64"};
+const KernelEntry kEntry(kKernel);
 
 }  // namespace
 
@@ -168,6 +172,15 @@ void batch_norm_coefficients(Stream, const BatchNormShape& shape, bool training,
       running_coefficients(shape, affine, buffers, eps, k);
     }
   });
+}
+
+const KernelInfo* batch_norm_rung_info(int number) { return number == 0 ? &kKernel : nullptr; }
+
+void batch_norm_rung(Stream stream, const BatchNormShape& shape, const void* x,
+                     const BatchNormAffine& affine, const BatchNormBuffers& buffers, double eps,
+                     const BatchNormStatistics& statistics, void* y, void* workspace, int) {
+  batch_norm_coefficients(stream, shape, true, x, {}, affine, buffers, eps, statistics, workspace);
+  batch_norm_apply(stream, shape, x, {}, statistics, y, nullptr);
 }
 
 }  // namespace braze::cpu

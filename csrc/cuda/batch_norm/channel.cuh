@@ -33,6 +33,27 @@ struct ForwardArgs {
   BatchNormStatistics statistics;  // results
 };
 
+inline ForwardArgs forward_args(const BatchNormAffine& affine, const BatchNormBuffers& buffers,
+                                double eps, const BatchNormStatistics& statistics) {
+  return {affine,
+          buffers.mean,
+          buffers.var,
+          buffers.dtype,
+          buffers.batches,
+          !buffers.momentum,
+          buffers.momentum.value_or(0),
+          eps,
+          statistics};
+}
+
+// Adds one to *batches in a launch of its own, for kernels whose blocks all read it.
+void count_batch(cudaStream_t stream, int64_t* batches);
+
+// What follows from the partial results of a shape's channels, `splits` of each, in a launch of its
+// own.
+void merge_moments(cudaStream_t stream, const BatchNormShape& shape, const MomentsPartial* partials,
+                   int splits, const ForwardArgs& args);
+
 struct BackwardArgs {
   BatchNormAffine affine;  // its bias is not read
   BatchNormStatistics statistics;

@@ -1,25 +1,11 @@
 // Batch norm's forward pass, with an activation and a residual: one kernel reduces parts of the
 // channels into partial results in the workspace, a small one merges them, and one makes a pass
 // over the elements. There are no atomics and no counters to clear, and results are bitwise
-// repeatable.
-#include "launchers/common/registry.h"
+// repeatable. ladder/ leads up to it.
 #include "layout.cuh"
 
 namespace braze::cuda {
 namespace {
-
-ForwardArgs forward_args(const BatchNormAffine& affine, const BatchNormBuffers& buffers, double eps,
-                         const BatchNormStatistics& statistics) {
-  return {affine,
-          buffers.mean,
-          buffers.var,
-          buffers.dtype,
-          buffers.batches,
-          !buffers.momentum,
-          buffers.momentum.value_or(0),
-          eps,
-          statistics};
-}
 
 template <typename A>
 __global__ void __launch_bounds__(kCoefficientThreads)
@@ -58,13 +44,29 @@ __global__ void __launch_bounds__(kCoefficientThreads)
 
 __global__ void count_batch_kernel(int64_t* batches) { ++*batches; }
 
+}  // namespace
+
+void count_batch(cudaStream_t stream, int64_t* batches) {
+  count_batch_kernel<<<1, 1, 0, stream>>>(batches);
+  check_launch("batch_norm_coefficients");
+}
+
+void merge_moments(cudaStream_t stream, const BatchNormShape& shape, const MomentsPartial* partials,
+                   int splits, const ForwardArgs& args) {
+  const auto kernel =
+      shape.dtype == DType::kFloat64 ? merge_moments_kernel<double> : merge_moments_kernel<float>;
+  launch_early(kernel, coefficient_blocks(shape.c), kCoefficientThreads, 0, stream, shape.c,
+               partials, splits, static_cast<double>(shape.count()), args);
+}
+
+namespace {
+
 void coefficients_of_moments(cudaStream_t s, const BatchNormShape& shape,
                              const ChannelMoments& moments, const ForwardArgs& args,
                              int64_t* batches) {
   // Where every block reads the number of batches, none can count this one.
   if (args.cumulative && batches) {
-    count_batch_kernel<<<1, 1, 0, s>>>(batches);
-    check_launch("batch_norm_coefficients");
+    count_batch(s, batches);
     batches = nullptr;
   }
   const auto kernel =
@@ -99,11 +101,6 @@ int launch_moments(cudaStream_t s, const BatchNormShape& shape, const void* x,
   return splits;
 }
 
-const KernelEntry kPlanesEntry({"batch_norm", "planes", "float64 float32 bfloat16 float16",
-                                "sm_80+", true, "[n, c, inner]: several blocks per channel"});
-const KernelEntry kRowsEntry({"batch_norm", "rows", "float64 float32 bfloat16 float16", "sm_80+",
-                              true, "[n, inner, c]: a thread per vector of channels"});
-
 }  // namespace
 
 int64_t batch_norm_workspace_bytes(const BatchNormShape& shape) {
@@ -131,10 +128,9 @@ void batch_norm_coefficients(Stream stream, const BatchNormShape& shape, bool tr
                              double eps, const BatchNormStatistics& statistics, void* workspace) {
   const ForwardArgs args = forward_args(affine, buffers, eps, statistics);
   const cudaStream_t s = as_cuda(stream);
-  const bool wide = shape.dtype == DType::kFloat64;
   if (!training) {
-    const auto kernel =
-        wide ? running_coefficients_kernel<double> : running_coefficients_kernel<float>;
+    const auto kernel = shape.dtype == DType::kFloat64 ? running_coefficients_kernel<double>
+                                                       : running_coefficients_kernel<float>;
     launch_early(kernel, static_cast<unsigned>(ceil_div(shape.c, kCoefficientThreads)),
                  kCoefficientThreads, 0, s, shape.c, args);
   } else if (moments.sets > 0) {
@@ -142,9 +138,7 @@ void batch_norm_coefficients(Stream stream, const BatchNormShape& shape, bool tr
   } else {
     auto* partials = static_cast<MomentsPartial*>(workspace);
     const int splits = launch_moments(s, shape, x, partials, buffers.batches);
-    const auto kernel = wide ? merge_moments_kernel<double> : merge_moments_kernel<float>;
-    launch_early(kernel, coefficient_blocks(shape.c), kCoefficientThreads, 0, s, shape.c, partials,
-                 splits, static_cast<double>(shape.count()), args);
+    merge_moments(s, shape, partials, splits, args);
   }
   check_launch("batch_norm_coefficients");
 }

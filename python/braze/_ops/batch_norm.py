@@ -3,6 +3,7 @@ csrc/cuda/batch_norm/."""
 
 import torch
 
+from braze import _config
 from braze._ops._common import (
     below_autograd,
     eager,
@@ -19,6 +20,10 @@ _ops = torch.ops.braze
 def _run(*args):
     buffers, training = args[3:6], args[6]
     return overwrite(buffers if training else (), _ops.batch_norm.default, *args)
+
+
+def _run_rung(*args):
+    return overwrite(args[3:6], _ops.batch_norm_rung.default, *args)
 
 
 class BatchNorm(torch.autograd.Function):
@@ -49,12 +54,17 @@ class BatchNorm(torch.autograd.Function):
                 momentum,
                 eps,
             )
+        BatchNorm.keep(ctx, input, weight, bias, mean, rstd, training)
+        return output, mean, rstd
+
+    @staticmethod
+    def keep(ctx, input, weight, bias, mean, rstd, training):
+        """What the backward needs."""
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(mean, rstd)
         ctx.save_for_backward(input, weight, mean, rstd)
         ctx.training = training
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return output, mean, rstd
 
     @staticmethod
     def backward(ctx, grad_output, *_):
@@ -71,6 +81,18 @@ class BatchNorm(torch.autograd.Function):
             dbias.to(ctx.bias_dtype) if mask[2] else None,
             *_NO_GRADS,
         )
+
+
+class BatchNormRung(BatchNorm):
+    """Training, by the kernel that the last argument, `backend`, names; the backward is batch
+    norm's."""
+
+    @staticmethod
+    def forward(ctx, input, weight, bias, *settings):
+        with below_autograd():
+            output, mean, rstd = _run_rung(input, weight, bias, *settings)
+        BatchNorm.keep(ctx, input, weight, bias, mean, rstd, True)
+        return output, mean, rstd
 
 
 def gradients(grad_output, input, weight, mean, rstd, training, *_):
@@ -114,6 +136,7 @@ def normalised(input, weight, bias, mean, rstd, training):
 
 _NO_GRADS = (None,) * 6  # of the buffers and settings
 _batch_norm = eager(BatchNorm, _run, tensors=6)
+_batch_norm_rung = eager(BatchNormRung, _run_rung, tensors=6)
 _batch_norm_backward = eager_backward(
     BatchNorm, _ops.batch_norm_backward.default, 5, formula=gradients
 )
@@ -141,11 +164,12 @@ def _backward_fake(grad_output, input, weight, mean, rstd, training, output_mask
     )
 
 
-register(
-    "batch_norm",
-    fake=lambda input, *_: (empty_like_input(input), statistics(input), statistics(input)),
-    autograd=_batch_norm,
-)
+def _fake(input, *_):
+    return empty_like_input(input), statistics(input), statistics(input)
+
+
+register("batch_norm", fake=_fake, autograd=_batch_norm)
+register("batch_norm_rung", fake=_fake, autograd=_batch_norm_rung)
 register("batch_norm_backward", fake=_backward_fake, autograd=_batch_norm_backward)
 
 
@@ -217,7 +241,8 @@ def batch_norm(
             running_mean and running_var in training.
         TypeError: a momentum that is no number.
         RuntimeError: lengths other than C, no statistics in evaluation, or statistics to overwrite
-            that are inference tensors outside of inference mode.
+            that are inference tensors outside of inference mode, or a kernel was chosen
+            (:class:`braze.backend`) that cannot take the arguments.
     """
     if not isinstance(momentum, (float, int)):
         raise TypeError(
@@ -248,6 +273,11 @@ def batch_norm_counting(
     check_settings(running_mean, running_var, training, eps)
     if num_batches_tracked is not None and input.numel() == 0:
         num_batches_tracked.add_(1)
+    if training and (backend := _config.chosen_backend("batch_norm")) != "auto":
+        buffers = running_mean, running_var, num_batches_tracked
+        compiling = torch.compiler.is_compiling()
+        rung = _ops.batch_norm_rung.default if compiling else _batch_norm_rung
+        return rung(input, weight, bias, *buffers, momentum, eps, backend)[0]
     apply = _ops.batch_norm.default if torch.compiler.is_compiling() else _batch_norm
     return apply(
         input,
