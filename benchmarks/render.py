@@ -1,7 +1,7 @@
 """Writes the tables of README.md, docs/ and the ladders' README.md from the results.
 
 A table stands between ``<!-- bench:NAME -->`` and ``<!-- /bench -->``, NAME being an op, one of
-MNIST's tables, ``products``, ``convolutions``, ``networks``, ``accuracy`` (of fp32 products),
+MNIST's tables, ``products``, ``convolutions``, ``depthwise``, ``networks``, ``accuracy`` (fp32),
 ``ladder:OP``, ``rungs:OP`` (a line per kernel, for the largest case), ``kernels:OP`` (a line per
 case), ``counters:matmul`` or ``checks`` (what test runs printed). Figures in the documents are
 never typed by hand.
@@ -319,6 +319,7 @@ SECTIONS = {
     "mnist_accuracy": mnist_accuracy_sections,
     "products": render_products.sections,
     "convolutions": render_convolutions.sections,
+    "depthwise": render_convolutions.depthwise_sections,
     "networks": render_networks.sections,
     "accuracy": render_products.accuracy_sections,
     "counters:matmul": lambda folder: op_sections(folder, "counters_matmul", counters_table),

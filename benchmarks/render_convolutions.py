@@ -1,4 +1,5 @@
-"""What ``bench convolutions`` says of its rows: a line per class, and where "auto" is behind."""
+"""What ``bench convolutions`` says of its rows, a line per class, and where "auto" is behind; the
+same of ``bench depthwise``."""
 
 from benchmarks.markdown import op_sections, table
 from benchmarks.render_products import mean_and_worst, with_ratio
@@ -13,6 +14,28 @@ KINDS = ("depthwise", "grouped", "1x1", "first layer", "other")
 def sections(folder):
     """The summary, per device."""
     return op_sections(folder, "convolutions", summary)
+
+
+def depthwise_sections(folder):
+    """The depthwise kernel beside the best of cuDNN and torch, per device."""
+    return op_sections(folder, "depthwise", depthwise_summary)
+
+
+def depthwise_summary(rows):
+    """A line per precision, format, pass, filter and stride."""
+    groups = {}
+    for row in rows:
+        window = row["case"].split(", ")[1]
+        key = row["dtype"], row["layout"], row["pass"], window
+        groups.setdefault(key, []).append(row)
+    head = ["dtype", "layout", "pass", "filter/stride", "|", "layers"]
+    head += ["best vendor / own, geometric mean", "worst", "own / bound, geometric mean"]
+    body = []
+    for key in sorted(groups):
+        mine = groups[key]
+        bound = mean_and_worst(mine, "of_bound")[0]
+        body.append([*key, len(mine), *mean_and_worst(mine, "ratio"), bound])
+    return table(head, body)
 
 
 def summary(rows):
