@@ -30,7 +30,7 @@ __global__ void thread_per_channel_kernel(Images<T> m) {
   using A = acc_t<T>;
   const int64_t c = blockIdx.x * int64_t{kChannelsPerBlock} + threadIdx.x;
   if (c >= m.shape.c) return;
-  const double count = static_cast<double>(m.shape.count());
+  const double count = static_cast<double>(m.count());
   double sum = 0, squares = 0;
   for_each_element(m.shape, c, [&](int64_t at) { sum += convert<double>(m.x[at]); });
   const double mean = sum / count;

@@ -28,7 +28,7 @@ template <typename T>
 __global__ void __launch_bounds__(kPlaneThreads) block_per_channel_kernel(Images<T> m) {
   using A = acc_t<T>;
   __shared__ double shared[kPlaneThreads];
-  const double count = static_cast<double>(m.shape.count());
+  const double count = static_cast<double>(m.count());
   A sum = 0, squares = 0;
   for (auto at = m.part(); at.valid(); at.advance()) sum += convert<A>(m.x[at.offset()]);
   const double mean = tree_sum(sum, shared) / count;

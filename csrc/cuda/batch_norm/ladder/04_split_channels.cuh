@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(kPlaneThreads) normalize_kernel(Images<T> m) {
 // Rungs 4 and 5: `moments` is the first launch's kernel.
 template <typename T>
 void run_in_parts(Stream stream, Images<T> m, void (*moments)(Images<T>)) {
-  m.splits = plane_splits(m.shape.count(), m.shape.c);
+  m.splits = plane_splits(m.count(), m.shape.c);
   const dim3 grid(static_cast<unsigned>(m.shape.c), static_cast<unsigned>(m.splits));
   moments<<<grid, kPlaneThreads, 0, as_cuda(stream)>>>(m);
   check_launch("batch_norm");

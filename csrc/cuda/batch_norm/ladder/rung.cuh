@@ -17,6 +17,8 @@ struct Images {
   MomentsPartial* partials;  // [c][splits], from rung 4 on
   ForwardArgs args;
 
+  // Elements of a channel.
+  __host__ __device__ int64_t count() const { return shape.n * shape.inner; }
   // The block's part, blockIdx.y, of channel blockIdx.x, an element a thread at a time.
   __device__ PlaneCursor<1> part() const {
     return PlaneCursor<1>({shape.n, shape.c, shape.inner, splits}, blockIdx.x, blockIdx.y);

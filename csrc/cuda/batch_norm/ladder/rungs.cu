@@ -1,6 +1,6 @@
 // Batch norm's ladder: compiles the rungs of the forward pass in training, 01 to 05, one a file,
-// and lists them beside the shipped kernels. docs/batch_norm_ladder.md goes through them. The shipped path
-// does not come through here.
+// and lists them beside the shipped kernels. docs/batch_norm_ladder.md goes through them. The
+// shipped path does not come through here.
 #include <iterator>
 #include <string>
 
