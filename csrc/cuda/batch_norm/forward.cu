@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(kCoefficientThreads)
   // The next kernel's blocks come when the multiprocessors are free, and take all of them: at batch
   // 64 of the MNIST step it takes 3.3 us then, and up to 5.2 where they gather beside the last ones
   // of the convolution before.
-  settle_earlier_kernels();
+  order_earlier_kernels();
   if (batches && blockIdx.x == 0 && threadIdx.x == 0) ++*batches;
   for_each_channel(channels, [&](int64_t c) {
     merge_parts<A>(args, moments.data + c * moments.sets, moments.sets, count, c,

@@ -26,16 +26,16 @@ enum class Load { kVectors, kEither };  // kEither: single elements unless the o
 // A fragment of fp32 as sums of two parts of TF32 (Ootomo and Yokota, arXiv 2203.03341), for
 // products with fp32's accuracy. The first part is truncated: it does not overflow, and the rest
 // has its sign, so that no products of infinite size cancel. An infinity is its own first part;
-// times another number's rest, which may be 0, it would make NaN: that product takes `beside` for
+// times another number's rest, which may be 0, it would make NaN: that product takes `finite` for
 // it.
 template <int kCount>
 struct SplitFragment {
-  uint32_t first[kCount], rest[kCount], beside[kCount];
+  uint32_t first[kCount], rest[kCount], finite[kCount];
 
   __device__ __forceinline__ void set(int i, uint32_t bits) {
     const bool infinite = (bits & 0x7fffffffu) == 0x7f800000u;
     first[i] = bits & 0xffffe000u;
-    beside[i] = infinite ? 0 : first[i];
+    finite[i] = infinite ? 0 : first[i];
     const float difference = __uint_as_float(bits) - __uint_as_float(first[i]);
     rest[i] = infinite ? 0 : round_tf32(__float_as_uint(difference));
   }
@@ -145,7 +145,7 @@ struct MmaKernel {
   static constexpr int kDepth = A::kDepth;
   static constexpr int kThreads = Tile::kThreads;
   // Kernels for small results order earlier ones, so that the next one may begin with its weights.
-  static constexpr bool kSettles = Tile::kGroups > 1;
+  static constexpr bool kOrders = Tile::kGroups > 1;
   static constexpr int kTileM = Tile::kM, kTileN = Tile::kN;
   static constexpr int kSizeA = A::kSize, kStageSize = kSizeA + B::kSize;
   static constexpr int kTables = A::Table::kBytes + B::Table::kBytes;
@@ -184,7 +184,7 @@ struct MmaKernel {
     };
     const auto load = [&](int stage, int tile) {
       a.load(stages + stage * kStageSize, depth_of(tile));
-      if (!kSettles || tile >= loaded_b) load_b(stage, tile);
+      if (!kOrders || tile >= loaded_b) load_b(stage, tile);
     };
     const auto compute = [&](int stage) {
       // Unrolled in full, the addresses of operands that are not depth-major spill up to 13
@@ -224,11 +224,11 @@ struct MmaKernel {
       pipeline<Tile::kStages>(block.tiles, load, compute, arrived);
     } else {
       const int tiles = (block.tiles - group + Tile::kGroups - 1) / Tile::kGroups;
-      if (p.settled_b) {
+      if (p.early_b) {
         loaded_b = min(tiles, Tile::kStages);
         for (int tile = 0; tile < loaded_b; ++tile) load_b(tile, tile);
       }
-      settle_earlier_kernels();
+      order_earlier_kernels();
       short_pipeline<Tile::kStages>(tiles, load, compute, arrived);
       // As many barriers in every group: racecheck takes the next one for missing otherwise.
       if (tiles * Tile::kGroups < block.tiles) sync_group();
@@ -292,8 +292,8 @@ struct MmaKernel {
       for_all([&](int i, int j) {
         float sum[4] = {};
         mma_m16n8<T>(sum, x[i].rest, y[j].rest);  // counts where the sum is of few products
-        mma_m16n8<T>(sum, x[i].rest, y[j].beside);
-        mma_m16n8<T>(sum, x[i].beside, y[j].rest);
+        mma_m16n8<T>(sum, x[i].rest, y[j].finite);
+        mma_m16n8<T>(sum, x[i].finite, y[j].rest);
         mma_m16n8<T>(sum, x[i].first, y[j].first);
 #pragma unroll
         for (int e = 0; e < 4; ++e) c[i][j][e] += sum[e];

@@ -71,7 +71,7 @@ struct GemmProblem {
   acc_t<T>* partial;
   bool clustered;
   unsigned first_block;  // of the launch that works on this product
-  bool settled_b;        // B may be read before earlier kernels are done (may_read_early)
+  bool early_b;          // B may be read before earlier kernels are done (may_read_early)
 
   // Cuts it into tiles, kDepth deep, and their depth into `parts`. Returns how many blocks that
   // takes.
@@ -373,8 +373,8 @@ void launch_gemm(Stream stream, Problem problem, int splits, void* workspace,
           workspace || clustered ? splits : 1);
   problem.partial = static_cast<acc_t<T>*>(workspace);
   problem.clustered = clustered && problem.splits > 1;
-  if constexpr (Kernel::kSettles) {
-    problem.settled_b = problem.batch == 1 && may_read_early(stream, span_of(problem.b));
+  if constexpr (Kernel::kOrders) {
+    problem.early_b = problem.batch == 1 && may_read_early(stream, span_of(problem.b));
   }
   static std::atomic<uint64_t> done{0};
   allow_shared_memory(reinterpret_cast<const void*>(gemm_kernel<Kernel, Problem>),
@@ -382,7 +382,7 @@ void launch_gemm(Stream stream, Problem problem, int splits, void* workspace,
   if (problem.clustered) {
     launch_clusters("gemm", stream, gemm_kernel<Kernel, Problem>, blocks, Kernel::kThreads,
                     Kernel::kSharedBytes, problem.splits, problem);
-    if constexpr (Kernel::kSettles) note_settling_kernel(stream, {problem.written()});
+    if constexpr (Kernel::kOrders) note_ordering_kernel(stream, {problem.written()});
     return;
   }
   launch_early(gemm_kernel<Kernel, Problem>, blocks, Kernel::kThreads, Kernel::kSharedBytes, stream,
@@ -391,8 +391,8 @@ void launch_gemm(Stream stream, Problem problem, int splits, void* workspace,
   if (problem.splits > 1) {
     launch_gemm_reduce<T>(stream, problem.partial, problem.out, problem.batch, problem.m, problem.n,
                           problem.splits);
-  } else if constexpr (Kernel::kSettles) {
-    note_settling_kernel(stream, {problem.written()});
+  } else if constexpr (Kernel::kOrders) {
+    note_ordering_kernel(stream, {problem.written()});
   }
 }
 

@@ -46,7 +46,7 @@ struct SimtKernel {
   using LoaderB = ElementLoader<OpB, Tile::kN, Tile::kDepth, kBDepthFast, Tile::kThreads, LayoutB>;
   static constexpr int kDepth = Tile::kDepth;
   static constexpr int kThreads = Tile::kThreads;
-  static constexpr bool kSettles = false;
+  static constexpr bool kOrders = false;
   static constexpr int kTileM = Tile::kM, kTileN = Tile::kN;
   static constexpr int kStageSize = LayoutA::kSize + LayoutB::kSize;
   // the stages and the tables, then the tile of C

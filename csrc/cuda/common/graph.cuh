@@ -1,5 +1,5 @@
 // Launches inside a CUDA graph: which may be early, and what they may read before they wait.
-// Branches beside the main stream are in graph.cu (launchers/graph.h).
+// Branches concurrent with the main stream are in graph.cu (launchers/graph.h).
 #pragma once
 
 #include <cuda_runtime.h>
@@ -79,33 +79,33 @@ struct Span {
 };
 
 // The kernel that this thread launched last into a graph among those that call
-// settle_earlier_kernels(), and what it writes.
-struct SettlingKernel {
+// order_earlier_kernels(), and what it writes.
+struct OrderingKernel {
   unsigned long long capture = 0;
   cudaGraphNode_t node = nullptr;
   std::vector<Span> written;
 };
-inline thread_local SettlingKernel settling_kernel;
+inline thread_local OrderingKernel ordering_kernel;
 
 // To be called behind its launch.
-inline void note_settling_kernel(Stream stream, std::initializer_list<Span> written) {
+inline void note_ordering_kernel(Stream stream, std::initializer_list<Span> written) {
   const Capture capture = capture_of(as_cuda(stream));
-  settling_kernel = {};
+  ordering_kernel = {};
   if (capture.active && capture.count == 1) {
-    settling_kernel = {capture.id, capture.last, written};
+    ordering_kernel = {capture.id, capture.last, written};
   }
 }
 
 // Whether the next kernel on the stream may read that memory before it waits for earlier kernels:
-// where it comes right behind a settling one, which does not write it. All others are done.
+// where it comes right behind an ordering one, which does not write it. All others are done.
 inline bool may_read_early(Stream stream, const Span& span) {
   const Capture capture = capture_of(as_cuda(stream));
-  if (!capture.active || capture.count != 1 || capture.id != settling_kernel.capture ||
-      capture.last != settling_kernel.node) {
+  if (!capture.active || capture.count != 1 || capture.id != ordering_kernel.capture ||
+      capture.last != ordering_kernel.node) {
     return false;
   }
   const auto* const begin = static_cast<const char*>(span.begin);
-  return std::none_of(settling_kernel.written.begin(), settling_kernel.written.end(),
+  return std::none_of(ordering_kernel.written.begin(), ordering_kernel.written.end(),
                       [&](const Span& s) {
                         const auto* const other = static_cast<const char*>(s.begin);
                         return other < begin + span.bytes && begin < other + s.bytes;
@@ -161,7 +161,7 @@ __device__ __forceinline__ void wait_for_earlier_kernels() {
 
 // The same, but the next kernel is not scheduled before all earlier ones are done (see
 // may_read_early).
-__device__ __forceinline__ void settle_earlier_kernels() {
+__device__ __forceinline__ void order_earlier_kernels() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(kSumThreads)
   const int64_t channel = place.channel();
   const int64_t right = geometry.depth, down = geometry.w * geometry.depth;
   int64_t pixel = place.works() ? place.begin + place.line : place.end;
-  settle_earlier_kernels();  // as in batch_norm.cu: so that the next one's blocks spread
+  order_earlier_kernels();  // as in batch_norm.cu: so that the next one's blocks spread
   A center[N] = {}, sum[N] = {}, dot[N] = {};
   if (place.works()) {
 #pragma unroll

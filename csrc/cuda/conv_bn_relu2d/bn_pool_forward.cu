@@ -71,7 +71,7 @@ template <typename T, int N>
 __global__ void __launch_bounds__(kBnPoolThreads)
     pool_pixels_kernel(const T* z, T* __restrict__ y, uint32_t* __restrict__ codes, int64_t steps,
                        BnPoolSplit split, BnPoolGeometry geometry, Coefficients<acc_t<T>> k) {
-  settle_earlier_kernels();
+  order_earlier_kernels();
   using A = acc_t<T>;
   const int64_t step = blockIdx.x * int64_t{kBnPoolThreads} + threadIdx.x;
   const bool valid = step < steps;
@@ -135,7 +135,7 @@ void bn_pool_forward(Stream stream, const BnPoolShape& shape, const void* z,
         launch_early(pool_pixels_kernel<T, N>, blocks, kBnPoolThreads, 0, s, in, out, codes, steps,
                      BnPoolSplit(shape.c / N, shape.q(), shape.p()), geometry, k);
       });
-      note_settling_kernel(stream, {{y, shape.pooled() * size_of(shape.dtype)},
+      note_ordering_kernel(stream, {{y, shape.pooled() * size_of(shape.dtype)},
                                     {codes, bn_pool_code_words(shape) * int64_t{4}}});
     } else {
       with_windows<T>(shape, {z}, {y}, [&](auto windows, auto vector) {

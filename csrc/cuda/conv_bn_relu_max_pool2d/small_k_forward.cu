@@ -162,7 +162,7 @@ __global__ void __launch_bounds__(32 * kMaxTileWarps, Products<Tp, T>::kBlocks)
   int index = blockIdx.x;
   InputLoader<Tp, TensorPixels<T>> loader(tiling, {tiling, x});
   const Tile first(tiling, index);
-  settle_earlier_kernels();
+  order_earlier_kernels();
   loader.load(first);
   prepare_filters<Tp, T>(a, norm, w, partial, sets, saved, filters);
   P::prepare(filters, shared_products);
@@ -284,7 +284,7 @@ void small_k_forward(Stream stream, const SmallKShape& a, const SmallKNorm& norm
                    saved, static_cast<T*>(y), codes);
       check_launch("small_k forward");
       const int64_t statistics = a.k * static_cast<int64_t>(sizeof(double));
-      note_settling_kernel(stream,
+      note_ordering_kernel(stream,
                            {{y, a.n * a.k * (a.p / 2) * (a.q / 2) * size_of(a.dtype)},
                             {codes, small_k_code_words(a) * int64_t{4}},
                             {saved, small_k_saved_size(a) * static_cast<int64_t>(sizeof(double))},

@@ -15,7 +15,7 @@ constexpr int kColumns = 8;  // of the bias gradient, for one block
 // Sums of columns [first, first + kColumns) of dy.
 template <int kThreads, typename T>
 __device__ __forceinline__ void sum_columns(const MaskedOperand<T>& dy, int first, T* out) {
-  settle_earlier_kernels();
+  order_earlier_kernels();
   constexpr int kRows = kThreads / kColumns, kWarps = kThreads / 32;
   __shared__ float sums[kWarps][kColumns];
   const int column = first + threadIdx.x % kColumns;
@@ -78,11 +78,11 @@ Problem<T> masked_problem(const MatmulArgs& args, const void* result) {
 
 template <typename T, typename Input, typename Weight>
 void launch(Stream stream, const LinearGradArgs& args) {
-  static_assert(Input::kThreads == Weight::kThreads && Input::kSettles && Weight::kSettles);
+  static_assert(Input::kThreads == Weight::kThreads && Input::kOrders && Weight::kOrders);
   Problem<T> input = masked_problem<T>(args.input, args.result);
   Problem<T> weight = masked_problem<T>(args.weight, args.result);
   weight.first_block = input.template set_tiles<Input::kTileM, Input::kTileN, Input::kDepth>(1);
-  input.settled_b = may_read_early(stream, span_of(input.b));
+  input.early_b = may_read_early(stream, span_of(input.b));
   const unsigned bias_block =
       weight.first_block +
       weight.template set_tiles<Weight::kTileM, Weight::kTileN, Weight::kDepth>(1);
@@ -95,7 +95,7 @@ void launch(Stream stream, const LinearGradArgs& args) {
   launch_early(kernel, bias_block + bias_blocks, Input::kThreads, kShared, stream, input, weight,
                bias_block, static_cast<T*>(args.bias));
   check_launch("linear_gradients");
-  note_settling_kernel(stream, {input.written(),
+  note_ordering_kernel(stream, {input.written(),
                                 weight.written(),
                                 {args.bias, args.weight.m * static_cast<int64_t>(sizeof(T))}});
 }

@@ -209,8 +209,8 @@ def _median(runs):
 def add_own_times(parts):
     """Adds "own_us" to each part: from the end of those that started before it to its own end.
 
-    A kernel of a graph starts early and waits for the one before it; what runs beside others is
-    counted as far as it ends after them.
+    A kernel of a graph starts early and waits for the one before it; what runs concurrently with
+    others is counted as far as it ends after them.
     """
     for part in parts:
         start, end = part["start_us"], part["start_us"] + part["us"]

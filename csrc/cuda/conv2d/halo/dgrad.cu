@@ -240,7 +240,7 @@ void launch(Stream stream, const Plan& plan, const CUtensorMap& dy_map, const CU
   using Tr = Traits<T, kPlanes>;
   const auto kernel = dgrad_kernel<T, kPlanes>;
   cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.shared_bytes);
-  // A batch that one wave takes at once is given a part of the device: wgrad runs beside it.
+  // A batch that one wave takes at once is given a part of the device: wgrad runs concurrently.
   const int64_t wave = sm_count(), wanted = ceil_div(plan.args.tiles, Tr::kGroups);
   const unsigned blocks = std::min(wanted, wanted > wave ? wave : wave * 2 / 3);
   launch_early(kernel, blocks, Tr::kThreads, plan.shared_bytes, stream, dy_map, w_map, plan,

@@ -29,7 +29,7 @@ struct Args {
   int load_rows;               // rows that one copy brings
   int64_t w_k, w_c, w_r, w_s;  // weight strides, of the computed and of the reduced channel
   bool copy_weights;           // by TMA, as they are in memory
-  bool settled_weights;        // may be read before earlier kernels are done
+  bool early_weights;          // may be read before earlier kernels are done
   bool flip;                   // dgrad: taps in reverse order
   bool wide_stores;            // fp32 results 16 bytes at a time
   int64_t y_n, y_k, y_h, y_w;  // output strides

@@ -145,7 +145,7 @@ void run(Stream stream, const Conv2dArgs& args, const Conv2dPlan& planned, void*
                  {block, extent(a.pitch), extent(a.load_rows), extent(a.tile_images)},
                  plan.row_bytes, plan.planes == 1);
   CUtensorMap w_map = x_map;  // unused where weights are transposed or split on the way
-  a.settled_weights = may_read_early(stream, weight_span(s, w));
+  a.early_weights = may_read_early(stream, weight_span(s, w));
   a.copy_weights = !dgrad && plan.planes == 1 && tma_takes(s.dtype, w) &&
                    a.r * a.s * ceil_div(a.c, block) <= kMaxWeightTiles;
   if (a.copy_weights) {

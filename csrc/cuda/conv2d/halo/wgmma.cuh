@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (group < kConsumers) set_offsets(a.tile_rows, a.tile_images);
   fence_async_proxy();
   __syncthreads();
-  if (!a.settled_weights) wait_for_earlier_kernels();
+  if (!a.early_weights) wait_for_earlier_kernels();
 
   if (warp == kConsumers * 4) {
     if (lane != 0) return;
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kThreads, 1)
                     block * kChannelBlock, tap % a.s, tap / a.s, k0);
       }
     };
-    if (a.settled_weights) {
+    if (a.early_weights) {
       if (a.copy_weights) copy_weights();
       wait_for_earlier_kernels();
     }
@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       mbarrier_expect(full, blocks * loaded * Raw::kRowBytes);
       copy_tile<kChannelBlock>(&x_map, full, stages + stage * stage_bytes, a, tile, blocks,
                                raw_plane_bytes);
-      if (j == 0 && a.copy_weights && !a.settled_weights) copy_weights();
+      if (j == 0 && a.copy_weights && !a.early_weights) copy_weights();
     }
     return;
   }
@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     fence_async_proxy();
     named_barrier(1, kConsumers * 128);
   }
-  if (a.settled_weights) wait_for_earlier_kernels();
+  if (a.early_weights) wait_for_earlier_kernels();
 
   // Consumers: the two warpgroups take turns, so that one's epilogue hides behind the other's MMAs.
   unsigned char* out = stages + a.stages * stage_bytes +

@@ -180,7 +180,7 @@ bool tile(const Conv2dShape& s, int pixels, int parts, WgradPlan& plan) {
 }
 
 // One wave of blocks. A batch that one wave takes without a second tile is given a third of the
-// device instead: dgrad runs beside it, which the rest of a backward pass waits for, and there
+// device instead: dgrad runs concurrently, which the rest of a backward pass waits for, and there
 // are fewer partial sums.
 void set_grid(WgradPlan& plan, int element_bytes) {
   const Args& a = plan.args;
