@@ -300,7 +300,9 @@ def assert_same_outcome(actual, expected):
 @pytest.mark.parametrize("case", AS_TORCH, ids=lambda case: f"{case[0]}: {case[1]}")
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_as_torch(device, case):
-    name, _, make = case
+    name, what, make = case
+    if (name, what, device) == ("conv_transpose2d", "no output channels", "cuda"):
+        pytest.skip("cuDNN refuses torch's backward")
     arguments = make()
     expected = outcome(stock(name), on(device, arguments))
     actual = outcome(ours(name), on(device, arguments))

@@ -59,8 +59,11 @@ def test_matches_stock(device, dtype, case, channels_last):
     inputs = tensors(case, device, dtype, channels_last=channels_last)
     ours, theirs = (call(api.conv_transpose2d, case) for api in (F, stock))
     result = check_against_stock(ours, theirs, inputs)
-    if result.numel() > 0:
+    if result.numel() > 0 and device == "cpu":
         assert result.stride() == theirs(*inputs).stride()
+    elif result.numel() > 0:  # on a GPU torch has channels_last only where cuDNN serves it
+        form = torch.channels_last if channels_last else torch.contiguous_format
+        assert result.is_contiguous(memory_format=form)
 
 
 def test_without_bias(device, dtype):
@@ -84,7 +87,8 @@ def test_layouts(device, dtype):
             stocks = stock.conv_transpose2d(*leaves, stride=2, padding=1)
             reference = stock.conv_transpose2d(*wide, stride=2, padding=1)
             assert_by_rule(out, stocks, reference, what=what)
-            assert out.stride() == stocks.stride(), what
+            if device == "cpu" or dtype != torch.float64:
+                assert out.stride() == stocks.stride(), what
             form = torch.contiguous_format if out.is_contiguous() else torch.channels_last
             actual = torch.ops.braze.conv_transpose2d_backward(
                 g, *leaves, *geometry, [True, True, False]
@@ -311,7 +315,9 @@ def test_tf32(gpu):
 
     assert error() < 2e-6
     torch.backends.cudnn.conv.fp32_precision = "tf32"
-    assert 1e-5 < error() < 2e-3
+    assert error() < 2e-3
+    with braze.backend(conv2d="implicit_gemm_mma"):
+        assert 1e-5 < error() < 2e-3
 
 
 # what is bad -> (torch's message, arguments that differ)
@@ -393,8 +399,9 @@ def test_bad_arguments_in_torchs_words(device, what):
     x, w = arguments.pop("x"), arguments.pop("w")
     with pytest.raises(RuntimeError, match=re.escape(message)):
         F.conv_transpose2d(x, w, **arguments)
-    with pytest.raises(RuntimeError, match=re.escape(message) if device == "cpu" else None):
-        stock.conv_transpose2d(x, w, **arguments)
+    if device == "cpu":  # on a GPU cuDNN refuses in its own words, or not at all
+        with pytest.raises(RuntimeError, match=re.escape(message)):
+            stock.conv_transpose2d(x, w, **arguments)
 
 
 @pytest.mark.parametrize(

@@ -74,12 +74,13 @@ def test_values_and_gradients(name, device):
     assert str(braze.convert_report(model)) == str(report)
     size = 224 if name.startswith(("vit", "swin", "maxvit")) else 96
     size = 299 if name == "inception_v3" else size  # what its auxiliary classifier takes
-    # In float64 whatever is not the same computation differs by much more than by rounding.
+    # In float64 whatever is not the same computation differs by much more than by rounding. (On a
+    # GPU torch's float64 hardswish takes 1/6 in fp32, which costs mobilenet_v3_large 5e-7.)
     x = torch.randn(2, 3, size, size, device=device, dtype=torch.float64)
     for result, expected in zip(run(model, x), run(original, x), strict=True):
         for a, b in zip(result, expected, strict=True):
             assert (a is None) == (b is None)
             if a is not None:  # gradients that batch norm cancels are rounding alone
-                assert (a - b).norm() <= 1e-7 * b.norm() + 1e-9
+                assert (a - b).norm() <= 1e-6 * b.norm() + 1e-9
     for a, b in zip(model.buffers(), original.buffers(), strict=True):
         torch.testing.assert_close(a, b)

@@ -135,21 +135,25 @@ def hooks(module):
     ]
 
 
+def _calls_more(module):
+    """Whether a call of the module runs something beside its class's forward: a hook, or a forward
+    of its own. Attribute by attribute, as torch.compile can trace it."""
+    return (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__
+    )
+
+
 def kind_of(link):
     """What a link computes, by the name of the layer, or None if something else may happen too."""
     if type(link) is tuple:
         function = link[0]
         return FUNCTION_KINDS.get(function) if isinstance(function, _FUNCTIONS) else None
     kind = KINDS.get(type(link))
-    if (
-        kind is None
-        or link._forward_hooks
-        or link._forward_pre_hooks
-        or link._backward_hooks
-        or link._backward_pre_hooks
-        or "forward" in link.__dict__
-        or (kind == "MaxPool2d" and link.return_indices)
-    ):
+    if kind is None or _calls_more(link) or (kind == "MaxPool2d" and link.return_indices):
         return None
     return kind
 
@@ -191,7 +195,7 @@ def _is_quiet(module, links):
     kind = type(module)
     kind = vars(kind).get("_class_before_convert", kind)
     if kind in (torch.nn.Sequential, braze.nn.Sequential, torch.nn.Identity):
-        if hooks(module) or "forward" in module.__dict__:
+        if _calls_more(module):
             return False
         return all(_is_quiet(child, links) for child in module._modules.values())
     return kind_of(module) in _QUIET and not any(link is module for link in links)
