@@ -44,7 +44,7 @@ CSRC = ROOT / "csrc"
 TARGET_VERSION = "-DTORCH_TARGET_VERSION=0x020a000000000000"
 WHEEL_ARCHS = "8.0 8.6 8.9 9.0a 9.0+PTX"
 # Minutes of a server's core that compiling for an architecture takes; 9.0a has kernels of its own.
-CPU_MINUTES = {"8.0": 9, "9.0a": 13}
+CPU_MINUTES = {"8.0": 11, "9.0a": 17}
 # x86-64 levels that the CPU kernels are compiled for, each with the flags of its baseline chip.
 ISA_FLAGS = {
     "generic": "",
