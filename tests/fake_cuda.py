@@ -134,6 +134,9 @@ class _Devices(TorchFunctionMode):
         if func is torch.Tensor.backward:  # which has nothing of this mode inside otherwise
             with self:
                 return _backward(*args, **kwargs)
+        if func is torch.autograd.grad:
+            with self, mock.patch("torch.autograd.has_torch_function", lambda _: False):
+                return func(*args, **kwargs)
         if name in ("tolist", "numpy") and fake.has(args[0]):
             fake.wait(name)
         device = kwargs.get("device")
@@ -324,11 +327,12 @@ class FakeCuda(contextlib.ExitStack):
 
     def has(self, tensor):
         with torch._C.DisableTorchFunction():
-            return tensor.untyped_storage()._cdata in self._on_gpu
+            dense = tensor.layout is torch.strided
+            return dense and tensor.untyped_storage()._cdata in self._on_gpu
 
     def tag(self, tensors):
         for t in pytree.tree_leaves(tensors):
-            if isinstance(t, torch.Tensor):
+            if isinstance(t, torch.Tensor) and t.layout is torch.strided:
                 storage = t.untyped_storage()
                 # A reference that keeps the address from becoming another storage's.
                 self._on_gpu[storage._cdata] = StorageWeakRef(storage)

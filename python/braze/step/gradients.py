@@ -94,14 +94,15 @@ class Gradients:
         return result
 
     def left(self, before):
-        """Behind a capture that began with the gradients `before`: what the function has left, as
-        pairs of a parameter and its gradient or None, but for those that it leaves alone."""
-        params = self._parts.params
-        return [
-            (p, p.grad)
-            for p, was in zip(params, before, strict=True)
-            if was is None or p.grad is not was or was is self._memory.get(p)
-        ]
+        """Behind a capture that began with the gradients `before`, which are in place again then:
+        what the function has left, as pairs of a parameter and its gradient or None, but for those
+        that it leaves alone."""
+        left = []
+        for p, was in zip(self._parts.params, before, strict=True):
+            if was is None or p.grad is not was or was is self._memory.get(p):
+                left.append((p, p.grad))
+            p.grad = was
+        return left
 
     def leave(self, left, known):
         """Behind a replay: `left`, as the function does it."""

@@ -254,7 +254,7 @@ class SurroundingsState:
     def __init__(self, surroundings):
         self._surroundings = surroundings
         self._values = [(place, list(place.read())) for place in surroundings._places]
-        self._epochs = [(s, s.last_epoch) for s in surroundings.schedulers]
+        self._schedulers = [(one, dict(vars(one))) for one in surroundings.schedulers]
         self._scalers = [
             (scaler, {key: dict(state) for key, state in scaler._per_optimizer_states.items()})
             for scaler in surroundings.scalers
@@ -264,7 +264,7 @@ class SurroundingsState:
         changed = self._surroundings.changes()
         if changed:
             raise RuntimeError(NOT_REPEATED.format(", ".join(sorted(changed))))
-        if any(scheduler.last_epoch != epoch for scheduler, epoch in self._epochs):
+        if any(one.last_epoch != held["last_epoch"] for one, held in self._schedulers):
             raise RuntimeError(
                 "a learning rate scheduler is stepped within it, which a graph would not repeat; "
                 "step it between calls"
@@ -274,6 +274,8 @@ class SurroundingsState:
         for place, values in self._values:
             if place.write is not None:
                 place.write(values)
+        for scheduler, held in self._schedulers:
+            vars(scheduler).update(held)
         for scaler, states in self._scalers:
             scaler._per_optimizer_states.clear()
             scaler._per_optimizer_states.update(states)
