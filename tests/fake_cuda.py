@@ -12,12 +12,12 @@ shows.
 """
 
 import contextlib
+import gc
 from unittest import mock
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -44,6 +44,25 @@ class Stream:
 
     def synchronize(self):
         self.fake.wait("stream")
+
+
+def _leaves(tree):
+    """What is in lists, tuples and dicts; pytree takes longer than the ops."""
+    if isinstance(tree, (list, tuple)):
+        return [leaf for x in tree for leaf in _leaves(x)]
+    return _leaves([*tree.values()]) if isinstance(tree, dict) else [tree]
+
+
+def _tensors(tree):
+    return [t for t in _leaves(tree) if isinstance(t, torch.Tensor)]
+
+
+def _alias(tree):
+    if isinstance(tree, (list, tuple)):
+        return [_alias(x) for x in tree]
+    if isinstance(tree, dict):
+        return {name: _alias(x) for name, x in tree.items()}
+    return _aten.alias.default(tree) if isinstance(tree, torch.Tensor) else tree
 
 
 def _run(func, args, kwargs):
@@ -83,22 +102,20 @@ class Graph:
 
     def own(self, tensors):
         """Notes memory that is made within the capture."""
-        for t in pytree.tree_leaves(tensors):
-            if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata not in self._before:
-                self._own[t.untyped_storage()._cdata] = t.untyped_storage()
+        for storage in (t.untyped_storage() for t in _tensors(tensors)):
+            if storage._cdata not in self._before:
+                self._own[storage._cdata] = storage
 
     def record(self, func, args, kwargs):
         """Runs an op; memory of before gets its contents back at the end of the capture."""
-        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        for storage in (t.untyped_storage() for t in tensors):
+        for storage in (t.untyped_storage() for t in _tensors((args, kwargs))):
             key = storage._cdata
             if key not in self._own and key not in self._before:
                 self._before[key] = storage, storage.clone()
         result = _run(func, args, kwargs)
         self.own(result)
         # Aliases: autograd takes a gradient over as it is where nobody else has the tensor.
-        alias = lambda t: _aten.alias.default(t) if isinstance(t, torch.Tensor) else t  # noqa: E731
-        self.tape.append((func, *(pytree.tree_map(alias, x) for x in (args, kwargs, result))))
+        self.tape.append((func, _alias(args), _alias(kwargs), _alias(result)))
         return result
 
     def replay(self):
@@ -112,10 +129,8 @@ class Graph:
         ):
             for func, args, kwargs, results in self.tape:
                 again = _run(func, args, kwargs)
-                for old, new in zip(
-                    pytree.tree_leaves(results), pytree.tree_leaves(again), strict=True
-                ):
-                    if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                for old, new in zip(_tensors(results), _tensors(again), strict=True):
+                    if old.data_ptr() != new.data_ptr():
                         old.copy_(new)
 
 
@@ -189,7 +204,7 @@ class _Ops(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         fake, kwargs = self.fake, kwargs or {}
-        leaves = pytree.tree_leaves((args, kwargs))
+        leaves = _leaves((args, kwargs))
         on_gpu = [fake.has(t) for t in leaves if isinstance(t, torch.Tensor)]
         if not (any(on_gpu) or fake.making):
             return func(*args, **kwargs)
@@ -273,6 +288,7 @@ class FakeCuda(contextlib.ExitStack):
         for name, value in attributes.items():
             self.enter_context(mock.patch.object(torch.Tensor, name, value))
         self.enter_context(mock.patch.object(torch, "Generator", _Generator))
+        self.enter_context(mock.patch.object(gc, "collect"))  # takes longer than a capture
         group = torch._C._group_tensors_by_device_and_dtype
         self.enter_context(
             mock.patch.object(
@@ -331,8 +347,8 @@ class FakeCuda(contextlib.ExitStack):
             return dense and tensor.untyped_storage()._cdata in self._on_gpu
 
     def tag(self, tensors):
-        for t in pytree.tree_leaves(tensors):
-            if isinstance(t, torch.Tensor) and t.layout is torch.strided:
+        for t in _tensors(tensors):
+            if t.layout is torch.strided:
                 storage = t.untyped_storage()
                 # A reference that keeps the address from becoming another storage's.
                 self._on_gpu[storage._cdata] = StorageWeakRef(storage)
