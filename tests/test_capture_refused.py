@@ -6,11 +6,11 @@ import warnings
 
 import pytest
 import torch
+from test_capture import batches, check, copied, graphs, make_model, one_model
 from torch.nn import functional as F
 
 import braze
 from braze.step.surroundings import Surroundings, SurroundingsState
-from test_capture import batches, check, copied, graphs, make_model, one_model
 
 pytestmark = pytest.mark.usefixtures("deterministic")
 
