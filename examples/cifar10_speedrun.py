@@ -35,7 +35,9 @@ class Muon(torch.optim.Optimizer):
     def step(self):
         for group in self.param_groups:
             for p in group["params"]:
-                buffer = self.state[p].setdefault("buffer", torch.zeros_like(p))
+                if p not in self.state:
+                    self.state[p]["buffer"] = torch.zeros_like(p)
+                buffer = self.state[p]["buffer"]
                 buffer.mul_(group["momentum"]).add_(p.grad)
                 x = p.grad.add(buffer, alpha=group["momentum"]).flatten(1).bfloat16()
                 x = x / (x.norm() + 1e-7)
@@ -44,7 +46,7 @@ class Muon(torch.optim.Optimizer):
                     gram = x @ x.T
                     x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
                 p.mul_(len(p) ** 0.5 / p.norm())
-                p.sub_((x.T if tall else x).reshape(p.shape) * group["lr"])
+                p.sub_((x.T if tall else x).reshape(p.shape).float() * group["lr"])
 
 
 def convolution(inputs, outputs):

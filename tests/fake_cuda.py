@@ -27,6 +27,7 @@ _WAITS = {
     _aten.masked_select.default, _aten.is_nonzero.default,
 }  # fmt: skip
 
+_INDEXES = {_aten.index.Tensor, _aten.index_put_.default, _aten.index_put.default}
 _EMPTY = {
     _aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default,
     _aten.new_empty.default, _aten.new_empty_strided.default,
@@ -150,7 +151,7 @@ class _Devices(TorchFunctionMode):
             with self:
                 return _backward(*args, **kwargs)
         if func is torch.autograd.grad:
-            with self, mock.patch("torch.autograd.has_torch_function", lambda _: False):
+            with self, mock.patch("torch.autograd.has_torch_function", return_value=False):
                 return func(*args, **kwargs)
         if name in ("tolist", "numpy") and fake.has(args[0]):
             fake.wait(name)
@@ -195,6 +196,10 @@ class _Devices(TorchFunctionMode):
         return result
 
 
+def _any_mask(indices):
+    return any(t.dtype in (torch.bool, torch.uint8) for t in _tensors(indices))
+
+
 class _Ops(TorchDispatchMode):
     """Notes ops on the GPU, and records them while a graph is captured."""
 
@@ -211,7 +216,7 @@ class _Ops(TorchDispatchMode):
         if str(func) in _SIDE_STREAM:
             fake.note(str(func), *args[1:])
             return _SIDE_STREAM[str(func)]
-        if func in _WAITS:
+        if func in _WAITS or (func in _INDEXES and _any_mask(args[1])):
             fake.wait(str(func))
         if func is _aten.copy_.default and not all(on_gpu):
             fake.refuse_in_capture("a copy between host and GPU")

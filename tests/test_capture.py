@@ -438,3 +438,25 @@ def test_on_another_stream_and_without_modules(gpu_or_fake):
     assert torch.equal(total, expected)
     assert add.__name__ == "add"
     assert [eager for eager, _ in graphs(add)] == [2]
+
+
+def test_a_backward_through_weights_of_before_the_call_is_noticed(any_device):
+    model = make_model(any_device)
+    optimizer = braze.optim.SGD(model.parameters(), lr=0.1)
+
+    @braze.capture
+    def train(x, y):
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    data = batches(any_device)
+    for x, y in data[:4]:
+        train(x, y)
+    x, y = data[4]
+    stale = F.cross_entropy(model(x), y)
+    train(*data[5])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        stale.backward()

@@ -1,4 +1,6 @@
-"""Training as CUDA graphs. User pages: docs/train_step.md, docs/capture.md; how: docs/cuda_graph.md.
+"""Training as CUDA graphs.
+
+User pages: docs/train_step.md, docs/capture.md; how it works: docs/cuda_graph.md.
 
 What both have:
 

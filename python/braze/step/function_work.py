@@ -92,9 +92,7 @@ class FunctionWork(Work):
             if _is_scalar(described):
                 dtype = described[1]
                 counts[dtype] = counts.get(dtype, 0) + 1
-        slots = {
-            dtype: Slots(dtype, self._parts.device, count) for dtype, count in counts.items()
-        }
+        slots = {dtype: Slots(dtype, self._parts.device, count) for dtype, count in counts.items()}
         may_write = [t for t in (*self._parts.params, *self._parts.tensors())]
         versions = _versions(may_write), _versions(entry.leaves)
         return slots, [p.grad for p in self._parts.params], may_write, versions

@@ -82,8 +82,8 @@ class StepParts(Watched):
         super().check_capturable()
         if self.scales() and not getattr(self.optimizer, "_step_supports_amp_scaling", False):
             raise ValueError(
-                f"TrainStep: with {type(self.optimizer).__name__} a GradScaler waits for the GPU in "
-                "every step; expected an optimizer that checks for infinities itself: "
+                f"TrainStep: with {type(self.optimizer).__name__} a GradScaler waits for the GPU "
+                "in every step; expected an optimizer that checks for infinities itself: "
                 "braze.optim.SGD, or fused=True"
             )
 

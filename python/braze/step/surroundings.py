@@ -2,6 +2,7 @@
 
 import dis
 import functools
+import inspect
 import operator
 import sys
 import types
@@ -135,7 +136,7 @@ class Surroundings:
                 self._visit_dict(thing, name)
         elif not isinstance(thing, (type, types.ModuleType)) and not _is_foreign(type(thing)):
             self._look_into(thing, name)
-            call = getattr(type(thing), "__call__", None)
+            call = inspect.getattr_static(thing, "__call__", None)
             if isinstance(call, types.FunctionType):
                 self._visit(call, name)
 
