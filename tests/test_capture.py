@@ -201,11 +201,11 @@ def test_several_models_and_optimizers(any_device):
         assert len(function._parts.optimizers()) == 2
 
 
-def scaled(device):
+def scaled(device, enabled=True):
     model = make_model(device)
     model[1] = torch.nn.Identity()  # an infinity would stay in its running statistics
     optimizer = braze.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    scaler = torch.amp.GradScaler(device, init_scale=1024.0, growth_interval=3)
+    scaler = torch.amp.GradScaler(device, init_scale=1024.0, growth_interval=3, enabled=enabled)
 
     def train(x, y):
         with torch.autocast(device, torch.bfloat16):
@@ -225,6 +225,7 @@ def test_grad_scaler_skips_infinities(any_device):
     data = batches(any_device, 10)
     data[5] = (data[5][0] * float("inf"), data[5][1])
     check(any_device, scaled, data=data)
+    check(any_device, lambda device: scaled(device, enabled=False))
 
 
 @pytest.mark.parametrize("maker", ["braze SGD", "Adam fused"])
@@ -396,7 +397,7 @@ def test_modules_and_optimizers_that_are_given(any_device):
             hidden.get("optimizer").step()
             return loss
 
-        given = {"modules": [model], "optimizers": [hidden["optimizer"]]}
+        given = {"modules": [model], "optimizers": hidden["optimizer"]}
         function = braze.capture(train, **given) if captured else train
         torch.manual_seed(2)
         losses = []

@@ -208,9 +208,13 @@ def freeze(model, optimizer):
     model[0].requires_grad_(False)
 
 
+def evaluate(model, optimizer):
+    model[3].eval()
+
+
 CHANGES = [
     replace_a_layer, insert_a_layer, add_a_group, replace_a_buffer, move_the_weights,
-    reload_the_optimizer, another_momentum, freeze,
+    reload_the_optimizer, another_momentum, freeze, evaluate,
 ]  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import braze
+from conftest import cuda_only
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 NAMES = ["cifar10_speedrun", "ppo_atari", "unet_dice", "wgan_gp"]
@@ -41,6 +42,19 @@ def test_as_a_program():
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert "32 steps in" in result.stdout
+
+
+@cuda_only
+@pytest.mark.parametrize("name", NAMES)
+def test_times_both_sides(name, monkeypatch, capsys):
+    """--compare, without the compiler, which takes longer than all else."""
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)  # as it is to be afterwards
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda precision: None)
+    torch.use_deterministic_algorithms(False)
+    example, loop = importlib.import_module(name), importlib.import_module("loop")
+    loop.compare(lambda device, stock=False: example.build(device, True, stock), rounds=1)
+    assert capsys.readouterr().out.count("ms a step") == 2
 
 
 @pytest.mark.parametrize("name", NAMES)

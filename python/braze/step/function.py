@@ -9,10 +9,11 @@ from torch.utils import _pytree as pytree
 from braze._nvtx import ranged
 from braze.step.function_work import FunctionCall, FunctionWork, lasting
 from braze.step.graphs import Graphs
-from braze.step.surroundings import NOT_REPEATED, Surroundings, SurroundingsState
+from braze.step.surroundings import NOT_REPEATED, PLAIN, Surroundings, SurroundingsState
 from braze.step.watched import Watched
 
 _NAME = "braze.capture"
+_LEAVES = (torch.Tensor, *PLAIN)  # arguments that are no trees
 # Calls in a row, each of another kind than all before, after which a warning says so.
 _RESTLESS_CALLS = 20
 _KINDS = (  # the parts of a kind of call, in the order of `Graphs`
@@ -105,7 +106,8 @@ class FunctionParts(Watched):
     def key(self):
         settings = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         scales = tuple(
-            (s.is_enabled(), s.get_growth_factor(), s.get_backoff_factor(), s.get_growth_interval())
+            s.is_enabled()
+            and (s.get_growth_factor(), s.get_backoff_factor(), s.get_growth_interval())
             for s in self.surroundings.scalers
         )
         return self.surroundings.key(), super().key(), settings, scales
@@ -123,7 +125,9 @@ class CapturedFunction:
                 f"{_NAME}: expected a callable, but got {type(function).__name__} (settings are "
                 "keyword arguments)"
             )
-        modules, optimizers = tuple(modules), tuple(optimizers)
+        modules = (modules,) if isinstance(modules, torch.nn.Module) else tuple(modules)
+        single = isinstance(optimizers, torch.optim.Optimizer)
+        optimizers = (optimizers,) if single else tuple(optimizers)
         for given, kind in ((modules, torch.nn.Module), (optimizers, torch.optim.Optimizer)):
             for one in given:
                 if not isinstance(one, kind):
@@ -163,7 +167,9 @@ class CapturedFunction:
 
     def _run(self, args, kwargs):
         parts = self._parts
-        leaves, spec = pytree.tree_flatten((args, kwargs))
+        leaves, spec = args, None
+        if kwargs or not all(isinstance(x, _LEAVES) for x in args):
+            leaves, spec = pytree.tree_flatten((args, kwargs))
         _check(leaves)
         if parts.surroundings is None or not parts.are_the_same():
             if parts.surroundings is not None:

@@ -74,7 +74,7 @@ class FunctionWork(Work):
         return pytree.tree_unflatten(lasting(leaves), spec)
 
     def _run(self, entry):
-        args, kwargs = entry.arguments()
+        args, kwargs = (entry.leaves, {}) if entry.spec is None else entry.arguments()
         # A cast weight that an enclosing autocast remembers would be that of an earlier call.
         torch.clear_autocast_cache()
         try:
