@@ -197,7 +197,10 @@ def move_the_weights(model, optimizer):
 
 
 def reload_the_optimizer(model, optimizer):
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    state = copy.deepcopy(optimizer.state_dict())
+    for held in state["state"].values():
+        held["momentum_buffer"] *= 2
+    optimizer.load_state_dict(state)
 
 
 def another_momentum(model, optimizer):

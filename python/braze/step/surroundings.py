@@ -259,6 +259,7 @@ class SurroundingsState:
         self._scalers = [
             (scaler, {key: dict(state) for key, state in scaler._per_optimizer_states.items()})
             for scaler in surroundings.scalers
+            if scaler.is_enabled()
         ]
 
     def verify(self):
