@@ -11,6 +11,7 @@ from braze._ops._common import (
     cast_to,
     eager,
     eager_backward,
+    empty_weight_gradient,
     is_channels_last,
     overwrite,
     plain,
@@ -132,7 +133,7 @@ def _backward_fake(grad_output, input, weight, bn_weight, codes, moments, paddin
     k = weight.shape[0]
     parameters = dtype or (input.dtype if bn_weight is None else bn_weight.dtype)
     return (
-        weight.new_empty(weight.shape),
+        empty_weight_gradient(weight, torch.contiguous_format),
         input.new_empty(k),
         input.new_empty(k, dtype=parameters),
         input.new_empty(k, dtype=parameters),

@@ -3,7 +3,8 @@
 From the outside in:
 
 - `train_step`: the public :class:`TrainStep`.
-- `parts`: what a step consists of, and whether that is still so.
+- `parts`: what a step consists of, and whether that is still so; `ranks`: what of it belongs to
+  several processes.
 - `graphs`: a graph for each kind of call: found, captured, replayed. `capture` records,
   `host_state` refuses and undoes what a graph would not repeat, `rates` has learning rates on the
   device.

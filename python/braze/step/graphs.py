@@ -106,7 +106,8 @@ class Graphs:
         self._last_stream = stream
         if not gather:
             entry.load(leaves)
-        if entry.graph is None and entry.eager_calls < _EAGER_CALLS:
+        eager_calls = max(_EAGER_CALLS, parts.ranks.eager_calls())
+        if entry.graph is None and entry.eager_calls < eager_calls:
             if gather:
                 body.batches.seek(*order)
             return self._run_eagerly(entry, stream, gather, first, last)
@@ -163,7 +164,7 @@ class Graphs:
 
     def _capture(self, entry, gather, first, last):
         side_stream = None
-        if self._parts.accumulate == 1:
+        if self._parts.accumulate == 1 and not self._parts.ranks.read_gradients():
             side_stream = SideStream(self._parts.update_takes_casts())
         if not self._record(entry, gather, first, last, side_stream):
             self._record(entry, gather, first, last, None)
@@ -191,6 +192,8 @@ class Graphs:
             before.verify()
         except BaseException as error:
             before.restore()
+            if isinstance(error, Exception):
+                parts.ranks.agree(False)
             self._pool = torch.cuda.graph_pool_handle()  # the failed capture may hold the old one
             if isinstance(error, torch.OutOfMemoryError):
                 raise torch.OutOfMemoryError(
@@ -200,6 +203,9 @@ class Graphs:
             if isinstance(error, RuntimeError):
                 raise RuntimeError(_NOT_CAPTURED.format(error)) from error
             raise
+        if not parts.ranks.agree(True):
+            before.restore()
+            raise RuntimeError(_NOT_CAPTURED.format("another rank could not capture its step"))
         entry.graph, entry.losses, entry.prefetch = graph, branches.losses, branches.prefetch
         entry.grad_norm, entry.grads = norm, grads
         entry.buffers = parts.buffer_addresses()

@@ -8,6 +8,7 @@ import torch
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from braze.optim import SGD
+from braze.step.ranks import Ranks
 
 # They count their steps on the CPU whatever the settings.
 _UNCAPTURABLE = (torch.optim.Adafactor, torch.optim.Adagrad)
@@ -66,6 +67,7 @@ class StepParts:
         self.loader = None  # that the step is bound to
         self.device = None
         self.params, self.modules = [], []  # the model's and the optimizer's; the model's
+        self.ranks = Ranks(())
         self._structure, self._watched = [], None
 
     def inspect(self, on_reload):
@@ -100,6 +102,7 @@ class StepParts:
                 lambda _: (call := reloaded()) and call()
             )
         self.modules = list(self.model.modules())
+        self.ranks = Ranks(self.modules)
         self._structure = self._now()
 
     def check_capturable(self):

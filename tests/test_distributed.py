@@ -1,0 +1,54 @@
+"""TrainStep in several processes: DistributedDataParallel, fully_shard, their loader's parts."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import distributed_workers
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+pytestmark = pytest.mark.skipif(
+    not (torch.distributed.is_available() and torch.distributed.is_gloo_available()),
+    reason="torch without gloo",
+)
+
+
+def start(ranks, device, work, join=True):
+    if device == "cuda" and torch.cuda.device_count() < ranks:
+        pytest.skip("a GPU for each process")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return mp.spawn(distributed_workers.run, (ranks, port, device, work), nprocs=ranks, join=join)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_same_as_one_process(device, ranks):
+    """All in one group of processes, whose start takes longer than the checks."""
+    start(ranks, device, "everything")
+
+
+def test_where_one_fails_none_hangs(device):
+    context = start(2, device, "one_fails", join=False)
+    for process in context.processes:
+        process.join(90)
+    assert all(process.exitcode not in (None, 0) for process in context.processes)
+
+
+def test_mnist_under_torchrun(tmp_path, device):
+    if device == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("a GPU for each process")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["--standalone", "-m", "braze", "mnist", "--limit", "1280", "--epochs", "2"]
+    command += ["--steps", "1", "--out", str(tmp_path)] + ["--device", "cpu"] * (device == "cpu")
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("2 processes, 64 images each") == 1  # the first speaks for all
+    figures = json.loads((tmp_path / "mnist_ranks.json").read_text())
+    assert figures["ranks"] == 2
+    assert len(figures["losses"]) == 2 * 1280 // 128
+    assert figures["losses"][-1] < figures["losses"][0]
