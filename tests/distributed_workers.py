@@ -40,6 +40,7 @@ def run(rank, ranks, port, device, work):
 
 
 def everything(device):
+    synchronised(device)
     replicated(device)
     accumulated(device)
     sharded(device)
@@ -159,6 +160,57 @@ def sharded(device):
             stock.zero_grad()
     for ours, expected in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
         torch.testing.assert_close(ours.full_tensor(), expected.full_tensor())
+
+
+def synchronised(device):
+    """SyncBatchNorm: against one process that has the whole batch, of which ranks have parts of
+    different sizes, one of them none."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for momentum, affine, tracked in ((0.1, True, True), (None, True, True), (0.3, False, False)):
+        settings = {"momentum": momentum, "affine": affine, "track_running_stats": tracked}
+        norm = nn.SyncBatchNorm(5, **settings).to(device, torch.float64)
+        alone = nn.BatchNorm2d(5, **settings).to(device, torch.float64)
+        if affine:
+            for layer in (norm, alone):
+                nn.init.normal_(layer.weight, generator=torch.Generator(device).manual_seed(7))
+        norm = braze.convert(norm)
+        assert isinstance(norm, nn.SyncBatchNorm)
+        assert type(norm) is braze.nn.SyncBatchNorm
+        for form in (torch.contiguous_format, torch.channels_last):
+            generator = torch.Generator().manual_seed(3)
+            sizes = [2 * other for other in range(ranks)]
+            x, g = (torch.randn(sum(sizes), 5, 4, 3, generator=generator) + 3 for _ in range(2))
+            x, g = (t.to(device, torch.float64, memory_format=form) for t in (x, g))
+            mine = x.split(sizes)[rank].clone(memory_format=form).requires_grad_()
+            x.requires_grad_()
+            y = norm(mine)
+            y.backward(g.split(sizes)[rank])
+            expected = alone(x)
+            expected.backward(g)
+            torch.testing.assert_close(y, expected.split(sizes)[rank])
+            torch.testing.assert_close(mine.grad, x.grad.split(sizes)[rank])
+            for p, q in zip(norm.parameters(), alone.parameters(), strict=True):
+                dist.all_reduce(p.grad)  # as DistributedDataParallel would, but for the mean
+                torch.testing.assert_close(p.grad, q.grad)
+                p.grad = q.grad = None
+            assert_same(norm.state_dict(), alone.state_dict())
+    norm.eval()
+    x = torch.randn(4, 5, 2, 2, device=device, dtype=torch.float64)
+    torch.testing.assert_close(norm(x), alone.eval()(x))
+    # DistributedDataParallel's mean of the ranks' gradients is that of the whole batch's loss.
+    model, whole = network(device), network(device)
+    net = DistributedDataParallel(model)  # which on a CPU refuses layers that it finds at first
+    braze.convert(nn.SyncBatchNorm.convert_sync_batchnorm(net))
+    step = braze.TrainStep(net, F.cross_entropy, sgd(net))
+    optimizer = torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9)
+    for number in range(STEPS):
+        step(*batch(device, number, rank))
+        parts = zip(*(batch(device, number, other) for other in range(ranks)), strict=True)
+        x, y = (torch.cat(part) for part in parts)
+        optimizer.zero_grad()
+        F.cross_entropy(whole(x), y).backward()
+        optimizer.step()
+    assert_same(net.module.state_dict(), whole.state_dict())
 
 
 def resumed(device):
