@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import distributed_workers
 import pytest
@@ -52,3 +54,23 @@ def test_mnist_under_torchrun(tmp_path, device):
     assert figures["ranks"] == 2
     assert len(figures["losses"]) == 2 * 1280 // 128
     assert figures["losses"][-1] < figures["losses"][0]
+
+
+def test_example(tmp_path, device):
+    """Two processes, and one that goes on from their checkpoint."""
+    if device == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("a GPU for each process")
+    path = Path(__file__).parent.parent / "examples" / "ddp_resnet.py"
+    settings = ["--depth", "18", "--image", "32", "--lr", "0.01", "--sync"]
+    settings += ["--checkpoint", str(tmp_path / "state")]
+    env = os.environ if device == "cuda" else os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    losses = []
+    for ranks, batch, steps in ((2, 8, 8), (1, 16, 2)):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(ranks), str(path), *settings]
+        command += ["--batch", str(batch), "--steps", str(steps)]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=240, env=env)
+        assert result.returncode == 0, result.stderr
+        losses += map(float, re.search(r"loss (\S+) -> (\S+)", result.stdout).groups())
+    assert losses[1] < losses[0]
+    assert losses[2] < losses[0]  # it goes on

@@ -51,7 +51,8 @@ def _gathered(moments, group):
     """[C, processes, 3] of each process's [C, 3]."""
     channels, processes = moments.shape[0], dist.get_world_size(group)
     gathered = moments.new_empty(processes * channels, 3)
-    dist.all_gather_into_tensor(gathered, moments, group=group)
+    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its newer name
+    gather(gathered, moments, group=group)
     return gathered.view(processes, channels, 3).transpose(0, 1).contiguous()
 
 
