@@ -40,6 +40,31 @@ def device(request):
     return request.param
 
 
+def _on(name):
+    """The device that a test is to use: of "fake" the GPU that is none (fake_cuda.py)."""
+    if name == "fake":
+        from fake_cuda import FakeCuda
+
+        with FakeCuda():
+            yield "cuda"
+        return
+    if name == "cuda":
+        require_cuda()
+    yield name
+
+
+@pytest.fixture(params=[*DEVICES, "fake"])
+def any_device(request):
+    """For what runs around kernels: on the CPU, on a GPU, and as on a GPU without one."""
+    yield from _on(request.param)
+
+
+@pytest.fixture(params=["fake", *DEVICES[1:]])
+def gpu_or_fake(request):
+    """As :func:`any_device`, without the CPU."""
+    yield from _on(request.param)
+
+
 @pytest.fixture(params=["float64", "float32", "bfloat16", "float16"])
 def dtype(request):
     return getattr(torch, request.param)

@@ -8,6 +8,7 @@ import torch
 import braze
 from braze.step import branches
 from braze.step.host_state import HostState
+from braze.step.parts import StepParts
 from braze.step.rates import Rates
 from conftest import cuda_only
 from step_common import assert_same, batches, check, entries, loss_fn, make, make_plain, plain_loop
@@ -163,7 +164,9 @@ def test_what_a_replay_cannot_repeat_is_found_and_undone(device):
     model.append(ReplacesItsBuffer().to(device))
     optimizer = torch.optim.Adagrad(model.parameters())
     params = list(model.parameters())
-    state, mean = HostState(model, optimizer, params), model[2].mean
+    parts = StepParts(model, loss_fn, optimizer, None, None, 1, None)
+    parts.params, parts.modules = params, list(model.modules())
+    state, mean = HostState(parts), model[2].mean
     state.verify()
     model(torch.ones(2, 16, device=device)).sum().backward()
     with pytest.raises(RuntimeError, match="ReplacesItsBuffer replaces its buffer 'mean'"):

@@ -26,7 +26,8 @@ def test_bound_to_a_loader(device, ahead, monkeypatch):
         monkeypatch.setattr(prefetch, "MAX_BYTES", 6 * 16 * 4 - 1)
     step = check_bound(device, make)
     if device == "cuda":
-        fetched = [entry.prefetch is not None for entry in entries(step)]  # full, and the last one
+        # Of full batches, and of the last one.
+        fetched = [entry.kept.prefetch is not None for entry in entries(step)]
         assert sorted(fetched) == [ahead, True]
 
 

@@ -7,6 +7,7 @@ __version__ = "0.1.0"
 __all__ = [
     "TrainStep",
     "backend",
+    "capture",
     "check_errors",
     "convert",
     "convert_report",
@@ -32,7 +33,7 @@ if _lib.load_error is None:
         from braze._ops.transpose import transpose_copy
         from braze._ops.vector_add import vector_add
         from braze.convert import convert, convert_report, unconvert
-        from braze.step import TrainStep
+        from braze.step import TrainStep, capture
         from braze.tuning import tune
     except ImportError as error:  # a package that braze depends on is missing, or does not load
         _lib.load_error = error

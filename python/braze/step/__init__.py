@@ -1,13 +1,27 @@
-"""A whole training step as one CUDA graph. User page: docs/train_step.md; how: docs/cuda_graph.md.
+"""Training as CUDA graphs.
 
-From the outside in:
+User pages: docs/train_step.md, docs/capture.md; how it works: docs/cuda_graph.md.
 
-- `train_step`: the public :class:`TrainStep`.
-- `parts`: what a step consists of, and whether that is still so; `ranks`: what of it belongs to
-  several processes.
-- `graphs`: a graph for each kind of call: found, captured, replayed. `capture` records,
+What both have:
+
+- `watched`: the modules and optimizers that graphs depend on, and whether they are still the same.
+- `ranks`: what of them belongs to several processes.
+- `graphs`: a graph for each kind of call: found, captured, replayed. `recording` records,
   `host_state` refuses and undoes what a graph would not repeat, `rates` has learning rates on the
   device.
+
+Any function:
+
+- `function`: the public :func:`capture`.
+- `surroundings`: what its code reads beside its arguments.
+- `function_work`: the function eagerly, recorded and replayed; `gradients` are those that are there
+  when it is called.
+
+A whole step, from the outside in:
+
+- `train_step`: the public :class:`TrainStep`.
+- `parts`: what a step consists of.
+- `step_work`: the step as work for graphs.
 - `body`: one step as it runs eagerly and as it is recorded. `casts` casts parameters together,
   `batches` takes them from a loader, `moments` those of a batch's patches.
 - `branches`: what a graph does concurrently with the chain of its kernels: `side_stream` has the
@@ -16,6 +30,7 @@ From the outside in:
 What a step has for the ops goes through :mod:`braze._step_scope`; ops import nothing from here.
 """
 
+from braze.step.function import CapturedFunction, capture
 from braze.step.train_step import TrainStep
 
-__all__ = ["TrainStep"]
+__all__ = ["CapturedFunction", "TrainStep", "capture"]

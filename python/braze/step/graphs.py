@@ -1,65 +1,120 @@
-"""The graphs of a step: one for each kind of call, found by what it has frozen."""
+"""The graphs of captured work: one for each kind of call, found by what it has frozen."""
+
+import contextlib
 
 import torch
 from torch.utils import _pytree as pytree
 
 from braze import _config, _lib
-from braze.step import prefetch
-from braze.step.branches import Branches, Losses
-from braze.step.capture import capture
 from braze.step.host_state import HostState
 from braze.step.rates import Rates
-from braze.step.side_stream import SideStream
+from braze.step.recording import record
 
-# Steps that run eagerly, as true training steps, before their shape is captured: they create what
-# the libraries, autograd and the optimizer create lazily.
+# Calls that run eagerly, as true ones, before their kind is captured: they create what the
+# libraries, autograd and the optimizer create lazily.
 _EAGER_CALLS = 2
-# Shapes and settings whose graphs are kept; the one that has waited longest goes first.
+# Kinds whose graphs are kept; the one that has waited longest goes first.
 _MAX_ENTRIES = 32
 _NOT_CAPTURED = (
-    "TrainStep: this step cannot be captured in a CUDA graph; model and optimizer are unchanged. "
+    "{}: this {} cannot be captured in a CUDA graph; model and optimizer are unchanged. "
     "The usual cause is code in the model, the loss, a hook or the optimizer that waits for the "
     "GPU: .item(), .cpu(), printing a tensor, `if` on a tensor's value, indexing by a mask. "
     "The cause here: {}"
 )
 
 
-class _Entry:
+class Entry:
     """What belongs to one kind of call: one shape, one set of settings."""
 
-    def __init__(self, leaves, spec, device):
-        self.spec = spec
+    def __init__(self, call, device):
+        self.spec = call.spec
         self.leaves = [
-            torch.empty_like(x, device=device) if isinstance(x, torch.Tensor) else x for x in leaves
+            torch.empty_like(x, device=device) if isinstance(x, torch.Tensor) else x
+            for x in call.leaves
         ]
         self.eager_calls = 0
-        self.graph = self.losses = self.loss_dtype = self.prefetch = None
-        self.buffers = []  # addresses of the model's that the graph reads and writes
-        # What a replay leaves, in memory of the graph or of the accumulation buffers.
-        self.grad_norm = None
-        self.grads = []
+        self.graph = None
+        self.buffers = []  # addresses of the modules' that the graph reads and writes
+        #: what the work keeps here of an eager call, and of what replays leave
+        self.eager = self.kept = None
 
     def load(self, leaves):
         for mine, given in zip(self.leaves, leaves, strict=True):
             if isinstance(mine, torch.Tensor):
                 mine.copy_(given, non_blocking=True)
 
-    def batch(self):
+    def arguments(self):
         return self.leaves if self.spec is None else pytree.tree_unflatten(self.leaves, self.spec)
 
 
+class Work:
+    """What graphs are made of, and what is done around them. ``call`` has ``leaves``, the arguments
+    flattened, their ``spec`` (None where they are no tree) and ``copied``, whether tensors in them
+    are copied to where the graph reads them."""
+
+    noun = None  # in messages
+
+    def key(self, call, kind):
+        """What a graph freezes beside what `kind` has, which is hashable."""
+        raise NotImplementedError
+
+    def is_eager(self, entry, call):
+        """Whether a call runs eagerly though its kind may have a graph."""
+        return False
+
+    def before_eager(self, call):
+        """On the caller's stream."""
+
+    def eager(self, entry, call):
+        """Runs it, on the work's own stream; returns what the call returns."""
+        raise NotImplementedError
+
+    def is_full(self, entry):
+        """Whether a graph has to be made anew, since it has no place left for results."""
+        raise NotImplementedError
+
+    def ways(self):
+        """How to record it; where the first way proves unfit the next is tried."""
+        return (None,)
+
+    def prepare(self, entry, call, way):
+        """Before a capture: memory and streams that the graph needs. Returns what :meth:`record`
+        and :meth:`finish` are given."""
+        raise NotImplementedError
+
+    def record(self, entry, call, prepared):
+        """Runs it between the beginning and the end of the capture."""
+        raise NotImplementedError
+
+    def finish(self, entry, prepared, recorded):
+        """Behind the capture: what `entry` keeps, or None where another way has to be tried.
+
+        Raises:
+            RuntimeError: a replay would not be what was recorded.
+        """
+        raise NotImplementedError
+
+    def before_replay(self, entry, call):
+        """On the caller's stream."""
+
+    def after_replay(self, entry, call):
+        """Returns what the call returns."""
+        raise NotImplementedError
+
+
 class Graphs:
-    """Runs a step on a GPU: the first calls of a kind eagerly, then captured, then replayed.
+    """Runs work on a GPU: the first calls of a kind eagerly, then captured, then replayed.
 
     Args:
-        parts: the step's :class:`braze.step.parts.StepParts`, inspected.
-        body: its :class:`braze.step.body.Body`.
+        parts: the :class:`braze.step.watched.Watched` that it depends on, inspected.
+        work: a :class:`Work`.
     """
 
-    def __init__(self, parts, body):
-        self._parts, self._body = parts, body
+    def __init__(self, parts, work):
+        self._parts, self._work = parts, work
         self._entries = {}  # the youngest last
-        self._stream = self._last_stream = self._rates = self._pool = None
+        self._stream = self._last_stream = self._pool = None
+        self._rates = []
 
     def prepare(self):
         """After each inspection of the parts."""
@@ -69,9 +124,10 @@ class Graphs:
             # those of the branch for losses and batches: csrc/launchers/graph.h.
             urgent = _lib.limits["urgent_priority"]
             self._stream = torch.cuda.Stream(parts.device, priority=urgent)
-        self._rates = Rates(parts.optimizer, parts.device)
-        # Its eager steps are meant: no need to warn of them.
-        parts.optimizer._warned_capturable_if_run_uncaptured = True
+        self._rates = [Rates(optimizer, parts.device) for optimizer in parts.optimizers()]
+        for optimizer in parts.optimizers():
+            # Its eager steps are meant: no need to warn of them.
+            optimizer._warned_capturable_if_run_uncaptured = True
 
     def forget(self):
         """Drops all graphs."""
@@ -79,116 +135,87 @@ class Graphs:
             torch.cuda.synchronize(self._parts.device)  # a graph may still be running
         self._entries.clear()
 
-    def run(self, batch, order, first, last):
-        """One step, or one micro-step: as :meth:`braze.step.body.Body.run`.
-
-        Args:
-            order: of a batch of the loader: its epoch's order, and where in it the batch begins.
-        """
+    def run(self, call):
+        """One call of the work."""
+        parts, work = self._parts, self._work
         if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("TrainStep: called inside another CUDA graph's capture")
-        parts, body = self._parts, self._body
-        leaves, spec, gather = batch, None, order is not None
-        if not gather and not all(isinstance(x, torch.Tensor) for x in batch):
-            leaves, spec = pytree.tree_flatten(batch)
-        key = self._key(leaves, spec, gather, first, last)
+            raise RuntimeError(f"{parts.caller}: called inside another CUDA graph's capture")
+        key = self._key(call)
         entry = self._entries.pop(key, None)
         if entry is None:
             parts.check_capturable()  # settings may have changed
             if len(self._entries) >= _MAX_ENTRIES:
                 torch.cuda.synchronize(parts.device)
                 del self._entries[next(iter(self._entries))]
-            entry = _Entry(leaves, spec, parts.device)
+            entry = Entry(call, parts.device)
         self._entries[key] = entry  # now the youngest
         stream = torch.cuda.current_stream(parts.device)
         if self._last_stream not in (None, stream):
             stream.wait_stream(self._last_stream)
         self._last_stream = stream
-        if not gather:
-            entry.load(leaves)
+        if call.copied:
+            entry.load(call.leaves)
         eager_calls = max(_EAGER_CALLS, parts.ranks.eager_calls())
-        if entry.graph is None and entry.eager_calls < eager_calls:
-            if gather:
-                body.batches.seek(*order)
-            return self._run_eagerly(entry, stream, gather, first, last)
-        graph = entry.graph
-        if graph is None or entry.losses.full() or entry.buffers != parts.buffer_addresses():
-            graph = self._capture(entry, gather, first, last)
-        if gather:
-            body.batches.prepare_replay(entry.prefetch, *order, batch[0])
-        self._rates.write()
-        graph.replay()
-        grads = entry.grads
-        if body.window_grads is not grads:  # the last call ran another graph
-            for p in parts.params:
-                p.grad = None
-            body.window_grads = grads
-        for p, grad in grads:
-            p.grad = grad
-        if last:
-            torch.autograd.graph.increment_version(parts.params)
-        return entry.losses.next(), entry.grad_norm
+        if work.is_eager(entry, call) or (entry.graph is None and entry.eager_calls < eager_calls):
+            work.before_eager(call)
+            return self._run_eagerly(entry, call, stream)
+        if entry.graph is None or work.is_full(entry) or entry.buffers != parts.buffer_addresses():
+            self._capture(entry, call)
+        work.before_replay(entry, call)
+        for rates in self._rates:
+            rates.write()
+        entry.graph.replay()
+        return work.after_replay(entry, call)
 
-    def _run_eagerly(self, entry, stream, gather, first, last):
+    def _run_eagerly(self, entry, call, stream):
         self._stream.wait_stream(stream)
         try:
             with torch.cuda.stream(self._stream):
-                loss, norm = self._body.run(entry.batch(), gather, first, last)
+                result = self._work.eager(entry, call)
         finally:
             stream.wait_stream(self._stream)
         entry.eager_calls += 1
-        entry.loss_dtype = loss.dtype
-        self._body.window_grads = self._parts.gradients()
-        return loss, norm
+        return result
 
-    def _key(self, leaves, spec, gather, first, last):
+    def _key(self, call):
         """All that a graph has frozen. Whatever differs needs another graph."""
         parts = self._parts
-        return (
-            gather,
-            first,
-            last,
-            parts.accumulate,
-            parts.max_grad_norm,
-            spec and str(spec),
+        kind = (
+            call.spec and str(call.spec),
             tuple(
                 (x.shape, x.stride(), x.dtype) if isinstance(x, torch.Tensor) else (type(x), x)
-                for x in leaves
+                for x in call.leaves
             ),
-            tuple([(p.data_ptr(), p.requires_grad) for p in parts.params]),
-            () if first else tuple(id(p) for p, _ in self._body.window_grads),
-            tuple([m.training for m in parts.modules]),
-            self._rates.key(),
+            parts.key(),
+            tuple([rates.key() for rates in self._rates]),
             _config.settings(parts.device.type),
         )
+        return kind, self._work.key(call, kind)
 
-    def _capture(self, entry, gather, first, last):
-        side_stream = None
-        if self._parts.accumulate == 1 and not self._parts.ranks.read_gradients():
-            side_stream = SideStream(self._parts.update_takes_casts())
-        if not self._record(entry, gather, first, last, side_stream):
-            self._record(entry, gather, first, last, None)
-        return entry.graph
+    def _capture(self, entry, call):
+        for way in self._work.ways():
+            if self._record(entry, call, way):
+                return
 
-    def _record(self, entry, gather, first, last, side_stream):
-        """One capture; False where a gradient of the side stream was read too early."""
-        parts, body, batch = self._parts, self._body, entry.batch()
-        before = HostState(parts.model, parts.optimizer, parts.params)
+    def _record(self, entry, call, way):
+        """One capture; False where `way` has proved unfit."""
+        parts, work = self._parts, self._work
+        before = HostState(parts)
         if not any(other.graph for other in self._entries.values()):
             # torch retires a memory pool with the last graph that uses it.
             self._pool = torch.cuda.graph_pool_handle()
         try:
-            branches = self._branches(entry, gather, batch, side_stream)
-            with self._rates.on_device():
-                graph, (_, norm) = capture(
-                    lambda: body.run(batch, gather, first, last, branches),
-                    self._stream,
-                    self._pool,
+            prepared = work.prepare(entry, call, way)
+            with contextlib.ExitStack() as stack:
+                for rates in self._rates:
+                    stack.enter_context(rates.on_device())
+                graph, recorded = record(
+                    lambda: work.record(entry, call, prepared), self._stream, self._pool
                 )
-            if side_stream and not side_stream.all_arrived():
+            kept = work.finish(entry, prepared, recorded)
+            if kept is None:
                 before.restore()
                 return False
-            grads = parts.gradients()
             before.verify()
         except BaseException as error:
             before.restore()
@@ -197,26 +224,16 @@ class Graphs:
             self._pool = torch.cuda.graph_pool_handle()  # the failed capture may hold the old one
             if isinstance(error, torch.OutOfMemoryError):
                 raise torch.OutOfMemoryError(
-                    "TrainStep: out of memory while capturing; model and optimizer are unchanged. "
-                    f"{error}"
+                    f"{parts.caller}: out of memory while capturing; model and optimizer are "
+                    f"unchanged. {error}"
                 ) from error
             if isinstance(error, RuntimeError):
-                raise RuntimeError(_NOT_CAPTURED.format(error)) from error
+                raise RuntimeError(_NOT_CAPTURED.format(parts.caller, work.noun, error)) from error
             raise
         if not parts.ranks.agree(True):
             before.restore()
-            raise RuntimeError(_NOT_CAPTURED.format("another rank could not capture its step"))
-        entry.graph, entry.losses, entry.prefetch = graph, branches.losses, branches.prefetch
-        entry.grad_norm, entry.grads = norm, grads
+            cause = "another rank could not capture it"
+            raise RuntimeError(_NOT_CAPTURED.format(parts.caller, work.noun, cause))
+        entry.graph, entry.kept = graph, kept
         entry.buffers = parts.buffer_addresses()
         return True
-
-    def _branches(self, entry, gather, batch, side_stream):
-        parts, batches = self._parts, self._body.batches
-        stream, fetched = torch.cuda.Stream(parts.device), None
-        losses = Losses(entry.loss_dtype, parts.device, stream)
-        ahead = gather and parts.accumulate == 1
-        if ahead and parts.loader.nbytes(*batch) <= prefetch.MAX_BYTES:
-            filters = batches.moments.filters
-            fetched = prefetch.Prefetch(parts.loader, batches.place, *batch, filters, stream)
-        return Branches(stream, losses, fetched, side_stream)

@@ -9,23 +9,14 @@ class HostState:
     :meth:`verify` refuses a step that a graph would not repeat; :meth:`restore` undoes it.
     """
 
-    def __init__(self, model, optimizer, params):
-        self._optimizer = optimizer
-        self._params = [(p, p.data_ptr(), p.grad) for p in params]
-        self._buffers = [(m, dict(m._buffers)) for m in model.modules()]
+    def __init__(self, parts):
+        self._params = [(p, p.data_ptr(), p.grad) for p in parts.params]
+        self._buffers = [(m, dict(m._buffers)) for m in parts.modules]
         self._buffer_addresses = {
             id(b): b.data_ptr() for _, held in self._buffers for b in held.values() if b is not None
         }
-        self._state = {p: dict(state) for p, state in optimizer.state.items()}
-        self._addresses, self._host_values = {}, {}
-        for p, state in self._state.items():
-            for name, value in state.items():
-                if isinstance(value, torch.Tensor) and value.device.type != "cpu":
-                    self._addresses[p, name] = value.data_ptr()
-                elif isinstance(value, torch.Tensor):
-                    self._host_values[p, name] = value.clone()
-                elif isinstance(value, (int, float)):
-                    self._host_values[p, name] = value
+        self._optimizers = [_OptimizerState(optimizer) for optimizer in parts.optimizers()]
+        self._more = parts.host_states()
         self._rng = torch.get_rng_state()
 
     def verify(self):
@@ -41,6 +32,42 @@ class HostState:
                         f"{type(module).__name__} replaces its buffer {name!r} in every step "
                         "instead of writing into it"
                     )
+        for state in (*self._optimizers, *self._more):
+            state.verify()
+
+    def restore(self):
+        """Undoes all changes."""
+        for p, _, grad in self._params:
+            p.grad = grad
+        for module, held in self._buffers:
+            module._buffers.clear()
+            module._buffers.update(held)
+        for state in (*self._optimizers, *self._more):
+            state.restore()
+        torch.set_rng_state(self._rng)
+
+
+class _OptimizerState:
+    """An optimizer's: :meth:`verify` and :meth:`restore` as above."""
+
+    def __init__(self, optimizer):
+        self._optimizer = optimizer
+        self._state = {p: dict(state) for p, state in optimizer.state.items()}
+        self._addresses, self._host_values = {}, {}
+        for p, state in self._state.items():
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+                    self._addresses[p, name] = value.data_ptr()
+                elif isinstance(value, torch.Tensor):
+                    self._host_values[p, name] = value.clone()
+                elif isinstance(value, (int, float)):
+                    self._host_values[p, name] = value
+        self._settings = [
+            (group, {name: value for name, value in group.items() if name != "params"})
+            for group in optimizer.param_groups
+        ]
+
+    def verify(self):
         kind = type(self._optimizer).__name__
         for p, state in self._optimizer.state.items():
             for name, value in state.items():
@@ -56,14 +83,15 @@ class HostState:
                     raise RuntimeError(
                         f"{kind} replaces its state {name!r} instead of writing into it"
                     )
+        for group, held in self._settings:
+            for name, value in held.items():
+                if group.get(name) is not value and not _equal(group.get(name), value):
+                    raise RuntimeError(
+                        f"{name!r} of {kind} is changed by Python code, which a graph would not "
+                        "repeat; change it between calls: learning rates are followed then"
+                    )
 
     def restore(self):
-        """Undoes all changes."""
-        for p, _, grad in self._params:
-            p.grad = grad
-        for module, held in self._buffers:
-            module._buffers.clear()
-            module._buffers.update(held)
         state = self._optimizer.state
         for p in [p for p in state if p not in self._state]:
             del state[p]
@@ -73,8 +101,11 @@ class HostState:
         for (p, name), value in self._host_values.items():
             if isinstance(value, torch.Tensor):
                 state[p][name].copy_(value)
-        torch.set_rng_state(self._rng)
+        for group, held in self._settings:
+            group.update(held)
 
 
 def _equal(a, b):
-    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and torch.equal(a, b)
+    return a == b

@@ -46,7 +46,11 @@ class Rates:
 
     @contextlib.contextmanager
     def on_device(self):
-        """Groups hold tensors within this block."""
+        """Groups hold tensors within this block.
+
+        Raises:
+            RuntimeError: the block has changed a learning rate.
+        """
         replaced = []
         for index, group in enumerate(self._optimizer.param_groups):
             dtype = self._dtype(group)
@@ -56,13 +60,21 @@ class Rates:
                 if held is None:
                     tensor = torch.full((), number, dtype=dtype, device=self.device)
                     held = self._held[index, dtype] = [tensor, number]
-                replaced.append((group, number))
+                replaced.append((group, number, held, _version(held[0])))
                 group["lr"] = held[0]
+        changed = False
         try:
             yield
         finally:
-            for group, number in replaced:
+            for group, number, held, version in replaced:
+                if group["lr"] is not held[0] or _version(held[0]) != version:
+                    changed, held[1] = True, None  # to be written anew
                 group["lr"] = number
+        if changed:
+            raise RuntimeError(
+                f"a learning rate of {type(self._optimizer).__name__} is changed within it, which "
+                "a graph would not repeat; change it, or step the scheduler, between calls"
+            )
 
     def write(self):
         """Brings the tensors up to date, before a replay."""
@@ -72,6 +84,10 @@ class Rates:
             if not isinstance(lr, torch.Tensor) and held[1] != lr:
                 held[0].fill_(lr)
                 held[1] = lr
+
+
+def _version(tensor):
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _frozen(value):

@@ -3,12 +3,14 @@
 import itertools
 
 import torch
+from torch.utils import _pytree as pytree
 
 from braze._nvtx import ranged
 from braze._ops.cross_entropy import check_errors
 from braze.step.body import Body
 from braze.step.graphs import Graphs
 from braze.step.parts import StepParts
+from braze.step.step_work import StepCall, StepWork
 
 # What the user gives, and may replace between calls.
 _ARGUMENTS = (
@@ -73,7 +75,7 @@ class TrainStep:
             model, loss_fn, optimizer, autocast, grad_scaler, accumulate, max_grad_norm
         )
         self._body = Body(self._parts)
-        self._graphs = Graphs(self._parts, self._body)
+        self._graphs = Graphs(self._parts, StepWork(self._parts, self._body))
         #: the last update's gradient norm before clipping, on the device; the next call may
         #: overwrite it
         self.grad_norm = None
@@ -188,7 +190,11 @@ class TrainStep:
         first, last = self._micro_step == 0, self._micro_step >= parts.accumulate - 1
         try:
             if parts.device.type == "cuda":
-                loss, norm = self._graphs.run(batch, order, first, last)
+                leaves, spec = batch, None
+                if not gather and not all(isinstance(x, torch.Tensor) for x in batch):
+                    leaves, spec = pytree.tree_flatten(batch)
+                call = StepCall(leaves, spec, order, first, last)
+                loss, norm = self._graphs.run(call)
             else:
                 if gather:
                     body.batches.seek(*order)

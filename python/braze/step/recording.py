@@ -10,7 +10,7 @@ import torch
 _failed_graphs = []
 
 
-def capture(work, stream, pool):
+def record(work, stream, pool):
     """Records what ``work()`` launches; nothing runs.
 
     Other threads may go on using the GPU ("thread_local"). An exception of `work` ends the capture

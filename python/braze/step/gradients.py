@@ -1,0 +1,111 @@
+"""What a captured function does with gradients that are there when it is called."""
+
+import torch
+from torch.utils import _pytree as pytree
+
+# It reads or writes the gradient; puts another, or None, in its place unread; leaves it alone.
+_READS, _DROPS, _KEEPS = "reads", "drops", "keeps"
+_MAX_KINDS = 64
+
+
+class _Noted(torch.Tensor):
+    """A gradient that notes whether a function has been given it."""
+
+    touched = False
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, _Noted):
+                leaf.touched = True
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def _version(tensor):
+    return 0 if tensor.is_inference() else tensor._version
+
+
+class Gradients:
+    """Learns in eager calls what the function does with gradients of before the call.
+
+    Most functions drop them unread, by ``zero_grad()`` before the backward pass or at their end.
+    What others add to, or update by, has to lie where the graph reads it: in memory that is kept
+    here, to which it is copied if it lies elsewhere.
+
+    Args:
+        parts: the function's :class:`braze.step.watched.Watched`.
+    """
+
+    def __init__(self, parts):
+        self._parts = parts
+        self._known = {}  # kind of call -> {parameter: what is done with its gradient}
+        self._memory = {}  # parameter -> where a graph reads its gradient
+
+    def forget(self):
+        self._known.clear()
+        self._memory.clear()
+
+    def known(self, kind):
+        """What calls of that kind do, as far as it has been seen."""
+        if kind not in self._known and len(self._known) >= _MAX_KINDS:
+            del self._known[next(iter(self._known))]
+        return self._known.setdefault(kind, {})
+
+    def key(self, known):
+        """Which gradients are there, of those that are read."""
+        return tuple([p.grad is not None for p, does in known.items() if does is _READS])
+
+    def has_unknown(self, known):
+        """Whether a gradient is there of which nothing is known."""
+        return any(p.grad is not None and p not in known for p in self._parts.params)
+
+    @torch.no_grad()
+    def bring(self, known):
+        """Brings those that are read to where graphs read them."""
+        for p, does in known.items():
+            if does is not _READS or p.grad is None or p.grad is self._memory.get(p):
+                continue
+            memory = self._memory.get(p)
+            if memory is None or memory.dtype != p.grad.dtype or memory.shape != p.grad.shape:
+                with torch.inference_mode(False):
+                    memory = self._memory[p] = torch.empty_like(p.grad)
+            p.grad = memory.copy_(p.grad)
+
+    def watch(self, known, run):
+        """``run()``; notes what it does with gradients of which nothing is known."""
+        watched = []
+        for p in self._parts.params:
+            if p.grad is not None and p not in known:
+                noted = p.grad.detach().as_subclass(_Noted)
+                watched.append((p, p.grad, noted, _version(p.grad)))
+                p.grad = noted
+        try:
+            result = run()
+        finally:
+            for p, grad, noted, version in watched:
+                stays = p.grad is noted
+                if stays:
+                    p.grad = grad
+                if noted.touched or _version(grad) != version:
+                    known[p] = _READS
+                else:
+                    known[p] = _KEEPS if stays else _DROPS
+        return result
+
+    def left(self, before):
+        """Behind a capture that began with the gradients `before`, which are in place again then:
+        what the function has left, as pairs of a parameter and its gradient or None, but for those
+        that it leaves alone."""
+        left = []
+        for p, was in zip(self._parts.params, before, strict=True):
+            if was is None or p.grad is not was or was is self._memory.get(p):
+                left.append((p, p.grad))
+            p.grad = was
+        return left
+
+    def leave(self, left, known):
+        """Behind a replay: `left`, as the function does it."""
+        for p, grad in left:
+            if p.grad is not grad and not (grad is None and known.get(p) is _KEEPS):
+                p.grad = grad

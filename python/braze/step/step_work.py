@@ -1,0 +1,118 @@
+"""A :class:`braze.TrainStep` as work for graphs: its body, with branches where it is recorded."""
+
+from typing import NamedTuple
+
+import torch
+
+from braze.step import prefetch
+from braze.step.branches import Branches, Losses
+from braze.step.graphs import Work
+from braze.step.side_stream import SideStream
+
+
+class StepCall(NamedTuple):
+    """One step, or one micro-step: a batch, or of a loader's batch only the size."""
+
+    leaves: tuple
+    spec: object
+    order: tuple | None  # of a loader's batch: its epoch's order, and where in it the batch begins
+    first: bool  # whether it is the window's
+    last: bool
+
+    @property
+    def gather(self):
+        return self.order is not None
+
+    @property
+    def copied(self):
+        return self.order is None
+
+
+class _Kept(NamedTuple):
+    """What a replay leaves, in memory of the graph or of the accumulation buffers."""
+
+    losses: Losses
+    prefetch: object
+    grad_norm: torch.Tensor | None
+    grads: list
+
+
+class StepWork(Work):
+    """Runs and records a step on a GPU.
+
+    Args:
+        parts: the step's :class:`braze.step.parts.StepParts`.
+        body: its :class:`braze.step.body.Body`.
+    """
+
+    noun = "step"
+
+    def __init__(self, parts, body):
+        self._parts, self._body = parts, body
+
+    def key(self, call, kind):
+        parts = self._parts
+        return (
+            call.gather,
+            call.first,
+            call.last,
+            parts.accumulate,
+            parts.max_grad_norm,
+            () if call.first else tuple(id(p) for p, _ in self._body.window_grads),
+        )
+
+    def before_eager(self, call):
+        if call.gather:
+            self._body.batches.seek(*call.order)
+
+    def eager(self, entry, call):
+        loss, norm = self._body.run(entry.arguments(), call.gather, call.first, call.last)
+        entry.eager = loss.dtype
+        self._body.window_grads = self._parts.gradients()
+        return loss, norm
+
+    def is_full(self, entry):
+        return entry.kept.losses.full()
+
+    def ways(self):
+        """With gradients on a side stream, and without, for where one of them is read too early."""
+        if self._parts.accumulate == 1 and not self._parts.ranks.read_gradients():
+            yield SideStream(self._parts.update_takes_casts())
+        yield None
+
+    def prepare(self, entry, call, way):
+        parts, batches = self._parts, self._body.batches
+        batch = entry.arguments()
+        stream, fetched = torch.cuda.Stream(parts.device), None
+        losses = Losses(entry.eager, parts.device, stream)
+        ahead = call.gather and parts.accumulate == 1
+        if ahead and parts.loader.nbytes(*batch) <= prefetch.MAX_BYTES:
+            filters = batches.moments.filters
+            fetched = prefetch.Prefetch(parts.loader, batches.place, *batch, filters, stream)
+        return Branches(stream, losses, fetched, way)
+
+    def record(self, entry, call, prepared):
+        return self._body.run(entry.arguments(), call.gather, call.first, call.last, prepared)
+
+    def finish(self, entry, prepared, recorded):
+        if prepared.side_stream and not prepared.side_stream.all_arrived():
+            return None
+        _, norm = recorded
+        return _Kept(prepared.losses, prepared.prefetch, norm, self._parts.gradients())
+
+    def before_replay(self, entry, call):
+        if call.gather:
+            size = call.leaves[0]
+            self._body.batches.prepare_replay(entry.kept.prefetch, *call.order, size)
+
+    def after_replay(self, entry, call):
+        parts, body, grads = self._parts, self._body, entry.kept.grads
+        if body.window_grads is not grads:  # the last call ran another graph
+            for p in parts.params:
+                p.grad = None
+            body.window_grads = grads
+        for p, grad in grads:
+            p.grad = grad
+        if call.last:
+            torch.autograd.graph.increment_version(parts.params)
+        return entry.kept.losses.next(), entry.kept.grad_norm
