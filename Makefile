@@ -6,6 +6,7 @@
 #               (ARGS="--python 3.12")
 # make test-wheel   the newest of those wheels in a fresh venv outside the tree
 #               (ARGS="--torch torch==2.10.0 dist/some.whl")
+# make docs     the documentation as a site, into build/site
 # make test-integrations   docs/integrations.md with the real packages, in a venv of their own
 #               (gigabytes: a CUDA build of torch)
 # make format   format C++, CUDA and Python; `make lint` only checks
@@ -18,7 +19,7 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: mnist test bench wheel test-wheel test-integrations format lint build clean FORCE
+.PHONY: mnist test bench wheel test-wheel test-integrations docs format lint build clean FORCE
 
 PYTHON ?= python3
 ARGS ?=
@@ -46,6 +47,9 @@ wheel: $(VENV)/stamp.wheel
 
 test-wheel: $(VENV)/build.env
 	@$(PY) tools/test_wheel.py $(ARGS)
+
+docs: $(VENV)/stamp.docs
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict -q
 
 test-integrations: build
 	@$(PY) -m venv build/integrations
@@ -94,6 +98,10 @@ $(VENV)/stamp.install: pyproject.toml | $(VENV)/stamp.native
 $(VENV)/stamp.test: pyproject.toml | $(VENV)/stamp.native
 	@echo "braze: installing what is missing of the tests' dependencies"
 	@. $(VENV)/build.env; $(PIP_INSTALL) --no-build-isolation -e '.[test]'
+	@touch $@
+
+$(VENV)/stamp.docs: pyproject.toml | $(VENV)/stamp.native
+	@. $(VENV)/build.env; $(PIP_INSTALL) --no-build-isolation -e '.[docs]'
 	@touch $@
 
 $(VENV)/stamp.wheel: pyproject.toml | $(VENV)/stamp.native

@@ -65,13 +65,23 @@ def of_wheel(path):
     return f"3.{tag.group(1)}"
 
 
+def libraries_here(page):
+    """The CPU libraries that this processor runs, and torch's names for their levels."""
+    levels = list(ISAS)
+    capability = page["cpu"][
+        "capability"
+    ].lower()  # of other processors than x86-64: something else
+    best = levels.index(capability) if capability in levels else 0
+    return {ISAS[level]: level for level in levels[: best + 1]}
+
+
 def check_info(page, venv, version):
     """Exits where `braze info` shows something else than the wheel that was installed."""
     # .resolve() of neither: a venv's python is a link out of it.
     assert Path(page["braze"]["path"]).is_relative_to(venv.bin.parent), page["braze"]
     assert page["braze"]["commit"] is None, page["braze"]
     assert page["python"]["version"].startswith(version + "."), page["python"]
-    assert page["build"]["cpu_isas"] == ["generic", "avx2", "avx512"], page["build"]
+    assert set(libraries_here(page)) <= set(page["build"]["cpu_isas"]), page["build"]
     cuda, mine = page["torch"]["cuda"], page["build"]["cuda"]
     if cuda and mine and cuda.split(".")[0] == mine.split(".")[0]:
         assert page["loaded"]["cuda"], page["loaded"]
@@ -100,20 +110,19 @@ def test(wheel, torch, share, keep):
 
         page = json.loads(venv.run("-m", "braze", "info", "--json", path=venv.bin))
         check_info(page, venv, version)
-        best = [i.upper() for i in ISAS].index(page["cpu"]["capability"].upper())
-        for level in list(ISAS)[: best + 1]:
+        for isa, level in libraries_here(page).items():
             loaded = venv.run("-c", LOADED, ATEN_CPU_CAPABILITY=level).split()[-1]
-            assert loaded == ISAS[level], f"{loaded} loaded for {level}"
-        tried = ", ".join(list(ISAS.values())[: best + 1])
+            assert loaded == isa, f"{loaded} loaded for {level}"
+        tried = ", ".join(libraries_here(page))
         cuda = "loaded" if page["loaded"]["cuda"] else "not loaded"
         say(f"info: torch {page['torch']['version']}; {tried}; CUDA library {cuda}")
 
         # 20 steps of 64 images are trained, then 20 are timed.
         steps = ["--batch", "64", "--limit", "1280", "--epochs", "1", "--steps", "20"]
-        options = ["--device", "cpu", "--stock", "none", "--out", folder / "mnist"]
+        options = ["--device", "cpu", "--lr", "0.01", "--stock", "none", "--out", folder / "mnist"]
         venv.run("-m", "braze", "mnist", *steps, *options, path=venv.bin)
         trained = json.loads((folder / "mnist" / "mnist.json").read_text())["training"]["braze"]
-        assert trained["accuracy"] > 0.3, trained  # a tenth by chance
+        assert trained["accuracy"] > 0.5, trained  # a tenth by chance
         say(f"MNIST: test accuracy {trained['accuracy']:.1%} after 20 steps")
 
         shutil.copytree(ROOT / "tests", folder / "tests")
