@@ -68,9 +68,8 @@ def of_wheel(path):
 def libraries_here(page):
     """The CPU libraries that this processor runs, and torch's names for their levels."""
     levels = list(ISAS)
-    capability = page["cpu"][
-        "capability"
-    ].lower()  # of other processors than x86-64: something else
+    # Torch has names of their own for other processors, where braze has the generic library.
+    capability = page["cpu"]["capability"].lower()
     best = levels.index(capability) if capability in levels else 0
     return {ISAS[level]: level for level in levels[: best + 1]}
 
