@@ -200,7 +200,7 @@ class Ninja:
     def __init__(self, build_dir):
         self.dir = build_dir
         self.lines = []
-        self.targets = []
+        self.linked = set()
 
     def rule(self, name, command, deps=True):
         self.lines.append(f"rule {name}\n  command = {command}\n  description = {name} $out")
@@ -212,6 +212,8 @@ class Ninja:
         self.lines.append(f"build {escaped[0]}: {rule} {' '.join(escaped[1:])}")
         if flags:
             self.lines.append(f"  flags = {flags}")
+        if rule == "link":
+            self.linked.add(out)
         return out
 
     def run(self, verbose):
@@ -306,6 +308,9 @@ class BuildLibraries(build_ext):
         ninja.edge(extension, "link", [module], "-shared -ldl")
 
         ninja.run(self.verbose > 1)
+        if not self.inplace:  # a wheel has nothing of an earlier build in the same folder
+            for path in {*lib.glob("*.so"), *package.glob("_C*")} - ninja.linked:
+                path.unlink()
         (lib / "build.json").write_text(json.dumps(info, indent=2) + "\n")
 
     def add_cuda_library(self, ninja, lib, cuda_home, link, compile_cxx, ccache):
