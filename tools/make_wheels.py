@@ -77,7 +77,7 @@ def build_environment():
         return env
     # Also under a CPU build of torch: what matters is the torch where the wheel is installed.
     env["BRAZE_CUDA"] = "1"
-    env.setdefault("TORCH_CUDA_ARCH_LIST", "all")
+    env["TORCH_CUDA_ARCH_LIST"] = env.get("TORCH_CUDA_ARCH_LIST") or "all"
     headers = ROOT / f"requirements-build-cuda{nvcc[1]}.txt"
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-q", "--no-deps"]
     subprocess.run([*pip, "-r", headers], check=True)
