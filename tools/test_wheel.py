@@ -42,6 +42,8 @@ class Venv:
         # Neither the source tree nor the packages of the user who runs this.
         self.env = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
         self.env |= {"PYTHONNOUSERSITE": "1", "XDG_CACHE_HOME": str(folder / "cache")}
+        # Threads that spin while they wait take the time of others, of this machine's too.
+        self.env.setdefault("OMP_WAIT_POLICY", "passive")
         subprocess.run([python, "-m", "venv", self.bin.parent], check=True)
 
     def run(self, *arguments, path=None, **env):
