@@ -295,8 +295,7 @@ def conv_bn_relu2d(
         input, from the second derivative on by torch's ops; in training the gradient of `bias`,
         which batch norm cancels, is exactly zero. Bitwise repeatable as conv2d is.
 
-    Raises:
-        As the three functions do.
+    Errors are those of the three functions.
     """
     block = (
         input, weight, bias, running_mean, running_var, bn_weight, bn_bias, stride, padding,
@@ -366,8 +365,7 @@ def conv_bn_relu_max_pool2d(
         input, from the second derivative on by torch's ops; in training the gradient of `bias`,
         which batch norm cancels, is exactly zero. Bitwise repeatable as conv2d is.
 
-    Raises:
-        As the four functions do.
+    Errors are those of the four functions.
     """
     block = (
         input, weight, bias, running_mean, running_var, bn_weight, bn_bias, stride, padding,
