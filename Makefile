@@ -2,6 +2,13 @@
 # make test     the same set-up, then the test suite, on a CPU in a process per core (up to 4)
 #               (ARGS="tests/test_relu.py -k layouts")
 # make bench    the same set-up, then the op benchmarks       (ARGS="relu")
+# make wheel    wheels for every Python from 3.10 to 3.13 that is here, into dist/
+#               (ARGS="--python 3.12")
+# make test-wheel   the newest of those wheels in a fresh venv outside the tree
+#               (ARGS="--torch torch==2.10.0 dist/some.whl")
+# make docs     the documentation as a site, into build/site
+# make test-integrations   docs/integrations.md with the real packages, in a venv of their own
+#               (gigabytes: a CUDA build of torch)
 # make format   format C++, CUDA and Python; `make lint` only checks
 # make clean    remove .venv and everything built
 #
@@ -12,7 +19,7 @@
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: mnist test bench format lint build clean FORCE
+.PHONY: mnist test bench wheel test-wheel test-integrations docs format lint build clean FORCE
 
 PYTHON ?= python3
 ARGS ?=
@@ -22,6 +29,8 @@ PY := $(VENV)/bin/python
 # pip asks no index about what is installed already, so all of this works offline then.
 PIP_INSTALL := $(PY) -m pip --disable-pip-version-check install -q
 NATIVE := setup.py $(shell find csrc -type f)
+# What braze and tests/conftest.py import, for a venv that has braze by its path alone.
+TEST_PACKAGES := numpy platformdirs rich matplotlib pytest pytest-xdist hypothesis expecttest
 FORMATTED = $(shell git ls-files '*.cpp' '*.h' '*.cu' '*.cuh')
 
 mnist: build
@@ -32,6 +41,21 @@ test: build $(VENV)/stamp.test
 
 bench: build
 	@$(PY) -m braze bench $(ARGS)
+
+wheel: $(VENV)/stamp.wheel
+	@. $(VENV)/build.env; $(PY) tools/make_wheels.py $(ARGS)
+
+test-wheel: $(VENV)/build.env
+	@$(PY) tools/test_wheel.py $(ARGS)
+
+docs: $(VENV)/stamp.docs
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict -q
+
+test-integrations: build
+	@$(PY) -m venv build/integrations
+	@build/integrations/bin/python -m pip --disable-pip-version-check install -q \
+	  -r requirements-integrations.txt $(TEST_PACKAGES)
+	@PYTHONPATH=python build/integrations/bin/python -m pytest -q tests/test_integrations.py $(ARGS)
 
 build: $(VENV)/stamp.native $(VENV)/stamp.install
 
@@ -74,6 +98,14 @@ $(VENV)/stamp.install: pyproject.toml | $(VENV)/stamp.native
 $(VENV)/stamp.test: pyproject.toml | $(VENV)/stamp.native
 	@echo "braze: installing what is missing of the tests' dependencies"
 	@. $(VENV)/build.env; $(PIP_INSTALL) --no-build-isolation -e '.[test]'
+	@touch $@
+
+$(VENV)/stamp.docs: pyproject.toml | $(VENV)/stamp.native
+	@. $(VENV)/build.env; $(PIP_INSTALL) --no-build-isolation -e '.[docs]'
+	@touch $@
+
+$(VENV)/stamp.wheel: pyproject.toml | $(VENV)/stamp.native
+	@. $(VENV)/build.env; $(PIP_INSTALL) --no-build-isolation -e '.[wheel]'
 	@touch $@
 
 $(VENV)/stamp.lint: pyproject.toml | $(VENV)/stamp.native

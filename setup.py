@@ -12,11 +12,12 @@ Environment:
   BRAZE_CUDA            auto (default): build the CUDA library under a CUDA build of torch, where
                         nvcc is found; 1: build it under any torch, and fail without nvcc; 0: leave
                         it out
-  TORCH_CUDA_ARCH_LIST  for example "8.0 9.0a 9.0+PTX"; default: the visible GPUs, else
-                        "8.0 8.6 8.9 9.0a 9.0+PTX"
+  TORCH_CUDA_ARCH_LIST  for example "8.0 9.0a 9.0+PTX"; all: "8.0 8.6 8.9 9.0a 9.0+PTX", what a
+                        wheel has; default: the visible GPUs, else all
   BRAZE_CPU_ISA         "generic avx2 avx512" (default on x86-64); a subset builds faster
   CUDA_HOME             where nvcc is; default: that of the nvcc on PATH, or /usr/local/cuda
   CXX                   the C++ compiler; default: g++
+  BRAZE_PYTHON          the Python that _C and the wheel are for; default: the one that runs this
   MAX_JOBS              parallel compile jobs
 
 ccache is used where it is on PATH (CCACHE_DISABLE=1 turns it off).
@@ -30,12 +31,12 @@ import shutil
 import site
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 import pybind11
 import torch
 from setuptools import Distribution, Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent.resolve()
@@ -62,6 +63,26 @@ def cpu_isas():
         if isa not in ISA_FLAGS:
             sys.exit(f"BRAZE_CPU_ISA: expected a subset of {' '.join(ISA_FLAGS)}, but got {isa}")
     return isas
+
+
+# What a wheel has to know of its Python, which may be another than the one that builds it.
+TARGET_PYTHON = """
+import json, sys, sysconfig
+print(json.dumps({
+    "tag": f"cp{sys.version_info[0]}{sys.version_info[1]}",
+    "abi": f"cp{sys.version_info[0]}{sys.version_info[1]}{sys.abiflags}",
+    "suffix": sysconfig.get_config_var("EXT_SUFFIX"),
+    "include": sysconfig.get_path("include"),
+}))
+"""
+
+
+def target_python():
+    python = os.environ.get("BRAZE_PYTHON") or sys.executable
+    out = subprocess.run([python, "-c", TARGET_PYTHON], capture_output=True, text=True)
+    if out.returncode:
+        sys.exit(f"BRAZE_PYTHON: {python} does not run: {out.stderr.strip()}")
+    return json.loads(out.stdout)
 
 
 def find_cuda_home():
@@ -128,7 +149,9 @@ def arch_list():
             found = {"9.0a" if cap == "9.0" else cap for cap in out.stdout.split()}
             archs = " ".join(sorted(found))
         else:
-            archs = WHEEL_ARCHS
+            archs = "all"
+    if archs.strip() == "all":
+        archs = WHEEL_ARCHS
     return archs.replace(";", " ").replace(",", " ").split()
 
 
@@ -177,7 +200,7 @@ class Ninja:
     def __init__(self, build_dir):
         self.dir = build_dir
         self.lines = []
-        self.targets = []
+        self.linked = set()
 
     def rule(self, name, command, deps=True):
         self.lines.append(f"rule {name}\n  command = {command}\n  description = {name} $out")
@@ -189,6 +212,8 @@ class Ninja:
         self.lines.append(f"build {escaped[0]}: {rule} {' '.join(escaped[1:])}")
         if flags:
             self.lines.append(f"  flags = {flags}")
+        if rule == "link":
+            self.linked.add(out)
         return out
 
     def run(self, verbose):
@@ -274,14 +299,18 @@ class BuildLibraries(build_ext):
         else:
             print(f"braze: CUDA library left out: {why}", flush=True)
 
-        extension = package / ("_C" + sysconfig.get_config_var("EXT_SUFFIX"))
-        python_include = (
-            f"-isystem {sysconfig.get_path('include')} -isystem {pybind11.get_include()}"
+        python = target_python()
+        extension = package / ("_C" + python["suffix"])
+        python_include = f"-isystem {python['include']} -isystem {pybind11.get_include()}"
+        module = compile_cxx(
+            CSRC / "bindings" / "module.cpp", python["abi"], f"{cpu} {python_include}"
         )
-        module = compile_cxx(CSRC / "bindings" / "module.cpp", "py", f"{cpu} {python_include}")
         ninja.edge(extension, "link", [module], "-shared -ldl")
 
         ninja.run(self.verbose > 1)
+        if not self.inplace:  # a wheel has nothing of an earlier build in the same folder
+            for path in {*lib.glob("*.so"), *package.glob("_C*")} - ninja.linked:
+                path.unlink()
         (lib / "build.json").write_text(json.dumps(info, indent=2) + "\n")
 
     def add_cuda_library(self, ninja, lib, cuda_home, link, compile_cxx, ccache):
@@ -336,6 +365,12 @@ class BuildLibraries(build_ext):
         return [str(p) for p in [*package.glob("_C*"), *package.glob("lib/*")]]
 
 
+class WheelForTarget(bdist_wheel):
+    def get_tag(self):
+        python = target_python()
+        return python["tag"], python["abi"], super().get_tag()[2]
+
+
 class BinaryDistribution(Distribution):
     def has_ext_modules(self):
         return True
@@ -346,5 +381,5 @@ setup(
     package_dir={"": "python"},
     # One placeholder: BuildLibraries decides what is built.
     ext_modules=[Extension("braze._C", sources=[])],
-    cmdclass={"build_ext": BuildLibraries},
+    cmdclass={"bdist_wheel": WheelForTarget, "build_ext": BuildLibraries},
 )

@@ -1,4 +1,5 @@
 import copy
+import itertools
 import pickle
 
 import pytest
@@ -481,3 +482,24 @@ def test_the_tests_reject_a_wrong_kernel(device, dtype):
     w = randn(3, 4, 3, 3, device=device, dtype=dtype)
     with pytest.raises(AssertionError, match="error"):
         check_against_stock(wrong, lambda x, w: stock.conv2d(x, w, padding=1), [x, w])
+
+
+@pytest.mark.parametrize("kernel", [1, 3])
+@pytest.mark.parametrize("groups", [1, 4])
+def test_gradient_has_its_weights_strides(device, kernel, groups):
+    """Also those of extents of 1, which DistributedDataParallel compares."""
+    formats = torch.contiguous_format, torch.channels_last
+    for of_input, of_weight in itertools.product(formats, formats):
+        x = torch.randn(2, groups, 6, 6, device=device).to(memory_format=of_input)
+        w = torch.randn(4, 1, kernel, kernel, device=device).to(memory_format=of_weight)
+        w.requires_grad_()
+        y = F.conv2d(x, w, padding=kernel // 2, groups=groups)
+        (grad,) = torch.autograd.grad(y.sum(), w)
+        assert grad.stride() == w.stride(), (of_input, of_weight)
+        (stock,) = torch.autograd.grad(
+            torch.nn.functional.conv2d(x, w, padding=kernel // 2, groups=groups).sum(), w
+        )
+        torch.testing.assert_close(grad, stock, rtol=1e-4, atol=1e-4)
+        if kernel == 3 and groups == 1:
+            y = F.conv_bn_relu_max_pool2d(x, w, padding=1, training=True)
+            assert torch.autograd.grad(y.sum(), w)[0].stride() == w.stride()

@@ -138,7 +138,7 @@ def test_layers_changed_after_conversion():
     "change",
     [
         lambda m: m.__setitem__(2, nn.PReLU()),
-        lambda m: m.__setitem__(1, nn.SyncBatchNorm(8)),
+        lambda m: m.__setitem__(1, nn.SyncBatchNorm(8)),  # it exchanges statistics in between
     ],
     ids=["PReLU", "SyncBatchNorm"],
 )

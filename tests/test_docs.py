@@ -10,7 +10,8 @@ from xml.etree import ElementTree
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FRONT = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+PAGES = [*FRONT, *sorted((ROOT / "docs").rglob("*.md"))]
 LADDERS = sorted((ROOT / "csrc").rglob("README.md"))
 TOP = ("benchmarks", "csrc", "docs", "examples", "python", "tests", "tools")
 SOURCE = (".c", ".cpp", ".cu", ".cuh", ".h", ".md", ".py", ".svg", ".cu*")
@@ -25,7 +26,7 @@ RUNG = re.compile(r"\d\d_[a-z]\w*")
 
 def known_paths():
     """Every file and folder of the project, relative to its root."""
-    paths = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "setup.py"]
+    paths = [*FRONT, ROOT / "setup.py"]
     paths += (p for top in TOP for p in (ROOT / top, *(ROOT / top).rglob("*")))
     return {str(p.relative_to(ROOT)) for p in paths if "__pycache__" not in p.parts}
 

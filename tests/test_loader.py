@@ -16,7 +16,7 @@ def numbered(count, *shape):
 
 
 def epoch(loader):
-    return torch.cat([labels for _, labels in loader]).tolist()
+    return [label for _, labels in loader for label in labels.tolist()]
 
 
 @pytest.mark.parametrize(("count", "batch"), [(10, 3), (12, 3), (5, 8), (1, 1), (0, 4), (200, 64)])
@@ -55,6 +55,51 @@ def test_order(device):
     assert epoch(again) == first
     still = DeviceLoader(*data, 7, shuffle=False, device=device)
     assert epoch(still) == epoch(still) == list(range(100))
+
+
+@pytest.mark.parametrize("count", [24, 25, 2, 0])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_ranks_share_each_step(device, count, drop_last):
+    """A step's images, of all ranks together, are those of one process; as torch's
+    DistributedSampler has it, all ranks have as many."""
+    data, ranks, batch = numbered(count, 1, 1), 3, 4
+    options = {"drop_last": drop_last, "device": device, "seed": 1}
+    whole = DeviceLoader(*data, batch * ranks, **options)
+    parts = [
+        DeviceLoader(*data, batch, num_replicas=ranks, rank=rank, **options)
+        for rank in range(ranks)
+    ]
+    for _ in range(2):
+        order = whole.draw().tolist()
+        shares = [epoch(part) for part in parts]
+        own = count // ranks if drop_last else -(-count // ranks)
+        own = own // batch * batch if drop_last else own
+        assert [len(share) for share in shares] == [own] * ranks
+        repeated = (order * ranks)[: own * ranks]
+        assert shares == [repeated[rank::ranks] for rank in range(ranks)]
+        full, rest = divmod(own, batch)
+        assert parts[0].batch_sizes() == [batch] * full + [rest] * (rest > 0)
+    again = copy.copy(parts[1])
+    parts[1].start_epoch()
+    captured = []
+    for size in parts[1].batch_sizes():
+        captured += parts[1].next_batch(size)[1].tolist()
+    assert captured == epoch(again)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"num_replicas": 2, "rank": 2}, ValueError, "rank 2 of 2"),
+        ({"num_replicas": 2, "rank": -1}, ValueError, "rank -1 of 2"),
+        ({"num_replicas": 0}, ValueError, "rank 0 of 0"),
+        ({"num_replicas": 2.0}, TypeError, "num_replicas to be an int"),
+        ({"rank": True}, TypeError, "rank to be an int"),
+    ],
+)
+def test_bad_ranks(options, error, message):
+    with pytest.raises(error, match=message):
+        DeviceLoader(*numbered(4, 1, 1), 2, **options)
 
 
 def test_dropped_images_differ_between_epochs(device):

@@ -196,7 +196,7 @@ def test_a_state_of_a_longer_epoch_is_refused(device):
     for _, _loss in zip(range(2), steps[0].epoch(), strict=False):
         state = copy.deepcopy(steps[0].state_dict())
     before = steps[1].model[1].weight.detach().clone()
-    with pytest.raises(ValueError, match="at batch 2 of an epoch, but the loader has 1"):
+    with pytest.raises(ValueError, match="at image 4 of an epoch, but the loader's steps are of 8"):
         steps[1].load_state_dict(state)
     assert torch.equal(steps[1].model[1].weight, before)
 

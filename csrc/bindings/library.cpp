@@ -197,6 +197,20 @@ STABLE_TORCH_LIBRARY(braze, m) {
       "log_softmax_backward(Tensor grad_output, Tensor output, int dim, ScalarType input_dtype) "
       "-> Tensor");
 
+  // sync_batch_norm: of several processes, which exchange moments ([C, 3], then [C, processes, 3])
+  // and sums ([C, 2])
+  m.def("sync_batch_norm_moments(Tensor input) -> Tensor");
+  m.def(
+      "sync_batch_norm(Tensor input, Tensor moments, Tensor? weight, Tensor? bias, "
+      "Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor(c!)? num_batches_tracked, "
+      "float? momentum, float eps) -> (Tensor output, Tensor statistics, Tensor total)");
+  m.def(
+      "sync_batch_norm_sums(Tensor grad_output, Tensor input, Tensor? weight, Tensor statistics) "
+      "-> (Tensor sums, Tensor grad_weight, Tensor grad_bias)");
+  m.def(
+      "sync_batch_norm_input_grad(Tensor grad_output, Tensor input, Tensor? weight, "
+      "Tensor statistics, Tensor sums, Tensor total) -> Tensor");
+
   // transpose
   m.def("transpose_copy(Tensor input, str backend=\"auto\") -> Tensor");
 

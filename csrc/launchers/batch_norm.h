@@ -65,6 +65,17 @@ struct BatchNormGradients {
   void* constant;
 };
 
+// Mean of a part of a channel, the sum of squares about it, and the number of elements. In float64,
+// since parts are merged by subtracting means.
+struct MomentsPartial {
+  double mean, squares, count;
+};
+
+// Sums of dy and of dy * (x - mean) over a part of a channel.
+struct GradSums {
+  double sum, dot;
+};
+
 namespace BRAZE_DEVICE {
 
 int64_t batch_norm_workspace_bytes(const BatchNormShape& shape);
@@ -107,6 +118,26 @@ void batch_norm_backward(Stream stream, const BatchNormShape& shape, bool traini
                          const void* x, const BatchNormTail& tail, const void* mask,
                          const BatchNormAffine& affine, const BatchNormStatistics& statistics,
                          const BatchNormGradients& gradients, void* workspace);
+
+// Batch norm over the batches of several processes, in steps between which they exchange what is
+// here [c]. The forward pass in training: what follows from the moments of all `parts` of each
+// channel, [c][parts], of which some may be of no elements; *total is their number. Where there is
+// none nothing follows.
+void batch_norm_moments(Stream stream, const BatchNormShape& shape, const void* x,
+                        MomentsPartial* moments, void* workspace);
+void batch_norm_merge(Stream stream, const BatchNormShape& shape, const MomentsPartial* moments,
+                      int parts, const BatchNormAffine& affine, const BatchNormBuffers& buffers,
+                      double eps, const BatchNormStatistics& statistics, double* total);
+
+// The backward pass: this process's sums, of which it makes its parameters' gradients (nullptr: not
+// wanted), and the gradient of its input by the sums over all `*total` elements.
+void batch_norm_sums(Stream stream, const BatchNormShape& shape, const void* dy, const void* x,
+                     const BatchNormAffine& affine, const BatchNormStatistics& statistics,
+                     GradSums* sums, void* dweight, void* dbias, void* workspace);
+void batch_norm_input_grad(Stream stream, const BatchNormShape& shape, const void* dy,
+                           const void* x, const BatchNormAffine& affine,
+                           const BatchNormStatistics& statistics, const GradSums* sums,
+                           const double* total, void* dx, void* workspace);
 
 }  // namespace BRAZE_DEVICE
 }  // namespace braze

@@ -225,16 +225,22 @@ inline bool is_dense(const Tensor& t) {
   return true;
 }
 
-// Batch, channel, height and width of a 4-D tensor in NHWC order in memory. Where one channel or
-// one pixel makes a tensor both contiguous and channels_last, the strides of the extents of 1
-// decide, as in torch: they are what torch.empty(..., memory_format=...) writes.
-inline bool is_channels_last(const Tensor& t) {
+// Batch, channel, height and width of a 4-D tensor in NHWC order in memory, whatever the strides of
+// extents of 1.
+inline bool is_nhwc(const Tensor& t) {
   if (t.dim() != 4) return false;
   int64_t expected = 1;
   for (const int64_t d : {1, 3, 2, 0}) {
     if (t.size(d) != 1 && t.stride(d) != expected) return false;
     expected *= t.size(d);
   }
+  return true;
+}
+
+// Where one channel or one pixel makes a tensor both contiguous and channels_last, the strides of
+// the extents of 1 decide, as in torch: they are what torch.empty(..., memory_format=...) writes.
+inline bool is_channels_last(const Tensor& t) {
+  if (!is_nhwc(t)) return false;
   if (!t.is_contiguous()) return true;
   return t.stride(1) == 1 && t.stride(3) == t.size(1) && t.stride(0) > 1;
 }
@@ -262,6 +268,17 @@ inline Tensor empty_4d(const std::vector<int64_t>& nchw, const Tensor& like, boo
                        std::optional<ScalarType> dtype = std::nullopt) {
   static constexpr int kChannelsLast[] = {1, 3, 2, 0};
   return empty_dense(nchw, channels_last ? kChannelsLast : nullptr, like, dtype);
+}
+
+// The gradient of the 4-D `weight`, to be written in the given format. Where the weight's own
+// strides mean the same memory it gets those: DistributedDataParallel compares a gradient's strides
+// with its parameter's, also those of extents of 1.
+inline Tensor empty_weight_gradient(const Tensor& weight, bool channels_last) {
+  if (channels_last ? is_nhwc(weight) : weight.is_contiguous()) {
+    return empty_strided(weight.sizes().data(), weight.strides().data(), 4, weight);
+  }
+  return empty_4d({weight.size(0), weight.size(1), weight.size(2), weight.size(3)}, weight,
+                  channels_last);
 }
 
 }  // namespace braze

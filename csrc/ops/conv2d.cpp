@@ -355,7 +355,7 @@ std::tuple<Tensor, Tensor, Tensor> run_conv2d_gradients(
   Branch branch(stream, shape);
   Workspace kept;
   if (output_mask[1]) {
-    grad_weight = empty_4d({shape.k, weight.size(1), shape.r, shape.s}, input, channels_last);
+    grad_weight = empty_weight_gradient(weight, channels_last);
     if (no_terms) {
       torch::stable::zero_(grad_weight);
     } else {

@@ -144,7 +144,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> conv_bn_relu_max_pool2d_backward(
   const Tensor w = as_contiguous(weight);
   const ScalarType param_type =
       bn_weight ? bn_weight->scalar_type() : bn_dtype.value_or(input.scalar_type());
-  Tensor grad_weight = empty({a.k, a.c, a.r, a.s}, weight);
+  Tensor grad_weight = empty_weight_gradient(weight, false);
   Tensor grad_gamma = empty({a.k}, input, param_type);
   Tensor grad_beta = empty({a.k}, input, param_type);
   Tensor grad_bias = empty({a.k}, input);

@@ -24,9 +24,9 @@ def kernels(op=None):
         op: only this op's kernels, for example ``"matmul"``.
 
     Returns:
-        Dicts with ``op``, ``name`` (what :func:`backend` takes), ``dtypes`` (space-separated),
-        ``arch`` (``"cpu"``, ``"sm_80+"``, ``"sm_90a"``), ``shipped`` (False for ladder rungs)
-        and ``note``.
+        A list of dicts with ``op``, ``name`` (what :class:`backend` takes), ``dtypes``
+        (space-separated), ``arch`` (``"cpu"``, ``"sm_80+"``, ``"sm_90a"``), ``shipped`` (False for
+        ladder rungs) and ``note``.
     """
     libraries = [lib for lib in (_lib.ops_library, _lib.cuda_library) if lib is not None]
     return [k for lib in libraries for k in lib.kernels() if op is None or k["op"] == op]

@@ -99,15 +99,10 @@ struct Coefficients {
         shift(static_cast<A*>(s.shift)) {}
 };
 
-template <typename T>
-void batch_coefficients(const BatchNormShape& shape, const T* x, const BatchNormAffine& affine,
-                        const BatchNormBuffers& buffers, double eps,
-                        const Coefficients<acc_t<T>>& k, Partial* partials) {
-  using A = acc_t<T>;
-  if (buffers.batches) ++*buffers.batches;
-  const double momentum = buffers.momentum  ? *buffers.momentum
-                          : buffers.batches ? 1.0 / *buffers.batches
-                                            : 0.0;
+// Calls f(channel, its moments).
+template <typename T, typename F>
+void for_each_channels_moments(const BatchNormShape& shape, const T* x, Partial* partials,
+                               const F& f) {
   const int64_t splits = split_count(shape), c = shape.c;
   reduce(
       shape, partials,
@@ -119,6 +114,24 @@ void batch_coefficients(const BatchNormShape& shape, const T* x, const BatchNorm
       const Partial& p = partials[s * c + j];
       if (p.count > 0) merge_moments(&total, p.count, p.first, p.second);
     }
+    f(j, total);
+  }
+}
+
+// What follows from a channel's moments, in training.
+template <typename A>
+class BatchCoefficients {
+ public:
+  BatchCoefficients(const BatchNormAffine& affine, const BatchNormBuffers& buffers, double eps,
+                    const BatchNormStatistics& statistics)
+      : affine(affine), buffers(buffers), eps(eps), k(statistics) {
+    if (buffers.batches) ++*buffers.batches;
+    momentum = buffers.momentum  ? *buffers.momentum
+               : buffers.batches ? 1.0 / *buffers.batches
+                                 : 0.0;
+  }
+
+  void operator()(int64_t j, const Partial& total) const {
     const double r = 1 / std::sqrt(total.second / total.count + eps);
     k.mean[j] = static_cast<A>(total.first);
     k.rstd[j] = static_cast<A>(r);
@@ -129,7 +142,13 @@ void batch_coefficients(const BatchNormShape& shape, const T* x, const BatchNorm
     update_buffer(buffers.mean, buffers.dtype, j, momentum, total.first);
     update_buffer(buffers.var, buffers.dtype, j, momentum, total.second / (total.count - 1));
   }
-}
+
+ private:
+  const BatchNormAffine& affine;
+  const BatchNormBuffers& buffers;
+  double eps, momentum;
+  Coefficients<A> k;
+};
 
 template <typename A>
 void running_coefficients(const BatchNormShape& shape, const BatchNormAffine& affine,
@@ -164,12 +183,43 @@ void batch_norm_coefficients(Stream, const BatchNormShape& shape, bool training,
                              const BatchNormStatistics& statistics, void* workspace) {
   dispatch(shape.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const Coefficients<acc_t<T>> k(statistics);
+    using A = acc_t<T>;
     if (training) {
-      batch_coefficients(shape, static_cast<const T*>(x), affine, buffers, eps, k,
-                         static_cast<Partial*>(workspace));
+      for_each_channels_moments(shape, static_cast<const T*>(x), static_cast<Partial*>(workspace),
+                                BatchCoefficients<A>(affine, buffers, eps, statistics));
     } else {
-      running_coefficients(shape, affine, buffers, eps, k);
+      running_coefficients(shape, affine, buffers, eps, Coefficients<A>(statistics));
+    }
+  });
+}
+
+void batch_norm_moments(Stream, const BatchNormShape& shape, const void* x, MomentsPartial* moments,
+                        void* workspace) {
+  dispatch(shape.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    for_each_channels_moments(shape, static_cast<const T*>(x), static_cast<Partial*>(workspace),
+                              [&](int64_t j, const Partial& total) {
+                                moments[j] = {total.first, total.second, total.count};
+                              });
+  });
+}
+
+void batch_norm_merge(Stream, const BatchNormShape& shape, const MomentsPartial* moments, int parts,
+                      const BatchNormAffine& affine, const BatchNormBuffers& buffers, double eps,
+                      const BatchNormStatistics& statistics, double* total) {
+  *total = 0;
+  for (int i = 0; i < parts; ++i) *total += moments[i].count;
+  dispatch(shape.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const BatchCoefficients<acc_t<T>> coefficients(affine, buffers, eps, statistics);
+    if (*total == 0) return;
+    for (int64_t j = 0; j < shape.c; ++j) {
+      Partial merged = {};
+      for (int i = 0; i < parts; ++i) {
+        const MomentsPartial& part = moments[j * parts + i];
+        if (part.count > 0) merge_moments(&merged, part.count, part.mean, part.squares);
+      }
+      coefficients(j, merged);
     }
   });
 }

@@ -96,6 +96,25 @@ struct GradResults {
   bool training;
 };
 
+// What dx is made with, of channel j's sums over `count` elements.
+template <typename A>
+void set_coefficients(int64_t j, double scale, double rstd, const GradSums& sums, double count,
+                      const GradCoefficients<A>& k) {
+  k.by_grad[j] = static_cast<A>(scale);
+  k.by_input[j] = static_cast<A>(-scale * rstd * rstd * sums.dot / count);
+  k.offset[j] = static_cast<A>(-scale * sums.sum / count);
+}
+
+// Those of channel j that reduce() left.
+inline GradSums sums_of(const Partial* partials, int64_t splits, int64_t c, int64_t j) {
+  GradSums total{0, 0};
+  for (int64_t s = 0; s < splits; ++s) {
+    total.sum += partials[s * c + j].first;
+    total.dot += partials[s * c + j].second;
+  }
+  return total;
+}
+
 // The coefficients and the parameters' gradients from `splits` sums that reduce() left in
 // `partials` (none: of no use). count: elements per channel.
 template <typename A>
@@ -103,19 +122,15 @@ void merge_grads(int64_t c, int64_t count, const Partial* partials, int64_t spli
                  const GradResults& results, const GradCoefficients<A>& k) {
   const auto& [affine, dweight, dbias, dconstant, constant_dtype, training] = results;
   for (int64_t j = 0; j < c; ++j) {
-    double sum = 0, dot = 0;
-    for (int64_t s = 0; s < splits; ++s) {
-      sum += partials[s * c + j].first;
-      dot += partials[s * c + j].second;
-    }
-    if (dweight) store_from_double(dweight, affine.dtype, j, dot * rstd[j]);
-    if (dbias) store_from_double(dbias, affine.dtype, j, sum);
+    const GradSums sums = sums_of(partials, splits, c, j);
+    if (dweight) store_from_double(dweight, affine.dtype, j, sums.dot * rstd[j]);
+    if (dbias) store_from_double(dbias, affine.dtype, j, sums.sum);
     const double scale = rstd[j] * weight_of(affine, j);
     // In training dx sums to 0, or to NaN where a gradient is not finite.
-    if (dconstant) store_from_double(dconstant, constant_dtype, j, sum * (training ? 0 : scale));
-    k.by_grad[j] = static_cast<A>(scale);
-    k.by_input[j] = static_cast<A>(-scale * rstd[j] * rstd[j] * dot / static_cast<double>(count));
-    k.offset[j] = static_cast<A>(-scale * sum / static_cast<double>(count));
+    if (dconstant) {
+      store_from_double(dconstant, constant_dtype, j, sums.sum * (training ? 0 : scale));
+    }
+    set_coefficients(j, scale, rstd[j], sums, static_cast<double>(count), k);
   }
 }
 

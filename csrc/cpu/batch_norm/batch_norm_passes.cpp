@@ -94,6 +94,42 @@ void sums_of_rows(const GradSource<T>& source, int64_t offset, int64_t rows, int
   }
 }
 
+// Fills `partials` with the sums of what `source` gives.
+template <typename T>
+void reduce_gradients(const BatchNormShape& shape, const GradSource<T>& source, Partial* partials) {
+  reduce(
+      shape, partials,
+      [&](int64_t offset, int64_t channel, Partial* p) {
+        sums_of_plane(source, offset, channel, shape.inner, p);
+      },
+      [&](int64_t offset, int64_t rows, Partial* p) {
+        sums_of_rows(source, offset, rows, shape.c, p);
+      });
+}
+
+template <typename T>
+void input_gradient(const BatchNormShape& shape, const GradSource<T>& source, bool training,
+                    const GradCoefficients<acc_t<T>>& k, T* dx) {
+  using A = acc_t<T>;
+  apply(shape, [&](int64_t offset, int64_t count, auto at) {
+    A g[kChunk];
+    source(offset, count, at, g);
+    const T* from = source.x + offset;
+    T* result = dx + offset;
+    const A* mean = source.statistics.mean;
+    if (training) {
+#pragma omp simd
+      for (int64_t j = 0; j < count; ++j) {
+        const A deviation = static_cast<A>(from[j]) - at(mean, j);
+        result[j] = g[j] * at(k.by_grad, j) + deviation * at(k.by_input, j) + at(k.offset, j);
+      }
+    } else {
+#pragma omp simd
+      for (int64_t j = 0; j < count; ++j) result[j] = g[j] * at(k.by_grad, j);
+    }
+  });
+}
+
 }  // namespace
 
 int64_t batch_norm_mask_bytes(const BatchNormShape&, const BatchNormTail&) { return 0; }
@@ -133,16 +169,7 @@ void batch_norm_backward(Stream, const BatchNormShape& shape, bool training, con
     const int64_t splits = split_count(shape), c = shape.c;
     Partial* partials = static_cast<Partial*>(workspace);
     const bool with_sums = d.weight || d.bias || d.constant || kept || (d.x && training);
-    if (with_sums) {
-      reduce(
-          shape, partials,
-          [&](int64_t offset, int64_t channel, Partial* p) {
-            sums_of_plane(source, offset, channel, shape.inner, p);
-          },
-          [&](int64_t offset, int64_t rows, Partial* p) {
-            sums_of_rows(source, offset, rows, c, p);
-          });
-    }
+    if (with_sums) reduce_gradients(shape, source, partials);
     const GradCoefficients<A> k(partials + splits * c, c);
     const GradResults results{affine, d.weight, d.bias, d.constant, shape.dtype, training};
     const A* rstd = source.statistics.rstd;
@@ -152,23 +179,43 @@ void batch_norm_backward(Stream, const BatchNormShape& shape, bool training, con
     const GradSource<T> again{
         kept ? kept : source.dy, in, source.residual, nullptr, kept ? kIdentity : tail.activation,
         source.statistics};
-    apply(shape, [&](int64_t offset, int64_t count, auto at) {
-      A g[kChunk];
-      again(offset, count, at, g);
-      const T* from = in + offset;
-      T* result = static_cast<T*>(d.x) + offset;
-      const A* mean = source.statistics.mean;
-      if (training) {
-#pragma omp simd
-        for (int64_t j = 0; j < count; ++j) {
-          const A deviation = static_cast<A>(from[j]) - at(mean, j);
-          result[j] = g[j] * at(k.by_grad, j) + deviation * at(k.by_input, j) + at(k.offset, j);
-        }
-      } else {
-#pragma omp simd
-        for (int64_t j = 0; j < count; ++j) result[j] = g[j] * at(k.by_grad, j);
-      }
-    });
+    input_gradient(shape, again, training, k, static_cast<T*>(d.x));
+  });
+}
+
+void batch_norm_sums(Stream, const BatchNormShape& shape, const void* dy, const void* x,
+                     const BatchNormAffine& affine, const BatchNormStatistics& statistics,
+                     GradSums* sums, void* dweight, void* dbias, void* workspace) {
+  dispatch(shape.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    using A = acc_t<T>;
+    const GradSource<T> source{static_cast<const T*>(dy), static_cast<const T*>(x), nullptr,
+                               nullptr, kIdentity, Statistics<A>(statistics)};
+    Partial* const partials = static_cast<Partial*>(workspace);
+    reduce_gradients(shape, source, partials);
+    for (int64_t j = 0; j < shape.c; ++j) {
+      sums[j] = sums_of(partials, split_count(shape), shape.c, j);
+      const double rstd = source.statistics.rstd[j];
+      if (dweight) store_from_double(dweight, affine.dtype, j, sums[j].dot * rstd);
+      if (dbias) store_from_double(dbias, affine.dtype, j, sums[j].sum);
+    }
+  });
+}
+
+void batch_norm_input_grad(Stream, const BatchNormShape& shape, const void* dy, const void* x,
+                           const BatchNormAffine& affine, const BatchNormStatistics& statistics,
+                           const GradSums* sums, const double* total, void* dx, void* workspace) {
+  dispatch(shape.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    using A = acc_t<T>;
+    const GradSource<T> source{static_cast<const T*>(dy), static_cast<const T*>(x), nullptr,
+                               nullptr, kIdentity, Statistics<A>(statistics)};
+    const GradCoefficients<A> k(workspace, shape.c);
+    for (int64_t j = 0; j < shape.c; ++j) {
+      const double rstd = source.statistics.rstd[j];
+      set_coefficients(j, rstd * weight_of(affine, j), rstd, sums[j], *total, k);
+    }
+    input_gradient(shape, source, true, k, static_cast<T*>(dx));
   });
 }
 

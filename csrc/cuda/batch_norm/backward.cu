@@ -22,6 +22,43 @@ __global__ void __launch_bounds__(kCoefficientThreads)
   });
 }
 
+// Of several processes: what each of them exchanges, with the parameters' gradients, which are its
+// own sums'; and what dx is made with by the sums of all.
+template <typename A>
+__global__ void __launch_bounds__(kCoefficientThreads)
+    own_sums_kernel(int64_t channels, const GradPartial<A>* partials, int splits,
+                    BackwardArgs args, GradSums* sums) {
+  wait_for_earlier_kernels();
+  for_each_channel(channels, [&](int64_t c) {
+    GradSums total{0, 0};
+    for_each_item<32, 9>(partials + c * splits, splits, [&](const GradPartial<A>& part) {
+      total.sum += part.sum;
+      total.dot += part.dot;
+    });
+    total = {warp_sum(total.sum), warp_sum(total.dot)};
+    if (threadIdx.x % 32 != 0) return;
+    const double rstd = static_cast<const A*>(args.statistics.rstd)[c];
+    store_value(args.dweight, args.affine.dtype, c, total.dot * rstd);
+    store_value(args.dbias, args.affine.dtype, c, total.sum);
+    sums[c] = total;
+  });
+}
+
+template <typename A>
+__global__ void __launch_bounds__(kCoefficientThreads)
+    gathered_sums_kernel(int64_t channels, const GradSums* sums, const double* total,
+                         BackwardArgs args, GradCoefficients<A> results) {
+  wait_for_earlier_kernels();
+  const int64_t c = blockIdx.x * int64_t{kCoefficientThreads} + threadIdx.x;
+  if (c >= channels) return;
+  const double rstd = static_cast<const A*>(args.statistics.rstd)[c];
+  const LoadedValue weight(args.affine.weight, args.affine.dtype, c, 1);
+  const double scale = rstd * weight, by_count = 1 / *total;
+  results.by_grad[c] = static_cast<A>(scale);
+  results.by_input[c] = static_cast<A>(-scale * rstd * rstd * sums[c].dot * by_count);
+  results.offset[c] = static_cast<A>(-scale * sums[c].sum * by_count);
+}
+
 // Returns how many partial results each channel has.
 template <typename T>
 int launch_sums(cudaStream_t s, const BatchNormShape& shape, const Activation& activation,
@@ -67,6 +104,17 @@ void launch_input_grad(cudaStream_t s, const BatchNormShape& shape, const Activa
   check_launch("batch_norm_backward");
 }
 
+// The parts of the workspace.
+template <typename A>
+GradCoefficients<A> coefficients_in(void* workspace, const BatchNormShape& shape) {
+  A* const by_channel = static_cast<A*>(workspace);
+  return {by_channel, by_channel + shape.c, by_channel + 2 * shape.c};
+}
+template <typename A>
+GradPartial<A>* partials_in(void* workspace, const BatchNormShape& shape) {
+  return reinterpret_cast<GradPartial<A>*>(static_cast<double*>(workspace) + 3 * shape.c);
+}
+
 }  // namespace
 
 void batch_norm_backward(Stream stream, const BatchNormShape& shape, bool training, const void* dy,
@@ -80,11 +128,8 @@ void batch_norm_backward(Stream stream, const BatchNormShape& shape, bool traini
   dispatch(shape.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     using A = acc_t<T>;
-    auto* by_channel = static_cast<A*>(workspace);
-    const GradCoefficients<A> coefficients{by_channel, by_channel + shape.c,
-                                           by_channel + 2 * shape.c};
-    auto* partials =
-        reinterpret_cast<GradPartial<A>*>(static_cast<double*>(workspace) + 3 * shape.c);
+    const GradCoefficients<A> coefficients = coefficients_in<A>(workspace, shape);
+    GradPartial<A>* const partials = partials_in<A>(workspace, shape);
     int splits = 0;
     if (has_sums) {
       const GradSumsArgs<T> args{static_cast<const T*>(dy),
@@ -109,6 +154,44 @@ void batch_norm_backward(Stream stream, const BatchNormShape& shape, bool traini
                          {static_cast<const T*>(d.residual ? d.residual : dy),
                           reads_x ? static_cast<const T*>(x) : nullptr, static_cast<T*>(d.x),
                           training, statistics, coefficients, ActivationArgs<A>(activation)});
+  });
+}
+
+void batch_norm_sums(Stream stream, const BatchNormShape& shape, const void* dy, const void* x,
+                     const BatchNormAffine& affine, const BatchNormStatistics& statistics,
+                     GradSums* sums, void* dweight, void* dbias, void* workspace) {
+  const cudaStream_t s = as_cuda(stream);
+  dispatch(shape.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    using A = acc_t<T>;
+    GradPartial<A>* const partials = partials_in<A>(workspace, shape);
+    const GradSumsArgs<T> args{static_cast<const T*>(dy), static_cast<const T*>(x), nullptr,
+                               nullptr, nullptr, statistics, ActivationArgs<A>(kIdentity)};
+    const int splits = launch_sums<T>(s, shape, kIdentity, args, partials);
+    const BackwardArgs merge{affine, statistics, dweight, dbias, nullptr, shape.dtype, true, true};
+    launch_early(own_sums_kernel<A>, coefficient_blocks(shape.c), kCoefficientThreads, 0, s,
+                 shape.c, partials, splits, merge, sums);
+    check_launch("batch_norm_sums");
+  });
+}
+
+void batch_norm_input_grad(Stream stream, const BatchNormShape& shape, const void* dy,
+                           const void* x, const BatchNormAffine& affine,
+                           const BatchNormStatistics& statistics, const GradSums* sums,
+                           const double* total, void* dx, void* workspace) {
+  const cudaStream_t s = as_cuda(stream);
+  dispatch(shape.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    using A = acc_t<T>;
+    const GradCoefficients<A> coefficients = coefficients_in<A>(workspace, shape);
+    const BackwardArgs args{affine, statistics, nullptr, nullptr, nullptr, shape.dtype, true, true};
+    launch_early(gathered_sums_kernel<A>,
+                 static_cast<unsigned>(ceil_div(shape.c, kCoefficientThreads)), kCoefficientThreads,
+                 0, s, shape.c, sums, total, args, coefficients);
+    check_launch("batch_norm_input_grad");
+    launch_input_grad<T>(s, shape, kIdentity,
+                         {static_cast<const T*>(dy), static_cast<const T*>(x), static_cast<T*>(dx),
+                          true, statistics, coefficients, ActivationArgs<A>(kIdentity)});
   });
 }
 

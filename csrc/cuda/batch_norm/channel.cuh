@@ -9,12 +9,6 @@
 
 namespace braze::cuda {
 
-// Mean of a part of a channel, the sum of squares about it, and the number of elements. In float64,
-// since parts are merged by subtracting means.
-struct MomentsPartial {
-  double mean, squares, count;
-};
-
 // Sums of dy and of dy * (x - mean) over a part of a channel.
 template <typename A>
 struct GradPartial {
@@ -153,10 +147,9 @@ __device__ void batch_coefficients(const ForwardArgs& args, double count, double
 }
 
 // A whole warp merges `count` elements' moments. In one pass: deviations are from the first part's
-// mean, which the spread of the parts' means bounds. Lane 0 stores what follows.
-template <typename A, typename Part, typename F>
-__device__ void merge_parts(const ForwardArgs& args, const Part* parts, int number, double count,
-                            int64_t c, const F& read) {
+// mean, which the spread of the parts' means bounds.
+template <typename Part, typename F>
+__device__ MomentsPartial merged_parts(const Part* parts, int number, double count, const F& read) {
   const double origin = parts->mean;
   double sum = 0, squares = 0;
   for_each_item<32, 9>(parts, number, [&](const Part& part) {
@@ -167,9 +160,16 @@ __device__ void merge_parts(const ForwardArgs& args, const Part* parts, int numb
   });
   sum = warp_sum(sum);
   squares = warp_sum(squares);
-  if (threadIdx.x % 32 != 0) return;
   const double offset = sum / count;
-  batch_coefficients<A>(args, count, origin + offset, squares - sum * offset, c);
+  return {origin + offset, squares - sum * offset, count};
+}
+
+// Lane 0 stores what follows from them.
+template <typename A, typename Part, typename F>
+__device__ void merge_parts(const ForwardArgs& args, const Part* parts, int number, double count,
+                            int64_t c, const F& read) {
+  const MomentsPartial merged = merged_parts(parts, number, count, read);
+  if (threadIdx.x % 32 == 0) batch_coefficients<A>(args, count, merged.mean, merged.squares, c);
 }
 
 // Evaluation, one thread.

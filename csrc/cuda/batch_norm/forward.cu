@@ -7,14 +7,15 @@
 namespace braze::cuda {
 namespace {
 
+__device__ __forceinline__ MomentsPartial as_is(const MomentsPartial& part) { return part; }
+
 template <typename A>
 __global__ void __launch_bounds__(kCoefficientThreads)
     merge_moments_kernel(int64_t channels, const MomentsPartial* partials, int splits, double count,
                          ForwardArgs args) {
   wait_for_earlier_kernels();
   for_each_channel(channels, [&](int64_t c) {
-    merge_parts<A>(args, partials + c * splits, splits, count, c,
-                   [](const MomentsPartial& p) { return p; });
+    merge_parts<A>(args, partials + c * splits, splits, count, c, as_is);
   });
 }
 
@@ -39,6 +40,32 @@ __global__ void __launch_bounds__(kCoefficientThreads)
   for_each_channel(channels, [&](int64_t c) {
     merge_parts<A>(args, moments.data + c * moments.sets, moments.sets, count, c,
                    [](const Moments& set) { return MomentsPartial{set.mean, set.m2, set.count}; });
+  });
+}
+
+// Of several processes: what each of them exchanges, and what follows from all of it.
+__global__ void __launch_bounds__(kCoefficientThreads)
+    own_moments_kernel(int64_t channels, const MomentsPartial* partials, int splits, double count,
+                       MomentsPartial* moments) {
+  wait_for_earlier_kernels();
+  for_each_channel(channels, [&](int64_t c) {
+    const MomentsPartial merged = merged_parts(partials + c * splits, splits, count, as_is);
+    if (threadIdx.x % 32 == 0) moments[c] = merged;
+  });
+}
+
+template <typename A>
+__global__ void __launch_bounds__(kCoefficientThreads)
+    gathered_moments_kernel(int64_t channels, const MomentsPartial* moments, int parts,
+                            ForwardArgs args, double* total) {
+  wait_for_earlier_kernels();
+  for_each_channel(channels, [&](int64_t c) {
+    const MomentsPartial* of_channel = moments + c * parts;
+    double count = 0;
+    for (int i = threadIdx.x % 32; i < parts; i += 32) count += of_channel[i].count;
+    count = warp_sum(count);
+    if (c == 0 && threadIdx.x == 0) *total = count;
+    if (count > 0) merge_parts<A>(args, of_channel, parts, count, c, as_is);
   });
 }
 
@@ -141,6 +168,28 @@ void batch_norm_coefficients(Stream stream, const BatchNormShape& shape, bool tr
     merge_moments(s, shape, partials, splits, args);
   }
   check_launch("batch_norm_coefficients");
+}
+
+void batch_norm_moments(Stream stream, const BatchNormShape& shape, const void* x,
+                        MomentsPartial* moments, void* workspace) {
+  const cudaStream_t s = as_cuda(stream);
+  auto* partials = static_cast<MomentsPartial*>(workspace);
+  const int splits = launch_moments(s, shape, x, partials, nullptr);
+  launch_early(own_moments_kernel, coefficient_blocks(shape.c), kCoefficientThreads, 0, s, shape.c,
+               partials, splits, static_cast<double>(shape.count()), moments);
+  check_launch("batch_norm_moments");
+}
+
+void batch_norm_merge(Stream stream, const BatchNormShape& shape, const MomentsPartial* moments,
+                      int parts, const BatchNormAffine& affine, const BatchNormBuffers& buffers,
+                      double eps, const BatchNormStatistics& statistics, double* total) {
+  const cudaStream_t s = as_cuda(stream);
+  if (buffers.batches) count_batch(s, buffers.batches);
+  const auto kernel = shape.dtype == DType::kFloat64 ? gathered_moments_kernel<double>
+                                                     : gathered_moments_kernel<float>;
+  launch_early(kernel, coefficient_blocks(shape.c), kCoefficientThreads, 0, s, shape.c, moments,
+               parts, forward_args(affine, buffers, eps, statistics), total);
+  check_launch("batch_norm_merge");
 }
 
 void batch_norm_apply(Stream stream, const BatchNormShape& shape, const void* x,

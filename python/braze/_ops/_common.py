@@ -258,8 +258,8 @@ def overwrite(buffers, op, *args):
     return results
 
 
-def is_channels_last(tensor):
-    """Whether the kernels treat a tensor as channels_last: C++'s is_channels_last()."""
+def _is_nhwc(tensor):
+    """Whether memory is in NHWC order, whatever the strides of extents of 1."""
     if tensor.dim() != 4:
         return False
     # torch 2.11 answers False for every tensor of symbolic sizes, so that only strides can tell.
@@ -268,10 +268,25 @@ def is_channels_last(tensor):
         if tensor.shape[axis] != 1 and tensor.stride(axis) != expected:
             return False
         expected = expected * tensor.shape[axis]
+    return True
+
+
+def is_channels_last(tensor):
+    """Whether the kernels treat a tensor as channels_last: C++'s is_channels_last()."""
+    if not _is_nhwc(tensor):
+        return False
     if not tensor.is_contiguous():
         return True
     n, c, _, w = tensor.stride()
     return c == 1 and w == tensor.shape[1] and n > 1
+
+
+def empty_weight_gradient(weight, memory_format):
+    """The shape function of C++'s empty_weight_gradient()."""
+    channels_last = memory_format == torch.channels_last
+    if _is_nhwc(weight) if channels_last else weight.is_contiguous():
+        return weight.new_empty_strided(weight.shape, weight.stride())
+    return torch.empty_like(weight, memory_format=memory_format)
 
 
 def int_pair(function, argument, position, value):

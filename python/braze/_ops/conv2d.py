@@ -5,7 +5,15 @@ from torch.utils import flop_counter
 
 from braze import _config
 from braze._ops._bilinear import double_backward, masked
-from braze._ops._common import autocast_dtype, below_autograd, cast_to, eager, plain, register
+from braze._ops._common import (
+    autocast_dtype,
+    below_autograd,
+    cast_to,
+    eager,
+    empty_weight_gradient,
+    plain,
+    register,
+)
 
 _ops = torch.ops.braze
 
@@ -141,13 +149,11 @@ def fake_gradients(input, weight, channels, output_mask):
     """Of input, weight and bias, the latter of the result's `channels`."""
     form = memory_format(input, weight)
     kw = {"dtype": input.dtype, "device": input.device}
-
-    def like(t):
-        return torch.empty(t.shape, memory_format=form, **kw)
-
     return (
-        like(input) if output_mask[0] else torch.empty(0, **kw),
-        like(weight) if output_mask[1] else torch.empty(0, **kw),
+        torch.empty(input.shape, memory_format=form, **kw)
+        if output_mask[0]
+        else torch.empty(0, **kw),
+        empty_weight_gradient(weight, form) if output_mask[1] else torch.empty(0, **kw),
         torch.empty(channels if output_mask[2] else 0, **kw),
     )
 

@@ -11,6 +11,7 @@ from braze._ops._common import (
     cast_to,
     eager,
     eager_backward,
+    empty_weight_gradient,
     is_channels_last,
     overwrite,
     plain,
@@ -132,7 +133,7 @@ def _backward_fake(grad_output, input, weight, bn_weight, codes, moments, paddin
     k = weight.shape[0]
     parameters = dtype or (input.dtype if bn_weight is None else bn_weight.dtype)
     return (
-        weight.new_empty(weight.shape),
+        empty_weight_gradient(weight, torch.contiguous_format),
         input.new_empty(k),
         input.new_empty(k, dtype=parameters),
         input.new_empty(k, dtype=parameters),
@@ -294,8 +295,7 @@ def conv_bn_relu2d(
         input, from the second derivative on by torch's ops; in training the gradient of `bias`,
         which batch norm cancels, is exactly zero. Bitwise repeatable as conv2d is.
 
-    Raises:
-        As the three functions do.
+    Errors are those of the three functions.
     """
     block = (
         input, weight, bias, running_mean, running_var, bn_weight, bn_bias, stride, padding,
@@ -365,8 +365,7 @@ def conv_bn_relu_max_pool2d(
         input, from the second derivative on by torch's ops; in training the gradient of `bias`,
         which batch norm cancels, is exactly zero. Bitwise repeatable as conv2d is.
 
-    Raises:
-        As the four functions do.
+    Errors are those of the four functions.
     """
     block = (
         input, weight, bias, running_mean, running_var, bn_weight, bn_bias, stride, padding,

@@ -245,7 +245,7 @@ def linear_add(input, weight, bias, residual):
         residual: of the result's shape, [..., N], any strides.
 
     Returns:
-        As :func:`linear`: the residual is added before the result is rounded. Twice differentiable.
+        As :func:`linear`. The residual is added before the result is rounded. Twice differentiable.
         Under autocast the residual is cast as the others are.
 
     Raises:

@@ -327,7 +327,7 @@ def linear_relu(input, weight, bias=None):
         input, weight, bias: as in :func:`linear`.
 
     Returns:
-        As :func:`linear`: the ReLU comes before the result is rounded. Twice differentiable.
+        As :func:`linear`. The ReLU comes before the result is rounded. Twice differentiable.
 
     Raises:
         TypeError, RuntimeError: as :func:`linear`.

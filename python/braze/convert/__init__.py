@@ -246,8 +246,8 @@ def convert_report(model):
         model: a ``torch.nn.Module``. It is not changed.
 
     Returns:
-        A report that prints as a list, with `entries`, `swapped`, `fused` and `left_alone`: tuples
-        of entries with `name`, `action`, `before`, `after` and `reason`.
+        A :class:`Report` that prints as a list. Its `entries`, `swapped`, `fused` and `left_alone`
+        are tuples of entries with `name`, `action`, `before`, `after` and `reason`.
     """
     return _analyse(model)[0]
 

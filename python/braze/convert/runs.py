@@ -45,6 +45,7 @@ LAYERS = (
     "SiLU",
     "Sigmoid",
     "Softmax",
+    "SyncBatchNorm",
     "Tanh",
 )
 #: Activations: by the name of the layer, that of torch.nn.functional's function, and the settings

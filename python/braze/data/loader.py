@@ -30,16 +30,21 @@ class DeviceLoader:
         dtype: of the image batches: float64, float32, bfloat16 or float16.
         mean, std: a batch is ``(image / 255 - mean) / std``; numbers, or one per channel.
         memory_format: of the image batches.
+        num_replicas, rank: of a distributed training, as ``torch.utils.data.DistributedSampler``
+            has them: all ranks draw the same permutation (equal `seed`), and this one takes every
+            `num_replicas`-th image of it from `rank` on. So that all have as many, the first images
+            of the permutation are taken twice where the number does not divide, or, with
+            `drop_last`, the last left out. `batch_size` is that of one rank.
 
     Yields:
         ``(images, labels)``: `dtype` ``[batch, C, H, W]`` and int64 ``[batch]``.
 
     Raises:
-        TypeError: `images` are no uint8 tensor, `labels` no integer tensor, `batch_size` is no
-            integer, or another `dtype`.
-        ValueError: another rank, different counts, `batch_size` below 1, `std` of 0, `mean` or
-            `std` not finite, or neither one number nor one per channel, or another
-            `memory_format`.
+        TypeError: `images` are no uint8 tensor, `labels` no integer tensor, `batch_size`,
+            `num_replicas` or `rank` is no integer, or another `dtype`.
+        ValueError: `images` of another number of dimensions, different counts, `batch_size` below
+            1, `std` of 0, `mean` or `std` not finite, or neither one number nor one per channel,
+            another `memory_format`, or `rank` not from 0 to `num_replicas` - 1.
 
     Example:
         >>> digits = braze.data.load_mnist()
@@ -61,6 +66,8 @@ class DeviceLoader:
         mean=0.0,
         std=1.0,
         memory_format=torch.contiguous_format,
+        num_replicas=1,
+        rank=0,
     ):
         for name, given in (("images", images), ("labels", labels)):
             if not isinstance(given, torch.Tensor):
@@ -85,12 +92,18 @@ class DeviceLoader:
                 f"DeviceLoader: expected one label per image, but got images {[*images.shape]} and "
                 f"labels {[*labels.shape]}"
             )
-        if isinstance(batch_size, bool) or not isinstance(batch_size, numbers.Integral):
-            raise TypeError(
-                f"DeviceLoader: expected batch_size to be an int, but got {batch_size!r}"
-            )
+        for name, given in (
+            ("batch_size", batch_size), ("num_replicas", num_replicas), ("rank", rank)
+        ):  # fmt: skip
+            if isinstance(given, bool) or not isinstance(given, numbers.Integral):
+                raise TypeError(f"DeviceLoader: expected {name} to be an int, but got {given!r}")
         if batch_size < 1:
             raise ValueError(f"DeviceLoader: expected batch_size of at least 1, got {batch_size}")
+        if not 0 <= rank < num_replicas:
+            raise ValueError(
+                f"DeviceLoader: expected rank from 0 to num_replicas - 1, but got rank {rank} of "
+                f"{num_replicas}"
+            )
         if memory_format not in (torch.contiguous_format, torch.channels_last):
             raise ValueError(
                 "DeviceLoader: expected memory_format to be torch.contiguous_format or "
@@ -113,7 +126,16 @@ class DeviceLoader:
         self._scale = (1 / (255 * std)).to(device, computed_in)
         self._shift = (-mean / std).to(device, computed_in)
         self._order = self._position = None
+        self.num_replicas, self.rank = num_replicas, rank
+        self._mine = None if num_replicas == 1 else self._part(num_replicas, rank)
         self.restart(seed)
+
+    def _part(self, num_replicas, rank):
+        """Where in an epoch's permutation the images of one rank are."""
+        count = len(self.labels)
+        own = count // num_replicas if self.drop_last else math.ceil(count / num_replicas)
+        part = torch.arange(own, device=self.labels.device)
+        return (part * num_replicas + rank) % max(1, count)
 
     def restart(self, seed):
         """Begins the sequence of permutations that belongs to `seed`."""
@@ -141,7 +163,8 @@ class DeviceLoader:
 
     def batch_sizes(self):
         """The number of images in each batch of an epoch, as a list."""
-        full, rest = divmod(len(self.labels), self.batch_size)
+        count = len(self.labels if self._mine is None else self._mine)
+        full, rest = divmod(count, self.batch_size)
         return [self.batch_size] * full + [rest] * (rest > 0 and not self.drop_last)
 
     def __iter__(self):
@@ -152,15 +175,24 @@ class DeviceLoader:
         return iter(self.draw().split(self.batch_size)[: len(self)])
 
     def draw(self, out=None):
-        """The order of the next epoch: int64 ``[N]`` on the device.
+        """The order of the next epoch: int64 ``[N]`` on the device, or this rank's part of it.
 
         Args:
-            out: a tensor to write it into.
+            out: a tensor to write it into: of :meth:`empty_order`.
         """
+        if self._mine is not None:
+            return torch.index_select(self._permutation(), 0, self._mine, out=out)
+        return self._permutation(out)
+
+    def _permutation(self, out=None):
         count, device = len(self.labels), self.images.device
         if self.shuffle:
             return torch.randperm(count, generator=self._generator, device=device, out=out)
         return torch.arange(count, device=device, out=out)
+
+    def empty_order(self):
+        """Memory for :meth:`draw`."""
+        return torch.empty_like(self.labels if self._mine is None else self._mine)
 
     def gather(self, indices):
         """The batch of these indices, as iterating yields it. Can be captured in a CUDA graph.
@@ -183,7 +215,7 @@ class DeviceLoader:
         """
         if self._order is None:
             with torch.inference_mode(False):  # whose tensors could not be refilled outside of it
-                self._order = torch.empty_like(self.labels)
+                self._order = self.empty_order()
                 self._position = torch.zeros(2, dtype=torch.int64, device=self.labels.device)
         self.draw(out=self._order)
         self._position.zero_()

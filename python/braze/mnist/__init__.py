@@ -1,6 +1,7 @@
 """``python -m braze mnist``: trains the CNN of examples/mnist.py with braze and with stock PyTorch
 from the same initial weights, then times a step of both in every mode."""
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -15,13 +16,13 @@ from rich.console import Console
 from braze import _lib
 from braze.data import load_mnist
 from braze.info import info
-from braze.mnist import accuracy, honesty, profile, recorded, report, timing
+from braze.mnist import accuracy, honesty, profile, ranks, recorded, report, timing
 from braze.mnist.example import CountingLoss, evaluate, make_loader, train
 from braze.mnist.steps import BrazeStep, Setup, StockStep
 
 _DESCRIPTION = """Trains a small CNN on MNIST with braze, and with stock PyTorch from the same
 weights, and times their training steps. With --to-accuracy it times the training itself, with
---profile it shows what one step consists of."""
+--profile it shows what one step consists of. Under torchrun several processes train together."""
 
 
 def add_arguments(parser):
@@ -65,12 +66,21 @@ def add_arguments(parser):
 
 def run(args):
     """Runs with parsed arguments. Raises ValueError or OSError for what the user can put right."""
-    console = Console()
     _check_options(args)
-    device = _device(args.device, args.precision)
+    if ranks.count() > 1:
+        device = _device(args.device or ranks.device_name(), args.precision)
+        with ranks.group(device):
+            _run(args, device, torch.distributed.get_rank(), ranks.count())
+    else:
+        _run(args, _device(args.device, args.precision))
+
+
+def _run(args, device, rank=0, num_replicas=1):
+    console = Console(quiet=rank > 0)
     _set_precision(args.precision)
     start = time.perf_counter()
-    digits = _load(args, console)
+    with ranks.first_alone() if num_replicas > 1 else contextlib.nullcontext():
+        digits = _load(args, console)
     place = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     args.out.mkdir(parents=True, exist_ok=True)  # now, so that a bad --out costs no training
     if not os.access(args.out, os.W_OK):
@@ -87,6 +97,12 @@ def run(args):
         accuracy.run(args, console, device, digits, about, loaded)
     elif args.profile:
         profile.run(args, console, _setup(args, device, digits), about)
+    elif num_replicas > 1:
+        setup = _setup(args, device, digits, num_replicas, rank)
+        together = num_replicas * setup.batch_size
+        epochs = args.epochs or _epochs(together, device, len(digits.train_images))
+        steps = args.steps or _steps(setup)
+        ranks.train_and_time(args, console, setup, about, epochs, steps)
     else:
         _train_and_time(args, console, _setup(args, device, digits), about)
 
@@ -94,6 +110,8 @@ def run(args):
 def _check_options(args):
     if args.to_accuracy is not None and args.profile:
         raise ValueError("--to-accuracy and --profile: expected one of them")
+    if ranks.count() > 1 and (args.to_accuracy is not None or args.profile):
+        raise ValueError("--to-accuracy and --profile: one process, without torchrun")
     for option in ("seeds", "held_out"):
         if getattr(args, option) and args.to_accuracy is None:
             raise ValueError(f"--{option.replace('_', '-')}: only with --to-accuracy")
@@ -117,18 +135,25 @@ def _load(args, console):
     return digits
 
 
-def _setup(args, device, digits):
+def _setup(args, device, digits, num_replicas=1, rank=0):
     count, batch = len(digits.train_images), args.batch or 64
-    if batch > count:
-        raise ValueError(f"--batch {batch}: there are only {count} training images")
-    return Setup(digits, device, args.precision, batch, args.lr or 0.1, args.seed)
+    if batch * num_replicas > count:
+        each = f" in each of {num_replicas} processes" if num_replicas > 1 else ""
+        raise ValueError(f"--batch {batch}{each}: there are only {count} training images")
+    settings = args.precision, batch, args.lr or 0.1, args.seed
+    return Setup(digits, device, *settings, num_replicas, rank)
+
+
+def _steps(setup):
+    """How many are timed."""
+    return 100 if setup.device.type == "cuda" else min(20, max(4, 1280 // setup.batch_size))
 
 
 def _train_and_time(args, console, setup, about):
     device, batch = setup.device, setup.batch_size
     plots = report.can_plot(console)
     epochs = args.epochs or _epochs(batch, device, len(setup.digits.train_images))
-    steps = args.steps or (100 if device.type == "cuda" else min(20, max(4, 1280 // batch)))
+    steps = args.steps or _steps(setup)
     console.print(
         f"{about['device']}, {args.precision}, batch {batch}, lr {setup.lr:g}, {_counted(epochs)}, "
         f"{steps} timed steps"

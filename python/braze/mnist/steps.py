@@ -26,6 +26,8 @@ class Setup:
     batch_size: int
     lr: float
     seed: int
+    num_replicas: int = 1  # processes that train together, and which of them this is
+    rank: int = 0
 
     def __post_init__(self):
         self.loader = make_loader(
@@ -35,6 +37,8 @@ class Setup:
             self.device,
             seed=self.seed,
             drop_last=True,
+            num_replicas=self.num_replicas,
+            rank=self.rank,
         )
 
     def state(self, seed):

@@ -34,6 +34,7 @@ from braze.nn.modules import (
     ReLU,
     Sequential,
     Softmax,
+    SyncBatchNorm,
 )
 
 __all__ = [
@@ -65,6 +66,7 @@ __all__ = [
     "SiLU",
     "Sigmoid",
     "Softmax",
+    "SyncBatchNorm",
     "Tanh",
     "functional",
 ]

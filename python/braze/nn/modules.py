@@ -3,8 +3,11 @@
 import typing
 
 import torch
+import torch.distributed as dist
 
+from braze._ops._common import plain
 from braze._ops.batch_norm import batch_norm_counting
+from braze._ops.sync_batch_norm import sync_batch_norm
 from braze.nn import functional as F
 
 
@@ -66,6 +69,38 @@ class BatchNorm2d(torch.nn.BatchNorm2d):
             self.eps,
             statistics.batches,
         )
+
+
+class SyncBatchNorm(torch.nn.SyncBatchNorm):
+    """``torch.nn.SyncBatchNorm`` on braze's kernels: in training, batch norm over the batches of
+    all processes of `process_group`, whose numbers of images may differ.
+
+    Each process makes its channels' moments, all exchange them (24 bytes a channel; backward 16),
+    and each merges them in float64 by Chan's formula, so that results are those of one process with
+    the whole batch. On CPUs too, where torch has none. Gradients of weight and bias are of the
+    process's own part, as DistributedDataParallel expects them. Not differentiable twice.
+    """
+
+    def forward(self, input):
+        self._check_input_dim(input)
+        self._check_non_zero_input_channels(input)
+        mean, var, batches, training = batch_norm_state(self)
+        parameters = self.weight, self.bias
+        group = self._group_of_several() if self.training else None
+        if group is None:
+            settings = training, self.momentum, self.eps, batches
+            return batch_norm_counting(input, mean, var, *parameters, *settings)
+        if not plain(input, *parameters, mean, var):
+            return super().forward(input)
+        settings = self.momentum, self.eps, batches, group
+        return sync_batch_norm(input, mean, var, *parameters, *settings)
+
+    def _group_of_several(self):
+        """The processes to exchange with, or None."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return None
+        group = self.process_group or dist.group.WORLD
+        return group if dist.get_world_size(group) > 1 else None
 
 
 def batch_norm_act(input, bn, residual=None, activation="identity", settings=()):

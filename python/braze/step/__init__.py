@@ -5,6 +5,7 @@ User pages: docs/train_step.md, docs/capture.md; how it works: docs/cuda_graph.m
 What both have:
 
 - `watched`: the modules and optimizers that graphs depend on, and whether they are still the same.
+- `ranks`: what of them belongs to several processes.
 - `graphs`: a graph for each kind of call: found, captured, replayed. `recording` records,
   `host_state` refuses and undoes what a graph would not repeat, `rates` has learning rates on the
   device.

@@ -23,7 +23,7 @@ class Batches:
     def bind(self, loader):
         with torch.inference_mode(False):  # whose tensors could not be written outside of it
             zeros = torch.zeros(2, dtype=torch.int64, device=self._parts.device)
-            self.place = torch.empty_like(loader.labels), zeros
+            self.place = loader.empty_order(), zeros
 
     def relearn(self):
         """Forgets which moments are wanted, and the place."""

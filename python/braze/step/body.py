@@ -56,7 +56,7 @@ class Body:
                 p.grad = grad
         # A cast weight that an enclosing autocast remembers would be that of an earlier step.
         torch.clear_autocast_cache()
-        with torch.enable_grad():
+        with torch.enable_grad(), parts.ranks.micro_step(last):
             with self._autocast(), self._forward_scope():
                 if gather:
                     batch = self.batches.gather(*batch, prefetch)

@@ -155,7 +155,8 @@ class Graphs:
         self._last_stream = stream
         if call.copied:
             entry.load(call.leaves)
-        if work.is_eager(entry, call) or (entry.graph is None and entry.eager_calls < _EAGER_CALLS):
+        eager_calls = max(_EAGER_CALLS, parts.ranks.eager_calls())
+        if work.is_eager(entry, call) or (entry.graph is None and entry.eager_calls < eager_calls):
             work.before_eager(call)
             return self._run_eagerly(entry, call, stream)
         if entry.graph is None or work.is_full(entry) or entry.buffers != parts.buffer_addresses():
@@ -218,6 +219,8 @@ class Graphs:
             before.verify()
         except BaseException as error:
             before.restore()
+            if isinstance(error, Exception):
+                parts.ranks.agree(False)
             self._pool = torch.cuda.graph_pool_handle()  # the failed capture may hold the old one
             if isinstance(error, torch.OutOfMemoryError):
                 raise torch.OutOfMemoryError(
@@ -227,6 +230,10 @@ class Graphs:
             if isinstance(error, RuntimeError):
                 raise RuntimeError(_NOT_CAPTURED.format(parts.caller, work.noun, error)) from error
             raise
+        if not parts.ranks.agree(True):
+            before.restore()
+            cause = "another rank could not capture it"
+            raise RuntimeError(_NOT_CAPTURED.format(parts.caller, work.noun, cause))
         entry.graph, entry.kept = graph, kept
         entry.buffers = parts.buffer_addresses()
         return True

@@ -76,7 +76,7 @@ class StepWork(Work):
 
     def ways(self):
         """With gradients on a side stream, and without, for where one of them is read too early."""
-        if self._parts.accumulate == 1:
+        if self._parts.accumulate == 1 and not self._parts.ranks.read_gradients():
             yield SideStream(self._parts.update_takes_casts())
         yield None
 

@@ -233,9 +233,12 @@ class TrainStep:
         loader = self._parts.loader
         if loader is not None:
             state = self._epoch_state
+            position = max(self._position, self._skip)
             loader = {
                 "generator": loader.get_state() if state is None else state,
-                "position": max(self._position, self._skip),
+                "position": position,
+                # Of all ranks together: it may go on with another number of them.
+                "images": position * loader.batch_size * loader.num_replicas,
             }
         rng = {"cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
@@ -271,11 +274,8 @@ class TrainStep:
             )
         loader = self._parts.loader
         resumes = loader is not None and state["loader"] is not None
-        if resumes and state["loader"]["position"] > len(loader):
-            raise ValueError(
-                f"TrainStep: the state is at batch {state['loader']['position']} of an epoch, but "
-                f"the loader has {len(loader)}; expected the loader's settings as saved"
-            )
+        if resumes:
+            position = _position(loader, state["loader"])
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         if self._parts.scales():
@@ -283,7 +283,7 @@ class TrainStep:
         if resumes:
             loader.set_state(state["loader"]["generator"].cpu())
             self._epoch_state, self._position = None, 0
-            self._skip = state["loader"]["position"]
+            self._skip = position
         # torch.load(map_location="cuda") has moved what belongs on the CPU.
         torch.set_rng_state(state["rng"]["cpu"].cpu())
         if self.device.type == "cuda" and "cuda" in state["rng"]:
@@ -306,3 +306,23 @@ class TrainStep:
         if loader is not None:
             self.bind(loader)
         vars(self).update(state)
+
+
+def _position(loader, state):
+    """The batch of `loader` with which an epoch that was saved as `state` goes on."""
+    position, images = state["position"], state.get("images")
+    together = loader.batch_size * loader.num_replicas  # images of a step
+    if images is not None:
+        if images % together:
+            raise ValueError(
+                f"TrainStep: the state is at image {images} of an epoch, but the loader's steps "
+                f"are of {together} images; expected a batch size (times the number of ranks) that "
+                "divides it"
+            )
+        position = images // together
+    if position > len(loader):
+        raise ValueError(
+            f"TrainStep: the state is at batch {position} of an epoch, but the loader has "
+            f"{len(loader)}; expected the loader's settings as saved"
+        )
+    return position

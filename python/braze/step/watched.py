@@ -5,6 +5,8 @@ import weakref
 
 import torch
 
+from braze.step.ranks import Ranks
+
 # They count their steps on the CPU whatever the settings.
 _UNCAPTURABLE = (torch.optim.Adafactor, torch.optim.Adagrad)
 
@@ -22,6 +24,7 @@ class Watched:
     def __init__(self):
         self.device = None
         self.params, self.modules = [], []  # the modules' and the optimizers'; with submodules
+        self.ranks = Ranks(())
         self._structure, self._hooked = [], []
 
     def roots(self):
@@ -81,6 +84,7 @@ class Watched:
                 lambda _, reloaded=reloaded: (call := reloaded()) and call()
             )
         self.modules = list(dict.fromkeys(m for root in roots for m in root.modules()))
+        self.ranks = Ranks(self.modules)
         self._structure = self._now()
 
     def loose_params(self):

@@ -1,0 +1,127 @@
+"""``torchrun --nproc-per-node 2 -m braze mnist``: several processes train the CNN together.
+
+Each has the whole data set, takes its part of every batch (``--batch`` images), normalises by its
+own part's statistics, and averages gradients with the others by DistributedDataParallel: NCCL on
+GPUs, Gloo on CPUs.
+"""
+
+import contextlib
+import os
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+from rich.progress import Progress
+from torch.nn.parallel import DistributedDataParallel
+
+from braze.mnist import report
+from braze.mnist.example import evaluate, make_loader
+from braze.mnist.steps import BrazeStep, forever
+
+_ROUNDS = 5  # of timed steps
+
+
+def count():
+    """How many processes torchrun has started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", 1)) if dist.is_torchelastic_launched() else 1
+
+
+def device_name():
+    """A GPU for each process of a machine, where there are GPUs."""
+    return f"cuda:{os.environ['LOCAL_RANK']}" if torch.cuda.is_available() else "cpu"
+
+
+@contextlib.contextmanager
+def group(device):
+    """The processes' group within the block."""
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def first_alone():
+    """Runs the block in the first process, then in the others: who finds no files fetches them."""
+    if dist.get_rank() > 0:
+        dist.barrier()
+    yield
+    if dist.get_rank() == 0:
+        dist.barrier()
+
+
+def train_and_time(args, console, setup, about, epochs, steps):
+    """Trains, then times steps, and writes both down.
+
+    Args:
+        args: of the command line.
+        console: a rich console, which says nothing but in the first process.
+        setup: :class:`braze.mnist.steps.Setup` of this process.
+        about: what goes into the JSON file beside the figures.
+        epochs, steps: to train, and to time.
+    """
+    first, ranks = dist.get_rank() == 0, dist.get_world_size()
+    eager = BrazeStep(setup, "channels_last")
+    model = eager.model
+    ids = [setup.device.index] if setup.device.type == "cuda" else None
+    eager.model = DistributedDataParallel(model, device_ids=ids)
+    step = eager.captured(setup)
+    start = time.perf_counter()
+    losses = []
+    with Progress(console=console, disable=not first) as progress:
+        bar = progress.add_task("training", total=epochs * len(eager.loader))
+        for _ in range(epochs):
+            for loss in step.epoch():
+                losses.append(loss)
+                progress.advance(bar)
+    setup.synchronize()
+    seconds = time.perf_counter() - start
+    digits, right = setup.digits, None
+    if first:
+        test = make_loader(
+            digits.test_images, digits.test_labels, 1000, setup.device, shuffle=False
+        )
+        test.memory_format = eager.loader.memory_format
+        with setup.autocast():
+            right = evaluate(model, test)
+    console.print(
+        f"{ranks} processes, {setup.batch_size} images each: test accuracy {right or 0:.2%} after "
+        f"{epochs} epoch{'s' * (epochs > 1)} in {seconds:.1f} s"
+    )
+    milliseconds = _milliseconds(step, setup, steps)
+    together = ranks * setup.batch_size
+    console.print(
+        f"One step: {milliseconds:.3f} ms, {together / milliseconds * 1e3:,.0f} images/s together"
+    )
+    if first:
+        path = args.out / "mnist_ranks.json"
+        figures = {
+            "ranks": ranks,
+            "batch": setup.batch_size,
+            "lr": setup.lr,
+            "epochs": epochs,
+            "accuracy": right,
+            "seconds": seconds,
+            "losses": torch.stack(losses).tolist(),
+            "steps": steps,
+            "ms": milliseconds,
+        }
+        report.write_json(path, about | figures)
+        console.print(f"Figures: {path.resolve()}")
+
+
+def _milliseconds(step, setup, steps):
+    """Median of a few rounds, each begun by all processes together."""
+    batches, rounds = forever(step.epoch), []
+    for _ in range(_ROUNDS):
+        next(batches)
+        setup.synchronize()
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(steps):
+            next(batches)
+        setup.synchronize()
+        rounds.append((time.perf_counter() - start) / steps * 1e3)
+    return statistics.median(rounds)

@@ -1,0 +1,63 @@
+"""Models whose gradients are averaged over several processes, by torch.distributed."""
+
+import contextlib
+import math
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+# DistributedDataParallel times its first ten iterations by events that it asks for, which a capture
+# forbids: torch's "CUDA semantics", section on CUDA graphs.
+_EAGER_CALLS = 11
+
+
+class Ranks:
+    """What of a model belongs to all ranks.
+
+    Args:
+        modules: the model's.
+    """
+
+    def __init__(self, modules):
+        fsdp = sys.modules.get("torch.distributed.fsdp")  # nobody has it without this import
+        kinds = tuple(
+            getattr(fsdp, name)
+            for name in ("FSDPModule", "FullyShardedDataParallel")
+            if hasattr(fsdp, name)
+        )
+        self._replicated = [m for m in modules if isinstance(m, DistributedDataParallel)]
+        self._sharded = any(isinstance(m, kinds) for m in modules)
+
+    def read_gradients(self):
+        """Whether gradients are read as soon as they are made, within the backward pass."""
+        return bool(self._replicated) or self._sharded
+
+    def agree(self, succeeded):
+        """Whether all ranks have `succeeded`: each asks at the same place. One that failed alone
+        would leave the others waiting in their next exchange."""
+        if not self._replicated:
+            return succeeded
+        replicas = self._replicated[0]
+        flag = torch.tensor(int(succeeded), device=next(replicas.parameters()).device)
+        dist.all_reduce(flag, dist.ReduceOp.MIN, group=replicas.process_group)
+        return bool(flag)
+
+    def eager_calls(self):
+        """How many calls of a kind run eagerly before one is captured, at least.
+
+        Sharded parameters get other memory in every step, which no graph could follow: never."""
+        if self._sharded:
+            return math.inf
+        return _EAGER_CALLS if self._replicated else 0
+
+    @contextlib.contextmanager
+    def micro_step(self, last):
+        """Around a forward and a backward pass: replicas exchange gradients in the `last` one of an
+        accumulation window. (Sharded gradients are exchanged in each, so that none lie whole in
+        memory.)"""
+        with contextlib.ExitStack() as stack:
+            for module in () if last else self._replicated:
+                stack.enter_context(module.no_sync())
+            yield

@@ -1,0 +1,260 @@
+"""What each process of test_distributed.py does; a module of its own, so that a spawned process
+imports nothing else."""
+
+import copy
+import datetime
+import os
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import braze
+from braze.data import DeviceLoader
+from braze.step.ranks import Ranks
+
+F = nn.functional
+STEPS = 4
+
+
+def run(rank, ranks, port, device, work):
+    """`work`, the name of a function below, in a process group of `ranks` processes."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo",
+        rank=rank,
+        world_size=ranks,
+        timeout=datetime.timedelta(minutes=1),  # where one fails, the other would wait for it
+    )
+    try:
+        globals()[work](device)
+    finally:
+        dist.destroy_process_group()
+
+
+def everything(device):
+    synchronised(device)
+    replicated(device)
+    accumulated(device)
+    sharded(device)
+    resumed(device)
+    agreement(device)
+
+
+def network(device, norm=True):
+    """In float64, where what differs in order alone is equal. One channel: strides of extents of 1
+    are arbitrary."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+    layers += [nn.Conv2d(4, 4, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 9, 5)]
+    if norm:
+        layers.insert(1, nn.BatchNorm2d(4))
+        layers.insert(5, nn.BatchNorm2d(4))
+    net = nn.Sequential(*layers)
+    return net.to(device, torch.float64, memory_format=torch.channels_last)
+
+
+def batch(device, step, rank, size=3):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    x = torch.randn(size, 1, 6, 6, generator=generator, dtype=torch.float64)
+    x = x.to(device, memory_format=torch.channels_last)
+    return x, torch.randint(5, (size,), generator=generator).to(device)
+
+
+def sgd(net):
+    return braze.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+
+
+def assert_same(ours, expected):
+    for name, value in expected.items():
+        torch.testing.assert_close(ours[name], value, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def replicated(device):
+    """Against one process that goes through the ranks' parts one by one."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    net = DistributedDataParallel(braze.convert(network(device)))
+    step = braze.TrainStep(net, F.cross_entropy, sgd(net), max_grad_norm=0.5)
+    alone = network(device)
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+    parts = [copy.deepcopy(alone) for _ in range(ranks)]  # whose buffers are their own
+    count = 14 if device == "cuda" else STEPS  # beyond the eager calls
+    for number in range(count):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # of gradients' strides
+            loss = step(*batch(device, number, rank))
+        optimizer.zero_grad()
+        for other, part in enumerate(parts):
+            part.load_state_dict(dict(alone.named_parameters()), strict=False)
+            part.zero_grad()
+            x, y = batch(device, number, other)
+            expected = F.cross_entropy(part(x), y)
+            expected.backward()
+            if other == rank:
+                torch.testing.assert_close(loss, expected.detach())
+            for p, q in zip(alone.parameters(), part.parameters(), strict=True):
+                p.grad = q.grad / ranks + (0 if p.grad is None else p.grad)
+        norm = nn.utils.clip_grad_norm_(alone.parameters(), 0.5)
+        torch.testing.assert_close(step.grad_norm, norm)
+        optimizer.step()
+    assert_same(net.module.state_dict(), dict(alone.named_parameters()))
+    if rank == 0:  # whose buffers the others get
+        assert_same(net.module.state_dict(), dict(parts[rank].named_buffers()))
+
+
+def accumulated(device):
+    """One exchange in a window, and the numbers of the plain loop, bit for bit."""
+    rank, window, exchanges = dist.get_rank(), 2, []
+
+    def average(_, bucket):
+        exchanges.append(bucket.index())
+        done = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
+        return done.get_future().then(lambda f: f.value()[0])
+
+    nets = [DistributedDataParallel(braze.convert(network(device))) for _ in range(2)]
+    nets[0].register_comm_hook(None, average)
+    optimizers = [sgd(net) for net in nets]
+    step = braze.TrainStep(nets[0], F.cross_entropy, optimizers[0], accumulate=window)
+    for number in range(2 * window):
+        step(*batch(device, number, rank))
+        assert len(exchanges) == (number + 1) // window
+    for number in range(2 * window):
+        x, y = batch(device, number, rank)
+        if number % window == 0:
+            optimizers[1].zero_grad()
+            with nets[1].no_sync():
+                (F.cross_entropy(nets[1](x), y) / window).backward()
+        else:
+            (F.cross_entropy(nets[1](x), y) / window).backward()
+            optimizers[1].step()
+    expected = nets[1].state_dict()
+    assert all(torch.equal(ours, expected[name]) for name, ours in nets[0].state_dict().items())
+
+
+def sharded(device):
+    """fully_shard: against the loop over torch's own layers."""
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    nets = [braze.convert(network(device)), network(device)]
+    for net in nets:
+        net.to(memory_format=torch.contiguous_format)  # fully_shard takes no others
+        fully_shard(net[7], mesh=mesh)
+        fully_shard(net, mesh=mesh)
+    stock = torch.optim.SGD(nets[1].parameters(), lr=0.1, momentum=0.9)
+    step = braze.TrainStep(nets[0], F.cross_entropy, sgd(nets[0]), accumulate=2, max_grad_norm=0.5)
+    for number in range(STEPS):
+        x, y = batch(device, number, dist.get_rank())
+        loss = step(x, y)
+        expected = F.cross_entropy(nets[1](x), y)
+        torch.testing.assert_close(loss, expected.detach())
+        (expected / 2).backward()
+        if number % 2:
+            nn.utils.clip_grad_norm_(nets[1].parameters(), 0.5)
+            stock.step()
+            stock.zero_grad()
+    for ours, expected in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+        torch.testing.assert_close(ours.full_tensor(), expected.full_tensor())
+
+
+def synchronised(device):
+    """SyncBatchNorm: against one process that has the whole batch, of which ranks have parts of
+    different sizes, one of them none."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for momentum, affine, tracked in ((0.1, True, True), (None, True, True), (0.3, False, False)):
+        settings = {"momentum": momentum, "affine": affine, "track_running_stats": tracked}
+        norm = nn.SyncBatchNorm(5, **settings).to(device, torch.float64)
+        alone = nn.BatchNorm2d(5, **settings).to(device, torch.float64)
+        if affine:
+            for layer in (norm, alone):
+                nn.init.normal_(layer.weight, generator=torch.Generator(device).manual_seed(7))
+        norm = braze.convert(norm)
+        assert isinstance(norm, nn.SyncBatchNorm)
+        assert type(norm) is braze.nn.SyncBatchNorm
+        for form in (torch.contiguous_format, torch.channels_last):
+            generator = torch.Generator().manual_seed(3)
+            sizes = [2 * other for other in range(ranks)]
+            x, g = (torch.randn(sum(sizes), 5, 4, 3, generator=generator) + 3 for _ in range(2))
+            x, g = (t.to(device, torch.float64, memory_format=form) for t in (x, g))
+            mine = x.split(sizes)[rank].clone(memory_format=form).requires_grad_()
+            x.requires_grad_()
+            y = norm(mine)
+            y.backward(g.split(sizes)[rank])
+            expected = alone(x)
+            expected.backward(g)
+            torch.testing.assert_close(y, expected.split(sizes)[rank])
+            torch.testing.assert_close(mine.grad, x.grad.split(sizes)[rank])
+            for p, q in zip(norm.parameters(), alone.parameters(), strict=True):
+                dist.all_reduce(p.grad)  # as DistributedDataParallel would, but for the mean
+                torch.testing.assert_close(p.grad, q.grad)
+                p.grad = q.grad = None
+            assert_same(norm.state_dict(), alone.state_dict())
+    norm.eval()
+    x = torch.randn(4, 5, 2, 2, device=device, dtype=torch.float64)
+    torch.testing.assert_close(norm(x), alone.eval()(x))
+    # DistributedDataParallel's mean of the ranks' gradients is that of the whole batch's loss.
+    model, whole = network(device), network(device)
+    net = DistributedDataParallel(model)  # which on a CPU refuses layers that it finds at first
+    braze.convert(nn.SyncBatchNorm.convert_sync_batchnorm(net))
+    step = braze.TrainStep(net, F.cross_entropy, sgd(net))
+    optimizer = torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9)
+    for number in range(STEPS):
+        step(*batch(device, number, rank))
+        parts = zip(*(batch(device, number, other) for other in range(ranks)), strict=True)
+        x, y = (torch.cat(part) for part in parts)
+        optimizer.zero_grad()
+        F.cross_entropy(whole(x), y).backward()
+        optimizer.step()
+    assert_same(net.module.state_dict(), whole.state_dict())
+
+
+def resumed(device):
+    """An epoch begun by all ranks and ended by each one alone, with the whole batches."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator().manual_seed(5)
+    images = torch.randint(256, (16 * ranks, 6, 6), dtype=torch.uint8, generator=generator)
+    labels = torch.arange(16 * ranks) % 5
+
+    def make(size, num_replicas, at, group):
+        net = DistributedDataParallel(braze.convert(network(device, False)), process_group=group)
+        loader = DeviceLoader(
+            images, labels, size, device=device, dtype=torch.float64, std=0.5,
+            num_replicas=num_replicas, rank=at,
+        )  # fmt: skip
+        return net, braze.TrainStep(net, F.cross_entropy, sgd(net)).bind(loader)
+
+    together, step = make(4, ranks, rank, None)
+    for number, _ in enumerate(step.epoch()):
+        if number == 1:
+            state = copy.deepcopy(step.state_dict())
+    groups = [dist.new_group([other]) for other in range(ranks)]
+    alone, step = make(4 * ranks, 1, 0, groups[rank])
+    step.load_state_dict(state)
+    assert len(list(step.epoch())) == 2  # of four batches
+    assert_same(alone.state_dict(), together.state_dict())
+
+
+def agreement(device):
+    """A capture that fails on one rank fails on all."""
+    net = DistributedDataParallel(network(device))
+    ranks = Ranks(list(net.modules()))
+    assert ranks.agree(True)
+    assert not ranks.agree(dist.get_rank() > 0)
+    assert not ranks.agree(False)
+
+
+def one_fails(device):
+    """The last rank has a label out of range in its second step."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    net = DistributedDataParallel(braze.convert(network(device)))
+    step = braze.TrainStep(net, F.cross_entropy, sgd(net))
+    for number in range(STEPS):
+        x, y = batch(device, number, rank)
+        if rank == ranks - 1 and number == 1:
+            y = y + 100
+        step(x, y)

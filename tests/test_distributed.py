@@ -1,0 +1,76 @@
+"""TrainStep in several processes: DistributedDataParallel, fully_shard, their loader's parts."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import distributed_workers
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+pytestmark = pytest.mark.skipif(
+    not (torch.distributed.is_available() and torch.distributed.is_gloo_available()),
+    reason="torch without gloo",
+)
+
+
+def start(ranks, device, work, join=True):
+    if device == "cuda" and torch.cuda.device_count() < ranks:
+        pytest.skip("a GPU for each process")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return mp.spawn(distributed_workers.run, (ranks, port, device, work), nprocs=ranks, join=join)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_same_as_one_process(device, ranks):
+    """All in one group of processes, whose start takes longer than the checks."""
+    start(ranks, device, "everything")
+
+
+def test_where_one_fails_none_hangs(device):
+    context = start(2, device, "one_fails", join=False)
+    for process in context.processes:
+        process.join(90)
+    assert all(process.exitcode not in (None, 0) for process in context.processes)
+
+
+def test_mnist_under_torchrun(tmp_path, device):
+    if device == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("a GPU for each process")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["--standalone", "-m", "braze", "mnist", "--limit", "1280", "--epochs", "2"]
+    command += ["--steps", "1", "--out", str(tmp_path)] + ["--device", "cpu"] * (device == "cpu")
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("2 processes, 64 images each") == 1  # the first speaks for all
+    figures = json.loads((tmp_path / "mnist_ranks.json").read_text())
+    assert figures["ranks"] == 2
+    assert len(figures["losses"]) == 2 * 1280 // 128
+    assert figures["losses"][-1] < figures["losses"][0]
+
+
+def test_example(tmp_path, device):
+    """Two processes, and one that goes on from their checkpoint."""
+    if device == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("a GPU for each process")
+    path = Path(__file__).parent.parent / "examples" / "ddp_resnet.py"
+    settings = ["--depth", "18", "--image", "32", "--lr", "0.01", "--sync"]
+    settings += ["--checkpoint", str(tmp_path / "state")]
+    env = os.environ if device == "cuda" else os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    losses = []
+    for ranks, batch, steps in ((2, 8, 8), (1, 16, 2)):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(ranks), str(path), *settings]
+        command += ["--batch", str(batch), "--steps", str(steps)]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=240, env=env)
+        assert result.returncode == 0, result.stderr
+        losses += map(float, re.search(r"loss (\S+) -> (\S+)", result.stdout).groups())
+    assert losses[1] < losses[0]
+    assert losses[2] < losses[0]  # it goes on
