@@ -212,7 +212,7 @@ def freeze(model, optimizer):
 
 
 def evaluate(model, optimizer):
-    model[3].eval()
+    model[3].train(not model[3].training)
 
 
 CHANGES = [
