@@ -170,6 +170,29 @@ STABLE_TORCH_LIBRARY(braze, m) {
   m.def("relu_(Tensor(a!) input) -> ()");
   m.def("relu_backward(Tensor grad_output, Tensor result) -> Tensor");
 
+  // adam, rmsprop
+  m.def(
+      "adam_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, "
+      "Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] steps, "
+      "Tensor(f!)[] cast_outputs, Tensor[] cast_inputs, float lr, float beta1=0.9, "
+      "float beta2=0.999, float eps=1e-8, float weight_decay=0.0, "
+      "bool decoupled_weight_decay=False, bool amsgrad=False, "
+      "bool maximize=False, Tensor? lr_tensor=None, Tensor? grad_scale=None, "
+      "Tensor? found_inf=None, Tensor(g!)[]? averages=None, float average_weight=0.0, "
+      "Tensor(h!)? averaged=None, Tensor? grad_norm=None, float max_grad_norm=0.0, "
+      "Tensor(i!)? tickets=None) -> ()");
+  m.def(
+      "rmsprop_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] square_avgs, "
+      "Tensor(c!)[] momentum_buffers, Tensor(d!)[] grad_avgs, Tensor(e!)[] steps, "
+      "Tensor(f!)[] cast_outputs, Tensor[] cast_inputs, float lr, float alpha=0.99, "
+      "float eps=1e-8, float weight_decay=0.0, float momentum=0.0, bool centered=False, "
+      "bool maximize=False, Tensor? lr_tensor=None, Tensor? grad_scale=None, "
+      "Tensor? found_inf=None, Tensor(g!)[]? averages=None, float average_weight=0.0, "
+      "Tensor(h!)? averaged=None, Tensor? grad_norm=None, float max_grad_norm=0.0) -> ()");
+
+  // grad_norm: of all tensors together, float64
+  m.def("grad_norm(Tensor[] grads, Tensor? grad_scale=None, Tensor? tickets=None) -> Tensor");
+
   // sgd
   m.def(
       "sgd_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] momentum_buffers, "

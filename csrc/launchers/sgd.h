@@ -24,6 +24,7 @@ struct SgdUpdate {
   static constexpr int kStates = 1;
   static constexpr unsigned kOptional = 1;
   static constexpr bool kCountsSteps = false;
+  static constexpr bool kReadsStep = false;
 
   A lr, momentum, kept, weight_decay;
   bool nesterov, first_step;

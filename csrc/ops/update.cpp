@@ -36,7 +36,14 @@ void enter_settings(const char* op, const UpdateSettings& settings, const Tensor
   }
   options->grad_scale = scalar_on_device(op, "grad_scale", settings.grad_scale, like);
   options->found_inf = scalar_on_device(op, "found_inf", settings.found_inf, like);
-  options->grad_norm = scalar_on_device(op, "grad_norm", settings.grad_norm, like);
+  if (settings.grad_norm) {
+    const Tensor& norm = *settings.grad_norm;
+    check_same_device(op, "grad_norm", norm, "params", like);
+    BRAZE_CHECK(norm.numel() == 1 && norm.scalar_type() == ScalarType::Double, op,
+                ": expected grad_norm to be one float64 element, but got ", shape_string(norm), " ",
+                scalar_type_name(norm.scalar_type()));
+    options->grad_norm = static_cast<const double*>(norm.const_data_ptr());
+  }
   options->max_grad_norm = settings.max_grad_norm;
   options->average_weight = settings.average_weight;
   if (settings.averaged) {

@@ -114,20 +114,22 @@ inline double rate_of(const UpdateOptions& o) {
                                 : *static_cast<const float*>(o.lr_tensor);
 }
 
-// f(tensor number, first element, last) for all parts of all tensors, on all threads.
+constexpr int64_t kUpdateChunk = 16384;  // elements of a part
+
+// f(part, tensor, its first element, the one behind its last) for all parts of all tensors, by
+// number, on all threads.
 template <typename Tensor, typename F>
 void for_each_part(const Tensor* tensors, int64_t count, const F& f) {
-  constexpr int64_t kChunk = 16384;
   std::vector<int64_t> first_chunk(count + 1, 0);
   for (int64_t i = 0; i < count; ++i) {
-    first_chunk[i + 1] = first_chunk[i] + ceil_div(tensors[i].numel, kChunk);
+    first_chunk[i + 1] = first_chunk[i] + ceil_div(tensors[i].numel, kUpdateChunk);
   }
   parallel_for(0, first_chunk[count], 1, [&](int64_t first, int64_t last) {
     for (int64_t chunk = first; chunk < last; ++chunk) {
       const auto after = std::upper_bound(first_chunk.begin(), first_chunk.end(), chunk);
       const int64_t i = after - first_chunk.begin() - 1;
-      const int64_t begin = (chunk - first_chunk[i]) * kChunk;
-      f(i, begin, std::min(begin + kChunk, tensors[i].numel));
+      const int64_t begin = (chunk - first_chunk[i]) * kUpdateChunk;
+      f(chunk, i, begin, std::min(begin + kUpdateChunk, tensors[i].numel));
     }
   });
 }
@@ -151,7 +153,7 @@ void multi_tensor_update(DType dtype, const Tensor* tensors, int64_t count, cons
       using T = typename decltype(tag)::type;
       using U = Update<acc_t<T>>;
       const acc_t<T> factor = gradient_factor<acc_t<T>>(o);
-      for_each_part(tensors, count, [&](int64_t i, int64_t begin, int64_t end) {
+      for_each_part(tensors, count, [&](int64_t, int64_t i, int64_t begin, int64_t end) {
         const Tensor& t = tensors[i];
         U update(o, t.step == nullptr ? 0.0 : *t.step + 1.0);
         update.set_rate(lr);

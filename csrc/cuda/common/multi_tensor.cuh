@@ -39,7 +39,6 @@ __device__ __forceinline__ LoadedValue load_rate(const UpdateOptions& o) {
 // The number of this step of a tensor, counted by the last of its blocks that has read how many
 // there were. Called by one thread of each block.
 __device__ __forceinline__ double count_step(float* step, unsigned* ticket, int64_t blocks) {
-  if (step == nullptr) return 0;
   const float number = *static_cast<volatile float*>(step) + 1;
   if (blocks > 1) {
     __threadfence();  // the read comes before the ticket
@@ -139,9 +138,10 @@ __device__ __forceinline__ void update_range(Update update, const LoadedValue& l
 
 // Blocks that an SM is to hold: as many as registers allow without spills.
 template <typename Update, bool kAverages, typename T>
-constexpr int kUpdateBlocks = Update::kStates > 1 || kAverages ? 3
-                              : sizeof(T) == 8                 ? 4
-                                                               : 5;
+constexpr int kUpdateBlocks = Update::kStates > 1 ? (sizeof(T) == 4 && !kAverages ? 3 : 2)
+                              : kAverages         ? 3
+                              : sizeof(T) == 8    ? 4
+                                                  : 5;
 
 template <template <typename> class Update, bool kAverages, typename T, typename S, typename Batch>
 __global__ void __launch_bounds__(kUpdateThreads, kUpdateBlocks<Update<acc_t<T>>, kAverages, T>)
@@ -168,7 +168,7 @@ __global__ void __launch_bounds__(kUpdateThreads, kUpdateBlocks<Update<acc_t<T>>
     update_range<N, kAverages, T, S>(update, lr, factor, weight, skip, t, begin, vectors_end);
     update_range<1, kAverages, T, S>(update, lr, factor, weight, skip, t, vectors_end, end);
   };
-  if constexpr (U::kCountsSteps) {
+  if constexpr (U::kReadsStep) {
     // By one thread: powers in double precision take hundreds of instructions.
     __shared__ __align__(16) unsigned char shared[sizeof(U)];
     if (threadIdx.x == 0) {
@@ -180,6 +180,9 @@ __global__ void __launch_bounds__(kUpdateThreads, kUpdateBlocks<Update<acc_t<T>>
     __syncthreads();
     update_all(*reinterpret_cast<const U*>(shared));
   } else {
+    if constexpr (U::kCountsSteps) {
+      if (!skip && begin == 0 && threadIdx.x == 0) *t.step += 1;
+    }
     update_all(U(o, 0));
   }
 }

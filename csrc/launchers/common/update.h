@@ -6,7 +6,8 @@
 //   struct Update {
 //     static constexpr int kStates;          // tensors kept for a parameter, at most
 //     static constexpr unsigned kOptional;   // bit i: state i may be missing
-//     static constexpr bool kCountsSteps;    // reads the number of the step
+//     static constexpr bool kCountsSteps;    // tensors have a count of steps
+//     static constexpr bool kReadsStep;      // which the arithmetic depends on
 //     Update(const Options&, double step);   // step: the number of this one, from 1 on
 //     void set_rate(double lr);
 //     bool reads_states() const;             // else they are written only
@@ -50,7 +51,8 @@ struct UpdateOptions {
   bool maximize;
   const float* grad_scale;  // gradients are multiplied by its reciprocal; or null
   const float* found_inf;   // where it is not 0, only averages are written; or null
-  const float* grad_norm;  // of the gradients so multiplied, brought down to max_grad_norm; or null
+  const double*
+      grad_norm;  // of the gradients so multiplied, brought down to max_grad_norm; or null
   double max_grad_norm;
   DType source_dtype;     // of all sources
   double average_weight;  // of the new parameter in its average
@@ -67,8 +69,8 @@ template <typename A>
 BRAZE_BOTH A gradient_factor(const UpdateOptions& o) {
   A factor = o.grad_scale == nullptr ? A(1) : A(1) / static_cast<A>(*o.grad_scale);
   if (o.grad_norm != nullptr) {
-    const A clip = static_cast<A>(o.max_grad_norm) / (static_cast<A>(*o.grad_norm) + A(1e-6));
-    factor *= clip > A(1) ? A(1) : clip;  // NaN stays
+    const double clip = o.max_grad_norm / (*o.grad_norm + 1e-6);
+    factor *= static_cast<A>(clip > 1 ? 1 : clip);  // NaN stays
   }
   return o.maximize ? -factor : factor;
 }

@@ -7,10 +7,12 @@ import weakref
 import torch
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from braze.optim import SGD
+from braze.optim import SGD, Adam, AdamW, MultiTensor, RMSprop
 
 # They count their steps on the CPU whatever the settings.
 _UNCAPTURABLE = (torch.optim.Adafactor, torch.optim.Adagrad)
+# Their launches cast gradients. A subclass may look at these before.
+_CASTS = (SGD, Adam, AdamW, RMSprop)
 
 
 class StepParts:
@@ -107,7 +109,10 @@ class StepParts:
         name = type(self.optimizer).__name__
         if isinstance(self.optimizer, _UNCAPTURABLE):
             raise ValueError(f"TrainStep: {name} cannot be captured in a CUDA graph")
-        if any(not group.get("capturable", True) for group in self.optimizer.param_groups):
+        counts_on_cpu = not isinstance(self.optimizer, MultiTensor) and any(
+            not group.get("capturable", True) for group in self.optimizer.param_groups
+        )
+        if counts_on_cpu:
             raise ValueError(
                 f"TrainStep: {name} with capturable=False counts its steps on the CPU; expected "
                 f"{name}(..., capturable=True)"
@@ -115,7 +120,7 @@ class StepParts:
         if self.scales() and not getattr(self.optimizer, "_step_supports_amp_scaling", False):
             raise ValueError(
                 f"TrainStep: with {name} a GradScaler waits for the GPU in every step; expected an "
-                "optimizer that checks for infinities itself: braze.optim.SGD, or fused=True"
+                "optimizer that checks for infinities itself: one of braze.optim, or fused=True"
             )
 
     def are_the_same(self):
@@ -148,7 +153,8 @@ class StepParts:
         is sure to be the first that reads them, and to read them all."""
         hooks = self.optimizer._optimizer_step_pre_hooks or _global_optimizer_pre_hooks
         owned = {p for group in self.optimizer.param_groups for p in group["params"]}
-        plain = type(self.optimizer) is SGD and self.max_grad_norm is None and not self.scales()
+        casts = type(self.optimizer) in _CASTS and self.optimizer.max_grad_norm is None
+        plain = casts and self.max_grad_norm is None and not self.scales()
         return plain and not hooks and owned.issuperset(self.params)
 
     def gradients(self):
