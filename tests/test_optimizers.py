@@ -284,6 +284,48 @@ def test_grad_scaler(device, name, values):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_what_changes_between_steps(device, name):
+    """Gradients that come and go, settings, states and parameters replaced, other dtypes."""
+    trained = []
+    for cls in both(name):
+        params = [torch.nn.Parameter(v) for v in parameters(device, torch.float32, [(9,), (4, 3)])]
+        optimizer = cls([{"params": params}], lr=0.01, **MOST[name])
+
+        def step(*without, params=params, optimizer=optimizer):
+            for i, p in enumerate(optimizer.param_groups[0]["params"]):
+                p.grad = None if i in without else torch.full_like(p, 0.5 + i)
+            optimizer.step()
+
+        for without in ((), (), (0,), (), (0, 1), ()):
+            step(*without)
+        state = optimizer.state[params[0]]
+        state["step"] = state["step"] + 5
+        step()
+        key = next(k for k in state if k != "step")
+        state[key] = state[key] * 0.5
+        step()
+        optimizer.state[params[0]] = dict(state, step=state["step"] * 2)
+        step()
+        optimizer.param_groups[0]["lr"] = 0.5
+        optimizer.param_groups[0]["weight_decay"] = 0.5
+        step()
+        optimizer.param_groups[0]["params"][1] = torch.nn.Parameter(params[1].detach() + 1)
+        step()
+        step()
+        trained.append(optimizer.param_groups[0]["params"])
+    torch.testing.assert_close(*trained)
+    mine = both(name)[0]([torch.nn.Parameter(torch.ones(3, device=device)) for _ in range(2)])
+    for p in mine.param_groups[0]["params"]:
+        p.grad = torch.ones_like(p)
+    mine.step()
+    (p, _) = mine.param_groups[0]["params"]
+    p.data = p.data.double()
+    p.grad = p.grad.double()
+    with pytest.raises(RuntimeError, match="dtype"):
+        mine.step()
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_copies_and_versions(device, name):
     p = torch.nn.Parameter(torch.ones(3, device=device))
     optimizer = both(name)[0]([p], lr=0.1, max_grad_norm=2.0, **MOST[name])

@@ -25,9 +25,14 @@ def update_op(name, states, averages):
             written += tensors
         if len(settings) > averages and settings[averages] is not None:
             written += settings[averages]
-            written += settings[averages + 2 : averages + 3]
+            if len(settings) > averages + 2 and settings[averages + 2] is not None:
+                written.append(settings[averages + 2])
         with below_autograd():
-            overwrite(written, op, params, grads, *rest)
+            if torch.compiler.is_compiling() or any(map(torch.Tensor.is_inference, written)):
+                overwrite(written, op, params, grads, *rest)
+            else:  # the same, for thousands of tensors
+                op(params, grads, *rest)
+                torch.autograd.graph.increment_version(written)
 
     def autograd(params, grads, *rest):
         tensors = (*params, *grads, *rest[states], *rest[states + 1])
