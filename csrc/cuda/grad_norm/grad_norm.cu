@@ -4,6 +4,7 @@
 
 #include "cuda/common/launch.cuh"
 #include "cuda/common/numeric.cuh"
+#include "cuda/common/ordered_sum.cuh"
 #include "cuda/common/tensor_list.cuh"
 #include "launchers/common/registry.h"
 
@@ -30,22 +31,6 @@ struct NormBatch {
 // What is cheap to launch, and what there is: see cuda/common/multi_tensor.cuh.
 constexpr int kFew = 190, kMany = 1600;
 static_assert(sizeof(NormBatch<kFew>) <= 4096 && sizeof(NormBatch<kMany>) <= 32764, "parameters");
-
-// The sum over the block, at thread 0.
-__device__ double block_sum(double value) {
-  __shared__ double warps[kThreads / 32];
-  for (int offset = 16; offset > 0; offset /= 2) {
-    value += __shfl_down_sync(~0u, value, offset);
-  }
-  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
-  __syncthreads();
-  double sum = 0;
-  if (threadIdx.x == 0) {
-    for (const double warp : warps) sum += warp;
-  }
-  __syncthreads();
-  return sum;
-}
 
 template <int N, typename T>
 __device__ double squares(const T* values, int64_t begin, int64_t end) {
@@ -83,8 +68,8 @@ __global__ void __launch_bounds__(kThreads) norm_kernel(const __grid_constant__ 
   const T* const values = static_cast<const T*>(tensor.values);
   const int64_t vectors_end =
       reinterpret_cast<uintptr_t>(values) % 16 == 0 ? begin + (end - begin) / N * N : begin;
-  const double own =
-      block_sum(squares<N>(values, begin, vectors_end) + squares<1>(values, vectors_end, end));
+  const double own = block_sum<kThreads>(squares<N>(values, begin, vectors_end) +
+                                         squares<1>(values, vectors_end, end));
   __shared__ bool last;
   if (threadIdx.x == 0) {
     t.workspace[blockIdx.x] = own;
@@ -96,7 +81,7 @@ __global__ void __launch_bounds__(kThreads) norm_kernel(const __grid_constant__ 
   __threadfence();
   double sum = 0;
   for (int64_t i = threadIdx.x; i < t.sums; i += kThreads) sum += __ldcg(t.all + i);
-  sum = block_sum(sum);
+  sum = block_sum<kThreads>(sum);
   if (threadIdx.x == 0) *t.norm = sqrt(sum) / (t.grad_scale == nullptr ? 1.0 : *t.grad_scale);
 }
 

@@ -13,7 +13,8 @@ def update_op(name, states, averages):
     Args:
         name: of an op whose arguments are `params`, `grads`, `states` lists of tensors that are
             written, `cast_outputs`, `cast_inputs`, and settings.
-        averages: where among the settings the list of averages is; their count follows two later.
+        averages: where among the settings the list of averages is, if there is one; their count
+            follows two later.
     """
     op = getattr(torch.ops.braze, name).default
 
@@ -23,7 +24,7 @@ def update_op(name, states, averages):
         written = [*params, *outputs]
         for tensors in kept:
             written += tensors
-        if len(settings) > averages and settings[averages] is not None:
+        if averages is not None and settings[averages : averages + 1] not in ((), (None,)):
             written += settings[averages]
             if len(settings) > averages + 2 and settings[averages + 2] is not None:
                 written.append(settings[averages + 2])

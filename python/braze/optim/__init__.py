@@ -3,7 +3,8 @@
 from braze.optim._multi_tensor import MultiTensor as MultiTensor
 from braze.optim.adam import Adam, AdamW
 from braze.optim.averages import EMA
+from braze.optim.muon import Muon
 from braze.optim.rmsprop import RMSprop
 from braze.optim.sgd import SGD
 
-__all__ = ["EMA", "SGD", "Adam", "AdamW", "RMSprop"]
+__all__ = ["EMA", "SGD", "Adam", "AdamW", "Muon", "RMSprop"]
