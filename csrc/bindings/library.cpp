@@ -121,6 +121,16 @@ STABLE_TORCH_LIBRARY(braze, m) {
       "Tensor shift, Tensor(b!) batch_images, Tensor(c!) batch_labels, Tensor(d!)? moments=None, "
       "int[] filters=[]) -> ()");
 
+  // lamb
+  m.def(
+      "lamb_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, "
+      "Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] steps, Tensor(e!)[] cast_outputs, "
+      "Tensor[] cast_inputs, float lr, float beta1, float beta2, float eps, float weight_decay, "
+      "float min_norm, float max_norm, bool maximize=False, "
+      "Tensor? lr_tensor=None, Tensor? grad_scale=None, Tensor? found_inf=None, "
+      "Tensor(f!)[]? averages=None, float average_weight=0.0, Tensor(g!)? averaged=None, "
+      "Tensor? grad_norm=None, float max_grad_norm=0.0, Tensor(h!)? tickets=None) -> ()");
+
   // matmul, linear
   m.def(
       "matmul(Tensor input, Tensor other, bool allow_tf32=False, bool deterministic=False, "

@@ -7,12 +7,12 @@ import weakref
 import torch
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from braze.optim import SGD, Adam, AdamW, MultiTensor, Muon, RMSprop
+from braze.optim import LAMB, SGD, Adam, AdamW, MultiTensor, Muon, RMSprop
 
 # They count their steps on the CPU whatever the settings.
 _UNCAPTURABLE = (torch.optim.Adafactor, torch.optim.Adagrad)
 # Their launches cast gradients. A subclass may look at these before.
-_CASTS = (SGD, Adam, AdamW, RMSprop, Muon)
+_CASTS = (SGD, Adam, AdamW, RMSprop, LAMB, Muon)
 
 
 class StepParts:
