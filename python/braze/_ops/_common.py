@@ -11,6 +11,7 @@ from torch.utils import flop_counter
 from braze import _lib
 from braze._nvtx import ranged
 from braze._step_scope import current
+from braze._stock import observed
 
 _library = torch.library.Library("braze", "IMPL")
 _lib.define_missing_cuda_ops(_library)
@@ -33,8 +34,8 @@ def plain(input, *others):
 
     All else goes to torch's function of the same meaning, which computes it or raises its own
     error: integers and complex numbers, sparse tensors, subclasses such as DTensor, objects that
-    are no tensors; and any tensor within ``torch.func``'s transforms or forward-mode
-    differentiation, for which the ops have no formulas.
+    are no tensors; any tensor within ``torch.func``'s transforms or forward-mode differentiation,
+    for which the ops have no formulas; and any call that someone records: _stock.observed().
 
     Args:
         input: what decides the dtype.
@@ -42,8 +43,10 @@ def plain(input, *others):
     """
     if (
         type(input) not in _PLAIN
+        or observed()  # before attributes are read, which a mode sees
         or input.dtype not in _FLOATS
         or input.layout is not _STRIDED
+        or input.is_nested
         or forward_ad._current_level >= 0
         or _functorch_is_active()
     ):

@@ -7,9 +7,10 @@ import torch
 import braze.nn
 from braze._ops._common import FLOAT_DTYPES
 from braze.convert.classes import Rewritten, class_for
+from braze.convert.kinds import LAYERS, METHODS_OF_LAYERS, hooks
+from braze.convert.kinds import kind_of as layer_kind
 from braze.convert.modules import own_class, worth_splicing
-from braze.convert.runs import BLOCKS, LAYERS, hooks
-from braze.convert.runs import kind_of as layer_kind
+from braze.convert.runs import BLOCKS
 from braze.convert.source import Unknown
 
 _TO = {getattr(torch.nn, name): getattr(braze.nn, name) for name in LAYERS}
@@ -121,8 +122,9 @@ def _reason_to_leave(module, names):
         return f"shared: {', '.join(names)}"
     if hooks(module):
         return f"has {', '.join(hooks(module))}"
-    if "forward" in module.__dict__:
-        return "its forward has been replaced"
+    for method in METHODS_OF_LAYERS:
+        if method in module.__dict__:
+            return f"its {method} has been replaced"
     tensors = (*module._parameters.items(), *module._buffers.items())
     for name, tensor in tensors:
         if tensor is None:

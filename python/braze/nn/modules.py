@@ -5,6 +5,8 @@ import typing
 import torch
 
 from braze._ops.batch_norm import batch_norm_counting
+from braze._ops.fused import as_one_op
+from braze._stock import calls
 from braze.nn import functional as F
 
 
@@ -30,10 +32,13 @@ def batch_norm_state(bn):
     )
 
 
+@calls("avg_pool2d")
 class AvgPool2d(torch.nn.AvgPool2d):
     """``torch.nn.AvgPool2d`` on :func:`braze.nn.functional.avg_pool2d`."""
 
     def forward(self, input):
+        if self._gives_way():
+            return super().forward(input)
         return F.avg_pool2d(
             input,
             self.kernel_size,
@@ -45,6 +50,7 @@ class AvgPool2d(torch.nn.AvgPool2d):
         )
 
 
+@calls("batch_norm", also=("_check_input_dim",))
 class BatchNorm2d(torch.nn.BatchNorm2d):
     """``torch.nn.BatchNorm2d`` on :func:`braze.nn.functional.batch_norm`.
 
@@ -53,6 +59,8 @@ class BatchNorm2d(torch.nn.BatchNorm2d):
     """
 
     def forward(self, input):
+        if self._gives_way():
+            return super().forward(input)
         self._check_input_dim(input)
         statistics = batch_norm_state(self)
         return batch_norm_counting(
@@ -124,10 +132,13 @@ class BatchNormAct2d(BatchNorm2d):
         return f"{super().extra_repr()}, activation={shown}"
 
 
+@calls("conv2d", also=("_conv_forward",))
 class Conv2d(torch.nn.Conv2d):
     """``torch.nn.Conv2d`` on :func:`braze.nn.functional.conv2d`."""
 
     def _conv_forward(self, input, weight, bias):
+        if self._gives_way():
+            return super()._conv_forward(input, weight, bias)
         padding = self.padding
         if self.padding_mode != "zeros":
             sides = self._reversed_padding_repeated_twice
@@ -158,7 +169,18 @@ def conv_bn_relu2d(input, conv, bn):
     return F.conv_bn_relu2d(input, *tensors, **settings)
 
 
-def conv_bn_relu_max_pool2d(input, conv, bn, pool, memory_format=None):
+def conv_bn_relu_as_one(input, conv, bn, max_pool=False, contiguous=False):
+    """The fused block on two layers, and perhaps 2x2 max pooling, or None where no op takes them
+    all.
+
+    Args:
+        contiguous: return the pooled result so, whatever the layout of the input.
+    """
+    tensors, settings = _block_arguments(conv, bn)
+    return as_one_op(max_pool, contiguous, input, *tensors, **settings)
+
+
+def conv_bn_relu_max_pool2d(input, conv, bn, pool):
     """The fused block on the parameters, buffers and settings of three layers."""
     tensors, settings = _block_arguments(conv, bn)
     return F.conv_bn_relu_max_pool2d(
@@ -170,7 +192,6 @@ def conv_bn_relu_max_pool2d(input, conv, bn, pool, memory_format=None):
         pool_padding=pool.padding,
         pool_dilation=pool.dilation,
         ceil_mode=pool.ceil_mode,
-        memory_format=memory_format,
     )
 
 
@@ -294,10 +315,13 @@ class ConvBnReLUMaxPool2d(ConvBnReLU2d):
         return conv_bn_relu_max_pool2d(input, self.conv, self.bn, self.pool)
 
 
+@calls("conv_transpose2d")
 class ConvTranspose2d(torch.nn.ConvTranspose2d):
     """``torch.nn.ConvTranspose2d`` on :func:`braze.nn.functional.conv_transpose2d`."""
 
     def forward(self, input, output_size=None):
+        if self._gives_way():
+            return super().forward(input, output_size)
         if self.padding_mode != "zeros":
             raise ValueError("Only `zeros` padding mode is supported for ConvTranspose2d")
         output_padding = self.output_padding
@@ -316,10 +340,13 @@ class ConvTranspose2d(torch.nn.ConvTranspose2d):
         )
 
 
+@calls("cross_entropy")
 class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
     """``torch.nn.CrossEntropyLoss`` on :func:`braze.nn.functional.cross_entropy`."""
 
     def forward(self, input, target):
+        if self._gives_way():
+            return super().forward(input, target)
         return F.cross_entropy(
             input,
             target,
@@ -334,10 +361,13 @@ class Flatten(torch.nn.Flatten):
     """``torch.nn.Flatten``: a view, with nothing to compute."""
 
 
+@calls("linear")
 class Linear(torch.nn.Linear):
     """``torch.nn.Linear`` on :func:`braze.nn.functional.linear`."""
 
     def forward(self, input):
+        if self._gives_way():
+            return super().forward(input)
         return F.linear(input, self.weight, self.bias)
 
 
@@ -367,17 +397,23 @@ class LinearReLU(Linear):
         return F.linear_relu(input, self.weight, self.bias)
 
 
+@calls("log_softmax")
 class LogSoftmax(torch.nn.LogSoftmax):
     """``torch.nn.LogSoftmax`` on :func:`braze.nn.functional.log_softmax`."""
 
     def forward(self, input):
+        if self._gives_way():
+            return super().forward(input)
         return F.log_softmax(input, self.dim, _stacklevel=5)
 
 
+@calls("max_pool2d")
 class MaxPool2d(torch.nn.MaxPool2d):
     """``torch.nn.MaxPool2d`` on :func:`braze.nn.functional.max_pool2d`."""
 
     def forward(self, input):
+        if self._gives_way():
+            return super().forward(input)
         return F.max_pool2d(
             input,
             self.kernel_size,
@@ -389,10 +425,13 @@ class MaxPool2d(torch.nn.MaxPool2d):
         )
 
 
+@calls("nll_loss")
 class NLLLoss(torch.nn.NLLLoss):
     """``torch.nn.NLLLoss`` on :func:`braze.nn.functional.nll_loss`."""
 
     def forward(self, input, target):
+        if self._gives_way():
+            return super().forward(input, target)
         return F.nll_loss(
             input,
             target,
@@ -402,10 +441,13 @@ class NLLLoss(torch.nn.NLLLoss):
         )
 
 
+@calls("relu")
 class ReLU(torch.nn.ReLU):
     """``torch.nn.ReLU`` on :func:`braze.nn.functional.relu`."""
 
     def forward(self, input):
+        if self._gives_way():
+            return super().forward(input)
         return F.relu(input, inplace=self.inplace)
 
 
@@ -413,8 +455,11 @@ class Sequential(torch.nn.Sequential):
     """``torch.nn.Sequential``: a container, with nothing to compute."""
 
 
+@calls("softmax")
 class Softmax(torch.nn.Softmax):
     """``torch.nn.Softmax`` on :func:`braze.nn.functional.softmax`."""
 
     def forward(self, input):
+        if self._gives_way():
+            return super().forward(input)
         return F.softmax(input, self.dim, _stacklevel=5)
