@@ -82,6 +82,8 @@ def calls(function, also=()):
         methods = [(torchs, name) for name in ("forward", *also)]
         kind._places = (*methods, (torch.nn.functional, function), *called_by(function))
         kind._gives_way = staticmethod(gives_way(*kind._places))
+        if "forward" in vars(kind):  # as Python calls it where the arguments are wrong
+            kind.forward.__qualname__ = torchs.forward.__qualname__
         return kind
 
     return decorate

@@ -185,26 +185,13 @@ def check_count(input):
             )
 
 
-def check_momentum(momentum):
+def check_settings(running_mean, running_var, training, eps, momentum):
+    """torch's checks of them that raise something else than RuntimeError."""
     if momentum is not None and not isinstance(momentum, (float, int)):
         raise TypeError(
             "batch_norm(): argument 'momentum' (position 7) must be float, "
             f"not {type(momentum).__name__}"
         )
-
-
-def settings_fit(*settings):
-    """Whether :func:`check_settings` has nothing against them."""
-    try:
-        check_settings(*settings)
-    except (RuntimeError, TypeError, ValueError):
-        return False
-    return True
-
-
-def check_settings(running_mean, running_var, training, eps, momentum):
-    """torch's checks of them that raise something else than RuntimeError."""
-    check_momentum(momentum)
     if training:
         if eps <= 0.0:
             raise ValueError(f"batch_norm eps must be positive during training, but got {eps}")
@@ -285,7 +272,10 @@ def batch_norm_counting(
             momentum = 1 / float(num_batches_tracked) if momentum is None else momentum
         norm = running_mean, running_var, weight, bias, training, momentum, eps
         return torch.nn.functional.batch_norm(input, *norm)
-    uncounted = count_if_empty(input, num_batches_tracked, training)
+    uncounted = num_batches_tracked if training else None
+    if input.numel() == 0:
+        count(uncounted)
+        uncounted = None
     buffers = running_mean, running_var, num_batches_tracked
     try:
         if training:
@@ -302,18 +292,8 @@ def batch_norm_counting(
         raise
 
 
-def count_if_empty(input, num_batches_tracked, training):
-    """Counts a batch of no images, of which the kernels make nothing. Returns what a batch is still
-    to be counted in, or None."""
-    if not training:
-        return None
-    if num_batches_tracked is None or input.numel() != 0:
-        return num_batches_tracked
-    num_batches_tracked.add_(1)
-    return None
-
-
 def count(num_batches_tracked):
-    """Counts a batch that is refused: torch's layer counts before it checks, ours in the kernel."""
+    """Counts a batch that no kernel has counted: one of no images, or one that is refused, of which
+    torch's layer does not know yet when it counts."""
     if num_batches_tracked is not None:
         num_batches_tracked.add_(1)

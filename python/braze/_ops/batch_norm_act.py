@@ -21,7 +21,6 @@ from braze._ops.batch_norm import (
     check_count,
     check_settings,
     count,
-    count_if_empty,
     empty_like_input,
     gradients,
     normalised,
@@ -216,7 +215,10 @@ def batch_norm_act(
         return in_torch(act, output if residual is None else output + residual)
     if momentum is None and num_batches_tracked is None:
         momentum = 0.0
-    uncounted = count_if_empty(input, num_batches_tracked, training)
+    uncounted = num_batches_tracked if training else None
+    if input.numel() == 0:
+        count(uncounted)
+        uncounted = None
     apply = _ops.batch_norm_act.default if torch.compiler.is_compiling() else _batch_norm_act
     buffers = running_mean, running_var, num_batches_tracked
     try:

@@ -16,7 +16,7 @@ from braze._ops._common import (
     plain,
     register,
 )
-from braze._ops.batch_norm import batch_norm_counting, count, settings_fit
+from braze._ops.batch_norm import batch_norm_counting, check_settings, count
 from braze._ops.batch_norm import gradients as batch_norm_gradients
 from braze._ops.conv2d import conv2d, conv2d_backward_flops, conv2d_flops
 from braze._ops.conv2d import geometry as conv2d_geometry
@@ -170,11 +170,13 @@ register(
 def is_2x2(kernel_size, stride, padding, dilation, ceil_mode):
     """Whether a max pool's windows are 2x2, side by side, none of them cut off."""
     if ceil_mode is not False:
-        return False
+        return False  # torch refuses what equals it; likewise a kernel size of 2.0
     values = (kernel_size, kernel_size if stride is None else stride, padding, dilation)
+    if tuple(map(type, values)) == (int, int, int, int):
+        return values == (2, 2, 0, 1)
     pairs = [v if isinstance(v, (tuple, list)) else (v, v) for v in values]
     if any(isinstance(v, (bool, float)) for pair in pairs for v in pair):
-        return False  # torch refuses what equals an int
+        return False
     return [tuple(v) * (2 if len(v) == 1 else 1) for v in pairs] == [
         (2, 2), (2, 2), (0, 0), (1, 1)
     ]  # fmt: skip
@@ -238,8 +240,10 @@ def as_one_op(
     small_k = max_pool and _takes_small_k(input, weight, stride, padding, dilation, groups)
     if not small_k and not _takes(input, weight, stride, padding, dilation, max_pool):
         return None
-    if not settings_fit(running_mean, running_var, training, eps, momentum):
-        return None
+    try:
+        check_settings(running_mean, running_var, training, eps, momentum)
+    except (RuntimeError, TypeError, ValueError):
+        return None  # batch norm refuses them, after the convolution
     dtype = autocast_dtype(input)
     if dtype is not None:
         input, weight, bias = cast_to(dtype, input, weight, bias)

@@ -176,11 +176,11 @@ def _forward_entries(module, name, kind_of):
         return [Entry(name, "left alone", f"{kind}.forward", reason=str(error))], None
     prefix = f"{name}." if name else ""
     entries = []
-    for run in dict.fromkeys(rewriting.runs):
+    for run in rewriting.runs:
         kinds = tuple(kind for kind, _ in run)
         parts = ", ".join(part if part.endswith("()") else prefix + part for _, part in run)
         entries.append(Entry(parts, "fused", ", ".join(kinds), BLOCKS[kinds]))
-    for function in dict.fromkeys(rewriting.functions):
+    for function in rewriting.functions:
         before, after = f"functional {function}", f"braze.nn.functional.{function}"
         entries.append(Entry(name, "swapped", before, after))
     return entries, rewriting.made

@@ -25,7 +25,7 @@ def spliced(function, splices, known=None):
     known = {} if known is None else known
     values = dict(_CALLED)
     for number, called in splices.functions:
-        values[f"{PREFIX}known_{number}"] = called
+        values[f"{PREFIX}ours_{number}"] = kinds.FUNCTIONS[called]
     for number, called, inner in splices.calls:
         key = called, id(inner)
         if key not in known:
@@ -210,7 +210,7 @@ class _Change(ast.NodeTransformer):
             return ast.copy_location(new, node)
         node = self.generic_visit(node)
         if number in self.functions:
-            node.args = [node.func, _name(f"known_{number}"), *node.args]
+            node.args = [node.func, _name(f"ours_{number}"), *node.args]
             node.func = ast.copy_location(_name("called"), node)
         elif number in self.calls:
             made = [_name(f"{n}_{number}") for n in ("known", "code", "made")]

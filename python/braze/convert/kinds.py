@@ -97,10 +97,12 @@ class Replacement(typing.NamedTuple):
     """What takes the place of a function of torch's.
 
     Attributes:
+        known: torch's function, or the name of the method.
         ours: of the same meaning; called like it, as far as braze.convert replaces calls.
         gives_way: tells whether torch's has to run, see _stock.py.
     """
 
+    known: typing.Callable | str
     ours: typing.Callable
     gives_way: typing.Callable
 
@@ -109,25 +111,25 @@ def _relu_(input):
     return F.relu(input, inplace=True)
 
 
-def _replacement(name):
-    places = [(torch.nn.functional, n) for n in ("_max_pool2d",) if name == "max_pool2d"]
-    return Replacement(getattr(F, name), gives_way(*places, *called_by(name)))
+def _replacements():
+    for name in F.__all__:
+        known = getattr(torch.nn.functional, name, None)
+        if known is not None:
+            dispatched = (torch.nn.functional, "_max_pool2d"), *called_by(name)
+            places = dispatched if name == "max_pool2d" else called_by(name)
+            yield Replacement(known, getattr(F, name), gives_way(*places))
+    for name in ("relu", "sigmoid", "tanh"):
+        yield Replacement(getattr(torch, name), getattr(F, name), gives_way())
+    for known in (torch.relu_, torch.nn.functional.relu_):
+        yield Replacement(known, _relu_, gives_way())
 
 
 #: By functions of torch's.
-FUNCTIONS = {
-    getattr(torch.nn.functional, name): _replacement(name)
-    for name in F.__all__
-    if hasattr(torch.nn.functional, name)
-}
-for _name in ("relu", "sigmoid", "tanh"):
-    FUNCTIONS[getattr(torch, _name)] = Replacement(getattr(F, _name), gives_way())
-FUNCTIONS[torch.relu_] = FUNCTIONS[torch.nn.functional.relu_] = Replacement(_relu_, gives_way())
-FUNCTIONS = {function: ours for function, ours in FUNCTIONS.items() if is_torchs(function)}
+FUNCTIONS = {r.known: r for r in _replacements() if is_torchs(r.known)}
 #: By names of tensors' methods.
 METHODS = {
-    "relu": Replacement(F.relu, gives_way((torch.Tensor, "relu"))),
-    "relu_": Replacement(_relu_, gives_way((torch.Tensor, "relu_"))),
+    "relu": Replacement("relu", F.relu, gives_way((torch.Tensor, "relu"))),
+    "relu_": Replacement("relu_", _relu_, gives_way((torch.Tensor, "relu_"))),
 }
 _FUNCTIONS = str, types.FunctionType, types.BuiltinFunctionType
 

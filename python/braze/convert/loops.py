@@ -13,11 +13,12 @@ def fused(modules):
     through. Changes of `modules` on the way are seen as an iterator over it sees them."""
     if type(modules).__iter__ not in _ITERATED:
         return modules
+    children = tuple(modules)
+    kinds = tuple(map(type, children))
     if torch.compiler.is_compiling():
-        children = tuple(modules)
-        return _callables(children, _segments(tuple(map(type, children))))
-    segments = _known_segments(tuple(map(type, modules)))
-    return _walk(modules, segments) if segments else modules
+        return _callables(children, _segments(kinds))
+    segments = _known_segments(kinds)
+    return _walk(modules, children, segments) if segments else modules
 
 
 #: Which iterate over what they hold without effects.
@@ -37,26 +38,30 @@ def _callable(links):
     return links[0] if len(links) == 1 else lambda input: run(links, input)
 
 
-def _walk(modules, segments):
-    """The callables. A second iterator looks ahead, just before what it finds would run: what ran
-    so far may have changed what comes next."""
-    ahead, seen, skip = iter(modules), 0, 0
+def _walk(modules, children, segments):
+    """The callables. Where others ran, which may have changed what comes next, a second iterator
+    looks ahead for what is next by now."""
+    ahead, seen, skip = None, 0, 0
+    others_ran = False
     for at, module in enumerate(modules):
         if skip:
             skip -= 1
             continue
         if at in segments:
-            for _ in range(seen, at):
-                next(ahead, None)
-            links, seen = _next(ahead, segments[at]), at + segments[at]
-            as_one = links and runner(links)
+            links = children[at : at + segments[at]][::-1]
+            if others_ran:
+                ahead = ahead or iter(modules)
+                _next(ahead, at - seen)
+                links, seen = _next(ahead, len(links)), at + len(links)
+            as_one = runner(links)
             if as_one is None:  # perhaps of fewer
                 links = links[len(links) - run_length([kind_of(link) for link in links[::-1]]) :]
-                as_one = links and runner(links)
-            if as_one:
+                as_one = runner(links)
+            if as_one is not None:
                 skip = len(links) - 1
                 yield functools.partial(as_one, links)
                 continue
+        others_ran = True
         yield module
 
 

@@ -15,7 +15,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 import braze.nn
-from braze._ops._common import autocast_dtype, cast_to, is_channels_last, plain
+from braze._ops._common import TENSORS, autocast_dtype, cast_to, is_channels_last
 from braze._ops.activation import fits
 from braze._ops.fused import is_2x2
 from braze._ops.transpose import transpose_copy
@@ -26,6 +26,7 @@ from braze.convert.kinds import (
     FUNCTIONS,
     KINDS,
     METHODS,
+    METHODS_OF_LAYERS,
     Pooling,
     calls_more,
     kind_of,
@@ -63,12 +64,20 @@ def _known_runner(links):
         known = _find(links)
     if known is None:
         return None
-    function, somebody_looks, pooling = known
-    if somebody_looks():
+    function, torchs, pooling = known
+    if torchs():
         return None
     for link in links:
-        if type(link) is not tuple and calls_more(link):
-            return None
+        if type(link) is not tuple:
+            own = link.__dict__
+            if (  # kinds.calls_more(), in half the time
+                own["_forward_hooks"]
+                or own["_forward_pre_hooks"]
+                or own["_backward_hooks"]
+                or own["_backward_pre_hooks"]
+                or not own.keys().isdisjoint(METHODS_OF_LAYERS)
+            ):
+                return None
     return None if pooling and links[0].return_indices else function
 
 
@@ -183,25 +192,24 @@ def call(link, input):
     function, args, kwargs = link
     if isinstance(function, str):
         return method(input, function, *args, **kwargs)
-    return called(function, function, input, *args, **kwargs)
+    return called(function, FUNCTIONS.get(function), input, *args, **kwargs)
 
 
-def called(function, known, /, input, *args, **kwargs):
-    """function(input, ...), by braze's of the same meaning where it still is the one that was
-    known, and nobody looks at what it calls."""
-    if function is known and known in FUNCTIONS and plain(input):
-        ours = FUNCTIONS[known]
-        if not ours.gives_way():
-            return ours.ours(input, *args, **kwargs)
+def called(function, replacement, /, input, *args, **kwargs):
+    """function(input, ...), by braze's in its place where it still is what that replaces."""
+    if replacement is not None and type(input) in TENSORS:
+        known, ours, torchs = replacement
+        if function is known and not torchs():
+            return ours(input, *args, **kwargs)
     return function(input, *args, **kwargs)
 
 
 def method(input, name, *args, **kwargs):
     """``input.name(...)`` of what may be a tensor."""
-    if name in METHODS and not args and not kwargs and plain(input):
-        ours = METHODS[name]
-        if not ours.gives_way():
-            return ours.ours(input)
+    if name in METHODS and not args and not kwargs and type(input) in TENSORS:
+        _, ours, torchs = METHODS[name]
+        if not torchs():
+            return ours(input)
     return getattr(input, name)(*args, **kwargs)
 
 
@@ -272,7 +280,7 @@ def _block(links, input, then=None):
 def _batch_norm_act(links, input, *added):
     """Batch norm, an addition where there is one, and an activation where there is one."""
     if (
-        not plain(input, *added)
+        type(input) not in TENSORS
         or input.dim() != 4
         or not all(_goes_with(residual, input) for residual in added)
     ):
@@ -299,7 +307,7 @@ def activation_of(link):
 def _goes_with(residual, input):
     """Whether an addition to a tensor like `input`, in place or not, gives one just like it."""
     return (
-        isinstance(residual, torch.Tensor)
+        type(residual) in TENSORS
         and residual.dtype == input.dtype
         and residual.device == input.device
         and residual.dim() == input.dim()
@@ -312,7 +320,7 @@ def _goes_with(residual, input):
 
 
 def _linear_relu(links, input):
-    if not plain(input):
+    if type(input) not in TENSORS:
         return one_by_one(links, input)
     return F.linear_relu(input, links[-1].weight, links[-1].bias)
 
@@ -333,7 +341,7 @@ def _flat_linear(links, input):
     flat = flatten[1:] if type(flatten) is tuple else ((flatten.start_dim,), {})
     end_dim = -1 if type(flatten) is tuple else flatten.end_dim
     if (
-        not plain(input)
+        type(input) not in TENSORS
         or input.is_contiguous()
         or (flat, end_dim) != (_FLAT, -1)
         or not is_channels_last(input)

@@ -127,7 +127,7 @@ class _Function(Names, additions.Surroundings):
             if isinstance(node, ast.Call) and node.number not in self.taken:
                 self._replaced(node)
         splices = Splices(*(tuple(self.parts[name]) for name in Splices._fields))
-        return Found(splices, self.runs, self.functions)
+        return Found(splices, list(dict.fromkeys(self.runs)), list(dict.fromkeys(self.functions)))
 
     # Chains of links.
 
