@@ -147,7 +147,7 @@ class DecoratedAsItIs(Net):
 
 
 class NamedOtherwise(Net):
-    def forward(this, x, /, self=1, *, cls=2):  # noqa: N805
+    def forward(this, x, /, self=1, *, cls=2):
         return this.act(this.fc(x)) * self + cls
 
 
@@ -224,7 +224,7 @@ class ClassCell(Net):
     def forward(self, x):
         __class__.count += 1
         self.seen = __class__ is ClassCell, ClassCell.count
-        return self.act(self.fc(super(__class__, self).forward(x)))
+        return self.act(self.fc(super().forward(x)))
 
 
 class ClassMethods(Net):
@@ -289,23 +289,25 @@ class Base(nn.Module):
 """
 FORMS_OF_CALLS = """
 torch.relu({}, inplace=True) | {}.relu(inplace=True) | {}.relu(True) | {}.relu(1, 2)
-F.sigmoid({}, inplace=True) | F.sigmoid({}, True) | F.tanh({}, inplace=True) | torch.tanh({}, True)
-F.gelu({}, inplace=True) | F.gelu({}, 'none') | F.gelu({}, approximate='foo')
-F.gelu({}, approximate=3) | torch.sigmoid({}, out=None) | F.relu({}, True, 3) | F.relu() | torch.relu()
-torch.relu(3) | torch.sigmoid(3) | F.sigmoid(3) | F.tanh('a') | F.relu(None) | F.linear({})
-F.conv2d({}) | F.leaky_relu({}, 'a') | F.leaky_relu({}, None) | F.hardtanh({}, 2, 1) | F.elu({}, 1j)
-F.celu({}, 0) | F.max_pool2d({}) | F.max_pool2d({}, 'a') | F.max_pool2d({}, 2, ceil_mode=1)
-F.max_pool2d(F.relu({}), 0) | F.max_pool2d(F.relu({}), 9) | F.max_pool2d(F.relu({}), 2, 0)
-F.max_pool2d(F.relu({}), 2, 1, 2) | F.max_pool2d(F.relu({}), (2, 2, 2)) | F.max_pool2d(F.relu({}), 2.0)
+F.sigmoid({}, inplace=True) | F.sigmoid({}, True) | F.tanh({}, inplace=True)
+torch.tanh({}, True) | F.gelu({}, inplace=True) | F.gelu({}, 'none')
+F.gelu({}, approximate='foo') | F.gelu({}, approximate=3) | torch.sigmoid({}, out=None)
+F.relu({}, True, 3) | F.relu() | torch.relu() | torch.relu(3) | torch.sigmoid(3) | F.sigmoid(3)
+F.tanh('a') | F.relu(None) | F.linear({}) | F.conv2d({}) | F.leaky_relu({}, 'a')
+F.leaky_relu({}, None) | F.hardtanh({}, 2, 1) | F.elu({}, 1j) | F.celu({}, 0) | F.max_pool2d({})
+F.max_pool2d({}, 'a') | F.max_pool2d({}, 2, ceil_mode=1) | F.max_pool2d(F.relu({}), 0)
+F.max_pool2d(F.relu({}), 9) | F.max_pool2d(F.relu({}), 2, 0) | F.max_pool2d(F.relu({}), 2, 1, 2)
+F.max_pool2d(F.relu({}), (2, 2, 2)) | F.max_pool2d(F.relu({}), 2.0)
 F.max_pool2d(F.relu({}), True) | F.max_pool2d(F.relu({}), 2, ceil_mode=1)
 F.max_pool2d(F.relu({})) | F.max_pool2d(F.relu({}), 2, foo=3) | F.max_pool2d({}, 2, 2, None)
 {}.relu_(3) | torch.relu_({}, 3) | F.relu_({}, inplace=True) | {}.flatten(1, 2, 3)
 torch.flatten({}, 1, out=3) | F.softmax({}, 9) | F.avg_pool2d({}) | F.nll_loss({})
 F.cross_entropy({}, 3) | torch.relu({}, out={}) | F.relu(*[{}], 1, 2) | F.relu(**dict(inputs={}))
 F.relu(input={}) | torch.relu(input={}) | F.leaky_relu({}, True) | F.silu({}, inplace=3)
-F.relu({}, inplace='a') | torch.sigmoid({}, out=self.x) | F.softmax({}, dim=1) | F.softmax({}, 1, 3)
-F.relu(torch.ones(2, dtype=torch.int32)) | torch.sigmoid(torch.ones(2, dtype=torch.int32))
-F.linear({}, self.x, foo=1) | F.hardtanh({}, -1) | F.celu({}, alpha=2) | F.mish({}, True)
+F.relu({}, inplace='a') | torch.sigmoid({}, out=self.x) | F.softmax({}, dim=1)
+F.softmax({}, 1, 3) | F.relu(torch.ones(2, dtype=torch.int32))
+torch.sigmoid(torch.ones(2, dtype=torch.int32)) | F.linear({}, self.x, foo=1) | F.hardtanh({}, -1)
+F.celu({}, alpha=2) | F.mish({}, True)
 """
 CALLS = [c.strip() for line in FORMS_OF_CALLS.strip().splitlines() for c in line.split(" | ")]
 

@@ -143,7 +143,7 @@ def test_code_that_is_nested_deeply(tmp_path, name):
 
 
 def test_helpers_of_helpers(tmp_path):
-    """Each calls the next one twice: two to the power of their number calls, of one function each."""
+    """Each calls the next one twice: as many calls as two to the power of their number."""
     counts = []
     for n in (4, 8, 16):
         methods = "".join(

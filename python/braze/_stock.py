@@ -12,8 +12,8 @@ from torch.utils._device import DeviceContext
 
 
 def observed():
-    """Whether someone records the calls of torch's functions: a ``TorchFunctionMode``, TorchScript's
-    tracer (``torch.jit.trace``), or ``torch.onnx``, which can write down torch's functions only.
+    """Whether someone records the calls of torch's functions: a ``TorchFunctionMode``, the tracer
+    of ``torch.jit.trace``, or ``torch.onnx``, which can write down torch's functions only.
 
     Modes that are torch's own do not count: ``torch.device(...)`` decides where tensors are made,
     and ``torch.export`` takes braze's ops.

@@ -32,8 +32,8 @@ def plain(input, *others):
     """Whether a public function may give these arguments to its op.
 
     All else goes to torch's function of the same meaning, which computes it or raises its own
-    error: integers and complex numbers, sparse and nested tensors, subclasses such as DTensor, objects that
-    are no tensors; and any tensor within ``torch.func``'s transforms or forward-mode
+    error: integers and complex numbers, sparse and nested tensors, subclasses such as DTensor,
+    objects that are no tensors; and any tensor within ``torch.func``'s transforms or forward-mode
     differentiation, for which the ops have no formulas.
 
     Args:

@@ -105,7 +105,7 @@ def function_name(function):
 
 
 def takes(function, args, names):
-    """Whether torch's function, or method of a tensor, takes a call of such a form, as braze's does.
+    """Whether torch's function, or a tensor's method, takes a call of such a form, as braze's does.
 
     Args:
         args: how many arguments it gets by position.

@@ -12,7 +12,8 @@ _CALLED = {
     **{PREFIX + name: getattr(kinds, name) for name in additions.FORMS},
     **{PREFIX + f.__name__: f for f in (loops.fused, runs.before_addition, runs.called)},
     **{PREFIX + f.__name__: f for f in (runs.inherited, runs.method, runs.other, runs.run)},
-    **{PREFIX + f.__name__: f for f in (runs.run_added, runs.run_radd, runs.runner, runs.runner_of)},
+    **{PREFIX + f.__name__: f for f in (runs.run_added, runs.run_radd)},
+    **{PREFIX + f.__name__: f for f in (runs.runner, runs.runner_of)},
 }
 
 

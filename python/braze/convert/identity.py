@@ -67,14 +67,15 @@ def _asks_in_source(code, filename):  # equal code objects may come from differe
     except (MemoryError, RecursionError, Unknown):
         return True  # perhaps
     me = code.co_varnames[0]
-    named = {id(n.value) for n in ast.walk(node) if isinstance(n, ast.Attribute) and n.attr in _SAME}
-    return any(_is_class_of(n, me) and id(n) not in named for n in ast.walk(node))
+    nodes = list(ast.walk(node))
+    named = {id(n.value) for n in nodes if isinstance(n, ast.Attribute) and n.attr in _SAME}
+    return any(_is_class_of(n, me) and id(n) not in named for n in nodes)
 
 
 def _is_class_of(node, name):
     """Whether an expression is ``type(name)`` or ``name.__class__``."""
-    if isinstance(node, ast.Attribute):
-        return node.attr == "__class__" and isinstance(node.value, ast.Name) and node.value.id == name
+    if isinstance(node, ast.Attribute) and node.attr == "__class__":
+        return isinstance(node.value, ast.Name) and node.value.id == name
     return (
         isinstance(node, ast.Call)
         and isinstance(node.func, ast.Name)

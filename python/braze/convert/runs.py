@@ -45,10 +45,8 @@ def runner(links, beside=()):
     Args:
         beside: modules that run before the links do, and would run between them otherwise.
     """
-    if torch.compiler.is_compiling():
-        function = _traced_runner(links)
-    else:
-        function = _known_runner(links)
+    compiling = torch.compiler.is_compiling()
+    function = _traced_runner(links) if compiling else _known_runner(links)
     if function is None or _any_global_hook():
         return None
     for module in beside:
@@ -97,8 +95,8 @@ def _find(links):
 
 
 def _traced_runner(links):
-    """:func:`_known_runner` in words that torch.compile makes guards of. What ``torch.export`` puts in
-    the place of modules' `__call__` meanwhile is torch's own."""
+    """:func:`_known_runner` in words that torch.compile makes guards of. What ``torch.export`` puts
+    in the place of modules' `__call__` meanwhile is torch's own."""
     function = RUNS.get(tuple([kind_of(link) for link in links]))
     if function is None:
         return None
@@ -238,7 +236,6 @@ def changed(known, code, made):
         or known.__defaults__ is not made.__defaults__
         or known.__kwdefaults__ is not made.__kwdefaults__
     )
-
 
 
 def run_length(kinds):
