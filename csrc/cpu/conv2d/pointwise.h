@@ -1,0 +1,207 @@
+// 1 x 1 filters: pixels x filters = pixels x channels * channels x filters, a matrix product whose
+// left operand is the image as it lies in memory. Filters are across the lanes; channels_last
+// pixels are read where they are (rows_kernel), others are transposed block by block.
+#pragma once
+
+#include <type_traits>
+
+#include "cpu/conv2d/passes.h"
+#include "cpu/conv2d/store.h"
+#include "cpu/matmul/gemm.h"
+
+namespace braze::cpu {
+
+// Pixels that are evenly spaced in source and result: rows of an image, whole images or the whole
+// batch, whichever is the longest. There are images * rows runs of them.
+struct PixelRuns {
+  explicit PixelRuns(const Convolution& conv)
+      : images(conv.images),
+        rows(conv.h.out),
+        length(conv.w.out),
+        from(conv.w.step * conv.src.w),
+        to(conv.dst_strides.w) {
+    const Tensor4dRef &s = conv.src, &d = conv.dst_strides;
+    if (rows != 1 && (conv.h.step * s.h != length * from || d.h != length * to)) return;
+    length *= rows;
+    rows = 1;
+    if (images != 1 && (s.n != length * from || d.n != length * to)) return;
+    length *= images;
+    images = 1;
+  }
+  int64_t count() const { return images * rows; }
+
+  int64_t images, rows, length;
+  int64_t from, to;  // elements from pixel to pixel in source and result
+};
+
+// The source's element that the filter meets at output position (0, 0), from the image's first.
+inline int64_t first_of(const Convolution& conv) {
+  const int64_t h = conv.h.first * conv.h.step + conv.h.phases[0];
+  const int64_t w = conv.w.first * conv.w.step + conv.w.phases[0];
+  return h * conv.src.h + w * conv.src.w;
+}
+
+template <typename T>
+struct PointwisePlan {
+  using Acc = acc_t<T>;
+  static constexpr int kL = kLanes<Acc>, kPanel = 2 * kL;
+  // Elements of a block of pixels: 256 KiB of fp32, which the second-level cache keeps.
+  static constexpr int64_t kBlockElements = 65536;
+  static constexpr int64_t kPage = 4096 / sizeof(Acc);
+
+  explicit PointwisePlan(const Convolution& conv)
+      : runs(conv),
+        // Pixels a multiple of a page apart would meet in one set of the first-level cache.
+        in_place(std::is_same_v<T, Acc> && conv.src.c == 1 && runs.from % kPage != 0),
+        panels(ceil_div(conv.filters, kPanel)),
+        packed_filters(round_up(conv.filters, kL)),
+        packed_size(round_up(conv.groups * packed_filters * conv.channels, 16)),
+        ld(conv.channels % 64 == 0 ? conv.channels + kL : conv.channels) {
+    const int64_t most = std::clamp<int64_t>(kBlockElements / std::max<int64_t>(1, conv.channels),
+                                             2 * kMostPixels, 64 * kMostPixels);
+    block = round_up(most, kMostPixels);
+    const int64_t wanted = 4 * num_threads();
+    while (num_threads() > 1 && tasks(conv) < wanted && block > 2 * kMostPixels) {
+      block = round_up(block / 2, kMostPixels);
+    }
+    pixels_size = in_place ? 0 : round_up(block * ld, 16);
+    tile_size = block * kPanel;
+  }
+  // A task is a block of a long run, or several short runs.
+  int64_t blocks() const { return ceil_div(runs.length, block); }
+  int64_t runs_together() const { return std::max<int64_t>(1, block / runs.length); }
+  int64_t tasks(const Convolution& conv) const {
+    return conv.groups * ceil_div(runs.count(), runs_together()) * blocks();
+  }
+  int64_t scratch() const { return pixels_size + tile_size; }
+  int64_t bytes() const { return (packed_size + num_threads() * scratch()) * sizeof(Acc); }
+
+  PixelRuns runs;
+  bool in_place;  // pixels are read where they are
+  int64_t panels, packed_filters, packed_size;
+  int64_t ld;     // of copied pixels
+  int64_t block;  // pixels of a task, at most
+  int64_t pixels_size, tile_size;
+};
+
+template <typename T>
+class Pointwise {
+  using Acc = acc_t<T>;
+  using Plan = PointwisePlan<T>;
+  static constexpr int kL = Plan::kL, kPanel = Plan::kPanel;
+
+ public:
+  Pointwise(const Convolution& conv, const Plan& plan, void* workspace)
+      : conv_(conv),
+        plan_(plan),
+        packed_(static_cast<Acc*>(workspace)),
+        scratch_(packed_ + plan.packed_size) {}
+
+  void run() const {
+    pack_weights();
+    const PixelRuns& runs = plan_.runs;
+    const int64_t together = plan_.runs_together(), blocks = plan_.blocks();
+    for_each_task(plan_.tasks(conv_), [&](int64_t worker, int64_t task) {
+      const int64_t group = task % conv_.groups, block = task / conv_.groups % blocks;
+      const int64_t first = task / conv_.groups / blocks * together;
+      multiply({scratch_ + worker * plan_.scratch(), group, first,
+                std::min(runs.count(), first + together), block * plan_.block,
+                std::min(runs.length, (block + 1) * plan_.block)});
+    });
+  }
+
+ private:
+  // Pixels [begin, end) of some runs.
+  struct Task {
+    Acc* scratch;
+    int64_t group, first_run, last_run, begin, end;
+  };
+
+  int64_t panel_width(int64_t j) const {
+    return std::min<int64_t>(kPanel, plan_.packed_filters - j * kPanel);
+  }
+
+  // Panels of up to two vectors of filters, channels outermost.
+  void pack_weights() const {
+    const int64_t depth = conv_.channels;
+    parallel_for(0, conv_.groups * plan_.panels, ceil_div(16384, kPanel * depth + 1),
+                 [&](int64_t first, int64_t last) {
+                   for (int64_t i = first; i < last; ++i) {
+                     const int64_t group = i / plan_.panels, filter = i % plan_.panels * kPanel;
+                     pack_panel(packed_ + (group * plan_.packed_filters + filter) * depth,
+                                panel_width(i % plan_.panels),
+                                static_cast<const T*>(conv_.weight) + group * conv_.weight_group +
+                                    filter * conv_.weight_filter,
+                                conv_.weight_filter, conv_.weight_channel,
+                                std::min<int64_t>(kPanel, conv_.filters - filter), depth);
+                   }
+                 });
+  }
+
+  // The first pixel of a run of the task's.
+  const T* source(const Task& task, int64_t run) const {
+    return static_cast<const T*>(conv_.src.data) + first_of(conv_) +
+           run / plan_.runs.rows * conv_.src.n +
+           run % plan_.runs.rows * conv_.h.step * conv_.src.h + task.begin * plan_.runs.from +
+           task.group * conv_.channels * conv_.src.c;
+  }
+  T* result(const Task& task, int64_t run) const {
+    const Tensor4dRef& d = conv_.dst_strides;
+    return static_cast<T*>(conv_.dst) + run / plan_.runs.rows * d.n +
+           run % plan_.runs.rows * d.h + task.begin * plan_.runs.to +
+           task.group * conv_.filters * d.c;
+  }
+
+  void multiply(const Task& task) const {
+    const int64_t pixels = task.end - task.begin;
+    Acc* const tiles = task.scratch + plan_.pixels_size;
+    for (int64_t run = task.first_run; !plan_.in_place && run < task.last_run; ++run) {
+      copy_matrix(task.scratch + (run - task.first_run) * pixels * plan_.ld, plan_.ld,
+                  source(task, run), plan_.runs.from, conv_.src.c, pixels, conv_.channels);
+    }
+    for (int64_t j = 0; j < plan_.panels; ++j) {
+      const int64_t width = panel_width(j);
+      const int64_t filters = std::min(width, conv_.filters - j * kPanel);
+      const Acc* const panel =
+          packed_ + (task.group * plan_.packed_filters + j * kPanel) * conv_.channels;
+      const bool direct = stores_to_result(filters == width);
+      for (int64_t run = task.first_run; run < task.last_run; ++run) {
+        const auto [from, ld] = pixels_of(task, run);
+        T* const to = result(task, run) + j * kPanel * conv_.dst_strides.c;
+        if (direct) {
+          rows_times_panel(from, ld, pixels, panel, width, conv_.channels,
+                           reinterpret_cast<Acc*>(to), plan_.runs.to);
+        } else {
+          rows_times_panel(from, ld, pixels, panel, width, conv_.channels, tiles, width);
+          store_pixels(tiles, width, pixels, filters, conv_.bias,
+                       task.group * conv_.filters + j * kPanel, to, plan_.runs.to,
+                       conv_.dst_strides.c);
+        }
+      }
+    }
+  }
+
+  struct Pixels {
+    const Acc* first;
+    int64_t ld;
+  };
+  // The task's pixels of a run, copied or where they are.
+  Pixels pixels_of(const Task& task, int64_t run) const {
+    if constexpr (std::is_same_v<T, Acc>) {
+      if (plan_.in_place) return {source(task, run), plan_.runs.from};
+    }
+    return {task.scratch + (run - task.first_run) * (task.end - task.begin) * plan_.ld, plan_.ld};
+  }
+
+  // Whether sums of a panel need neither an epilogue nor a transposition.
+  bool stores_to_result(bool full) const {
+    return std::is_same_v<T, Acc> && !conv_.bias && conv_.dst_strides.c == 1 && full;
+  }
+
+  const Convolution& conv_;
+  const Plan plan_;
+  Acc* packed_;
+  Acc* scratch_;
+};
+
+}  // namespace braze::cpu

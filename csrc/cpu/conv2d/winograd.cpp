@@ -1,0 +1,64 @@
+// 3 x 3 filters of stride 1 by Winograd's algorithm (winograd.h).
+#include "cpu/conv2d/winograd.h"
+
+#include "cpu/conv2d/kernels.h"
+
+namespace braze::cpu {
+namespace {
+
+// The pass as a convolution: both are one, since the stride is 1.
+template <typename F>
+void with_convolution(const Conv2dProblem& problem, const void* bias, const F& f) {
+  if (problem.pass == Conv2dPass::kFprop) return f(fprop_of(problem, bias));
+  for_each_dgrad(problem, bias, f);
+}
+
+// One image of it, for what is done again.
+Convolution image_of(const Convolution& conv, int64_t image, DType dtype) {
+  Convolution one = conv;
+  one.images = 1;
+  one.src.data = static_cast<const char*>(conv.src.data) + image * conv.src.n * size_of(dtype);
+  one.dst = static_cast<char*>(conv.dst) + image * conv.dst_strides.n * size_of(dtype);
+  return one;
+}
+
+}  // namespace
+
+const char* winograd_obstacle(const Conv2dProblem& problem) {
+  const Conv2dShape& s = problem.shape;
+  if (problem.pass == Conv2dPass::kWgrad) return "winograd has no weight gradient";
+  if (s.r != 3 || s.s != 3 || s.stride_h != 1 || s.stride_w != 1 || s.dilation_h != 1 ||
+      s.dilation_w != 1) {
+    return "winograd takes 3 x 3 filters of stride and dilation 1";
+  }
+  return nullptr;
+}
+
+void plan_winograd(const Conv2dProblem& problem, Conv2dPlan* plan) {
+  dispatch(problem.shape.dtype, [&](auto tag) {
+    using Acc = acc_t<typename decltype(tag)::type>;
+    with_convolution(problem, nullptr, [&](const Convolution& conv) {
+      const WinogradPlan<Acc> tiling(conv);
+      plan->tiling.set(tiling);
+      const ConvolutionPlan<Acc> again(image_of(conv, 0, problem.shape.dtype));
+      plan->workspace_bytes = std::max(tiling.bytes(conv), again.bytes());
+    });
+  });
+}
+
+void run_winograd(const Conv2dProblem& problem, const Conv2dPlan& plan, const void* bias,
+                  void* workspace) {
+  dispatch(problem.shape.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    using Acc = acc_t<T>;
+    with_convolution(problem, bias, [&](const Convolution& conv) {
+      const auto& tiling = plan.tiling.get<WinogradPlan<Acc>>();
+      for (const int64_t image : Winograd<T>(conv, tiling, workspace).run()) {
+        const Convolution one = image_of(conv, image, problem.shape.dtype);
+        Convolve<T>(one, ConvolutionPlan<Acc>(one), workspace).run();
+      }
+    });
+  });
+}
+
+}  // namespace braze::cpu
