@@ -16,6 +16,18 @@ void with_pointwise(const Conv2dProblem& problem, const void* bias, const F& f) 
   for_each_dgrad(problem, bias, f);
 }
 
+// Calls f with the element type and the type of a step of the reduction.
+template <typename F>
+void with_types(DType dtype, const F& f) {
+  dispatch(dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    if constexpr (std::is_same_v<T, BFloat16>) {
+      if (dot_bf16_available()) return f(tag, TypeTag<Bf16Pair>{});
+    }
+    f(tag, TypeTag<acc_t<T>>{});
+  });
+}
+
 // A residue of a strided dgrad that no filter reaches.
 template <typename T>
 void store_bias(const Convolution& conv) {
@@ -65,10 +77,11 @@ const char* pointwise_obstacle(const Conv2dProblem& problem) {
 }
 
 void plan_pointwise(const Conv2dProblem& problem, Conv2dPlan* plan) {
-  dispatch(problem.shape.dtype, [&](auto tag) {
+  with_types(problem.shape.dtype, [&](auto tag, auto step) {
     with_pointwise(problem, nullptr, [&](const Convolution& conv) {
       if (conv.taps() == 0) return;
-      const PointwisePlan<typename decltype(tag)::type> tiling(conv);
+      using Plan = PointwisePlan<typename decltype(tag)::type, typename decltype(step)::type>;
+      const Plan tiling(conv);
       plan->tiling.set(tiling);
       plan->workspace_bytes = tiling.bytes();
     });
@@ -77,11 +90,12 @@ void plan_pointwise(const Conv2dProblem& problem, Conv2dPlan* plan) {
 
 void run_pointwise(const Conv2dProblem& problem, const Conv2dPlan& plan, const void* bias,
                    void* workspace) {
-  dispatch(problem.shape.dtype, [&](auto tag) {
+  with_types(problem.shape.dtype, [&](auto tag, auto step) {
     using T = typename decltype(tag)::type;
+    using Step = typename decltype(step)::type;
     with_pointwise(problem, bias, [&](const Convolution& conv) {
       if (conv.taps() == 0) return store_bias<T>(conv);
-      Pointwise<T>(conv, plan.tiling.get<PointwisePlan<T>>(), workspace).run();
+      Pointwise<T, Step>(conv, plan.tiling.get<PointwisePlan<T, Step>>(), workspace).run();
     });
   });
 }

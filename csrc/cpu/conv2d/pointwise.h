@@ -1,12 +1,14 @@
 // 1 x 1 filters: pixels x filters = pixels x channels * channels x filters, a matrix product whose
 // left operand is the image as it lies in memory. Filters are across the lanes; channels_last
-// pixels are read where they are (rows_kernel), others are transposed block by block.
+// pixels are read where they are (rows_kernel), others are transposed block by block. A step of the
+// reduction is a channel, or a pair of them in bf16 where the processor multiplies pairs.
 #pragma once
 
 #include <type_traits>
 
 #include "cpu/conv2d/passes.h"
 #include "cpu/conv2d/store.h"
+#include "cpu/matmul/dot_bf16.h"
 #include "cpu/matmul/gemm.h"
 
 namespace braze::cpu {
@@ -41,24 +43,27 @@ inline int64_t first_of(const Convolution& conv) {
   return h * conv.src.h + w * conv.src.w;
 }
 
-template <typename T>
+template <typename T, typename Step>
 struct PointwisePlan {
   using Acc = acc_t<T>;
+  static constexpr bool kPairs = std::is_same_v<Step, Bf16Pair>;
   static constexpr int kL = kLanes<Acc>, kPanel = 2 * kL;
   // Elements of a block of pixels: 256 KiB of fp32, which the second-level cache keeps.
   static constexpr int64_t kBlockElements = 65536;
-  static constexpr int64_t kPage = 4096 / sizeof(Acc);
+  static constexpr int64_t kPage = 4096 / sizeof(T);
 
   explicit PointwisePlan(const Convolution& conv)
       : runs(conv),
+        steps(kPairs ? ceil_div(conv.channels, 2) : conv.channels),
         // Pixels a multiple of a page apart would meet in one set of the first-level cache.
-        in_place(std::is_same_v<T, Acc> && conv.src.c == 1 && runs.from % kPage != 0),
+        in_place((std::is_same_v<T, Acc> ||
+                  (kPairs && conv.channels % 2 == 0 && runs.from % 2 == 0)) &&
+                 conv.src.c == 1 && runs.from % kPage != 0),
         panels(ceil_div(conv.filters, kPanel)),
         packed_filters(round_up(conv.filters, kL)),
-        packed_size(round_up(conv.groups * packed_filters * conv.channels, 16)),
-        ld(conv.channels % 64 == 0 ? conv.channels + kL : conv.channels) {
-    const int64_t most = std::clamp<int64_t>(kBlockElements / std::max<int64_t>(1, conv.channels),
-                                             2 * kMostPixels, 64 * kMostPixels);
+        packed_size(round_up(conv.groups * packed_filters * steps, 16)),
+        ld(steps % 64 == 0 ? steps + kL : steps) {
+    const int64_t most = std::clamp<int64_t>(kBlockElements / std::max<int64_t>(1, steps), 2 * kMostPixels, 64 * kMostPixels);
     block = round_up(most, kMostPixels);
     const int64_t wanted = 4 * num_threads();
     while (num_threads() > 1 && tasks(conv) < wanted && block > 2 * kMostPixels) {
@@ -77,6 +82,7 @@ struct PointwisePlan {
   int64_t bytes() const { return (packed_size + num_threads() * scratch()) * sizeof(Acc); }
 
   PixelRuns runs;
+  int64_t steps;
   bool in_place;  // pixels are read where they are
   int64_t panels, packed_filters, packed_size;
   int64_t ld;     // of copied pixels
@@ -84,10 +90,10 @@ struct PointwisePlan {
   int64_t pixels_size, tile_size;
 };
 
-template <typename T>
+template <typename T, typename Step>
 class Pointwise {
   using Acc = acc_t<T>;
-  using Plan = PointwisePlan<T>;
+  using Plan = PointwisePlan<T, Step>;
   static constexpr int kL = Plan::kL, kPanel = Plan::kPanel;
 
  public:
@@ -123,19 +129,27 @@ class Pointwise {
 
   // Panels of up to two vectors of filters, channels outermost.
   void pack_weights() const {
-    const int64_t depth = conv_.channels;
-    parallel_for(0, conv_.groups * plan_.panels, ceil_div(16384, kPanel * depth + 1),
-                 [&](int64_t first, int64_t last) {
-                   for (int64_t i = first; i < last; ++i) {
-                     const int64_t group = i / plan_.panels, filter = i % plan_.panels * kPanel;
-                     pack_panel(packed_ + (group * plan_.packed_filters + filter) * depth,
-                                panel_width(i % plan_.panels),
-                                static_cast<const T*>(conv_.weight) + group * conv_.weight_group +
-                                    filter * conv_.weight_filter,
-                                conv_.weight_filter, conv_.weight_channel,
-                                std::min<int64_t>(kPanel, conv_.filters - filter), depth);
-                   }
-                 });
+    const int64_t steps = plan_.steps;
+    parallel_for(
+        0, conv_.groups * plan_.panels, ceil_div(16384, kPanel * steps + 1),
+        [&](int64_t first, int64_t last) {
+          for (int64_t i = first; i < last; ++i) {
+            const int64_t group = i / plan_.panels, filter = i % plan_.panels * kPanel;
+            const T* const from = static_cast<const T*>(conv_.weight) + group * conv_.weight_group +
+                                  filter * conv_.weight_filter;
+            Acc* const to = packed_ + (group * plan_.packed_filters + filter) * steps;
+            const int64_t width = panel_width(i % plan_.panels);
+            const int64_t filters = std::min<int64_t>(kPanel, conv_.filters - filter);
+            if constexpr (Plan::kPairs) {
+              pack_pairs(reinterpret_cast<uint32_t*>(to), width,
+                         reinterpret_cast<const uint16_t*>(from), conv_.weight_filter,
+                         conv_.weight_channel, filters, conv_.channels);
+            } else {
+              pack_panel(to, width, from, conv_.weight_filter, conv_.weight_channel, filters,
+                         conv_.channels);
+            }
+          }
+        });
   }
 
   // The first pixel of a run of the task's.
@@ -156,23 +170,22 @@ class Pointwise {
     const int64_t pixels = task.end - task.begin;
     Acc* const tiles = task.scratch + plan_.pixels_size;
     for (int64_t run = task.first_run; !plan_.in_place && run < task.last_run; ++run) {
-      copy_matrix(task.scratch + (run - task.first_run) * pixels * plan_.ld, plan_.ld,
-                  source(task, run), plan_.runs.from, conv_.src.c, pixels, conv_.channels);
+      copy(task.scratch + (run - task.first_run) * pixels * plan_.ld, source(task, run), pixels);
     }
     for (int64_t j = 0; j < plan_.panels; ++j) {
       const int64_t width = panel_width(j);
       const int64_t filters = std::min(width, conv_.filters - j * kPanel);
       const Acc* const panel =
-          packed_ + (task.group * plan_.packed_filters + j * kPanel) * conv_.channels;
+          packed_ + (task.group * plan_.packed_filters + j * kPanel) * plan_.steps;
       const bool direct = stores_to_result(filters == width);
       for (int64_t run = task.first_run; run < task.last_run; ++run) {
         const auto [from, ld] = pixels_of(task, run);
         T* const to = result(task, run) + j * kPanel * conv_.dst_strides.c;
         if (direct) {
-          rows_times_panel(from, ld, pixels, panel, width, conv_.channels,
+          rows_times_panel(from, ld, pixels, panel, width, plan_.steps,
                            reinterpret_cast<Acc*>(to), plan_.runs.to);
         } else {
-          rows_times_panel(from, ld, pixels, panel, width, conv_.channels, tiles, width);
+          rows_times_panel(from, ld, pixels, panel, width, plan_.steps, tiles, width);
           store_pixels(tiles, width, pixels, filters, conv_.bias,
                        task.group * conv_.filters + j * kPanel, to, plan_.runs.to,
                        conv_.dst_strides.c);
@@ -181,16 +194,28 @@ class Pointwise {
     }
   }
 
+  void copy(Acc* to, const T* from, int64_t pixels) const {
+    if constexpr (Plan::kPairs) {
+      copy_pairs(reinterpret_cast<uint32_t*>(to), plan_.ld, reinterpret_cast<const uint16_t*>(from),
+                 plan_.runs.from, conv_.src.c, pixels, conv_.channels);
+    } else {
+      copy_matrix(to, plan_.ld, from, plan_.runs.from, conv_.src.c, pixels, conv_.channels);
+    }
+  }
+
   struct Pixels {
-    const Acc* first;
-    int64_t ld;
+    const Step* first;
+    int64_t ld;  // in steps
   };
   // The task's pixels of a run, copied or where they are.
   Pixels pixels_of(const Task& task, int64_t run) const {
-    if constexpr (std::is_same_v<T, Acc>) {
-      if (plan_.in_place) return {source(task, run), plan_.runs.from};
+    if (plan_.in_place) {
+      return {reinterpret_cast<const Step*>(source(task, run)),
+              plan_.runs.from / (Plan::kPairs ? 2 : 1)};
     }
-    return {task.scratch + (run - task.first_run) * (task.end - task.begin) * plan_.ld, plan_.ld};
+    const Acc* const copied =
+        task.scratch + (run - task.first_run) * (task.end - task.begin) * plan_.ld;
+    return {reinterpret_cast<const Step*>(copied), plan_.ld};
   }
 
   // Whether sums of a panel need neither an epilogue nor a transposition.

@@ -5,10 +5,11 @@
 
 #include "cpu/common/copy_matrix.h"
 #include "cpu/common/numeric.h"
+#include "cpu/matmul/dot_bf16.h"
 
 namespace braze::cpu {
 
-// pixels x filters sums, rows `width` apart, plus the bias from `filter` on (or nullptr), to a
+// pixels x filters sums (64 filters at most), rows `width` apart, plus the bias from `filter` on (or nullptr), to a
 // result of those strides.
 template <typename T>
 void store_pixels(const acc_t<T>* sums, int64_t width, int64_t pixels, int64_t filters,
@@ -16,6 +17,14 @@ void store_pixels(const acc_t<T>* sums, int64_t width, int64_t pixels, int64_t f
                   int64_t filter_stride) {
   using Acc = acc_t<T>;
   const T* const bias = biases ? static_cast<const T*>(biases) + filter : nullptr;
+  constexpr int64_t kChunk = 64, kMostFilters = 64;
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    if (filter_stride == 1 && dot_bf16_available()) {
+      Acc shift[kMostFilters] = {};
+      for (int64_t f = 0; bias && f < filters; ++f) shift[f] = bias[f];
+      return store_rounded(sums, width, pixels, filters, shift, to, pixel_stride);
+    }
+  }
   if (filter_stride == 1) {
     for (int64_t i = 0; i < pixels; ++i, sums += width, to += pixel_stride) {
       if (bias) {
@@ -26,7 +35,6 @@ void store_pixels(const acc_t<T>* sums, int64_t width, int64_t pixels, int64_t f
     }
     return;
   }
-  constexpr int64_t kChunk = 64, kMostFilters = 64;
   Acc rows[kMostFilters * kChunk];
   for (int64_t first = 0; first < pixels; first += kChunk) {
     const int64_t count = std::min(kChunk, pixels - first);
