@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "cpu/conv2d/kernels.h"
+#include "cpu/matmul/dot_bf16.h"
 #include "launchers/common/registry.h"
 
 namespace braze::cpu {
@@ -45,15 +46,20 @@ constexpr int kPointwise = kernel_number(kKernels, "pointwise");
 constexpr int kWinograd = kernel_number(kKernels, "winograd");
 const KernelEntries kEntries(kKernels, kCount);
 
-constexpr int64_t kWinogradChannels = 16;
-
+// Measured with `python -m braze bench convolutions`.
 int choose(const Conv2dProblem& problem) {
-  if (!pointwise_obstacle(problem)) return kPointwise;
   const Conv2dShape& s = problem.shape;
-  // Where a product of few channels or filters would be, transformations take longer than it saves.
-  const bool is_wide = s.c / s.groups >= kWinogradChannels && s.k / s.groups >= kWinogradChannels;
-  if (is_wide && !winograd_obstacle(problem)) return kWinograd;
-  return kImplicitGemm;
+  if (!pointwise_obstacle(problem)) {
+    // Weight gradients of many pixels read them in place there.
+    constexpr int64_t kFewPixels = 1024;
+    const bool reads_pairs = s.dtype == DType::kBFloat16 && dot_bf16_available();
+    const bool is_wgrad = problem.pass == Conv2dPass::kWgrad;
+    return is_wgrad && !reads_pairs && s.n * s.p * s.q > kFewPixels ? kImplicitGemm : kPointwise;
+  }
+  // With fewer channels or filters transformations take longer than they save.
+  constexpr int64_t kLeastChannels = 16;
+  const bool is_wide = std::min(s.c, s.k) / s.groups >= kLeastChannels;
+  return is_wide && !winograd_obstacle(problem) ? kWinograd : kImplicitGemm;
 }
 
 }  // namespace

@@ -1,10 +1,11 @@
-// 1 x 1 filters of any stride: fprop and dgrad (pointwise.h). A strided dgrad is the product at the
-// pixels that the filter meets, and zeros (or the bias) elsewhere.
+// 1 x 1 filters of any stride as products (pointwise.h, pointwise_wgrad.h). A strided dgrad is the
+// product at the pixels that the filter meets, and zeros (or the bias) elsewhere.
 #include "cpu/conv2d/pointwise.h"
 
 #include <algorithm>
 
 #include "cpu/conv2d/kernels.h"
+#include "cpu/conv2d/pointwise_wgrad.h"
 
 namespace braze::cpu {
 namespace {
@@ -65,19 +66,31 @@ bool stays_inside(const Axis& axis) {
 
 const char* pointwise_obstacle(const Conv2dProblem& problem) {
   const Conv2dShape& s = problem.shape;
-  if (problem.pass == Conv2dPass::kWgrad) return "pointwise has no weight gradient";
   if (s.r != 1 || s.s != 1 || s.pad_h != 0 || s.pad_w != 0) {
     return "pointwise takes 1 x 1 filters without padding";
   }
   bool inside = true;
+  if (problem.pass == Conv2dPass::kWgrad) {
+    const WeightGradient g = wgrad_of(problem);
+    inside = stays_inside(g.h) && stays_inside(g.w);
+  } else {
   with_pointwise(problem, nullptr, [&](const Convolution& conv) {
     if (conv.taps() > 0) inside &= stays_inside(conv.h) && stays_inside(conv.w);
   });
+  }
   return inside ? nullptr : "pointwise takes results that end where the input does";
 }
 
 void plan_pointwise(const Conv2dProblem& problem, Conv2dPlan* plan) {
   with_types(problem.shape.dtype, [&](auto tag, auto step) {
+    if (problem.pass == Conv2dPass::kWgrad) {
+      using Plan = PointwiseWgradPlan<typename decltype(tag)::type, typename decltype(step)::type>;
+      const WeightGradient g = wgrad_of(problem);
+      const Plan tiling(g);
+      plan->tiling.set(tiling);
+      plan->workspace_bytes = tiling.bytes(g);
+      return;
+    }
     with_pointwise(problem, nullptr, [&](const Convolution& conv) {
       if (conv.taps() == 0) return;
       using Plan = PointwisePlan<typename decltype(tag)::type, typename decltype(step)::type>;
@@ -93,6 +106,10 @@ void run_pointwise(const Conv2dProblem& problem, const Conv2dPlan& plan, const v
   with_types(problem.shape.dtype, [&](auto tag, auto step) {
     using T = typename decltype(tag)::type;
     using Step = typename decltype(step)::type;
+    if (problem.pass == Conv2dPass::kWgrad) {
+      const auto& tiling = plan.tiling.get<PointwiseWgradPlan<T, Step>>();
+      return PointwiseWgrad<T, Step>(wgrad_of(problem), tiling, workspace).run();
+    }
     with_pointwise(problem, bias, [&](const Convolution& conv) {
       if (conv.taps() == 0) return store_bias<T>(conv);
       Pointwise<T, Step>(conv, plan.tiling.get<PointwisePlan<T, Step>>(), workspace).run();

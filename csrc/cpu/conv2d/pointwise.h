@@ -6,42 +6,12 @@
 
 #include <type_traits>
 
-#include "cpu/conv2d/passes.h"
+#include "cpu/conv2d/pixel_runs.h"
 #include "cpu/conv2d/store.h"
 #include "cpu/matmul/dot_bf16.h"
 #include "cpu/matmul/gemm.h"
 
 namespace braze::cpu {
-
-// Pixels that are evenly spaced in source and result: rows of an image, whole images or the whole
-// batch, whichever is the longest. There are images * rows runs of them.
-struct PixelRuns {
-  explicit PixelRuns(const Convolution& conv)
-      : images(conv.images),
-        rows(conv.h.out),
-        length(conv.w.out),
-        from(conv.w.step * conv.src.w),
-        to(conv.dst_strides.w) {
-    const Tensor4dRef &s = conv.src, &d = conv.dst_strides;
-    if (rows != 1 && (conv.h.step * s.h != length * from || d.h != length * to)) return;
-    length *= rows;
-    rows = 1;
-    if (images != 1 && (s.n != length * from || d.n != length * to)) return;
-    length *= images;
-    images = 1;
-  }
-  int64_t count() const { return images * rows; }
-
-  int64_t images, rows, length;
-  int64_t from, to;  // elements from pixel to pixel in source and result
-};
-
-// The source's element that the filter meets at output position (0, 0), from the image's first.
-inline int64_t first_of(const Convolution& conv) {
-  const int64_t h = conv.h.first * conv.h.step + conv.h.phases[0];
-  const int64_t w = conv.w.first * conv.w.step + conv.w.phases[0];
-  return h * conv.src.h + w * conv.src.w;
-}
 
 template <typename T, typename Step>
 struct PointwisePlan {
@@ -53,7 +23,7 @@ struct PointwisePlan {
   static constexpr int64_t kPage = 4096 / sizeof(T);
 
   explicit PointwisePlan(const Convolution& conv)
-      : runs(conv),
+      : runs(conv.images, conv.h, conv.w, conv.src, conv.dst_strides),
         steps(kPairs ? ceil_div(conv.channels, 2) : conv.channels),
         // Pixels a multiple of a page apart would meet in one set of the first-level cache.
         in_place((std::is_same_v<T, Acc> ||
@@ -154,7 +124,7 @@ class Pointwise {
 
   // The first pixel of a run of the task's.
   const T* source(const Task& task, int64_t run) const {
-    return static_cast<const T*>(conv_.src.data) + first_of(conv_) +
+    return static_cast<const T*>(conv_.src.data) + first_pixel(conv_.h, conv_.w, conv_.src) +
            run / plan_.runs.rows * conv_.src.n +
            run % plan_.runs.rows * conv_.h.step * conv_.src.h + task.begin * plan_.runs.from +
            task.group * conv_.channels * conv_.src.c;

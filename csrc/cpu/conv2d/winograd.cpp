@@ -1,7 +1,9 @@
-// 3 x 3 filters of stride 1 by Winograd's algorithm (winograd.h).
+// 3 x 3 filters of stride 1 by Winograd's algorithm (winograd.h, winograd_wgrad.h).
 #include "cpu/conv2d/winograd.h"
 
 #include "cpu/conv2d/kernels.h"
+#include "cpu/conv2d/wgrad.h"
+#include "cpu/conv2d/winograd_wgrad.h"
 
 namespace braze::cpu {
 namespace {
@@ -26,7 +28,6 @@ Convolution image_of(const Convolution& conv, int64_t image, DType dtype) {
 
 const char* winograd_obstacle(const Conv2dProblem& problem) {
   const Conv2dShape& s = problem.shape;
-  if (problem.pass == Conv2dPass::kWgrad) return "winograd has no weight gradient";
   if (s.r != 3 || s.s != 3 || s.stride_h != 1 || s.stride_w != 1 || s.dilation_h != 1 ||
       s.dilation_w != 1) {
     return "winograd takes 3 x 3 filters of stride and dilation 1";
@@ -37,6 +38,13 @@ const char* winograd_obstacle(const Conv2dProblem& problem) {
 void plan_winograd(const Conv2dProblem& problem, Conv2dPlan* plan) {
   dispatch(problem.shape.dtype, [&](auto tag) {
     using Acc = acc_t<typename decltype(tag)::type>;
+    if (problem.pass == Conv2dPass::kWgrad) {
+      const WeightGradient g = wgrad_of(problem);
+      const WinogradWgradPlan<Acc> tiling(g);
+      plan->tiling.set(tiling);
+      plan->workspace_bytes = std::max(tiling.bytes(g), WeightGradientPlan<Acc>(g).bytes(g));
+      return;
+    }
     with_convolution(problem, nullptr, [&](const Convolution& conv) {
       const WinogradPlan<Acc> tiling(conv);
       plan->tiling.set(tiling);
@@ -51,6 +59,11 @@ void run_winograd(const Conv2dProblem& problem, const Conv2dPlan& plan, const vo
   dispatch(problem.shape.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     using Acc = acc_t<T>;
+    if (problem.pass == Conv2dPass::kWgrad) {
+      const WeightGradient g = wgrad_of(problem);
+      if (WinogradWgrad<T>(g, plan.tiling.get<WinogradWgradPlan<Acc>>(), workspace).run()) return;
+      return ComputeWeightGradient<T>(g, WeightGradientPlan<Acc>(g), workspace).run();
+    }
     with_convolution(problem, bias, [&](const Convolution& conv) {
       const auto& tiling = plan.tiling.get<WinogradPlan<Acc>>();
       for (const int64_t image : Winograd<T>(conv, tiling, workspace).run()) {

@@ -219,6 +219,34 @@ void rows_times_panel(const Step* a, int64_t a_ld, int64_t rows, const Acc* pane
   }
 }
 
+// Columns of the left operand of columns_times_columns in a panel: even tiles of kMostPixels at most.
+inline int64_t even_height(int64_t columns) {
+  return columns ? ceil_div(columns, ceil_div(columns, kMostPixels)) : 1;
+}
+
+// rows x columns sums, `ld` apart, = or += the products of columns of A and columns of B, over
+// `depth` steps of both. Column i begins a panel at i * capacity; in it the columns of a step lie
+// side by side. Panels of A are even_height(rows) wide, those of B two vectors, the last ones what
+// is left; columns come in whole vectors.
+template <typename Acc, typename Step>
+void columns_times_columns(int64_t depth, int64_t capacity, const Step* a, int64_t rows,
+                           const Acc* b, int64_t columns, Acc* sums, int64_t ld, bool accumulate) {
+  const int64_t height = even_height(rows), vecs = columns / kLanes<Acc>;
+  for (int64_t j = 0; j < vecs; j += 2) {
+    const Acc* const right = b + j * kLanes<Acc> * capacity;
+    for (int64_t i = 0; i < rows; i += height) {
+      const Step* const left = a + i * capacity;
+      const auto multiply = [&](auto rows_tag, auto vecs_tag) {
+        outer_products<Acc, rows_tag, vecs_tag>(
+            depth, [=](int64_t p) { return left + p * rows_tag; }, Adjacent{},
+            [=](int64_t p) { return right + p * vecs_tag * kLanes<Acc>; },
+            sums + i * ld + j * kLanes<Acc>, ld, accumulate);
+      };
+      with_pixels<1>(std::min(height, rows - i), std::min<int64_t>(2, vecs - j), multiply);
+    }
+  }
+}
+
 // A panel of B, `vecs` wide, whose rows are `ld` apart; packed, or in the matrix itself. While a
 // packed one is multiplied, `next_size` elements at `next`, the panel after it, come closer: the
 // first panel of A would else wait for all of it.
