@@ -30,7 +30,7 @@ constexpr Kernel kKernels[] = {
      pointwise_obstacle,
      plan_pointwise,
      run_pointwise},
-    {{"conv2d", "winograd", kAll, "cpu", true,
+    {{"conv2d", "winograd", "float32 bfloat16 float16", "cpu", true,
       "F(2 x 2, 3 x 3): 3 x 3 filters of stride 1 as 16 products of transformed tiles"},
      winograd_obstacle,
      plan_winograd,
@@ -39,6 +39,10 @@ constexpr Kernel kKernels[] = {
      no_obstacle,
      plan_direct,
      run_direct},
+    {{"conv2d", "im2col", kAll, "cpu", false, "patches as a matrix, and matmul's blocked product"},
+     im2col_obstacle,
+     plan_im2col,
+     run_im2col},
 };
 constexpr int kCount = std::size(kKernels);
 constexpr int kImplicitGemm = kernel_number(kKernels, "implicit_gemm");

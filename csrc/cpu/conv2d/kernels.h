@@ -5,7 +5,7 @@
 
 namespace braze::cpu {
 
-// obstacle_*: why the kernel cannot take a problem, or nullptr; where there is none, it takes all.
+// *_obstacle: why the kernel cannot take a problem, or nullptr; where there is none, it takes all.
 // plan_*: fills the tiling and the bytes of workspace. run_*: `bias` is of the result's channels,
 // or nullptr.
 #define BRAZE_CONV2D_KERNEL(name)                                                                 \
@@ -15,6 +15,9 @@ namespace braze::cpu {
 
 BRAZE_CONV2D_KERNEL(direct)
 BRAZE_CONV2D_KERNEL(implicit_gemm)
+
+const char* im2col_obstacle(const Conv2dProblem& problem);
+BRAZE_CONV2D_KERNEL(im2col)
 
 const char* pointwise_obstacle(const Conv2dProblem& problem);
 BRAZE_CONV2D_KERNEL(pointwise)

@@ -8,6 +8,14 @@
 namespace braze::cpu {
 namespace {
 
+// float64 has no kernel: what it is there for is accuracy.
+template <typename F>
+void with_type(DType dtype, const F& f) {
+  dispatch(dtype, [&](auto tag) {
+    if constexpr (!std::is_same_v<typename decltype(tag)::type, double>) f(tag);
+  });
+}
+
 // The pass as a convolution: both are one, since the stride is 1.
 template <typename F>
 void with_convolution(const Conv2dProblem& problem, const void* bias, const F& f) {
@@ -28,6 +36,7 @@ Convolution image_of(const Convolution& conv, int64_t image, DType dtype) {
 
 const char* winograd_obstacle(const Conv2dProblem& problem) {
   const Conv2dShape& s = problem.shape;
+  if (s.dtype == DType::kFloat64) return "winograd takes float32, bfloat16 and float16";
   if (s.r != 3 || s.s != 3 || s.stride_h != 1 || s.stride_w != 1 || s.dilation_h != 1 ||
       s.dilation_w != 1) {
     return "winograd takes 3 x 3 filters of stride and dilation 1";
@@ -36,8 +45,8 @@ const char* winograd_obstacle(const Conv2dProblem& problem) {
 }
 
 void plan_winograd(const Conv2dProblem& problem, Conv2dPlan* plan) {
-  dispatch(problem.shape.dtype, [&](auto tag) {
-    using Acc = acc_t<typename decltype(tag)::type>;
+  with_type(problem.shape.dtype, [&](auto tag) {
+    using Acc = float;
     if (problem.pass == Conv2dPass::kWgrad) {
       const WeightGradient g = wgrad_of(problem);
       const WinogradWgradPlan<Acc> tiling(g);
@@ -56,9 +65,9 @@ void plan_winograd(const Conv2dProblem& problem, Conv2dPlan* plan) {
 
 void run_winograd(const Conv2dProblem& problem, const Conv2dPlan& plan, const void* bias,
                   void* workspace) {
-  dispatch(problem.shape.dtype, [&](auto tag) {
+  with_type(problem.shape.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    using Acc = acc_t<T>;
+    using Acc = float;
     if (problem.pass == Conv2dPass::kWgrad) {
       const WeightGradient g = wgrad_of(problem);
       if (WinogradWgrad<T>(g, plan.tiling.get<WinogradWgradPlan<Acc>>(), workspace).run()) return;
