@@ -8,9 +8,9 @@ namespace braze::cpu {
 // *_obstacle: why the kernel cannot take a problem, or nullptr; where there is none, it takes all.
 // plan_*: fills the tiling and the bytes of workspace. run_*: `bias` is of the result's channels,
 // or nullptr.
-#define BRAZE_CONV2D_KERNEL(name)                                                                 \
-  void plan_##name(const Conv2dProblem& problem, Conv2dPlan* plan);                               \
-  void run_##name(const Conv2dProblem& problem, const Conv2dPlan& plan, const void* bias,         \
+#define BRAZE_CONV2D_KERNEL(name)                                                         \
+  void plan_##name(const Conv2dProblem& problem, Conv2dPlan* plan);                       \
+  void run_##name(const Conv2dProblem& problem, const Conv2dPlan& plan, const void* bias, \
                   void* workspace);
 
 BRAZE_CONV2D_KERNEL(direct)

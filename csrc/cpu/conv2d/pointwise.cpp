@@ -38,8 +38,8 @@ void store_bias(const Convolution& conv) {
   parallel_for(0, conv.images * conv.h.out, ceil_div(16384, conv.w.out * filters + 1),
                [&](int64_t first, int64_t last) {
                  for (int64_t i = first; i < last; ++i) {
-                   T* const row = static_cast<T*>(conv.dst) + i / conv.h.out * d.n +
-                                  i % conv.h.out * d.h;
+                   T* const row =
+                       static_cast<T*>(conv.dst) + i / conv.h.out * d.n + i % conv.h.out * d.h;
                    const auto store = [&](int64_t j, int64_t f) {
                      row[j * d.w + f * d.c] = bias ? bias[f] : T(0);
                    };
@@ -74,9 +74,9 @@ const char* pointwise_obstacle(const Conv2dProblem& problem) {
     const WeightGradient g = wgrad_of(problem);
     inside = stays_inside(g.h) && stays_inside(g.w);
   } else {
-  with_pointwise(problem, nullptr, [&](const Convolution& conv) {
-    if (conv.taps() > 0) inside &= stays_inside(conv.h) && stays_inside(conv.w);
-  });
+    with_pointwise(problem, nullptr, [&](const Convolution& conv) {
+      if (conv.taps() > 0) inside &= stays_inside(conv.h) && stays_inside(conv.w);
+    });
   }
   return inside ? nullptr : "pointwise takes results that end where the input does";
 }

@@ -26,14 +26,15 @@ struct PointwisePlan {
       : runs(conv.images, conv.h, conv.w, conv.src, conv.dst_strides),
         steps(kPairs ? ceil_div(conv.channels, 2) : conv.channels),
         // Pixels a multiple of a page apart would meet in one set of the first-level cache.
-        in_place((std::is_same_v<T, Acc> ||
-                  (kPairs && conv.channels % 2 == 0 && runs.from % 2 == 0)) &&
-                 conv.src.c == 1 && runs.from % kPage != 0),
+        in_place(
+            (std::is_same_v<T, Acc> || (kPairs && conv.channels % 2 == 0 && runs.from % 2 == 0)) &&
+            conv.src.c == 1 && runs.from % kPage != 0),
         panels(ceil_div(conv.filters, kPanel)),
         packed_filters(round_up(conv.filters, kL)),
         packed_size(round_up(conv.groups * packed_filters * steps, 16)),
         ld(steps % 64 == 0 ? steps + kL : steps) {
-    const int64_t most = std::clamp<int64_t>(kBlockElements / std::max<int64_t>(1, steps), 2 * kMostPixels, 64 * kMostPixels);
+    const int64_t most = std::clamp<int64_t>(kBlockElements / std::max<int64_t>(1, steps),
+                                             2 * kMostPixels, 64 * kMostPixels);
     block = round_up(most, kMostPixels);
     const int64_t wanted = 4 * num_threads();
     while (num_threads() > 1 && tasks(conv) < wanted && block > 2 * kMostPixels) {
@@ -100,26 +101,26 @@ class Pointwise {
   // Panels of up to two vectors of filters, channels outermost.
   void pack_weights() const {
     const int64_t steps = plan_.steps;
-    parallel_for(
-        0, conv_.groups * plan_.panels, ceil_div(16384, kPanel * steps + 1),
-        [&](int64_t first, int64_t last) {
-          for (int64_t i = first; i < last; ++i) {
-            const int64_t group = i / plan_.panels, filter = i % plan_.panels * kPanel;
-            const T* const from = static_cast<const T*>(conv_.weight) + group * conv_.weight_group +
-                                  filter * conv_.weight_filter;
-            Acc* const to = packed_ + (group * plan_.packed_filters + filter) * steps;
-            const int64_t width = panel_width(i % plan_.panels);
-            const int64_t filters = std::min<int64_t>(kPanel, conv_.filters - filter);
-            if constexpr (Plan::kPairs) {
-              pack_pairs(reinterpret_cast<uint32_t*>(to), width,
-                         reinterpret_cast<const uint16_t*>(from), conv_.weight_filter,
-                         conv_.weight_channel, filters, conv_.channels);
-            } else {
-              pack_panel(to, width, from, conv_.weight_filter, conv_.weight_channel, filters,
-                         conv_.channels);
-            }
-          }
-        });
+    parallel_for(0, conv_.groups * plan_.panels, ceil_div(16384, kPanel * steps + 1),
+                 [&](int64_t first, int64_t last) {
+                   for (int64_t i = first; i < last; ++i) {
+                     const int64_t group = i / plan_.panels, filter = i % plan_.panels * kPanel;
+                     const T* const from = static_cast<const T*>(conv_.weight) +
+                                           group * conv_.weight_group +
+                                           filter * conv_.weight_filter;
+                     Acc* const to = packed_ + (group * plan_.packed_filters + filter) * steps;
+                     const int64_t width = panel_width(i % plan_.panels);
+                     const int64_t filters = std::min<int64_t>(kPanel, conv_.filters - filter);
+                     if constexpr (Plan::kPairs) {
+                       pack_pairs(reinterpret_cast<uint32_t*>(to), width,
+                                  reinterpret_cast<const uint16_t*>(from), conv_.weight_filter,
+                                  conv_.weight_channel, filters, conv_.channels);
+                     } else {
+                       pack_panel(to, width, from, conv_.weight_filter, conv_.weight_channel,
+                                  filters, conv_.channels);
+                     }
+                   }
+                 });
   }
 
   // The first pixel of a run of the task's.
@@ -131,9 +132,8 @@ class Pointwise {
   }
   T* result(const Task& task, int64_t run) const {
     const Tensor4dRef& d = conv_.dst_strides;
-    return static_cast<T*>(conv_.dst) + run / plan_.runs.rows * d.n +
-           run % plan_.runs.rows * d.h + task.begin * plan_.runs.to +
-           task.group * conv_.filters * d.c;
+    return static_cast<T*>(conv_.dst) + run / plan_.runs.rows * d.n + run % plan_.runs.rows * d.h +
+           task.begin * plan_.runs.to + task.group * conv_.filters * d.c;
   }
 
   void multiply(const Task& task) const {
@@ -152,8 +152,8 @@ class Pointwise {
         const auto [from, ld] = pixels_of(task, run);
         T* const to = result(task, run) + j * kPanel * conv_.dst_strides.c;
         if (direct) {
-          rows_times_panel(from, ld, pixels, panel, width, plan_.steps,
-                           reinterpret_cast<Acc*>(to), plan_.runs.to);
+          rows_times_panel(from, ld, pixels, panel, width, plan_.steps, reinterpret_cast<Acc*>(to),
+                           plan_.runs.to);
         } else {
           rows_times_panel(from, ld, pixels, panel, width, plan_.steps, tiles, width);
           store_pixels(tiles, width, pixels, filters, conv_.bias,

@@ -1,7 +1,7 @@
-// The weight gradient of 1 x 1 filters: filters x channels = sums over pixels of dy times x, a product
-// whose operands are copied block by block, pixels outermost. A step of the reduction is a pixel, or
-// a pair of them in bf16 where the processor multiplies pairs. Pixels are split among a fixed number
-// of parts with sums of their own, added in order.
+// The weight gradient of 1 x 1 filters: filters x channels = sums over pixels of dy times x, a
+// product whose operands are copied block by block, pixels outermost. A step of the reduction is a
+// pixel, or a pair of them in bf16 where the processor multiplies pairs. Pixels are split among a
+// fixed number of parts with sums of their own, added in order.
 #pragma once
 
 #include <algorithm>

@@ -9,8 +9,8 @@
 
 namespace braze::cpu {
 
-// pixels x filters sums (64 filters at most), rows `width` apart, plus the bias from `filter` on (or nullptr), to a
-// result of those strides.
+// pixels x filters sums (64 filters at most), rows `width` apart, plus the bias from `filter` on
+// (or nullptr), to a result of those strides.
 template <typename T>
 void store_pixels(const acc_t<T>* sums, int64_t width, int64_t pixels, int64_t filters,
                   const void* biases, int64_t filter, T* to, int64_t pixel_stride,

@@ -65,8 +65,8 @@ struct WinogradPlan {
         packed_size(packed_filters * conv.channels),
         pitch(round_up(conv.channels, kL)),
         ld(pitch % 64 == 0 ? pitch + kL : pitch) {
-    const int64_t tiles = std::clamp(kElements / std::max<int64_t>(1, conv.channels), kLeastTiles,
-                                     kMostTiles);
+    const int64_t tiles =
+        std::clamp(kElements / std::max<int64_t>(1, conv.channels), kLeastTiles, kMostTiles);
     columns = ceil_div(tile_columns, ceil_div(tile_columns, tiles));
     blocks = ceil_div(tile_columns, columns);
     together = std::max<int64_t>(1, tiles / columns);
@@ -192,8 +192,7 @@ class Winograd {
   }
 
   // The filter's coordinate that meets the window at `offset`.
-  static int64_t tap_at(const Axis& axis, const std::vector<int64_t>& coordinates,
-                        int64_t offset) {
+  static int64_t tap_at(const Axis& axis, const std::vector<int64_t>& coordinates, int64_t offset) {
     for (int64_t t = 0; t < 3; ++t) {
       if (axis.offset_of(t) == offset) return coordinates[t];
     }
@@ -249,9 +248,7 @@ class Winograd {
       const Acc* const window = slab + tile * kTileOut * plan_.pitch;
       for (int64_t c = 0; c < conv_.channels; c += kL) {
         transform_input<V>(
-            [&](int i, int j) {
-              return load<V>(window + (i * shape.pitch + j) * plan_.pitch + c);
-            },
+            [&](int i, int j) { return load<V>(window + (i * shape.pitch + j) * plan_.pitch + c); },
             [&](int position, const V& v) {
               cpu::store(to + position * plan_.position_size + c, v);
             });
@@ -286,8 +283,7 @@ class Winograd {
     return sum == 0;
   }
 
-  void store(const Acc* results, int64_t width, int64_t group, int64_t j,
-             const Segment& at) const {
+  void store(const Acc* results, int64_t width, int64_t group, int64_t j, const Segment& at) const {
     const Tensor4dRef& d = conv_.dst_strides;
     const int64_t filter = group * conv_.filters + j * kPanel;
     const int64_t first_row = at.row * kTileOut, first = at.column * kTileOut;

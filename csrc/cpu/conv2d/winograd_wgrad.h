@@ -1,8 +1,8 @@
-// The weight gradient of 3 x 3 filters of stride 1 by Winograd's minimal filtering, F(3 x 3, 2 x 2):
-// the results' gradients in tiles of 2 x 2 are the filter that is moved over tiles of 4 x 4 inputs,
-// 16 multiplications in the place of 36. The 16 products filters x tiles * tiles x channels are
-// summed over all tiles before they are transformed back. As in winograd.h a finite result is right;
-// one that is not is left to wgrad.h.
+// The weight gradient of 3 x 3 filters of stride 1 by Winograd's minimal filtering, F(3 x 3, 2 x
+// 2): the results' gradients in tiles of 2 x 2 are the filter that is moved over tiles of 4 x 4
+// inputs, 16 multiplications in the place of 36. The 16 products filters x tiles * tiles x channels
+// are summed over all tiles before they are transformed back. As in winograd.h a finite result is
+// right; one that is not is left to wgrad.h.
 #pragma once
 
 #include <algorithm>
@@ -80,8 +80,8 @@ class WinogradWgrad {
         });
         for_each_task(kPositions * panels, [&](int64_t, int64_t task) {
           for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-            multiply(task % kPositions, task / kPositions * kPanel, chunk,
-                     tiles_of(first + chunk), first + chunk > 0);
+            multiply(task % kPositions, task / kPositions * kPanel, chunk, tiles_of(first + chunk),
+                     first + chunk > 0);
           }
         });
       }
@@ -105,8 +105,7 @@ class WinogradWgrad {
   }
 
   int64_t columns_at(int64_t segment) const {
-    return std::min(plan_.columns,
-                    plan_.tile_columns - segment % plan_.blocks * plan_.columns);
+    return std::min(plan_.columns, plan_.tile_columns - segment % plan_.blocks * plan_.columns);
   }
   int64_t last_segment(int64_t chunk) const {
     return std::min(plan_.segments(g_), (chunk + 1) * plan_.together);
@@ -209,8 +208,8 @@ class WinogradWgrad {
   bool transform_back(int64_t group, int64_t filter) const {
     constexpr int kTaps = 3;
     V odd = {};
-    T* const dw = static_cast<T*>(const_cast<void*>(g_.dw.data)) +
-                  (group * g_.filters + filter) * g_.dw.n;
+    T* const dw =
+        static_cast<T*>(const_cast<void*>(g_.dw.data)) + (group * g_.filters + filter) * g_.dw.n;
     for (int64_t c = 0; c < g_.channels; c += kL) {
       const Acc* const from = sums_ + filter * plan_.channels + c;
       V half[kTaps][kTileIn];

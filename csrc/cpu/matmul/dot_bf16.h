@@ -46,8 +46,8 @@ inline void add_product(vec_t<float>& sum, Bf16Pair a, const vec_t<float>& b) {
   asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(pairs), "v"(b));
 }
 
-// rows x columns sums, rows `width` apart, plus a bias of `columns` values, rounded to bf16 at `to`,
-// rows `ld` apart.
+// rows x columns sums, rows `width` apart, plus a bias of `columns` values, rounded to bf16 at
+// `to`, rows `ld` apart.
 inline void store_rounded(const float* sums, int64_t width, int64_t rows, int64_t columns,
                           const float* bias, BFloat16* to, int64_t ld) {
   using V = vec_t<float>;

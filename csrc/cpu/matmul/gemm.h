@@ -83,9 +83,9 @@ inline void add_product(vec_t<Acc>& sum, Acc a, const vec_t<Acc>& b) {
 }
 
 // Rows x kVecs vectors at `out` (rows `ld` apart) = or += the sum over `depth` steps of kScalars
-// values, `stride` apart and each broadcast, times kVecs vectors; scalars(p) and vectors(p) point at
-// those of step p. The steps are summed from zero before they join what is there: shorter chains of
-// additions round less. A step is what add_product takes at once: a value, or a pair of bf16.
+// values, `stride` apart and each broadcast, times kVecs vectors; scalars(p) and vectors(p) point
+// at those of step p. The steps are summed from zero before they join what is there: shorter chains
+// of additions round less. A step is what add_product takes at once: a value, or a pair of bf16.
 template <typename Acc, int kScalars, int kVecs, typename Scalars, typename Stride,
           typename Vectors>
 inline void outer_products(int64_t depth, const Scalars& scalars, Stride stride,
@@ -219,7 +219,8 @@ void rows_times_panel(const Step* a, int64_t a_ld, int64_t rows, const Acc* pane
   }
 }
 
-// Columns of the left operand of columns_times_columns in a panel: even tiles of kMostPixels at most.
+// Columns of the left operand of columns_times_columns in a panel: even tiles of kMostPixels at
+// most.
 inline int64_t even_height(int64_t columns) {
   return columns ? ceil_div(columns, ceil_div(columns, kMostPixels)) : 1;
 }

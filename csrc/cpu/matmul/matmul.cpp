@@ -330,7 +330,7 @@ const KernelInfo* matmul_kernel(int number) {
 
 MatmulPlan plan_matmul(const MatmulArgs& args, int kernel) {
   MatmulPlan plan;
-  plan.kernel = kernel != kAnyKernel                       ? kernel
+  plan.kernel = kernel != kAnyKernel                     ? kernel
                 : PairPlan<AmxTiles>::preferred(args)    ? kAmx
                 : PairPlan<DotProducts>::preferred(args) ? kDotBf16
                                                          : kBlocked;

@@ -1,6 +1,6 @@
-// The first rung of the convolution's ladder, and its executable specification: the formula as plain
-// loops, one thread, every term added to its sum in memory. An input element is read once for every
-// filter and every tap, a sum as often as it has terms.
+// The first rung of the convolution's ladder, and its executable specification: the formula as
+// plain loops, one thread, every term added to its sum in memory. An input element is read once for
+// every filter and every tap, a sum as often as it has terms.
 #include <algorithm>
 
 #include "cpu/common/numeric.h"

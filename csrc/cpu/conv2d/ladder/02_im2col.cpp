@@ -108,8 +108,7 @@ void write_patches(const Im2col& m, int64_t group, T* patches) {
 
 // The way back, of a gradient: sums of all patches that an input is in.
 template <typename T>
-void add_patches(const Im2col& m, int64_t group, const T* patches, acc_t<T>* sums,
-                 const T* bias) {
+void add_patches(const Im2col& m, int64_t group, const T* patches, acc_t<T>* sums, const T* bias) {
   const auto& [pass, s, x, w, y] = m.problem;
   // One image after the other, its pixels in order: the sums are always the same.
   for (int64_t n = 0; n < s.n; ++n) {
