@@ -54,11 +54,14 @@ const KernelEntries kEntries(kKernels, kCount);
 int choose(const Conv2dProblem& problem) {
   const Conv2dShape& s = problem.shape;
   if (!pointwise_obstacle(problem)) {
-    // Weight gradients of many pixels read them in place there.
+    // Weight gradients of many pixels, or of pixels that do not lie side by side, are read in place
+    // there; bf16 in pairs is the faster all the same.
     constexpr int64_t kFewPixels = 1024;
     const bool reads_pairs = s.dtype == DType::kBFloat16 && dot_bf16_available();
+    const bool is_strided = s.stride_h > 1 || s.stride_w > 1;
+    const bool is_large = !reads_pairs && s.n * s.p * s.q > kFewPixels;
     const bool is_wgrad = problem.pass == Conv2dPass::kWgrad;
-    return is_wgrad && !reads_pairs && s.n * s.p * s.q > kFewPixels ? kImplicitGemm : kPointwise;
+    return is_wgrad && (is_strided || is_large) ? kImplicitGemm : kPointwise;
   }
   // With fewer channels or filters transformations take longer than they save.
   constexpr int64_t kLeastChannels = 16;
