@@ -35,7 +35,7 @@ def add_arguments(parser):
     add = parser.add_argument_group("of convolutions and networks").add_argument
     many = {"action": "append", "help": "only this; may be repeated"}
     add("--network", **many | {"help": "only networks whose name contains this; may be repeated"})
-    add("--batch", type=int, **many | {"help": "in the place of 64 and 256; may be repeated"})
+    add("--batch", type=int, **many | {"help": "in the place of 64 and 256 (CPU: 16); repeatable"})
     add("--mode", **many | {"help": "of networks: only modes whose name contains this"})
     add("--precision", choices=["bf16", "tf32", "fp32"], **many | {"help": "of networks: bf16"})
     add("--more", action="store_true", help="of networks: fifteen more of torchvision and timm")
