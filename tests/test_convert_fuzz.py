@@ -9,7 +9,7 @@ import textwrap
 import pytest
 import torch
 import torch.nn.functional as stock
-from convert_common import assert_same, call, state
+from convert_common import assert_same, call, replaced, state
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_convert_code import AssignsBuffers
@@ -158,25 +158,15 @@ class Prints(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-@contextlib.contextmanager
-def patched(owner, name, new):
-    before = getattr(owner, name)
-    setattr(owner, name, new)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
 #: What may be around a call.
 AROUND = [
     contextlib.nullcontext,
     contextlib.nullcontext,
     contextlib.nullcontext,
     Prints,
-    lambda: patched(stock, "relu", lambda x, inplace=False: x.clamp(0) * 2),
-    lambda: patched(nn.BatchNorm2d, "forward", lambda self, x: x * self.weight[0]),
-    lambda: patched(torch, "batch_norm", lambda x, *args: x - 1),
+    lambda: replaced(stock, "relu", lambda x, inplace=False: x.clamp(0) * 2),
+    lambda: replaced(nn.BatchNorm2d, "forward", lambda self, x: x * self.weight[0]),
+    lambda: replaced(torch, "batch_norm", lambda x, *args: x - 1),
 ]
 
 

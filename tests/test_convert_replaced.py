@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as stock
-from convert_common import assert_same, call
+from convert_common import assert_same, call, replaced
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -116,14 +116,8 @@ PLACES = [
 ]
 
 
-@contextlib.contextmanager
-def replaced(owner, name):
-    had, before = name in vars(owner), getattr(owner, name)
-    setattr(owner, name, doubled(before))
-    try:
-        yield
-    finally:
-        setattr(owner, name, before) if had else delattr(owner, name)
+def printing(owner, name):
+    return replaced(owner, name, doubled(getattr(owner, name)))
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -131,12 +125,12 @@ def replaced(owner, name):
 def test_functions_that_others_replace(place, when):
     original = Calls()
     model = copy.deepcopy(original)
-    with replaced(*place) if when == "before" else contextlib.nullcontext():
+    with printing(*place) if when == "before" else contextlib.nullcontext():
         braze.convert(model)
     x = images()
-    with replaced(*place):
+    with printing(*place):
         assert "mine" in call(copy.deepcopy(original), x)[1]
-    compare(model, original, x, lambda: replaced(*place))
+    compare(model, original, x, lambda: printing(*place))
     compare(model, original, x)
 
 
@@ -149,11 +143,11 @@ def test_functions_of_the_layers_that_stand_alone():
         kind = type(layer)
         model = braze.convert(copy.deepcopy(layer))
         assert not model._gives_way()
-        with replaced(kind, "forward"):
+        with printing(kind, "forward"):
             assert_same(call(model, x), call(layer, x))
         (owner, name), *_ = [p for p in type(model)._places if p[0] is stock]
         if kind not in (nn.Sigmoid, nn.Tanh):  # which call torch's function of the name
-            with replaced(owner, name):
+            with printing(owner, name):
                 ours, theirs = call(model, x), call(layer, x)
                 assert ours[1] == "mine\n"
                 assert_same(ours, theirs)
@@ -171,7 +165,7 @@ def test_what_is_watched_is_what_torch_came_with():
     assert not _stock.is_torchs(doubled(stock.relu))
     assert _stock.is_torchs(stock.relu)
     assert _stock.gives_way((nn.ReLU, "forward"))() is False
-    with replaced(nn.ReLU, "forward"):
+    with printing(nn.ReLU, "forward"):
         assert _stock.gives_way((nn.ReLU, "forward"))()
 
 
