@@ -179,6 +179,15 @@ def test_what_is_watched_is_what_torch_came_with():
         assert _stock.gives_way((nn.ReLU, "forward"))()
 
 
+def test_a_run_that_is_first_met_while_a_function_is_replaced(monkeypatch):
+    """It runs as one once the function is back."""
+    monkeypatch.setattr(runs, "_RUNNERS", {})
+    model = braze.convert(Calls())
+    with replaced(nn.Module, "__call__"), replaced(stock, "relu"):
+        assert not [op for op in ops_run(lambda: model(images())) if "_relu" in op]
+    assert "conv_bn_relu2d" in ops_run(lambda: model(images()))
+
+
 # What records torch's functions.
 
 

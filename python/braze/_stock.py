@@ -32,17 +32,29 @@ def records():
     return torchs and torch.onnx.is_in_onnx_export()
 
 
+#: What was found at places when they were first asked for, by owner and name.
+_known = {}
+
+
+def remember(places):
+    """Takes what is at such places now, as :func:`gives_way` does, for what torch came with."""
+    for owner, name in places:
+        _known.setdefault((owner, name), getattr(owner, name))
+
+
 def gives_way(*places):
-    """A function that tells whether torch's own have to run: any of these is no longer what it is
-    now, since a profiler or a user has put something in its place, or :func:`observed`.
+    """A function that tells whether torch's own have to run: any of these is no longer what it was
+    when it was remembered, since a profiler or a user has put something in its place, or
+    :func:`observed`.
 
     Args:
         places: pairs of a class or a module of torch's and the name of an attribute of it.
     """
+    remember(places)
     scope = {"tracing": tracing, "has_mode": has_mode, "records": records}
     tests = []
     for i, (owner, name) in enumerate(dict.fromkeys(places)):
-        scope[f"owner{i}"], scope[f"known{i}"] = owner, getattr(owner, name)
+        scope[f"owner{i}"], scope[f"known{i}"] = owner, _known[owner, name]
         if not is_torchs(scope[f"known{i}"]):
             tests.append("True")
         tests.append(f"owner{i}.{name} is not known{i}")

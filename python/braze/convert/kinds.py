@@ -7,7 +7,7 @@ import typing
 import torch
 
 import braze.nn
-from braze._stock import called_by, gives_way, is_torchs
+from braze._stock import called_by, gives_way, is_torchs, remember
 from braze.nn import functional as F
 
 #: The layers that have a counterpart of the same name in torch.nn.
@@ -155,6 +155,9 @@ def places(link):
 
 #: How a module comes to its forward.
 CALLS = (torch.nn.Module, "__call__"), (torch.nn.Module, "_call_impl")
+# Before others replace any, while runs are made of them.
+for _link in (*KINDS, *FUNCTION_KINDS):
+    remember(places(_link))
 
 
 class Pooling(typing.NamedTuple):
