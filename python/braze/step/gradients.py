@@ -73,8 +73,10 @@ class Gradients:
             p.grad = memory.copy_(p.grad)
 
     def watch(self, known, run):
-        """``run()``; notes what it does with gradients of which nothing is known."""
-        watched = []
+        """``run()``; notes what it does with gradients of which nothing is known.
+
+        Nothing is learnt of a run that ends with an exception."""
+        watched, learnt = [], {}
         for p in self._parts.params:
             if p.grad is not None and p not in known:
                 noted = p.grad.detach().as_subclass(_Noted)
@@ -87,10 +89,13 @@ class Gradients:
                 stays = p.grad is noted
                 if stays:
                     p.grad = grad
-                if noted.touched or _version(grad) != version:
-                    known[p] = _READS
+                # Autograd adds without a trace where it makes a graph of the backward pass.
+                added = not stays and p.grad is not None and p.grad.grad_fn is not None
+                if noted.touched or added or _version(grad) != version:
+                    learnt[p] = _READS
                 else:
-                    known[p] = _KEEPS if stays else _DROPS
+                    learnt[p] = _KEEPS if stays else _DROPS
+        known.update(learnt)
         return result
 
     def left(self, before):
