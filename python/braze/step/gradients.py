@@ -26,6 +26,17 @@ def _version(tensor):
     return 0 if tensor.is_inference() else tensor._version
 
 
+def _note_accumulation(p, noted):
+    """A hook: autograd adds to a gradient, out of place with ``create_graph``, by no function that
+    the gradient could note."""
+
+    def before_it_adds(_):
+        if p.grad is noted:
+            noted.touched = True
+
+    return p.register_hook(before_it_adds)
+
+
 class Gradients:
     """Learns in eager calls what the function does with gradients of before the call.
 
@@ -80,18 +91,19 @@ class Gradients:
         for p in self._parts.params:
             if p.grad is not None and p not in known:
                 noted = p.grad.detach().as_subclass(_Noted)
-                watched.append((p, p.grad, noted, _version(p.grad)))
+                hook = _note_accumulation(p, noted) if p.requires_grad else None
+                watched.append((p, p.grad, noted, _version(p.grad), hook))
                 p.grad = noted
         try:
             result = run()
         finally:
-            for p, grad, noted, version in watched:
+            for p, grad, noted, version, hook in watched:
                 stays = p.grad is noted
                 if stays:
                     p.grad = grad
-                # Autograd adds without a trace where it makes a graph of the backward pass.
-                added = not stays and p.grad is not None and p.grad.grad_fn is not None
-                if noted.touched or added or _version(grad) != version:
+                if hook is not None:
+                    hook.remove()
+                if noted.touched or _version(grad) != version:
                     learnt[p] = _READS
                 else:
                     learnt[p] = _KEEPS if stays else _DROPS
