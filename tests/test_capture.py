@@ -145,7 +145,7 @@ def test_nothing_is_learnt_of_a_call_that_fails(any_device):
     """The first one that finds gradients ends before it shows what it does with them."""
 
     def build(device):
-        train, state = one_model("never")(device)
+        train, state = one_model("step first")(device)
         calls = itertools.count()
 
         def fails_once(x, y):
