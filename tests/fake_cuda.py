@@ -208,7 +208,11 @@ class _Ops(TorchDispatchMode):
         self.fake = fake
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        fake, kwargs = self.fake, kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():  # subclasses do not see what is noted
+            return self._run(func, args, kwargs or {})
+
+    def _run(self, func, args, kwargs):
+        fake = self.fake
         leaves = _leaves((args, kwargs))
         on_gpu = [fake.has(t) for t in leaves if isinstance(t, torch.Tensor)]
         if not (any(on_gpu) or fake.making):

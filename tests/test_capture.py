@@ -3,6 +3,8 @@
 "fake" is a GPU that is none (fake_cuda.py): the same calls, warm-ups, captures and replays.
 """
 
+import itertools
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -77,7 +79,7 @@ def graphs(function):
     return [(e.eager_calls, getattr(e.graph, "replays", 0)) for e in entries]
 
 
-ORDERS = ["zero first", "zero last", "to zeros", "never", "step first"]
+ORDERS = ["zero first", "zero last", "to zeros", "never", "step first", "never, with a graph"]
 OPTIMIZERS = {
     "braze SGD": lambda p, cuda: braze.optim.SGD(p, lr=0.1, momentum=0.9),
     "SGD": lambda p, cuda: torch.optim.SGD(p, lr=0.1, momentum=0.9),
@@ -103,7 +105,10 @@ def one_model(order="zero first", maker="braze SGD"):
                 optimizer.step()
                 optimizer.zero_grad()
             loss = F.cross_entropy(model(x), y)
-            loss.backward()
+            loss.backward(create_graph="graph" in order)
+            if "graph" in order:  # of gradients that autograd has added to out of place
+                for p in model.parameters():
+                    p.grad = p.grad.detach()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             if order != "step first":
                 optimizer.step()
@@ -127,12 +132,36 @@ def test_equals_the_plain_function(any_device, maker):
         assert graphs(function)[0][0] == 2
 
 
+@pytest.mark.filterwarnings("ignore:Using backward")  # that create_graph makes a cycle
 @pytest.mark.parametrize("order", ORDERS)
 def test_gradients_of_before_the_call(any_device, order):
     """They may be dropped unread, added to, or what the optimizer reads: seen in an eager call."""
     function = check(any_device, one_model(order))
     if any_device == "cuda":
         assert len(graphs(function)) == (1 if order in ("zero first", "zero last") else 2)
+
+
+def test_nothing_is_learnt_of_a_call_that_fails(any_device):
+    """The first one that finds gradients ends before it shows what it does with them."""
+
+    def build(device):
+        train, state = one_model("step first")(device)
+        calls = itertools.count()
+
+        def fails_once(x, y):
+            if next(calls) == 1:
+                raise KeyError("user")
+            return train(x, y)
+
+        return fails_once, state
+
+    def calls(i, function, batch):
+        if i == 1:
+            with pytest.raises(KeyError, match="user"):
+                function(*batch)
+        return function(*batch)
+
+    check(any_device, build, calls)
 
 
 def test_two_functions_that_share_gradients(any_device):

@@ -45,7 +45,18 @@ def test_mnist_under_torchrun(tmp_path, device):
     if device == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("a GPU for each process")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--standalone", "-m", "braze", "mnist", "--limit", "1280", "--epochs", "2"]
+    command += [
+        "--standalone",
+        "-m",
+        "braze",
+        "mnist",
+        "--limit",
+        "1280",
+        "--epochs",
+        "2",
+        "--lr",
+        "0.05",
+    ]
     command += ["--steps", "1", "--out", str(tmp_path)] + ["--device", "cpu"] * (device == "cpu")
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ)
     assert result.returncode == 0, result.stderr
@@ -53,7 +64,7 @@ def test_mnist_under_torchrun(tmp_path, device):
     figures = json.loads((tmp_path / "mnist_ranks.json").read_text())
     assert figures["ranks"] == 2
     assert len(figures["losses"]) == 2 * 1280 // 128
-    assert figures["losses"][-1] < figures["losses"][0]
+    assert sum(figures["losses"][-5:]) / 5 < figures["losses"][0]
 
 
 def test_example(tmp_path, device):

@@ -91,9 +91,7 @@ def _find(links):
     key = tuple([k[0] if type(k) is tuple else type(k) for k in links])
     asked = itertools.chain.from_iterable(map(places, key))
     pooling = isinstance(links[0], braze.nn.MaxPool2d)
-    found = function, gives_way(*asked), pooling
-    # What is made while something of torch's is replaced would give way for ever.
-    return found if found[1]() else _RUNNERS.setdefault(key, found)
+    return _RUNNERS.setdefault(key, (function, gives_way(*asked), pooling))
 
 
 def _traced_runner(links):

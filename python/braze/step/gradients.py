@@ -26,6 +26,17 @@ def _version(tensor):
     return 0 if tensor.is_inference() else tensor._version
 
 
+def _note_accumulation(p, noted):
+    """A hook: autograd adds to a gradient, out of place with ``create_graph``, by no function that
+    the gradient could note."""
+
+    def before_it_adds(_):
+        if p.grad is noted:
+            noted.touched = True
+
+    return p.register_hook(before_it_adds)
+
+
 class Gradients:
     """Learns in eager calls what the function does with gradients of before the call.
 
@@ -73,24 +84,30 @@ class Gradients:
             p.grad = memory.copy_(p.grad)
 
     def watch(self, known, run):
-        """``run()``; notes what it does with gradients of which nothing is known."""
-        watched = []
+        """``run()``; notes what it does with gradients of which nothing is known.
+
+        Nothing is learnt of a run that ends with an exception."""
+        watched, learnt = [], {}
         for p in self._parts.params:
             if p.grad is not None and p not in known:
                 noted = p.grad.detach().as_subclass(_Noted)
-                watched.append((p, p.grad, noted, _version(p.grad)))
+                hook = _note_accumulation(p, noted) if p.requires_grad else None
+                watched.append((p, p.grad, noted, _version(p.grad), hook))
                 p.grad = noted
         try:
             result = run()
         finally:
-            for p, grad, noted, version in watched:
+            for p, grad, noted, version, hook in watched:
                 stays = p.grad is noted
                 if stays:
                     p.grad = grad
+                if hook is not None:
+                    hook.remove()
                 if noted.touched or _version(grad) != version:
-                    known[p] = _READS
+                    learnt[p] = _READS
                 else:
-                    known[p] = _KEEPS if stays else _DROPS
+                    learnt[p] = _KEEPS if stays else _DROPS
+        known.update(learnt)
         return result
 
     def left(self, before):
