@@ -14,6 +14,7 @@ from benchmarks import (
     ladder,
     networks,
     norm_act,
+    optimizers,
     products,
     products_accuracy,
     render,
@@ -81,6 +82,8 @@ def tables(what):
         return [Table("networks", networks.run, networks.line, networks.KEY)]
     if what == ["norm_act"]:
         return [Table("norm_act", norm_act.run, norm_act.line)]
+    if what == ["optimizers"]:
+        return [Table("optimizers", optimizers.run, optimizers.line)]
     if what == ["counters", "matmul"]:
         return [Table("counters_matmul", counters.run, counters.line)]
     is_ladder = what[:1] == ["ladder"]

@@ -394,12 +394,13 @@ AWKWARD = [
 ]
 
 
-def cases(networks=(), batches=()):
+def cases(networks=(), batches=(), usual=BATCHES):
     """Convolution -> the networks that have it, largest batch first where there are several.
 
     Args:
         networks: only of those whose name contains one of these; "awkward" is a network too.
         batches: in the place of the networks' own; awkward shapes keep theirs.
+        usual: of networks that have none of their own.
     """
     found = {}
 
@@ -407,7 +408,7 @@ def cases(networks=(), batches=()):
         return not networks or any(part.lower() in name.lower() for part in networks)
 
     for network, layers in NETWORKS.items():
-        for batch in sorted(batches or OTHER_BATCHES.get(network, BATCHES), reverse=True):
+        for batch in sorted(batches or OTHER_BATCHES.get(network, usual), reverse=True):
             for layer in layers if is_wanted(network) else ():
                 mine = found.setdefault(dataclasses.replace(layer, n=batch), [])
                 if network not in mine:

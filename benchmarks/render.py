@@ -1,10 +1,10 @@
 """Writes the tables of README.md, docs/ and the ladders' README.md from the results.
 
 A table stands between ``<!-- bench:NAME -->`` and ``<!-- /bench -->``, NAME being an op, one of
-MNIST's tables, ``products``, ``convolutions``, ``depthwise``, ``networks``, ``accuracy`` (fp32),
-``ladder:OP``, ``rungs:OP`` (a line per kernel, for the largest case), ``kernels:OP`` (a line per
-case), ``counters:matmul`` or ``checks`` (what test runs printed). Figures in the documents are
-never typed by hand.
+MNIST's tables, ``products``, ``convolutions``, ``depthwise``, ``networks``, ``optimizers``,
+``accuracy`` (fp32), ``ladder:OP``, ``rungs:OP`` (a line per kernel, for the largest case),
+``kernels:OP`` (a line per case), ``counters:matmul`` or ``checks`` (what test runs printed).
+Figures in the documents are never typed by hand.
 """
 
 import json
@@ -14,6 +14,7 @@ from pathlib import Path
 
 from benchmarks import (
     ladder_chart,
+    optimizers,
     render_convolutions,
     render_networks,
     render_products,
@@ -321,6 +322,7 @@ SECTIONS = {
     "convolutions": render_convolutions.sections,
     "depthwise": render_convolutions.depthwise_sections,
     "networks": render_networks.sections,
+    "optimizers": optimizers.sections,
     "accuracy": render_products.accuracy_sections,
     "counters:matmul": lambda folder: op_sections(folder, "counters_matmul", counters_table),
 }

@@ -83,3 +83,14 @@ class Block(nn.Module):
         x = self.conv(x)
         x = self.bn(x)
         return stock.relu(x)
+
+
+@contextlib.contextmanager
+def replaced(owner, name, new):
+    """`new` in the place of an attribute of a class or module, which may have inherited it."""
+    had, before = name in vars(owner), getattr(owner, name)
+    setattr(owner, name, new)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before) if had else delattr(owner, name)

@@ -17,6 +17,7 @@ from torch.distributed.tensor import (
     Shard,
     distribute_tensor,
 )
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import braze
 
@@ -43,6 +44,7 @@ def run(rank, port, device):
     )
     try:
         fully_sharded(device)
+        other_optimizers(device)
         checkpointed(device)
         any_placement(device)
     finally:
@@ -97,9 +99,10 @@ def compare(trained):
         assert isinstance(p, DTensor)
         assert_close(p.detach(), q.detach())
         state, stock_state = optimizer.state[p], stock_optimizer.state[q]
-        assert state.get("momentum_buffer") is not None or "momentum_buffer" not in stock_state
-        if stock_state.get("momentum_buffer") is not None:
-            assert_close(state["momentum_buffer"], stock_state["momentum_buffer"])
+        for key, value in stock_state.items():
+            assert key == "step" or (state.get(key) is None) == (value is None)
+            if value is not None:
+                assert_close(state[key], value.to(state[key].device))
 
 
 def fully_sharded(device):
@@ -122,6 +125,42 @@ def fully_sharded(device):
         compare(trained)
         if max_norm:
             assert_close(*last_norms)
+
+
+def other_optimizers(device):
+    """Clipped in the update, with a step that is skipped; an average; what is refused."""
+    mesh = init_device_mesh(device, (RANKS,))
+    data = batches(device)
+    data[1] = data[1] * (float("inf") if dist.get_rank() == 1 else 1.0)
+    for name, options in (
+        ("SGD", {"momentum": 0.9}),
+        ("Adam", {"amsgrad": True, "weight_decay": 0.1}),
+        ("RMSprop", {"centered": True, "momentum": 0.9}),
+    ):
+        trained = []
+        for namespace, max_norm in ((braze, None), (torch, 0.1)):
+            net = model(device, mesh)
+            clip = {} if max_norm else {"max_grad_norm": 0.1}
+            optimizer = getattr(namespace.optim, name)(net.parameters(), lr=0.1, **options, **clip)
+            scaler = torch.amp.GradScaler(device, init_scale=64.0)
+            train(net, optimizer, data, scaler, max_norm)
+            trained.append((net, optimizer))
+        compare(trained)
+    whole = torch.arange(12.0, device=device).reshape(4, 3)
+    net = torch.nn.ParameterList([distribute_tensor(whole.clone(), mesh, [Shard(0)])])
+    optimizer = braze.optim.Adam(net.parameters(), lr=0.1)
+    average = braze.optim.EMA(net, optimizer, 0.5)
+    stock = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    for _ in range(3):
+        net[0].grad = distribute_tensor(whole.clone(), mesh, [Shard(0)])
+        optimizer.step()
+        stock.update_parameters(net)
+    assert_close(average.module[0].detach(), stock.module[0].detach())
+    for whole in (braze.optim.Muon, braze.optim.LAMB):
+        p = torch.nn.Parameter(distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)]).to(device))
+        p.grad = torch.ones_like(p)
+        with pytest.raises(RuntimeError, match="does not support DTensor parameters"):
+            whole([p]).step()
 
 
 def checkpointed(device):

@@ -10,6 +10,9 @@ from braze.data import DeviceLoader
 CALLS = 8  # two eager, one captured and replayed, the rest replayed
 MAKERS = {
     "braze SGD": lambda p, cuda: braze.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "braze Adam": lambda p, cuda: braze.optim.Adam(p, lr=0.01, amsgrad=True, max_grad_norm=0.7),
+    "braze AdamW": lambda p, cuda: braze.optim.AdamW(p, lr=0.01),
+    "braze RMSprop": lambda p, cuda: braze.optim.RMSprop(p, lr=0.01, momentum=0.9),
     "torch SGD": lambda p, cuda: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5),
     "torch SGD fused": lambda p, cuda: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
     "torch Adam": lambda p, cuda: torch.optim.Adam(p, lr=0.01, capturable=cuda),

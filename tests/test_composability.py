@@ -206,9 +206,9 @@ def test_inference_mode(device, op):
     assert torch.equal(result, OPS[op][0](OURS, *arguments))
 
 
-def _step(param):
+def _step(param, optimizer=braze.optim.SGD):
     param.grad = torch.ones_like(param)
-    braze.optim.SGD([param], lr=0.1).step()
+    optimizer([param], lr=0.1).step()
 
 
 # What overwrites tensors: name -> f(images, a tensor for each channel, and another one).
@@ -222,6 +222,8 @@ WRITERS = {
         x, x.new_ones(2, 2, 3, 3), None, mean, var, training=True
     ),
     "SGD": lambda x, mean, var: _step(mean),
+    "Adam": lambda x, mean, var: _step(mean, braze.optim.Adam),
+    "Muon": lambda x, mean, var: _step(mean[None], braze.optim.Muon),
 }
 
 

@@ -429,13 +429,13 @@ def test_block_before_flatten(device, monkeypatch):
     """What a small batch's block leaves is flat already, where a linear layer and nothing else
     takes it."""
     seen = []
-    block = runs.conv_bn_relu_max_pool2d
+    block = runs.conv_bn_relu_as_one
 
-    def watched(*args):
-        seen.append(block(*args))
+    def watched(*args, **kwargs):
+        seen.append(block(*args, **kwargs))
         return seen[-1]
 
-    monkeypatch.setattr(runs, "conv_bn_relu_max_pool2d", watched)
+    monkeypatch.setattr(runs, "conv_bn_relu_as_one", watched)
     layers = [
         torch.nn.Conv2d(16, 8, 3, padding=1),
         torch.nn.BatchNorm2d(8),

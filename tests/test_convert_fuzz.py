@@ -1,5 +1,6 @@
 """Forwards made of random lines do what they did, whatever happens to the model afterwards."""
 
+import contextlib
 import copy
 import importlib.util
 import random
@@ -7,11 +8,13 @@ import textwrap
 
 import pytest
 import torch
-from convert_common import assert_same, call, state
+import torch.nn.functional as stock
+from convert_common import assert_same, call, replaced, state
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_convert_code import AssignsBuffers
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 import braze
 
@@ -67,6 +70,24 @@ LINES = [
     "self.seen.setdefault(type(x).__name__, []).append(isinstance(x, torch.Tensor))",
     "return F.relu(self.bn(self.conv(x)))",
     "del self.seen\nself.seen = {}",
+    # What the order of calls, loads and exceptions shows.
+    "x = self.act(self.bn(x) + self.conv(x))",
+    "x = self.act(self.conv(x) + self.bn(self.swap(x)))",
+    "y = self.bn(self.swap(x))\nif self.block is not None:\n    x = self.conv(x)\ny += x\n"
+    "x = self.act(y)",
+    "x = self.conv(self.swap(x))\nx = self.bn(x)\nx = self.act(x)",
+    "x = self.act(self.bn(self.helper(x)) + self.block(x))",
+    "if self.count == 1:\n    z = x[:, :, 1:]\n    x = F.relu(self.bn(x) + z)",
+    "y = self.bn(x)\nif self.act is not None:\n    z = self.conv(x[:, :1] if self.count else x)\n"
+    "y += z\nx = F.relu(y)",
+    "y = self.bn(x)\nif self.act is not None:\n    x = self.one(x)\ny += x\nx = F.relu(y)",
+    "if self.count == 2:\n    x = x.relu(inplace=True)",
+    "if self.count == 2:\n    x = F.relu(torch.sigmoid(x, 1))",
+    "try:\n    for layer in self.layers:\n        x = layer(x)\n"
+    "finally:\n    self.log.append(round(float(x.detach().sum()), 6))",
+    "self.seen['class'] = type(self).__name__, isinstance(self, Base)",
+    "x = F.leaky_relu(self.bn(x), 0.2) + F.hardtanh(x, -1)",
+    "x = F.softmax(x, dim=1)",
 ]
 HEAD = """
 import random
@@ -90,12 +111,21 @@ class Base(nn.Module):
         self.bns = nn.ModuleList([nn.BatchNorm2d(2), nn.BatchNorm2d(2)])
         self.layers = nn.ModuleList([nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2), nn.ReLU(), nn.Tanh()])
         self.block = nn.Sequential(nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2), nn.ReLU())
+        self.one = nn.Conv2d(1, 2, 1)
+        for module in self.modules():
+            if isinstance(module, nn.BatchNorm2d):  # ReLU of 0 would depend on rounding
+                nn.init.uniform_(module.bias, 0.1, 0.5)
         self.register_buffer("rm", torch.zeros(2))
         self.count, self.log, self.seen = 0, [], {}
 
     def tail(self, x):
         x = self.bn(self.conv(x))
         return F.relu(x)
+
+    def swap(self, x):
+        self.bn, self.bns[0] = self.bns[0], self.bn
+        self.count += 1
+        return x
 
 
 class Net(Base):
@@ -116,6 +146,27 @@ AFTERWARDS = [
     lambda m: m.layers.append(nn.ReLU()),
     lambda m: setattr(m.conv, "padding_mode", "reflect"),
     lambda m: setattr(m.bns, "0", nn.Identity()),
+    lambda m: setattr(m.bn, "_check_input_dim", lambda x: print("checked")),
+    lambda m: setattr(m.conv, "_conv_forward", lambda x, w, b: stock.conv2d(x, -w, b, padding=1)),
+    lambda m: setattr(m.act, "_call_impl", lambda x: x * 0.5),
+]
+
+
+class Prints(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        print(getattr(function, "__name__", function), len(args))
+        return function(*args, **(kwargs or {}))
+
+
+#: What may be around a call.
+AROUND = [
+    contextlib.nullcontext,
+    contextlib.nullcontext,
+    contextlib.nullcontext,
+    Prints,
+    lambda: replaced(stock, "relu", lambda x, inplace=False: x.clamp(0) * 2),
+    lambda: replaced(nn.BatchNorm2d, "forward", lambda self, x: x * self.weight[0]),
+    lambda: replaced(torch, "batch_norm", lambda x, *args: x - 1),
 ]
 
 
@@ -134,12 +185,13 @@ def gradients(model, result):
         return type(error)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(
     lines=st.lists(st.sampled_from(LINES), min_size=1, max_size=7),
     afterwards=st.sampled_from(AFTERWARDS),
+    around=st.sampled_from(AROUND),
 )
-def test_any_forward(tmp_path_factory, lines, afterwards):
+def test_any_forward(tmp_path_factory, lines, afterwards, around):
     body = "\n".join([*lines, "return x"])
     path = tmp_path_factory.mktemp("forward") / "net.py"
     path.write_text(HEAD + textwrap.indent(body, " " * 8) + "\n")
@@ -160,7 +212,9 @@ def test_any_forward(tmp_path_factory, lines, afterwards):
         for m in (model, original):
             random.seed(i)
             net.GLOBAL.clear()
-            result, *rest = call(m, x.clone())
+            copied = x.clone()
+            with around() if i in (1, 3) else contextlib.nullcontext():
+                result, *rest = call(m, copied)
             results.append((result, rest, list(net.GLOBAL), random.random(), attributes(m)))
             results[-1] += (gradients(m, result),)
         ours, theirs = results

@@ -49,7 +49,7 @@ def test_backend_is_honoured_on_cpu():
 
 # Odd and even extents, rows and columns that fill a tile of 16 or not, sums longer than a block is
 # deep, batches.
-AMX_SHAPES = [
+PAIR_SHAPES = [
     (1, 1, 1, 1),
     (1, 16, 16, 32),
     (1, 17, 33, 31),
@@ -62,22 +62,27 @@ AMX_SHAPES = [
 ]
 
 
-def has_amx():
-    return "amx" in {kernel["name"] for kernel in own_kernels("cpu")}
+#: the kernels that multiply pairs of bf16, where the processor has the instructions
+PAIRS = ["amx", "dot_bf16"]
 
 
-@pytest.mark.parametrize("shape", AMX_SHAPES, ids=str)
-def test_amx(shape):
-    if not has_amx():
+def has(name):
+    return name in {kernel["name"] for kernel in own_kernels("cpu")}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("shape", PAIR_SHAPES, ids=str)
+def test_products_of_pairs(name, shape):
+    if not has(name):
         a = torch.ones(2, 2, dtype=torch.bfloat16)
         with braze.backend(matmul="braze"):
             assert torch.equal(braze.matmul(a, a), 2 * a)  # "blocked" serves
-        pytest.skip("the processor has no AMX")
+        pytest.skip(f"the processor has no {name}")
     batch, m, n, k = shape
     for transposed_a, transposed_b in [(0, 0), (0, 1), (1, 0), (1, 1)]:
         a = majors(batch, m, k, transposed_a, "cpu", torch.bfloat16)
         b = majors(batch, k, n, transposed_b, "cpu", torch.bfloat16)
-        with braze.backend(matmul="amx"):
+        with braze.backend(matmul=name):
             out = braze.matmul(a, b)
             assert torch.equal(out, braze.matmul(a, b))
             if batch > 1:  # one B for the whole batch
@@ -86,16 +91,17 @@ def test_amx(shape):
         if m * n * k > 1:
             nan = a.clone()
             nan[..., 0, 0] = float("nan")
-            with braze.backend(matmul="amx"):
+            with braze.backend(matmul=name):
                 bad = braze.matmul(nan, b)
             assert bad[..., 0, :].isnan().all()
             assert torch.equal(bad[..., 1:, :], out[..., 1:, :])
 
 
-def test_amx_takes_bfloat16_only():
-    if not has_amx():
-        pytest.skip("the processor has no AMX")
-    with braze.backend(matmul="amx"), pytest.raises(RuntimeError, match="amx takes bfloat16"):
+@pytest.mark.parametrize("name", PAIRS)
+def test_products_of_pairs_take_bfloat16_only(name):
+    if not has(name):
+        pytest.skip(f"the processor has no {name}")
+    with braze.backend(matmul=name), pytest.raises(RuntimeError, match=f"{name} takes bfloat16"):
         braze.matmul(torch.ones(3, 3), torch.ones(3, 3))
 
 

@@ -37,7 +37,7 @@ LARGE_SIZES = [
     (1024, 8, 256),
 ]
 WITH_FULL_EPILOGUE = {
-    "cpu": ["blocked", "amx", "01_naive", "02_reordered"],
+    "cpu": ["blocked", "dot_bf16", "amx", "01_naive", "02_reordered"],
     "cuda": ["simt", "mma_sync", "mma_split", "wgmma", "wgmma_split"],
 }
 NAN = float("nan")

@@ -5,12 +5,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from optim_common import parameters, scaled_steps, train
 
 import braze
 from common import assert_by_rule
 from conftest import cuda_only
 
-SHAPES = [(5,), (), (0,), (64, 33), (3, 4, 5), (4097,), (1,)]
 OPTIONS = [
     {},
     {"momentum": 0.9},
@@ -19,26 +19,6 @@ OPTIONS = [
     {"weight_decay": 0.1, "maximize": True},
     {"momentum": 0.5, "weight_decay": 0.01, "nesterov": True, "maximize": True},
 ]
-
-
-def parameters(device, dtype, shapes=SHAPES):
-    generator = torch.Generator().manual_seed(3 + torch.initial_seed())
-    return [
-        torch.randn(s, generator=generator, dtype=torch.float64).to(device, dtype) for s in shapes
-    ]
-
-
-def train(optimizer_class, values, steps=5, dtype=None, lr=0.1, **options):
-    """The parameters after `steps` steps of fixed random gradients, and the optimizer."""
-    params = [torch.nn.Parameter(v.to(dtype or v.dtype).clone()) for v in values]
-    optimizer = optimizer_class(params, lr=lr, **options)
-    generator = torch.Generator().manual_seed(4 + torch.initial_seed())
-    for _ in range(steps):
-        for p, v in zip(params, values, strict=True):
-            grad = torch.randn(v.shape, generator=generator, dtype=torch.float64).to(v.dtype)
-            p.grad = grad.to(p)
-        optimizer.step()
-    return params, optimizer
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -198,27 +178,6 @@ def test_grad_scaler(device, momentum):
             scaler.update()
         results.append(p)
     torch.testing.assert_close(*results)
-
-
-def scaled_steps(optimizer_class, device, values, restart=None, **options):
-    """A parameter after scaled steps with these gradients, and its optimizer.
-
-    Args:
-        restart: a function of the optimizer, called after the first step; it returns the one to go
-            on with.
-    """
-    p = torch.nn.Parameter(torch.ones(5, device=device))
-    optimizer = optimizer_class([p], lr=0.1, **options)
-    scaler = torch.amp.GradScaler(device, init_scale=1024.0)
-    for i, value in enumerate(values):
-        optimizer.zero_grad()
-        scaler.scale((p * value).sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        if i == 0 and restart is not None:
-            optimizer = restart(optimizer)
-            (p,) = optimizer.param_groups[0]["params"]
-    return p, optimizer
 
 
 DAMPENED = {"momentum": 0.9, "dampening": 0.5}

@@ -121,6 +121,16 @@ STABLE_TORCH_LIBRARY(braze, m) {
       "Tensor shift, Tensor(b!) batch_images, Tensor(c!) batch_labels, Tensor(d!)? moments=None, "
       "int[] filters=[]) -> ()");
 
+  // lamb
+  m.def(
+      "lamb_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, "
+      "Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] steps, Tensor(e!)[] cast_outputs, "
+      "Tensor[] cast_inputs, float lr, float beta1, float beta2, float eps, float weight_decay, "
+      "float min_norm, float max_norm, bool maximize=False, "
+      "Tensor? lr_tensor=None, Tensor? grad_scale=None, Tensor? found_inf=None, "
+      "Tensor(f!)[]? averages=None, float average_weight=0.0, Tensor(g!)? averaged=None, "
+      "Tensor? grad_norm=None, float max_grad_norm=0.0, Tensor(h!)? tickets=None) -> ()");
+
   // matmul, linear
   m.def(
       "matmul(Tensor input, Tensor other, bool allow_tf32=False, bool deterministic=False, "
@@ -146,6 +156,14 @@ STABLE_TORCH_LIBRARY(braze, m) {
       "Tensor? bias2=None, bool allow_tf32=False, bool deterministic=False, "
       "str backend=\"auto\") -> (Tensor output, Tensor hidden)");
 
+  // muon: momentum, and square = a I + b gram + c square
+  m.def(
+      "muon_momentum_(Tensor(a!)[] updates, Tensor[] grads, Tensor(b!)[] momentum_buffers, "
+      "Tensor(c!)[] cast_outputs, Tensor[] cast_inputs, float momentum=0.95, bool nesterov=True, "
+      "Tensor? grad_scale=None, Tensor? found_inf=None, Tensor? grad_norm=None, "
+      "float max_grad_norm=0.0) -> ()");
+  m.def("muon_polynomial_(Tensor gram, Tensor(a!) square, float a, float b, float c) -> ()");
+
   // pool
   m.def(
       "max_pool2d(Tensor input, int[] kernel_size, int[] stride, int[] padding, int[] dilation, "
@@ -170,13 +188,38 @@ STABLE_TORCH_LIBRARY(braze, m) {
   m.def("relu_(Tensor(a!) input) -> ()");
   m.def("relu_backward(Tensor grad_output, Tensor result) -> Tensor");
 
+  // adam, rmsprop
+  m.def(
+      "adam_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, "
+      "Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] steps, "
+      "Tensor(f!)[] cast_outputs, Tensor[] cast_inputs, float lr, float beta1=0.9, "
+      "float beta2=0.999, float eps=1e-8, float weight_decay=0.0, "
+      "bool decoupled_weight_decay=False, bool amsgrad=False, "
+      "bool maximize=False, Tensor? lr_tensor=None, Tensor? grad_scale=None, "
+      "Tensor? found_inf=None, Tensor(g!)[]? averages=None, float average_weight=0.0, "
+      "Tensor(h!)? averaged=None, Tensor? grad_norm=None, float max_grad_norm=0.0, "
+      "Tensor(i!)? tickets=None) -> ()");
+  m.def(
+      "rmsprop_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] square_avgs, "
+      "Tensor(c!)[] momentum_buffers, Tensor(d!)[] grad_avgs, Tensor(e!)[] steps, "
+      "Tensor(f!)[] cast_outputs, Tensor[] cast_inputs, float lr, float alpha=0.99, "
+      "float eps=1e-8, float weight_decay=0.0, float momentum=0.0, bool centered=False, "
+      "bool maximize=False, Tensor? lr_tensor=None, Tensor? grad_scale=None, "
+      "Tensor? found_inf=None, Tensor(g!)[]? averages=None, float average_weight=0.0, "
+      "Tensor(h!)? averaged=None, Tensor? grad_norm=None, float max_grad_norm=0.0) -> ()");
+
+  // grad_norm: of all tensors together, float64
+  m.def("grad_norm(Tensor[] grads, Tensor? grad_scale=None, Tensor? tickets=None) -> Tensor");
+
   // sgd
   m.def(
       "sgd_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] momentum_buffers, "
       "Tensor(c!)[] cast_outputs, Tensor[] cast_inputs, float lr, "
       "float momentum=0.0, float dampening=0.0, float weight_decay=0.0, bool nesterov=False, "
       "bool maximize=False, bool first_step=False, Tensor? lr_tensor=None, "
-      "Tensor? grad_scale=None, Tensor? found_inf=None, Tensor? unwritten=None) -> ()");
+      "Tensor? grad_scale=None, Tensor? found_inf=None, Tensor? unwritten=None, "
+      "Tensor(d!)[]? averages=None, float average_weight=0.0, Tensor(e!)? averaged=None, "
+      "Tensor? grad_norm=None, float max_grad_norm=0.0) -> ()");
 
   // side_stream: gradients of parameters made concurrently with the rest of a backward pass, during
   // a capture of the current stream. join_side_stream returns aliases of what was made since the

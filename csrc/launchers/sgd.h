@@ -1,49 +1,62 @@
 #pragma once
 
-#include "launchers/common/types.h"
+#include "launchers/common/update.h"
 
 namespace braze {
 
-// One parameter with its gradient and momentum buffer (null without momentum), all of `numel`
-// elements in the same order in memory. Where there is a `source`, of another dtype, the gradient
-// is cast from it first.
-struct SgdTensor {
-  void* param;
-  void* grad;  // written where there is a source
-  void* momentum;
-  const void* source;
-  int64_t numel;
-};
+using SgdTensor = UpdateTensor<1>;  // the momentum buffer, if there is momentum
 
-struct SgdOptions {
-  double lr;
-  const void* lr_tensor;  // one element, read by the kernel in place of lr; or null
-  bool lr_is_double;      // lr_tensor is float64, else float32
+struct SgdOptions : UpdateOptions {
   double momentum;
   double dampening;
   double weight_decay;
   bool nesterov;
-  bool maximize;
-  bool first_step;          // momentum buffers are written, not read
-  const float* grad_scale;  // gradients are multiplied by its reciprocal; or null
-  const float* found_inf;   // nothing is written where it is not 0; or null
-  const float* unwritten;   // where it is not 0, as first_step; or null
-  DType source_dtype;       // of all sources
+  bool first_step;         // momentum buffers are written, not read
+  const float* unwritten;  // where it is not 0, as first_step; or null
+};
+
+// torch.optim.SGD's, of a gradient g that has its sign and scale:
+//   g += weight_decay p
+//   m = first_step or unwritten ? g : momentum m + (1 - dampening) g
+//   p -= lr (no momentum ? g : nesterov ? g + momentum m : m)
+template <typename A>
+struct SgdUpdate {
+  static constexpr int kStates = 1;
+  static constexpr unsigned kOptional = 1;
+  static constexpr bool kCountsSteps = false;
+  static constexpr bool kReadsStep = false;
+
+  A lr, momentum, kept, weight_decay;
+  bool nesterov, first_step;
+
+  BRAZE_BOTH SgdUpdate(const SgdOptions& o, double)
+      : momentum(static_cast<A>(o.momentum)),
+        kept(static_cast<A>(1 - o.dampening)),
+        weight_decay(static_cast<A>(o.weight_decay)),
+        nesterov(o.nesterov),
+        first_step(o.first_step || (o.unwritten != nullptr && *o.unwritten != 0.0f)) {}
+
+  BRAZE_BOTH void set_rate(double rate) { lr = static_cast<A>(rate); }
+  BRAZE_BOTH bool reads_states() const { return !first_step; }
+
+  BRAZE_BOTH void operator()(A& p, A g, A (&states)[kStates], unsigned has) const {
+    g = weight_decay != A(0) ? g + weight_decay * p : g;
+    if (has) {
+      const A m = first_step ? g : momentum * states[0] + kept * g;
+      states[0] = m;
+      g = nesterov ? g + momentum * m : m;
+    }
+    p -= lr * g;
+  }
 };
 
 }  // namespace braze
 
 namespace braze::BRAZE_DEVICE {
 
-// torch.optim.SGD's update of `count` tensors of one dtype:
-//   g = (maximize ? -grad : grad) (1 / grad_scale) + weight_decay p
-//   m = first_step or unwritten ? g : momentum m + (1 - dampening) g
-//   p -= lr (momentum == 0 ? g : nesterov ? g + momentum m : m)
-// 16-bit parameters are computed in float32 and rounded once.
+// SgdUpdate of `count` tensors of one dtype. 16-bit parameters are computed in float32 and rounded
+// once.
 void sgd(Stream stream, DType dtype, const SgdTensor* tensors, int64_t count,
          const SgdOptions& options);
-
-// Whether gradients of `dtype` may have sources of that other dtype.
-bool sgd_takes_sources(DType dtype, DType source_dtype);
 
 }  // namespace braze::BRAZE_DEVICE

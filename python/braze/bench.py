@@ -11,13 +11,14 @@ def add_arguments(parser):
         "what",
         nargs="*",
         metavar="OP | render | ladder OP | products | convolutions | depthwise | networks | "
-        "norm_act | counters matmul",
+        "norm_act | optimizers | counters matmul",
         help="ops to time (default: all); render: rewrite the documents' tables from the results; "
         "ladder OP: time every kernel of an op beside the vendor's, or beside a copy of its bytes; "
         "products: matrix products beside the best of the vendor's algorithms; convolutions: those "
         "of networks, pass by pass, beside the best of cuDNN's engines and of torch; depthwise: "
         "depthwise convolutions of networks beside cuDNN's engines; networks: training steps of "
         "whole networks beside stock's modes; norm_act: batch norm with addition and activation; "
+        "optimizers: updates of all parameters beside torch's fused and foreach ones; "
         "counters matmul: the ladder's hardware counters, by ncu",
     )
     parser.add_argument("--device", help="cpu or cuda[:i] (default: cuda where there is a GPU)")
@@ -35,7 +36,7 @@ def add_arguments(parser):
     add = parser.add_argument_group("of convolutions and networks").add_argument
     many = {"action": "append", "help": "only this; may be repeated"}
     add("--network", **many | {"help": "only networks whose name contains this; may be repeated"})
-    add("--batch", type=int, **many | {"help": "in the place of 64 and 256; may be repeated"})
+    add("--batch", type=int, **many | {"help": "in the place of 64 and 256 (CPU: 16); repeatable"})
     add("--mode", **many | {"help": "of networks: only modes whose name contains this"})
     add("--precision", choices=["bf16", "tf32", "fp32"], **many | {"help": "of networks: bf16"})
     add("--more", action="store_true", help="of networks: fifteen more of torchvision and timm")

@@ -1,32 +1,13 @@
 // Implicit GEMM for fprop and dgrad: filters x pixels = packed weights x windows of a slab. Pixels
 // are across the lanes; or filters are, where the result wants them adjacent (channels_last).
-// The input gradient of a strided convolution is a set of such convolutions, one for each residue
-// of the input position, with the taps that reach it.
 #pragma once
 
 #include <vector>
 
-#include "cpu/conv2d/window.h"
+#include "cpu/conv2d/passes.h"
 #include "cpu/matmul/gemm.h"
 
 namespace braze::cpu {
-
-// dst[image, group * filters + f, i, j] = bias + sum over channels c and taps (th, tw) of
-//     src[image, group * channels + c, window(h, i, th), window(w, j, tw)] * weight.
-struct Convolution {
-  int64_t images, groups, channels, filters;  // channels and filters of one group
-  Axis h, w;
-  Tensor4dRef src;
-  // Element (filter, channel, tap): its four strides, and the filter coordinate of each tap.
-  const void* weight;
-  int64_t weight_group, weight_filter, weight_channel, weight_h, weight_w;
-  std::vector<int64_t> tap_h, tap_w;
-  void* dst;
-  Tensor4dRef dst_strides;
-  const void* bias;
-
-  int64_t taps() const { return h.taps() * w.taps(); }
-};
 
 // What fits in the second-level cache beside each other, in elements: a slab and the accumulators.
 constexpr int64_t kSlabElements = 32768, kBlockPixels = 512, kBlockFilters = 64;

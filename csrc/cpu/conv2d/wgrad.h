@@ -10,16 +10,10 @@
 #include <type_traits>
 #include <vector>
 
-#include "cpu/conv2d/window.h"
+#include "cpu/conv2d/passes.h"
 #include "cpu/matmul/gemm.h"
 
 namespace braze::cpu {
-
-struct WeightGradient {
-  int64_t images, groups, channels, filters;  // channels and filters of one group
-  Axis h, w;
-  Tensor4dRef x, dy, dw;  // dw: the result
-};
 
 template <typename Acc>
 struct WeightGradientPlan {

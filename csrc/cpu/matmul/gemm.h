@@ -76,35 +76,51 @@ inline void store_tile(const vec_t<Acc> (&tile)[kRows][kVecs], Acc* __restrict__
   }
 }
 
+// sum += a, broadcast, times b.
+template <typename Acc>
+inline void add_product(vec_t<Acc>& sum, Acc a, const vec_t<Acc>& b) {
+  sum += a * b;
+}
+
 // Rows x kVecs vectors at `out` (rows `ld` apart) = or += the sum over `depth` steps of kScalars
-// values, each broadcast, times kVecs vectors; scalars(p) and vectors(p) point at those of step p.
-// The steps are summed from zero before they join what is there: shorter chains of additions round
-// less.
-template <typename Acc, int kScalars, int kVecs, typename Scalars, typename Vectors>
-inline void outer_products(int64_t depth, const Scalars& scalars, const Vectors& vectors,
-                           Acc* __restrict__ out, int64_t ld, bool accumulate) {
+// values, `stride` apart and each broadcast, times kVecs vectors; scalars(p) and vectors(p) point
+// at those of step p. The steps are summed from zero before they join what is there: shorter chains
+// of additions round less. A step is what add_product takes at once: a value, or a pair of bf16.
+template <typename Acc, int kScalars, int kVecs, typename Scalars, typename Stride,
+          typename Vectors>
+inline void outer_products(int64_t depth, const Scalars& scalars, Stride stride,
+                           const Vectors& vectors, Acc* __restrict__ out, int64_t ld,
+                           bool accumulate) {
   using V = vec_t<Acc>;
+  // Rows of A are addressed in fours, from a register that has the first one's address.
+  constexpr int kGroup = 4;
   V acc[kScalars][kVecs] = {};
   for (int64_t p = 0; p < depth; ++p) {
-    const Acc *a = scalars(p), *b = vectors(p);
+    const auto* a = scalars(p);
+    const Acc* b = vectors(p);
     V values[kVecs];
 #pragma GCC unroll 8
     for (int j = 0; j < kVecs; ++j) values[j] = load<V>(b + j * kLanes<Acc>);
 #pragma GCC unroll 16
     for (int i = 0; i < kScalars; ++i) {
+      const auto* group = a + i / kGroup * (kGroup * stride);
 #pragma GCC unroll 8
-      for (int j = 0; j < kVecs; ++j) acc[i][j] += a[i] * values[j];
+      for (int j = 0; j < kVecs; ++j) {
+        add_product(acc[i][j], group[i % kGroup * stride], values[j]);
+      }
     }
   }
   store_tile(acc, out, ld, accumulate);
 }
+
+using Adjacent = std::integral_constant<int64_t, 1>;
 
 // A panel of A times the rows of B at row(p).
 template <typename Acc, int kPanelRows, int kVecs, typename Row>
 inline void micro_kernel(int64_t depth, const Acc* __restrict__ a, const Row& row,
                          Acc* __restrict__ out, int64_t ld, bool accumulate) {
   const auto panel = [a](int64_t p) { return a + p * kPanelRows; };
-  outer_products<Acc, kPanelRows, kVecs>(depth, panel, row, out, ld, accumulate);
+  outer_products<Acc, kPanelRows, kVecs>(depth, panel, Adjacent{}, row, out, ld, accumulate);
 }
 
 // The same with the reduction's vectors on the other side: kPixels adjacent values of B, each
@@ -114,7 +130,18 @@ template <typename Acc, int kPixels, int kVecs, typename Row>
 inline void broadcast_kernel(int64_t depth, const Acc* __restrict__ a, const Row& row,
                              Acc* __restrict__ out, int64_t ld, bool accumulate) {
   const auto panel = [a](int64_t p) { return a + p * kVecs * kLanes<Acc>; };
-  outer_products<Acc, kPixels, kVecs>(depth, row, panel, out, ld, accumulate);
+  outer_products<Acc, kPixels, kVecs>(depth, row, Adjacent{}, panel, out, ld, accumulate);
+}
+
+// kRows rows of A where they are, `a_ld` steps apart, times a panel of B of kVecs vectors: A is
+// never packed.
+template <typename Acc, int kRows, int kVecs, typename Step>
+inline void rows_kernel(int64_t depth, const Step* __restrict__ a, int64_t a_ld,
+                        const Acc* __restrict__ b, Acc* __restrict__ out, int64_t ld,
+                        bool accumulate) {
+  outer_products<Acc, kRows, kVecs>(
+      depth, [a](int64_t p) { return a + p; }, a_ld,
+      [b](int64_t p) { return b + p * kVecs * kLanes<Acc>; }, out, ld, accumulate);
 }
 
 // Pixels of a tile of broadcast_kernel: more than half of the most, so that rows of any length from
@@ -126,11 +153,12 @@ constexpr int kMostPixels = 6;
 #endif
 constexpr int kLeastPixels = kMostPixels / 2 + 1;
 
-// Calls f(pixels, vecs) with both as std::integral_constant, `vecs` being 1 or 2.
-template <int kPixels = kMostPixels, typename F>
+// Calls f(pixels, vecs) with both as std::integral_constant, `vecs` being 1 or 2, for kLeast pixels
+// or more.
+template <int kLeast = kLeastPixels, int kPixels = kMostPixels, typename F>
 inline void with_pixels(int64_t pixels, int64_t vecs, const F& f) {
-  if constexpr (kPixels > kLeastPixels) {
-    if (pixels < kPixels) return with_pixels<kPixels - 1>(pixels, vecs, f);
+  if constexpr (kPixels > kLeast) {
+    if (pixels < kPixels) return with_pixels<kLeast, kPixels - 1>(pixels, vecs, f);
   }
   const std::integral_constant<int, kPixels> tag{};
   if (vecs == 1) return f(tag, std::integral_constant<int, 1>{});
@@ -162,6 +190,62 @@ inline int panel_rows(int64_t rows) {
   int size = 1;
   while (size < kRows && size < rows) size *= 2;
   return size;
+}
+
+// `rows` rows of A where they are times a packed panel of B, one or two vectors wide: to = or +=.
+// `depth` steps of A are a row, in which the panel's rows are `width` wide.
+template <typename Acc, typename Step>
+void rows_times_panel(const Step* a, int64_t a_ld, int64_t rows, const Acc* panel, int64_t width,
+                      int64_t depth, Acc* to, int64_t ld, bool accumulate = false) {
+  if (rows == 0) return;
+  if (depth == 0 && !accumulate) {
+    for (int64_t i = 0; i < rows; ++i) std::fill_n(to + i * ld, width, Acc(0));
+  }
+  // Tiles of even height, but for the last.
+  const int64_t count = ceil_div(rows, kMostPixels), height = ceil_div(rows, count);
+  const int64_t whole = rows / height;
+  for (int64_t p = 0; p < depth; p += kDepth) {
+    const int64_t steps = std::min(kDepth, depth - p);
+    const auto multiply = [&](int64_t first, int64_t tiles, int64_t tile_rows) {
+      with_pixels<1>(tile_rows, width / kLanes<Acc>, [&](auto rows_tag, auto vecs_tag) {
+        for (int64_t i = first; i < first + tiles * rows_tag; i += rows_tag) {
+          rows_kernel<Acc, rows_tag, vecs_tag>(steps, a + i * a_ld + p, a_ld, panel + p * width,
+                                               to + i * ld, ld, accumulate || p > 0);
+        }
+      });
+    };
+    multiply(0, whole, height);
+    if (whole * height < rows) multiply(whole * height, 1, rows - whole * height);
+  }
+}
+
+// Columns of the left operand of columns_times_columns in a panel: even tiles of kMostPixels at
+// most.
+inline int64_t even_height(int64_t columns) {
+  return columns ? ceil_div(columns, ceil_div(columns, kMostPixels)) : 1;
+}
+
+// rows x columns sums, `ld` apart, = or += the products of columns of A and columns of B, over
+// `depth` steps of both. Column i begins a panel at i * capacity; in it the columns of a step lie
+// side by side. Panels of A are even_height(rows) wide, those of B two vectors, the last ones what
+// is left; columns come in whole vectors.
+template <typename Acc, typename Step>
+void columns_times_columns(int64_t depth, int64_t capacity, const Step* a, int64_t rows,
+                           const Acc* b, int64_t columns, Acc* sums, int64_t ld, bool accumulate) {
+  const int64_t height = even_height(rows), vecs = columns / kLanes<Acc>;
+  for (int64_t j = 0; j < vecs; j += 2) {
+    const Acc* const right = b + j * kLanes<Acc> * capacity;
+    for (int64_t i = 0; i < rows; i += height) {
+      const Step* const left = a + i * capacity;
+      const auto multiply = [&](auto rows_tag, auto vecs_tag) {
+        outer_products<Acc, rows_tag, vecs_tag>(
+            depth, [=](int64_t p) { return left + p * rows_tag; }, Adjacent{},
+            [=](int64_t p) { return right + p * vecs_tag * kLanes<Acc>; },
+            sums + i * ld + j * kLanes<Acc>, ld, accumulate);
+      };
+      with_pixels<1>(std::min(height, rows - i), std::min<int64_t>(2, vecs - j), multiply);
+    }
+  }
 }
 
 // A panel of B, `vecs` wide, whose rows are `ld` apart; packed, or in the matrix itself. While a

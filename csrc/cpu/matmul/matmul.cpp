@@ -7,7 +7,7 @@
 
 #include "cpu/matmul/epilogue.h"
 #include "cpu/matmul/gemm.h"
-#include "cpu/matmul/matmul_amx.h"
+#include "cpu/matmul/matmul_pairs.h"
 #include "cpu/matmul/matmul_rungs.h"
 #include "cpu/common/numeric.h"
 #include "cpu/common/parallel.h"
@@ -233,6 +233,11 @@ const char* amx_obstacle(const MatmulArgs& args) {
              ? nullptr
              : "amx takes bfloat16, on a processor and a system with AMX";
 }
+const char* dot_bf16_obstacle(const MatmulArgs& args) {
+  return args.dtype == DType::kBFloat16 && dot_bf16_available()
+             ? nullptr
+             : "dot_bf16 takes bfloat16, on a processor with AVX512_BF16";
+}
 
 void plan_naive(const MatmulArgs&, MatmulPlan*) {}
 void plan_reordered(const MatmulArgs& args, MatmulPlan* plan) {
@@ -264,10 +269,20 @@ void run_blocked(const MatmulArgs& args, const MatmulPlan& plan, void* workspace
     Blocked<T>(args, plan.tiling.get<Plan<acc_t<T>>>(), workspace).run();
   });
 }
-void run_amx(const MatmulArgs& args, const MatmulPlan& plan, void* workspace) {
-  AmxMatmul(args, plan.tiling.get<AmxPlan>()).run(workspace, [&](float* sums, auto... place) {
-    store_columns<BFloat16>(args, sums, place...);
-  });
+template <typename Unit>
+void run_pairs(const MatmulArgs& args, const MatmulPlan& plan, void* workspace) {
+  const auto store = [&](float* sums, int64_t width, int64_t matrix, int64_t row, int64_t rows,
+                         int64_t column, int64_t columns) {
+    if (!std::is_same_v<Unit, DotProducts> || args.relu || changes_values(args)) {
+      return store_columns<BFloat16>(args, sums, width, matrix, row, rows, column, columns);
+    }
+    float bias[PairPlan<Unit>::kWidth] = {};
+    const BFloat16* const given = static_cast<const BFloat16*>(args.bias);
+    for (int64_t j = 0; given && j < columns; ++j) bias[j] = given[column + j];
+    BFloat16* const c = static_cast<BFloat16*>(args.c) + (matrix * args.m + row) * args.n + column;
+    store_rounded(sums, width, rows, columns, bias, c, args.n);
+  };
+  PairMatmul<Unit>(args, plan.tiling.get<PairPlan<Unit>>()).run(workspace, store);
 }
 
 struct Kernel {
@@ -289,15 +304,22 @@ constexpr Kernel kKernels[] = {
      no_obstacle,
      plan_blocked,
      run_blocked},
+    {{"matmul", "dot_bf16", "bfloat16", "cpu", true,
+      "vectors of pairs: packed panels, cache blocks, threads"},
+     dot_bf16_obstacle,
+     plan_as<PairPlan<DotProducts>>,
+     run_pairs<DotProducts>},
     {{"matmul", "amx", "bfloat16", "cpu", true,
       "tile registers: packed panels, cache blocks, threads"},
      amx_obstacle,
-     plan_as<AmxPlan>,
-     run_amx},
+     plan_as<PairPlan<AmxTiles>>,
+     run_pairs<AmxTiles>},
 };
 constexpr int kBlocked = kernel_number(kKernels, "blocked");
-constexpr int kAmx = kernel_number(kKernels, "amx");  // the last: listed where the machine has it
-const int kCount = static_cast<int>(std::size(kKernels)) - !amx_available();
+constexpr int kDotBf16 = kernel_number(kKernels, "dot_bf16");
+constexpr int kAmx = kernel_number(kKernels, "amx");
+// The last two are listed where the machine has them: none has AMX alone.
+const int kCount = static_cast<int>(std::size(kKernels)) - !amx_available() - !dot_bf16_available();
 const KernelEntries kEntries(kKernels, kCount);
 
 }  // namespace
@@ -308,7 +330,10 @@ const KernelInfo* matmul_kernel(int number) {
 
 MatmulPlan plan_matmul(const MatmulArgs& args, int kernel) {
   MatmulPlan plan;
-  plan.kernel = kernel != kAnyKernel ? kernel : AmxPlan::preferred(args) ? kAmx : kBlocked;
+  plan.kernel = kernel != kAnyKernel                     ? kernel
+                : PairPlan<AmxTiles>::preferred(args)    ? kAmx
+                : PairPlan<DotProducts>::preferred(args) ? kDotBf16
+                                                         : kBlocked;
   plan.obstacle = kKernels[plan.kernel].obstacle(args);
   if (!plan.obstacle) kKernels[plan.kernel].plan(args, &plan);
   // The sums are taken from C when it is done: the same memory serves again.

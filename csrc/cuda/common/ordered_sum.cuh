@@ -7,7 +7,7 @@
 
 namespace braze::cuda {
 
-// The sum of `v` over the block, valid in thread 0. Call once per kernel.
+// The sum of `v` over the block, valid in thread 0. Synchronise between two calls.
 template <int kThreads, typename Acc>
 __device__ __forceinline__ Acc block_sum(Acc v) {
   __shared__ Acc warps[kThreads / 32];

@@ -2,6 +2,7 @@
 // no table to copy to the device first and a captured graph holds them.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "launchers/common/types.h"
@@ -17,6 +18,9 @@ struct TensorList {
   Tensor tensors[kTensors];
 
   unsigned blocks() const { return static_cast<unsigned>(first_block[count]); }
+  __device__ int blocks_of(int tensor) const {
+    return first_block[tensor + 1] - first_block[tensor];
+  }
 
   // The tensor of a block, and the elements that are the block's.
   __device__ const Tensor& of_block(unsigned block, int64_t* begin, int64_t* end) const {
@@ -35,14 +39,15 @@ struct TensorList {
     return tensors[low];
   }
 
-  // Calls launch() each time the list is full, and at the end; the list is this object.
-  template <typename Launch>
+  // Calls launch() each time the list is full, and at the end; the list is this object. Tensors
+  // without elements are left out, or have a block where kWithEmpty.
+  template <bool kWithEmpty = false, typename Launch>
   void for_each_launch(const Tensor* all, int64_t all_count, Launch&& launch) {
     constexpr int64_t kMostBlocks = (int64_t{1} << 31) - 1;
     count = first_block[0] = 0;
     for (int64_t i = 0; i < all_count; ++i) {
-      if (all[i].numel == 0) continue;
-      const int64_t more = ceil_div(all[i].numel, kBlockElements);
+      if (all[i].numel == 0 && !kWithEmpty) continue;
+      const int64_t more = std::max<int64_t>(1, ceil_div(all[i].numel, kBlockElements));
       if (count == kTensors || (count > 0 && first_block[count] + more > kMostBlocks)) {
         launch();
         count = 0;

@@ -5,11 +5,7 @@
 
 #include <limits>
 
-#ifdef __CUDACC__
-#define BRAZE_BOTH __host__ __device__ __forceinline__
-#else
-#define BRAZE_BOTH inline
-#endif
+#include "launchers/common/both.h"
 
 namespace braze {
 

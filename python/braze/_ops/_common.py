@@ -23,8 +23,8 @@ FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 _functorch_is_active = torch._C._are_functorch_transforms_active
 
-# Dense data, or what stands for it while a graph is traced.
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor})
+#: Dense data, or what stands for it while a graph is traced.
+TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor})
 _FLOATS, _STRIDED = frozenset(FLOAT_DTYPES), torch.strided
 
 
@@ -32,8 +32,8 @@ def plain(input, *others):
     """Whether a public function may give these arguments to its op.
 
     All else goes to torch's function of the same meaning, which computes it or raises its own
-    error: integers and complex numbers, sparse tensors, subclasses such as DTensor, objects that
-    are no tensors; and any tensor within ``torch.func``'s transforms or forward-mode
+    error: integers and complex numbers, sparse and nested tensors, subclasses such as DTensor,
+    objects that are no tensors; and any tensor within ``torch.func``'s transforms or forward-mode
     differentiation, for which the ops have no formulas.
 
     Args:
@@ -41,15 +41,16 @@ def plain(input, *others):
         others: further arguments that are tensors or None.
     """
     if (
-        type(input) not in _PLAIN
+        type(input) not in TENSORS
         or input.dtype not in _FLOATS
         or input.layout is not _STRIDED
+        or input.is_nested
         or forward_ad._current_level >= 0
         or _functorch_is_active()
     ):
         return False
     for other in others:  # noqa: SIM110 (a generator costs twice as much)
-        if type(other) not in _PLAIN and other is not None:
+        if type(other) not in TENSORS and other is not None:
             return False
     return True
 

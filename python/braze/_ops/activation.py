@@ -63,6 +63,22 @@ def activation(name, *settings):
     return _MAKERS[name](*settings)
 
 
+def are_numbers(*settings):
+    """Whether settings are what Python's numbers may be; torch refuses, or takes, all others."""
+    return all(isinstance(setting, (float, int)) for setting in settings)
+
+
+def fits(name, settings):
+    """Whether the activation of torch's name takes such settings."""
+    if name != "gelu" and not are_numbers(*settings):
+        return False
+    try:
+        activation(name, *settings)
+    except (RuntimeError, TypeError, ValueError):
+        return False
+    return True
+
+
 def in_torch(act, v):
     """The activation of `v` by torch's own function."""
     name, first, second = act

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as stock
 
 from braze._ops._common import below_autograd, eager, eager_backward, plain, register
-from braze._ops.activation import Activation, in_torch, passed_back
+from braze._ops.activation import Activation, are_numbers, in_torch, passed_back
 from braze._ops.activation import activation as activation_of
 
 _ops = torch.ops.braze
@@ -65,14 +65,14 @@ def relu6(input, inplace=False):
 
 def hardtanh(input, min_val=-1.0, max_val=1.0, inplace=False):
     """min(max(input, min_val), max_val). As ``torch.nn.functional.hardtanh``."""
-    if inplace or not plain(input):
+    if inplace or not plain(input) or not are_numbers(min_val, max_val):
         return stock.hardtanh(input, min_val, max_val, inplace)
     return _apply(input, "hardtanh", min_val, max_val)
 
 
 def leaky_relu(input, negative_slope=0.01, inplace=False):
     """input, times the slope where it is negative. As ``torch.nn.functional.leaky_relu``."""
-    if inplace or not plain(input):
+    if inplace or not plain(input) or not are_numbers(negative_slope):
         return stock.leaky_relu(input, negative_slope, inplace)
     return _apply(input, "leaky_relu", negative_slope)
 
@@ -90,7 +90,7 @@ def gelu(input, *, approximate="none"):
     Args:
         approximate: "tanh" for the formula with tanh (Hendrycks and Gimpel, 2016), or "none".
     """
-    if not plain(input):
+    if not plain(input) or not isinstance(approximate, str):
         return stock.gelu(input, approximate=approximate)
     return _apply(input, "gelu", approximate)
 
@@ -111,17 +111,17 @@ def hardsigmoid(input, inplace=False):
 
 def sigmoid(input):
     """1 / (1 + exp(-input)). As ``torch.nn.functional.sigmoid``."""
-    return _apply(input, "sigmoid") if plain(input) else torch.sigmoid(input)
+    return _apply(input, "sigmoid") if plain(input) else stock.sigmoid(input)
 
 
 def tanh(input):
     """The hyperbolic tangent. As ``torch.nn.functional.tanh``."""
-    return _apply(input, "tanh") if plain(input) else torch.tanh(input)
+    return _apply(input, "tanh") if plain(input) else stock.tanh(input)
 
 
 def elu(input, alpha=1.0, inplace=False):
     """input, or alpha * (exp(input) - 1) where it is negative. As ``torch.nn.functional.elu``."""
-    if inplace or not plain(input):
+    if inplace or not plain(input) or not are_numbers(alpha):
         return stock.elu(input, alpha, inplace)
     return _apply(input, "elu", alpha)
 
@@ -129,7 +129,7 @@ def elu(input, alpha=1.0, inplace=False):
 def celu(input, alpha=1.0, inplace=False):
     """input, or alpha * (exp(input / alpha) - 1) where it is negative. As
     ``torch.nn.functional.celu``."""
-    if inplace or not plain(input):
+    if inplace or not plain(input) or not are_numbers(alpha):
         return stock.celu(input, alpha, inplace)
     return _apply(input, "celu", alpha)
 

@@ -185,8 +185,13 @@ def check_count(input):
             )
 
 
-def check_settings(running_mean, running_var, training, eps):
+def check_settings(running_mean, running_var, training, eps, momentum):
     """torch's checks of them that raise something else than RuntimeError."""
+    if momentum is not None and not isinstance(momentum, (float, int)):
+        raise TypeError(
+            "batch_norm(): argument 'momentum' (position 7) must be float, "
+            f"not {type(momentum).__name__}"
+        )
     if training:
         if eps <= 0.0:
             raise ValueError(f"batch_norm eps must be positive during training, but got {eps}")
@@ -244,10 +249,9 @@ def batch_norm(
             that are inference tensors outside of inference mode, or a kernel was chosen
             (:class:`braze.backend`) that cannot take the arguments.
     """
-    if not isinstance(momentum, (float, int)):
+    if momentum is None:
         raise TypeError(
-            "batch_norm(): argument 'momentum' (position 7) must be float, "
-            f"not {type(momentum).__name__}"
+            "batch_norm(): argument 'momentum' (position 7) must be float, not NoneType"
         )
     return batch_norm_counting(
         input, running_mean, running_var, weight, bias, training, momentum, eps, None
@@ -268,25 +272,28 @@ def batch_norm_counting(
             momentum = 1 / float(num_batches_tracked) if momentum is None else momentum
         norm = running_mean, running_var, weight, bias, training, momentum, eps
         return torch.nn.functional.batch_norm(input, *norm)
-    if training:
-        check_count(input)
-    check_settings(running_mean, running_var, training, eps)
-    if num_batches_tracked is not None and input.numel() == 0:
-        num_batches_tracked.add_(1)
-    if training and (backend := _config.chosen_backend("batch_norm")) != "auto":
-        buffers = running_mean, running_var, num_batches_tracked
+    uncounted = num_batches_tracked if training else None
+    if input.numel() == 0:
+        count(uncounted)
+        uncounted = None
+    buffers = running_mean, running_var, num_batches_tracked
+    try:
+        if training:
+            check_count(input)
+        check_settings(running_mean, running_var, training, eps, momentum)
         compiling = torch.compiler.is_compiling()
-        rung = _ops.batch_norm_rung.default if compiling else _batch_norm_rung
-        return rung(input, weight, bias, *buffers, momentum, eps, backend)[0]
-    apply = _ops.batch_norm.default if torch.compiler.is_compiling() else _batch_norm
-    return apply(
-        input,
-        weight,
-        bias,
-        running_mean,
-        running_var,
-        num_batches_tracked,
-        training,
-        momentum,
-        eps,
-    )[0]
+        if training and (backend := _config.chosen_backend("batch_norm")) != "auto":
+            rung = _ops.batch_norm_rung.default if compiling else _batch_norm_rung
+            return rung(input, weight, bias, *buffers, momentum, eps, backend)[0]
+        apply = _ops.batch_norm.default if compiling else _batch_norm
+        return apply(input, weight, bias, *buffers, training, momentum, eps)[0]
+    except Exception:
+        count(uncounted)
+        raise
+
+
+def count(num_batches_tracked):
+    """Counts a batch that no kernel has counted: one of no images, or one that is refused, of which
+    torch's layer does not know yet when it counts."""
+    if num_batches_tracked is not None:
+        num_batches_tracked.add_(1)

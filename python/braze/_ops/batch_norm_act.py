@@ -20,6 +20,7 @@ from braze._ops.batch_norm import (
     batch_norm_counting,
     check_count,
     check_settings,
+    count,
     empty_like_input,
     gradients,
     normalised,
@@ -214,22 +215,17 @@ def batch_norm_act(
         return in_torch(act, output if residual is None else output + residual)
     if momentum is None and num_batches_tracked is None:
         momentum = 0.0
-    if training:
-        check_count(input)
-    check_settings(running_mean, running_var, training, eps)
-    if num_batches_tracked is not None and training and input.numel() == 0:
-        num_batches_tracked.add_(1)
+    uncounted = num_batches_tracked if training else None
+    if input.numel() == 0:
+        count(uncounted)
+        uncounted = None
     apply = _ops.batch_norm_act.default if torch.compiler.is_compiling() else _batch_norm_act
-    return apply(
-        input,
-        residual,
-        weight,
-        bias,
-        running_mean,
-        running_var,
-        num_batches_tracked,
-        training,
-        momentum,
-        eps,
-        *act,
-    )[0]
+    buffers = running_mean, running_var, num_batches_tracked
+    try:
+        if training:
+            check_count(input)
+        check_settings(running_mean, running_var, training, eps, momentum)
+        return apply(input, residual, weight, bias, *buffers, training, momentum, eps, *act)[0]
+    except Exception:
+        count(uncounted)
+        raise

@@ -17,7 +17,7 @@ from braze._ops._common import (
     plain,
     register,
 )
-from braze._ops.batch_norm import batch_norm_counting, check_settings
+from braze._ops.batch_norm import batch_norm_counting, check_settings, count
 from braze._ops.batch_norm import gradients as batch_norm_gradients
 from braze._ops.conv2d import conv2d, conv2d_backward_flops, conv2d_flops
 from braze._ops.conv2d import geometry as conv2d_geometry
@@ -168,13 +168,19 @@ register(
 )
 
 
-def _is_2x2(kernel_size, stride, padding, dilation, ceil_mode):
+def is_2x2(kernel_size, stride, padding, dilation, ceil_mode):
     """Whether a max pool's windows are 2x2, side by side, none of them cut off."""
+    if ceil_mode is not False:
+        return False  # torch refuses what equals it; likewise a kernel size of 2.0
     values = (kernel_size, kernel_size if stride is None else stride, padding, dilation)
+    if tuple(map(type, values)) == (int, int, int, int):
+        return values == (2, 2, 0, 1)
     pairs = [v if isinstance(v, (tuple, list)) else (v, v) for v in values]
+    if any(isinstance(v, (bool, float)) for pair in pairs for v in pair):
+        return False
     return [tuple(v) * (2 if len(v) == 1 else 1) for v in pairs] == [
         (2, 2), (2, 2), (0, 0), (1, 1)
-    ] and not ceil_mode  # fmt: skip
+    ]  # fmt: skip
 
 
 def _takes_small_k(input, weight, stride, padding, dilation, groups):
@@ -219,7 +225,7 @@ def _exceeds(size, limit):
     return size > limit
 
 
-def _as_one_op(
+def as_one_op(
     max_pool, contiguous, input, weight, bias, running_mean, running_var, bn_weight, bn_bias,
     stride, padding, dilation, groups, training, momentum, eps, num_batches_tracked
 ):  # fmt: skip
@@ -235,26 +241,40 @@ def _as_one_op(
     small_k = max_pool and _takes_small_k(input, weight, stride, padding, dilation, groups)
     if not small_k and not _takes(input, weight, stride, padding, dilation, max_pool):
         return None
-    check_settings(running_mean, running_var, training, eps)
+    try:
+        check_settings(running_mean, running_var, training, eps, momentum)
+    except (RuntimeError, TypeError, ValueError):
+        return None  # batch norm refuses them, after the convolution
     dtype = autocast_dtype(input)
     if dtype is not None:
         input, weight, bias = cast_to(dtype, input, weight, bias)
     tensors = input, weight, bias, bn_weight, bn_bias
     buffers = running_mean, running_var, num_batches_tracked
     norm = training, momentum, eps
-    if not small_k:
-        geometry = stride, padding, dilation, groups
-        settings = _config.conv2d_settings(input)
-        how = max_pool, contiguous, *settings
+    geometry = stride, padding, dilation, groups
+    try:
+        if small_k:
+            return _small_k(tensors, buffers, padding, norm)
+        how = max_pool, contiguous, *_config.conv2d_settings(input)
         return bn_relu.conv_bn_relu2d(*tensors, *buffers, *geometry, *norm, *how)
+    except RuntimeError:
+        # The convolution would have done its part before batch norm refuses the others.
+        of_norm = running_mean, running_var, bn_weight, bn_bias
+        if training and any(t is not None and t.shape != weight.shape[:1] for t in of_norm):
+            count(num_batches_tracked)
+        raise
+
+
+def _small_k(tensors, buffers, padding, norm):
     op = _ops.conv_bn_relu_max_pool2d.default
     if torch.compiler.is_compiling():
         return op(*tensors, *buffers, list(padding), *norm)[0]
     moments = None
     # momentum=None counts batches where the moments are summed
     scope = current.scope
+    training, momentum, _ = norm
     if scope is not None and training and momentum is not None:
-        moments = scope.patch_moments(input, weight, padding)
+        moments = scope.patch_moments(*tensors[:2], padding)
     return _forward(*tensors, *buffers, list(padding), *norm, moments)[0]
 
 
@@ -301,7 +321,7 @@ def conv_bn_relu2d(
         input, weight, bias, running_mean, running_var, bn_weight, bn_bias, stride, padding,
         dilation, groups, training, momentum, eps, num_batches_tracked
     )  # fmt: skip
-    output = _as_one_op(False, False, *block)
+    output = as_one_op(False, False, *block)
     return relu(_conv_bn(*block)) if output is None else output
 
 
@@ -373,8 +393,8 @@ def conv_bn_relu_max_pool2d(
     )  # fmt: skip
     pool = kernel_size, pool_stride, pool_padding, pool_dilation, ceil_mode
     contiguous = memory_format == torch.contiguous_format
-    output = _as_one_op(True, contiguous, *block) if _is_2x2(*pool) else None
+    output = as_one_op(True, contiguous, *block) if is_2x2(*pool) else None
     if output is None:
-        output = _as_one_op(False, False, *block)
+        output = as_one_op(False, False, *block)
         output = max_pool2d(relu(_conv_bn(*block)) if output is None else output, *pool)
     return output if memory_format is None else output.contiguous(memory_format=memory_format)

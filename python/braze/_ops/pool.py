@@ -192,7 +192,7 @@ def max_pool2d(
         TypeError: a setting that is neither an int nor a tuple of ints.
         RuntimeError: other ranks, settings out of range, or a window larger than the padded input.
     """
-    if not plain(input):
+    if not plain(input) or not isinstance(ceil_mode, bool):
         settings = kernel_size, stride, padding, dilation, ceil_mode, return_indices
         return torch.nn.functional.max_pool2d(input, *settings)
     kernel_size = int_pair("max_pool2d", "kernel_size", 2, kernel_size)

@@ -64,7 +64,7 @@ def sync_batch_norm(input, mean, var, weight, bias, momentum, eps, batches, grou
         batches: int64, counted up by one; None where nothing counts.
         momentum: None: 1 / `batches`.
     """
-    check_settings(mean, var, True, eps)
+    check_settings(mean, var, True, eps, momentum)
     if momentum is None and batches is None:
         momentum = 0.0
     return SyncBatchNorm.apply(input, weight, bias, mean, var, batches, momentum, eps, group)

@@ -7,9 +7,10 @@ import torch
 import braze.nn
 from braze._ops._common import FLOAT_DTYPES
 from braze.convert.classes import Rewritten, class_for
+from braze.convert.kinds import LAYERS, METHODS_OF_LAYERS, hooks
+from braze.convert.kinds import kind_of as layer_kind
 from braze.convert.modules import own_class, worth_splicing
-from braze.convert.runs import BLOCKS, LAYERS, hooks
-from braze.convert.runs import kind_of as layer_kind
+from braze.convert.runs import BLOCKS
 from braze.convert.source import Unknown
 
 _TO = {getattr(torch.nn, name): getattr(braze.nn, name) for name in LAYERS}
@@ -121,8 +122,9 @@ def _reason_to_leave(module, names):
         return f"shared: {', '.join(names)}"
     if hooks(module):
         return f"has {', '.join(hooks(module))}"
-    if "forward" in module.__dict__:
-        return "its forward has been replaced"
+    for method in METHODS_OF_LAYERS:
+        if method in module.__dict__:
+            return f"its {method} has been replaced"
     tensors = (*module._parameters.items(), *module._buffers.items())
     for name, tensor in tensors:
         if tensor is None:
@@ -174,11 +176,11 @@ def _forward_entries(module, name, kind_of):
         return [Entry(name, "left alone", f"{kind}.forward", reason=str(error))], None
     prefix = f"{name}." if name else ""
     entries = []
-    for run in dict.fromkeys(rewriting.runs):
+    for run in rewriting.runs:
         kinds = tuple(kind for kind, _ in run)
         parts = ", ".join(part if part.endswith("()") else prefix + part for _, part in run)
         entries.append(Entry(parts, "fused", ", ".join(kinds), BLOCKS[kinds]))
-    for function in dict.fromkeys(rewriting.functions):
+    for function in rewriting.functions:
         before, after = f"functional {function}", f"braze.nn.functional.{function}"
         entries.append(Entry(name, "swapped", before, after))
     return entries, rewriting.made

@@ -37,14 +37,10 @@ class Surroundings:
     """What may be added, or lie in between, in one function: the part of splice._Function that asks
     for that."""
 
-    def find_local(self, declared):
-        """Finds the local variables that nothing but the function's statements sets.
-
-        Args:
-            declared: the names that it declares as global or nonlocal.
-        """
+    def find_local(self):
+        """Finds the local variables that nothing but the function's statements sets."""
         walrus = {n.target.id for n in self.tree.numbered if isinstance(n, ast.NamedExpr)}
-        self.local = self.tree.locals - self.tree.shared - declared - walrus
+        self.local = self.tree.locals - self.tree.shared - self.declared - walrus
         comprehensions = (n for n in self.tree.numbered if isinstance(n, _COMPREHENSIONS))
         self.comprehended = {
             getattr(n, "number", None) for c in comprehensions for n in ast.walk(c)

@@ -1,14 +1,18 @@
 """Chains of calls of layers and functions: which of them are runs that are one op."""
 
 import ast
+import functools
+import inspect
 import itertools
 import types
 import typing
 
 import torch
 
-from braze.convert import runs
+from braze._ops.activation import fits
+from braze.convert import kinds, runs
 from braze.convert.modules import is_container
+from braze.nn import functional as F
 
 FUNCTIONS = str, types.FunctionType, types.BuiltinFunctionType
 VARIABLE = object()  # what constant() returns of anything else
@@ -21,7 +25,7 @@ class Link(typing.NamedTuple):
         number: the call, by its place in the tree.
         form: ``"layer"``, ``"function"`` or ``"method"`` of a tensor; of additions, ``"add"``
             (to what comes before in the chain), ``"radd"`` (of that to something) or ``"iadd"``.
-        kind: what it computes, see runs.KINDS.
+        kind: what it computes, see kinds.py.
         layers: the layers that it may call, with their names; empty for functions.
         name: of the function.
     """
@@ -43,7 +47,7 @@ def runs_among(layers, kind_of):
     links = [Link(0, "layer", kind_of(m), ((name, m),), "") for name, m in layers]
     found, at = [], 0
     while at < len(links):
-        length = run_length(links[at:])
+        length = run_length(links[at : at + runs.LONGEST])
         found += blocks(links[at : at + length])
         at += max(length, 1)
     return found
@@ -52,12 +56,12 @@ def runs_among(layers, kind_of):
 def run_length(links):
     """The length of the longest run that links, innermost first, begin with, or 0."""
     length = runs.run_length(tuple(k.kind for k in links))
-    while length and not _fits(links[:length]):
+    while length and not _go_together(links[:length]):
         length = runs.run_length(tuple(k.kind for k in links[: length - 1]))
     return length
 
 
-def _fits(links):
+def _go_together(links):
     """Whether layers have settings that the fused blocks have too."""
     if len({len(k.layers) for k in links} - {0, 1}) > 1:
         return False  # of a loop over several lists of layers, of other lengths
@@ -73,8 +77,8 @@ def blocks(run):
     """The fused blocks of a run, as tuples of (kind, name) of their parts."""
     found, at = [], 0
     while at < len(run):
-        kinds = tuple(k.kind for k in run[at:])
-        length = max((len(b) for b in runs.BLOCKS if kinds[: len(b)] == b), default=0)
+        computed = tuple(k.kind for k in run[at:])
+        length = max((len(b) for b in runs.BLOCKS if computed[: len(b)] == b), default=0)
         block = run[at : at + length]
         for i in range(max((len(k.layers) for k in block), default=0)):
             found.append(tuple((k.kind, _part(k, i)) for k in block))
@@ -96,28 +100,55 @@ def function_name(function):
     if isinstance(function, str):
         return function.rstrip("_")
     # Functions that dispatch on an argument are not called what torch calls them.
-    names = (n for n in runs.F.__all__ if getattr(torch.nn.functional, n, None) is function)
+    names = (n for n in F.__all__ if getattr(torch.nn.functional, n, None) is function)
     return next(names, function.__name__.rstrip("_"))
 
 
-def settings_fit(kind, args, kwargs):
+def takes(function, args, names):
+    """Whether torch's function, or a tensor's method, takes a call of such a form, as braze's does.
+
+    Args:
+        args: how many arguments it gets by position.
+        names: of those that it gets by name.
+    """
+    if isinstance(function, str):
+        return args == 1 and not names
+    if getattr(torch.nn.functional, function_name(function), None) is not function:
+        return args == 1 and not names  # torch.relu and the like have no settings
+    signature = _signature(kinds.FUNCTIONS[function].ours)
+    if "dim" in signature.parameters and "dim" not in names and args < 2:
+        return False  # they warn, of where they are called
+    try:
+        signature.bind(*[None] * args, **dict.fromkeys(names))
+    except TypeError:
+        return False
+    return args > 0
+
+
+_signature = functools.lru_cache(maxsize=None)(inspect.signature)
+
+
+def settings_fit(function, kind, args, kwargs):
     """Whether a function that is called with such settings is the layer of that kind."""
     if kind == "Add":
         return False  # additions are operators
     if kind == "Flatten":
         return args == (1,) and not kwargs
+    if not takes(function, len(args) + 1, kwargs):
+        return False
     if kind == "MaxPool2d":
-        try:
-            return runs.Pooling(*args, **kwargs).return_indices is False
-        except TypeError:
-            return False
-    _, settings = runs.ACTIVATIONS[kind]
-    if kind == "GELU":  # which takes its setting by name
-        return not args and set(kwargs) <= set(settings)
-    return len(args) <= len(settings) + 1 and set(kwargs) <= {
-        *list(settings)[len(args) :],
-        "inplace",
-    }
+        size, stride, *pair, ceil_mode, return_indices = kinds.Pooling(*args, **kwargs)
+        extents = (size, size if stride is None else stride, *pair)
+        return return_indices is False and isinstance(ceil_mode, bool) and all(map(_fits, extents))
+    name, settings = kinds.ACTIVATIONS[kind]
+    given = {**settings, **dict(zip(settings, args, strict=False)), **kwargs}
+    return fits(name, [given[setting] for setting in settings])
+
+
+def _fits(extent):
+    """Whether a setting of max_pool2d is an int or two of them."""
+    pair = extent if isinstance(extent, tuple) and len(extent) == 2 else (extent,)
+    return all(type(e) is int for e in pair)
 
 
 def constant(node):

@@ -3,13 +3,15 @@
 import abc
 import copyreg
 import functools
+import inspect
 import types
 
 import torch
 
-from braze.convert import runs
+from braze.convert import kinds, loops, runs
 from braze.convert.chains import analyse_children
 from braze.convert.emit import spliced
+from braze.convert.identity import class_methods, why_its_class_counts
 from braze.convert.modules import own_class
 from braze.convert.source import Unknown
 from braze.convert.splice import analyse
@@ -38,7 +40,7 @@ class Rewritten:
         super().__setstate__(state)
         self.__dict__.pop("_braze_plans", None)  # pickles of version 0.1.0 have it
         try:
-            kind = class_for(self, runs.kind_of).made
+            kind = class_for(self, kinds.kind_of).made
         except Unknown:
             kind = None
         object.__setattr__(self, "__class__", kind or self._class_before_convert)
@@ -77,15 +79,25 @@ def class_for(module, kind_of):
         found = analyse_children(module, kind_of)
         made = _subclass(kind, "children", lambda: _run_sequential) if found else None
         return Rewriting(made, found)
-    splices, found, functions = analyse(module, kind.forward, kind_of)
-    made = splices and _subclass(kind, splices, lambda: spliced(kind.forward, splices))
+    forward = inspect.getattr_static(kind, "forward")
+    if not isinstance(forward, types.FunctionType):
+        raise Unknown(f"its forward is a {type(forward).__name__}, not a function")
+    try:
+        splices, found, functions = analyse(module, forward, kind_of)
+        made = splices and _subclass(kind, splices, lambda: spliced(forward, splices))
+    except (MemoryError, RecursionError):  # by version, both mean this
+        raise Unknown("its code is nested too deeply") from None
     return Rewriting(made or None, found, functions)
 
 
 def _run_sequential(self, input):
-    for module in runs.fused(self):
+    for module in loops.fused(self):
         input = module(input)
     return input
+
+
+# As it is called in what Python says about wrong arguments.
+_run_sequential.__qualname__ = _SEQUENTIAL_FORWARD.__qualname__
 
 
 def _subclass(kind, key, make_forward):
@@ -93,11 +105,15 @@ def _subclass(kind, key, make_forward):
     if type(kind).__new__ not in _PLAIN_NEW or type(kind).__init__ is not type.__init__:
         raise Unknown(f"its class is made by {type(kind).__name__}, a metaclass of its own")
     known = kind.forward
+    reason = why_its_class_counts(kind)
+    if reason:
+        raise Unknown(reason)
     key = key, known, getattr(known, "__code__", None)
     for made in type.__subclasses__(kind):
         if vars(made).get("_braze_key") == key:
             return made
     attributes = {
+        **class_methods(kind),
         "forward": _checked(kind, known, make_forward()),
         "__doc__": kind.__doc__,
         "__module__": kind.__module__,
@@ -116,7 +132,7 @@ def _checked(kind, known, made):
     """`made` as long as the class's own forward is what it was made of."""
     code = known.__code__ if hasattr(made, "__wrapped__") else None
 
-    def forward(self, *args, **kwargs):
+    def forward(self, /, *args, **kwargs):
         if not torch.compiler.is_compiling() and (
             kind.forward is not known or (code and runs.changed(known, code, made))
         ):

@@ -2,25 +2,38 @@
 
 import ast
 
-from braze.convert import additions, runs
+from braze.convert import additions, kinds, loops, runs
 from braze.convert.source import PREFIX, copy_tree, make
 
 #: Code of its own, which is left as it is.
 SCOPES = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda
 #: What changed code calls.
-_CALLED = (
-    *("run", "runner", "fused", "swapped", "method", "other", "inherited"),
-    *additions.FORMS,
-)
+_CALLED = {
+    **{PREFIX + name: getattr(kinds, name) for name in additions.FORMS},
+    **{PREFIX + f.__name__: f for f in (loops.fused, runs.before_addition, runs.called)},
+    **{PREFIX + f.__name__: f for f in (runs.inherited, runs.method, runs.other, runs.run)},
+    **{PREFIX + f.__name__: f for f in (runs.run_added, runs.run_radd)},
+    **{PREFIX + f.__name__: f for f in (runs.runner, runs.runner_of)},
+}
 
 
-def spliced(function, splices):
-    """The function with its calls spliced."""
-    values = {PREFIX + name: getattr(runs, name) for name in _CALLED}
+def spliced(function, splices, known=None):
+    """The function with its calls spliced.
+
+    Args:
+        known: the functions made so far, by what they were made of.
+    """
+    known = {} if known is None else known
+    values = dict(_CALLED)
+    for number, called in splices.functions:
+        values[f"{PREFIX}ours_{number}"] = kinds.FUNCTIONS[called]
     for number, called, inner in splices.calls:
+        key = called, id(inner)
+        if key not in known:
+            known[key] = spliced(called, inner, known)
         values[f"{PREFIX}known_{number}"] = called
         values[f"{PREFIX}code_{number}"] = called.__code__
-        values[f"{PREFIX}made_{number}"] = spliced(called, inner)
+        values[f"{PREFIX}made_{number}"] = known[key]
     return make(function, _Change(splices).apply, values)
 
 
@@ -30,6 +43,10 @@ def _name(name, ctx=None):
 
 def _call(name, *args):
     return ast.Call(_name(name), list(args), [])
+
+
+def _tuple(*elements):
+    return ast.Tuple(list(elements), ast.Load())
 
 
 _BODIES = "body", "orelse", "finalbody"
@@ -42,6 +59,7 @@ class _Change(ast.NodeTransformer):
         self.splices = splices
         self.nested = {run[-1][0]: run for run in splices.nested}  # by the outermost call
         self.stated = {numbers[0]: (numbers, *rest) for numbers, *rest in splices.stated}
+        self.functions = {number for number, _ in splices.functions}
         self.calls = {number for number, *_ in splices.calls}
 
     def apply(self, function):
@@ -68,9 +86,10 @@ class _Change(ast.NodeTransformer):
             number = body[at].number
             numbers, between, run = self.stated.get(number, ((number,), (), None))
             statements = body[at : at + len(numbers)]
-            changed.append(
-                self._stated(statements, between, run) if run else self.visit(statements[0])
-            )
+            if run:
+                changed += self._stated(statements, between, run)
+            else:
+                changed.append(self.visit(statements[0]))
             at += len(numbers)
         return changed
 
@@ -79,37 +98,57 @@ class _Change(ast.NodeTransformer):
         nodes = {n.number: n for s in statements for n in ast.walk(s) if isinstance(n, _LINKS)}
         calls = [(nodes[number], form) for number, form in run]
         between = [s for s in statements if s.number in between]
-        base = copy_tree(_applied_to(*calls[0]))
-        before = []
-        if between:
-            # What the run is applied to is evaluated where it stands, into a variable that the
-            # statements in between do not know.
-            variable = statements[0].targets[0]
-            before = [ast.Assign([copy_tree(variable)], base)]
-            base = ast.Name(variable.id, ast.Load())
-        test, result = self._as_one(calls, base, between)
+        first, base, before = statements[0], _applied_to(*calls[0]), []
+        variable = first.targets[0].id
+        inside = {n.number for n in ast.walk(first) if isinstance(n, _LINKS)}
+        loaded = [_link(*c) for c in calls]
+        if isinstance(base, ast.Name) and not between:
+            base = copy_tree(base)
+        else:
+            # What the run is applied to is evaluated where it stands, after the names of what is
+            # called with it: into the variable that the statement sets.
+            own = [c for c in calls if c[0].number in inside]
+            held = f"held_{calls[-1][0].number}"
+            ours = [_link(*c) for c in own[::-1]]
+            before = [
+                ast.Assign([_name(held, ast.Store())], _tuple(*ours)),
+                ast.Assign([ast.Name(variable, ast.Store())], copy_tree(base)),
+            ]
+            for i in range(len(own)):
+                at = ast.Constant(len(own) - 1 - i)
+                loaded[i] = ast.Subscript(_name(held), at, ast.Load())
+            base = ast.Name(variable, ast.Load())
+            replaced = _held(own, held, base)
+            first = _Replace(replaced).visit(copy_tree(first))
+        test, as_one = self._asked(calls, loaded, between)
         last, (outermost, form) = copy_tree(statements[-1]), calls[-1]
+        result = _call_as_one(as_one, calls, base)
         if form == "iadd":
             last = ast.Assign([ast.Name(outermost.target.id, ast.Store())], result)
         else:
-            last = _Replace(run[-1][0], result).visit(last)
-        as_one = [self.visit(s) for s in (*before, *map(copy_tree, between), last)]
-        plain = [self.visit(s) for s in statements]
-        return ast.copy_location(ast.If(test, as_one, plain), statements[0])
+            last = _Replace({run[-1][0]: result}).visit(last)
+        changed = [self.visit(copy_tree(s)) for s in between]
+        if changed:
+            run_first = _call("before_addition", _name(as_one[1]), copy_tree(base))
+            handler = ast.ExceptHandler(None, None, [ast.Expr(run_first), ast.Raise()])
+            changed = [ast.Try(changed, [handler], [], [])]
+        plain = [self.visit(s) for s in (first, *statements[1:])]
+        made = [*map(self.visit, before), ast.If(test, [*changed, self.visit(last)], plain)]
+        return [ast.copy_location(s, statements[0]) for s in made]
 
-    def _as_one(self, calls, base, between=()):
-        """The question whether links run as one, and the call that runs them so."""
-        added = [additions.parts(*c)[1] for c in calls if c[1] in additions.FORMS]
-        beside = [copy_tree(m) for m in additions.modules_called([*between, *added])]
-        links = ast.Tuple([_link(call, form) for call, form in calls[::-1]], ast.Load())
-        names = "as_one", "links"
-        if beside:  # other runs may be asked for before this one runs
-            names = [f"{name}_{calls[-1][0].number}" for name in names]
-        arguments = [ast.NamedExpr(_name(names[1], ast.Store()), links)]
+    def _asked(self, calls, loaded, between=()):
+        """The question whether links run as one, and the names of the answer and of the links.
+
+        Args:
+            loaded: the expressions of the links, innermost first.
+            between: statements whose modules run before the links do, beside those that are added.
+        """
+        names = [f"{name}_{calls[-1][0].number}" for name in ("as_one", "links")]
+        beside = additions.modules_called([*between, *_added(calls)])
+        arguments = [ast.NamedExpr(_name(names[1], ast.Store()), _tuple(*loaded[::-1]))]
         if beside:
-            arguments.append(ast.Tuple(beside, ast.Load()))
-        test = ast.NamedExpr(_name(names[0], ast.Store()), _call("runner", *arguments))
-        return test, _call(names[0], _name(names[1]), base, *map(copy_tree, added))
+            arguments.append(_tuple(*map(copy_tree, beside)))
+        return ast.NamedExpr(_name(names[0], ast.Store()), _call("runner", *arguments)), names
 
     def visit_For(self, node):
         node = self.generic_visit(node)
@@ -127,14 +166,37 @@ class _Change(ast.NodeTransformer):
             calls.append((inner, form))
             inner = _applied_to(inner, form)
         calls.reverse()
-        added = [additions.parts(*c)[1] for c in calls if c[1] in additions.FORMS]
-        if additions.modules_called(added):
-            test, result = self._as_one(calls, copy_tree(inner))
-            plain = self.generic_visit(node)
-            return ast.copy_location(ast.IfExp(test, self.visit(result), plain), node)
-        links = ast.Tuple([_link(call, form) for call, form in calls[::-1]], ast.Load())
-        new = _call("run", links, self.visit(inner), *map(self.visit, added))
+        links = [_link(*c) for c in calls[::-1]]
+        added = _added(calls)
+        if not additions.modules_called(added):
+            new = _call("run", _tuple(*links), self.visit(inner), *map(self.visit, added))
+        elif calls[1][1] == "radd":
+            # What is added is evaluated before the batch norm's name.
+            outer = _tuple(*links[:-1])
+            new = _call("run_radd", outer, self.visit(added[0]), links[-1], self.visit(inner))
+        else:
+            new = self._nested_added(node, calls, inner)
         return ast.copy_location(new, node)
+
+    def _nested_added(self, node, calls, inner):
+        """A run that adds what a module makes, which comes after the batch norm: as one, or as it
+        stands, of the names and the input that were evaluated for the question."""
+        number = calls[-1][0].number
+        names = as_one, links, base = [f"{n}_{number}" for n in ("as_one", "links", "base")]
+        expressions = [_link(*c) for c in calls[::-1]]
+        beside = map(copy_tree, additions.modules_called(_added(calls)))
+        test = _call(
+            "runner_of",
+            ast.NamedExpr(_name(links, ast.Store()), _tuple(*expressions)),
+            # A list, from which it is taken, so that nothing keeps it.
+            ast.NamedExpr(_name(base, ast.Store()), ast.List([self.visit(inner)], ast.Load())),
+            _tuple(*beside),
+        )
+        taken = ast.Call(ast.Attribute(_name(base), "pop", ast.Load()), [], [])
+        result = _call_as_one(names[:2], calls, taken)
+        plain = _Replace(_held(calls, links, taken)).visit(copy_tree(node))
+        plain = self.generic_visit(plain)
+        return ast.IfExp(ast.NamedExpr(_name(as_one, ast.Store()), test), self.visit(result), plain)
 
     def visit_BinOp(self, node):
         return self._nested(node) or self.generic_visit(node)
@@ -148,8 +210,9 @@ class _Change(ast.NodeTransformer):
             new = _call("method", self.visit(node.func.value), ast.Constant(node.func.attr))
             return ast.copy_location(new, node)
         node = self.generic_visit(node)
-        if number in self.splices.functions:
-            node.func = ast.copy_location(_call("swapped", node.func), node.func)
+        if number in self.functions:
+            node.args = [node.func, _name(f"ours_{number}"), *node.args]
+            node.func = ast.copy_location(_name("called"), node)
         elif number in self.calls:
             made = [_name(f"{n}_{number}") for n in ("known", "code", "made")]
             function, first = "other", []
@@ -160,13 +223,36 @@ class _Change(ast.NodeTransformer):
 
 
 class _Replace(ast.NodeTransformer):
-    def __init__(self, number, new):
-        self.number, self.new = number, new
+    """Puts other expressions in the place of some.
 
-    def generic_visit(self, node):
-        if isinstance(node, _LINKS) and node.number == self.number:
-            return ast.copy_location(self.new, node)
-        return super().generic_visit(node)
+    Args:
+        new: the other ones, by the numbers of those there are.
+    """
+
+    def __init__(self, new):
+        self.new = new
+
+    def visit(self, node):
+        new = self.new.get(getattr(node, "number", None))
+        return ast.copy_location(new, node) if new is not None else super().generic_visit(node)
+
+
+def _held(calls, name, base):
+    """What to put in the place of the names of what is called, and of what it is applied to, where
+    both have been evaluated: see :class:`_Replace`.
+
+    Args:
+        name: of the variable that holds the links, outermost first.
+    """
+    replaced = {_applied_to(*calls[0]).number: base}
+    for i, (call, form) in enumerate(calls):
+        if form in ("layer", "function"):
+            at = ast.Constant(len(calls) - 1 - i)
+            held = ast.Subscript(_name(name), at, ast.Load())
+            if form == "function":
+                held = ast.Subscript(held, ast.Constant(0), ast.Load())
+            replaced[call.func.number] = held
+    return replaced
 
 
 #: What may be a link of a chain.
@@ -177,6 +263,28 @@ def _applied_to(call, form):
     if form in additions.FORMS:
         return additions.parts(call, form)[0]
     return call.func.value if form == "method" else call.args[0]
+
+
+def _added(calls):
+    return [additions.parts(*c)[1] for c in calls if c[1] in additions.FORMS]
+
+
+def _call_as_one(names, calls, base):
+    """The call that runs links as one.
+
+    Args:
+        names: of the function that does so, and of the links.
+    """
+    as_one, links = map(_name, names)
+    added = _added(calls)
+    modules = additions.modules_called(added)
+    if not modules:
+        return ast.Call(as_one, [links, base, *map(copy_tree, added)], [])
+    (innermost,) = added
+    while isinstance(innermost, ast.Call):
+        innermost = innermost.args[0]
+    modules = _tuple(*map(copy_tree, modules[::-1]))
+    return _call("run_added", as_one, links, base, modules, copy_tree(innermost))
 
 
 def _link(call, form):

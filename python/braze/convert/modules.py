@@ -5,7 +5,7 @@ import types
 
 import torch
 
-from braze.convert.runs import F
+from braze.nn import functional as F
 
 _CONTAINERS = torch.nn.ModuleList, torch.nn.Sequential
 

@@ -4,159 +4,39 @@ when the model was converted, else one by one.
 A run is called with its links: for each layer or function of it, outermost (last to run) first,
 the layer itself, or ``(function, arguments, keyword arguments)`` with what follows the input, or
 ``(name of a tensor's method, arguments, keyword arguments)``. A run with an addition in it, whose
-link is one of :data:`ADDITIONS`, takes what is added as its last argument.
+link is one of :data:`kinds.ADDITIONS`, takes what is added as its last argument.
 """
 
 import functools
-import operator
+import itertools
 import types
-import typing
 
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 import braze.nn
-from braze._ops._common import autocast_dtype, cast_to, is_channels_last
+from braze._ops._common import TENSORS, autocast_dtype, cast_to, is_channels_last
+from braze._ops.activation import fits
+from braze._ops.fused import is_2x2
 from braze._ops.transpose import transpose_copy
+from braze._stock import gives_way
+from braze.convert.kinds import (
+    ACTIVATIONS,
+    ADDITIONS,
+    FUNCTIONS,
+    KINDS,
+    METHODS,
+    METHODS_OF_LAYERS,
+    Pooling,
+    calls_more,
+    kind_of,
+    places,
+)
 from braze.nn import functional as F
-from braze.nn.modules import batch_norm_act, conv_bn_relu2d, conv_bn_relu_max_pool2d
+from braze.nn.modules import batch_norm_act, conv_bn_relu_as_one
 
-#: The layers that have a counterpart of the same name in torch.nn.
-LAYERS = (
-    "AvgPool2d",
-    "BatchNorm2d",
-    "CELU",
-    "Conv2d",
-    "ConvTranspose2d",
-    "CrossEntropyLoss",
-    "ELU",
-    "GELU",
-    "Hardsigmoid",
-    "Hardswish",
-    "Hardtanh",
-    "LeakyReLU",
-    "Linear",
-    "LogSoftmax",
-    "MaxPool2d",
-    "Mish",
-    "NLLLoss",
-    "ReLU",
-    "ReLU6",
-    "SiLU",
-    "Sigmoid",
-    "Softmax",
-    "SyncBatchNorm",
-    "Tanh",
-)
-#: Activations: by the name of the layer, that of torch.nn.functional's function, and the settings
-#: that both have, with the function's defaults.
-ACTIVATIONS = {
-    "CELU": ("celu", {"alpha": 1.0}),
-    "ELU": ("elu", {"alpha": 1.0}),
-    "GELU": ("gelu", {"approximate": "none"}),
-    "Hardsigmoid": ("hardsigmoid", {}),
-    "Hardswish": ("hardswish", {}),
-    "Hardtanh": ("hardtanh", {"min_val": -1.0, "max_val": 1.0}),
-    "LeakyReLU": ("leaky_relu", {"negative_slope": 0.01}),
-    "Mish": ("mish", {}),
-    "ReLU": ("relu", {}),
-    "ReLU6": ("relu6", {}),
-    "SiLU": ("silu", {}),
-    "Sigmoid": ("sigmoid", {}),
-    "Tanh": ("tanh", {}),
-}
-#: Kinds of links by the classes of layers as they are after convert.
-KINDS = {getattr(braze.nn, name): name for name in LAYERS}
-KINDS[torch.nn.Flatten] = KINDS[braze.nn.Flatten] = "Flatten"
-#: Kinds of links by functions and by names of tensors' methods.
-FUNCTION_KINDS = {
-    torch.nn.functional.relu: "ReLU",
-    torch.nn.functional.relu_: "ReLU",
-    torch.relu: "ReLU",
-    torch.relu_: "ReLU",
-    torch.nn.functional.max_pool2d: "MaxPool2d",
-    torch.flatten: "Flatten",
-    torch.sigmoid: "Sigmoid",
-    torch.tanh: "Tanh",
-    **{getattr(torch.nn.functional, name): kind for kind, (name, _) in ACTIVATIONS.items()},
-    "relu": "ReLU",
-    "relu_": "ReLU",
-    "sigmoid": "Sigmoid",
-    "tanh": "Tanh",
-    "flatten": "Flatten",
-}
-
-
-def add(a, b):
-    """``a + b``, where what came before in the run is `a`."""
-    return a + b
-
-
-def radd(a, b):
-    """``b + a``, where what came before in the run is `a`."""
-    return b + a
-
-
-#: What stands for an addition in a run: ``a + b``, ``b + a`` or ``a += b``.
-ADDITIONS = add, radd, operator.iadd
-iadd = operator.iadd
-FUNCTION_KINDS.update(dict.fromkeys(ADDITIONS, "Add"))
-#: braze's functions by torch's of the same signature.
-FUNCTIONS = {
-    getattr(torch.nn.functional, name): getattr(F, name)
-    for name in F.__all__
-    if hasattr(torch.nn.functional, name)
-}
-FUNCTIONS[torch.relu] = F.relu
-FUNCTIONS[torch.sigmoid], FUNCTIONS[torch.tanh] = F.sigmoid, F.tanh
-FUNCTIONS[torch.relu_] = FUNCTIONS[torch.nn.functional.relu_] = functools.partial(
-    F.relu, inplace=True
-)
-_FUNCTIONS = str, types.FunctionType, types.BuiltinFunctionType
+_any_global_hook = torch.nn.modules.module._has_any_global_hook
 _FLAT = (1,), {}  # the arguments of a Flatten that keeps the first dimension
-
-
-class Pooling(typing.NamedTuple):
-    """The settings of a call of max_pool2d, under the names that the layer has for them."""
-
-    kernel_size: typing.Any
-    stride: typing.Any = None
-    padding: typing.Any = 0
-    dilation: typing.Any = 1
-    ceil_mode: bool = False
-    return_indices: bool = False
-
-
-def hooks(module):
-    """Which hooks a module has, by the names of their dictionaries."""
-    return [
-        name.strip("_")
-        for name, value in module.__dict__.items()
-        if name.endswith("_hooks") and isinstance(value, dict) and value
-    ]
-
-
-def _calls_more(module):
-    """Whether a call of the module runs something beside its class's forward: a hook, or a forward
-    of its own. Attribute by attribute, as torch.compile can trace it."""
-    return (
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "forward" in module.__dict__
-    )
-
-
-def kind_of(link):
-    """What a link computes, by the name of the layer, or None if something else may happen too."""
-    if type(link) is tuple:
-        function = link[0]
-        return FUNCTION_KINDS.get(function) if isinstance(function, _FUNCTIONS) else None
-    kind = KINDS.get(type(link))
-    if kind is None or _calls_more(link) or (kind == "MaxPool2d" and link.return_indices):
-        return None
-    return kind
 
 
 def runner(links, beside=()):
@@ -165,17 +45,116 @@ def runner(links, beside=()):
     Args:
         beside: modules that run before the links do, and would run between them otherwise.
     """
-    if torch.nn.modules.module._has_any_global_hook():
+    compiling = torch.compiler.is_compiling()
+    function = _traced_runner(links) if compiling else _known_runner(links)
+    if function is None or _any_global_hook():
         return None
     for module in beside:
         if not _is_quiet(module, links):
             return None
-    return RUNS.get(tuple([kind_of(link) for link in links]))
+    return function
+
+
+def _known_runner(links):
+    try:
+        known = _RUNNERS[tuple([k[0] if type(k) is tuple else type(k) for k in links])]
+    except (KeyError, TypeError):  # not looked for yet, or of a callable that has no hash
+        known = _find(links)
+    if known is None:
+        return None
+    function, torchs, pooling = known
+    if torchs():
+        return None
+    for link in links:
+        if type(link) is not tuple:
+            own = link.__dict__
+            if (  # kinds.calls_more(), in half the time
+                own["_forward_hooks"]
+                or own["_forward_pre_hooks"]
+                or own["_backward_hooks"]
+                or own["_backward_pre_hooks"]
+                or not own.keys().isdisjoint(METHODS_OF_LAYERS)
+            ):
+                return None
+    return None if pooling and links[0].return_indices else function
+
+
+#: By the classes and functions of links: what runs them as one, what tells whether torch's have to
+#: run instead, and whether the last is a layer that pools.
+_RUNNERS = {}
+
+
+def _find(links):
+    function = RUNS.get(tuple([kind_of(link) for link in links]))
+    if function is None:
+        return None
+    key = tuple([k[0] if type(k) is tuple else type(k) for k in links])
+    asked = itertools.chain.from_iterable(map(places, key))
+    pooling = isinstance(links[0], braze.nn.MaxPool2d)
+    found = function, gives_way(*asked), pooling
+    # What is made while something of torch's is replaced would give way for ever.
+    return found if found[1]() else _RUNNERS.setdefault(key, found)
+
+
+def _traced_runner(links):
+    """:func:`_known_runner` in words that torch.compile makes guards of. What ``torch.export`` puts
+    in the place of modules' `__call__` meanwhile is torch's own."""
+    function = RUNS.get(tuple([kind_of(link) for link in links]))
+    if function is None:
+        return None
+    for link in links:
+        if type(link) is not tuple:
+            if type(link) in _LAYERS and link._gives_way():
+                return None
+        elif link[0] in FUNCTIONS and FUNCTIONS[link[0]].gives_way():
+            return None
+    return function
+
+
+_LAYERS = {kind for kind in KINDS if hasattr(kind, "_gives_way")}
 
 
 def run(links, input, *added):
     """The result of all links."""
     return (runner(links) or one_by_one)(links, input, *added)
+
+
+def runner_of(links, base, beside):
+    """:func:`runner` of links whose input, in a list, is evaluated before the question."""
+    return runner(links, beside)
+
+
+def run_radd(outer, added, norm, input):
+    """:func:`run` of batch norm, of its addition to something that was made before it, and of what
+    follows.
+
+    Args:
+        outer: the links but batch norm.
+    """
+    return run((*outer, norm), input, added)
+
+
+def run_added(function, links, input, modules, added):
+    """The result of all links, of which one adds what calls of modules, innermost first, make of
+    `added`.
+
+    Args:
+        function: of :func:`runner`.
+    """
+    try:
+        for module in modules:
+            added = module(added)
+    except BaseException:
+        before_addition(links, input)
+        raise
+    return function(links, input, added)
+
+
+def before_addition(links, input):
+    """Runs the links before an addition, for what they change, where the rest cannot follow: what
+    is added has raised, and would have come after them."""
+    at = next(i for i, k in enumerate(links) if type(k) is tuple and k[0] in ADDITIONS)
+    one_by_one(links[at + 1 :], input)
 
 
 def one_by_one(links, input, *added):
@@ -196,10 +175,15 @@ def _is_quiet(module, links):
     kind = type(module)
     kind = vars(kind).get("_class_before_convert", kind)
     if kind in (torch.nn.Sequential, braze.nn.Sequential, torch.nn.Identity):
-        if _calls_more(module):
+        if calls_more(module) or _CONTAINERS():
             return False
         return all(_is_quiet(child, links) for child in module._modules.values())
-    return kind_of(module) in _QUIET and not any(link is module for link in links)
+    if kind_of(module) not in _QUIET or module._gives_way():
+        return False
+    return not any(link is module for link in links)
+
+
+_CONTAINERS = gives_way((torch.nn.Sequential, "forward"), (torch.nn.Identity, "forward"))
 
 
 def call(link, input):
@@ -208,21 +192,24 @@ def call(link, input):
     function, args, kwargs = link
     if isinstance(function, str):
         return method(input, function, *args, **kwargs)
-    return swapped(function)(input, *args, **kwargs)
+    return called(function, FUNCTIONS.get(function), input, *args, **kwargs)
 
 
-def swapped(function):
-    """braze's function of the same meaning and signature, if there is one."""
-    try:
-        return FUNCTIONS.get(function, function)
-    except TypeError:  # some other callable by now, which has no hash
-        return function
+def called(function, replacement, /, input, *args, **kwargs):
+    """function(input, ...), by braze's in its place where it still is what that replaces."""
+    if replacement is not None and type(input) in TENSORS:
+        known, ours, torchs = replacement
+        if function is known and not torchs():
+            return ours(input, *args, **kwargs)
+    return function(input, *args, **kwargs)
 
 
 def method(input, name, *args, **kwargs):
     """``input.name(...)`` of what may be a tensor."""
-    if name in ("relu", "relu_") and type(input) in (torch.Tensor, torch.nn.Parameter):
-        return F.relu(input, *args, **kwargs, inplace=name == "relu_")
+    if name in METHODS and not args and not kwargs and type(input) in TENSORS:
+        _, ours, torchs = METHODS[name]
+        if not torchs():
+            return ours(input)
     return getattr(input, name)(*args, **kwargs)
 
 
@@ -253,76 +240,9 @@ def changed(known, code, made):
     )
 
 
-def fused(modules):
-    """The modules, as callables, with runs among them in one: what ``for module in modules`` goes
-    through. Changes of `modules` on the way are seen as an iterator over it sees them."""
-    if type(modules).__iter__ not in _ITERATED:
-        return modules
-    children = tuple(modules)
-    kinds = tuple(map(type, children))
-    if torch.compiler.is_compiling():
-        return _callables(children, _segments(kinds))
-    segments = _known_segments(kinds)
-    return _walk(modules, children, segments) if segments else modules
-
-
-#: Which iterate over what they hold without effects.
-_ITERATED = tuple(k.__iter__ for k in (torch.nn.Sequential, torch.nn.ModuleList, list, tuple))
-
-
-def _callables(children, segments):
-    found, at = [], 0
-    while at < len(children):
-        length = segments.get(at, 1)
-        found.append(_callable(children[at : at + length][::-1]))
-        at += length
-    return found
-
-
-def _callable(links):
-    return links[0] if len(links) == 1 else lambda input: run(links, input)
-
-
-def _walk(modules, children, segments):
-    skip, others_ran = 0, False
-    for at, module in enumerate(modules):
-        if skip:
-            skip -= 1
-            continue
-        # What ran so far may have changed what comes next.
-        if at in segments and not (others_ran and tuple(modules) != children):
-            links = children[at : at + segments[at]][::-1]
-            as_one = runner(links)
-            if as_one is None:  # perhaps of fewer
-                length = run_length([kind_of(link) for link in links[::-1]])
-                links = children[at : at + length][::-1]
-                as_one = runner(links)
-            if as_one is not None:
-                skip = len(links) - 1
-                yield functools.partial(as_one, links)
-                continue
-        others_ran = True
-        yield module
-
-
-def _segments(types):
-    """Where runs may begin among modules of such types, and how long each is."""
-    kinds = [KINDS.get(kind) for kind in types]
-    found, at = {}, 0
-    while at < len(kinds):
-        length = run_length(kinds[at:])
-        if length:
-            found[at] = length
-        at += max(length, 1)
-    return found
-
-
-_known_segments = functools.lru_cache(maxsize=1024)(_segments)
-
-
 def run_length(kinds):
     """The length of the longest run that links of such kinds, innermost first, begin with, or 0."""
-    for length in range(min(len(kinds), _LONGEST), 1, -1):
+    for length in range(min(len(kinds), LONGEST), 1, -1):
         if tuple(kinds[:length][::-1]) in RUNS:
             return length
     return 0
@@ -340,27 +260,33 @@ def _block(links, input, then=None):
         then: the linear layer that the pooled result is flattened for, and nothing else, or None.
     """
     conv, bn = links[-1], links[-2]
-    if not isinstance(input, torch.Tensor) or input.dim() != 4 or not conv_fits(conv, bn):
+    if not conv_fits(conv, bn):
         return one_by_one(links, input)
-    if len(links) == len(_CONV):
-        return conv_bn_relu2d(input, conv, bn)
-    pool = links[0]
-    if type(pool) is tuple:
-        pool = Pooling(*pool[1], **pool[2])
-    flat = then is not None and not _weight_is_smaller(input, then)
-    memory_format = torch.contiguous_format if flat else None
-    return conv_bn_relu_max_pool2d(input, conv, bn, pool, memory_format)
+    pool = output = None
+    if len(links) > len(_CONV):
+        pool = links[0] if type(links[0]) is not tuple else Pooling(*links[0][1], **links[0][2])
+        if is_2x2(pool.kernel_size, pool.stride, pool.padding, pool.dilation, pool.ceil_mode):
+            contiguous = then is not None and not _weight_is_smaller(input, then)
+            output = conv_bn_relu_as_one(input, conv, bn, max_pool=True, contiguous=contiguous)
+            if output is not None:
+                return output.contiguous() if contiguous else output
+    output = conv_bn_relu_as_one(input, conv, bn)
+    if output is None:
+        return one_by_one(links, input)
+    return output if pool is None else call(links[0], output)
 
 
 def _batch_norm_act(links, input, *added):
     """Batch norm, an addition where there is one, and an activation where there is one."""
     if (
-        not isinstance(input, torch.Tensor)
+        type(input) not in TENSORS
         or input.dim() != 4
         or not all(_goes_with(residual, input) for residual in added)
     ):
         return one_by_one(links, input, *added)
     activation, settings = activation_of(links[0])
+    if settings and not fits(activation, settings):
+        return one_by_one(links, input, *added)
     return batch_norm_act(input, links[-1], *added, activation=activation, settings=settings)
 
 
@@ -380,7 +306,7 @@ def activation_of(link):
 def _goes_with(residual, input):
     """Whether an addition to a tensor like `input`, in place or not, gives one just like it."""
     return (
-        isinstance(residual, torch.Tensor)
+        type(residual) in TENSORS
         and residual.dtype == input.dtype
         and residual.device == input.device
         and residual.dim() == input.dim()
@@ -393,7 +319,7 @@ def _goes_with(residual, input):
 
 
 def _linear_relu(links, input):
-    if not isinstance(input, torch.Tensor):
+    if type(input) not in TENSORS:
         return one_by_one(links, input)
     return F.linear_relu(input, links[-1].weight, links[-1].bias)
 
@@ -414,7 +340,7 @@ def _flat_linear(links, input):
     flat = flatten[1:] if type(flatten) is tuple else ((flatten.start_dim,), {})
     end_dim = -1 if type(flatten) is tuple else flatten.end_dim
     if (
-        not isinstance(input, torch.Tensor)
+        type(input) not in TENSORS
         or input.is_contiguous()
         or (flat, end_dim) != (_FLAT, -1)
         or not is_channels_last(input)
@@ -458,7 +384,7 @@ RUNS = {
     ("Linear", "Flatten"): _flat_linear,
     ("ReLU", "Linear", "Flatten"): _flat_linear,
 }
-_LONGEST = max(map(len, RUNS))
+LONGEST = max(map(len, RUNS))
 #: The parts of runs that are one op: the kinds of its layers, innermost first, and the module that
 #: stands for it.
 BLOCKS = {

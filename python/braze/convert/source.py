@@ -37,7 +37,7 @@ class Tree:
     """
 
     def __init__(self, code, class_name):
-        self.node = _parse(code)
+        self.node = syntax_of(code)
         nodes = ast.walk(self.node)
         self.numbered = [n for n in nodes if isinstance(n, (ast.expr, ast.stmt))]
         for number, node in enumerate(self.numbered):
@@ -47,7 +47,12 @@ class Tree:
         self.shared = {*code.co_cellvars, *code.co_freevars}
 
 
-def _parse(code):
+def syntax_of(code):
+    """The ``ast.FunctionDef`` that a code object seems to be of.
+
+    Raises:
+        Unknown: there is no source, or not of a plain function.
+    """
     try:
         lines, first = inspect.getsourcelines(code)
     except (OSError, TypeError, SyntaxError) as error:

@@ -12,7 +12,7 @@ import inspect
 import types
 import typing
 
-from braze.convert import additions, runs
+from braze.convert import additions, kinds, runs
 from braze.convert.chains import (
     FUNCTIONS,
     VARIABLE,
@@ -24,9 +24,11 @@ from braze.convert.chains import (
     run_length,
     runs_among,
     settings_fit,
+    takes,
 )
 from braze.convert.emit import SCOPES, is_super
-from braze.convert.modules import child_of, is_container, own_class
+from braze.convert.modules import own_class
+from braze.convert.names import Names
 from braze.convert.source import Unknown, tree_of
 
 
@@ -39,7 +41,7 @@ class Splices(typing.NamedTuple):
         stated: runs over several statements: the statements, those that only lie between, and the
             calls.
         loops: ``for`` statements that go through layers.
-        functions: calls of functions that braze has.
+        functions: calls of functions that braze has, each with the function.
         methods: calls of ``relu`` and ``relu_`` of what may be a tensor.
         calls: calls of functions that are changed themselves, each with the function.
     """
@@ -86,18 +88,22 @@ class _Analysis:
 
     def __init__(self, module, kind_of):
         self.module, self.kind_of = module, kind_of
-        self.open = []  # the functions that are being looked through, against recursion
+        self.open = ()  # the functions that are being looked through, against recursion
+        self.known = {}
 
     def function(self, function, has_self):
-        tree = tree_of(function)
-        self.open.append(function)
-        try:
-            return _Function(self, function, tree, has_self).look()
-        finally:
-            self.open.pop()
+        key = function, has_self, self.open
+        if key not in self.known:
+            before, self.open = self.open, (*self.open, function)
+            try:
+                tree = tree_of(function)
+                self.known[key] = _Function(self, function, tree, has_self).look()
+            finally:
+                self.open = before
+        return self.known[key]
 
 
-class _Function(additions.Surroundings):
+class _Function(Names, additions.Surroundings):
     """Looks through the code of one function."""
 
     def __init__(self, analysis, function, tree, has_self):
@@ -105,139 +111,23 @@ class _Function(additions.Surroundings):
         self.module = analysis.module
         arguments = (*tree.node.args.posonlyargs, *tree.node.args.args)
         self.me = arguments[0].arg if has_self and arguments else None
-        names = [n for n in tree.numbered if isinstance(n, ast.Name)]
-        self.stores, self.loads = {}, {}
-        for name in names:
-            uses = self.loads if isinstance(name.ctx, ast.Load) else self.stores
-            uses.setdefault(name.id, []).append(name)
-        if self.me in self.stores:
-            self.me = None
-        self.aliases = {}  # layers by the local variables that hold them
-        self.find_local(_declared(tree.node))
+        self.find_names()
+        self.find_local()
+        self.links = {}  # by what they are asked for, see link()
+        self.kinds = {}  # of the layers that an expression may stand for
         self.parts = {name: [] for name in Splices._fields}
-        self.runs, self.functions, self.taken = [], [], set()
+        self.runs, self.functions, self.taken, self.chained = [], [], set(), set()
 
     def look(self):
-        self._find_aliases()
         self._bodies(self.tree.node.body)
-        for node in self._nodes(self.tree.node):
-            if isinstance(node, (ast.Call, ast.BinOp)):
+        for node in self.nodes:
+            if isinstance(node, (ast.Call, ast.BinOp)) and node.number not in self.chained:
                 self._nested(node)
-        for node in self._nodes(self.tree.node):
+        for node in self.nodes:
             if isinstance(node, ast.Call) and node.number not in self.taken:
                 self._replaced(node)
         splices = Splices(*(tuple(self.parts[name]) for name in Splices._fields))
-        return Found(splices, self.runs, self.functions)
-
-    def _nodes(self, node):
-        """A node and what is in it, outermost first, without the functions and classes in it."""
-        yield node
-        for child in ast.iter_child_nodes(node):
-            if not isinstance(child, SCOPES):
-                yield from self._nodes(child)
-
-    # What names stand for.
-
-    def _find_aliases(self):
-        """Local variables that are set once, to a layer, or by a loop over layers."""
-        for node in self._nodes(self.tree.node):
-            if isinstance(node, ast.Assign) and len(node.targets) == 1:
-                self._alias(node.targets[0], self.layers(node.value))
-            elif isinstance(node, ast.For):
-                self._alias_loop(node.target, node.iter)
-
-    def _alias(self, target, layers):
-        if (
-            layers
-            and isinstance(target, ast.Name)
-            and len(self.stores.get(target.id, ())) == 1
-            and target.id not in self.tree.shared
-            and target.id not in _declared(self.tree.node)
-        ):
-            self.aliases[target.id] = layers
-
-    def _alias_loop(self, target, iterated):
-        self._alias(target, self._elements(iterated))
-        if (
-            isinstance(iterated, ast.Call)
-            and self.value(iterated.func) in (zip, enumerate)
-            and isinstance(target, ast.Tuple)
-            and not iterated.keywords
-        ):
-            args = iterated.args
-            if self.value(iterated.func) is enumerate:
-                args = [None, *args[:1]]
-            for name, argument in zip(target.elts, args, strict=False):
-                if argument is not None:
-                    self._alias(name, self._elements(argument))
-
-    def _elements(self, node):
-        """The layers that a container expression holds, as (name, module), or None."""
-        if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice):
-            found = self._elements(node.value)
-            parts = (node.slice.lower, node.slice.upper, node.slice.step)
-            bounds = [None if part is None else constant(part) for part in parts]
-            return None if not found or VARIABLE in bounds else found[slice(*bounds)]
-        is_me = isinstance(node, ast.Name) and node.id == self.me
-        holders = (("", self.module),) if is_me else self.layers(node)
-        if not holders or len(holders) > 1 or not is_container(holders[0][1]):
-            return None
-        (prefix, container), *_ = holders
-        prefix = f"{prefix}." if prefix else ""
-        return tuple((prefix + k, m) for k, m in container.__dict__["_modules"].items())
-
-    def layers(self, node):
-        """The modules that an expression may stand for, as ((name, module), ...), or None."""
-        if isinstance(node, ast.Name):
-            return self.aliases.get(node.id)
-        if isinstance(node, ast.Attribute):
-            return self._attribute(node)
-        if isinstance(node, ast.Subscript):
-            found = self._elements(node.value)
-            index = constant(node.slice)
-            if found and isinstance(index, int) and -len(found) <= index < len(found):
-                return (found[index],)
-            return found if isinstance(node.slice, ast.Name) else None
-        return None
-
-    def _attribute(self, node):
-        if isinstance(node.value, ast.Name) and node.value.id == self.me:
-            owners = (("", self.module),)
-        else:
-            owners = self.layers(node.value)
-        if not owners or len(owners) > 1:
-            return None
-        ((prefix, owner),) = owners
-        name = self.attribute_name(node)
-        child = child_of(owner, name)
-        return None if child is None else ((f"{prefix}.{name}" if prefix else name, child),)
-
-    def attribute_name(self, node):
-        """The name of an attribute: Python spells private ones after the class."""
-        name, kind = node.attr, (self.tree.class_name or "").lstrip("_")
-        return f"_{kind}{name}" if kind and name[:2] == "__" != name[-2:] else name
-
-    def value(self, node):
-        """What an expression of names stands for outside of the function, or None."""
-        if isinstance(node, ast.Name):
-            return self._outer(node.id)
-        if isinstance(node, ast.Attribute):
-            owner = self.value(node.value)
-            if isinstance(owner, types.ModuleType):
-                return vars(owner).get(node.attr)
-        return None
-
-    def _outer(self, name):
-        code = self.python.__code__
-        if name in code.co_freevars:
-            cell = self.python.__closure__[code.co_freevars.index(name)]
-            return cell.cell_contents if cell != types.CellType() else None
-        if name in self.tree.locals:
-            return None
-        scope = self.python.__globals__
-        builtins = scope.get("__builtins__", {})
-        builtins = vars(builtins) if isinstance(builtins, types.ModuleType) else builtins
-        return scope.get(name, builtins.get(name))
+        return Found(splices, list(dict.fromkeys(self.runs)), list(dict.fromkeys(self.functions)))
 
     # Chains of links.
 
@@ -248,22 +138,39 @@ class _Function(additions.Surroundings):
         Args:
             carried: the variable that holds what an earlier statement's chain has made, if any.
         """
+        if not isinstance(node, (ast.Call, ast.BinOp, ast.AugAssign)):
+            return None, None
+        key = node.number, carried
+        if key not in self.links:
+            self.links[key] = self._link(node, carried)
+        return self.links[key]
+
+    def _link(self, node, carried):
         if additions.is_addition(node):
             return self._addition(node, carried)
         if not isinstance(node, ast.Call) or any(isinstance(a, ast.Starred) for a in node.args):
             return None, None
         layers = self.layers(node.func)
         if layers:
-            kinds = {self.analysis.kind_of(module) for _, module in layers}
-            if len(kinds) > 1 or None in kinds or len(node.args) != 1 or node.keywords:
+            kind = self._kind(layers)
+            if kind is None or len(node.args) != 1 or node.keywords:
                 return None, None
-            return Link(node.number, "layer", kinds.pop(), layers, ""), node.args[0]
+            return Link(node.number, "layer", kind, layers, ""), node.args[0]
         function, settings, input = self._function(node)
-        kind = runs.FUNCTION_KINDS.get(function) if isinstance(function, FUNCTIONS) else None
-        if kind is None or settings is None or not settings_fit(kind, *settings):
+        kind = kinds.FUNCTION_KINDS.get(function) if isinstance(function, FUNCTIONS) else None
+        if kind is None or settings is None or not settings_fit(function, kind, *settings):
             return None, None
         form = "method" if isinstance(function, str) else "function"
         return Link(node.number, form, kind, (), function_name(function)), input
+
+    def _kind(self, layers):
+        """The kind that all of some layers have, or None."""
+        known = self.kinds.get(id(layers))
+        if known is None:
+            found = {self.analysis.kind_of(module) for _, module in layers}
+            # The layers are kept, so that no others get their id.
+            known = self.kinds[id(layers)] = found.pop() if len(found) == 1 else None, layers
+        return known[0]
 
     def _addition(self, node, carried):
         forms = ("iadd",) if isinstance(node, ast.AugAssign) else ("add", "radd")
@@ -272,7 +179,7 @@ class _Function(additions.Surroundings):
             if isinstance(inner, ast.Name):
                 continues = inner.id == carried
             else:
-                link, _ = self.link(inner)
+                link = self.link(inner)[0] if isinstance(inner, ast.Call) else None
                 continues = link is not None and link.kind == "BatchNorm2d"
             if continues and self.may_be_added(added):
                 return Link(node.number, form, "Add", (), form.lstrip("ri")), inner
@@ -307,10 +214,11 @@ class _Function(additions.Surroundings):
 
     def _nested(self, node):
         links = self.chain(node)[0]
+        self.chained.update(k.number for k in links)
         links = [k for k in links[::-1] if k.number not in self.taken]
         at = 0
         while at < len(links):
-            length = run_length(links[at:])
+            length = run_length(links[at : at + runs.LONGEST])
             if length:
                 self._take(links[at : at + length])
                 self.parts["nested"].append(calls_of(links[at : at + length]))
@@ -325,52 +233,67 @@ class _Function(additions.Surroundings):
     def _bodies(self, body, in_try=False):
         """Finds the runs over statements of a body, and of the bodies in it."""
         at = 0
-        while at < len(body):
-            at += 1 if in_try else max(1, self._statements(body[at:]))
+        while at < len(body) and not in_try:
+            at += max(1, self._statements(body, at))
         for statement in body:
             if isinstance(statement, SCOPES):
                 continue
-            if isinstance(statement, ast.For) and self._is_loop(statement):
-                self._loop(statement)
             # What is assigned on the way may be looked at where an exception is caught.
+            if isinstance(statement, ast.For) and not in_try and self._is_loop(statement):
+                self._loop(statement)
             tried = in_try or isinstance(statement, _CATCH)
             for name in ("body", "orelse", "finalbody"):
                 self._bodies(getattr(statement, name, []), tried)
             for handler in (*getattr(statement, "handlers", ()), *getattr(statement, "cases", ())):
                 self._bodies(handler.body, tried)
 
-    def _statements(self, body):
-        """Takes a run that begins in the first statement of a body and ends in a later one; how
+    def _statements(self, body, first):
+        """Takes a run that begins in the first of these statements and ends in a later one; how
         many statements it takes, or 0."""
         links, owners, name, between = [], [], None, []
-        for at, statement in enumerate(body):
-            if at and self.may_lie_between(statement, name):
+        for at in range(first, len(body)):
+            statement = body[at]
+            if links and self.may_lie_between(statement, name):
                 between.append(at)
                 continue
             target, found, base, whole = self._value(statement, name)
-            if not found or (at and not self._continues(name, target, base, statement)):
+            if not found or (links and not self._continues(name, target, base, statement)):
                 break
             links += found[::-1]
             owners += [at] * len(found)
             name = target
-            if not whole or not isinstance(name, str):
-                break  # nothing can go on with what is no variable
-        for start in range(owners.count(0)):
-            length = run_length(links[start:])
-            if length and owners[start + length - 1]:
-                run, count = links[start : start + length], owners[start + length - 1] + 1
+            # Nothing can go on with what is no variable.
+            long_enough = len(links) - owners.count(first) >= runs.LONGEST
+            if not whole or not isinstance(name, str) or long_enough:
+                break
+        for start in range(owners.count(first)):
+            length = run_length(links[start : start + runs.LONGEST])
+            if length and owners[start + length - 1] > first:
+                run, last = links[start : start + length], owners[start + length - 1]
+                if self._added_first(run[0], run[1], owners[start : start + 2]):
+                    return 0
                 self._take(run)
-                numbers = tuple(s.number for s in body[:count])
-                aside = tuple(body[i].number for i in between if i < count)
+                numbers = tuple(s.number for s in body[first : last + 1])
+                aside = tuple(body[i].number for i in between if i < last)
                 self.parts["stated"].append((numbers, aside, calls_of(run)))
                 # For where the statements run as they stand.
                 for k in run:
-                    if k.form == "function" and k.kind in runs.ACTIVATIONS:
-                        self.parts["functions"].append(k.number)
+                    if k.form == "function" and k.kind in kinds.ACTIVATIONS:
+                        node = self.tree.numbered[k.number]
+                        self.parts["functions"].append((k.number, self.value(node.func)))
                     if k.form == "method" and k.kind == "ReLU":
                         self.parts["methods"].append(k.number)
-                return count
+                return last + 1 - first
         return 0
+
+    def _added_first(self, norm, addition, owners):
+        """Whether ``module(x) + bn(y)`` stands in one statement: what is added comes first."""
+        node = self.tree.numbered[addition.number]
+        return (
+            addition.form == "radd"
+            and owners[0] == owners[1]
+            and not isinstance(additions.parts(node, "radd")[1], ast.Name)
+        )
 
     def _value(self, statement, carried=None):
         """What a statement sets (a variable's name; None: it returns), the links of the chain that
@@ -411,7 +334,7 @@ class _Function(additions.Surroundings):
     def _continues(self, name, target, base, statement):
         """Whether a statement goes on with what the one before has assigned, and nothing else ever
         sees that."""
-        if not isinstance(base, ast.Name) or base.id != name or name in _declared(self.tree.node):
+        if not isinstance(base, ast.Name) or base.id != name or name in self.declared:
             return False
         nodes = (n for n in ast.walk(statement) if isinstance(n, ast.Name) and n.id == name)
         loads = sum(isinstance(n.ctx, ast.Load) for n in nodes)
@@ -438,11 +361,11 @@ class _Function(additions.Surroundings):
             and isinstance(call.args[0], ast.Name)
             and call.args[0].id == target.id != name
             and len(self.stores[name]) == len(self.loads[name]) == 1
-            and not {name, target.id} & (self.tree.shared | _declared(self.tree.node))
+            and not {name, target.id} & (self.tree.shared | self.declared)
         )
 
     def _loop(self, node):
-        found = runs_among(self._elements(node.iter) or (), self.analysis.kind_of)
+        found = runs_among(self.elements(node.iter) or (), self.analysis.kind_of)
         if found:
             self.runs += found
             self.parts["loops"].append(node.number)
@@ -451,14 +374,18 @@ class _Function(additions.Surroundings):
 
     def _replaced(self, node):
         function, _, _ = self._function(node)
+        names = [k.arg for k in node.keywords]
+        open_ended = None in names or any(isinstance(a, ast.Starred) for a in node.args)
+        args = len(node.args) + isinstance(function, str)
         if isinstance(function, str):
-            if function in ("relu", "relu_") and not node.args and not node.keywords:
+            if function in kinds.METHODS and not open_ended and takes(function, args, names):
                 self.parts["methods"].append(node.number)
                 self.functions.append(function_name(function))
             return
-        if isinstance(function, FUNCTIONS) and function in runs.FUNCTIONS:
-            self.parts["functions"].append(node.number)
-            self.functions.append(function_name(function))
+        if isinstance(function, FUNCTIONS) and function in kinds.FUNCTIONS:
+            if not open_ended and takes(function, args, names):
+                self.parts["functions"].append((node.number, function))
+                self.functions.append(function_name(function))
             return
         called, has_self = self._called(node)
         if called is not None and called not in self.analysis.open and not _is_librarys(called):
@@ -482,7 +409,7 @@ class _Function(additions.Surroundings):
             if not is_super(func.value):
                 found = inspect.getattr_static(own_class(self.module), name, None)
             elif "__class__" in self.python.__code__.co_freevars:
-                found = _after(own_class(self.module), self._outer("__class__"), name)
+                found = _after(own_class(self.module), self.outer("__class__"), name)
         else:
             found = self.value(func)
         if isinstance(found, staticmethod):
@@ -496,12 +423,6 @@ class _Function(additions.Surroundings):
 _CATCH = tuple(
     getattr(ast, n) for n in ("Try", "TryStar", "With", "AsyncWith") if hasattr(ast, n)
 )  # fmt: skip
-
-
-def _declared(node):
-    """The names that a function declares as global or nonlocal."""
-    found = (n for n in ast.walk(node) if isinstance(n, (ast.Global, ast.Nonlocal)))
-    return {name for n in found for name in n.names}
 
 
 def _after(kind, base, name):

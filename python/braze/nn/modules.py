@@ -7,7 +7,9 @@ import torch.distributed as dist
 
 from braze._ops._common import plain
 from braze._ops.batch_norm import batch_norm_counting
+from braze._ops.fused import as_one_op
 from braze._ops.sync_batch_norm import sync_batch_norm
+from braze._stock import calls
 from braze.nn import functional as F
 
 
@@ -33,10 +35,13 @@ def batch_norm_state(bn):
     )
 
 
+@calls("avg_pool2d")
 class AvgPool2d(torch.nn.AvgPool2d):
     """``torch.nn.AvgPool2d`` on :func:`braze.nn.functional.avg_pool2d`."""
 
     def forward(self, input):
+        if self._gives_way():
+            return super().forward(input)
         return F.avg_pool2d(
             input,
             self.kernel_size,
@@ -48,6 +53,7 @@ class AvgPool2d(torch.nn.AvgPool2d):
         )
 
 
+@calls("batch_norm", also=("_check_input_dim",))
 class BatchNorm2d(torch.nn.BatchNorm2d):
     """``torch.nn.BatchNorm2d`` on :func:`braze.nn.functional.batch_norm`.
 
@@ -56,6 +62,8 @@ class BatchNorm2d(torch.nn.BatchNorm2d):
     """
 
     def forward(self, input):
+        if self._gives_way():
+            return super().forward(input)
         self._check_input_dim(input)
         statistics = batch_norm_state(self)
         return batch_norm_counting(
@@ -71,6 +79,7 @@ class BatchNorm2d(torch.nn.BatchNorm2d):
         )
 
 
+@calls("batch_norm", also=("_check_input_dim",))
 class SyncBatchNorm(torch.nn.SyncBatchNorm):
     """``torch.nn.SyncBatchNorm`` on braze's kernels: in training, batch norm over the batches of
     all processes of `process_group`, whose numbers of images may differ.
@@ -82,6 +91,8 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
     """
 
     def forward(self, input):
+        if self._gives_way():
+            return super().forward(input)
         self._check_input_dim(input)
         self._check_non_zero_input_channels(input)
         mean, var, batches, training = batch_norm_state(self)
@@ -159,10 +170,13 @@ class BatchNormAct2d(BatchNorm2d):
         return f"{super().extra_repr()}, activation={shown}"
 
 
+@calls("conv2d", also=("_conv_forward",))
 class Conv2d(torch.nn.Conv2d):
     """``torch.nn.Conv2d`` on :func:`braze.nn.functional.conv2d`."""
 
     def _conv_forward(self, input, weight, bias):
+        if self._gives_way():
+            return super()._conv_forward(input, weight, bias)
         padding = self.padding
         if self.padding_mode != "zeros":
             sides = self._reversed_padding_repeated_twice
@@ -193,7 +207,18 @@ def conv_bn_relu2d(input, conv, bn):
     return F.conv_bn_relu2d(input, *tensors, **settings)
 
 
-def conv_bn_relu_max_pool2d(input, conv, bn, pool, memory_format=None):
+def conv_bn_relu_as_one(input, conv, bn, max_pool=False, contiguous=False):
+    """The fused block on two layers, and perhaps 2x2 max pooling, or None where no op takes them
+    all.
+
+    Args:
+        contiguous: return the pooled result so, whatever the layout of the input.
+    """
+    tensors, settings = _block_arguments(conv, bn)
+    return as_one_op(max_pool, contiguous, input, *tensors, **settings)
+
+
+def conv_bn_relu_max_pool2d(input, conv, bn, pool):
     """The fused block on the parameters, buffers and settings of three layers."""
     tensors, settings = _block_arguments(conv, bn)
     return F.conv_bn_relu_max_pool2d(
@@ -205,7 +230,6 @@ def conv_bn_relu_max_pool2d(input, conv, bn, pool, memory_format=None):
         pool_padding=pool.padding,
         pool_dilation=pool.dilation,
         ceil_mode=pool.ceil_mode,
-        memory_format=memory_format,
     )
 
 
@@ -329,10 +353,13 @@ class ConvBnReLUMaxPool2d(ConvBnReLU2d):
         return conv_bn_relu_max_pool2d(input, self.conv, self.bn, self.pool)
 
 
+@calls("conv_transpose2d")
 class ConvTranspose2d(torch.nn.ConvTranspose2d):
     """``torch.nn.ConvTranspose2d`` on :func:`braze.nn.functional.conv_transpose2d`."""
 
     def forward(self, input, output_size=None):
+        if self._gives_way():
+            return super().forward(input, output_size)
         if self.padding_mode != "zeros":
             raise ValueError("Only `zeros` padding mode is supported for ConvTranspose2d")
         output_padding = self.output_padding
@@ -351,10 +378,13 @@ class ConvTranspose2d(torch.nn.ConvTranspose2d):
         )
 
 
+@calls("cross_entropy")
 class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
     """``torch.nn.CrossEntropyLoss`` on :func:`braze.nn.functional.cross_entropy`."""
 
     def forward(self, input, target):
+        if self._gives_way():
+            return super().forward(input, target)
         return F.cross_entropy(
             input,
             target,
@@ -369,10 +399,13 @@ class Flatten(torch.nn.Flatten):
     """``torch.nn.Flatten``: a view, with nothing to compute."""
 
 
+@calls("linear")
 class Linear(torch.nn.Linear):
     """``torch.nn.Linear`` on :func:`braze.nn.functional.linear`."""
 
     def forward(self, input):
+        if self._gives_way():
+            return super().forward(input)
         return F.linear(input, self.weight, self.bias)
 
 
@@ -402,17 +435,23 @@ class LinearReLU(Linear):
         return F.linear_relu(input, self.weight, self.bias)
 
 
+@calls("log_softmax")
 class LogSoftmax(torch.nn.LogSoftmax):
     """``torch.nn.LogSoftmax`` on :func:`braze.nn.functional.log_softmax`."""
 
     def forward(self, input):
+        if self._gives_way():
+            return super().forward(input)
         return F.log_softmax(input, self.dim, _stacklevel=5)
 
 
+@calls("max_pool2d")
 class MaxPool2d(torch.nn.MaxPool2d):
     """``torch.nn.MaxPool2d`` on :func:`braze.nn.functional.max_pool2d`."""
 
     def forward(self, input):
+        if self._gives_way():
+            return super().forward(input)
         return F.max_pool2d(
             input,
             self.kernel_size,
@@ -424,10 +463,13 @@ class MaxPool2d(torch.nn.MaxPool2d):
         )
 
 
+@calls("nll_loss")
 class NLLLoss(torch.nn.NLLLoss):
     """``torch.nn.NLLLoss`` on :func:`braze.nn.functional.nll_loss`."""
 
     def forward(self, input, target):
+        if self._gives_way():
+            return super().forward(input, target)
         return F.nll_loss(
             input,
             target,
@@ -437,10 +479,13 @@ class NLLLoss(torch.nn.NLLLoss):
         )
 
 
+@calls("relu")
 class ReLU(torch.nn.ReLU):
     """``torch.nn.ReLU`` on :func:`braze.nn.functional.relu`."""
 
     def forward(self, input):
+        if self._gives_way():
+            return super().forward(input)
         return F.relu(input, inplace=self.inplace)
 
 
@@ -448,8 +493,11 @@ class Sequential(torch.nn.Sequential):
     """``torch.nn.Sequential``: a container, with nothing to compute."""
 
 
+@calls("softmax")
 class Softmax(torch.nn.Softmax):
     """``torch.nn.Softmax`` on :func:`braze.nn.functional.softmax`."""
 
     def forward(self, input):
+        if self._gives_way():
+            return super().forward(input)
         return F.softmax(input, self.dim, _stacklevel=5)

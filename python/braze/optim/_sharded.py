@@ -15,38 +15,45 @@ def is_sharded(tensor):
     return kind is not None and isinstance(tensor, kind)
 
 
-def local(param, grad, buffer):
-    """This rank's parts of a parameter, its gradient and its momentum buffer (or None).
+def local(optimizer, param, grad, names, states):
+    """This rank's parts of a parameter, its gradient and its states.
 
     A gradient that is laid out over the mesh in another way (a partial sum, for example) is
     redistributed first, which every rank does.
 
+    Args:
+        optimizer: its name, for errors.
+        names: of the states.
+        states: tensors, or None.
+
     Raises:
-        RuntimeError: the gradient or the buffer is no DTensor, or on another mesh; the buffer is
-            laid out in another way.
+        RuntimeError: the gradient or a state is no DTensor, or on another mesh; a state is laid out
+            in another way.
     """
-    for name, t in (("gradient", grad), ("momentum buffer", buffer)):
+    names = [name.replace("_", " ") for name in names]
+    for name, t in zip(("gradient", *names), (grad, *states), strict=True):
         if t is None:
             continue
         if not is_sharded(t):
             raise RuntimeError(
-                f"braze.optim.SGD: expected the {name} of a DTensor parameter to be a DTensor too, "
-                "but got a plain tensor; distribute it with torch.distributed.tensor."
+                f"braze.optim.{optimizer}: expected the {name} of a DTensor parameter to be a "
+                "DTensor too, but got a plain tensor; distribute it with torch.distributed.tensor."
                 "distribute_tensor, or load states by torch.distributed.checkpoint.state_dict"
             )
         if t.device_mesh != param.device_mesh:
             raise RuntimeError(
-                f"braze.optim.SGD: expected the {name} of a DTensor parameter on its mesh "
+                f"braze.optim.{optimizer}: expected the {name} of a DTensor parameter on its mesh "
                 f"{param.device_mesh}, but got {t.device_mesh}"
             )
-    if buffer is not None and buffer.placements != param.placements:
-        raise RuntimeError(
-            "braze.optim.SGD: expected the momentum buffer of a DTensor parameter to have its "
-            f"placements {param.placements}, but got {buffer.placements}; redistribute it to them"
-        )
+    for name, t in zip(names, states, strict=True):
+        if t is not None and t.placements != param.placements:
+            raise RuntimeError(
+                f"braze.optim.{optimizer}: expected the {name} of a DTensor parameter to have its "
+                f"placements {param.placements}, but got {t.placements}; redistribute it to them"
+            )
     if grad.placements != param.placements:
         grad = grad.redistribute(placements=param.placements)
-    return _local(param), _local(grad), None if buffer is None else _local(buffer)
+    return _local(param), _local(grad), [None if t is None else _local(t) for t in states]
 
 
 def locals_of(tensors):

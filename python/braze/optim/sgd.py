@@ -1,32 +1,13 @@
 """SGD with one kernel launch for all parameters of a device and dtype."""
 
-import operator
-from typing import NamedTuple
-
 import torch
 
-from braze._ops._common import FLOAT_DTYPES
 from braze._ops.sgd import sgd_
-from braze._step_scope import current
 from braze.optim import _sharded
-
-_PLAIN = (torch.nn.Parameter, torch.Tensor)
-_dtype = operator.attrgetter("dtype")
+from braze.optim._multi_tensor import MultiTensor
 
 
-class _Launch(NamedTuple):
-    """What one launch updates. The lists are parallel, but that `buffers` is empty without momentum
-    and where the buffers are still to be made."""
-
-    params: list
-    grads: list
-    buffers: list
-    first_step: bool
-    unwritten: torch.Tensor | None  # as the op takes it
-    owners: list  # of `params`: the same list, but for parts of DTensors
-
-
-class SGD(torch.optim.SGD):
+class SGD(MultiTensor, torch.optim.SGD):
     """``torch.optim.SGD``, its update one launch per parameter group, device and dtype.
 
     Constructor, state dict, hooks and learning-rate schedulers are torch's. A 1-element float32 or
@@ -40,6 +21,9 @@ class SGD(torch.optim.SGD):
         params, lr, momentum, dampening, weight_decay, nesterov, maximize: as torch.
         foreach, fused: accepted; the update is always fused.
         differentiable: only False.
+        max_grad_norm: clips the norm of all gradients together, as
+            ``torch.nn.utils.clip_grad_norm_`` before each step would; gradients themselves stay as
+            they are. The norm is then `grad_norm`, a tensor that the next step may overwrite.
 
     Raises:
         ValueError: settings out of range, as torch; a tensor as `weight_decay`.
@@ -50,8 +34,7 @@ class SGD(torch.optim.SGD):
             mesh. Nothing has been updated then.
     """
 
-    # GradScaler leaves unscaling and the check for infinities to step().
-    _step_supports_amp_scaling = True
+    _kinds = ("momentum_buffer",)
     # Parameter -> a tensor that is not 0 while its momentum buffer holds zeros in place of nothing:
     # a GradScaler may have the launch skip the first step, of which the host learns nothing. With
     # dampening zeros would not do. Not in `state`, which is torch's.
@@ -70,11 +53,11 @@ class SGD(torch.optim.SGD):
         foreach=None,
         differentiable=False,
         fused=None,
+        max_grad_norm=None,
     ):
-        if differentiable:
-            raise RuntimeError("braze.optim.SGD does not support differentiable=True")
-        if isinstance(weight_decay, torch.Tensor):
-            raise ValueError("braze.optim.SGD: expected weight_decay to be a number, not a tensor")
+        self._refuse(
+            differentiable=differentiable, weight_decay=weight_decay, max_grad_norm=max_grad_norm
+        )
         super().__init__(
             params,
             lr,
@@ -87,30 +70,7 @@ class SGD(torch.optim.SGD):
             differentiable=differentiable,
             fused=fused,
         )
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        """Updates every parameter that has a gradient.
-
-        Args:
-            closure: re-evaluates the model and returns the loss.
-
-        Returns:
-            The closure's loss, or None.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        found_inf = getattr(self, "found_inf", None)
-        launches = [
-            (group, launch) for group in self.param_groups for launch in self._launches(group)
-        ]
-        for _, launch in launches[1:]:  # the op checks its own launch before it writes
-            _check(launch)
-        for group, launch in launches:
-            self._update(group, launch, found_inf)
-        return loss
+        self.max_grad_norm = max_grad_norm
 
     def state_dict(self):
         """As torch's. A first step that a GradScaler skips leaves no momentum buffer: to find out,
@@ -132,46 +92,21 @@ class SGD(torch.optim.SGD):
         self._unwritten = {}  # of the state that is replaced
         super().__setstate__(state)
 
-    def _launches(self, group):
-        """The group's :class:`_Launch` for each device and dtype, checked."""
-        launches = {}
-        with_momentum = group["momentum"] != 0
-        for p in group["params"]:
-            grad = p.grad
-            if grad is None:
-                continue
-            if grad.layout != torch.strided:
-                raise RuntimeError("braze.optim.SGD does not support sparse gradients")
-            if p.dtype not in FLOAT_DTYPES:
-                raise RuntimeError(
-                    "braze.optim.SGD: expected parameters of dtype float64, float32, bfloat16 or "
-                    f"float16, but got {p.dtype}"
-                )
-            buffer = self.state[p].get("momentum_buffer") if with_momentum else None
-            first_step = with_momentum and buffer is None
-            owner, sharded = p, type(p) not in _PLAIN and _sharded.is_sharded(p)
-            if sharded:
-                p, grad, buffer = _sharded.local(p, grad, buffer)
-            unwritten = None
-            if self._unwritten and buffer is not None:
-                unwritten = self._unwritten.get(owner)
-            key = (p.device, p.dtype, first_step, sharded, id(unwritten))
-            launch = launches.get(key)
-            if launch is None:
-                params = []
-                owners = [] if sharded else params
-                launch = launches[key] = _Launch(params, [], [], first_step, unwritten, owners)
-            launch[0].append(p)
-            launch[1].append(grad)
-            if buffer is not None:
-                launch[2].append(buffer)
-            if sharded:
-                launch.owners.append(owner)
-        return launches.values()
+    def _wanted(self, group):
+        return (group["momentum"] != 0,)
 
-    def _update(self, group, launch, found_inf):
-        params, grads, buffers, first_step, unwritten, owners = launch
+    def _state_of(self, group, p, wanted):
+        buffer = self.state[p].get("momentum_buffer") if wanted[0] else None
+        first_step = wanted[0] and buffer is None
+        unwritten = None if buffer is None else self._unwritten.get(p)
+        return [buffer], None, (first_step, id(unwritten))
+
+    def _update(self, group, launch, shared):
+        params, owners, (buffers,) = launch.params, launch.owners, launch.states
+        first_step = launch.shared[0]
+        unwritten = self._unwritten.get(owners[0]) if buffers else None
         device = params[0].device
+        grad_scale, found_inf, *rest, _ = shared
         made = None
         if first_step:
             # Zeros where the launch may find that it must not write.
@@ -182,24 +117,12 @@ class SGD(torch.optim.SGD):
                 unwritten = torch.ones((), device=device)
         elif unwritten is not None:
             unwritten = self._own_flag(owners, unwritten)
-        lr, lr_tensor = group["lr"], None
-        if isinstance(lr, torch.Tensor):
-            if lr.device == device and lr.dtype in (torch.float32, torch.float64):
-                lr, lr_tensor = 0.0, lr
-            else:
-                lr = lr.item()
-        grad_scale = getattr(self, "grad_scale", None)
-        casts, scope = ((), ()), current.scope
-        sources = None if scope is None else scope.sources_of(self)
-        if sources:
-            cast = [g for g in grads if g.data_ptr() in sources]
-            casts = cast, [sources[g.data_ptr()] for g in cast]
-        found_inf = None if found_inf is None else found_inf.to(device)
+        lr, lr_tensor = self._rate(group, device)
         sgd_(
             params,
-            grads,
+            launch.grads,
             buffers,
-            casts,
+            *self._casts(launch),
             lr,
             group["momentum"],
             group["dampening"],
@@ -208,12 +131,11 @@ class SGD(torch.optim.SGD):
             group["maximize"],
             first_step,
             lr_tensor,
-            None if grad_scale is None else grad_scale.to(device),
+            grad_scale,
             found_inf,
             unwritten,
+            *rest,
         )
-        if owners is not params:  # their own counters know nothing of what the op has written
-            torch.autograd.graph.increment_version(owners)
         if made is not None:
             # Only now: a launch that was refused leaves no buffers that nobody has written.
             for p, buffer in zip(owners, made, strict=True):
@@ -245,19 +167,3 @@ class SGD(torch.optim.SGD):
         elif self._unwritten:
             gone = set(owners)
             self._unwritten = {p: flag for p, flag in self._unwritten.items() if p not in gone}
-
-
-def _check(launch):
-    """Raises where the op would refuse what this optimizer's errors promise to find beforehand."""
-    wanted = launch.params[0].dtype
-    others = set(map(_dtype, launch.grads + launch.buffers)) - {wanted}
-    if others:
-        raise RuntimeError(
-            "braze.optim.SGD: expected gradients and momentum buffers of the parameters' dtype "
-            f"{wanted}, but got {', '.join(map(str, others))}"
-        )
-    written = launch.params + launch.buffers
-    if any(map(torch.Tensor.is_inference, written)) and not torch.is_inference_mode_enabled():
-        raise RuntimeError(
-            "braze.optim.SGD would overwrite an inference tensor outside of inference mode"
-        )

@@ -5,8 +5,11 @@ import numbers
 import torch
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from braze.optim import SGD
+from braze.optim import LAMB, SGD, Adam, AdamW, Muon, RMSprop
 from braze.step.watched import Watched
+
+# Their launches cast gradients. A subclass may look at these before.
+_CASTS = (SGD, Adam, AdamW, RMSprop, LAMB, Muon)
 
 
 class StepParts(Watched):
@@ -84,7 +87,7 @@ class StepParts(Watched):
             raise ValueError(
                 f"TrainStep: with {type(self.optimizer).__name__} a GradScaler waits for the GPU "
                 "in every step; expected an optimizer that checks for infinities itself: "
-                "braze.optim.SGD, or fused=True"
+                "one of braze.optim, or fused=True"
             )
 
     def scales(self):
@@ -96,5 +99,6 @@ class StepParts(Watched):
         is sure to be the first that reads them, and to read them all."""
         hooks = self.optimizer._optimizer_step_pre_hooks or _global_optimizer_pre_hooks
         owned = {p for group in self.optimizer.param_groups for p in group["params"]}
-        plain = type(self.optimizer) is SGD and self.max_grad_norm is None and not self.scales()
+        casts = type(self.optimizer) in _CASTS and self.optimizer.max_grad_norm is None
+        plain = casts and self.max_grad_norm is None and not self.scales()
         return plain and not hooks and owned.issuperset(self.params)

@@ -4,7 +4,7 @@ import contextlib
 
 import torch
 
-from braze.optim import SGD
+from braze.optim import MultiTensor
 
 _NOT_READ_IN_A_STEP = ("params", "param_names", "initial_lr", "max_lr", "min_lr")
 
@@ -25,7 +25,7 @@ class Rates:
     def _dtype(self, group):
         if isinstance(group.get("lr"), torch.Tensor) or "lr" not in group:
             return None
-        if isinstance(self._optimizer, SGD):
+        if isinstance(self._optimizer, MultiTensor):
             return torch.float64
         # torch's optimizers compute with the unrounded number, but take float32 tensors only.
         exact = torch.are_deterministic_algorithms_enabled()
@@ -35,6 +35,8 @@ class Rates:
     def key(self):
         """The hyper-parameters that a graph freezes."""
         frozen = []
+        if isinstance(self._optimizer, MultiTensor):
+            frozen.append(self._optimizer.frozen_settings())
         for group in self._optimizer.param_groups:
             lr_dtype = self._dtype(group)
             for name, value in group.items():

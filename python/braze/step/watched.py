@@ -5,6 +5,7 @@ import weakref
 
 import torch
 
+from braze.optim import MultiTensor
 from braze.step.ranks import Ranks
 
 # They count their steps on the CPU whatever the settings.
@@ -44,7 +45,10 @@ class Watched:
             name = type(optimizer).__name__
             if isinstance(optimizer, _UNCAPTURABLE):
                 raise ValueError(f"{self.caller}: {name} cannot be captured in a CUDA graph")
-            if any(not group.get("capturable", True) for group in optimizer.param_groups):
+            counts_on_cpu = not isinstance(optimizer, MultiTensor) and any(
+                not group.get("capturable", True) for group in optimizer.param_groups
+            )
+            if counts_on_cpu:
                 raise ValueError(
                     f"{self.caller}: {name} with capturable=False counts its steps on the CPU; "
                     f"expected {name}(..., capturable=True)"

@@ -1,0 +1,55 @@
+// The epilogue of kernels that have filters across the lanes.
+#pragma once
+
+#include <algorithm>
+
+#include "cpu/common/copy_matrix.h"
+#include "cpu/common/numeric.h"
+#include "cpu/matmul/dot_bf16.h"
+
+namespace braze::cpu {
+
+// pixels x filters sums (64 filters at most), rows `width` apart, plus the bias from `filter` on
+// (or nullptr), to a result of those strides.
+template <typename T>
+void store_pixels(const acc_t<T>* sums, int64_t width, int64_t pixels, int64_t filters,
+                  const void* biases, int64_t filter, T* to, int64_t pixel_stride,
+                  int64_t filter_stride) {
+  using Acc = acc_t<T>;
+  const T* const bias = biases ? static_cast<const T*>(biases) + filter : nullptr;
+  constexpr int64_t kChunk = 64, kMostFilters = 64;
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    if (filter_stride == 1 && dot_bf16_available()) {
+      Acc shift[kMostFilters] = {};
+      for (int64_t f = 0; bias && f < filters; ++f) shift[f] = bias[f];
+      return store_rounded(sums, width, pixels, filters, shift, to, pixel_stride);
+    }
+  }
+  if (filter_stride == 1) {
+    for (int64_t i = 0; i < pixels; ++i, sums += width, to += pixel_stride) {
+      if (bias) {
+        for (int64_t f = 0; f < filters; ++f) to[f] = T(sums[f] + Acc(bias[f]));
+      } else {
+        for (int64_t f = 0; f < filters; ++f) to[f] = T(sums[f]);
+      }
+    }
+    return;
+  }
+  Acc rows[kMostFilters * kChunk];
+  for (int64_t first = 0; first < pixels; first += kChunk) {
+    const int64_t count = std::min(kChunk, pixels - first);
+    copy_matrix(rows, kChunk, sums + first * width, 1, width, filters, count);
+    for (int64_t f = 0; f < filters; ++f) {
+      const Acc shift = bias ? Acc(bias[f]) : Acc(0);
+      T* const row = to + f * filter_stride + first * pixel_stride;
+      const Acc* const values = rows + f * kChunk;
+      if (pixel_stride == 1) {
+        for (int64_t i = 0; i < count; ++i) row[i] = T(values[i] + shift);
+      } else {
+        for (int64_t i = 0; i < count; ++i) row[i * pixel_stride] = T(values[i] + shift);
+      }
+    }
+  }
+}
+
+}  // namespace braze::cpu

@@ -1,0 +1,130 @@
+// AVX512_BF16: the instruction that adds to 16 fp32 sums the products of 16 pairs of bf16 each.
+// Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2, VDPBF16PS. It counts
+// subnormal operands as zero and rounds subnormal sums to zero, as AMX does; so does the one that
+// rounds to bf16.
+//
+// A pair is two neighbours along the reduction: a row of A as it lies in memory is a row of pairs;
+// B is packed into rows of pairs (pack_pairs).
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "cpu/common/copy_matrix.h"
+#include "cpu/common/simd.h"
+
+// Assemblers of that age know the instruction.
+#if defined(__AVX512F__) && defined(__x86_64__) && \
+    ((defined(__clang__) && __clang_major__ >= 9) || (!defined(__clang__) && __GNUC__ >= 10))
+#define BRAZE_HAS_DOT_BF16 1
+#include <cpuid.h>
+#include <immintrin.h>
+#endif
+
+namespace braze::cpu {
+
+// Addresses of pairs are those of bf16 values.
+struct __attribute__((packed, aligned(2), may_alias)) Bf16Pair {
+  uint32_t bits;
+};
+
+#ifdef BRAZE_HAS_DOT_BF16
+
+// Whether the processor has it. (The library is loaded only where the system keeps AVX-512's
+// registers.)
+inline bool dot_bf16_available() {
+  static const bool available = [] {
+    unsigned a, b, c, d;
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);
+  }();
+  return available;
+}
+
+// sum += a, broadcast, times b, both pairs.
+inline void add_product(vec_t<float>& sum, Bf16Pair a, const vec_t<float>& b) {
+  const __m512i pairs = _mm512_set1_epi32(static_cast<int>(a.bits));
+  asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(pairs), "v"(b));
+}
+
+// rows x columns sums, rows `width` apart, plus a bias of `columns` values, rounded to bf16 at
+// `to`, rows `ld` apart.
+inline void store_rounded(const float* sums, int64_t width, int64_t rows, int64_t columns,
+                          const float* bias, BFloat16* to, int64_t ld) {
+  using V = vec_t<float>;
+  constexpr int64_t kL = kLanes<float>;
+  for (int64_t i = 0; i < rows; ++i, sums += width, to += ld) {
+    int64_t j = 0;
+    for (; j + kL <= columns; j += kL) {
+      const V values = load<V>(sums + j) + load<V>(bias + j);
+      __m256i rounded;
+      asm("vcvtneps2bf16 %1, %0" : "=v"(rounded) : "v"(values));
+      std::memcpy(&to[j].bits, &rounded, sizeof(rounded));
+    }
+    for (; j < columns; ++j) to[j] = BFloat16(sums[j] + bias[j]);
+  }
+}
+
+#else
+
+inline bool dot_bf16_available() { return false; }
+inline void store_rounded(const float*, int64_t, int64_t, int64_t, const float*, BFloat16*,
+                          int64_t) {}
+inline void add_product(vec_t<float>&, Bf16Pair, const vec_t<float>&) {}
+
+#endif
+
+// Packs `lanes` columns, `depth` deep, into rows of pairs, `width` wide: column j's values of rows
+// 2 p and 2 p + 1 lie side by side at p * width + j. What is beyond the columns or the depth is
+// zero. to: ceil(depth / 2) rows.
+inline void pack_pairs(uint32_t* to, int64_t width, const uint16_t* from, int64_t lane_stride,
+                       int64_t depth_stride, int64_t lanes, int64_t depth) {
+  if (lanes < width) std::fill_n(to, ceil_div(depth, 2) * width, 0u);
+  if (depth_stride == 1 && lane_stride % 2 == 0) {
+    // Pairs as they are: a transposition of 32-bit elements.
+    copy_matrix(reinterpret_cast<float*>(to), width, reinterpret_cast<const float*>(from), 1,
+                lane_stride / 2, depth / 2, lanes);
+  } else {
+    for (int64_t p = 0; p < depth / 2; ++p) {
+      uint32_t* __restrict__ const out = to + p * width;
+      const uint16_t *const low = from + 2 * p * depth_stride, *const high = low + depth_stride;
+      if (lane_stride == 1) {
+        for (int64_t j = 0; j < lanes; ++j) out[j] = low[j] | static_cast<uint32_t>(high[j]) << 16;
+      } else {
+        for (int64_t j = 0; j < lanes; ++j) {
+          out[j] = low[j * lane_stride] | static_cast<uint32_t>(high[j * lane_stride]) << 16;
+        }
+      }
+    }
+  }
+  if (depth % 2 == 0) return;
+  uint32_t* const last = to + depth / 2 * width;
+  for (int64_t j = 0; j < lanes; ++j) last[j] = from[(depth - 1) * depth_stride + j * lane_stride];
+}
+
+// Copies rows of bf16 values into rows of pairs, `ld` pairs apart: ceil(depth / 2) each, zeros
+// behind an odd depth.
+inline void copy_pairs(uint32_t* to, int64_t ld, const uint16_t* from, int64_t row_stride,
+                       int64_t depth_stride, int64_t rows, int64_t depth) {
+  if (depth_stride == 1) {
+    for (int64_t i = 0; i < rows; ++i, to += ld, from += row_stride) {
+      if (depth % 2) to[depth / 2] = 0;
+      std::memcpy(to, from, depth * sizeof(uint16_t));
+    }
+    return;
+  }
+  // Columns become rows of pairs in the first-level cache, which are then transposed.
+  constexpr int64_t kPairs = 16, kRows = 64;
+  uint32_t pairs[kPairs * kRows];
+  for (int64_t p = 0; p < depth; p += 2 * kPairs) {
+    const int64_t deep = std::min(2 * kPairs, depth - p);
+    for (int64_t i = 0; i < rows; i += kRows) {
+      const int64_t count = std::min(kRows, rows - i);
+      pack_pairs(pairs, kRows, from + i * row_stride + p * depth_stride, row_stride, depth_stride,
+                 count, deep);
+      copy_matrix(reinterpret_cast<float*>(to) + i * ld + p / 2, ld,
+                  reinterpret_cast<const float*>(pairs), 1, kRows, count, ceil_div(deep, 2));
+    }
+  }
+}
+
+}  // namespace braze::cpu

@@ -1,0 +1,85 @@
+"""What spliced loops go through: layers one after the other, with the runs among them in one."""
+
+import functools
+
+import torch
+
+from braze.convert.kinds import KINDS, kind_of
+from braze.convert.runs import LONGEST, run, run_length, runner
+
+
+def fused(modules):
+    """The modules, as callables, with runs among them in one: what ``for module in modules`` goes
+    through. Changes of `modules` on the way are seen as an iterator over it sees them."""
+    if type(modules).__iter__ not in _ITERATED:
+        return modules
+    children = tuple(modules)
+    kinds = tuple(map(type, children))
+    if torch.compiler.is_compiling():
+        return _callables(children, _segments(kinds))
+    segments = _known_segments(kinds)
+    return _walk(modules, children, segments) if segments else modules
+
+
+#: Which iterate over what they hold without effects.
+_ITERATED = tuple(k.__iter__ for k in (torch.nn.Sequential, torch.nn.ModuleList, list, tuple))
+
+
+def _callables(children, segments):
+    found, at = [], 0
+    while at < len(children):
+        length = segments.get(at, 1)
+        found.append(_callable(children[at : at + length][::-1]))
+        at += length
+    return found
+
+
+def _callable(links):
+    return links[0] if len(links) == 1 else lambda input: run(links, input)
+
+
+def _walk(modules, children, segments):
+    """The callables. Where others ran, which may have changed what comes next, a second iterator
+    looks ahead for what is next by now."""
+    ahead, seen, skip = None, 0, 0
+    others_ran = False
+    for at, module in enumerate(modules):
+        if skip:
+            skip -= 1
+            continue
+        if at in segments:
+            links = children[at : at + segments[at]][::-1]
+            if others_ran:
+                ahead = ahead or iter(modules)
+                _next(ahead, at - seen)
+                links, seen = _next(ahead, len(links)), at + len(links)
+            as_one = runner(links)
+            if as_one is None:  # perhaps of fewer
+                links = links[len(links) - run_length([kind_of(link) for link in links[::-1]]) :]
+                as_one = runner(links)
+            if as_one is not None:
+                skip = len(links) - 1
+                yield functools.partial(as_one, links)
+                continue
+        others_ran = True
+        yield module
+
+
+def _next(iterator, count):
+    """The next ones that an iterator has, up to so many, last first."""
+    return tuple([link for _, link in zip(range(count), iterator, strict=False)])[::-1]
+
+
+def _segments(types):
+    """Where runs may begin among modules of such types, and how long each is."""
+    kinds = [KINDS.get(kind) for kind in types]
+    found, at = {}, 0
+    while at < len(kinds):
+        length = run_length(kinds[at : at + LONGEST])
+        if length:
+            found[at] = length
+        at += max(length, 1)
+    return found
+
+
+_known_segments = functools.lru_cache(maxsize=1024)(_segments)

@@ -1,0 +1,253 @@
+"""The CPU's kernels of convolutions by name: products of pixels, Winograd's algorithm, im2col."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import strategies as st
+
+import braze
+import braze.nn.functional as F
+from braze.testing import WAYS, mover
+from common import assert_by_rule, fuzzed
+
+PASSES = ["fprop", "dgrad", "wgrad"]
+FORMATS = {"nchw": torch.contiguous_format, "nhwc": torch.channels_last}
+# n, c, h, w, k, (r, s), stride, padding, dilation, groups
+POINTWISE = [
+    (1, 1, 1, 1, 1, (1, 1), (1, 1), (0, 0), 1, 1),
+    (3, 64, 14, 14, 48, (1, 1), (1, 1), (0, 0), 1, 1),
+    (2, 17, 9, 5, 13, (1, 1), (1, 1), (0, 0), 1, 1),  # an odd number of channels: half a pair
+    (2, 40, 7, 7, 33, (1, 1), (2, 2), (0, 0), 1, 1),
+    (2, 16, 11, 6, 8, (1, 1), (3, 1), (0, 0), 1, 1),  # inputs that no filter reaches
+    (2, 24, 6, 5, 36, (1, 1), (1, 1), (0, 0), 1, 3),
+    (1, 2048, 3, 3, 40, (1, 1), (1, 1), (0, 0), 1, 1),  # pixels a page apart
+    (4, 300, 17, 19, 150, (1, 1), (1, 1), (0, 0), 1, 1),  # several blocks of everything
+]
+WINOGRAD = [
+    (1, 1, 3, 3, 1, (3, 3), (1, 1), (0, 0), 1, 1),
+    (3, 16, 8, 8, 32, (3, 3), (1, 1), (1, 1), 1, 1),
+    (2, 17, 9, 5, 13, (3, 3), (1, 1), (1, 1), 1, 1),  # half tiles at the edges
+    (2, 33, 4, 301, 20, (3, 3), (1, 1), (1, 0), 1, 1),  # rows of several segments
+    (2, 12, 5, 6, 18, (3, 3), (1, 1), (1, 1), 1, 3),
+    (2, 8, 4, 3, 8, (3, 3), (1, 1), (3, 5), 1, 1),  # padding over the filter
+    (9, 100, 7, 7, 70, (3, 3), (1, 1), (1, 1), 1, 1),
+]
+IM2COL = [
+    (2, 3, 11, 9, 10, (3, 2), (2, 1), (1, 2), 2, 1),
+    (3, 8, 7, 7, 12, (3, 3), (1, 1), (1, 1), 1, 2),
+    (2, 5, 8, 8, 6, (2, 2), (3, 3), (0, 0), 1, 1),
+]
+BY_NAME = {"pointwise": POINTWISE, "winograd": WINOGRAD, "im2col": IM2COL}
+CASES = [(name, case) for name, cases in BY_NAME.items() for case in cases]
+
+
+def drawn(case, dtype, form="nchw"):
+    n, c, h, w, k, size, *_, groups = case
+    shapes = (n, c, h, w), (k, c // groups, *size)
+    x, weight = (torch.randn(s).to(dtype, memory_format=FORMATS[form]) for s in shapes)
+    dy = torch.randn_like(reference("fprop", case, x, weight, None, None))
+    return x, weight, torch.randn(k).to(dtype), dy.to(memory_format=FORMATS[form])
+
+
+def geometry(case):
+    return list(case[6]), list(case[7]), [case[8]] * 2
+
+
+def run(which, case, x, w, b, dy, name):
+    settings = False, False, name
+    if which == "fprop":
+        return torch.ops.braze.conv2d(x, w, b, *geometry(case), case[9], *settings)
+    mask = [which == "dgrad", which == "wgrad", False]
+    grads = torch.ops.braze.conv2d_backward(dy, x, w, *geometry(case), case[9], mask, *settings)
+    return grads[PASSES.index(which) - 1]
+
+
+def reference(which, case, x, w, b, dy):
+    if which == "fprop":
+        return torch.nn.functional.conv2d(x, w, b, *geometry(case), case[9])
+    mask = [which == "dgrad", which == "wgrad", False]
+    what = *geometry(case), False, [0, 0], case[9], mask
+    return torch.ops.aten.convolution_backward(dy, x, w, None, *what)[PASSES.index(which) - 1]
+
+
+def check(which, case, tensors, name):
+    wide = [t.double() for t in tensors]
+    actual = run(which, case, *tensors, name)
+    terms = max(t.numel() for t in (*tensors, actual))
+
+    def moved():
+        return [reference(which, case, *map(mover(way), wide)) for way in WAYS]
+
+    exact, stock = reference(which, case, *wide), reference(which, case, *tensors)
+    ulps = 4 if which == "fprop" else 8
+    assert_by_rule(actual, stock, exact, ulps, f"{name} {which}", terms, moved)
+    return actual
+
+
+def takes(name, dtype):
+    return name != "winograd" or dtype != torch.float64
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(("name", "case"), CASES, ids=str)
+def test_by_name(dtype, name, case, form):
+    if not takes(name, dtype):
+        pytest.skip("not for float64")
+    tensors = drawn(case, dtype, form)
+    for which in PASSES:
+        actual = check(which, case, tensors, name)
+        assert actual.is_contiguous(memory_format=FORMATS[form])
+        assert torch.equal(actual, run(which, case, *tensors, name))
+
+
+def check_fuzzed(data, device):
+    name = data.draw(st.sampled_from(sorted(BY_NAME)))
+    number = st.integers
+    n, groups = data.draw(number(1, 4)), data.draw(st.sampled_from([1, 1, 2, 5]))
+    c, k = groups * data.draw(number(1, 40)), groups * data.draw(number(1, 40))
+    h, w = data.draw(number(7, 20)), data.draw(number(7, 40))
+    size, stride, padding, dilation = (1, 1), (1, 1), (0, 0), 1
+    if name != "winograd":
+        stride = data.draw(number(1, 3)), data.draw(number(1, 3))
+    if name == "im2col":
+        size, dilation = (data.draw(number(1, 3)), data.draw(number(1, 4))), data.draw(number(1, 2))
+    if name == "winograd":
+        size = 3, 3
+    if name != "pointwise":
+        padding = data.draw(number(0, 4)), data.draw(number(0, 4))
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+    case = n, c, h, w, k, size, stride, padding, dilation, groups
+    tensors = drawn(case, dtype, data.draw(st.sampled_from(sorted(FORMATS))))
+    for which in PASSES:
+        check(which, case, tensors, name)
+
+
+test_fuzzed_on_cpu, _ = fuzzed(check_fuzzed)
+
+
+@pytest.mark.parametrize("name", sorted(BY_NAME))
+def test_strides_of_views(name):
+    """Every second image, and a few of the channels, of a larger tensor."""
+    n, c, h, w, k, *rest = BY_NAME[name][1]
+    x, weight, b, dy = drawn((n, c, h, w, k, *rest), torch.float32)
+    for form in FORMATS.values():
+        wide = torch.randn(2 * n, c + 3, h, w).to(memory_format=form)
+        wide[::2, 2:-1] = x
+        for which in PASSES:
+            check(which, (n, c, h, w, k, *rest), (wide[::2, 2:-1], weight, b, dy), name)
+
+
+@pytest.mark.parametrize("special", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("where", ["x", "w", "dy"])
+@pytest.mark.parametrize("form", FORMATS)
+def test_winograd_keeps_specials_where_they_belong(form, where, special):
+    """A transformed tile would spread them over all of its results."""
+    case = (3, 20, 9, 10, 24, (3, 3), (1, 1), (1, 1), 1, 1)
+    x, w, b, dy = drawn(case, torch.float32, form)
+    {"x": x, "w": w, "dy": dy}[where][1, 7, 1, 2] = special
+    for which in PASSES:
+        actual = run(which, case, x, w, b, dy, "winograd")
+        read = {"fprop": "xw", "dgrad": "dyw", "wgrad": "xdy"}[which]
+        assert actual.isfinite().all() == (where not in read)
+        assert actual.isfinite().any()
+        # (Of a weight stock keeps it away from padding, and an infinity times padding is NaN here.)
+        plain = run(which, case, x, w, b, dy, "implicit_gemm")
+        assert torch.equal(actual.isnan(), plain.isnan())
+        assert torch.equal(actual.isinf(), plain.isinf())
+        if where != "w":
+            check(which, case, (x, w, b, dy), "winograd")
+
+
+def test_winograd_overflows_where_the_sum_does():
+    """Sums of transformed values overflow earlier."""
+    case = (2, 16, 8, 8, 16, (3, 3), (1, 1), (1, 1), 1, 1)
+    x, w, *_ = drawn(case, torch.float32)
+    x[1] = 2e38  # a transformed input is four times as large
+    w = torch.zeros_like(w)
+    w[:, 3, 1, 1] = 0.5
+    out = run("fprop", case, x, w, None, None, "winograd")
+    assert torch.equal(out[1], torch.full_like(out[1], 1e38))
+    x[1] = 3e38
+    w[:, 4, 1, 1] = 1
+    assert run("fprop", case, x, w, None, None, "winograd")[1].isinf().all()
+
+
+@pytest.mark.parametrize(
+    ("name", "why", "case", "dtype"),
+    [
+        ("pointwise", "1 x 1 filters", WINOGRAD[1], torch.float32),
+        ("winograd", "3 x 3 filters", POINTWISE[1], torch.float32),
+        ("winograd", "float32, bfloat16 and float16", WINOGRAD[1], torch.float64),
+    ],
+)
+def test_refusals(name, why, case, dtype):
+    tensors = drawn(case, dtype)
+    for which in PASSES:
+        with pytest.raises(RuntimeError, match=f"{name} cannot take these arguments: .*{why}"):
+            run(which, case, *tensors, name)
+
+
+@pytest.mark.parametrize(
+    ("case", "names"),
+    [
+        (
+            (1, 300, 17, 19, 150, (1, 1), (1, 1), (0, 0), 1, 1),
+            dict.fromkeys(PASSES, "pointwise"),
+        ),
+        (POINTWISE[-1], {"fprop": "pointwise", "dgrad": "pointwise", "wgrad": "implicit_gemm"}),
+        (WINOGRAD[1], dict.fromkeys(PASSES, "winograd")),
+        ((2, 8, 8, 8, 32, (3, 3), (1, 1), (1, 1), 1, 1), dict.fromkeys(PASSES, "implicit_gemm")),
+        ((2, 32, 8, 8, 32, (3, 3), (2, 2), (1, 1), 1, 1), dict.fromkeys(PASSES, "implicit_gemm")),
+    ],
+    ids=str,
+)
+def test_what_auto_takes(case, names):
+    """Which shows in the bits: the kernels add in different orders."""
+    tensors = drawn(case, torch.float32, "nhwc")
+    kernels = [k["name"] for k in braze.kernels("conv2d") if k["arch"] == "cpu" and k["shipped"]]
+    for which, name in names.items():
+        results = {}
+        for kernel in kernels:
+            try:
+                results[kernel] = run(which, case, *tensors, kernel)
+            except RuntimeError:
+                continue
+        auto = run(which, case, *tensors, "auto")
+        assert [k for k, result in results.items() if torch.equal(result, auto)] == [name], which
+
+
+@pytest.mark.parametrize("name", sorted(BY_NAME))
+def test_no_images(name):
+    case = (0, *BY_NAME[name][1][1:])
+    x, w, b, dy = drawn(case, torch.float32)
+    assert run("fprop", case, x, w, b, dy, name).shape == dy.shape
+    assert run("dgrad", case, x, w, b, dy, name).shape == x.shape
+    assert torch.equal(run("wgrad", case, x, w, b, dy, name), torch.zeros_like(w))
+
+
+@pytest.mark.parametrize("name", ["winograd", "im2col"])
+def test_a_training_step_by_name(name):
+    """The forward's choice holds for the backward."""
+    x = torch.randn(2, 16, 8, 8, requires_grad=True)
+    w = torch.randn(16, 16, 3, 3, requires_grad=True)
+    with braze.backend(conv2d=name):
+        out = F.conv2d(x, w, padding=1)
+    g = torch.randn_like(out)
+    case = (2, 16, 8, 8, 16, (3, 3), (1, 1), (1, 1), 1, 1)
+    grads = torch.autograd.grad(out, (x, w), g)
+    for which, grad in zip(PASSES[1:], grads, strict=True):
+        assert torch.equal(grad, run(which, case, x.detach(), w.detach(), None, g, name))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_any_number_of_threads(threads):
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        for name, case in (("winograd", WINOGRAD[-1]), ("pointwise", POINTWISE[-1])):
+            tensors = drawn(case, torch.float32, "nhwc")
+            for which in PASSES:
+                check(which, case, tensors, name)
+    finally:
+        torch.set_num_threads(before)
