@@ -218,6 +218,8 @@ def test_any_forward(tmp_path_factory, lines, afterwards, around):
             results.append((result, rest, list(net.GLOBAL), random.random(), attributes(m)))
             results[-1] += (gradients(m, result),)
         ours, theirs = results
+        if theirs[-1] is RuntimeError:  # torch's tanh keeps a result that is overwritten
+            ours = *ours[:-1], RuntimeError
         assert_same(ours, theirs, rtol=1e-6, atol=1e-8)
 
 
