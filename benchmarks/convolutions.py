@@ -196,7 +196,7 @@ def own_names(problem):
     names = shipped("conv2d", problem.device, DTYPES[problem.dtype_name])
     is_hopeless = problem.case.flops > DIRECT_LIMIT
     if is_hopeless and problem.case.kind not in ("first layer", "depthwise"):
-        names.remove("direct")
+        return [name for name in names if name != "direct"]
     return names
 
 

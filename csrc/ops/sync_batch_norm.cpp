@@ -41,8 +41,8 @@ std::tuple<Tensor, Tensor, Tensor> normalise(const Tensor& input, const Tensor& 
                                              std::optional<double> momentum, double eps) {
   const char* op = "sync_batch_norm";
   const BatchNormShape shape = batch_norm_shape(op, input);
-  const Norm norm{weight, bias, running_mean, running_var, num_batches_tracked, true, momentum,
-                  eps};
+  const Norm norm{weight, bias,     running_mean, running_var, num_batches_tracked,
+                  true,   momentum, eps};
   // One element here is enough where the others have more.
   BatchNormShape together = shape;
   together.n = 2;
@@ -53,10 +53,10 @@ std::tuple<Tensor, Tensor, Tensor> normalise(const Tensor& input, const Tensor& 
   const Tensor statistics = empty_statistics(input);
   Tensor total = empty({1}, input, ScalarType::Double);
   norm.with_dense([&](const BatchNormAffine& affine, const BatchNormBuffers& buffers) {
-    dev::batch_norm_merge(context.stream(), shape,
-                          static_cast<const MomentsPartial*>(moments.const_data_ptr()),
-                          static_cast<int>(moments.size(1)), affine, buffers, eps,
-                          statistics_of(statistics), static_cast<double*>(total.mutable_data_ptr()));
+    dev::batch_norm_merge(
+        context.stream(), shape, static_cast<const MomentsPartial*>(moments.const_data_ptr()),
+        static_cast<int>(moments.size(1)), affine, buffers, eps, statistics_of(statistics),
+        static_cast<double*>(total.mutable_data_ptr()));
   });
   if (input.numel() > 0) {
     const Tensor x = in_layout(shape, input);

@@ -189,8 +189,9 @@ void batch_norm_sums(Stream, const BatchNormShape& shape, const void* dy, const 
   dispatch(shape.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     using A = acc_t<T>;
-    const GradSource<T> source{static_cast<const T*>(dy), static_cast<const T*>(x), nullptr,
-                               nullptr, kIdentity, Statistics<A>(statistics)};
+    const GradSource<T> source{
+        static_cast<const T*>(dy), static_cast<const T*>(x), nullptr, nullptr, kIdentity,
+        Statistics<A>(statistics)};
     Partial* const partials = static_cast<Partial*>(workspace);
     reduce_gradients(shape, source, partials);
     for (int64_t j = 0; j < shape.c; ++j) {
@@ -208,8 +209,9 @@ void batch_norm_input_grad(Stream, const BatchNormShape& shape, const void* dy, 
   dispatch(shape.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     using A = acc_t<T>;
-    const GradSource<T> source{static_cast<const T*>(dy), static_cast<const T*>(x), nullptr,
-                               nullptr, kIdentity, Statistics<A>(statistics)};
+    const GradSource<T> source{
+        static_cast<const T*>(dy), static_cast<const T*>(x), nullptr, nullptr, kIdentity,
+        Statistics<A>(statistics)};
     const GradCoefficients<A> k(workspace, shape.c);
     for (int64_t j = 0; j < shape.c; ++j) {
       const double rstd = source.statistics.rstd[j];

@@ -26,8 +26,8 @@ __global__ void __launch_bounds__(kCoefficientThreads)
 // own sums'; and what dx is made with by the sums of all.
 template <typename A>
 __global__ void __launch_bounds__(kCoefficientThreads)
-    own_sums_kernel(int64_t channels, const GradPartial<A>* partials, int splits,
-                    BackwardArgs args, GradSums* sums) {
+    own_sums_kernel(int64_t channels, const GradPartial<A>* partials, int splits, BackwardArgs args,
+                    GradSums* sums) {
   wait_for_earlier_kernels();
   for_each_channel(channels, [&](int64_t c) {
     GradSums total{0, 0};
@@ -165,8 +165,13 @@ void batch_norm_sums(Stream stream, const BatchNormShape& shape, const void* dy,
     using T = typename decltype(tag)::type;
     using A = acc_t<T>;
     GradPartial<A>* const partials = partials_in<A>(workspace, shape);
-    const GradSumsArgs<T> args{static_cast<const T*>(dy), static_cast<const T*>(x), nullptr,
-                               nullptr, nullptr, statistics, ActivationArgs<A>(kIdentity)};
+    const GradSumsArgs<T> args{static_cast<const T*>(dy),
+                               static_cast<const T*>(x),
+                               nullptr,
+                               nullptr,
+                               nullptr,
+                               statistics,
+                               ActivationArgs<A>(kIdentity)};
     const int splits = launch_sums<T>(s, shape, kIdentity, args, partials);
     const BackwardArgs merge{affine, statistics, dweight, dbias, nullptr, shape.dtype, true, true};
     launch_early(own_sums_kernel<A>, coefficient_blocks(shape.c), kCoefficientThreads, 0, s,
