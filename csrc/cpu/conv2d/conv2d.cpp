@@ -65,14 +65,11 @@ int choose(const Conv2dProblem& problem) {
   }
   // With fewer channels or filters transformations take longer than they save.
   constexpr int64_t kLeastChannels = 16;
-  // A weight gradient transforms both operands; with short vectors it gains later, and with large
-  // images, whose transforms no cache holds, not at all.
+  // A weight gradient transforms both operands; with short vectors it gains later.
   constexpr int64_t kLeastWeights = kLanes<float> >= 16 ? 32 * 64 : 64 * 128;
-  constexpr int64_t kMostPixels = 64 * 64;
   const int64_t c = s.c / s.groups, k = s.k / s.groups;
-  const bool is_wide =
-      std::min(c, k) >= kLeastChannels &&
-      (problem.pass != Conv2dPass::kWgrad || (c * k >= kLeastWeights && s.p * s.q <= kMostPixels));
+  const bool is_wide = std::min(c, k) >= kLeastChannels &&
+                       (problem.pass != Conv2dPass::kWgrad || c * k >= kLeastWeights);
   return is_wide && !winograd_obstacle(problem) ? kWinograd : kImplicitGemm;
 }
 
