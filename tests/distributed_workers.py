@@ -1,9 +1,6 @@
-"""What each process of test_distributed.py does; a module of its own, so that a spawned process
-imports nothing else."""
+"""What each process of test_distributed.py does."""
 
 import copy
-import datetime
-import os
 import warnings
 
 import torch
@@ -19,24 +16,6 @@ from braze.step.ranks import Ranks
 
 F = nn.functional
 STEPS = 4
-
-
-def run(rank, ranks, port, device, work):
-    """`work`, the name of a function below, in a process group of `ranks` processes."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
-    torch.set_num_threads(1)
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-    dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo",
-        rank=rank,
-        world_size=ranks,
-        timeout=datetime.timedelta(minutes=1),  # where one fails, the other would wait for it
-    )
-    try:
-        globals()[work](device)
-    finally:
-        dist.destroy_process_group()
 
 
 def everything(device):

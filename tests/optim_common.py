@@ -50,3 +50,47 @@ def scaled_steps(optimizer_class, device, values, restart=None, **options):
             optimizer = restart(optimizer)
             (p,) = optimizer.param_groups[0]["params"]
     return p, optimizer
+
+
+def captured_steps(optimizer_class, values, rates, **options):
+    """The parameters after steps with gradients of ones, the first eager and the others replays of
+    one CUDA graph, which reads the learning rate on the device; and the optimizer."""
+    params = [torch.nn.Parameter(v.clone()) for v in values]
+    lr = torch.tensor(rates[0], device=values[0].device)
+    optimizer = optimizer_class(params, lr=lr, **options)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    for rate in rates[1:]:
+        lr.fill_(rate)
+        graph.replay()
+    return params, optimizer
+
+
+def steps_with_rates(optimizer_class, values, rates, clip=None):
+    """The parameters after eager steps with gradients of ones."""
+    params = [torch.nn.Parameter(v.clone()) for v in values]
+    optimizer = optimizer_class(params, lr=rates[0])
+    for rate in rates:
+        optimizer.param_groups[0]["lr"] = rate
+        for p in params:
+            p.grad = torch.ones_like(p)
+        if clip:
+            torch.nn.utils.clip_grad_norm_(params, clip)
+        optimizer.step()
+    return params
+
+
+def scheduled(optimizer_class, device):
+    """A parameter after steps with a learning rate that a scheduler halves."""
+    p = torch.nn.Parameter(torch.ones(3, device=device))
+    optimizer = optimizer_class([p], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    for _ in range(3):
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        scheduler.step()
+    return p

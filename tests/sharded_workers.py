@@ -1,8 +1,4 @@
-"""What each process of test_sgd_sharded.py does; a module of its own, so that a spawned process
-imports nothing else."""
-
-import datetime
-import os
+"""What each process of test_sgd_sharded.py does."""
 
 import pytest
 import torch
@@ -30,25 +26,11 @@ OPTIONS = [
 ]
 
 
-def run(rank, port, device):
-    """All checks, in a process group of RANKS processes."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
-    torch.set_num_threads(1)
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-    dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo",
-        rank=rank,
-        world_size=RANKS,
-        timeout=datetime.timedelta(minutes=1),  # where one fails, the other would wait for it
-    )
-    try:
-        fully_sharded(device)
-        other_optimizers(device)
-        checkpointed(device)
-        any_placement(device)
-    finally:
-        dist.destroy_process_group()
+def everything(device):
+    fully_sharded(device)
+    other_optimizers(device)
+    checkpointed(device)
+    any_placement(device)
 
 
 def model(device, mesh):

@@ -193,6 +193,14 @@ class Records(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
+class Doubles(TorchFunctionMode):
+    """What relu returns."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        return 2 * result if function in (stock.relu, torch.relu) else result
+
+
 def test_function_modes_see_torchs_functions():
     original = Calls()
     model = braze.convert(copy.deepcopy(original))
@@ -284,5 +292,8 @@ def test_compiled_code_notices_too():
         assert_same(compiled(x), original(x), rtol=1e-4, atol=1e-4)
     finally:
         stock.relu = before
-    with Records():
-        assert_same(compiled(x), original(x), rtol=1e-4, atol=1e-5)
+    plain = compiled(x)
+    stock_compiled = torch.compile(original, fullgraph=True, backend="eager")
+    with Doubles():
+        assert_same(compiled(x), stock_compiled(x), rtol=1e-4, atol=1e-5)
+        assert not torch.allclose(compiled(x), plain)

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import distributed_workers
 import pytest
 import torch
-import torch.multiprocessing as mp
+from processes import start
 
 pytestmark = pytest.mark.skipif(
     not (torch.distributed.is_available() and torch.distributed.is_gloo_available()),
@@ -19,23 +18,14 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def start(ranks, device, work, join=True):
-    if device == "cuda" and torch.cuda.device_count() < ranks:
-        pytest.skip("a GPU for each process")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    return mp.spawn(distributed_workers.run, (ranks, port, device, work), nprocs=ranks, join=join)
-
-
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_same_as_one_process(device, ranks):
     """All in one group of processes, whose start takes longer than the checks."""
-    start(ranks, device, "everything")
+    start(ranks, device, distributed_workers.everything)
 
 
 def test_where_one_fails_none_hangs(device):
-    context = start(2, device, "one_fails", join=False)
+    context = start(2, device, distributed_workers.one_fails, join=False)
     for process in context.processes:
         process.join(90)
     assert all(process.exitcode not in (None, 0) for process in context.processes)

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from optim_common import parameters, scaled_steps, train
+from optim_common import captured_steps, parameters, scaled_steps, steps_with_rates, train
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import braze
@@ -151,25 +151,8 @@ def test_bad_input(device):
 @cuda_only
 def test_captured_graph_follows_rate_and_step(device):
     values = parameters(device, torch.float32, [(3,), (10000,)])
-    lr = torch.tensor(0.1, device=device)
-    params = [torch.nn.Parameter(v.clone()) for v in values]
-    optimizer = braze.optim.LAMB(params, lr=lr)
-    for p in params:
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        optimizer.step()
-    lr.fill_(0.2)
-    graph.replay()
-    others = [torch.nn.Parameter(v.clone()) for v in values]
-    other = Formulas(others, lr=0.1)
-    for rate in (0.1, 0.2):
-        other.param_groups[0]["lr"] = rate
-        for p in others:
-            p.grad = torch.ones_like(p)
-        other.step()
-    torch.testing.assert_close(params, others)
+    params, _ = captured_steps(braze.optim.LAMB, values, (0.1, 0.2))
+    torch.testing.assert_close(params, steps_with_rates(Formulas, values, (0.1, 0.2)))
 
 
 def test_the_tests_reject_a_wrong_update(device):

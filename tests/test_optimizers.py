@@ -8,7 +8,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from optim_common import parameters, scaled_steps, train
+from optim_common import (
+    captured_steps,
+    parameters,
+    scaled_steps,
+    scheduled,
+    steps_with_rates,
+    train,
+)
 
 import braze
 from common import assert_by_rule
@@ -243,17 +250,7 @@ def test_learning_rate_tensor_and_scheduler(device, name):
     ):
         lr = torch.tensor(0.125, device=lr_device, dtype=lr_dtype)
         torch.testing.assert_close(train(ours, values, lr=lr)[0], expected)
-    results = []
-    for optimizer_class in (ours, stock):
-        p = torch.nn.Parameter(torch.ones(3, device=device))
-        optimizer = optimizer_class([p], lr=0.1)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        for _ in range(3):
-            p.grad = torch.ones_like(p)
-            optimizer.step()
-            scheduler.step()
-        results.append(p)
-    torch.testing.assert_close(*results)
+    torch.testing.assert_close(scheduled(ours, device), scheduled(stock, device))
 
 
 def test_tensors_as_betas(device):
@@ -428,28 +425,9 @@ def test_bad_input_of_the_op(device):
 @pytest.mark.parametrize("name", NAMES)
 def test_captured_graph_follows_rate_and_step(device, name):
     ours, stock = both(name)
-    values = parameters(device, torch.float32, [(3,), (10000,)])
-    lr = torch.tensor(0.1, device=device)
-    params = [torch.nn.Parameter(v.clone()) for v in values]
-    optimizer = ours(params, lr=lr, max_grad_norm=1.0)
-    for p in params:
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        optimizer.step()
-    graph.replay()
-    lr.fill_(0.2)
-    graph.replay()
-    others = [torch.nn.Parameter(v.clone()) for v in values]
-    other = stock(others, lr=0.1)
-    for rate in (0.1, 0.1, 0.2):
-        other.param_groups[0]["lr"] = rate
-        for p in others:
-            p.grad = torch.ones_like(p)
-        torch.nn.utils.clip_grad_norm_(others, 1.0)
-        other.step()
-    torch.testing.assert_close(params, others)
+    values, rates = parameters(device, torch.float32, [(3,), (10000,)]), (0.1, 0.1, 0.2)
+    params, optimizer = captured_steps(ours, values, rates, max_grad_norm=1.0)
+    torch.testing.assert_close(params, steps_with_rates(stock, values, rates, clip=1.0))
     assert all(optimizer.state[p]["step"] == 3 for p in params)
 
 

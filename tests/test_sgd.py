@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from optim_common import parameters, scaled_steps, train
+from optim_common import parameters, scaled_steps, scheduled, train
 
 import braze
 from common import assert_by_rule
@@ -109,17 +109,9 @@ def test_learning_rate_tensor_and_scheduler(device):
         expected, _ = train(torch.optim.SGD, values, lr=0.125, momentum=0.9)
         for a, s in zip(actual, expected, strict=True):
             torch.testing.assert_close(a, s)
-    results = []
-    for optimizer_class in (braze.optim.SGD, torch.optim.SGD):
-        p = torch.nn.Parameter(torch.ones(3, device=device))
-        optimizer = optimizer_class([p], lr=0.1)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        for _ in range(3):
-            p.grad = torch.ones_like(p)
-            optimizer.step()
-            scheduler.step()
-        results.append(p)
-    torch.testing.assert_close(*results)
+    torch.testing.assert_close(
+        scheduled(braze.optim.SGD, device), scheduled(torch.optim.SGD, device)
+    )
 
 
 def test_closure_hooks_and_versions(device):

@@ -17,6 +17,7 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 PRECISIONS = ("fp32", "tf32", "bf16")
@@ -44,8 +45,6 @@ def set_precision(torch, precision):
 
 def mnist(torch, device, seconds):
     """Seconds of one step, per batch size and precision; own kernels, channels_last."""
-    import time
-
     import braze
     from braze.mnist import steps
 
@@ -76,25 +75,15 @@ def mnist(torch, device, seconds):
             del step, losses
 
 
-def once(torch, function, seconds):
+def once(device, function, seconds):
     """Median seconds of a call: on a GPU a replay of its graph, cold caches."""
     from braze._timing import timer_for
 
-    timer = timer_for(function.device)
+    timer = timer_for(device)
     ready = timer.prepare(function)
     first = timer.microseconds([timer.once(ready) for _ in range(3)])
     repeats = min(200, max(10, int(seconds * 1e6 / min(first))))
     return statistics.median(timer.microseconds([timer.once(ready) for _ in range(repeats)])) / 1e6
-
-
-class Call:
-    """A function of no arguments that runs on `device`."""
-
-    def __init__(self, function, device):
-        self.function, self.device = function, device
-
-    def __call__(self):
-        self.function()
 
 
 def products(torch, device, seconds):
@@ -110,8 +99,8 @@ def products(torch, device, seconds):
             x = torch.randn(m, k, device=device, dtype=dtype)
             w = torch.randn(n, k, device=device, dtype=dtype)
             with braze.backend(matmul="braze"):
-                call = Call(lambda x=x, w=w: braze.matmul(x, w.T), device)
-                yield f"matmul {precision} {m}x{n}x{k}", once(torch, call, seconds)
+                name = f"matmul {precision} {m}x{n}x{k}"
+                yield name, once(device, lambda x=x, w=w: braze.matmul(x, w.T), seconds)
 
 
 def convolutions(torch, device, seconds):
@@ -142,8 +131,8 @@ def convolutions(torch, device, seconds):
                 name = f"conv2d {precision} {n}x{c}x{size} {k}x{kernel}/{stride} {layout}"
                 with braze.backend(conv2d="auto"):
                     with torch.no_grad():
-                        yield f"{name} forward", once(torch, Call(forward, device), seconds)
-                    yield f"{name} all", once(torch, Call(both, device), seconds)
+                        yield f"{name} forward", once(device, forward, seconds)
+                    yield f"{name} all", once(device, both, seconds)
 
 
 WHAT = {"mnist": mnist, "products": products, "convolutions": convolutions}

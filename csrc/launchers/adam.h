@@ -49,9 +49,9 @@ struct AdamUpdate {
 
   BRAZE_BOTH void operator()(A& p, A g, A (&states)[kStates], unsigned has) const {
     p *= shrink;
-    g = coupled != A(0) ? g + coupled * p : g;
+    g = coupled != A(0) ? multiply_add(coupled, p, g) : g;
     const A m = lerp(states[0], g, rest1);
-    const A v = beta2 * states[1] + rest2 * g * g;
+    const A v = multiply_add(beta2, states[1], rest2 * g * g);
     states[0] = m;
     states[1] = v;
     A u = v;
@@ -59,7 +59,7 @@ struct AdamUpdate {
       u = states[2] > v || states[2] != states[2] ? states[2] : v;
       states[2] = u;
     }
-    p -= step_size * (m / (std::sqrt(u) / root_bias2 + eps));
+    p = multiply_add(-step_size, m / (std::sqrt(u) / root_bias2 + eps), p);
   }
 };
 

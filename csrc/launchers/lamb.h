@@ -39,10 +39,10 @@ struct LambUpdate {
 
   BRAZE_BOTH void moments(A g, A& m, A& v) const {
     m = lerp(m, g, rest1);
-    v = beta2 * v + rest2 * g * g;
+    v = multiply_add(beta2, v, rest2 * g * g);
   }
   BRAZE_BOTH A direction(A p, A m, A v) const {
-    return m / bias1 / (std::sqrt(v) / root_bias2 + eps) + weight_decay * p;
+    return multiply_add(weight_decay, p, m / bias1 / (std::sqrt(v) / root_bias2 + eps));
   }
 };
 

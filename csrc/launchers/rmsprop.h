@@ -40,20 +40,20 @@ struct RMSpropUpdate {
   BRAZE_BOTH bool reads_states() const { return true; }
 
   BRAZE_BOTH void operator()(A& p, A g, A (&states)[kStates], unsigned has) const {
-    g = weight_decay != A(0) ? g + weight_decay * p : g;
-    A v = alpha * states[0] + rest * g * g;
+    g = weight_decay != A(0) ? multiply_add(weight_decay, p, g) : g;
+    A v = multiply_add(alpha, states[0], rest * g * g);
     states[0] = v;
     if (has & 4) {
       const A a = lerp(states[2], g, rest);
       states[2] = a;
-      v -= a * a;
+      v = multiply_add(-a, a, v);
     }
     g /= std::sqrt(v) + eps;
     if (has & 2) {
-      g += momentum * states[1];
+      g = multiply_add(momentum, states[1], g);
       states[1] = g;
     }
-    p -= lr * g;
+    p = multiply_add(-lr, g, p);
   }
 };
 

@@ -40,13 +40,13 @@ struct SgdUpdate {
   BRAZE_BOTH bool reads_states() const { return !first_step; }
 
   BRAZE_BOTH void operator()(A& p, A g, A (&states)[kStates], unsigned has) const {
-    g = weight_decay != A(0) ? g + weight_decay * p : g;
+    g = weight_decay != A(0) ? multiply_add(weight_decay, p, g) : g;
     if (has) {
-      const A m = first_step ? g : momentum * states[0] + kept * g;
+      const A m = first_step ? g : multiply_add(momentum, states[0], kept * g);
       states[0] = m;
-      g = nesterov ? g + momentum * m : m;
+      g = nesterov ? multiply_add(momentum, m, g) : m;
     }
-    p -= lr * g;
+    p = multiply_add(-lr, g, p);
   }
 };
 

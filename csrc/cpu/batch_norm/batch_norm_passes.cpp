@@ -130,6 +130,13 @@ void input_gradient(const BatchNormShape& shape, const GradSource<T>& source, bo
   });
 }
 
+// Of gradients of the normalisation itself.
+template <typename T>
+GradSource<T> plain_source(const void* dy, const void* x, const BatchNormStatistics& statistics) {
+  return {static_cast<const T*>(dy),       static_cast<const T*>(x), nullptr, nullptr, kIdentity,
+          Statistics<acc_t<T>>(statistics)};
+}
+
 }  // namespace
 
 int64_t batch_norm_mask_bytes(const BatchNormShape&, const BatchNormTail&) { return 0; }
@@ -188,10 +195,7 @@ void batch_norm_sums(Stream, const BatchNormShape& shape, const void* dy, const 
                      GradSums* sums, void* dweight, void* dbias, void* workspace) {
   dispatch(shape.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    using A = acc_t<T>;
-    const GradSource<T> source{
-        static_cast<const T*>(dy), static_cast<const T*>(x), nullptr, nullptr, kIdentity,
-        Statistics<A>(statistics)};
+    const GradSource<T> source = plain_source<T>(dy, x, statistics);
     Partial* const partials = static_cast<Partial*>(workspace);
     reduce_gradients(shape, source, partials);
     for (int64_t j = 0; j < shape.c; ++j) {
@@ -209,9 +213,7 @@ void batch_norm_input_grad(Stream, const BatchNormShape& shape, const void* dy, 
   dispatch(shape.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     using A = acc_t<T>;
-    const GradSource<T> source{
-        static_cast<const T*>(dy), static_cast<const T*>(x), nullptr, nullptr, kIdentity,
-        Statistics<A>(statistics)};
+    const GradSource<T> source = plain_source<T>(dy, x, statistics);
     const GradCoefficients<A> k(workspace, shape.c);
     for (int64_t j = 0; j < shape.c; ++j) {
       const double rstd = source.statistics.rstd[j];

@@ -112,7 +112,7 @@ __device__ __forceinline__ void update_range(Update update, const LoadedValue& l
           A value = convert<A>(params.v[k]), state[kStates];
 #pragma unroll
           for (int s = 0; s < kStates; ++s) state[s] = convert<A>(states[s].v[k]);
-          update(value, convert<A>(grads.v[k]) * factor, state, has);
+          update(value, scaled(convert<A>(grads.v[k]), factor), state, has);
           params.v[k] = convert<T>(value);
 #pragma unroll
           for (int s = 0; s < kStates; ++s) states[s].v[k] = convert<T>(state[s]);

@@ -65,7 +65,7 @@ __device__ void moments_range(const LambUpdate<acc_t<T>>& update, acc_t<T> facto
 #pragma unroll
     for (int k = 0; k < N; ++k) {
       A mean = convert<A>(m.v[k]), square = convert<A>(v.v[k]);
-      update.moments(convert<A>(g.v[k]) * factor, mean, square);
+      update.moments(scaled(convert<A>(g.v[k]), factor), mean, square);
       m.v[k] = convert<T>(mean);
       v.v[k] = convert<T>(square);
       const A value = convert<A>(p.v[k]);
@@ -146,7 +146,7 @@ __device__ void apply_range(const LambUpdate<acc_t<T>>& update, acc_t<T> step_si
       for (int k = 0; k < N; ++k) {
         const A value = convert<A>(p.v[k]);
         const A u = update.direction(value, convert<A>(m.v[k]), convert<A>(v.v[k]));
-        p.v[k] = convert<T>(value - step_size * u);
+        p.v[k] = convert<T>(multiply_add(-step_size, u, value));
       }
       store_vec(param + i, p);
     }

@@ -75,10 +75,34 @@ BRAZE_BOTH A gradient_factor(const UpdateOptions& o) {
   return o.maximize ? -factor : factor;
 }
 
+// a b + c. On a GPU always in one rounding: a compiler that is left to choose which products it
+// fuses with which sums chooses by the code around them, and an update with a cast in its launch
+// has to give the same bits as one without.
+template <typename A>
+BRAZE_BOTH A multiply_add(A a, A b, A c) {
+#ifdef __CUDA_ARCH__
+  return fma(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
+// A gradient times gradient_factor(), for the same reason never fused with what follows.
+template <typename A>
+BRAZE_BOTH A scaled(A grad, A factor) {
+#ifdef __CUDA_ARCH__
+  if constexpr (sizeof(A) == sizeof(float)) return __fmul_rn(grad, factor);
+  return __dmul_rn(grad, factor);
+#else
+  return grad * factor;
+#endif
+}
+
 // torch.lerp
 template <typename A>
 BRAZE_BOTH A lerp(A from, A to, A weight) {
-  return weight < A(0.5) ? from + weight * (to - from) : to - (to - from) * (A(1) - weight);
+  return weight < A(0.5) ? multiply_add(weight, to - from, from)
+                         : multiply_add(from - to, A(1) - weight, to);
 }
 
 // An average of which `value` becomes a part: torch.optim.swa_utils, whose first one is a copy.

@@ -17,7 +17,7 @@ from braze import _lib
 from braze.data import load_mnist
 from braze.info import info
 from braze.mnist import accuracy, honesty, profile, ranks, recorded, report, timing
-from braze.mnist.example import CountingLoss, evaluate, make_loader, train
+from braze.mnist.example import CountingLoss, train
 from braze.mnist.steps import BrazeStep, Setup, StockStep
 
 _DESCRIPTION = """Trains a small CNN on MNIST with braze, and with stock PyTorch from the same
@@ -248,11 +248,7 @@ def _train(name, setup, epochs):
     start = time.perf_counter()
     losses = train(step, counting, eager.loader, epochs, label=f"training {name}")
     seconds = time.perf_counter() - start
-    digits = setup.digits
-    test = make_loader(digits.test_images, digits.test_labels, 1000, device, shuffle=False)
-    test.memory_format = eager.loader.memory_format
-    with setup.autocast():
-        right = evaluate(eager.model, test)
+    right = setup.test_accuracy(eager.model, eager.loader.memory_format)
     return {"accuracy": right, "epochs": epochs, "seconds": seconds, "losses": losses}
 
 

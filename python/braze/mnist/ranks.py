@@ -16,8 +16,8 @@ from rich.progress import Progress
 from torch.nn.parallel import DistributedDataParallel
 
 from braze.mnist import report
-from braze.mnist.example import evaluate, make_loader
 from braze.mnist.steps import BrazeStep, forever
+from braze.mnist.timing import seconds_per_step
 
 _ROUNDS = 5  # of timed steps
 
@@ -78,14 +78,7 @@ def train_and_time(args, console, setup, about, epochs, steps):
                 progress.advance(bar)
     setup.synchronize()
     seconds = time.perf_counter() - start
-    digits, right = setup.digits, None
-    if first:
-        test = make_loader(
-            digits.test_images, digits.test_labels, 1000, setup.device, shuffle=False
-        )
-        test.memory_format = eager.loader.memory_format
-        with setup.autocast():
-            right = evaluate(model, test)
+    right = setup.test_accuracy(model, eager.loader.memory_format) if first else None
     console.print(
         f"{ranks} processes, {setup.batch_size} images each: test accuracy {right or 0:.2%} after "
         f"{epochs} epoch{'s' * (epochs > 1)} in {seconds:.1f} s"
@@ -119,9 +112,5 @@ def _milliseconds(step, setup, steps):
         next(batches)
         setup.synchronize()
         dist.barrier()
-        start = time.perf_counter()
-        for _ in range(steps):
-            next(batches)
-        setup.synchronize()
-        rounds.append((time.perf_counter() - start) / steps * 1e3)
+        rounds.append(1e3 * seconds_per_step(batches, steps, setup))
     return statistics.median(rounds)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 import braze
-from braze.mnist.example import MEAN, STD, make_loader, make_model
+from braze.mnist.example import MEAN, STD, evaluate, make_loader, make_model
 
 LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 
@@ -62,6 +62,14 @@ class Setup:
         loader.restart(self.seed)
         loader.memory_format = LAYOUTS[layout]
         return loader
+
+    def test_accuracy(self, model, memory_format):
+        """The share of the test images that `model` classifies correctly."""
+        images, labels = self.digits.test_images, self.digits.test_labels
+        test = make_loader(images, labels, 1000, self.device, shuffle=False)
+        test.memory_format = memory_format
+        with self.autocast():
+            return evaluate(model, test)
 
     def synchronize(self):
         if self.device.type == "cuda":

@@ -185,10 +185,10 @@ def _prepare(mode, layout, setup, judge):
             if row.error:
                 return row, None
             losses = ways.forever(epoch)
-            trial = _seconds(losses, 3, setup)
+            trial = seconds_per_step(losses, 3, setup)
             # What takes a tenth of a millisecond cannot be told apart by three steps of it.
             steps = math.ceil(_LEAST / trial) if setup.device.type == "cuda" else 0
-            trial = min(trial, _seconds(losses, steps, setup)) if steps > 3 else trial
+            trial = min(trial, seconds_per_step(losses, steps, setup)) if steps > 3 else trial
             return row, _Running(mode, row, losses, trial)
     except Exception as error:
         row.error = _first_line(error)
@@ -199,7 +199,8 @@ def _stock_layout(running):
     return next((r.row.layout for r in running if r.row.label == "stock eager"), None)
 
 
-def _seconds(losses, steps, setup):
+def seconds_per_step(losses, steps, setup):
+    """Takes `steps` of the iterator `losses`."""
     setup.synchronize()
     start = time.perf_counter()
     for _ in itertools.islice(losses, steps):
@@ -215,7 +216,7 @@ def _time_round(ready, steps, setup):
                 # Not timed: the row before has had its memory from the same allocator, which has
                 # given pages back since. Finding them again can take as long as a step.
                 next(ready.losses)
-            ready.row.seconds.append(_seconds(ready.losses, steps, setup))
+            ready.row.seconds.append(seconds_per_step(ready.losses, steps, setup))
     except Exception as error:
         ready.row.error = _first_line(error)
 

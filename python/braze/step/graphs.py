@@ -155,8 +155,10 @@ class Graphs:
         self._last_stream = stream
         if call.copied:
             entry.load(call.leaves)
-        eager_calls = max(_EAGER_CALLS, parts.ranks.eager_calls())
-        if work.is_eager(entry, call) or (entry.graph is None and entry.eager_calls < eager_calls):
+        warms_up = entry.graph is None and entry.eager_calls < max(
+            _EAGER_CALLS, parts.ranks.eager_calls()
+        )
+        if work.is_eager(entry, call) or warms_up:
             work.before_eager(call)
             return self._run_eagerly(entry, call, stream)
         if entry.graph is None or work.is_full(entry) or entry.buffers != parts.buffer_addresses():
