@@ -98,13 +98,16 @@ def test_halo_wgmma_waits_for_each_tile(hopper, dtype, tf32):
         assert all(torch.equal(a, b) for a, b in zip(results, first, strict=True))
 
 
+@pytest.mark.parametrize("precision", ["ieee", "tf32", "bf16"])
 @pytest.mark.parametrize("backend", ["auto", "braze"])
-def test_contiguous_fp32_in_channels_last(hopper, backend):
-    """On Hopper fp32 tensors in the default format are transposed for the channels_last kernel."""
-    torch.backends.cudnn.conv.fp32_precision = "ieee"
-    images = torch.randn(9, 48, 14, 13, device="cuda")
-    weight = torch.randn(40, 32, 3, 3, device="cuda").requires_grad_()
-    bias = torch.randn(40, device="cuda").requires_grad_()
+def test_contiguous_in_channels_last(hopper, backend, precision):
+    """On Hopper tensors in the default format are transposed for the channels_last kernel; in the
+    precisions that have fast kernels of others, large ones."""
+    torch.backends.cudnn.conv.fp32_precision = "ieee" if precision == "ieee" else "tf32"
+    like = {"device": "cuda", "dtype": torch.bfloat16 if precision == "bf16" else torch.float32}
+    images = torch.randn(9 if precision == "ieee" else 200, 48, 14, 13, **like)
+    weight = torch.randn(40, 32, 3, 3, **like).requires_grad_()
+    bias = torch.randn(40, **like).requires_grad_()
     with braze.backend(conv2d=backend):
         for x in (images[:, :32].contiguous(), images[:, 8:40]):  # dense and not
             y = F.conv2d(x.requires_grad_(), weight, bias, padding=1)
@@ -118,6 +121,7 @@ def test_contiguous_fp32_in_channels_last(hopper, backend):
                 lambda *t: F.conv2d(*t, padding=1),
                 lambda *t: stock.conv2d(*t, padding=1),
                 [x.detach().requires_grad_(), weight, bias],
+                ulps=2**13 if precision == "tf32" else 4,  # as above
             )
 
 

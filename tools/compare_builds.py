@@ -145,19 +145,22 @@ def worker(arguments):
     torch.manual_seed(0)
     if device.type == "cpu":
         torch.set_num_threads(arguments.threads)
+    # What tensors share a bank or a cache set depends on where they lie.
+    _elsewhere = torch.empty(arguments.number * 4_915_200, dtype=torch.uint8, device=device)
     for what in arguments.what:
         for name, seconds in WHAT[what](torch, device, arguments.seconds):
             print(json.dumps({"what": what, "name": name, "seconds": seconds}), flush=True)
 
 
-def turn(tree, arguments):
-    """One process's readings: (what, name) -> seconds."""
+def turn(tree, number, arguments):
+    """One process's readings: (what, name) -> seconds. Each turn has its tensors elsewhere."""
     tree = Path(tree).resolve()
-    env = os.environ | {"PYTHONPATH": str(tree / "python"), "PYTHONDONTWRITEBYTECODE": "1"}
+    paths = [str(tree / "python"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, __file__, str(tree), str(tree), "--worker"]
     for name in ("device", "seconds", "threads"):
         command += [f"--{name}", str(getattr(arguments, name))]
-    command += ["--what", *arguments.what]
+    command += ["--number", str(number), "--what", *arguments.what]
     lines = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True).stdout
     readings = map(json.loads, lines.splitlines())
     return {(reading["what"], reading["name"]): reading["seconds"] for reading in readings}
@@ -195,15 +198,16 @@ def main():
     parser.add_argument("--threads", type=int, default=2, help="on a CPU")
     parser.add_argument("--out", type=Path, help="a JSON file with all readings")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--number", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
         worker(arguments)
         return
 
     old, new = [], []
-    for _ in range(arguments.turns):
-        old.append(turn(arguments.old, arguments))
-        new.append(turn(arguments.new, arguments))
+    for number in range(arguments.turns):
+        old.append(turn(arguments.old, 2 * number, arguments))
+        new.append(turn(arguments.new, 2 * number + 1, arguments))
     rows = compare(old, new, arguments.limit)
     if arguments.out:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)

@@ -222,15 +222,15 @@ void record(int device, const Tensor* x, bool channels_last, Conv2dPass pass, co
   if (found) tuned_convolutions.record(*found);
 }
 
-// Whether passes of contiguous fp32 tensors had better run in channels_last, with transposes before
-// and after. Not where tuning knows what to do with one as it is. x: as in problem_in.
+// Whether passes of contiguous tensors had better run in channels_last, with transposes before and
+// after. Not where tuning knows what to do with one as it is. x: as in problem_in.
 bool prefers_channels_last([[maybe_unused]] const Tensor& input, [[maybe_unused]] const Tensor* x,
                            [[maybe_unused]] const std::vector<Conv2dPass>& passes,
                            [[maybe_unused]] const Conv2dShape& s, [[maybe_unused]] bool bias,
                            [[maybe_unused]] const Choice& choice) {
 #ifdef BRAZE_CUDA
   const Wish& wish = choice.wish;
-  if (s.dtype != DType::kFloat32 || s.allow_tf32 || !wish.leaves_choice()) return false;
+  if (!wish.leaves_choice()) return false;
   const bool asks_tuning = tuned_convolutions.in_use && wish.kind == Wish::kAuto;
   return !passes.empty() && std::all_of(passes.begin(), passes.end(), [&](Conv2dPass pass) {
     if (asks_tuning) {

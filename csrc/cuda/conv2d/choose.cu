@@ -262,7 +262,9 @@ bool im2col_beats_cudnn(const Conv2dProblem& problem) {
       if (one) return is_16_bit || s.c <= 128;
       return plane <= 80 * 80 && (is_16_bit || strided || s.c < 256);
     case Conv2dPass::kDgrad:
-      if (one) return strided ? !is_16_bit : is_16_bit && s.k <= 512 && pixels >= 64 * 14 * 14;
+      // Level with cuDNN's alone, but behind beside a weight gradient: its blocks stay on their
+      // SMs.
+      if (one) return strided && !is_16_bit;
       return plane <= 80 * 80 && (!strided || !is_16_bit);
     case Conv2dPass::kWgrad: break;
   }
@@ -298,6 +300,15 @@ bool beats_cudnn(const Conv2dProblem& problem, int kernel) {
   }
   return wgrad && s.dtype == DType::kFloat32 && s.allow_tf32 && !is_strided(s) && s.c <= 32 &&
          s.k <= 64;
+}
+
+// Whether contiguous tensors had better be transposed for a kernel that beats cuDNN's in
+// channels_last: cuDNN transposes them too, but for 1 x 1 filters, and all that takes contiguous
+// fp32 as it is stays far behind.
+bool pays_transposes(const Conv2dShape& s, int kernel) {
+  if (s.c < 16 || s.k < 16 || is_pointwise(s)) return false;
+  const bool is_large = s.n * s.c * s.h * s.w >= 1 << 20;  // else launches decide
+  return (is_plain_fp32(s) || is_large) && (is_halo(kernel) || kernel == kIm2col);
 }
 
 bool is_empty(const Conv2dArgs& args) {
@@ -363,8 +374,7 @@ Conv2dPlan plan_conv2d(const Conv2dProblem& problem, int wish) {
   plan.beats_library = beats_cudnn(problem, plan.kernel);
   // Moments save a pass over the result: more than cuDNN is ahead anywhere.
   plan.beats_library_with_moments = s.c <= 128 && s.k <= 128 && plan.moment_sets > 0;
-  // The Hopper kernel is far ahead of all that take contiguous fp32 as it is.
-  plan.pays_transposes = plan.beats_library && is_halo(plan.kernel) && s.c >= 16 && s.k >= 16;
+  plan.pays_transposes = plan.beats_library && pays_transposes(s, plan.kernel);
   return plan;
 }
 
