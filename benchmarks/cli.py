@@ -29,6 +29,7 @@ OPS = [
     "conv2d",
     "conv_transpose2d",
     "batch_norm",
+    "layer_norm",
     "relu",
     "pool",
     "softmax",

@@ -18,6 +18,7 @@ import braze.nn.functional as F
 from braze import nn
 from common import assert_by_rule, check_against_stock
 
+pytestmark = pytest.mark.usefixtures("own_norms")
 OURS = SimpleNamespace(**{name: getattr(F, name) for name in F.__all__}, matmul=braze.matmul)
 STOCK = SimpleNamespace(**vars(torch.nn.functional), matmul=torch.matmul)
 
@@ -42,6 +43,10 @@ OPS = {
         lambda f, x, w, b: f.batch_norm(x, None, None, w, b, True),
         lambda: [rand(4, 3, 2, 2), rand(3), rand(3)],
     ),
+    "layer_norm": (
+        lambda f, x, w, b: f.layer_norm(x, (4, 5), w, b),
+        lambda: [rand(3, 4, 5), rand(4, 5), rand(4, 5)],
+    ),
     "relu": (lambda f, x: f.relu(x), lambda: [rand(3, 4)]),
     "tanh": (lambda f, x: f.tanh(x), lambda: [rand(3, 4)]),
     "max_pool2d": (lambda f, x: f.max_pool2d(x, 2), lambda: [rand(2, 3, 6, 6)]),
@@ -60,6 +65,8 @@ LAYERS = [
     lambda n: n.ConvTranspose2d(4, 2, 3, stride=2, output_padding=1),
     lambda n: n.BatchNorm2d(3),
     lambda n: n.BatchNorm2d(3, affine=False, track_running_stats=False),
+    lambda n: n.LayerNorm((3, 4), elementwise_affine=False),
+    lambda n: n.LayerNorm(4, bias=False),
     lambda n: n.ReLU(inplace=True),
     lambda n: n.GELU(approximate="tanh"),
     lambda n: n.ReLU6(inplace=True),

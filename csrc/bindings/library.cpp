@@ -131,6 +131,16 @@ STABLE_TORCH_LIBRARY(braze, m) {
       "Tensor(f!)[]? averages=None, float average_weight=0.0, Tensor(g!)? averaged=None, "
       "Tensor? grad_norm=None, float max_grad_norm=0.0, Tensor(h!)? tickets=None) -> ()");
 
+  // layer_norm: mean and rstd have the input's shape with extents of 1 where it is normalised;
+  // dtype is the result's, the input's own or float32 for a 16-bit one
+  m.def(
+      "layer_norm(Tensor input, Tensor? weight, Tensor? bias, SymInt[] normalized_shape, float "
+      "eps, "
+      "ScalarType? dtype=None) -> (Tensor output, Tensor mean, Tensor rstd)");
+  m.def(
+      "layer_norm_backward(Tensor grad_output, Tensor input, Tensor? weight, Tensor mean, "
+      "Tensor rstd, SymInt[] normalized_shape, bool[] output_mask) -> (Tensor, Tensor, Tensor)");
+
   // matmul, linear
   m.def(
       "matmul(Tensor input, Tensor other, bool allow_tf32=False, bool deterministic=False, "

@@ -23,6 +23,7 @@ LAYERS = (
     "Hardsigmoid",
     "Hardswish",
     "Hardtanh",
+    "LayerNorm",
     "LeakyReLU",
     "Linear",
     "LogSoftmax",

@@ -36,6 +36,7 @@ from braze.nn.modules import (
     Softmax,
     SyncBatchNorm,
 )
+from braze.nn.norms import LayerNorm
 
 __all__ = [
     "CELU",
@@ -53,6 +54,7 @@ __all__ = [
     "Hardsigmoid",
     "Hardswish",
     "Hardtanh",
+    "LayerNorm",
     "LeakyReLU",
     "Linear",
     "LinearReLU",
