@@ -5,7 +5,7 @@
 //   forward    4: x, y                (6 where y is float32, under autocast)
 //   backward   6: dy, x, dx           (8 where dy is float32), and for the parameters' gradients
 //              partial sums, 8 bytes for each column and block, at most one block a multiprocessor
-// Rows too long for registers are read twice, the second time through the L2 cache (long.cuh).
+// Rows too long for registers are read twice, the second time through the L2 cache (normalise.cuh).
 //
 // By length of a row in vectors of 16 bytes (in elements where 16 bytes do not divide the row or
 // its address):
