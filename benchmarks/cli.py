@@ -30,6 +30,7 @@ OPS = [
     "conv_transpose2d",
     "batch_norm",
     "layer_norm",
+    "group_norm",
     "relu",
     "pool",
     "softmax",

@@ -69,7 +69,7 @@ def gpu_or_fake(request):
 @pytest.fixture
 def own_norms():
     """Norms by our kernels, which "auto" takes only where they were measured to be faster."""
-    with braze.backend(layer_norm="braze"):
+    with braze.backend(layer_norm="braze", group_norm="braze"):
         yield
 
 

@@ -30,6 +30,8 @@ FUNCTIONS = {
     ("nn.functional.conv2d", ""): (F, "conv2d"),
     ("nn.functional.conv_transpose2d", ""): (F, "conv_transpose2d"),
     ("nn.functional.batch_norm", ""): (F, "batch_norm"),
+    ("nn.functional.group_norm", ""): (F, "group_norm"),
+    ("nn.functional.instance_norm", ""): (F, "instance_norm"),
     ("nn.functional.layer_norm", ""): (F, "layer_norm"),
     ("nn.functional.relu", ""): (F, "relu"),
     ("nn.functional.max_pool2d", ""): (F, "max_pool2d"),
@@ -156,7 +158,11 @@ def cancelled(name, sample):
     to 0, two to -1 and 1."""
     if name == "nn.functional.batch_norm":
         return int(sample.input.numel() == 2 * sample.input.size(1))
-    values = math.prod(sample.args[0]) if name == "nn.functional.layer_norm" else 0
+    values = 0
+    if name == "nn.functional.layer_norm":
+        values = math.prod(sample.args[0])
+    elif name == "nn.functional.group_norm":
+        values = sample.input.shape[1:].numel() // sample.args[0]
     return {1: 2, 2: 1}.get(values, 0)
 
 

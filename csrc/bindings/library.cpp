@@ -121,6 +121,14 @@ STABLE_TORCH_LIBRARY(braze, m) {
       "Tensor shift, Tensor(b!) batch_images, Tensor(c!) batch_labels, Tensor(d!)? moments=None, "
       "int[] filters=[]) -> ()");
 
+  // group_norm: mean and rstd are [N, num_groups]
+  m.def(
+      "group_norm(Tensor input, Tensor? weight, Tensor? bias, int num_groups, float eps) "
+      "-> (Tensor output, Tensor mean, Tensor rstd)");
+  m.def(
+      "group_norm_backward(Tensor grad_output, Tensor input, Tensor? weight, Tensor mean, "
+      "Tensor rstd, int num_groups, bool[] output_mask) -> (Tensor, Tensor, Tensor)");
+
   // lamb
   m.def(
       "lamb_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, "

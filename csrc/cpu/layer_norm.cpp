@@ -1,11 +1,11 @@
 #include "launchers/layer_norm.h"
 
 #include <algorithm>
-#include <cmath>
 #include <vector>
 
 #include "cpu/common/numeric.h"
 #include "cpu/common/parallel.h"
+#include "cpu/common/row_norm.h"
 
 namespace braze::cpu {
 namespace {
@@ -17,19 +17,6 @@ constexpr int64_t kRowBlock = 64;   // rows summed before float64 takes over
 const KernelEntry kEntry({"layer_norm", "rows", "float64 float32 bfloat16 float16", "cpu", true,
                           "vectorised along the row"});
 
-// A vector of parameters in the accumulation type; `absent` where there is none.
-template <typename A>
-std::vector<A> parameters(const void* values, DType dtype, int64_t size, A absent) {
-  std::vector<A> result(size, absent);
-  if (!values) return result;
-  dispatch(dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    const T* from = static_cast<const T*>(values);
-    for (int64_t c = 0; c < size; ++c) result[c] = static_cast<A>(static_cast<acc_t<T>>(from[c]));
-  });
-  return result;
-}
-
 // f(input tag, result tag) for the pairs of dtypes that exist.
 template <typename F>
 void dispatch_pair(const LayerNormShape& shape, F&& f) {
@@ -39,44 +26,6 @@ void dispatch_pair(const LayerNormShape& shape, F&& f) {
     }
     f(tag, tag);
   });
-}
-
-// The mean of a row is pivot + rest: rounded to the type alone it would take away from the
-// deviations where it is large beside them.
-template <typename A>
-struct RowStatistics {
-  A pivot, rest, rstd;
-};
-
-// The sum of f(c) along a row; in short runs, behind which float64 takes over: a long sum would
-// lose what is small beside one large element.
-template <typename A, typename F>
-double row_sum(int64_t size, const F& f) {
-  constexpr int64_t kRun = 512;
-  double sum = 0;
-  for (int64_t begin = 0; begin < size; begin += kRun) {
-    const int64_t end = std::min(begin + kRun, size);
-    A run = 0;
-#pragma omp simd reduction(+ : run)
-    for (int64_t c = begin; c < end; ++c) run += f(c);
-    sum += run;
-  }
-  return sum;
-}
-
-template <typename T, typename A>
-RowStatistics<A> statistics_of(const T* x, int64_t size, double eps) {
-  const double count = static_cast<double>(size);
-  const A pivot = static_cast<A>(row_sum<A>(size, [x](int64_t c) { return A(x[c]); }) / count);
-  const auto deviation = [x, pivot](int64_t c) { return A(x[c]) - pivot; };
-  const double rest = row_sum<A>(size, deviation) / count;
-  const double squares = row_sum<A>(size, [deviation](int64_t c) {
-    const A d = deviation(c);
-    return d * d;
-  });
-  const double variance = squares / count - rest * rest;
-  const double rstd = 1 / std::sqrt((variance < 0 ? 0 : variance) + eps);
-  return {pivot, static_cast<A>(rest), static_cast<A>(rstd)};
 }
 
 template <typename In, typename Out, typename A>

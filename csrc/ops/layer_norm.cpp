@@ -59,12 +59,6 @@ void check_parameter(const char* op, const char* arg, const std::optional<Tensor
               scalar_type_name(t->scalar_type()));
 }
 
-Sizes sizes_of(const Tensor& t) {
-  Sizes sizes(t.dim());
-  for (int64_t i = 0; i < t.dim(); ++i) sizes[i] = t.size(i);
-  return sizes;
-}
-
 // One for each row, in torch's shape: the normalised extents are 1.
 Sizes statistics_sizes(const Tensor& input, const Sizes& normalized_shape) {
   Sizes sizes = sizes_of(input);

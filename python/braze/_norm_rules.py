@@ -1,4 +1,5 @@
-"""Where ``auto`` takes our kernels of layer norm and group norm, and where torch's function.
+"""Where ``auto`` takes our kernels of layer norm and group norm (instance norm's too), and where
+torch's function.
 
 The rules are made from the committed rows of ``python -m braze bench layer_norm`` and
 ``group_norm`` (``benchmarks/results/``). What has no rows goes to torch's. A rule asks for the
@@ -15,6 +16,8 @@ from braze import _config
 FASTER = {
     ("layer_norm", "cuda"): {},
     ("layer_norm", "cpu"): {},
+    ("group_norm", "cuda"): {},
+    ("group_norm", "cpu"): {},
 }
 
 
@@ -32,3 +35,13 @@ def takes_ours(op, input, size):
         return False
     measured = FASTER.get((op, input.device.type), {}).get(input.dtype)
     return measured is not None and measured[0] <= size <= measured[1]
+
+
+def parameters_fit(input, weight, bias):
+    """Whether the ops take these dtypes together."""
+    found = {p.dtype for p in (weight, bias) if p is not None}
+    if not found:
+        return True
+    is_half = input.dtype in (torch.bfloat16, torch.float16)
+    allowed = (input.dtype, torch.float32) if is_half else (input.dtype,)
+    return len(found) == 1 and found.pop() in allowed

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from braze._norm_rules import takes_ours
+from braze._norm_rules import parameters_fit, takes_ours
 from braze._ops._common import (
     below_autograd,
     cast_to,
@@ -126,15 +126,6 @@ register("layer_norm", fake=_fake, autograd=_layer_norm, autocast=_autocast)
 register("layer_norm_backward", fake=_fake_backward, autograd=_layer_norm_backward)
 
 
-def _fit(input, parameters):
-    """Whether the op takes these dtypes together."""
-    found = {p.dtype for p in parameters if p is not None}
-    if not found:
-        return True
-    allowed = (input.dtype, torch.float32) if input.dtype in _HALF_DTYPES else (input.dtype,)
-    return len(found) == 1 and found.pop() in allowed
-
-
 def layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5):
     """(input - mean) / sqrt(var + eps) * weight + bias, with the mean and the biased variance of
     the last dimensions. As ``torch.nn.functional.layer_norm``.
@@ -176,7 +167,7 @@ def layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5):
     if input.is_cuda and torch.is_autocast_enabled("cuda"):
         weight, bias = cast_to(torch.float32, weight, bias)
         dtype = _autocast_dtype(input)
-    if not _fit(input, (weight, bias)):
+    if not parameters_fit(input, weight, bias):
         return torch.nn.functional.layer_norm(input, normalized_shape, weight, bias, eps)
     apply = _ops.layer_norm.default if torch.compiler.is_compiling() else _layer_norm
     return apply(input, weight, bias, list(normalized_shape), eps, dtype)[0]

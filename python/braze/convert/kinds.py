@@ -20,6 +20,7 @@ LAYERS = (
     "CrossEntropyLoss",
     "ELU",
     "GELU",
+    "GroupNorm",
     "Hardsigmoid",
     "Hardswish",
     "Hardtanh",
