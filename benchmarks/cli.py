@@ -29,6 +29,8 @@ OPS = [
     "conv2d",
     "conv_transpose2d",
     "batch_norm",
+    "layer_norm",
+    "group_norm",
     "relu",
     "pool",
     "softmax",

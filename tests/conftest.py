@@ -11,6 +11,7 @@ import hypothesis
 import pytest
 import torch
 
+import braze
 from braze import _tuned
 
 REQUIRE_CUDA = os.environ.get("BRAZE_REQUIRE_CUDA") == "1"
@@ -63,6 +64,13 @@ def any_device(request):
 def gpu_or_fake(request):
     """As :func:`any_device`, without the CPU."""
     yield from _on(request.param)
+
+
+@pytest.fixture
+def own_norms():
+    """Norms by our kernels, which "auto" takes only where they were measured to be faster."""
+    with braze.backend(layer_norm="braze", group_norm="braze"):
+        yield
 
 
 @pytest.fixture(params=["float64", "float32", "bfloat16", "float16"])

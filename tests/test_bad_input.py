@@ -37,6 +37,7 @@ def transposed(stride=1, padding=0, more=0, groups=1, dilation=1, x=(1, 3, 5, 5)
     return rand(*x), rand(*w), None, stride, padding, more, groups, dilation
 
 
+pytestmark = pytest.mark.usefixtures("own_norms")
 # function -> arguments that are right
 GOOD = {
     "matmul": lambda: (rand(3, 4), rand(4, 5)),
@@ -44,6 +45,9 @@ GOOD = {
     "conv2d": lambda: (rand(2, 3, 5, 5), rand(4, 3, 3, 3), rand(4)),
     "conv_transpose2d": lambda: (rand(2, 4, 5, 5), rand(4, 3, 3, 3), rand(3), 2, 1, 1),
     "batch_norm": lambda: (rand(4, 3, 2, 2), *buffers(3), rand(3), rand(3), True),
+    "group_norm": lambda: (rand(3, 4, 5), 2, rand(4), rand(4)),
+    "instance_norm": lambda: (rand(3, 4, 5),),
+    "layer_norm": lambda: (rand(3, 4), (4,), rand(4), rand(4)),
     "relu": lambda: (rand(3, 4),),
     "max_pool2d": lambda: (rand(2, 3, 4, 4), 2),
     "avg_pool2d": lambda: (rand(2, 3, 4, 4), 2),

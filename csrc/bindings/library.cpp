@@ -121,6 +121,14 @@ STABLE_TORCH_LIBRARY(braze, m) {
       "Tensor shift, Tensor(b!) batch_images, Tensor(c!) batch_labels, Tensor(d!)? moments=None, "
       "int[] filters=[]) -> ()");
 
+  // group_norm: mean and rstd are [N, num_groups]
+  m.def(
+      "group_norm(Tensor input, Tensor? weight, Tensor? bias, int num_groups, float eps) "
+      "-> (Tensor output, Tensor mean, Tensor rstd)");
+  m.def(
+      "group_norm_backward(Tensor grad_output, Tensor input, Tensor? weight, Tensor mean, "
+      "Tensor rstd, int num_groups, bool[] output_mask) -> (Tensor, Tensor, Tensor)");
+
   // lamb
   m.def(
       "lamb_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, "
@@ -130,6 +138,16 @@ STABLE_TORCH_LIBRARY(braze, m) {
       "Tensor? lr_tensor=None, Tensor? grad_scale=None, Tensor? found_inf=None, "
       "Tensor(f!)[]? averages=None, float average_weight=0.0, Tensor(g!)? averaged=None, "
       "Tensor? grad_norm=None, float max_grad_norm=0.0, Tensor(h!)? tickets=None) -> ()");
+
+  // layer_norm: mean and rstd have the input's shape with extents of 1 where it is normalised;
+  // dtype is the result's, the input's own or float32 for a 16-bit one
+  m.def(
+      "layer_norm(Tensor input, Tensor? weight, Tensor? bias, SymInt[] normalized_shape, float "
+      "eps, "
+      "ScalarType? dtype=None) -> (Tensor output, Tensor mean, Tensor rstd)");
+  m.def(
+      "layer_norm_backward(Tensor grad_output, Tensor input, Tensor? weight, Tensor mean, "
+      "Tensor rstd, SymInt[] normalized_shape, bool[] output_mask) -> (Tensor, Tensor, Tensor)");
 
   // matmul, linear
   m.def(

@@ -108,6 +108,12 @@ inline std::string shape_string(const Tensor& t) {
   return s + "]";
 }
 
+inline std::vector<int64_t> sizes_of(const Tensor& t) {
+  std::vector<int64_t> sizes(t.dim());
+  for (int64_t i = 0; i < t.dim(); ++i) sizes[i] = t.size(i);
+  return sizes;
+}
+
 inline std::string device_string(const Tensor& t) {
   return t.is_cuda()  ? "cuda:" + std::to_string(t.get_device_index())
          : t.is_cpu() ? "cpu"

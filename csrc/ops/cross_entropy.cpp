@@ -31,12 +31,6 @@ struct Loss {
   LossArgs args;
 };
 
-std::vector<int64_t> sizes_of(const Tensor& t) {
-  std::vector<int64_t> sizes;
-  for (int64_t d = 0; d < t.dim(); ++d) sizes.push_back(t.size(d));
-  return sizes;
-}
-
 std::vector<int64_t> row_sizes(const Tensor& input) {
   std::vector<int64_t> sizes = sizes_of(input);
   sizes.erase(sizes.begin() + class_dim(input));

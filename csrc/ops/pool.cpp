@@ -82,12 +82,6 @@ Pool2dShape make_shape(const char* op, const Ints& in, const Ints& kernel_size, 
           false};
 }
 
-Ints sizes_of(const Tensor& t) {
-  Ints sizes(t.dim());
-  for (int64_t i = 0; i < t.dim(); ++i) sizes[i] = t.size(i);
-  return sizes;
-}
-
 // A tensor of `planes` (the leading dimensions of `like`) with h x w elements each.
 Tensor empty_planes(const Pool2dShape& shape, const Tensor& like, int64_t h, int64_t w,
                     std::optional<ScalarType> dtype = std::nullopt) {

@@ -13,7 +13,17 @@ from braze import _lib, _tuned
 _AUTO = "auto"
 #: op -> chosen backend or kernel name
 _backends = dict.fromkeys(
-    ("matmul", "conv2d", "transpose_copy", "vector_add", "softmax", "batch_norm"), _AUTO
+    (
+        "matmul",
+        "conv2d",
+        "transpose_copy",
+        "vector_add",
+        "softmax",
+        "batch_norm",
+        "layer_norm",
+        "group_norm",
+    ),
+    _AUTO,
 )
 
 
@@ -69,6 +79,9 @@ class backend:
         transpose_copy, vector_add: ``"auto"``, ``"braze"`` or the name of one of the op's kernels.
         softmax, batch_norm: the same, for the forward pass, batch_norm's in training. Backward and
             evaluation have one kernel for each layout, which runs whatever was chosen.
+        layer_norm, group_norm: ``"auto"``, which is torch's function wherever ours has not been
+            measured to be faster (``braze/_norm_rules.py``), ``"braze"`` or the name of one of our
+            kernels. group_norm's is instance_norm's too.
 
     Raises:
         ValueError: no such op, or no such backend or kernel for it; the message lists what exists.

@@ -1,6 +1,7 @@
-// Teams of threads that work on one row each, for kernels that reduce along rows. Three shapes of
+// Teams of threads that work on one row each, for kernels that reduce along rows. These shapes of
 // team cover every layout with coalesced accesses:
 //   kLanes   2^k <= 32 neighbouring lanes of a warp; short rows that are contiguous in memory
+//   kWarps   whole warps, several teams a block, which wait for none but their own; longer ones
 //   kBlock   a whole block; long contiguous rows
 //   kColumn  blockDim.y threads, one under the other; rows strided by `inner`, so that the block's
 //            x direction, not the row, runs along memory
@@ -10,11 +11,11 @@
 
 #include "cuda/common/launch.cuh"
 #include "cuda/common/numeric.cuh"
-#include "launchers/softmax.h"
+#include "launchers/common/row_shape.h"
 
 namespace braze::cuda {
 
-enum class Team { kLanes, kBlock, kColumn };
+enum class Team { kLanes, kWarps, kBlock, kColumn };
 
 constexpr int kMaxTeamThreads = 512;
 
@@ -30,6 +31,12 @@ struct AddPairs {
   }
 };
 
+// Waits for the `width` threads, whole warps, of team number `team` of the block. A block has 16
+// barriers, of which 0 is __syncthreads'.
+__device__ __forceinline__ void team_barrier(int team, int width) {
+  asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "r"(width) : "memory");
+}
+
 // A value that every thread of the team calls with and gets the reduction of.
 template <Team kTeam, typename A, typename Combine>
 __device__ Pair<A> team_reduce(Pair<A> v, int width, Combine combine) {
@@ -41,6 +48,15 @@ __device__ Pair<A> team_reduce(Pair<A> v, int width, Combine combine) {
   };
   if constexpr (kTeam == Team::kLanes) {
     shuffle(width);
+  } else if constexpr (kTeam == Team::kWarps) {
+    __shared__ Pair<A> warp_results[kMaxTeamThreads / 32];
+    shuffle(32);
+    const int team = static_cast<int>(threadIdx.x) / width, warps = width / 32;
+    if (threadIdx.x % 32 == 0) warp_results[threadIdx.x / 32] = v;
+    team_barrier(team, width);
+    v = warp_results[team * warps];
+    for (int w = 1; w < warps; ++w) v = combine(v, warp_results[team * warps + w]);
+    team_barrier(team, width);  // the next reduction writes warp_results again
   } else if constexpr (kTeam == Team::kBlock) {
     __shared__ Pair<A> warp_results[kMaxTeamThreads / 32];
     shuffle(32);
@@ -79,11 +95,11 @@ struct RowPart {
 };
 
 // Calls f(part) for every row; all threads of a block make the same number of calls, so that f may
-// synchronise the block. `lanes` is the team's width for kLanes.
+// synchronise the block. `lanes` is the team's width for kLanes and kWarps.
 template <Team kTeam, typename F>
 __device__ void for_each_row(const RowShape& shape, int lanes, F f) {
   const int64_t rows = shape.outer * shape.inner;
-  if constexpr (kTeam == Team::kLanes) {
+  if constexpr (kTeam == Team::kLanes || kTeam == Team::kWarps) {
     const int teams = blockDim.x / lanes;
     for (int64_t first = int64_t{blockIdx.x} * teams; first < rows;
          first += int64_t{gridDim.x} * teams) {
@@ -149,12 +165,13 @@ inline TeamLaunch choose_team(const RowShape& shape, int vector) {
   return launch;
 }
 
-// Calls f(std::integral_constant<Team, team>{}).
+// Calls f(std::integral_constant<Team, team>{}) for a team that choose_team() chose.
 template <typename F>
 void dispatch_team(Team team, F&& f) {
   switch (team) {
     case Team::kLanes: return f(std::integral_constant<Team, Team::kLanes>{});
     case Team::kBlock: return f(std::integral_constant<Team, Team::kBlock>{});
+    case Team::kWarps: break;
     case Team::kColumn: return f(std::integral_constant<Team, Team::kColumn>{});
   }
 }

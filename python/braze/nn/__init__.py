@@ -36,13 +36,16 @@ from braze.nn.modules import (
     Softmax,
     SyncBatchNorm,
 )
+from braze.nn.norms import BatchNorm1d, BatchNorm3d, GroupNorm, InstanceNorm2d, LayerNorm
 
 __all__ = [
     "CELU",
     "ELU",
     "GELU",
     "AvgPool2d",
+    "BatchNorm1d",
     "BatchNorm2d",
+    "BatchNorm3d",
     "BatchNormAct2d",
     "Conv2d",
     "ConvBnReLU2d",
@@ -50,9 +53,12 @@ __all__ = [
     "ConvTranspose2d",
     "CrossEntropyLoss",
     "Flatten",
+    "GroupNorm",
     "Hardsigmoid",
     "Hardswish",
     "Hardtanh",
+    "InstanceNorm2d",
+    "LayerNorm",
     "LeakyReLU",
     "Linear",
     "LinearReLU",

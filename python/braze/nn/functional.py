@@ -26,6 +26,8 @@ from braze._ops.conv2d import conv2d
 from braze._ops.conv_transpose2d import conv_transpose2d
 from braze._ops.cross_entropy import cross_entropy
 from braze._ops.fused import conv_bn_relu2d, conv_bn_relu_max_pool2d
+from braze._ops.group_norm import group_norm, instance_norm
+from braze._ops.layer_norm import layer_norm
 from braze._ops.linear_fused import linear_add, linear_relu_linear
 from braze._ops.matmul import linear, linear_relu
 from braze._ops.nll_loss import nll_loss
@@ -45,9 +47,12 @@ __all__ = [
     "cross_entropy",
     "elu",
     "gelu",
+    "group_norm",
     "hardsigmoid",
     "hardswish",
     "hardtanh",
+    "instance_norm",
+    "layer_norm",
     "leaky_relu",
     "linear",
     "linear_add",

@@ -35,6 +35,22 @@ def batch_norm_state(bn):
     )
 
 
+def batch_norm(bn, input):
+    """Batch norm of a checked input with the parameters, buffers and settings of a layer."""
+    statistics = batch_norm_state(bn)
+    return batch_norm_counting(
+        input,
+        statistics.mean,
+        statistics.var,
+        bn.weight,
+        bn.bias,
+        statistics.training,
+        bn.momentum,
+        bn.eps,
+        statistics.batches,
+    )
+
+
 @calls("avg_pool2d")
 class AvgPool2d(torch.nn.AvgPool2d):
     """``torch.nn.AvgPool2d`` on :func:`braze.nn.functional.avg_pool2d`."""
@@ -65,18 +81,7 @@ class BatchNorm2d(torch.nn.BatchNorm2d):
         if self._gives_way():
             return super().forward(input)
         self._check_input_dim(input)
-        statistics = batch_norm_state(self)
-        return batch_norm_counting(
-            input,
-            statistics.mean,
-            statistics.var,
-            self.weight,
-            self.bias,
-            statistics.training,
-            self.momentum,
-            self.eps,
-            statistics.batches,
-        )
+        return batch_norm(self, input)
 
 
 @calls("batch_norm", also=("_check_input_dim",))

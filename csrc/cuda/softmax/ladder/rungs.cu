@@ -3,6 +3,7 @@
 #include <climits>
 #include <iterator>
 
+#include "launchers/softmax.h"
 #include "01_thread_per_row.cuh"
 #include "02_block_per_row.cuh"
 #include "03_warp_per_row.cuh"

@@ -1,0 +1,325 @@
+// Layer norm's backward pass over rows: dx in one read of dy and x, while each thread sums what its
+// columns contribute to the parameters' gradients; the sums of a block are partial results in the
+// workspace, [block][column], which launch_ordered_sum adds up. No atomics: bitwise repeatable. See
+// row.cuh.
+#include "cuda/common/ordered_sum.cuh"
+#include "row.cuh"
+
+namespace braze::cuda {
+namespace {
+
+// Of a block, one on a multiprocessor: as many as leave each the registers for `elements` of dy, x
+// and both sums.
+constexpr int block_threads(int elements) { return elements >= 32 ? 384 : kMaxTeamThreads; }
+
+// Of dynamic shared memory, that a kernel gets beside its own arrays without asking for more.
+constexpr int kUnaskedBytes = 47 << 10;
+constexpr int kColumnThreads = 256;  // of column_sums_kernel
+constexpr int kMostBlocksPerSm = 8;  // of dx alone
+
+template <typename In, typename Out>
+struct BackwardArgs {
+  using A = acc_t<In>;
+
+  const Out* dy;
+  const In* x;
+  In* dx;  // nullptr: not wanted
+  const void* weight;
+  bool wide_parameters;  // float32 beside a 16-bit In
+  const A* mean;
+  const A* rstd;
+  A* dweight;  // partial results; nullptr: not wanted
+  A* dbias;
+};
+
+// dy, x and xhat of a vector.
+template <int N, typename In, typename Out>
+struct GradVector {
+  using A = acc_t<In>;
+  A g[N], xhat[N];
+
+  __device__ __forceinline__ GradVector(const Packed<Out, N>& dy, const Packed<In, N>& x, A mean,
+                                        A rstd) {
+    unpack(dy, g);
+    unpack(x, xhat);
+#pragma unroll
+    for (int k = 0; k < N; ++k) xhat[k] = (xhat[k] - mean) * rstd;
+  }
+};
+
+// Adds up what the block's teams have for their columns, and stores it as the block's partial
+// result. shared: of blockDim.x * kHeld * N values, where there is more than one team.
+template <Team kTeam, int N, int kHeld, typename A>
+__device__ void store_column_sums(A (&sums)[kHeld][N], int width, int size, A* shared, A* result) {
+  const int rank = static_cast<int>(threadIdx.x) % width;
+  int slot = static_cast<int>(threadIdx.x) / width, slots = static_cast<int>(blockDim.x) / width;
+  bool stores = true;
+  if constexpr (kTeam == Team::kLanes) {
+    // Teams of the warp first.
+#pragma unroll
+    for (int u = 0; u < kHeld; ++u) {
+#pragma unroll
+      for (int k = 0; k < N; ++k) {
+        for (int offset = width; offset < 32; offset *= 2) {
+          sums[u][k] += __shfl_xor_sync(0xffffffffu, sums[u][k], offset);
+        }
+      }
+    }
+    stores = static_cast<int>(threadIdx.x) % 32 < width;
+    slot = static_cast<int>(threadIdx.x) / 32;
+    slots = static_cast<int>(blockDim.x) / 32;
+  }
+  A* const to = slots == 1 ? result : shared + slot * size;
+#pragma unroll
+  for (int u = 0; u < kHeld; ++u) {
+    const int c = (u * width + rank) * N;
+    if (stores && c < size) store_acc<N>(to + c, sums[u]);
+  }
+  if (slots == 1) return;
+  __syncthreads();
+  for (int c = static_cast<int>(threadIdx.x); c < size; c += static_cast<int>(blockDim.x)) {
+    A sum = shared[c];
+    for (int s = 1; s < slots; ++s) sum += shared[s * size + c];
+    result[c] = sum;
+  }
+  __syncthreads();  // the next sums take the same memory
+}
+
+template <Team kTeam, int N, int kHeld, typename In, typename Out>
+__global__ void __launch_bounds__(block_threads(kHeld* N))
+    layer_norm_backward_kernel(RowShape shape, int width, BackwardArgs<In, Out> args) {
+  using A = acc_t<In>;
+  extern __shared__ __align__(16) unsigned char shared[];
+  const A by_size = A(1) / static_cast<A>(shape.size);
+  A dweight[kHeld][N] = {}, dbias[kHeld][N] = {};
+  for_each_row<kTeam>(shape, width, [&](const RowPart& part) {
+    Packed<In, N> x[kHeld];
+    Packed<Out, N> dy[kHeld];
+    const int size = static_cast<int>(part.size);
+    const auto each = [&](const auto& f) {
+#pragma unroll
+      for (int u = 0; u < kHeld; ++u) {
+        const int c = (u * part.width + part.rank) * N;
+        if (c < size) f(c, u);
+      }
+    };
+    each([&](int c, int u) {
+      x[u].load(args.x + part.base + c);
+      dy[u].load(args.dy + part.base + c);
+    });
+    const A mean = size > 0 ? args.mean[part.row] : A(0);
+    const A rstd = size > 0 ? args.rstd[part.row] : A(0);
+    Pair<A> total{0, 0};
+    each([&](int c, int u) {
+      const GradVector<N, In, Out> v(dy[u], x[u], mean, rstd);
+      A w[N];
+      load_parameters<N, In>(args.weight, args.wide_parameters, c, A(1), w);
+#pragma unroll
+      for (int k = 0; k < N; ++k) {
+        const A g = v.g[k] * w[k];
+        total.first += g;
+        total.second += g * v.xhat[k];
+        dweight[u][k] += v.g[k] * v.xhat[k];
+        dbias[u][k] += v.g[k];
+      }
+    });
+    if (!args.dx) return;
+    total = team_reduce<kTeam>(total, part.width, AddPairs{});
+    total = {total.first * by_size, total.second * by_size};
+    each([&](int c, int u) {
+      const GradVector<N, In, Out> v(dy[u], x[u], mean, rstd);
+      A w[N], result[N];
+      load_parameters<N, In>(args.weight, args.wide_parameters, c, A(1), w);
+#pragma unroll
+      for (int k = 0; k < N; ++k) {
+        result[k] = (v.g[k] * w[k] - total.first - v.xhat[k] * total.second) * rstd;
+      }
+      store_acc<N>(args.dx + part.base + c, result);
+    });
+  });
+  const int size = static_cast<int>(shape.size);
+  const int64_t block = int64_t{blockIdx.x} * size;
+  A* const sums = reinterpret_cast<A*>(shared);
+  if (args.dweight) {
+    store_column_sums<kTeam, N, kHeld, A>(dweight, width, size, sums, args.dweight + block);
+  }
+  if (args.dbias) {
+    store_column_sums<kTeam, N, kHeld, A>(dbias, width, size, sums, args.dbias + block);
+  }
+}
+
+// dx of rows that are too long to be held, which are read twice.
+template <int N, typename In, typename Out>
+__global__ void __launch_bounds__(kMaxTeamThreads)
+    long_row_backward_kernel(RowShape shape, BackwardArgs<In, Out> args) {
+  using A = acc_t<In>;
+  const A by_size = A(1) / static_cast<A>(shape.size);
+  for_each_row<Team::kBlock>(shape, 1, [&](const RowPart& part) {
+    const A mean = args.mean[part.row], rstd = args.rstd[part.row];
+    const auto each = [&](const auto& f) {
+      part.template for_each<N>([&](int64_t c, int64_t offset) {
+        Packed<In, N> x;
+        Packed<Out, N> dy;
+        x.load(args.x + offset);
+        dy.load(args.dy + offset);
+        A w[N];
+        load_parameters<N, In>(args.weight, args.wide_parameters, c, A(1), w);
+        f(offset, GradVector<N, In, Out>(dy, x, mean, rstd), w);
+      });
+    };
+    Pair<A> total{0, 0};
+    each([&](int64_t, const GradVector<N, In, Out>& v, const A(&w)[N]) {
+#pragma unroll
+      for (int k = 0; k < N; ++k) {
+        total.first += v.g[k] * w[k];
+        total.second += v.g[k] * w[k] * v.xhat[k];
+      }
+    });
+    total = team_reduce<Team::kBlock>(total, part.width, AddPairs{});
+    total = {total.first * by_size, total.second * by_size};
+    each([&](int64_t offset, const GradVector<N, In, Out>& v, const A(&w)[N]) {
+      A result[N];
+#pragma unroll
+      for (int k = 0; k < N; ++k) {
+        result[k] = (v.g[k] * w[k] - total.first - v.xhat[k] * total.second) * rstd;
+      }
+      store_acc<N>(args.dx + offset, result);
+    });
+  });
+}
+
+// Their parameters' gradients: a thread sums one vector of columns over part of the rows.
+template <int N, typename In, typename Out>
+__global__ void __launch_bounds__(kColumnThreads)
+    column_sums_kernel(RowShape shape, BackwardArgs<In, Out> args) {
+  using A = acc_t<In>;
+  const int64_t c = (blockIdx.x * int64_t{kColumnThreads} + threadIdx.x) * N;
+  if (c >= shape.size) return;
+  A dweight[N] = {}, dbias[N] = {};
+#pragma unroll 4
+  for (int64_t row = blockIdx.y; row < shape.outer; row += gridDim.y) {
+    Packed<In, N> x;
+    Packed<Out, N> dy;
+    x.load(args.x + row * shape.size + c);
+    dy.load(args.dy + row * shape.size + c);
+    const GradVector<N, In, Out> v(dy, x, args.mean[row], args.rstd[row]);
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+      dweight[k] += v.g[k] * v.xhat[k];
+      dbias[k] += v.g[k];
+    }
+  }
+  const int64_t result = blockIdx.y * shape.size + c;
+  if (args.dweight) store_acc<N>(args.dweight + result, dweight);
+  if (args.dbias) store_acc<N>(args.dbias + result, dbias);
+}
+
+// How many partial results each column has, at most.
+int most_parts(const LayerNormShape& shape) {
+  return static_cast<int>(std::min<int64_t>(shape.rows, sm_count()));
+}
+
+// Returns how many there are.
+template <typename In, typename Out, int N>
+int launch_backward(cudaStream_t stream, const LayerNormShape& shape,
+                    const BackwardArgs<In, Out>& args) {
+  using A = acc_t<In>;
+  const RowShape rows{shape.rows, shape.size, 1};
+  constexpr int kMost = N == 1 ? kMostScalars : kMostVectors;
+  const HeldRowPlan plan = plan_held_row(shape.size / N, N == 1, kMost, block_threads(kMost * N));
+  const bool of_parameters = args.dweight || args.dbias;
+  int parts = most_parts(shape);
+  if (plan.team == Team::kBlock) {
+    if (args.dx) {
+      const int64_t most = int64_t{sm_count()} * kMostBlocksPerSm;
+      long_row_backward_kernel<N>
+          <<<static_cast<int>(std::min(shape.rows, most)), kMaxTeamThreads, 0, stream>>>(rows,
+                                                                                         args);
+      check_launch("layer_norm_backward");
+    }
+    if (of_parameters) {
+      const dim3 grid(static_cast<unsigned>(ceil_div(shape.size, kColumnThreads * N)), parts);
+      column_sums_kernel<N><<<grid, kColumnThreads, 0, stream>>>(rows, args);
+      check_launch("layer_norm_backward");
+    }
+    return parts;
+  }
+  // Blocks as large as can be: each leaves partial results of all columns.
+  const int teams = block_threads(plan.held * N) / plan.width;
+  const int threads = teams * plan.width;
+  const int64_t wanted = ceil_div(shape.rows, teams);
+  const int64_t most = of_parameters ? parts : int64_t{sm_count()} * kMostBlocksPerSm;
+  parts = static_cast<int>(std::min(wanted, most));
+  dispatch_held<N, kMostVectors>(plan, [&](auto team, auto held) {
+    const auto kernel =
+        layer_norm_backward_kernel<decltype(team)::value, N, decltype(held)::value, In, Out>;
+    const int slots = plan.team == Team::kLanes ? threads / 32 : teams;
+    const int bytes =
+        of_parameters && slots > 1 ? slots * static_cast<int>(shape.size * sizeof(A)) : 0;
+    if (bytes > kUnaskedBytes) {
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    }
+    kernel<<<parts, threads, bytes, stream>>>(rows, plan.width, args);
+  });
+  check_launch("layer_norm_backward");
+  return parts;
+}
+
+// f(input tag, result tag) for the pairs of dtypes that exist.
+template <typename F>
+void dispatch_pair(const LayerNormShape& shape, F&& f) {
+  dispatch(shape.dtype, [&](auto tag) {
+    if constexpr (sizeof(typename decltype(tag)::type) == 2) {
+      if (shape.result == DType::kFloat32) return f(tag, TypeTag<float>{});
+    }
+    f(tag, tag);
+  });
+}
+
+}  // namespace
+
+int64_t layer_norm_workspace_bytes(const LayerNormShape& shape) {
+  const int64_t element = shape.dtype == DType::kFloat64 ? 8 : 4;
+  return 2 * most_parts(shape) * shape.size * element;
+}
+
+void layer_norm_backward(Stream stream, const LayerNormShape& shape, const void* dy, const void* x,
+                         const BatchNormAffine& affine, const void* mean, const void* rstd,
+                         const LayerNormGradients& gradients, void* workspace) {
+  if (shape.count() == 0 || !(gradients.x || gradients.weight || gradients.bias)) return;
+  dispatch_pair(shape, [&](auto in_tag, auto out_tag) {
+    using In = typename decltype(in_tag)::type;
+    using Out = typename decltype(out_tag)::type;
+    using A = acc_t<In>;
+    A* const partials = static_cast<A*>(workspace);
+    A* const bias_partials = partials + most_parts(shape) * shape.size;
+    const BackwardArgs<In, Out> args{static_cast<const Out*>(dy),
+                                     static_cast<const In*>(x),
+                                     static_cast<In*>(gradients.x),
+                                     affine.weight,
+                                     affine.dtype != shape.dtype,
+                                     static_cast<const A*>(mean),
+                                     static_cast<const A*>(rstd),
+                                     gradients.weight ? partials : nullptr,
+                                     gradients.bias ? bias_partials : nullptr};
+    const bool aligned = is_vec_aligned(args.dy) && is_vec_aligned(args.x) &&
+                         is_vec_aligned(args.dx) &&
+                         is_vec_aligned(static_cast<const In*>(affine.weight));
+    int parts = 0;
+    with_row_vectors<In>(shape.size, aligned, [&](auto width) {
+      parts = launch_backward<In, Out, decltype(width)::value>(as_cuda(stream), shape, args);
+    });
+    dispatch(gradients.parameter_dtype, [&](auto parameter_tag) {
+      using P = typename decltype(parameter_tag)::type;
+      if constexpr (std::is_same_v<acc_t<P>, A>) {
+        const auto sum = [&](const A* from, void* to) {
+          if (to) launch_ordered_sum<P>(stream, from, parts, shape.size, static_cast<P*>(to));
+        };
+        sum(args.dweight, gradients.weight);
+        sum(args.dbias, gradients.bias);
+      }
+    });
+  });
+}
+
+}  // namespace braze::cuda

@@ -1,0 +1,50 @@
+#pragma once
+
+#include "launchers/batch_norm.h"
+#include "launchers/common/registry.h"
+#include "launchers/common/types.h"
+
+namespace braze {
+
+// n images of c channels with `inner` elements each, [n, c, inner] in memory; each of `groups` runs
+// of neighbouring channels is normalised by itself in each image. Statistics are kept in float32
+// (float64 for float64 input): "statistics dtype".
+struct GroupNormShape {
+  DType dtype;
+  int64_t n, c, inner, groups;
+
+  int64_t planes() const { return n * c; }
+  int64_t rows() const { return n * groups; }
+  int64_t channels() const { return c / groups; }  // of a group
+  int64_t size() const { return channels() * inner; }
+};
+
+// Gradients of group_norm_backward; nullptr: not wanted. weight and bias, [c], have the dtype that
+// goes with the parameters.
+struct GroupNormGradients {
+  void* x;
+  void* weight;
+  void* bias;
+  DType parameter_dtype;
+};
+
+namespace BRAZE_DEVICE {
+
+// y = (x - mean) rstd weight + bias, where rstd = 1 / sqrt(biased variance + eps). Parameters are
+// [c] each, or nullptr. mean and rstd, [n, groups] in the statistics dtype, are results.
+void group_norm(Stream stream, const GroupNormShape& shape, const void* x,
+                const BatchNormAffine& affine, double eps, void* y, void* mean, void* rstd);
+
+// Sums of each plane of `inner` elements, and what dx is made with.
+int64_t group_norm_workspace_bytes(const GroupNormShape& shape);
+
+// With xhat = (x - mean) rstd and g = dy weight:
+//     dweight = sum(dy xhat), dbias = sum(dy) over images and the channel's elements,
+//     dx = rstd (g - (sum(g) + xhat sum(g xhat)) / size), sums over the group in the image.
+// affine.bias is not read.
+void group_norm_backward(Stream stream, const GroupNormShape& shape, const void* dy, const void* x,
+                         const BatchNormAffine& affine, const void* mean, const void* rstd,
+                         const GroupNormGradients& gradients, void* workspace);
+
+}  // namespace BRAZE_DEVICE
+}  // namespace braze

@@ -1,0 +1,205 @@
+"""Group norm and instance norm: public functions, autograd Function, fake kernels. Kernels:
+csrc/cuda/group_norm/."""
+
+import torch
+
+from braze._norm_rules import parameters_fit, takes_ours
+from braze._ops._common import below_autograd, cast_to, eager, eager_backward, plain, register
+from braze._ops.batch_norm import empty_like_input
+
+_ops = torch.ops.braze
+
+
+class GroupNorm(torch.autograd.Function):
+    """Returns the result and the statistics it was made with, which are not differentiable."""
+
+    @staticmethod
+    def forward(ctx, input, weight, bias, num_groups, eps):
+        with below_autograd():
+            output, mean, rstd = _ops.group_norm.default(input, weight, bias, num_groups, eps)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(mean, rstd)
+        ctx.save_for_backward(input, weight, mean, rstd)
+        ctx.num_groups = num_groups
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return output, mean, rstd
+
+    @staticmethod
+    def backward(ctx, grad_output, *_):
+        if grad_output is None:
+            return (None,) * 5
+        mask = ctx.needs_input_grad[:3]
+        dx, dweight, dbias = _group_norm_backward(
+            grad_output, *ctx.saved_tensors, ctx.num_groups, mask
+        )
+        return (
+            dx if mask[0] else None,
+            dweight if mask[1] else None,
+            dbias.to(ctx.bias_dtype) if mask[2] else None,
+            None,
+            None,
+        )
+
+
+def _gradients(grad_output, input, weight, mean, rstd, num_groups, *_):
+    """The backward in torch's ops, to be differentiated by them: gradients of input, weight and
+    bias."""
+    images, channels = input.shape[:2]
+    grouped = images, num_groups, channels // num_groups, -1
+    x = input.to(mean.dtype).reshape(grouped)
+    mean, rstd = mean[:, :, None, None], rstd[:, :, None, None]
+    # Of the values that the forward used, and of the derivatives that those have.
+    own_mean = x.mean((2, 3), keepdim=True)
+    mean = mean + (own_mean - own_mean.detach())
+    var = x.var((2, 3), correction=0, keepdim=True)
+    rstd = (rstd.square().reciprocal() + (var - var.detach())).rsqrt()
+    x_hat = (x - mean) * rstd
+    g = grad_output.to(mean.dtype).reshape(grouped)
+    dweight, dbias = (g * x_hat).sum((0, 3)).view(-1), g.sum((0, 3)).view(-1)
+    if weight is not None:
+        g = g * weight.to(mean.dtype).view(1, num_groups, -1, 1)
+    centered = g - g.mean((2, 3), keepdim=True)
+    dx = rstd * (centered - x_hat * (g * x_hat).mean((2, 3), keepdim=True))
+    dtype = mean.dtype if weight is None else weight.dtype
+    return dx.reshape(input.shape).to(input.dtype), dweight.to(dtype), dbias.to(dtype)
+
+
+def _formula(input, weight, bias, num_groups, eps):
+    images, channels = input.shape[:2]
+    inner = input.numel() // max(images * channels, 1)
+    return torch.native_group_norm(
+        input.contiguous(), weight, bias, images, channels, inner, num_groups, eps
+    )
+
+
+_group_norm = eager(GroupNorm, _ops.group_norm.default, tensors=3, formula=_formula)
+_group_norm_backward = eager_backward(
+    GroupNorm, _ops.group_norm_backward.default, 5, formula=_gradients
+)
+
+
+def _statistics_dtype(input):
+    return torch.float64 if input.dtype == torch.float64 else torch.float32
+
+
+def _fake(input, weight, bias, num_groups, eps):
+    groups = input.shape[0], num_groups
+    statistics = (input.new_empty(groups, dtype=_statistics_dtype(input)) for _ in range(2))
+    return empty_like_input(input), *statistics
+
+
+def _fake_backward(grad_output, input, weight, mean, rstd, num_groups, output_mask):
+    dtype = _statistics_dtype(input) if weight is None else weight.dtype
+    channels = input.shape[1]
+    return (
+        empty_like_input(input) if output_mask[0] else input.new_empty(0),
+        *(input.new_empty(channels if wanted else 0, dtype=dtype) for wanted in output_mask[1:]),
+    )
+
+
+def _autocast_arguments(input, weight, bias):
+    """In float32 where autocast is on: torch casts the function on CUDA, not on the CPU."""
+    if input.is_cuda and torch.is_autocast_enabled("cuda"):
+        return cast_to(torch.float32, input, weight, bias)
+    return input, weight, bias
+
+
+def _autocast(input, weight, bias, num_groups, eps):
+    return *_autocast_arguments(input, weight, bias), num_groups, eps
+
+
+register("group_norm", fake=_fake, autograd=_group_norm, autocast=_autocast)
+register("group_norm_backward", fake=_fake_backward, autograd=_group_norm_backward)
+
+
+def _is_per_channel(parameter, input):
+    return parameter is None or (parameter.dim() == 1 and len(parameter) == input.shape[1])
+
+
+def _takes(input, num_groups, weight, bias):
+    """Whether our op is to run, and can."""
+    return (
+        plain(input, weight, bias)
+        and input.dim() >= 2
+        and type(num_groups) is int
+        and num_groups > 0
+        and input.shape[1] % num_groups == 0
+        and input.numel() > input.shape[0] * num_groups  # more than one value in a group
+        and _is_per_channel(weight, input)
+        and _is_per_channel(bias, input)
+        and takes_ours("group_norm", input, input.shape[1:].numel() // num_groups)
+    )
+
+
+def _apply(input, num_groups, weight, bias, eps):
+    apply = _ops.group_norm.default if torch.compiler.is_compiling() else _group_norm
+    return apply(input, weight, bias, num_groups, eps)[0]
+
+
+def group_norm(input, num_groups, weight=None, bias=None, eps=1e-5):
+    """(input - mean) / sqrt(var + eps) * weight + bias, with the mean and the biased variance of
+    each group of channels in each image. As ``torch.nn.functional.group_norm``.
+
+    Our kernels run where they were measured to be faster, or where a ``braze.backend`` of
+    group_norm asks for them; elsewhere torch's function does. Under CUDA autocast 16-bit inputs
+    give float32, as in torch.
+
+    Args:
+        input: [N, C, ...]; float64, float32, bfloat16 or float16.
+        num_groups: into how many groups of neighbouring channels C is cut.
+        weight, bias: [C] or None, of input's dtype or, for 16-bit input, float32.
+        eps: added to the variance.
+
+    Returns:
+        Input's shape, dtype and memory format (contiguous or channels_last). Bitwise repeatable on
+        one kind of GPU and on the CPU for any number of threads. Differentiable with respect to
+        input, weight and bias; the second derivative and all further ones are made of torch's ops.
+        A mean much larger than the deviation costs no accuracy.
+
+    Raises:
+        ValueError: one value in all groups of a channel.
+        RuntimeError: shapes that do not fit. Torch's own errors.
+    """
+    if _takes(input, num_groups, weight, bias):
+        tensors = _autocast_arguments(input, weight, bias)
+        if parameters_fit(*tensors):
+            return _apply(tensors[0], num_groups, *tensors[1:], eps)
+    return torch.nn.functional.group_norm(input, num_groups, weight, bias, eps)
+
+
+def instance_norm(
+    input,
+    running_mean=None,
+    running_var=None,
+    weight=None,
+    bias=None,
+    use_input_stats=True,
+    momentum=0.1,
+    eps=1e-5,
+):
+    """:func:`group_norm` with a group for each channel. As ``torch.nn.functional.instance_norm``,
+    which runs where there are running statistics.
+
+    Args:
+        input: [N, C, ...] of more than one element per channel.
+        running_mean, running_var: [C] or None.
+        weight, bias: [C] or None.
+        use_input_stats: False: normalise with the running statistics.
+        momentum: weight of the batch in the running statistics.
+        eps: added to the variance.
+
+    Returns:
+        As of :func:`group_norm`.
+
+    Raises:
+        ValueError: one element per channel.
+        RuntimeError: shapes that do not fit. Torch's own errors.
+    """
+    ours = use_input_stats and running_mean is None and running_var is None
+    if ours and isinstance(input, torch.Tensor) and input.dim() >= 2:
+        channels = input.shape[1]
+        if _takes(input, channels, weight, bias) and parameters_fit(input, weight, bias):
+            return _apply(input, channels, weight, bias, eps)
+    return torch.nn.functional.instance_norm(
+        input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps
+    )
