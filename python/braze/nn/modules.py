@@ -65,18 +65,24 @@ class BatchNorm2d(torch.nn.BatchNorm2d):
         if self._gives_way():
             return super().forward(input)
         self._check_input_dim(input)
-        statistics = batch_norm_state(self)
-        return batch_norm_counting(
-            input,
-            statistics.mean,
-            statistics.var,
-            self.weight,
-            self.bias,
-            statistics.training,
-            self.momentum,
-            self.eps,
-            statistics.batches,
-        )
+        return batch_norm_of(input, self)
+
+
+def batch_norm_of(input, bn):
+    """Batch norm on the parameters, buffers and settings of a layer, which has checked the input's
+    dimensions."""
+    statistics = batch_norm_state(bn)
+    return batch_norm_counting(
+        input,
+        statistics.mean,
+        statistics.var,
+        bn.weight,
+        bn.bias,
+        statistics.training,
+        bn.momentum,
+        bn.eps,
+        statistics.batches,
+    )
 
 
 @calls("batch_norm", also=("_check_input_dim",))
