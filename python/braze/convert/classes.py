@@ -87,10 +87,10 @@ def class_for(module, kinds_of):
         raise Unknown(f"its forward is a {type(forward).__name__}, not a function")
     try:
         splices, found, functions = analyse(module, forward, kinds_of)
-        part, make = part_of(kind), lambda: spliced(forward, splices)
-        if isinstance(part, NormAct) and kinds_of(module) is not None:
+        make = functools.partial(spliced, forward, splices)
+        if isinstance(part_of(kind), NormAct) and kinds_of(module) is not None:
             found = [*blocks([module_link(0, kinds_of(module), (("", module),))]), *found]
-            made = _subclass(kind, ("norm", splices), lambda: _norm_and_more(part, make()))
+            made = _subclass(kind, ("norm", splices), lambda: _norm_and_more(make()))
         else:
             made = splices and _subclass(kind, splices, make)
     except (MemoryError, RecursionError):  # by version, both mean this
@@ -104,13 +104,13 @@ def _run_sequential(self, input):
     return input
 
 
-def _norm_and_more(part, plain):
+def _norm_and_more(plain):
     """The forward of a batch norm with more behind it, as one where that may be."""
 
     @functools.wraps(plain)  # whose code is what it is checked against
     def forward(self, *args, **kwargs):
         if len(args) == 1 and not kwargs:
-            output = through.norm_and_more(part, self, *args)
+            output = through.norm_and_more(self, *args)
             if output is not None:
                 return output
         return plain(self, *args, **kwargs)
@@ -133,6 +133,7 @@ def _subclass(kind, key, make_forward):
     key = key, known, getattr(known, "__code__", None)
     for made in type.__subclasses__(kind):
         if vars(made).get("_braze_key") == key:
+            PARTS[made] = part_of(kind)
             return made
     attributes = {
         **class_methods(kind),

@@ -2,9 +2,13 @@
 input or do what several layers do (parts.py): the runs of what they stand for."""
 
 import functools
+import itertools
+
+import torch
 
 from braze._ops._common import TENSORS
-from braze.convert.parts import SOMETIMES, expanded, own_norm
+from braze.convert.kinds import own_norm
+from braze.convert.parts import PARTS, SOMETIMES, expanded
 from braze.convert.runs import LONGEST, RUNS, one_by_one, runner
 
 
@@ -38,14 +42,14 @@ def run_radd_through(outer, added, norm, input):
     return run_through((*outer, norm), input, added)
 
 
-def norm_and_more(part, module, input):
-    """The result of a module's forward as one, or None where its code has to run.
-
-    Args:
-        part: the :class:`parts.NormAct` that the module is.
-    """
+def norm_and_more(module, input):
+    """The result of the forward of a :class:`parts.NormAct` as one, or None where its code has to
+    run."""
+    part = PARTS.get(type(module))
+    if part is None or type(input) not in TENSORS or input.dim() != 4:
+        return None
     layers = []
-    if type(input) not in TENSORS or input.dim() != 4 or not part.expand_forward(module, layers):
+    if not part.expand_forward(module, layers, torch.compiler.is_compiling()):
         return None
     layers = tuple(layers)
     function = runner(layers)
@@ -60,16 +64,17 @@ def run_length(links):
     """
     if len(links) < 2 or not _computes(links[0]):
         return 0
+    known = list(itertools.takewhile(lambda more: more is not None, links))
     found, kinds = 0, []
-    for length, more in enumerate(links, 1):
-        if more is None:
-            break
+    for length, more in enumerate(known, 1):
         kinds += more
         computed = _computed(kinds)
         if len(computed) > LONGEST:
             break
-        if length > 1 and _computes(more) and computed in RUNS and not _interrupted(kinds):
-            found = length
+        if length > 1 and _computes(more) and computed in RUNS:
+            following = itertools.chain.from_iterable(known[length:])
+            if SOMETIMES not in kinds or not _interrupted(kinds, list(following)):
+                found = length
     return found
 
 
@@ -86,14 +91,19 @@ def _computed(kinds):
     return tuple([kind for kind in reversed(kinds) if kind != SOMETIMES])
 
 
-def _interrupted(kinds):
+def _interrupted(kinds, following):
     """Whether there are runs before or behind what only sometimes hands on its input: they would
-    be lost where it does not."""
+    be lost where it does not.
+
+    Args:
+        following: the kinds of what follows the links in question.
+    """
     at = [i for i, kind in enumerate(kinds) if kind == SOMETIMES]
-    return any(_has_run(kinds[:i]) or _has_run(kinds[i + 1 :]) for i in at)
+    return any(_has_run(kinds[:i], []) or _has_run(kinds[i + 1 :], following) for i in at)
 
 
-def _has_run(kinds):
-    computed = _computed(kinds)
-    ends = range(2, len(computed) + 1)
-    return any(computed[i:j] in RUNS for j in ends for i in range(j - 1))
+def _has_run(kinds, following):
+    """Whether a run begins among such kinds."""
+    among, all_kinds = len(_computed(kinds)), _computed([*kinds, *following])[::-1]
+    ends = range(2, len(all_kinds) + 1)
+    return any(all_kinds[i:j][::-1] in RUNS for j in ends for i in range(min(among, j - 1)))
