@@ -5,11 +5,11 @@ import dataclasses
 import torch
 
 import braze.nn
-from braze._ops._common import FLOAT_DTYPES
 from braze.convert.classes import Rewritten, class_for
 from braze.convert.kinds import LAYERS, METHODS_OF_LAYERS, hooks
 from braze.convert.kinds import kind_of as layer_kind
-from braze.convert.modules import own_class, worth_splicing
+from braze.convert.modules import own_class, why_unsupported, worth_splicing
+from braze.convert.recognise import kinds_of as part_kinds
 from braze.convert.runs import BLOCKS
 from braze.convert.source import Unknown
 
@@ -29,7 +29,6 @@ _NOTHING_TO_DO = (
 
 
 _FLATTEN = torch.nn.Flatten, braze.nn.Flatten
-_BATCHES = "num_batches_tracked"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +116,7 @@ def _reason_to_leave(module, names):
     if stock is None:
         return "braze has no such layer"
     if kind not in _TO and kind not in _CONVERTED:
-        return f"a subclass of {stock.__name__}"
+        return _subclass_reason(module)
     if len(names) > 1:
         return f"shared: {', '.join(names)}"
     if hooks(module):
@@ -125,15 +124,12 @@ def _reason_to_leave(module, names):
     for method in METHODS_OF_LAYERS:
         if method in module.__dict__:
             return f"its {method} has been replaced"
-    tensors = (*module._parameters.items(), *module._buffers.items())
-    for name, tensor in tensors:
-        if tensor is None:
-            continue
-        if tensor.dtype not in FLOAT_DTYPES and name != _BATCHES:
-            return f"{tensor.dtype} is not supported"
-        if tensor.device.type not in ("cpu", "cuda", "meta"):
-            return f"device {tensor.device} is not supported"
-    return None
+    return why_unsupported(module)
+
+
+def _subclass_reason(module):
+    stock = _stock_layer(module)
+    return stock and f"a subclass of {stock.__name__}"
 
 
 def _is_parametrized(module):
@@ -141,13 +137,15 @@ def _is_parametrized(module):
 
 
 def _has_own_forward(module):
-    """Whether a module is one that combines others in Python code, so that its forward counts."""
+    """Whether a module is one that combines others in Python code, or a layer with code of its own,
+    so that its forward counts."""
     kind = own_class(module)
     if isinstance(module, torch.nn.Sequential):
         return True
-    return kind.forward is not torch.nn.Module.forward and not kind.__module__.startswith(
-        ("torch.", "braze.")
-    )
+    stock = _stock_layer(module)
+    if kind.forward is torch.nn.Module.forward or (stock and kind.forward is stock.forward):
+        return False
+    return not kind.__module__.startswith(("torch.", "braze."))
 
 
 def _why_not_rewritten(module):
@@ -162,28 +160,49 @@ def _why_not_rewritten(module):
     return None
 
 
-def _forward_entries(module, name, kind_of):
+def _forward_entries(module, name, kinds_of):
     """What becomes of a module's own forward: entries, and the class that it gets or None."""
     try:
         reason = _why_not_rewritten(module)
         if reason:
             raise Unknown(reason)
-        rewriting = class_for(module, kind_of)
+        rewriting = class_for(module, kinds_of)
     except Unknown as error:
-        if not worth_splicing(module, kind_of):
+        if not worth_splicing(module, kinds_of):
             return [], None
         kind = type(module).__qualname__
         return [Entry(name, "left alone", f"{kind}.forward", reason=str(error))], None
-    prefix = f"{name}." if name else ""
     entries = []
     for run in rewriting.runs:
         kinds = tuple(kind for kind, _ in run)
-        parts = ", ".join(part if part.endswith("()") else prefix + part for _, part in run)
+        parts = ", ".join(_part_name(name, part) for _, part in run)
         entries.append(Entry(parts, "fused", ", ".join(kinds), BLOCKS[kinds]))
     for function in rewriting.functions:
         before, after = f"functional {function}", f"braze.nn.functional.{function}"
         entries.append(Entry(name, "swapped", before, after))
     return entries, rewriting.made
+
+
+def _part_name(name, part):
+    """The name of a run's part in the model.
+
+    Args:
+        part: its name in the module that runs it, "" for that module itself, or ``"relu()"``.
+    """
+    if part.endswith("()"):
+        return part
+    return f"{name}{'' if part[:1] in ('', '.') else '.'}{part}".removeprefix(".")
+
+
+def _once(entries, norms):
+    """Entries without the runs within modules that are parts of larger runs of others.
+
+    Args:
+        norms: the names of the modules whose own runs may be.
+    """
+    parts = [(e, e.name.split(", ") if e.action == "fused" else []) for e in entries]
+    inside = {name for _, names in parts for name in names[1:]}
+    return [e for e, names in parts if not (names and names[0] in norms and names[0] in inside)]
 
 
 def _check(model, function):
@@ -200,7 +219,7 @@ def _analyse(model):
     """The report, the layers to swap, and the modules whose forward to rewrite."""
     _check(model, "convert")
     names = _names(model)
-    entries, swaps, kinds = [], [], {}
+    entries, swaps, kinds, left = [], [], {}, set()
     for module, all_names in names.items():
         kind = type(module)
         if isinstance(module, torch.jit.ScriptModule):
@@ -214,8 +233,11 @@ def _analyse(model):
         ):
             continue
         reason = _reason_to_leave(module, all_names)
+        if reason == _subclass_reason(module) and _has_own_forward(module):
+            continue
         if reason:
             entries.append(Entry(all_names[0], "left alone", kind.__qualname__, reason=reason))
+            left.add(module)
             continue
         stock = _CONVERTED.get(kind, kind)
         kinds[module] = stock.__name__
@@ -229,16 +251,28 @@ def _analyse(model):
             return None
         return kind or (layer_kind(module) if type(module) in _FLATTEN else None)
 
-    rewrites = []
+    known = {}
+
+    def kinds_of(module):
+        if module not in known:
+            known[module] = part_kinds(module, kind_of)
+        return known[module]
+
+    rewrites, norms = [], set()
     for module, all_names in names.items():
-        if isinstance(module, torch.jit.ScriptModule) or _stock_layer(module) is not None:
+        if isinstance(module, torch.jit.ScriptModule) or module in left or module in kinds:
             continue
         if _has_own_forward(module):
-            found, made = _forward_entries(module, all_names[0], kind_of)
+            found, made = _forward_entries(module, all_names[0], kinds_of)
+            if _stock_layer(module) is not None:
+                norms.add(all_names[0])
+                if made is None:
+                    kind, reason = type(module).__qualname__, _subclass_reason(module)
+                    found = [Entry(all_names[0], "left alone", kind, reason=reason)]
             entries += found
             if made is not None:
                 rewrites.append((module, made))
-    return Report(tuple(entries)), swaps, rewrites
+    return Report(tuple(_once(entries, norms))), swaps, rewrites
 
 
 def convert_report(model):

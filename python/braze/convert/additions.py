@@ -55,7 +55,7 @@ class Surroundings:
             and node.number not in self.comprehended  # where nothing may be assigned on the way
             and len(node.args) == 1
             and not node.keywords
-            and (self._is_own(node.func) or len(self.layers(node.func) or ()) == 1)
+            and (self.is_own(node.func) or len(self.layers(node.func) or ()) == 1)
             and self.may_be_added(node.args[0])
         )
 
@@ -69,7 +69,7 @@ class Surroundings:
             and all(n.id != name for n in ast.walk(statement) if isinstance(n, ast.Name))
         )
 
-    def _is_own(self, node):
+    def is_own(self, node):
         """Whether an expression is ``self.name``, without any code of the class."""
         return (
             isinstance(node, ast.Attribute)
@@ -84,9 +84,9 @@ class Surroundings:
         if isinstance(node, ast.Compare):
             operands = node.left, *node.comparators
             return all(isinstance(op, (ast.Is, ast.IsNot)) for op in node.ops) and all(
-                isinstance(n, (ast.Name, ast.Constant)) or self._is_own(n) for n in operands
+                isinstance(n, (ast.Name, ast.Constant)) or self.is_own(n) for n in operands
             )
-        return self._is_own(node)
+        return self.is_own(node)
 
     def _sets(self, statement):
         if not (isinstance(statement, ast.Assign) and len(statement.targets) == 1):

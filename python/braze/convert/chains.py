@@ -1,6 +1,5 @@
 """Chains of calls of layers and functions: which of them are runs that are one op."""
 
-import ast
 import functools
 import inspect
 import itertools
@@ -10,12 +9,13 @@ import typing
 import torch
 
 from braze._ops.activation import fits
-from braze.convert import kinds, runs
-from braze.convert.modules import is_container
+from braze.convert import kinds, runs, through
+from braze.convert.modules import is_container, own_class
+from braze.convert.parts import SOMETIMES, NormAct
+from braze.convert.recognise import part_of
 from braze.nn import functional as F
 
 FUNCTIONS = str, types.FunctionType, types.BuiltinFunctionType
-VARIABLE = object()  # what constant() returns of anything else
 
 
 class Link(typing.NamedTuple):
@@ -23,41 +23,48 @@ class Link(typing.NamedTuple):
 
     Attributes:
         number: the call, by its place in the tree.
-        form: ``"layer"``, ``"function"`` or ``"method"`` of a tensor; of additions, ``"add"``
-            (to what comes before in the chain), ``"radd"`` (of that to something) or ``"iadd"``.
-        kind: what it computes, see kinds.py.
+        form: ``"layer"``, ``"part"`` (a module of parts.py), ``"function"`` or ``"method"`` of a
+            tensor; of additions, ``"add"`` (to what comes before in the chain), ``"radd"`` (of that
+            to something) or ``"iadd"``.
+        kinds: what it computes, innermost first, see kinds.py: of a part nothing or more.
         layers: the layers that it may call, with their names; empty for functions.
         name: of the function.
     """
 
     number: int
     form: str
-    kind: str
+    kinds: tuple
     layers: tuple
     name: str
 
 
-def analyse_children(module, kind_of):
+def module_link(number, kinds, layers):
+    """A call of a module of such kinds."""
+    parts = any(part_of(own_class(m)) is not None for _, m in layers)
+    return Link(number, "part" if parts else "layer", kinds, layers, "")
+
+
+def analyse_children(module, kinds_of):
     """The runs among the children of a Sequential, as :class:`Found` has them."""
     children = module.__dict__["_modules"].items() if is_container(module) else ()
-    return runs_among(children, kind_of)
+    return runs_among(children, kinds_of)
 
 
-def runs_among(layers, kind_of):
-    links = [Link(0, "layer", kind_of(m), ((name, m),), "") for name, m in layers]
+def runs_among(layers, kinds_of):
+    links = [module_link(0, kinds_of(m), ((name, m),)) for name, m in layers]
     found, at = [], 0
     while at < len(links):
-        length = run_length(links[at : at + runs.LONGEST])
+        length = run_length(links[at : at + through.WINDOW])
         found += blocks(links[at : at + length])
         at += max(length, 1)
     return found
 
 
 def run_length(links):
-    """The length of the longest run that links, innermost first, begin with, or 0."""
-    length = runs.run_length(tuple(k.kind for k in links))
+    """How many links, innermost first, the longest run has that they begin with, or 0."""
+    length = through.run_length([k.kinds for k in links])
     while length and not _go_together(links[:length]):
-        length = runs.run_length(tuple(k.kind for k in links[: length - 1]))
+        length = through.run_length([k.kinds for k in links[: length - 1]])
     return length
 
 
@@ -65,8 +72,8 @@ def _go_together(links):
     """Whether layers have settings that the fused blocks have too."""
     if len({len(k.layers) for k in links} - {0, 1}) > 1:
         return False  # of a loop over several lists of layers, of other lengths
-    for conv, bn in itertools.pairwise(links):
-        if conv.kind == "Conv2d":
+    for conv, bn in itertools.pairwise(k for k in links if {*k.kinds} - {SOMETIMES}):
+        if conv.kinds == ("Conv2d",):
             pairs = zip(conv.layers, bn.layers, strict=False)
             if not all(runs.conv_fits(a, b) for (_, a), (_, b) in pairs):
                 return False
@@ -76,24 +83,32 @@ def _go_together(links):
 def blocks(run):
     """The fused blocks of a run, as tuples of (kind, name) of their parts."""
     found, at = [], 0
-    while at < len(run):
-        computed = tuple(k.kind for k in run[at:])
+    parts = [part for k in run for part in _parts(k)]
+    while at < len(parts):
+        computed = tuple(kind for kind, _ in parts[at:])
         length = max((len(b) for b in runs.BLOCKS if computed[: len(b)] == b), default=0)
-        block = run[at : at + length]
-        for i in range(max((len(k.layers) for k in block), default=0)):
-            found.append(tuple((k.kind, _part(k, i)) for k in block))
+        block = parts[at : at + length]
+        for i in range(max((len(names) for _, names in block), default=0)):
+            found.append(tuple((k, names[i if len(names) > 1 else 0]) for k, names in block))
         at += max(length, 1)
     return found
 
 
+def _parts(link):
+    """The parts of a link that compute something: the kind of each, and its names."""
+    if not link.layers:
+        return [(link.kinds[0], [f"{link.name}()"])]
+    names = [[name] for name, _ in link.layers]
+    for found, (name, module) in zip(names, link.layers, strict=True):
+        part = part_of(own_class(module))
+        if isinstance(part, NormAct):
+            found += [f"{name}.{child}" for child in part.children(module)]
+    computed = [kind for kind in link.kinds if kind != SOMETIMES]
+    return [(kind, [found[i] for found in names]) for i, kind in enumerate(computed)]
+
+
 def calls_of(links):
     return tuple((k.number, k.form) for k in links)
-
-
-def _part(link, i):
-    if not link.layers:
-        return f"{link.name}()"
-    return link.layers[i if len(link.layers) > 1 else 0][0]
 
 
 def function_name(function):
@@ -149,12 +164,3 @@ def _fits(extent):
     """Whether a setting of max_pool2d is an int or two of them."""
     pair = extent if isinstance(extent, tuple) and len(extent) == 2 else (extent,)
     return all(type(e) is int for e in pair)
-
-
-def constant(node):
-    """The value of a number, string, None or tuple of them as it is written, else VARIABLE."""
-    try:
-        value = ast.literal_eval(node)
-    except (ValueError, TypeError, SyntaxError):
-        return VARIABLE
-    return VARIABLE if isinstance(value, (list, dict, set)) else value

@@ -8,11 +8,13 @@ import types
 
 import torch
 
-from braze.convert import kinds, loops, runs
-from braze.convert.chains import analyse_children
+from braze.convert import kinds, loops, runs, through
+from braze.convert.chains import analyse_children, blocks, module_link
 from braze.convert.emit import spliced
 from braze.convert.identity import class_methods, why_its_class_counts
 from braze.convert.modules import own_class
+from braze.convert.parts import PARTS, NormAct
+from braze.convert.recognise import kinds_of, part_of
 from braze.convert.source import Unknown
 from braze.convert.splice import analyse
 
@@ -40,7 +42,7 @@ class Rewritten:
         super().__setstate__(state)
         self.__dict__.pop("_braze_plans", None)  # pickles of version 0.1.0 have it
         try:
-            kind = class_for(self, kinds.kind_of).made
+            kind = class_for(self, functools.partial(kinds_of, kind_of=kinds.kind_of)).made
         except Unknown:
             kind = None
         object.__setattr__(self, "__class__", kind or self._class_before_convert)
@@ -65,26 +67,32 @@ class Rewriting:
         self.made, self.runs, self.functions = made, found_runs, functions
 
 
-def class_for(module, kind_of):
+def class_for(module, kinds_of):
     """What is to become of a module's forward; nothing is changed.
 
     Args:
-        kind_of: a function from a module to the kind of layer that it is or will be, or None.
+        kinds_of: a function from a module to the kinds of the links that a call of it stands for,
+            as recognise.kinds_of() gives them.
 
     Raises:
         Unknown: why its forward has to stay as it is.
     """
     kind = own_class(module)
     if kind.forward is _SEQUENTIAL_FORWARD:
-        found = analyse_children(module, kind_of)
+        found = analyse_children(module, kinds_of)
         made = _subclass(kind, "children", lambda: _run_sequential) if found else None
         return Rewriting(made, found)
     forward = inspect.getattr_static(kind, "forward")
     if not isinstance(forward, types.FunctionType):
         raise Unknown(f"its forward is a {type(forward).__name__}, not a function")
     try:
-        splices, found, functions = analyse(module, forward, kind_of)
-        made = splices and _subclass(kind, splices, lambda: spliced(forward, splices))
+        splices, found, functions = analyse(module, forward, kinds_of)
+        make = functools.partial(spliced, forward, splices)
+        if isinstance(part_of(kind), NormAct) and kinds_of(module) is not None:
+            found = [*blocks([module_link(0, kinds_of(module), (("", module),))]), *found]
+            made = _subclass(kind, ("norm", splices), lambda: _norm_and_more(make()))
+        else:
+            made = splices and _subclass(kind, splices, make)
     except (MemoryError, RecursionError):  # by version, both mean this
         raise Unknown("its code is nested too deeply") from None
     return Rewriting(made or None, found, functions)
@@ -94,6 +102,20 @@ def _run_sequential(self, input):
     for module in loops.fused(self):
         input = module(input)
     return input
+
+
+def _norm_and_more(plain):
+    """The forward of a batch norm with more behind it, as one where that may be."""
+
+    @functools.wraps(plain)  # whose code is what it is checked against
+    def forward(self, *args, **kwargs):
+        if len(args) == 1 and not kwargs:
+            output = through.norm_and_more(self, *args)
+            if output is not None:
+                return output
+        return plain(self, *args, **kwargs)
+
+    return forward
 
 
 # As it is called in what Python says about wrong arguments.
@@ -111,6 +133,7 @@ def _subclass(kind, key, make_forward):
     key = key, known, getattr(known, "__code__", None)
     for made in type.__subclasses__(kind):
         if vars(made).get("_braze_key") == key:
+            PARTS[made] = part_of(kind)
             return made
     attributes = {
         **class_methods(kind),
@@ -122,7 +145,9 @@ def _subclass(kind, key, make_forward):
         "_braze_key": key,
     }
     bases = Rewritten, kind
-    return types.new_class(kind.__name__, bases, exec_body=lambda d: d.update(attributes))
+    made = types.new_class(kind.__name__, bases, exec_body=lambda d: d.update(attributes))
+    PARTS[made] = part_of(kind)
+    return made
 
 
 _PLAIN_NEW = type.__new__, abc.ABCMeta.__new__

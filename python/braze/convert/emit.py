@@ -2,7 +2,8 @@
 
 import ast
 
-from braze.convert import additions, kinds, loops, runs
+from braze.convert import additions, kinds, loops, runs, through
+from braze.convert.branches import question
 from braze.convert.source import PREFIX, copy_tree, make
 
 #: Code of its own, which is left as it is.
@@ -14,6 +15,9 @@ _CALLED = {
     **{PREFIX + f.__name__: f for f in (runs.inherited, runs.method, runs.other, runs.run)},
     **{PREFIX + f.__name__: f for f in (runs.run_added, runs.run_radd)},
     **{PREFIX + f.__name__: f for f in (runs.runner, runs.runner_of)},
+    **{PREFIX + f.__name__: f for f in (through.run_through, through.run_radd_through)},
+    **{PREFIX + f.__name__: f for f in (through.runner_through, through.runner_of_through)},
+    PREFIX + "getattr": getattr,
 }
 
 
@@ -43,6 +47,11 @@ def _name(name, ctx=None):
 
 def _call(name, *args):
     return ast.Call(_name(name), list(args), [])
+
+
+def _for(calls, name):
+    """The name of what runs such calls: of layers alone, or of parts too (parts.py)."""
+    return f"{name}_through" if any(form == "part" for _, form in calls) else name
 
 
 def _tuple(*elements):
@@ -84,16 +93,16 @@ class _Change(ast.NodeTransformer):
         changed, at = [], 0
         while at < len(body):
             number = body[at].number
-            numbers, between, run = self.stated.get(number, ((number,), (), None))
+            numbers, *found = self.stated.get(number, ((number,),))
             statements = body[at : at + len(numbers)]
-            if run:
-                changed += self._stated(statements, between, run)
+            if found:
+                changed += self._stated(statements, *found)
             else:
                 changed.append(self.visit(statements[0]))
             at += len(numbers)
         return changed
 
-    def _stated(self, statements, between, run):
+    def _stated(self, statements, between, run, branches, assumed):
         """``if`` the links run as one, that, ``else`` the statements as they stand."""
         nodes = {n.number: n for s in statements for n in ast.walk(s) if isinstance(n, _LINKS)}
         calls = [(nodes[number], form) for number, form in run]
@@ -121,7 +130,17 @@ class _Change(ast.NodeTransformer):
             replaced = _held(own, held, base)
             first = _Replace(replaced).visit(copy_tree(first))
         test, as_one = self._asked(calls, loaded, between)
-        last, (outermost, form) = copy_tree(statements[-1]), calls[-1]
+        if assumed:
+            questions = [question(self.me, a) for a in assumed]
+            test = ast.BoolOp(ast.And(), [*questions, test])
+        outermost, form = calls[-1]
+        *_, last = way = _way(statements, dict(branches))
+        rest = []
+        while not _holds(last, outermost):
+            rest.insert(0, last)
+            way.pop()
+            last = way[-1]
+        last = copy_tree(last)
         result = _call_as_one(as_one, calls, base)
         if form == "iadd":
             last = ast.Assign([ast.Name(outermost.target.id, ast.Store())], result)
@@ -133,7 +152,8 @@ class _Change(ast.NodeTransformer):
             handler = ast.ExceptHandler(None, None, [ast.Expr(run_first), ast.Raise()])
             changed = [ast.Try(changed, [handler], [], [])]
         plain = [self.visit(s) for s in (first, *statements[1:])]
-        made = [*map(self.visit, before), ast.If(test, [*changed, self.visit(last)], plain)]
+        changed += [self.visit(last), *self._body(copy_tree(rest))]
+        made = [*map(self.visit, before), ast.If(test, changed, plain)]
         return [ast.copy_location(s, statements[0]) for s in made]
 
     def _asked(self, calls, loaded, between=()):
@@ -148,7 +168,8 @@ class _Change(ast.NodeTransformer):
         arguments = [ast.NamedExpr(_name(names[1], ast.Store()), _tuple(*loaded[::-1]))]
         if beside:
             arguments.append(_tuple(*map(copy_tree, beside)))
-        return ast.NamedExpr(_name(names[0], ast.Store()), _call("runner", *arguments)), names
+        asked = _call(_for(calls, "runner"), *arguments)
+        return ast.NamedExpr(_name(names[0], ast.Store()), asked), names
 
     def visit_For(self, node):
         node = self.generic_visit(node)
@@ -169,11 +190,14 @@ class _Change(ast.NodeTransformer):
         links = [_link(*c) for c in calls[::-1]]
         added = _added(calls)
         if not additions.modules_called(added):
-            new = _call("run", _tuple(*links), self.visit(inner), *map(self.visit, added))
-        elif calls[1][1] == "radd":
+            new = _call(
+                _for(calls, "run"), _tuple(*links), self.visit(inner), *map(self.visit, added)
+            )
+        elif any(form == "radd" for _, form in calls):
             # What is added is evaluated before the batch norm's name.
             outer = _tuple(*links[:-1])
-            new = _call("run_radd", outer, self.visit(added[0]), links[-1], self.visit(inner))
+            name = _for(calls, "run_radd")
+            new = _call(name, outer, self.visit(added[0]), links[-1], self.visit(inner))
         else:
             new = self._nested_added(node, calls, inner)
         return ast.copy_location(new, node)
@@ -186,7 +210,7 @@ class _Change(ast.NodeTransformer):
         expressions = [_link(*c) for c in calls[::-1]]
         beside = map(copy_tree, additions.modules_called(_added(calls)))
         test = _call(
-            "runner_of",
+            _for(calls, "runner_of"),
             ast.NamedExpr(_name(links, ast.Store()), _tuple(*expressions)),
             # A list, from which it is taken, so that nothing keeps it.
             ast.NamedExpr(_name(base, ast.Store()), ast.List([self.visit(inner)], ast.Load())),
@@ -246,13 +270,32 @@ def _held(calls, name, base):
     """
     replaced = {_applied_to(*calls[0]).number: base}
     for i, (call, form) in enumerate(calls):
-        if form in ("layer", "function"):
+        if form in ("layer", "part", "function"):
             at = ast.Constant(len(calls) - 1 - i)
             held = ast.Subscript(_name(name), at, ast.Load())
             if form == "function":
                 held = ast.Subscript(held, ast.Constant(0), ast.Load())
             replaced[call.func.number] = held
     return replaced
+
+
+def _way(statements, branches):
+    """The statements that run where ``if`` statements lead as they are said to.
+
+    Args:
+        branches: which way those lead, by their numbers.
+    """
+    found = []
+    for statement in statements:
+        if statement.number in branches:
+            found += statement.body if branches[statement.number] else statement.orelse
+        else:
+            found.append(statement)
+    return found
+
+
+def _holds(statement, node):
+    return any(n is node for n in ast.walk(statement))
 
 
 #: What may be a link of a chain.
@@ -291,7 +334,7 @@ def _link(call, form):
     """The expression of a link, see runs.py."""
     if form in additions.FORMS:
         return ast.Tuple([_name(form), ast.Tuple([], ast.Load()), ast.Dict([], [])], ast.Load())
-    if form == "layer":
+    if form in ("layer", "part"):
         return copy_tree(call.func)
     function = ast.Constant(call.func.attr) if form == "method" else copy_tree(call.func)
     args = call.args if form == "method" else call.args[1:]

@@ -9,6 +9,7 @@ import torch
 import braze.nn
 from braze._stock import called_by, gives_way, is_torchs, remember
 from braze.nn import functional as F
+from braze.nn.modules import batch_norm_of
 
 #: The layers that have a counterpart of the same name in torch.nn.
 LAYERS = (
@@ -96,6 +97,15 @@ ADDITIONS = {add: ("__add__", "__radd__"), radd: ("__add__", "__radd__"), iadd: 
 FUNCTION_KINDS.update(dict.fromkeys(ADDITIONS, "Add"))
 
 
+def own_norm(input, module):
+    """The batch norm in a module whose class adds something to ``torch.nn.BatchNorm2d``'s; as a
+    link, ``(own_norm, (module,), {})``."""
+    return batch_norm_of(input, module)
+
+
+FUNCTION_KINDS[own_norm] = "BatchNorm2d"
+
+
 class Replacement(typing.NamedTuple):
     """What takes the place of a function of torch's.
 
@@ -145,6 +155,8 @@ def places(link):
     """
     if isinstance(link, str):
         return ((torch.Tensor, link),)
+    if link is own_norm:
+        link = braze.nn.BatchNorm2d
     if link in ADDITIONS:
         return tuple((torch.Tensor, name) for name in ADDITIONS[link])
     if not isinstance(link, type):

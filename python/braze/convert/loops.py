@@ -5,7 +5,8 @@ import functools
 import torch
 
 from braze.convert.kinds import KINDS, kind_of
-from braze.convert.runs import LONGEST, run, run_length, runner
+from braze.convert.parts import PARTS, expanded
+from braze.convert.through import WINDOW, run_length, run_through, runner_through
 
 
 def fused(modules):
@@ -14,7 +15,7 @@ def fused(modules):
     if type(modules).__iter__ not in _ITERATED:
         return modules
     children = tuple(modules)
-    kinds = tuple(map(type, children))
+    kinds = tuple(map(_kinds, children))
     if torch.compiler.is_compiling():
         return _callables(children, _segments(kinds))
     segments = _known_segments(kinds)
@@ -35,7 +36,7 @@ def _callables(children, segments):
 
 
 def _callable(links):
-    return links[0] if len(links) == 1 else lambda input: run(links, input)
+    return links[0] if len(links) == 1 else lambda input: run_through(links, input)
 
 
 def _walk(modules, children, segments):
@@ -53,10 +54,10 @@ def _walk(modules, children, segments):
                 ahead = ahead or iter(modules)
                 _next(ahead, at - seen)
                 links, seen = _next(ahead, len(links)), at + len(links)
-            as_one = runner(links)
+            as_one = runner_through(links)
             if as_one is None:  # perhaps of fewer
-                links = links[len(links) - run_length([kind_of(link) for link in links[::-1]]) :]
-                as_one = runner(links)
+                links = links[len(links) - run_length([_asked(k) for k in links[::-1]]) :]
+                as_one = runner_through(links)
             if as_one is not None:
                 skip = len(links) - 1
                 yield functools.partial(as_one, links)
@@ -70,12 +71,28 @@ def _next(iterator, count):
     return tuple([link for _, link in zip(range(count), iterator, strict=False)])[::-1]
 
 
-def _segments(types):
-    """Where runs may begin among modules of such types, and how long each is."""
-    kinds = [KINDS.get(kind) for kind in types]
+def _kinds(module):
+    """The kinds of the links that a call of a module stands for now, or None, by its class alone
+    where that says it."""
+    kind = type(module)
+    if PARTS.get(kind) is None:
+        kind = KINDS.get(kind)
+        return None if kind is None else (kind,)
+    return _asked(module)
+
+
+def _asked(module):
+    """:func:`_kinds`, but None of a layer that does more than what its class says."""
+    layers = expanded((module,))
+    found = () if layers is None else tuple([kind_of(layer) for layer in layers[::-1]])
+    return None if layers is None or None in found else found
+
+
+def _segments(kinds):
+    """Where runs may begin among modules of such kinds, and how long each is."""
     found, at = {}, 0
     while at < len(kinds):
-        length = run_length(kinds[at : at + LONGEST])
+        length = run_length(kinds[at : at + WINDOW])
         if length:
             found[at] = length
         at += max(length, 1)

@@ -5,16 +5,18 @@ import types
 
 import torch
 
+from braze._ops._common import FLOAT_DTYPES
 from braze.nn import functional as F
 
+_BATCHES = "num_batches_tracked"
 _CONTAINERS = torch.nn.ModuleList, torch.nn.Sequential
 
 
-def worth_splicing(module, kind_of):
+def worth_splicing(module, kinds_of):
     """Whether a forward of unknown code may call anything that braze would replace."""
     children = list(module.__dict__["_modules"].values())
     children += [c for m in children if isinstance(m, _CONTAINERS) for c in m._modules.values()]
-    kinds = {kind_of(child) for child in children if child is not None}
+    kinds = {k for child in children if child is not None for k in kinds_of(child) or ()}
     names = set()
     todo = [getattr(own_class(module).forward, "__code__", None)]
     while todo:
@@ -25,6 +27,18 @@ def worth_splicing(module, kind_of):
     pairs = {"Conv2d", "BatchNorm2d"}, {"BatchNorm2d", "ReLU"}, {"Linear", "ReLU"}
     fused = any(pair <= kinds for pair in pairs)
     return fused or bool(names & {*F.__all__, "relu_"})
+
+
+def why_unsupported(module):
+    """Why braze has no kernels for a layer's parameters or buffers, or None."""
+    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        if tensor is None:
+            continue
+        if tensor.dtype not in FLOAT_DTYPES and name != _BATCHES:
+            return f"{tensor.dtype} is not supported"
+        if tensor.device.type not in ("cpu", "cuda", "meta"):
+            return f"device {tensor.device} is not supported"
+    return None
 
 
 def own_class(module):
@@ -57,7 +71,11 @@ def child_of(module, name):
 
 def is_plain_attribute(module, name):
     """Whether to look up ``module.name`` runs nothing of the module's class."""
-    kind = own_class(module)
+    return is_plain_in(own_class(module), name)
+
+
+def is_plain_in(kind, name):
+    """Whether to look up such an attribute of an instance runs nothing of its class."""
     return (
         kind.__getattr__ is torch.nn.Module.__getattr__
         and kind.__getattribute__ is torch.nn.Module.__getattribute__

@@ -3,12 +3,44 @@
 import ast
 import types
 
-from braze.convert.chains import VARIABLE, constant
 from braze.convert.emit import SCOPES
 from braze.convert.modules import child_of, is_container
+from braze.convert.source import VARIABLE, constant
 
 
-class Names:
+class Outer:
+    """What names stand for outside of a function, of which there are `python` and `tree`."""
+
+    def attribute_name(self, node):
+        """The name of an attribute: Python spells private ones after the class."""
+        name, kind = node.attr, (self.tree.class_name or "").lstrip("_")
+        return f"_{kind}{name}" if kind and name[:2] == "__" != name[-2:] else name
+
+    def value(self, node):
+        """What an expression of names stands for outside of the function, or None."""
+        if isinstance(node, ast.Name):
+            return self.outer(node.id)
+        if isinstance(node, ast.Attribute):
+            owner = self.value(node.value)
+            if isinstance(owner, types.ModuleType):
+                return vars(owner).get(node.attr)
+        return None
+
+    def outer(self, name):
+        """What a name stands for outside of the function, or None."""
+        code = self.python.__code__
+        if name in code.co_freevars:
+            cell = self.python.__closure__[code.co_freevars.index(name)]
+            return cell.cell_contents if cell != types.CellType() else None
+        if name in self.tree.locals:
+            return None
+        scope = self.python.__globals__
+        builtins = scope.get("__builtins__", {})
+        builtins = vars(builtins) if isinstance(builtins, types.ModuleType) else builtins
+        return scope.get(name, builtins.get(name))
+
+
+class Names(Outer):
     """What names stand for in one function: the part of splice._Function that asks for that."""
 
     def find_names(self):
@@ -100,34 +132,6 @@ class Names:
         name = self.attribute_name(node)
         child = child_of(owner, name)
         return None if child is None else ((f"{prefix}.{name}" if prefix else name, child),)
-
-    def attribute_name(self, node):
-        """The name of an attribute: Python spells private ones after the class."""
-        name, kind = node.attr, (self.tree.class_name or "").lstrip("_")
-        return f"_{kind}{name}" if kind and name[:2] == "__" != name[-2:] else name
-
-    def value(self, node):
-        """What an expression of names stands for outside of the function, or None."""
-        if isinstance(node, ast.Name):
-            return self.outer(node.id)
-        if isinstance(node, ast.Attribute):
-            owner = self.value(node.value)
-            if isinstance(owner, types.ModuleType):
-                return vars(owner).get(node.attr)
-        return None
-
-    def outer(self, name):
-        """What a name stands for outside of the function, or None."""
-        code = self.python.__code__
-        if name in code.co_freevars:
-            cell = self.python.__closure__[code.co_freevars.index(name)]
-            return cell.cell_contents if cell != types.CellType() else None
-        if name in self.tree.locals:
-            return None
-        scope = self.python.__globals__
-        builtins = scope.get("__builtins__", {})
-        builtins = vars(builtins) if isinstance(builtins, types.ModuleType) else builtins
-        return scope.get(name, builtins.get(name))
 
 
 def _nodes(node):

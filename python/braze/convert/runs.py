@@ -28,10 +28,11 @@ from braze.convert.kinds import (
     METHODS,
     METHODS_OF_LAYERS,
     Pooling,
-    calls_more,
     kind_of,
+    own_norm,
     places,
 )
+from braze.convert.quiet import is_quiet
 from braze.nn import functional as F
 from braze.nn.modules import batch_norm_act, conv_bn_relu_as_one
 
@@ -50,7 +51,7 @@ def runner(links, beside=()):
     if function is None or _any_global_hook():
         return None
     for module in beside:
-        if not _is_quiet(module, links):
+        if not is_quiet(module, links):
             return None
     return function
 
@@ -103,6 +104,9 @@ def _traced_runner(links):
     for link in links:
         if type(link) is not tuple:
             if type(link) in _LAYERS and link._gives_way():
+                return None
+        elif link[0] is own_norm:
+            if braze.nn.BatchNorm2d._gives_way():
                 return None
         elif link[0] in FUNCTIONS and FUNCTIONS[link[0]].gives_way():
             return None
@@ -162,28 +166,6 @@ def one_by_one(links, input, *added):
     return input
 
 
-_QUIET = "AvgPool2d", "BatchNorm2d", "Conv2d", "Linear", "MaxPool2d"
-
-
-def _is_quiet(module, links):
-    """Whether a module, or None, only computes: it changes nothing but its own buffers, runs no
-    code of the user's, and is none of the links."""
-    if module is None:
-        return True
-    kind = type(module)
-    kind = vars(kind).get("_class_before_convert", kind)
-    if kind in (torch.nn.Sequential, braze.nn.Sequential, torch.nn.Identity):
-        if calls_more(module) or _CONTAINERS():
-            return False
-        return all(_is_quiet(child, links) for child in module._modules.values())
-    if kind_of(module) not in _QUIET or module._gives_way():
-        return False
-    return not any(link is module for link in links)
-
-
-_CONTAINERS = gives_way((torch.nn.Sequential, "forward"), (torch.nn.Identity, "forward"))
-
-
 def call(link, input):
     if type(link) is not tuple:
         return link(input)
@@ -238,14 +220,6 @@ def changed(known, code, made):
     )
 
 
-def run_length(kinds):
-    """The length of the longest run that links of such kinds, innermost first, begin with, or 0."""
-    for length in range(min(len(kinds), LONGEST), 1, -1):
-        if tuple(kinds[:length][::-1]) in RUNS:
-            return length
-    return 0
-
-
 def conv_fits(conv, bn):
     """Whether a convolution and a batch norm have settings that the fused blocks have too."""
     return conv.padding_mode == "zeros" and bn.num_features == conv.out_channels
@@ -257,7 +231,7 @@ def _block(links, input, then=None):
     Args:
         then: the linear layer that the pooled result is flattened for, and nothing else, or None.
     """
-    conv, bn = links[-1], links[-2]
+    conv, bn = links[-1], _norm(links[-2])
     if not conv_fits(conv, bn):
         return one_by_one(links, input)
     pool = output = None
@@ -285,7 +259,17 @@ def _batch_norm_act(links, input, *added):
     activation, settings = activation_of(links[0])
     if settings and not fits(activation, settings):
         return one_by_one(links, input, *added)
-    return batch_norm_act(input, links[-1], *added, activation=activation, settings=settings)
+    norm = _norm(links[-1])
+    return batch_norm_act(input, norm, *added, activation=activation, settings=settings)
+
+
+def _norm(link):
+    """The module whose batch norm a link is."""
+    return link[1][0] if type(link) is tuple else link
+
+
+def _norm_alone(links, input):
+    return call(links[0], input)
 
 
 def activation_of(link):
@@ -378,6 +362,7 @@ RUNS = {
     _POOLED: _block,
     ("Linear", "Flatten", *_POOLED): _block_flat_linear,
     ("ReLU", "Linear", "Flatten", *_POOLED): _block_flat_linear,
+    ("BatchNorm2d",): _norm_alone,  # of a module that adds nothing to it at present
     ("ReLU", "Linear"): _linear_relu,
     ("Linear", "Flatten"): _flat_linear,
     ("ReLU", "Linear", "Flatten"): _flat_linear,

@@ -223,3 +223,15 @@ def make(function, change, values):
     )
     made.__kwdefaults__ = function.__kwdefaults__
     return functools.update_wrapper(made, function)
+
+
+VARIABLE = object()  # what constant() returns of anything else
+
+
+def constant(node):
+    """The value of a number, string, None or tuple of them as it is written, else VARIABLE."""
+    try:
+        value = ast.literal_eval(node)
+    except (ValueError, TypeError, SyntaxError):
+        return VARIABLE
+    return VARIABLE if isinstance(value, (list, dict, set)) else value

@@ -8,28 +8,25 @@ branches, effects, settings that change, it goes on doing.
 """
 
 import ast
-import inspect
-import types
 import typing
 
-from braze.convert import additions, kinds, runs
+from braze.convert import additions, kinds, runs, through
+from braze.convert.branches import Branches
+from braze.convert.calls import Calls
 from braze.convert.chains import (
     FUNCTIONS,
-    VARIABLE,
     Link,
     blocks,
     calls_of,
-    constant,
     function_name,
+    module_link,
     run_length,
     runs_among,
     settings_fit,
-    takes,
 )
-from braze.convert.emit import SCOPES, is_super
-from braze.convert.modules import own_class
+from braze.convert.emit import SCOPES
 from braze.convert.names import Names
-from braze.convert.source import Unknown, tree_of
+from braze.convert.source import tree_of
 
 
 class Splices(typing.NamedTuple):
@@ -38,8 +35,9 @@ class Splices(typing.NamedTuple):
 
     Attributes:
         nested: runs within one expression: calls as (number, form), innermost first.
-        stated: runs over several statements: the statements, those that only lie between, and the
-            calls.
+        stated: runs over several statements: the statements, those that only lie between, the
+            calls, the ``if`` statements among them with the way that each takes, and what that
+            takes for granted (branches.py).
         loops: ``for`` statements that go through layers.
         functions: calls of functions that braze has, each with the function.
         methods: calls of ``relu`` and ``relu_`` of what may be a tensor.
@@ -71,23 +69,24 @@ class Found(typing.NamedTuple):
     functions: list
 
 
-def analyse(module, function, kind_of):
+def analyse(module, function, kinds_of):
     """Finds what can be spliced in a method of a module, without running anything of it.
 
     Args:
-        kind_of: a function from a module to the kind of layer that it is or will be, or None.
+        kinds_of: a function from a module to the kinds of the links that a call of it stands for,
+            as recognise.kinds_of() gives them.
 
     Raises:
         Unknown: the code of `function` is not known.
     """
-    return _Analysis(module, kind_of).function(function, has_self=True)
+    return _Analysis(module, kinds_of).function(function, has_self=True)
 
 
 class _Analysis:
     """Looks through the code of a module's forward and of what that calls."""
 
-    def __init__(self, module, kind_of):
-        self.module, self.kind_of = module, kind_of
+    def __init__(self, module, kinds_of):
+        self.module, self.kinds_of = module, kinds_of
         self.open = ()  # the functions that are being looked through, against recursion
         self.known = {}
 
@@ -103,7 +102,20 @@ class _Analysis:
         return self.known[key]
 
 
-class _Function(Names, additions.Surroundings):
+class _Chain:
+    """Calls that follow each other over several statements.
+
+    Attributes:
+        links: innermost first.
+        owners: for each, the place of its statement.
+        name: the variable that holds the result, None where it is returned.
+    """
+
+    def __init__(self):
+        self.links, self.owners, self.name = [], [], None
+
+
+class _Function(Names, Calls, Branches, additions.Surroundings):
     """Looks through the code of one function."""
 
     def __init__(self, analysis, function, tree, has_self):
@@ -125,7 +137,7 @@ class _Function(Names, additions.Surroundings):
                 self._nested(node)
         for node in self.nodes:
             if isinstance(node, ast.Call) and node.number not in self.taken:
-                self._replaced(node)
+                self.replace(node)
         splices = Splices(*(tuple(self.parts[name]) for name in Splices._fields))
         return Found(splices, list(dict.fromkeys(self.runs)), list(dict.fromkeys(self.functions)))
 
@@ -152,22 +164,22 @@ class _Function(Names, additions.Surroundings):
             return None, None
         layers = self.layers(node.func)
         if layers:
-            kind = self._kind(layers)
-            if kind is None or len(node.args) != 1 or node.keywords:
+            found = self._kinds(layers)
+            if found is None or len(node.args) != 1 or node.keywords:
                 return None, None
-            return Link(node.number, "layer", kind, layers, ""), node.args[0]
-        function, settings, input = self._function(node)
+            return module_link(node.number, found, layers), node.args[0]
+        function, settings, input = self.function_of(node)
         kind = kinds.FUNCTION_KINDS.get(function) if isinstance(function, FUNCTIONS) else None
         if kind is None or settings is None or not settings_fit(function, kind, *settings):
             return None, None
         form = "method" if isinstance(function, str) else "function"
-        return Link(node.number, form, kind, (), function_name(function)), input
+        return Link(node.number, form, (kind,), (), function_name(function)), input
 
-    def _kind(self, layers):
-        """The kind that all of some layers have, or None."""
+    def _kinds(self, layers):
+        """The kinds that all of some layers have, or None."""
         known = self.kinds.get(id(layers))
         if known is None:
-            found = {self.analysis.kind_of(module) for _, module in layers}
+            found = {self.analysis.kinds_of(module) for _, module in layers}
             # The layers are kept, so that no others get their id.
             known = self.kinds[id(layers)] = found.pop() if len(found) == 1 else None, layers
         return known[0]
@@ -176,31 +188,23 @@ class _Function(Names, additions.Surroundings):
         forms = ("iadd",) if isinstance(node, ast.AugAssign) else ("add", "radd")
         for form in forms:
             inner, added = additions.parts(node, form)
-            if isinstance(inner, ast.Name):
-                continues = inner.id == carried
-            else:
-                link = self.link(inner)[0] if isinstance(inner, ast.Call) else None
-                continues = link is not None and link.kind == "BatchNorm2d"
-            if continues and self.may_be_added(added):
-                return Link(node.number, form, "Add", (), form.lstrip("ri")), inner
+            if self._is_normed(inner, added, form, carried) and self.may_be_added(added):
+                return Link(node.number, form, ("Add",), (), form.lstrip("ri")), inner
         return None, None
 
-    def _function(self, node):
-        """The function of a call, or the name of the method; its settings as constants, or None;
-        and the expression that it is applied to."""
-        function = self.value(node.func)
-        if function is None and isinstance(node.func, ast.Attribute):
-            if self._is_me(node.func.value) or self.layers(node.func.value):
-                return None, None, None
-            function, args, input = node.func.attr, node.args, node.func.value
-        elif function is None or not node.args:
-            return function, None, None
-        else:
-            args, input = node.args[1:], node.args[0]
-        values = tuple(constant(a) for a in args)
-        named = {k.arg: constant(k.value) for k in node.keywords}
-        known = None not in named and not any(v is VARIABLE for v in (*values, *named.values()))
-        return function, (values, named) if known else None, input
+    def _is_normed(self, node, added, form, carried):
+        """Whether an expression may be a batch norm's result, of this statement or of one before,
+        to which something is added."""
+        if isinstance(node, ast.Name):
+            return node.id == carried
+        link, inner = self.link(node, carried) if isinstance(node, ast.Call) else (None, None)
+        if link is None:
+            return False
+        if link.kinds and link.kinds != (through.SOMETIMES,):
+            return [k for k in link.kinds if k != through.SOMETIMES][-1] == "BatchNorm2d"
+        # What is made before this expression would be made behind its names in a run.
+        ordered = form != "radd" or isinstance(added, ast.Name)
+        return ordered and self._is_normed(inner, added, form, carried)
 
     def chain(self, node, carried=None):
         """The links of an expression, outermost first, and what they are applied to."""
@@ -218,7 +222,7 @@ class _Function(Names, additions.Surroundings):
         links = [k for k in links[::-1] if k.number not in self.taken]
         at = 0
         while at < len(links):
-            length = run_length(links[at : at + runs.LONGEST])
+            length = run_length(links[at : at + through.WINDOW])
             if length:
                 self._take(links[at : at + length])
                 self.parts["nested"].append(calls_of(links[at : at + length]))
@@ -250,50 +254,71 @@ class _Function(Names, additions.Surroundings):
     def _statements(self, body, first):
         """Takes a run that begins in the first of these statements and ends in a later one; how
         many statements it takes, or 0."""
-        links, owners, name, between = [], [], None, []
+        chain, between, branches = _Chain(), [], {}
         for at in range(first, len(body)):
             statement = body[at]
-            if links and self.may_lie_between(statement, name):
+            if chain.links and self.may_lie_between(statement, chain.name):
                 between.append(at)
                 continue
-            target, found, base, whole = self._value(statement, name)
-            if not found or (links and not self._continues(name, target, base, statement)):
+            inner = [statement]
+            if chain.links and isinstance(statement, ast.If):
+                branches[at] = self.assumed(statement.test)
+                if branches[at] is None:
+                    break
+                inner = statement.body if branches[at][0] else statement.orelse
+            if not all(self._goes_on(chain, part, at) for part in inner):
                 break
-            links += found[::-1]
-            owners += [at] * len(found)
-            name = target
-            # Nothing can go on with what is no variable.
-            long_enough = len(links) - owners.count(first) >= runs.LONGEST
-            if not whole or not isinstance(name, str) or long_enough:
-                break
+        links, owners = chain.links, chain.owners
         for start in range(owners.count(first)):
-            length = run_length(links[start : start + runs.LONGEST])
-            if length and owners[start + length - 1] > first:
-                run, last = links[start : start + length], owners[start + length - 1]
-                if self._added_first(run[0], run[1], owners[start : start + 2]):
-                    return 0
-                self._take(run)
-                numbers = tuple(s.number for s in body[first : last + 1])
-                aside = tuple(body[i].number for i in between if i < last)
-                self.parts["stated"].append((numbers, aside, calls_of(run)))
-                # For where the statements run as they stand.
-                for k in run:
-                    if k.form == "function" and k.kind in kinds.ACTIVATIONS:
-                        node = self.tree.numbered[k.number]
-                        self.parts["functions"].append((k.number, self.value(node.func)))
-                    if k.form == "method" and k.kind == "ReLU":
-                        self.parts["methods"].append(k.number)
-                return last + 1 - first
+            length = run_length(links[start : start + through.WINDOW])
+            run, last = links[start : start + length], owners[start + length - 1]
+            if not length or last == first or any(k.number in self.taken for k in run):
+                continue
+            if self._added_first(run, owners[start:]):
+                return 0
+            self._take(run)
+            numbers = tuple(s.number for s in body[first : last + 1])
+            aside = tuple(body[i].number for i in between if i < last)
+            ways = {i: way for i, way in branches.items() if i <= last}
+            taken = tuple((body[i].number, way) for i, (way, _) in ways.items())
+            assumed = dict.fromkeys(a for _, found in ways.values() for a in found)
+            self.parts["stated"].append((numbers, aside, calls_of(run), taken, tuple(assumed)))
+            self._replace_where_they_stand(run)
+            return last + 1 - first
         return 0
 
-    def _added_first(self, norm, addition, owners):
+    def _goes_on(self, chain, statement, at):
+        """Adds what a statement goes on with to a chain; whether another one may go on."""
+        target, found, base, whole = self._value(statement, chain.name)
+        if not found:
+            return False
+        if chain.links and not self._continues(chain.name, target, base, statement):
+            return False
+        chain.links += found[::-1]
+        chain.owners += [at] * len(found)
+        chain.name = target
+        later = chain.links[chain.owners.count(chain.owners[0]) :]
+        long_enough = sum(len(k.kinds) for k in later) >= runs.LONGEST
+        # Nothing can go on with what is no variable.
+        return whole and isinstance(target, str) and not long_enough
+
+    def _replace_where_they_stand(self, run):
+        """Replaces the functions in a run over statements for where these run as they stand."""
+        for k in run:
+            if k.form == "function" and k.kinds[0] in kinds.ACTIVATIONS:
+                node = self.tree.numbered[k.number]
+                self.parts["functions"].append((k.number, self.value(node.func)))
+            if k.form == "method" and k.kinds == ("ReLU",):
+                self.parts["methods"].append(k.number)
+
+    def _added_first(self, run, owners):
         """Whether ``module(x) + bn(y)`` stands in one statement: what is added comes first."""
-        node = self.tree.numbered[addition.number]
-        return (
-            addition.form == "radd"
-            and owners[0] == owners[1]
-            and not isinstance(additions.parts(node, "radd")[1], ast.Name)
-        )
+        for at, link in enumerate(run):
+            if link.form == "radd":
+                norm = next(i for i in range(at - 1, -1, -1) if "BatchNorm2d" in run[i].kinds)
+                added = additions.parts(self.tree.numbered[link.number], "radd")[1]
+                return owners[norm] == owners[at] and not isinstance(added, ast.Name)
+        return False
 
     def _value(self, statement, carried=None):
         """What a statement sets (a variable's name; None: it returns), the links of the chain that
@@ -365,74 +390,12 @@ class _Function(Names, additions.Surroundings):
         )
 
     def _loop(self, node):
-        found = runs_among(self.elements(node.iter) or (), self.analysis.kind_of)
+        found = runs_among(self.elements(node.iter) or (), self.analysis.kinds_of)
         if found:
             self.runs += found
             self.parts["loops"].append(node.number)
-
-    # Functions in the place of others.
-
-    def _replaced(self, node):
-        function, _, _ = self._function(node)
-        names = [k.arg for k in node.keywords]
-        open_ended = None in names or any(isinstance(a, ast.Starred) for a in node.args)
-        args = len(node.args) + isinstance(function, str)
-        if isinstance(function, str):
-            if function in kinds.METHODS and not open_ended and takes(function, args, names):
-                self.parts["methods"].append(node.number)
-                self.functions.append(function_name(function))
-            return
-        if isinstance(function, FUNCTIONS) and function in kinds.FUNCTIONS:
-            if not open_ended and takes(function, args, names):
-                self.parts["functions"].append((node.number, function))
-                self.functions.append(function_name(function))
-            return
-        called, has_self = self._called(node)
-        if called is not None and called not in self.analysis.open and not _is_librarys(called):
-            try:
-                found = self.analysis.function(called, has_self)
-            except Unknown:
-                return
-            if found.splices:
-                self.parts["calls"].append((node.number, called, found.splices))
-            self.runs += found.runs
-            self.functions += found.functions
-
-    def _called(self, node):
-        """The Python function that a call runs, and whether it gets the module as its first
-        argument."""
-        func, found, bound = node.func, None, False
-        if isinstance(func, ast.Attribute) and self.me and self._is_me(func.value):
-            bound, name = True, self.attribute_name(func)
-            if name in self.module.__dict__:
-                return None, False
-            if not is_super(func.value):
-                found = inspect.getattr_static(own_class(self.module), name, None)
-            elif "__class__" in self.python.__code__.co_freevars:
-                found = _after(own_class(self.module), self.outer("__class__"), name)
-        else:
-            found = self.value(func)
-        if isinstance(found, staticmethod):
-            found, bound = found.__func__, False
-        return (found, bound) if isinstance(found, types.FunctionType) else (None, False)
-
-    def _is_me(self, node):
-        return (isinstance(node, ast.Name) and node.id == self.me) or is_super(node)
 
 
 _CATCH = tuple(
     getattr(ast, n) for n in ("Try", "TryStar", "With", "AsyncWith") if hasattr(ast, n)
 )  # fmt: skip
-
-
-def _after(kind, base, name):
-    """What ``super().name`` is in a method of `base` of an instance of `kind`."""
-    mro = kind.__mro__
-    if base not in mro:
-        return None
-    later = (vars(c) for c in mro[mro.index(base) + 1 :])
-    return next((c[name] for c in later if name in c), None)
-
-
-def _is_librarys(function):
-    return (function.__module__ or "").split(".")[0] in ("torch", "braze")

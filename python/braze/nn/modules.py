@@ -35,8 +35,9 @@ def batch_norm_state(bn):
     )
 
 
-def batch_norm(bn, input):
-    """Batch norm of a checked input with the parameters, buffers and settings of a layer."""
+def batch_norm_of(input, bn):
+    """Batch norm on the parameters, buffers and settings of a layer, which has checked the input's
+    dimensions."""
     statistics = batch_norm_state(bn)
     return batch_norm_counting(
         input,
@@ -81,7 +82,7 @@ class BatchNorm2d(torch.nn.BatchNorm2d):
         if self._gives_way():
             return super().forward(input)
         self._check_input_dim(input)
-        return batch_norm(self, input)
+        return batch_norm_of(input, self)
 
 
 @calls("batch_norm", also=("_check_input_dim",))

@@ -5,7 +5,7 @@ import torch
 
 from braze._stock import calls
 from braze.nn import functional as F
-from braze.nn.modules import batch_norm
+from braze.nn.modules import batch_norm_of
 
 
 @calls("batch_norm", also=("_check_input_dim",))
@@ -16,7 +16,7 @@ class BatchNorm1d(torch.nn.BatchNorm1d):
         if self._gives_way():
             return super().forward(input)
         self._check_input_dim(input)
-        return batch_norm(self, input)
+        return batch_norm_of(input, self)
 
 
 @calls("batch_norm", also=("_check_input_dim",))
@@ -30,7 +30,7 @@ class BatchNorm3d(torch.nn.BatchNorm3d):
         self._check_input_dim(input)
         # Images, which the kernels know in both formats: to join two dimensions is free in either.
         depth_and_height = input.shape[2:4]
-        return batch_norm(self, input.flatten(2, 3)).unflatten(2, depth_and_height)
+        return batch_norm_of(input.flatten(2, 3), self).unflatten(2, depth_and_height)
 
 
 @calls("group_norm")

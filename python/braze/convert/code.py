@@ -1,0 +1,96 @@
+"""The code of functions of classes that are no layers of torch's, and what it takes for granted."""
+
+import ast
+
+import torch
+
+from braze.convert.modules import is_plain_in
+from braze.convert.names import Outer
+from braze.convert.source import Unknown, tree_of
+
+#: How a module comes to its forward.
+CALLS = "__call__", "_call_impl"
+
+
+class Code(Outer):
+    """The code of a function that gets a module and one input, or of one that such a function
+    calls.
+
+    Attributes:
+        assumed: what has been assumed of names outside of the function, as (scope, name, value).
+    """
+
+    def __init__(self, kind, function, values=None, assumed=None):
+        self.kind, self.python = kind, function
+        self.tree = tree_of(function)
+        given = self.tree.node.args
+        arguments = [a.arg for a in (*given.posonlyargs, *given.args)]
+        if given.vararg or given.kwarg or set(function.__code__.co_freevars) - {"__class__"}:
+            raise Unknown("it takes what its own arguments do not say")
+        self.assumed = [] if assumed is None else assumed
+        self.functions = [function]
+        if values is None:
+            if len(arguments) != 2 or given.kwonlyargs or given.defaults:
+                raise Unknown("it takes more than one input")
+            self.me, self.input = arguments
+            self.values = {}
+        else:
+            self.me, self.input, self.values = None, None, values
+        strings = ast.Expr, ast.Constant
+        self.body = [
+            s
+            for s in self.tree.node.body
+            if not (isinstance(s, strings[0]) and isinstance(s.value, strings[1]))
+        ]
+
+    def known(self, node):
+        """What an expression of names stands for outside of the function, which is noted."""
+        root = node
+        while isinstance(root, ast.Attribute):
+            root = root.value
+        value = self.value(node)
+        if value is not None:
+            scope = self.python.__globals__
+            self.assumed.append((scope, root.id, scope.get(root.id)))
+        while value is not None and isinstance(node, ast.Attribute):
+            scope = vars(self.value(node.value))
+            self.assumed.append((scope, node.attr, scope[node.attr]))
+            node = node.value
+        return value
+
+    def same(self):
+        """A function that tells whether all that was assumed still holds."""
+        scope = {"kind": self.kind}
+        tests = ["kind.forward is function0"]
+        for i, name in enumerate(CALLS):
+            scope[f"call{i}"] = getattr(torch.nn.Module, name)
+            tests.append(f"kind.{name} is call{i}")
+        for i, function in enumerate(self.functions):
+            for part in ("code", "defaults", "kwdefaults"):
+                scope[f"{part}{i}"] = getattr(function, f"__{part}__")
+                tests.append(f"function{i}.__{part}__ is {part}{i}")
+            scope[f"function{i}"] = function
+        noted = {(id(names), name): (names, value) for names, name, value in self.assumed}
+        for i, ((_, name), (names, value)) in enumerate(noted.items()):
+            scope[f"names{i}"], scope[f"value{i}"] = names, value
+            tests.append(f"names{i}.get({name!r}) is value{i}")
+        return eval(f"lambda: {' and '.join(tests)}", scope)
+
+    def attribute(self, node):
+        """The name of ``self.name`` where its class has no code for it, or None."""
+        if not (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == self.me
+            and not self.assigns(self.me)
+        ):
+            return None
+        name = self.attribute_name(node)
+        return name if is_plain_in(self.kind, name) else None
+
+    def is_input(self, node):
+        return isinstance(node, ast.Name) and node.id == self.input
+
+    def assigns(self, name):
+        nodes = (n for n in self.tree.numbered if isinstance(n, ast.Name))
+        return any(n.id == name and not isinstance(n.ctx, ast.Load) for n in nodes)

@@ -1,0 +1,129 @@
+"""Modules that are no layers of torch's but whose calls are links of runs all the same: those that
+hand on their input as it is (:class:`Pass`), and batch norms with more behind them
+(:class:`NormAct`). What they are is found in their code (recognise.py); whether they still are is
+asked at every call.
+"""
+
+import types
+
+import torch
+
+from braze.convert.kinds import METHODS_OF_LAYERS, calls_more, own_norm
+from braze.convert.modules import child_of
+
+#: The kind of a link that hands on its input in some of the module's modes, such as dropout's.
+SOMETIMES = "Sometimes"
+#: What instances of a class are, or None, by class: filled by recognise.part_of().
+PARTS = {}
+
+
+#: The layers of torch's that are parts.
+TORCHS = torch.nn.Identity, torch.nn.Dropout
+
+
+class Pass:
+    """What a module is that hands on its input as it is, and does nothing else, while `passes`.
+
+    Args:
+        passes: a function of the module.
+        names: the attributes that `passes` reads, beside `training`.
+        same: tells whether the class's code, and what it calls of torch's, is what it was.
+    """
+
+    def __init__(self, passes, names, same):
+        self.passes, self.names, self.same = passes, names, same
+
+    def expand(self, module, found, traced):
+        """Adds the links that a call of the module stands for, none, to those found; whether it
+        stands for that now.
+
+        Args:
+            traced: torch.compile asks, which keeps what code there was.
+        """
+        if traced:
+            known = type(module) not in TORCHS or self.same()
+            return known and not calls_more(module) and self.passes(module)
+        return not _calls_more(module.__dict__) and self.same() and self.passes(module)
+
+    def kinds(self, module, kinds_of):
+        """The kinds of the links that a call of the module stands for, or None."""
+        values = {name: getattr(module, name, None) for name in self.names}
+        modes = [types.SimpleNamespace(**values, training=mode) for mode in (True, False)]
+        passing = [self.passes(mode) for mode in modes]
+        if all(passing):
+            return ()
+        return (SOMETIMES,) if any(passing) else None
+
+
+class NormAct:
+    """What a module is whose class adds to ``torch.nn.BatchNorm2d`` that its result goes through
+    children: ``self.act(self.drop(batch_norm(x)))``.
+
+    Args:
+        names: of the children, innermost first.
+        same: tells whether the class's code is what it was.
+    """
+
+    def __init__(self, names, same):
+        self.names, self.same = names, same
+
+    def expand(self, module, found, traced):
+        """Adds the links that a call of the module stands for, outermost first, to those found;
+        whether it stands for that now. See :meth:`Pass.expand`."""
+        more = calls_more(module) if traced else _calls_more(module.__dict__)
+        return not more and self.expand_forward(module, found, traced)
+
+    def expand_forward(self, module, found, traced):
+        """:meth:`expand` of a call of the module's forward."""
+        if not (traced or self.same()):
+            return False
+        own = module.__dict__
+        for name in self.names[::-1]:
+            child = None if name in own else own["_modules"].get(name)
+            part = PARTS.get(type(child))
+            if part is None:
+                found.append(child)
+            elif not part.expand(child, found, traced):
+                return False
+        found.append((own_norm, (module,), {}))
+        return True
+
+    def kinds(self, module, kinds_of):
+        """The kinds of the links that a call of the module stands for, innermost first, or None."""
+        found = ("BatchNorm2d",)
+        for name in self.names:
+            child = child_of(module, name)
+            kinds = None if child is None else kinds_of(child)
+            if kinds is None:
+                return None
+            found += kinds
+        return found
+
+    def children(self, module):
+        """The names of the children that are links, innermost first."""
+        named = [(name, child_of(module, name)) for name in self.names]
+        return [name for name, child in named if not isinstance(PARTS.get(type(child)), Pass)]
+
+
+def expanded(links):
+    """The links that links, outermost first, stand for, without those that hand on their input; or
+    None where one of them does something else now."""
+    found, traced = [], torch.compiler.is_compiling()
+    for link in links:
+        part = None if type(link) is tuple else PARTS.get(type(link))
+        if part is None:
+            found.append(link)
+        elif not part.expand(link, found, traced):
+            return None
+    return tuple(found)
+
+
+def _calls_more(own):
+    """:func:`kinds.calls_more` of a module's attributes, in half the time."""
+    return (
+        own["_forward_hooks"]
+        or own["_forward_pre_hooks"]
+        or own["_backward_hooks"]
+        or own["_backward_pre_hooks"]
+        or not own.keys().isdisjoint(METHODS_OF_LAYERS)
+    )

@@ -1,0 +1,130 @@
+"""What hands on its input, found in the code of its class."""
+
+import ast
+import inspect
+import types
+
+from braze.convert.code import Code
+from braze.convert.parts import Pass
+
+
+class PassCode(Code):
+    """The code of a forward, or of a function that one calls, which may return its input."""
+
+    def passing(self):
+        """A :class:`Pass`, or None."""
+        test = self.returns_input(self.body)
+        if test is None:
+            return None
+        found = {n.args[1].value for n in ast.walk(test) if isinstance(n, ast.Call)}
+        ordered = any(isinstance(n, _ORDERS) for n in ast.walk(test))
+        kinds = (bool, int, float) if ordered else _PLAIN
+        # Of these types, so that comparing them does nothing but that.
+        checks = [ast.Compare(_type(_read(n)), [ast.In()], [_name("kinds")]) for n in sorted(found)]
+        body = ast.BoolOp(ast.And(), [*checks, test]) if checks else test
+        arguments = ast.arguments([], [ast.arg("m")], None, [], [], None, [])
+        source = ast.fix_missing_locations(ast.Expression(ast.Lambda(arguments, body)))
+        scope = {"kinds": kinds, "getattr": getattr, "type": type}
+        passes = eval(compile(source, "<braze.convert>", "eval"), scope)
+        return Pass(passes, tuple(sorted(found - {"training"})), self.same())
+
+    def returns_input(self, body):
+        """An expression, over attributes of a module `m`, of when statements do nothing but return
+        the input; or None where that is never known."""
+        if not body:
+            return None
+        first, rest = body[0], body[1:]
+        if isinstance(first, ast.Return) and first.value is not None:
+            if self._stands_for_input(first.value):
+                return ast.Constant(True)
+            return self._called_returns_input(first.value)
+        if not isinstance(first, ast.If):
+            return None
+        test = self._test(first.test)
+        if test is None:
+            return None
+        ways = []
+        for way, branch in ((test, first.body), (ast.UnaryOp(ast.Not(), test), first.orelse)):
+            then = self.returns_input([*branch, *rest])
+            if then is not None:
+                ways.append(ast.BoolOp(ast.And(), [way, then]))
+        return ast.BoolOp(ast.Or(), ways) if len(ways) > 1 else next(iter(ways), None)
+
+    def _stands_for_input(self, node):
+        if not isinstance(node, ast.Name) or self._assigns_before(node.id):
+            return False
+        return node.id == self.input or self.values.get(node.id) is _INPUT
+
+    def _assigns_before(self, name):
+        # Only tests come before what is asked for here.
+        return name in self.tree.shared
+
+    def _called_returns_input(self, node):
+        """:meth:`returns_input` of ``f(input, ...)``."""
+        if not isinstance(node, ast.Call) or self.me is None:
+            return None
+        function = self.known(node.func)
+        if not isinstance(function, types.FunctionType):
+            return None
+        given = [self._given(a) for a in node.args]
+        named = {k.arg: self._given(k.value) for k in node.keywords}
+        if None in given or None in named or None in named.values():
+            return None
+        try:
+            bound = inspect.signature(function, follow_wrapped=False).bind(*given, **named)
+        except TypeError:
+            return None
+        bound.apply_defaults()
+        values = dict(bound.arguments)
+        for name, value in values.items():
+            if not isinstance(value, ast.AST) and value is not _INPUT:  # a default
+                values[name] = ast.Constant(value) if type(value) in _PLAIN else None
+        inner = PassCode(self.kind, function, values, self.assumed)
+        found = inner.returns_input(inner.body)
+        self.functions.append(function)
+        return found
+
+    def _given(self, node):
+        """An argument: the input, or an expression over attributes of `m`; or None."""
+        return _INPUT if self.is_input(node) else self._test(node)
+
+    def _test(self, node):
+        """An expression over attributes of the module and constants, in terms of `m`; or None."""
+        if isinstance(node, ast.Constant):
+            return ast.Constant(node.value) if type(node.value) in _PLAIN else None
+        if isinstance(node, ast.Name):
+            value = self.values.get(node.id)
+            return None if value is _INPUT or self.assigns(node.id) else value
+        if isinstance(node, ast.Attribute):
+            name = self.attribute(node)
+            return None if name is None else _read(name)
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.Not, ast.USub)):
+            operand = self._test(node.operand)
+            return None if operand is None else ast.UnaryOp(node.op, operand)
+        if isinstance(node, ast.BoolOp):
+            values = [self._test(v) for v in node.values]
+            return None if None in values else ast.BoolOp(node.op, values)
+        if isinstance(node, ast.Compare) and all(isinstance(op, _COMPARES) for op in node.ops):
+            values = [self._test(v) for v in (node.left, *node.comparators)]
+            return None if None in values else ast.Compare(values[0], node.ops, values[1:])
+        return None
+
+
+_INPUT = object()
+#: The types of what is compared without any effects.
+_PLAIN = bool, int, float, str, type(None)
+_ORDERS = ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.USub
+_COMPARES = *_ORDERS[:-1], ast.Eq, ast.NotEq, ast.Is, ast.IsNot
+
+
+def _name(name):
+    return ast.Name(name, ast.Load())
+
+
+def _read(name):
+    # An attribute that is missing is of no type that counts.
+    return ast.Call(_name("getattr"), [_name("m"), ast.Constant(name), _name("m")], [])
+
+
+def _type(node):
+    return ast.Call(_name("type"), [node], [])

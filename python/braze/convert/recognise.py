@@ -1,0 +1,79 @@
+"""What modules are that are no layers of torch's, found in the code of their classes without
+running it: parts.py says what for."""
+
+import inspect
+import types
+
+import torch
+
+from braze._stock import called_by, gives_way
+from braze.convert.code import CALLS
+from braze.convert.kinds import calls_more
+from braze.convert.modules import own_class, why_unsupported
+from braze.convert.norms import NormCode
+from braze.convert.parts import PARTS, TORCHS, NormAct, Pass
+from braze.convert.passes import PassCode
+from braze.convert.source import Unknown
+
+
+def part_of(kind):
+    """What instances of a class are in runs, a :class:`Pass` or a :class:`NormAct`, or None."""
+    part = PARTS.get(kind)
+    if part is None or (kind not in TORCHS and not part.same()):
+        part = PARTS[kind] = _recognised(kind)
+    return part
+
+
+def _recognised(kind):
+    forward = inspect.getattr_static(kind, "forward", None)
+    called = all(getattr(kind, name) is getattr(torch.nn.Module, name) for name in CALLS)
+    if not isinstance(forward, types.FunctionType) or not called:
+        return None
+    if kind.__module__.startswith(("torch.", "braze.")):
+        return None
+    try:
+        if issubclass(kind, torch.nn.BatchNorm2d):
+            code = NormCode(kind, forward)
+            names = code.norm_and_more()
+            return None if names is None else NormAct(names, code.same())
+        return None if issubclass(kind, _OTHER_LAYERS) else PassCode(kind, forward).passing()
+    except Unknown:
+        return None
+
+
+#: Layers of torch's whose subclasses are not looked at here.
+_OTHER_LAYERS = tuple(
+    kind
+    for name, kind in vars(torch.nn).items()
+    if isinstance(kind, type) and issubclass(kind, torch.nn.Module) and name != "Module"
+)
+
+
+def _dropped(module):
+    p = module.p
+    return type(p) in (int, float) and 0 <= p <= 1 and (p == 0 or not module.training)
+
+
+def _unchanged(*places):
+    torchs = gives_way(*places)
+    return lambda: not torchs()
+
+
+_DROPOUT = (torch.nn.Dropout, "forward"), (torch.nn.functional, "dropout"), *called_by("dropout")
+PARTS[torch.nn.Identity] = Pass(lambda module: True, (), _unchanged((torch.nn.Identity, "forward")))
+PARTS[torch.nn.Dropout] = Pass(_dropped, ("p",), _unchanged(*_DROPOUT))
+
+
+def kinds_of(module, kind_of):
+    """The kinds of the links that a call of a module stands for, innermost first, or None.
+
+    Args:
+        kind_of: a function from a module to the kind of layer that it is or will be, or None.
+    """
+    part = part_of(own_class(module))
+    if part is None:
+        kind = kind_of(module)
+        return None if kind is None else (kind,)
+    if calls_more(module) or why_unsupported(module):
+        return None
+    return part.kinds(module, lambda child: kinds_of(child, kind_of))

@@ -1,0 +1,109 @@
+"""What spliced forwards call where modules in a run are no layers of torch's, but hand on their
+input or do what several layers do (parts.py): the runs of what they stand for."""
+
+import functools
+import itertools
+
+import torch
+
+from braze._ops._common import TENSORS
+from braze.convert.kinds import own_norm
+from braze.convert.parts import PARTS, SOMETIMES, expanded
+from braze.convert.runs import LONGEST, RUNS, one_by_one, runner
+
+
+def runner_through(links, beside=()):
+    """:func:`runs.runner` of links that may be parts."""
+    layers = expanded(links)
+    function = runner(layers, beside) if layers else None
+    return None if function is None else functools.partial(_through, function, layers)
+
+
+def _through(function, layers, links, input, *added):
+    if any(type(link) is tuple and link[0] is own_norm for link in layers) and not (
+        type(input) in TENSORS and input.dim() == 4
+    ):
+        return one_by_one(links, input, *added)  # which checks its input as its own code does
+    return function(layers, input, *added)
+
+
+def run_through(links, input, *added):
+    """:func:`runs.run` of links that may be parts."""
+    return (runner_through(links) or one_by_one)(links, input, *added)
+
+
+def runner_of_through(links, base, beside):
+    """:func:`runs.runner_of` of links that may be parts."""
+    return runner_through(links, beside)
+
+
+def run_radd_through(outer, added, norm, input):
+    """:func:`runs.run_radd` of links that may be parts."""
+    return run_through((*outer, norm), input, added)
+
+
+def norm_and_more(module, input):
+    """The result of the forward of a :class:`parts.NormAct` as one, or None where its code has to
+    run."""
+    part = PARTS.get(type(module))
+    if part is None or type(input) not in TENSORS or input.dim() != 4:
+        return None
+    layers = []
+    if not part.expand_forward(module, layers, torch.compiler.is_compiling()):
+        return None
+    layers = tuple(layers)
+    function = runner(layers)
+    return None if function is None else function(layers, input)
+
+
+def run_length(links):
+    """How many links, innermost first, the longest run has that they begin with, or 0.
+
+    Args:
+        links: for each link the kinds of what it stands for, innermost first, or None.
+    """
+    if len(links) < 2 or not _computes(links[0]):
+        return 0
+    known = list(itertools.takewhile(lambda more: more is not None, links))
+    found, kinds = 0, []
+    for length, more in enumerate(known, 1):
+        kinds += more
+        computed = _computed(kinds)
+        if len(computed) > LONGEST:
+            break
+        if length > 1 and _computes(more) and computed in RUNS:
+            following = itertools.chain.from_iterable(known[length:])
+            if SOMETIMES not in kinds or not _interrupted(kinds, list(following)):
+                found = length
+    return found
+
+
+#: Of how many links, at most, it is asked what run they begin with.
+WINDOW = 4 * LONGEST
+
+
+def _computes(kinds):
+    return kinds is not None and kinds not in ((), (SOMETIMES,))
+
+
+def _computed(kinds):
+    """The kinds, outermost first, of those that always compute something."""
+    return tuple([kind for kind in reversed(kinds) if kind != SOMETIMES])
+
+
+def _interrupted(kinds, following):
+    """Whether there are runs before or behind what only sometimes hands on its input: they would
+    be lost where it does not.
+
+    Args:
+        following: the kinds of what follows the links in question.
+    """
+    at = [i for i, kind in enumerate(kinds) if kind == SOMETIMES]
+    return any(_has_run(kinds[:i], []) or _has_run(kinds[i + 1 :], following) for i in at)
+
+
+def _has_run(kinds, following):
+    """Whether a run begins among such kinds."""
+    among, all_kinds = len(_computed(kinds)), _computed([*kinds, *following])[::-1]
+    ends = range(2, len(all_kinds) + 1)
+    return any(all_kinds[i:j][::-1] in RUNS for j in ends for i in range(min(among, j - 1)))
