@@ -38,7 +38,23 @@ IM2COL = [
     (3, 8, 7, 7, 12, (3, 3), (1, 1), (1, 1), 1, 2),
     (2, 5, 8, 8, 6, (2, 2), (3, 3), (0, 0), 1, 1),
 ]
-BY_NAME = {"pointwise": POINTWISE, "winograd": WINOGRAD, "im2col": IM2COL}
+BLOCKED = [
+    *IM2COL,
+    (2, 3, 30, 31, 64, (7, 7), (2, 2), (3, 3), 1, 1),  # rows of taps as one run, pairs across taps
+    (3, 33, 15, 13, 40, (3, 3), (2, 2), (1, 1), 1, 1),
+    (2, 48, 9, 9, 72, (3, 3), (2, 2), (1, 1), 1, 3),  # less than a vector of channels
+    (5, 64, 6, 7, 96, (3, 3), (2, 1), (1, 1), 1, 1),  # several images of a task
+    (1, 20, 37, 70, 24, (3, 3), (1, 1), (1, 1), 1, 1),  # several tasks of an image
+    (2, 6, 12, 12, 9, (2, 2), (3, 3), (1, 0), 1, 1),  # inputs that no filter reaches
+    (2, 300, 5, 5, 290, (3, 3), (1, 1), (2, 2), 2, 1),  # several blocks of filters and channels
+    (2, 8, 3, 3, 8, (3, 3), (1, 1), (4, 5), 1, 1),  # windows of nothing but padding
+]
+BY_NAME = {
+    "pointwise": POINTWISE,
+    "winograd": WINOGRAD,
+    "im2col": IM2COL,
+    "blocked_im2col": BLOCKED,
+}
 CASES = [(name, case) for name, cases in BY_NAME.items() for case in cases]
 
 
@@ -110,7 +126,7 @@ def check_fuzzed(data, device):
     size, stride, padding, dilation = (1, 1), (1, 1), (0, 0), 1
     if name != "winograd":
         stride = data.draw(number(1, 3)), data.draw(number(1, 3))
-    if name == "im2col":
+    if name in ("im2col", "blocked_im2col"):
         size, dilation = (data.draw(number(1, 3)), data.draw(number(1, 4))), data.draw(number(1, 2))
     if name == "winograd":
         size = 3, 3

@@ -35,6 +35,11 @@ constexpr Kernel kKernels[] = {
      winograd_obstacle,
      plan_winograd,
      run_winograd},
+    {{"conv2d", "blocked_im2col", kAll, "cpu", true,
+      "patches of a block of pixels, copied into the cache, times packed filters"},
+     no_obstacle,
+     plan_blocked_im2col,
+     run_blocked_im2col},
     {{"conv2d", "direct", kAll, "cpu", false, "the formula as plain loops"},
      no_obstacle,
      plan_direct,
@@ -48,6 +53,7 @@ constexpr int kCount = std::size(kKernels);
 constexpr int kImplicitGemm = kernel_number(kKernels, "implicit_gemm");
 constexpr int kPointwise = kernel_number(kKernels, "pointwise");
 constexpr int kWinograd = kernel_number(kKernels, "winograd");
+constexpr int kBlockedIm2col = kernel_number(kKernels, "blocked_im2col");
 const KernelEntries kEntries(kKernels, kCount);
 
 // Measured with `python -m braze bench convolutions`.

@@ -6,6 +6,7 @@
 
 #include "cpu/conv2d/kernels.h"
 #include "cpu/conv2d/pointwise_wgrad.h"
+#include "cpu/conv2d/steps.h"
 
 namespace braze::cpu {
 namespace {
@@ -15,18 +16,6 @@ template <typename F>
 void with_pointwise(const Conv2dProblem& problem, const void* bias, const F& f) {
   if (problem.pass == Conv2dPass::kFprop) return f(fprop_of(problem, bias));
   for_each_dgrad(problem, bias, f);
-}
-
-// Calls f with the element type and the type of a step of the reduction.
-template <typename F>
-void with_types(DType dtype, const F& f) {
-  dispatch(dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    if constexpr (std::is_same_v<T, BFloat16>) {
-      if (dot_bf16_available()) return f(tag, TypeTag<Bf16Pair>{});
-    }
-    f(tag, TypeTag<acc_t<T>>{});
-  });
 }
 
 // A residue of a strided dgrad that no filter reaches.
@@ -82,7 +71,7 @@ const char* pointwise_obstacle(const Conv2dProblem& problem) {
 }
 
 void plan_pointwise(const Conv2dProblem& problem, Conv2dPlan* plan) {
-  with_types(problem.shape.dtype, [&](auto tag, auto step) {
+  with_steps(problem.shape.dtype, [&](auto tag, auto step) {
     if (problem.pass == Conv2dPass::kWgrad) {
       using Plan = PointwiseWgradPlan<typename decltype(tag)::type, typename decltype(step)::type>;
       const WeightGradient g = wgrad_of(problem);
@@ -103,7 +92,7 @@ void plan_pointwise(const Conv2dProblem& problem, Conv2dPlan* plan) {
 
 void run_pointwise(const Conv2dProblem& problem, const Conv2dPlan& plan, const void* bias,
                    void* workspace) {
-  with_types(problem.shape.dtype, [&](auto tag, auto step) {
+  with_steps(problem.shape.dtype, [&](auto tag, auto step) {
     using T = typename decltype(tag)::type;
     using Step = typename decltype(step)::type;
     if (problem.pass == Conv2dPass::kWgrad) {
