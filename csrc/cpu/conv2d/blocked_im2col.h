@@ -164,42 +164,46 @@ class BlockedIm2col {
                         task.group * conv_.channels * conv_.src.c,
                     task.begin, task.end, slab, patches + i * pixels * plan_.ld, plan_.ld);
     }
+    const Step* const rows_at = reinterpret_cast<const Step*>(patches);
+    const int64_t rows_ld = plan_.ld / (Plan::kPairs ? 2 : 1);
     for (int64_t j = task.first_panel; j < task.last_panel; ++j) {
       const int64_t width = panel_width(j), filter = task.group * conv_.filters + j * kPanel;
       const int64_t filters = std::min(width, conv_.filters - j * kPanel);
-      const bool direct = stores_to_result(task, filters == width);
-      Acc* const to = direct ? reinterpret_cast<Acc*>(result(task.image, task.begin, filter)) : tiles;
-      const int64_t ld = direct ? conv_.dst_strides.w : width;
-      rows_times_panel(reinterpret_cast<const Step*>(patches), plan_.ld / (Plan::kPairs ? 2 : 1),
-                       rows, packed(task.group, j), width, plan_.steps, to, ld);
-      if (!direct) store_tiles(task, tiles, width, filter, filters);
+      const Acc* const panel = packed(task.group, j);
+      if (stores_to_result(filters == width)) {
+        for_each_run(task, [&](int64_t first, int64_t count, T* to) {
+          rows_times_panel(rows_at + first * rows_ld, rows_ld, count, panel, width, plan_.steps,
+                           reinterpret_cast<Acc*>(to + filter), conv_.dst_strides.w);
+        });
+        continue;
+      }
+      rows_times_panel(rows_at, rows_ld, rows, panel, width, plan_.steps, tiles, width);
+      for_each_run(task, [&](int64_t first, int64_t count, T* to) {
+        store_pixels(tiles + first * width, width, count, filters, conv_.bias, filter,
+                     to + filter * conv_.dst_strides.c, conv_.dst_strides.w, conv_.dst_strides.c);
+      });
     }
   }
 
-  T* result(int64_t image, int64_t pixel, int64_t filter) const {
-    const Tensor4dRef& d = conv_.dst_strides;
-    return static_cast<T*>(conv_.dst) + image * d.n + pixel / conv_.w.out * d.h +
-           pixel % conv_.w.out * d.w + filter * d.c;
-  }
-
-  // Whether sums of a panel need neither an epilogue nor a transposition, nor lie in pieces.
-  bool stores_to_result(const Task& task, bool full) const {
-    const Tensor4dRef& d = conv_.dst_strides;
-    return std::is_same_v<T, Acc> && !conv_.bias && d.c == 1 && full && rows_adjoin() &&
-           (task.images == 1 || d.n == conv_.h.out * d.h);
+  // Whether sums of a panel need neither an epilogue nor a transposition, nor lie in short pieces.
+  bool stores_to_result(bool full) const {
+    return std::is_same_v<T, Acc> && !conv_.bias && conv_.dst_strides.c == 1 && full &&
+           (rows_adjoin() || conv_.w.out >= kLeastPixels);
   }
   bool rows_adjoin() const { return conv_.dst_strides.h == conv_.w.out * conv_.dst_strides.w; }
 
-  void store_tiles(const Task& task, const Acc* tiles, int64_t width, int64_t filter,
-                   int64_t filters) const {
+  // Calls f(first row of patches, count, the first result) for pixels that are evenly spaced.
+  template <typename F>
+  void for_each_run(const Task& task, const F& f) const {
     const Tensor4dRef& d = conv_.dst_strides;
+    int64_t first = 0;
     for (int64_t i = 0; i < task.images; ++i) {
       for (int64_t pixel = task.begin; pixel < task.end;) {
-        const int64_t row_end = (pixel / conv_.w.out + 1) * conv_.w.out;
-        const int64_t end = rows_adjoin() ? task.end : std::min(task.end, row_end);
-        store_pixels(tiles, width, end - pixel, filters, conv_.bias, filter,
-                     result(task.image + i, pixel, filter), d.w, d.c);
-        tiles += (end - pixel) * width;
+        const int64_t row = pixel / conv_.w.out, column = pixel % conv_.w.out;
+        const int64_t end = rows_adjoin() ? task.end : std::min(task.end, (row + 1) * conv_.w.out);
+        f(first, end - pixel,
+          static_cast<T*>(conv_.dst) + (task.image + i) * d.n + row * d.h + column * d.w);
+        first += end - pixel;
         pixel = end;
       }
     }

@@ -1,6 +1,6 @@
 // The weight gradient by blocked im2col: filters x (tap, channel) = sums over pixels of dy times
-// patches. Chunks of pixels are copied block by block, of dy into panels, of patches into rows
-// (patches.h); columns of patches are across the lanes. A step of the reduction is a pixel, or a
+// patches. Chunks of pixels are copied block by block into rows of dy and of patches (patches.h);
+// columns of patches are across the lanes. A step of the reduction is a pixel, or a
 // pair of them in bf16 where the processor multiplies pairs. Pixels are split among a fixed number
 // of parts with sums of their own, added in order.
 #pragma once
@@ -19,15 +19,15 @@ struct BlockedIm2colWgradPlan {
   static constexpr bool kPairs = std::is_same_v<Step, Bf16Pair>;
   using Element = std::conditional_t<kPairs, T, Acc>;
   static constexpr int kL = kLanes<Acc>;
-  // Steps of a chunk, so that a panel of each operand fits into the first-level cache; filters of a
+  // Steps of a chunk, so that a few columns of each operand fit into the first-level cache; filters of a
   // task and about how many columns, so that the chunk and the sums fit into the second-level one.
-  static constexpr int64_t kSteps = 128, kFilters = 256, kColumns = 256;
+  static constexpr int64_t kSteps = 128, kFilters = 256, kColumns = 288;
   static constexpr int64_t kPixels = kPairs ? 2 * kSteps : kSteps;
 
   explicit BlockedIm2colWgradPlan(const WeightGradient& g)
       : pixels(g.h.out * g.w.out),
         taps(g.h.taps() * g.w.taps()),
-        channels(std::min(g.channels, std::max<int64_t>(kL, kColumns / taps / kL * kL))),
+        channels(std::min(g.channels, std::max<int64_t>(kL, kColumns / taps / (2 * kL) * (2 * kL)))),
         channel_blocks(ceil_div(g.channels, channels)),
         filter_blocks(ceil_div(g.filters, kFilters)),
         filters(ceil_div(g.filters, filter_blocks)),
@@ -37,10 +37,12 @@ struct BlockedIm2colWgradPlan {
         piece(round_up(ceil_div(pixels, pieces), kPairs ? 2 : 1)),
         dy_rows_adjoin(g.dy.h == g.w.out * g.dy.w) {
     const int64_t block = round_up(taps * channels + 1, kL);  // columns of a task
-    ld = block * sizeof(Element) % 512 == 0 ? block + kL : block;
+    // Rows a multiple of a page apart would meet in one set of the first-level cache.
+    const auto apart = [](int64_t row) { return row * 4 % 512 == 0 ? row + kL : row; };
+    ld = apart(block), dy_ld = apart(round_up(filters, kL));
     const int64_t tasks = g.groups * filter_blocks * channel_blocks;
     parts = tasks >= 4 * num_threads() ? 1 : std::min(num_threads(), chunks(g));
-    dy_size = kSteps * filters;
+    dy_size = kSteps * dy_ld;
     x_size = kSteps * ld + kL;
     rows_size = kPairs ? kPixels * ld + kVecBytes : 0;
     slab_size = Patches<T, Element>::slab_size(g.h, g.w, channels, std::min(pixels, piece));
@@ -66,7 +68,7 @@ struct BlockedIm2colWgradPlan {
   int64_t columns;                                           // of the sums
   int64_t together, pieces, piece;  // images of a chunk, or parts of one, of `piece` pixels
   bool dy_rows_adjoin;
-  int64_t ld;  // of patches
+  int64_t ld, dy_ld;  // of rows
   int64_t parts;
   int64_t dy_size, x_size, rows_size, slab_size, copied_size;
 };
@@ -130,32 +132,24 @@ class BlockedIm2colWgrad {
         patches.copy(static_cast<const T*>(g_.x.data) + (image + i) * g_.x.n +
                          (task.group * g_.channels + task.channel) * g_.x.c,
                      begin, end, slab, rows + i * padded * plan_.ld, plan_.ld);
-        pack_dy(dy, copied, task, image + i, begin, end, i * padded / (Plan::kPairs ? 2 : 1));
+        copy_dy(dy, copied, task, image + i, begin, end, i * padded / (Plan::kPairs ? 2 : 1));
       }
       const int64_t width = round_up(patches.depth(), kL);
-      if (Plan::kPairs) pair_rows(x, rows, images, pixels, padded, width);
+      if constexpr (Plan::kPairs) {
+        for (int64_t i = 0; i < images; ++i) {
+          pack_pairs(reinterpret_cast<uint32_t*>(x) + i * padded / 2 * plan_.ld, plan_.ld,
+                     reinterpret_cast<const uint16_t*>(rows) + i * padded * plan_.ld, 1, plan_.ld,
+                     width, pixels);
+        }
+      }
       multiply(dy, task.filters, x, width, images * padded / (Plan::kPairs ? 2 : 1), sums,
                chunk > first);
     }
   }
 
-  // Of the pixels, two rows each become one of pairs.
-  void pair_rows(Acc* x, const Element* rows, int64_t images, int64_t pixels, int64_t padded,
-                 int64_t width) const {
-    uint32_t* to = reinterpret_cast<uint32_t*>(x);
-    for (int64_t i = 0; i < images; ++i) {
-      const Element* const image = rows + i * padded * plan_.ld;
-      for (int64_t p = 0; p < pixels; p += 2, to += plan_.ld) {
-        pack_pairs(to, width, reinterpret_cast<const uint16_t*>(image) + p * plan_.ld, 1, plan_.ld,
-                   width, std::min<int64_t>(2, pixels - p));
-      }
-    }
-  }
-
-  // Panels of even_height(filters), the steps outermost, from step `first` on.
-  void pack_dy(Acc* to, T* copied, const Task& task, int64_t image, int64_t begin, int64_t end,
+  // Rows of filters, from step `first` on.
+  void copy_dy(Acc* to, T* copied, const Task& task, int64_t image, int64_t begin, int64_t end,
                int64_t first) const {
-    const int64_t height = even_height(task.filters);
     const Tensor4dRef& d = g_.dy;
     const T* from = static_cast<const T*>(d.data) + image * d.n +
                     (task.group * g_.filters + task.filter) * d.c;
@@ -171,36 +165,28 @@ class BlockedIm2colWgrad {
       }
       from = copied, pixel_stride = task.filters, filter_stride = 1;
     }
-    // Adjacent filters a few pixels at a time: memory is read in order.
-    const int64_t pixels = end - begin, together = filter_stride == 1 ? 16 : pixels;
-    for (int64_t i = 0; i < pixels; i += together) {
-      const int64_t count = std::min(together, pixels - i);
-      for (int64_t f = 0; f < task.filters; f += height) {
-        const int64_t wide = std::min(height, task.filters - f);
-        Acc* const panel = to + f * Plan::kSteps + (first + (Plan::kPairs ? i / 2 : i)) * wide;
-        const T* const part = from + i * pixel_stride + f * filter_stride;
-        if constexpr (Plan::kPairs) {
-          pack_pairs(reinterpret_cast<uint32_t*>(panel), wide,
-                     reinterpret_cast<const uint16_t*>(part), filter_stride, pixel_stride, wide,
-                     count);
-        } else {
-          pack_panel(panel, wide, part, filter_stride, pixel_stride, wide, count);
-        }
-      }
+    Acc* const rows = to + first * plan_.dy_ld;
+    if constexpr (Plan::kPairs) {
+      pack_pairs(reinterpret_cast<uint32_t*>(rows), plan_.dy_ld,
+                 reinterpret_cast<const uint16_t*>(from), filter_stride, pixel_stride, task.filters,
+                 end - begin);
+    } else {
+      copy_matrix(rows, plan_.dy_ld, from, pixel_stride, filter_stride, end - begin, task.filters);
     }
   }
 
-  // sums, plan_.columns apart, = or += the products of dy's panels and rows of patches.
+  // sums, plan_.columns apart, = or += the products of columns of dy's rows and of patches.
   void multiply(const Acc* dy, int64_t filters, const Acc* x, int64_t width, int64_t steps,
                 Acc* sums, bool accumulate) const {
-    const int64_t height = even_height(filters), vecs = width / kL, ld = plan_.ld;
+    const int64_t height = even_height(filters), vecs = width / kL;
+    const int64_t ld = plan_.ld, dy_ld = plan_.dy_ld;
     for (int64_t j = 0; j < vecs; j += 2) {
       const Acc* const right = x + j * kL;
       for (int64_t i = 0; i < filters; i += height) {
-        const Step* const left = reinterpret_cast<const Step*>(dy + i * Plan::kSteps);
+        const Step* const left = reinterpret_cast<const Step*>(dy + i);
         const auto times = [&](auto rows_tag, auto vecs_tag) {
           outer_products<Acc, rows_tag, vecs_tag>(
-              steps, [=](int64_t p) { return left + p * rows_tag; }, Adjacent{},
+              steps, [=](int64_t p) { return left + p * dy_ld; }, Adjacent{},
               [=](int64_t p) { return right + p * ld; }, sums + i * plan_.columns + j * kL,
               plan_.columns, accumulate);
         };
@@ -218,7 +204,9 @@ class BlockedIm2colWgrad {
       for (const int64_t th : taps_h.order) {
         for (const int64_t tw : taps_w.order) {
           T* const to = dw + c * g_.dw.c + th * g_.dw.h + tw * g_.dw.w;
-          for (int64_t i = 0; i < channels; ++i) {
+          const bool is_plain = plan_.parts == 1 && g_.dw.c == 1;
+          for (int64_t i = 0; is_plain && i < channels; ++i) to[i] = T(from[i]);
+          for (int64_t i = 0; !is_plain && i < channels; ++i) {
             Acc sum = 0;
             for (int64_t part = 0; part < plan_.parts; ++part) {
               sum += from[part * plan_.sums_size(g_) + i];

@@ -104,12 +104,17 @@ class Patches {
     int64_t offset, length;  // from a window's first element
   };
 
-  // In whole vectors: what follows is written later, or is slack.
+  // Short ones in whole vectors: what follows is written later, or is slack.
   static void copy_run(Element* to, const Element* from, int64_t length) {
     char* const out = reinterpret_cast<char*>(to);
     const char* const in = reinterpret_cast<const char*>(from);
     const int64_t bytes = length * int64_t{sizeof(Element)};
-    for (int64_t i = 0; i < bytes; i += kVecBytes) std::memcpy(out + i, in + i, kVecBytes);
+    if (bytes > 2 * kVecBytes) {
+      std::memcpy(out, in, bytes);
+      return;
+    }
+    std::memcpy(out, in, kVecBytes);
+    if (bytes > kVecBytes) std::memcpy(out + kVecBytes, in + kVecBytes, kVecBytes);
   }
 
   // The positions that rows [first, last) of the output meet.

@@ -86,9 +86,10 @@ inline void add_product(vec_t<Acc>& sum, Acc a, const vec_t<Acc>& b) {
 // values, `stride` apart and each broadcast, times kVecs vectors; scalars(p) and vectors(p) point
 // at those of step p. The steps are summed from zero before they join what is there: shorter chains
 // of additions round less. A step is what add_product takes at once: a value, or a pair of bf16.
+// Never inlined: within a larger function gcc 12 keeps some tiles in memory, not in registers.
 template <typename Acc, int kScalars, int kVecs, typename Scalars, typename Stride,
           typename Vectors>
-inline void outer_products(int64_t depth, const Scalars& scalars, Stride stride,
+__attribute__((noinline)) void outer_products(int64_t depth, const Scalars& scalars, Stride stride,
                            const Vectors& vectors, Acc* __restrict__ out, int64_t ld,
                            bool accumulate) {
   using V = vec_t<Acc>;
