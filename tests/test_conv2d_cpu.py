@@ -157,13 +157,21 @@ def test_strides_of_views(name):
 @pytest.mark.parametrize("special", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("where", ["x", "w", "dy"])
 @pytest.mark.parametrize("form", FORMATS)
-def test_winograd_keeps_specials_where_they_belong(form, where, special):
-    """A transformed tile would spread them over all of its results."""
-    case = (3, 20, 9, 10, 24, (3, 3), (1, 1), (1, 1), 1, 1)
-    x, w, b, dy = drawn(case, torch.float32, form)
+@pytest.mark.parametrize(
+    ("name", "channels", "dtype"),
+    [
+        ("winograd", 20, torch.float32),
+        ("blocked_im2col", 20, torch.float32),
+        ("blocked_im2col", 21, torch.bfloat16),  # an odd number of values: half a pair
+    ],
+)
+def test_specials_stay_where_they_belong(form, where, special, name, channels, dtype):
+    """A transformed tile would spread them over all of its results, half a pair to a neighbour."""
+    case = (3, channels, 9, 10, 24, (3, 3), (1, 1), (1, 1), 1, 1)
+    x, w, b, dy = drawn(case, dtype, form)
     {"x": x, "w": w, "dy": dy}[where][1, 7, 1, 2] = special
     for which in PASSES:
-        actual = run(which, case, x, w, b, dy, "winograd")
+        actual = run(which, case, x, w, b, dy, name)
         read = {"fprop": "xw", "dgrad": "dyw", "wgrad": "xdy"}[which]
         assert actual.isfinite().all() == (where not in read)
         assert actual.isfinite().any()
@@ -172,7 +180,7 @@ def test_winograd_keeps_specials_where_they_belong(form, where, special):
         assert torch.equal(actual.isnan(), plain.isnan())
         assert torch.equal(actual.isinf(), plain.isinf())
         if where != "w":
-            check(which, case, (x, w, b, dy), "winograd")
+            check(which, case, (x, w, b, dy), name)
 
 
 def test_winograd_overflows_where_the_sum_does():
@@ -231,7 +239,9 @@ def test_what_auto_takes(case, names):
             except RuntimeError:
                 continue
         auto = run(which, case, *tensors, "auto")
-        assert [k for k, result in results.items() if torch.equal(result, auto)] == [name], which
+        # (Of 1 x 1 filters some kernels add in one order.)
+        same = [k for k, result in results.items() if torch.equal(result, auto)]
+        assert name in same and len(same) < len(results), which
 
 
 @pytest.mark.parametrize("name", sorted(BY_NAME))
