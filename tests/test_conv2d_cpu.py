@@ -221,9 +221,21 @@ def test_refusals(name, why, case, dtype):
         ),
         (POINTWISE[-1], {"fprop": "pointwise", "dgrad": "pointwise", "wgrad": "implicit_gemm"}),
         ((1, 64, 6, 6, 128, (3, 3), (1, 1), (1, 1), 1, 1), dict.fromkeys(PASSES, "winograd")),
-        (WINOGRAD[1], {"fprop": "winograd", "dgrad": "winograd", "wgrad": "implicit_gemm"}),
-        ((2, 8, 8, 8, 32, (3, 3), (1, 1), (1, 1), 1, 1), dict.fromkeys(PASSES, "implicit_gemm")),
-        ((2, 32, 8, 8, 32, (3, 3), (2, 2), (1, 1), 1, 1), dict.fromkeys(PASSES, "implicit_gemm")),
+        (
+            (2, 16, 9, 30, 32, (3, 3), (1, 1), (1, 1), 1, 1),
+            {"fprop": "winograd", "dgrad": "winograd", "wgrad": "implicit_gemm"},
+        ),
+        (WINOGRAD[1], {"fprop": "winograd", "dgrad": "winograd", "wgrad": "blocked_im2col"}),
+        ((2, 8, 8, 8, 16, (3, 3), (1, 1), (1, 1), 1, 1), dict.fromkeys(PASSES, "implicit_gemm")),
+        ((2, 32, 8, 8, 32, (3, 3), (2, 2), (1, 1), 1, 1), dict.fromkeys(PASSES, "blocked_im2col")),
+        (
+            (2, 3, 70, 70, 64, (7, 7), (2, 2), (3, 3), 1, 1),  # a first layer
+            {"fprop": "blocked_im2col", "dgrad": "implicit_gemm", "wgrad": "blocked_im2col"},
+        ),
+        (
+            (2, 32, 20, 40, 32, (5, 5), (1, 1), (2, 2), 1, 1),
+            dict.fromkeys(PASSES, "implicit_gemm"),
+        ),
     ],
     ids=str,
 )

@@ -80,14 +80,15 @@ bool wants_patches(const Conv2dProblem& problem) {
     return filters >= kLeastFilters &&
            taps * c * k >= (is_slow_to_copy ? 4 * kLeastWeights : kLeastWeights);
   }
-  // What is left to gain in fp32: short rows, of which implicit_gemm's tiles waste a part, strides,
-  // which it has to take apart, and of few channels the weight gradients.
-  constexpr int64_t kLeastFilters = 32, kManyFilters = 128;
+  // In fp32 implicit_gemm is as fast but for short rows, of which its tiles waste a part, strides,
+  // which it has to take apart, weight gradients of few channels, and sums of weight gradients that
+  // no cache holds.
+  constexpr int64_t kLeastFilters = 32, kManyFilters = 128, kShortRow = 14;
+  constexpr int64_t kManyWeights = int64_t{1} << 20;
   if (filters < (is_slow_to_copy && !is_wgrad ? kManyFilters : kLeastFilters)) return false;
-  const bool is_short = s.q < kMostPixels;
-  if (!is_wgrad) return is_strided(s) || is_short;
+  if (s.q <= kShortRow || (!is_wgrad && is_strided(s))) return true;
   const bool is_few = c < kLanes<float> && taps * c >= (is_slow_to_copy ? 64 : 16);
-  return is_short || is_few;
+  return is_wgrad && (is_few || taps * c * k >= kManyWeights);
 }
 
 // Measured with `python -m braze bench convolutions`.
