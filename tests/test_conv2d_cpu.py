@@ -49,7 +49,16 @@ BLOCKED = [
     (2, 300, 5, 5, 290, (3, 3), (1, 1), (2, 2), 2, 1),  # several blocks of filters and channels
     (2, 8, 3, 3, 8, (3, 3), (1, 1), (4, 5), 1, 1),  # windows of nothing but padding
 ]
+DEPTHWISE = [
+    (2, 24, 9, 11, 24, (3, 3), (1, 1), (1, 1), 1, 24),  # a vector and a part of one
+    (1, 130, 8, 7, 130, (5, 5), (2, 2), (2, 2), 1, 130),  # several blocks of channels
+    (3, 5, 12, 40, 5, (7, 7), (1, 1), (3, 3), 1, 5),
+    (2, 64, 70, 70, 64, (3, 3), (1, 1), (1, 1), 1, 64),  # several blocks of rows
+    (2, 17, 9, 8, 17, (2, 3), (3, 2), (0, 4), 2, 17),  # inputs that no filter reaches
+    (2, 16, 5, 6, 16, (1, 1), (1, 1), (0, 0), 1, 16),
+]
 BY_NAME = {
+    "depthwise": DEPTHWISE,
     "pointwise": POINTWISE,
     "winograd": WINOGRAD,
     "im2col": IM2COL,
@@ -126,7 +135,9 @@ def check_fuzzed(data, device):
     size, stride, padding, dilation = (1, 1), (1, 1), (0, 0), 1
     if name != "winograd":
         stride = data.draw(number(1, 3)), data.draw(number(1, 3))
-    if name in ("im2col", "blocked_im2col"):
+    if name == "depthwise":
+        groups = k = c
+    if name in ("im2col", "blocked_im2col", "depthwise"):
         size, dilation = (data.draw(number(1, 3)), data.draw(number(1, 4))), data.draw(number(1, 2))
     if name == "winograd":
         size = 3, 3
@@ -203,6 +214,7 @@ def test_winograd_overflows_where_the_sum_does():
         ("pointwise", "1 x 1 filters", WINOGRAD[1], torch.float32),
         ("winograd", "3 x 3 filters", POINTWISE[1], torch.float32),
         ("winograd", "float32, bfloat16 and float16", WINOGRAD[1], torch.float64),
+        ("depthwise", "one filter a channel", WINOGRAD[1], torch.float32),
     ],
 )
 def test_refusals(name, why, case, dtype):
@@ -236,6 +248,7 @@ def test_refusals(name, why, case, dtype):
             (2, 32, 20, 40, 32, (5, 5), (1, 1), (2, 2), 1, 1),
             dict.fromkeys(PASSES, "implicit_gemm"),
         ),
+        (DEPTHWISE[3], {"wgrad": "depthwise"}),  # (The others add in one order.)
     ],
     ids=str,
 )

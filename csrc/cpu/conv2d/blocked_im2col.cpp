@@ -7,17 +7,6 @@
 #include "cpu/conv2d/steps.h"
 
 namespace braze::cpu {
-namespace {
-
-// Calls f(the convolutions that the pass consists of).
-template <typename F>
-void with_convolutions(const Conv2dProblem& problem, const void* bias, const F& f) {
-  if (problem.pass == Conv2dPass::kFprop) return f(fprop_of(problem, bias));
-  for_each_dgrad(problem, bias, f);
-}
-
-}  // namespace
-
 void plan_blocked_im2col(const Conv2dProblem& problem, Conv2dPlan* plan) {
   with_steps(problem.shape.dtype, [&](auto tag, auto step) {
     using T = typename decltype(tag)::type;

@@ -160,9 +160,11 @@ class BlockedIm2col {
     Acc* const tiles = reinterpret_cast<Acc*>(slab + plan_.slab_size);
     const int64_t pixels = task.end - task.begin, rows = task.images * pixels;
     for (int64_t i = 0; i < task.images; ++i) {
-      patches_.copy(static_cast<const T*>(conv_.src.data) + (task.image + i) * conv_.src.n +
+      patches_.fill(slab,
+                    static_cast<const T*>(conv_.src.data) + (task.image + i) * conv_.src.n +
                         task.group * conv_.channels * conv_.src.c,
-                    task.begin, task.end, slab, patches + i * pixels * plan_.ld, plan_.ld);
+                    task.begin, task.end);
+      patches_.copy(slab, task.begin, task.end, patches + i * pixels * plan_.ld, plan_.ld);
     }
     const Step* const rows_at = reinterpret_cast<const Step*>(patches);
     const int64_t rows_ld = plan_.ld / (Plan::kPairs ? 2 : 1);

@@ -129,9 +129,11 @@ class BlockedIm2colWgrad {
       const int64_t end = std::min(plan_.pixels, begin + plan_.piece), pixels = end - begin;
       const int64_t padded = Plan::kPairs ? round_up(pixels, 2) : pixels;
       for (int64_t i = 0; i < images; ++i) {
-        patches.copy(static_cast<const T*>(g_.x.data) + (image + i) * g_.x.n +
+        patches.fill(slab,
+                     static_cast<const T*>(g_.x.data) + (image + i) * g_.x.n +
                          (task.group * g_.channels + task.channel) * g_.x.c,
-                     begin, end, slab, rows + i * padded * plan_.ld, plan_.ld);
+                     begin, end);
+        patches.copy(slab, begin, end, rows + i * padded * plan_.ld, plan_.ld);
         copy_dy(dy, copied, task, image + i, begin, end, i * padded / (Plan::kPairs ? 2 : 1));
       }
       const int64_t width = round_up(patches.depth(), kL);

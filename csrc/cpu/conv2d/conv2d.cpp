@@ -41,6 +41,11 @@ constexpr Kernel kKernels[] = {
      no_obstacle,
      plan_blocked_im2col,
      run_blocked_im2col},
+    {{"conv2d", "depthwise", kAll, "cpu", true,
+      "one filter a channel, channels across the lanes of a padded copy"},
+     depthwise_obstacle,
+     plan_depthwise,
+     run_depthwise},
     {{"conv2d", "direct", kAll, "cpu", false, "the formula as plain loops"},
      no_obstacle,
      plan_direct,
@@ -55,6 +60,7 @@ constexpr int kImplicitGemm = kernel_number(kKernels, "implicit_gemm");
 constexpr int kPointwise = kernel_number(kKernels, "pointwise");
 constexpr int kWinograd = kernel_number(kKernels, "winograd");
 constexpr int kBlockedIm2col = kernel_number(kKernels, "blocked_im2col");
+constexpr int kDepthwise = kernel_number(kKernels, "depthwise");
 const KernelEntries kEntries(kKernels, kCount);
 
 bool reads_pairs(const Conv2dShape& s) {
@@ -95,6 +101,9 @@ bool wants_patches(const Conv2dProblem& problem) {
 int choose(const Conv2dProblem& problem) {
   const Conv2dShape& s = problem.shape;
   const bool is_wgrad = problem.pass == Conv2dPass::kWgrad;
+  // Fewer channels leave most lanes idle.
+  constexpr int64_t kLeastGroups = kLanes<float> / 2;
+  if (s.groups >= kLeastGroups && !depthwise_obstacle(problem)) return kDepthwise;
   if (!pointwise_obstacle(problem)) {
     // Every s-th pixel of contiguous images has to be copied one by one.
     const bool skips = problem.pass == Conv2dPass::kFprop && is_strided(s) && problem.x.c != 1;

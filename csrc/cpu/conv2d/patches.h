@@ -54,14 +54,11 @@ class Patches {
         strides_(strides),
         channels_(channels),
         width_(TapShifts::reach(w, w.out)) {
-    for (const int64_t y : taps_h.shifts) {
-      for (const int64_t x : taps_w.shifts) {
-        const int64_t offset = ((y - taps_h.first()) * width_ + x - taps_w.first()) * channels;
-        if (!runs_.empty() && runs_.back().offset + runs_.back().length == offset) {
-          runs_.back().length += channels;
-        } else {
-          runs_.push_back({offset, channels});
-        }
+    for (const int64_t offset : tap_offsets()) {
+      if (!runs_.empty() && runs_.back().offset + runs_.back().length == offset) {
+        runs_.back().length += channels;
+      } else {
+        runs_.push_back({offset, channels});
       }
     }
   }
@@ -75,18 +72,22 @@ class Patches {
     return TapShifts::reach(h, rows) * TapShifts::reach(w, w.out) * channels + kSlack;
   }
 
-  // The patches of pixels [begin, end) of an image at `src` to rows at `to`, `ld` apart. Both the
-  // slab and the rows are written up to kSlack beyond their ends; where the depth is odd, the
-  // element behind it is zero.
-  void copy(const T* src, int64_t begin, int64_t end, Element* slab, Element* to,
-            int64_t ld) const {
-    if (runs_.empty() || begin == end) return;
-    const int64_t first_row = begin / w_.out;
-    fill(slab, src, first_row, (end - 1) / w_.out + 1);
+  // Fills a slab with what pixels [begin, end) of an image at `src` meet. It is written up to kSlack
+  // beyond its end.
+  void fill(Element* slab, const T* src, int64_t begin, int64_t end) const {
+    if (!runs_.empty() && begin < end) {
+      fill_rows(slab, src, begin / w_.out, (end - 1) / w_.out + 1);
+    }
+  }
+
+  // The patches of those pixels, of which the slab was filled, to rows at `to`, `ld` apart, written
+  // up to kSlack beyond their ends; where the depth is odd, the element behind it is zero.
+  void copy(const Element* slab, int64_t begin, int64_t end, Element* to, int64_t ld) const {
+    if (runs_.empty()) return;
     const int64_t depth_here = depth();
-    int64_t i = begin / w_.out - first_row, j = begin % w_.out;
+    int64_t i = 0, j = begin % w_.out;
     for (int64_t pixel = begin; pixel < end; ++pixel, to += ld) {
-      const Element* const window = slab + (i * h_.step * width_ + j * w_.step) * channels_;
+      const Element* const window = slab + row_offset(i) + j * w_.step * channels_;
       Element* out = to;
       for (const Run& run : runs_) {
         copy_run(out, window + run.offset, run.length);
@@ -95,6 +96,18 @@ class Patches {
       if (depth_here % 2) to[depth_here] = Element(0.0f);
       if (++j == w_.out) j = 0, ++i;
     }
+  }
+
+  // Of the slab: where the window of row i's first pixel begins, and where taps are from there.
+  int64_t row_offset(int64_t i) const { return i * h_.step * width_ * channels_; }
+  std::vector<int64_t> tap_offsets() const {
+    std::vector<int64_t> offsets;
+    for (const int64_t y : taps_h.shifts) {
+      for (const int64_t x : taps_w.shifts) {
+        offsets.push_back(((y - taps_h.first()) * width_ + x - taps_w.first()) * channels_);
+      }
+    }
+    return offsets;
   }
 
   const TapShifts taps_h, taps_w;
@@ -118,7 +131,7 @@ class Patches {
   }
 
   // The positions that rows [first, last) of the output meet.
-  void fill(Element* slab, const T* src, int64_t first, int64_t last) const {
+  void fill_rows(Element* slab, const T* src, int64_t first, int64_t last) const {
     const int64_t rows = (last - first - 1) * h_.step + taps_h.shifts.back() - taps_h.first() + 1;
     const int64_t left = std::clamp<int64_t>(-taps_w.first(), 0, width_);
     const int64_t right = std::clamp<int64_t>(w_.extent - taps_w.first(), left, width_);

@@ -11,13 +11,6 @@
 namespace braze::cpu {
 namespace {
 
-// Calls f(the convolution that has a tap, those that have none).
-template <typename F>
-void with_pointwise(const Conv2dProblem& problem, const void* bias, const F& f) {
-  if (problem.pass == Conv2dPass::kFprop) return f(fprop_of(problem, bias));
-  for_each_dgrad(problem, bias, f);
-}
-
 // A residue of a strided dgrad that no filter reaches.
 template <typename T>
 void store_bias(const Convolution& conv) {
@@ -63,7 +56,7 @@ const char* pointwise_obstacle(const Conv2dProblem& problem) {
     const WeightGradient g = wgrad_of(problem);
     inside = stays_inside(g.h) && stays_inside(g.w);
   } else {
-    with_pointwise(problem, nullptr, [&](const Convolution& conv) {
+    with_convolutions(problem, nullptr, [&](const Convolution& conv) {
       if (conv.taps() > 0) inside &= stays_inside(conv.h) && stays_inside(conv.w);
     });
   }
@@ -80,7 +73,7 @@ void plan_pointwise(const Conv2dProblem& problem, Conv2dPlan* plan) {
       plan->workspace_bytes = tiling.bytes(g);
       return;
     }
-    with_pointwise(problem, nullptr, [&](const Convolution& conv) {
+    with_convolutions(problem, nullptr, [&](const Convolution& conv) {
       if (conv.taps() == 0) return;
       using Plan = PointwisePlan<typename decltype(tag)::type, typename decltype(step)::type>;
       const Plan tiling(conv);
@@ -99,7 +92,7 @@ void run_pointwise(const Conv2dProblem& problem, const Conv2dPlan& plan, const v
       const auto& tiling = plan.tiling.get<PointwiseWgradPlan<T, Step>>();
       return PointwiseWgrad<T, Step>(wgrad_of(problem), tiling, workspace).run();
     }
-    with_pointwise(problem, bias, [&](const Convolution& conv) {
+    with_convolutions(problem, bias, [&](const Convolution& conv) {
       if (conv.taps() == 0) return store_bias<T>(conv);
       Pointwise<T, Step>(conv, plan.tiling.get<PointwisePlan<T, Step>>(), workspace).run();
     });
