@@ -8,6 +8,7 @@
 
 #include "launchers/common/registry.h"
 #include "ops/plan_cache.h"
+#include "ops/workspace_cache.h"
 
 #ifdef BRAZE_CUDA
 #include <cuda_runtime.h>
@@ -49,6 +50,10 @@ BRAZE_EXPORT const braze::KernelInfo* braze_kernel_info(int i) {
 }
 
 BRAZE_EXPORT int64_t braze_plans_made() { return braze::plans_made; }
+
+#ifndef BRAZE_CUDA
+BRAZE_EXPORT int64_t braze_kept_workspace_bytes() { return braze::kept_workspace_bytes(); }
+#endif
 
 // Of "matmul" or "conv2d"; nullptr for other ops.
 BRAZE_EXPORT const BrazeTuning* braze_tuning(const char* op) {

@@ -110,6 +110,11 @@ class Library {
   // How often this library has planned: not for problems that it had seen before.
   int64_t plans_made() const { return symbol<int64_t()>("braze_plans_made")(); }
 
+  // What the CPU library keeps for later calls of the thread that asks.
+  int64_t kept_workspace_bytes() const {
+    return symbol<int64_t()>("braze_kept_workspace_bytes")();
+  }
+
   void record(bool on) const {
     for (const char* op : kTunedOps) tuning(op).record(on);
   }
@@ -184,6 +189,7 @@ PYBIND11_MODULE(_C, m) {
       .def("clear_tuned", &Library::clear_tuned)
       .def("tuned", &Library::tuned)
       .def("plans_made", &Library::plans_made)
+      .def("kept_workspace_bytes", &Library::kept_workspace_bytes)
       .def("record", &Library::record)
       .def("recorded", &Library::recorded);
 }

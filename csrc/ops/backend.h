@@ -1,11 +1,15 @@
 // How the `backend` argument of an op names what is to run it.
 #pragma once
 
+#include <utility>
+
 #include "launchers/common/registry.h"
 #include "ops/common.h"
 
 #ifdef BRAZE_CUDA
 #include "libraries/libraries.h"
+#else
+#include "ops/workspace_cache.h"
 #endif
 
 extern "C" int32_t torch_get_num_threads(uint32_t* threads);
@@ -61,6 +65,7 @@ inline Wish wish_of(const char* op, const std::string& backend, const KernelInfo
 class Workspace {
  public:
   Workspace() = default;
+#ifdef BRAZE_CUDA
   Workspace(int64_t bytes, const Tensor& like) {
     if (bytes <= 0) return;
     memory_ = empty({bytes}, like, ScalarType::Byte);
@@ -72,6 +77,27 @@ class Workspace {
  private:
   Tensor memory_;
   void* data_ = nullptr;
+#else
+  Workspace(int64_t bytes, const Tensor&) {
+    if (bytes > 0) block_ = borrow_workspace(bytes);
+  }
+  Workspace(Workspace&& other) : block_(std::exchange(other.block_, {})) {}
+  Workspace& operator=(Workspace&& other) {
+    std::swap(block_, other.block_);
+    return *this;
+  }
+  ~Workspace() {
+    if (block_.data) give_back_workspace(block_);
+  }
+  void* data() const { return block_.data; }
+  const Tensor& memory() const {  // for streams, which a CPU has none of
+    static const Tensor none;
+    return none;
+  }
+
+ private:
+  WorkspaceBlock block_;
+#endif
 };
 
 }  // namespace braze

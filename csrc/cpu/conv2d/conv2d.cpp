@@ -5,6 +5,7 @@
 
 #include "cpu/conv2d/kernels.h"
 #include "cpu/matmul/dot_bf16.h"
+#include "cpu/matmul/gemm.h"
 #include "launchers/common/registry.h"
 
 namespace braze::cpu {
@@ -35,6 +36,16 @@ constexpr Kernel kKernels[] = {
      winograd_obstacle,
      plan_winograd,
      run_winograd},
+    {{"conv2d", "blocked_im2col", kAll, "cpu", true,
+      "patches of a block of pixels, copied into the cache, times packed filters"},
+     no_obstacle,
+     plan_blocked_im2col,
+     run_blocked_im2col},
+    {{"conv2d", "depthwise", kAll, "cpu", true,
+      "one filter a channel, channels across the lanes of a padded copy"},
+     depthwise_obstacle,
+     plan_depthwise,
+     run_depthwise},
     {{"conv2d", "direct", kAll, "cpu", false, "the formula as plain loops"},
      no_obstacle,
      plan_direct,
@@ -48,29 +59,72 @@ constexpr int kCount = std::size(kKernels);
 constexpr int kImplicitGemm = kernel_number(kKernels, "implicit_gemm");
 constexpr int kPointwise = kernel_number(kKernels, "pointwise");
 constexpr int kWinograd = kernel_number(kKernels, "winograd");
+constexpr int kBlockedIm2col = kernel_number(kKernels, "blocked_im2col");
+constexpr int kDepthwise = kernel_number(kKernels, "depthwise");
 const KernelEntries kEntries(kKernels, kCount);
+
+bool reads_pairs(const Conv2dShape& s) {
+  return s.dtype == DType::kBFloat16 && dot_bf16_available();
+}
+bool is_strided(const Conv2dShape& s) { return s.stride_h > 1 || s.stride_w > 1; }
+
+// Whether copies of patches pay: against implicit_gemm, or in bf16 in pairs against winograd too,
+// which both multiply in fp32.
+bool wants_patches(const Conv2dProblem& problem) {
+  const Conv2dShape& s = problem.shape;
+  const int64_t taps = s.r * s.s, c = s.c / s.groups, k = s.k / s.groups;
+  const bool is_wgrad = problem.pass == Conv2dPass::kWgrad;
+  // A patch's values meet that many filters, in vectors of which fewer would be idle lanes.
+  const int64_t filters = problem.pass == Conv2dPass::kDgrad ? c : k;
+  const int64_t channels = problem.pass == Conv2dPass::kDgrad ? k : c;
+  const auto& from = problem.pass == Conv2dPass::kDgrad ? problem.y : problem.x;
+  // Few channels of contiguous images are put side by side one by one.
+  constexpr int64_t kFewChannels = 8;
+  const bool is_slow_to_copy = from.c != 1 && channels < kFewChannels;
+  if (reads_pairs(s)) {
+    constexpr int64_t kLeastFilters = 12, kLeastWeights = 512;
+    return filters >= kLeastFilters &&
+           taps * c * k >= (is_slow_to_copy ? 4 * kLeastWeights : kLeastWeights);
+  }
+  // In fp32 implicit_gemm is as fast but for short rows, of which its tiles waste a part, strides,
+  // which it has to take apart, weight gradients of few channels, and sums of weight gradients that
+  // no cache holds.
+  constexpr int64_t kLeastFilters = 32, kManyFilters = 128, kShortRow = 14;
+  constexpr int64_t kManyWeights = int64_t{1} << 20;
+  if (filters < (is_slow_to_copy && !is_wgrad ? kManyFilters : kLeastFilters)) return false;
+  if (s.q <= kShortRow || (!is_wgrad && is_strided(s))) return true;
+  const bool is_few = c < kLanes<float> && taps * c >= (is_slow_to_copy ? 64 : 16);
+  return is_wgrad && (is_few || taps * c * k >= kManyWeights);
+}
 
 // Measured with `python -m braze bench convolutions`.
 int choose(const Conv2dProblem& problem) {
   const Conv2dShape& s = problem.shape;
+  const bool is_wgrad = problem.pass == Conv2dPass::kWgrad;
+  // Fewer channels leave most lanes idle.
+  constexpr int64_t kLeastGroups = kLanes<float> / 2;
+  if (s.groups >= kLeastGroups && !depthwise_obstacle(problem)) return kDepthwise;
   if (!pointwise_obstacle(problem)) {
+    // Every s-th pixel of contiguous images has to be copied one by one.
+    const bool skips = problem.pass == Conv2dPass::kFprop && is_strided(s) && problem.x.c != 1;
+    if (!is_wgrad && !skips) return kPointwise;
+    if (wants_patches(problem)) return kBlockedIm2col;
     // Weight gradients of many pixels, or of pixels that do not lie side by side, are read in place
-    // there; bf16 in pairs is the faster all the same.
+    // there.
     constexpr int64_t kFewPixels = 1024;
-    const bool reads_pairs = s.dtype == DType::kBFloat16 && dot_bf16_available();
-    const bool is_strided = s.stride_h > 1 || s.stride_w > 1;
-    const bool is_large = !reads_pairs && s.n * s.p * s.q > kFewPixels;
-    const bool is_wgrad = problem.pass == Conv2dPass::kWgrad;
-    return is_wgrad && (is_strided || is_large) ? kImplicitGemm : kPointwise;
+    const bool is_large = s.n * s.p * s.q > kFewPixels;
+    return is_wgrad && (is_strided(s) || is_large) ? kImplicitGemm : kPointwise;
   }
+  if (reads_pairs(s) && wants_patches(problem)) return kBlockedIm2col;
   // With fewer channels or filters transformations take longer than they save.
   constexpr int64_t kLeastChannels = 16;
   // A weight gradient transforms both operands; with short vectors it gains later.
   constexpr int64_t kLeastWeights = kLanes<float> >= 16 ? 32 * 64 : 64 * 128;
   const int64_t c = s.c / s.groups, k = s.k / s.groups;
-  const bool is_wide = std::min(c, k) >= kLeastChannels &&
-                       (problem.pass != Conv2dPass::kWgrad || c * k >= kLeastWeights);
-  return is_wide && !winograd_obstacle(problem) ? kWinograd : kImplicitGemm;
+  const bool is_wide =
+      std::min(c, k) >= kLeastChannels && (!is_wgrad || c * k >= kLeastWeights);
+  if (is_wide && !winograd_obstacle(problem)) return kWinograd;
+  return wants_patches(problem) ? kBlockedIm2col : kImplicitGemm;
 }
 
 }  // namespace

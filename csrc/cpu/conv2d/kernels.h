@@ -15,6 +15,10 @@ namespace braze::cpu {
 
 BRAZE_CONV2D_KERNEL(direct)
 BRAZE_CONV2D_KERNEL(implicit_gemm)
+BRAZE_CONV2D_KERNEL(blocked_im2col)
+
+const char* depthwise_obstacle(const Conv2dProblem& problem);
+BRAZE_CONV2D_KERNEL(depthwise)
 
 const char* im2col_obstacle(const Conv2dProblem& problem);
 BRAZE_CONV2D_KERNEL(im2col)

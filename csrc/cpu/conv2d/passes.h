@@ -106,6 +106,13 @@ void for_each_dgrad(const Conv2dProblem& problem, const void* bias, const F& f) 
   }
 }
 
+// Calls f(convolution) for each that fprop or dgrad consists of.
+template <typename F>
+void with_convolutions(const Conv2dProblem& problem, const void* bias, const F& f) {
+  if (problem.pass == Conv2dPass::kFprop) return f(fprop_of(problem, bias));
+  for_each_dgrad(problem, bias, f);
+}
+
 inline WeightGradient wgrad_of(const Conv2dProblem& problem) {
   const auto& [pass, s, x, dw, dy] = problem;
   return {s.n,

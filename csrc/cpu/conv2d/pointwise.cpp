@@ -6,28 +6,10 @@
 
 #include "cpu/conv2d/kernels.h"
 #include "cpu/conv2d/pointwise_wgrad.h"
+#include "cpu/conv2d/steps.h"
 
 namespace braze::cpu {
 namespace {
-
-// Calls f(the convolution that has a tap, those that have none).
-template <typename F>
-void with_pointwise(const Conv2dProblem& problem, const void* bias, const F& f) {
-  if (problem.pass == Conv2dPass::kFprop) return f(fprop_of(problem, bias));
-  for_each_dgrad(problem, bias, f);
-}
-
-// Calls f with the element type and the type of a step of the reduction.
-template <typename F>
-void with_types(DType dtype, const F& f) {
-  dispatch(dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    if constexpr (std::is_same_v<T, BFloat16>) {
-      if (dot_bf16_available()) return f(tag, TypeTag<Bf16Pair>{});
-    }
-    f(tag, TypeTag<acc_t<T>>{});
-  });
-}
 
 // A residue of a strided dgrad that no filter reaches.
 template <typename T>
@@ -74,7 +56,7 @@ const char* pointwise_obstacle(const Conv2dProblem& problem) {
     const WeightGradient g = wgrad_of(problem);
     inside = stays_inside(g.h) && stays_inside(g.w);
   } else {
-    with_pointwise(problem, nullptr, [&](const Convolution& conv) {
+    with_convolutions(problem, nullptr, [&](const Convolution& conv) {
       if (conv.taps() > 0) inside &= stays_inside(conv.h) && stays_inside(conv.w);
     });
   }
@@ -82,7 +64,7 @@ const char* pointwise_obstacle(const Conv2dProblem& problem) {
 }
 
 void plan_pointwise(const Conv2dProblem& problem, Conv2dPlan* plan) {
-  with_types(problem.shape.dtype, [&](auto tag, auto step) {
+  with_steps(problem.shape.dtype, [&](auto tag, auto step) {
     if (problem.pass == Conv2dPass::kWgrad) {
       using Plan = PointwiseWgradPlan<typename decltype(tag)::type, typename decltype(step)::type>;
       const WeightGradient g = wgrad_of(problem);
@@ -91,7 +73,7 @@ void plan_pointwise(const Conv2dProblem& problem, Conv2dPlan* plan) {
       plan->workspace_bytes = tiling.bytes(g);
       return;
     }
-    with_pointwise(problem, nullptr, [&](const Convolution& conv) {
+    with_convolutions(problem, nullptr, [&](const Convolution& conv) {
       if (conv.taps() == 0) return;
       using Plan = PointwisePlan<typename decltype(tag)::type, typename decltype(step)::type>;
       const Plan tiling(conv);
@@ -103,14 +85,14 @@ void plan_pointwise(const Conv2dProblem& problem, Conv2dPlan* plan) {
 
 void run_pointwise(const Conv2dProblem& problem, const Conv2dPlan& plan, const void* bias,
                    void* workspace) {
-  with_types(problem.shape.dtype, [&](auto tag, auto step) {
+  with_steps(problem.shape.dtype, [&](auto tag, auto step) {
     using T = typename decltype(tag)::type;
     using Step = typename decltype(step)::type;
     if (problem.pass == Conv2dPass::kWgrad) {
       const auto& tiling = plan.tiling.get<PointwiseWgradPlan<T, Step>>();
       return PointwiseWgrad<T, Step>(wgrad_of(problem), tiling, workspace).run();
     }
-    with_pointwise(problem, bias, [&](const Convolution& conv) {
+    with_convolutions(problem, bias, [&](const Convolution& conv) {
       if (conv.taps() == 0) return store_bias<T>(conv);
       Pointwise<T, Step>(conv, plan.tiling.get<PointwisePlan<T, Step>>(), workspace).run();
     });

@@ -16,14 +16,7 @@ void with_type(DType dtype, const F& f) {
   });
 }
 
-// The pass as a convolution: both are one, since the stride is 1.
-template <typename F>
-void with_convolution(const Conv2dProblem& problem, const void* bias, const F& f) {
-  if (problem.pass == Conv2dPass::kFprop) return f(fprop_of(problem, bias));
-  for_each_dgrad(problem, bias, f);
-}
-
-// One image of it, for what is done again.
+// One image of a convolution, for what is done again.
 Convolution image_of(const Convolution& conv, int64_t image, DType dtype) {
   Convolution one = conv;
   one.images = 1;
@@ -54,7 +47,7 @@ void plan_winograd(const Conv2dProblem& problem, Conv2dPlan* plan) {
       plan->workspace_bytes = std::max(tiling.bytes(g), WeightGradientPlan<Acc>(g).bytes(g));
       return;
     }
-    with_convolution(problem, nullptr, [&](const Convolution& conv) {
+    with_convolutions(problem, nullptr, [&](const Convolution& conv) {
       const WinogradPlan<Acc> tiling(conv);
       plan->tiling.set(tiling);
       const ConvolutionPlan<Acc> again(image_of(conv, 0, problem.shape.dtype));
@@ -73,7 +66,7 @@ void run_winograd(const Conv2dProblem& problem, const Conv2dPlan& plan, const vo
       if (WinogradWgrad<T>(g, plan.tiling.get<WinogradWgradPlan<Acc>>(), workspace).run()) return;
       return ComputeWeightGradient<T>(g, WeightGradientPlan<Acc>(g), workspace).run();
     }
-    with_convolution(problem, bias, [&](const Convolution& conv) {
+    with_convolutions(problem, bias, [&](const Convolution& conv) {
       const auto& tiling = plan.tiling.get<WinogradPlan<Acc>>();
       for (const int64_t image : Winograd<T>(conv, tiling, workspace).run()) {
         const Convolution one = image_of(conv, image, problem.shape.dtype);

@@ -78,7 +78,9 @@ inline void add_product(vec_t<float>&, Bf16Pair, const vec_t<float>&) {}
 // zero. to: ceil(depth / 2) rows.
 inline void pack_pairs(uint32_t* to, int64_t width, const uint16_t* from, int64_t lane_stride,
                        int64_t depth_stride, int64_t lanes, int64_t depth) {
-  if (lanes < width) std::fill_n(to, ceil_div(depth, 2) * width, 0u);
+  for (int64_t p = 0; lanes < width && p < ceil_div(depth, 2); ++p) {
+    std::fill(to + p * width + lanes, to + (p + 1) * width, 0u);
+  }
   if (depth_stride == 1 && lane_stride % 2 == 0) {
     // Pairs as they are: a transposition of 32-bit elements.
     copy_matrix(reinterpret_cast<float*>(to), width, reinterpret_cast<const float*>(from), 1,

@@ -86,9 +86,10 @@ inline void add_product(vec_t<Acc>& sum, Acc a, const vec_t<Acc>& b) {
 // values, `stride` apart and each broadcast, times kVecs vectors; scalars(p) and vectors(p) point
 // at those of step p. The steps are summed from zero before they join what is there: shorter chains
 // of additions round less. A step is what add_product takes at once: a value, or a pair of bf16.
+// Never inlined: within a larger function gcc 12 keeps some tiles in memory, not in registers.
 template <typename Acc, int kScalars, int kVecs, typename Scalars, typename Stride,
           typename Vectors>
-inline void outer_products(int64_t depth, const Scalars& scalars, Stride stride,
+__attribute__((noinline)) void outer_products(int64_t depth, const Scalars& scalars, Stride stride,
                            const Vectors& vectors, Acc* __restrict__ out, int64_t ld,
                            bool accumulate) {
   using V = vec_t<Acc>;
@@ -134,14 +135,18 @@ inline void broadcast_kernel(int64_t depth, const Acc* __restrict__ a, const Row
 }
 
 // kRows rows of A where they are, `a_ld` steps apart, times a panel of B of kVecs vectors: A is
-// never packed.
+// never packed. Meanwhile `each` bytes a step at `ahead` come closer.
 template <typename Acc, int kRows, int kVecs, typename Step>
 inline void rows_kernel(int64_t depth, const Step* __restrict__ a, int64_t a_ld,
-                        const Acc* __restrict__ b, Acc* __restrict__ out, int64_t ld,
-                        bool accumulate) {
+                        const Acc* __restrict__ b, const char* ahead, int64_t each,
+                        Acc* __restrict__ out, int64_t ld, bool accumulate) {
   outer_products<Acc, kRows, kVecs>(
       depth, [a](int64_t p) { return a + p; }, a_ld,
-      [b](int64_t p) { return b + p * kVecs * kLanes<Acc>; }, out, ld, accumulate);
+      [=](int64_t p) {
+        __builtin_prefetch(ahead + p * each, 0, 2);
+        return b + p * kVecs * kLanes<Acc>;
+      },
+      out, ld, accumulate);
 }
 
 // Pixels of a tile of broadcast_kernel: more than half of the most, so that rows of any length from
@@ -193,7 +198,8 @@ inline int panel_rows(int64_t rows) {
 }
 
 // `rows` rows of A where they are times a packed panel of B, one or two vectors wide: to = or +=.
-// `depth` steps of A are a row, in which the panel's rows are `width` wide.
+// `depth` steps of A are a row, in which the panel's rows are `width` wide. What follows a part of
+// the panel in memory, its next part or the next panel, is prefetched meanwhile.
 template <typename Acc, typename Step>
 void rows_times_panel(const Step* a, int64_t a_ld, int64_t rows, const Acc* panel, int64_t width,
                       int64_t depth, Acc* to, int64_t ld, bool accumulate = false) {
@@ -206,11 +212,14 @@ void rows_times_panel(const Step* a, int64_t a_ld, int64_t rows, const Acc* pane
   const int64_t whole = rows / height;
   for (int64_t p = 0; p < depth; p += kDepth) {
     const int64_t steps = std::min(kDepth, depth - p);
+    const int64_t each = width * int64_t{sizeof(Acc)} / count;  // bytes of what follows
+    const char* ahead = reinterpret_cast<const char*>(panel + (p + steps) * width);
     const auto multiply = [&](int64_t first, int64_t tiles, int64_t tile_rows) {
       with_pixels<1>(tile_rows, width / kLanes<Acc>, [&](auto rows_tag, auto vecs_tag) {
         for (int64_t i = first; i < first + tiles * rows_tag; i += rows_tag) {
           rows_kernel<Acc, rows_tag, vecs_tag>(steps, a + i * a_ld + p, a_ld, panel + p * width,
-                                               to + i * ld, ld, accumulate || p > 0);
+                                               ahead, each, to + i * ld, ld, accumulate || p > 0);
+          ahead += each * steps;
         }
       });
     };

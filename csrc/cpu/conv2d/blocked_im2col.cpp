@@ -1,0 +1,43 @@
+// Filters of any size as products of patches that are copied block by block (blocked_im2col.h,
+// blocked_im2col_wgrad.h).
+#include "cpu/conv2d/blocked_im2col.h"
+
+#include "cpu/conv2d/blocked_im2col_wgrad.h"
+#include "cpu/conv2d/kernels.h"
+#include "cpu/conv2d/steps.h"
+
+namespace braze::cpu {
+void plan_blocked_im2col(const Conv2dProblem& problem, Conv2dPlan* plan) {
+  with_steps(problem.shape.dtype, [&](auto tag, auto step) {
+    using T = typename decltype(tag)::type;
+    using Step = typename decltype(step)::type;
+    if (problem.pass == Conv2dPass::kWgrad) {
+      const WeightGradient g = wgrad_of(problem);
+      const BlockedIm2colWgradPlan<T, Step> tiling(g);
+      plan->tiling.set(tiling);
+      plan->workspace_bytes = tiling.bytes(g);
+      return;
+    }
+    with_convolutions(problem, nullptr, [&](const Convolution& conv) {
+      const BlockedIm2colPlan<T, Step> tiling(conv);
+      plan->workspace_bytes = std::max(plan->workspace_bytes, tiling.bytes());
+    });
+  });
+}
+
+void run_blocked_im2col(const Conv2dProblem& problem, const Conv2dPlan& plan, const void* bias,
+                        void* workspace) {
+  with_steps(problem.shape.dtype, [&](auto tag, auto step) {
+    using T = typename decltype(tag)::type;
+    using Step = typename decltype(step)::type;
+    if (problem.pass == Conv2dPass::kWgrad) {
+      const auto& tiling = plan.tiling.get<BlockedIm2colWgradPlan<T, Step>>();
+      return BlockedIm2colWgrad<T, Step>(wgrad_of(problem), tiling, workspace).run();
+    }
+    with_convolutions(problem, bias, [&](const Convolution& conv) {
+      BlockedIm2col<T, Step>(conv, BlockedIm2colPlan<T, Step>(conv), workspace).run();
+    });
+  });
+}
+
+}  // namespace braze::cpu

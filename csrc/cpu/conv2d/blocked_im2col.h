@@ -1,0 +1,221 @@
+// Blocked im2col for fprop and dgrad: patches of a block of pixels are copied into rows in the
+// second-level cache (patches.h) and multiplied with packed weights, filters across the lanes. A
+// value that is copied is multiplied with all filters, so that the copy costs little from some 32
+// of them on. A step of the reduction is a value, or a pair of them in bf16 where the processor
+// multiplies pairs.
+#pragma once
+
+#include <type_traits>
+
+#include "cpu/conv2d/passes.h"
+#include "cpu/conv2d/patches.h"
+#include "cpu/conv2d/store.h"
+
+namespace braze::cpu {
+
+template <typename T, typename Step>
+struct BlockedIm2colPlan {
+  using Acc = acc_t<T>;
+  static constexpr bool kPairs = std::is_same_v<Step, Bf16Pair>;
+  using Element = std::conditional_t<kPairs, T, Acc>;
+  static constexpr int kL = kLanes<Acc>, kPanel = 2 * kL;
+  // Bytes of a block of patches: half of a second-level cache of 1 MiB.
+  static constexpr int64_t kBlockBytes = int64_t{512} << 10;
+
+  explicit BlockedIm2colPlan(const Convolution& conv)
+      : pixels(conv.h.out * conv.w.out),
+        depth(conv.taps() * conv.channels),
+        steps(kPairs ? ceil_div(depth, 2) : depth),
+        panels(ceil_div(conv.filters, kPanel)),
+        packed_filters(round_up(conv.filters, kL)),
+        packed_size(round_up(conv.groups * packed_filters * steps, 16)) {
+    // Rows a multiple of a page apart would meet in one set of the first-level cache.
+    const int64_t row = round_up(depth + 1, kL);
+    ld = row * sizeof(Element) % 512 == 0 ? row + kL : row;
+    const int64_t most = std::clamp<int64_t>(kBlockBytes / (ld * int64_t{sizeof(Element)}),
+                                             4 * kMostPixels, 64 * kMostPixels);
+    together = std::clamp<int64_t>(most / std::max<int64_t>(1, pixels), 1, conv.images);
+    blocks = together > 1 ? 1 : ceil_div(pixels, most);
+    const int64_t wanted = 2 * num_threads();
+    while (num_threads() > 1 && tasks(conv) < wanted && together > 1) together /= 2;
+    while (num_threads() > 1 && tasks(conv) < wanted && pixels / blocks > 4 * kMostPixels) ++blocks;
+    while (num_threads() > 1 && tasks(conv) < wanted && filter_blocks < panels) ++filter_blocks;
+    // Whole tiles of rows.
+    block = together > 1 ? pixels : round_up(ceil_div(pixels, blocks), kMostPixels);
+    blocks = pixels ? ceil_div(pixels, block) : 0;
+    patches_size = round_up(together * block * ld + kVecBytes, 64);
+    slab_size = round_up(
+        Patches<T, Element>::slab_size(conv.h, conv.w, conv.channels, std::min(block, pixels)), 64);
+    tile_size = together * block * kPanel;
+  }
+  int64_t tasks(const Convolution& conv) const {
+    return conv.groups * ceil_div(conv.images, together) * blocks * filter_blocks;
+  }
+  // Bytes of a worker.
+  int64_t scratch() const {
+    return round_up((patches_size + slab_size) * sizeof(Element) + tile_size * sizeof(Acc), 64);
+  }
+  int64_t bytes() const { return packed_size * sizeof(Acc) + num_threads() * scratch(); }
+
+  int64_t pixels;                               // of an image
+  int64_t depth, steps;                         // of a patch
+  int64_t panels, packed_filters, packed_size;  // of weights
+  int64_t ld;                                   // of patches
+  int64_t together, blocks, block;              // images of a task, or parts of one, of `block` pixels
+  int64_t filter_blocks = 1;
+  int64_t patches_size, slab_size, tile_size;
+};
+
+template <typename T, typename Step>
+class BlockedIm2col {
+  using Acc = acc_t<T>;
+  using Plan = BlockedIm2colPlan<T, Step>;
+  using Element = typename Plan::Element;
+  static constexpr int kL = Plan::kL, kPanel = Plan::kPanel;
+
+ public:
+  BlockedIm2col(const Convolution& conv, const Plan& plan, void* workspace)
+      : conv_(conv),
+        plan_(plan),
+        patches_(conv.h, conv.w, conv.src, conv.channels),
+        packed_(static_cast<Acc*>(workspace)),
+        scratch_(reinterpret_cast<char*>(packed_ + plan.packed_size)) {}
+
+  void run() const {
+    pack_weights();
+    for_each_task(plan_.tasks(conv_), [&](int64_t worker, int64_t task) {
+      const int64_t part = task % plan_.filter_blocks, block = task / plan_.filter_blocks;
+      const int64_t place = block / conv_.groups, image = place / plan_.blocks * plan_.together;
+      const int64_t begin = place % plan_.blocks * plan_.block;
+      multiply(scratch_ + worker * plan_.scratch(),
+               {block % conv_.groups, image, std::min(plan_.together, conv_.images - image), begin,
+                std::min(plan_.pixels, begin + plan_.block),
+                part * plan_.panels / plan_.filter_blocks,
+                (part + 1) * plan_.panels / plan_.filter_blocks});
+    });
+  }
+
+ private:
+  // Pixels [begin, end) of some images, panels [first_panel, last_panel) of filters.
+  struct Task {
+    int64_t group, image, images, begin, end, first_panel, last_panel;
+  };
+
+  int64_t panel_width(int64_t j) const {
+    return std::min<int64_t>(kPanel, plan_.packed_filters - j * kPanel);
+  }
+  Acc* packed(int64_t group, int64_t panel) const {
+    return packed_ + (group * plan_.packed_filters + panel * kPanel) * plan_.steps;
+  }
+
+  // Panels of up to two vectors of filters; within one the steps of a patch are outermost.
+  void pack_weights() const {
+    parallel_for(0, conv_.groups * plan_.panels, ceil_div(16384, kPanel * plan_.steps + 1),
+                 [&](int64_t first, int64_t last) {
+                   for (int64_t i = first; i < last; ++i) {
+                     pack_panel_of(i / plan_.panels, i % plan_.panels);
+                   }
+                 });
+  }
+  void pack_panel_of(int64_t group, int64_t j) const {
+    const int64_t width = panel_width(j), channels = conv_.channels;
+    const int64_t filters = std::min<int64_t>(width, conv_.filters - j * kPanel);
+    const T* const from = static_cast<const T*>(conv_.weight) + group * conv_.weight_group +
+                          j * kPanel * conv_.weight_filter;
+    Acc* const to = packed(group, j);
+    if (Plan::kPairs && plan_.depth % 2) {
+      std::fill_n(to + (plan_.steps - 1) * width, width, Acc(0));
+    }
+    int64_t step = 0;  // a value
+    for (const int64_t th : patches_.taps_h.order) {
+      for (const int64_t tw : patches_.taps_w.order) {
+        const T* const tap =
+            from + conv_.tap_h[th] * conv_.weight_h + conv_.tap_w[tw] * conv_.weight_w;
+        if constexpr (!Plan::kPairs) {
+          pack_panel(to + step * width, width, tap, conv_.weight_filter, conv_.weight_channel,
+                     filters, channels);
+        } else if (channels % 2 == 0) {
+          pack_pairs(reinterpret_cast<uint32_t*>(to) + step / 2 * width, width,
+                     reinterpret_cast<const uint16_t*>(tap), conv_.weight_filter,
+                     conv_.weight_channel, filters, channels);
+        } else {
+          T* const values = reinterpret_cast<T*>(to);  // pairs reach from tap to tap
+          for (int64_t c = 0; c < channels; ++c) {
+            T* const out = values + (step + c) / 2 * 2 * width + (step + c) % 2;
+            for (int64_t f = 0; f < width; ++f) {
+              out[2 * f] = f < filters
+                               ? tap[c * conv_.weight_channel + f * conv_.weight_filter]
+                               : T(0.0f);
+            }
+          }
+        }
+        step += channels;
+      }
+    }
+  }
+
+  void multiply(char* scratch, const Task& task) const {
+    Element* const patches = reinterpret_cast<Element*>(scratch);
+    Element* const slab = patches + plan_.patches_size;
+    Acc* const tiles = reinterpret_cast<Acc*>(slab + plan_.slab_size);
+    const int64_t pixels = task.end - task.begin, rows = task.images * pixels;
+    for (int64_t i = 0; i < task.images; ++i) {
+      patches_.fill(slab,
+                    static_cast<const T*>(conv_.src.data) + (task.image + i) * conv_.src.n +
+                        task.group * conv_.channels * conv_.src.c,
+                    task.begin, task.end);
+      patches_.copy(slab, task.begin, task.end, patches + i * pixels * plan_.ld, plan_.ld);
+    }
+    const Step* const rows_at = reinterpret_cast<const Step*>(patches);
+    const int64_t rows_ld = plan_.ld / (Plan::kPairs ? 2 : 1);
+    for (int64_t j = task.first_panel; j < task.last_panel; ++j) {
+      const int64_t width = panel_width(j), filter = task.group * conv_.filters + j * kPanel;
+      const int64_t filters = std::min(width, conv_.filters - j * kPanel);
+      const Acc* const panel = packed(task.group, j);
+      if (stores_to_result(filters == width)) {
+        for_each_run(task, [&](int64_t first, int64_t count, T* to) {
+          rows_times_panel(rows_at + first * rows_ld, rows_ld, count, panel, width, plan_.steps,
+                           reinterpret_cast<Acc*>(to + filter), conv_.dst_strides.w);
+        });
+        continue;
+      }
+      rows_times_panel(rows_at, rows_ld, rows, panel, width, plan_.steps, tiles, width);
+      for_each_run(task, [&](int64_t first, int64_t count, T* to) {
+        store_pixels(tiles + first * width, width, count, filters, conv_.bias, filter,
+                     to + filter * conv_.dst_strides.c, conv_.dst_strides.w, conv_.dst_strides.c);
+      });
+    }
+  }
+
+  // Whether sums of a panel need neither an epilogue nor a transposition, nor lie in short pieces.
+  bool stores_to_result(bool full) const {
+    return std::is_same_v<T, Acc> && !conv_.bias && conv_.dst_strides.c == 1 && full &&
+           (rows_adjoin() || conv_.w.out >= kLeastPixels);
+  }
+  bool rows_adjoin() const { return conv_.dst_strides.h == conv_.w.out * conv_.dst_strides.w; }
+
+  // Calls f(first row of patches, count, the first result) for pixels that are evenly spaced.
+  template <typename F>
+  void for_each_run(const Task& task, const F& f) const {
+    const Tensor4dRef& d = conv_.dst_strides;
+    int64_t first = 0;
+    for (int64_t i = 0; i < task.images; ++i) {
+      for (int64_t pixel = task.begin; pixel < task.end;) {
+        const int64_t row = pixel / conv_.w.out, column = pixel % conv_.w.out;
+        const int64_t end = rows_adjoin() ? task.end : std::min(task.end, (row + 1) * conv_.w.out);
+        f(first, end - pixel,
+          static_cast<T*>(conv_.dst) + (task.image + i) * d.n + row * d.h + column * d.w);
+        first += end - pixel;
+        pixel = end;
+      }
+    }
+  }
+
+  const Convolution& conv_;
+  const Plan plan_;
+  const Patches<T, Element> patches_;
+  Acc* packed_;
+  char* scratch_;
+};
+
+}  // namespace braze::cpu

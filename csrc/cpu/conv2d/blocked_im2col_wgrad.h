@@ -1,0 +1,230 @@
+// The weight gradient by blocked im2col: filters x (tap, channel) = sums over pixels of dy times
+// patches. Chunks of pixels are copied block by block into rows of dy and of patches (patches.h);
+// columns of patches are across the lanes. A step of the reduction is a pixel, or a
+// pair of them in bf16 where the processor multiplies pairs. Pixels are split among a fixed number
+// of parts with sums of their own, added in order.
+#pragma once
+
+#include <algorithm>
+#include <type_traits>
+
+#include "cpu/conv2d/passes.h"
+#include "cpu/conv2d/patches.h"
+
+namespace braze::cpu {
+
+template <typename T, typename Step>
+struct BlockedIm2colWgradPlan {
+  using Acc = acc_t<T>;
+  static constexpr bool kPairs = std::is_same_v<Step, Bf16Pair>;
+  using Element = std::conditional_t<kPairs, T, Acc>;
+  static constexpr int kL = kLanes<Acc>;
+  // Steps of a chunk, so that a few columns of each operand fit into the first-level cache; filters of a
+  // task and about how many columns, so that the chunk and the sums fit into the second-level one.
+  static constexpr int64_t kSteps = 128, kFilters = 256, kColumns = 288;
+  static constexpr int64_t kPixels = kPairs ? 2 * kSteps : kSteps;
+
+  explicit BlockedIm2colWgradPlan(const WeightGradient& g)
+      : pixels(g.h.out * g.w.out),
+        taps(g.h.taps() * g.w.taps()),
+        channels(std::min(g.channels, std::max<int64_t>(kL, kColumns / taps / (2 * kL) * (2 * kL)))),
+        channel_blocks(ceil_div(g.channels, channels)),
+        filter_blocks(ceil_div(g.filters, kFilters)),
+        filters(ceil_div(g.filters, filter_blocks)),
+        columns(round_up(taps * g.channels, kL)),
+        together(std::clamp<int64_t>(kPixels / round_up(pixels, kPairs ? 2 : 1), 1, g.images)),
+        pieces(ceil_div(pixels, kPixels)),
+        piece(round_up(ceil_div(pixels, pieces), kPairs ? 2 : 1)),
+        dy_rows_adjoin(g.dy.h == g.w.out * g.dy.w) {
+    const int64_t block = round_up(taps * channels + 1, kL);  // columns of a task
+    // Rows a multiple of a page apart would meet in one set of the first-level cache.
+    const auto apart = [](int64_t row) { return row * 4 % 512 == 0 ? row + kL : row; };
+    ld = apart(block), dy_ld = apart(round_up(filters, kL));
+    const int64_t tasks = g.groups * filter_blocks * channel_blocks;
+    parts = tasks >= 4 * num_threads() ? 1 : std::min(num_threads(), chunks(g));
+    dy_size = kSteps * dy_ld;
+    x_size = kSteps * ld + kL;
+    rows_size = kPairs ? kPixels * ld + kVecBytes : 0;
+    slab_size = Patches<T, Element>::slab_size(g.h, g.w, channels, std::min(pixels, piece));
+    slab_size = round_up(slab_size, 16);
+    copied_size = dy_rows_adjoin ? 0 : kPixels * filters;
+  }
+  int64_t chunks(const WeightGradient& g) const { return ceil_div(g.images, together) * pieces; }
+  int64_t sums_size(const WeightGradient& g) const {  // of a part
+    return g.groups * g.filters * columns;
+  }
+  // Bytes of a worker.
+  int64_t scratch() const {
+    return round_up((dy_size + x_size) * sizeof(Acc) + (rows_size + slab_size) * sizeof(Element) +
+                        copied_size * sizeof(T),
+                    64);
+  }
+  int64_t bytes(const WeightGradient& g) const {
+    return round_up(parts * sums_size(g), 16) * sizeof(Acc) + num_threads() * scratch();
+  }
+
+  int64_t pixels, taps;
+  int64_t channels, channel_blocks, filter_blocks, filters;  // of a task; tasks of a group
+  int64_t columns;                                           // of the sums
+  int64_t together, pieces, piece;  // images of a chunk, or parts of one, of `piece` pixels
+  bool dy_rows_adjoin;
+  int64_t ld, dy_ld;  // of rows
+  int64_t parts;
+  int64_t dy_size, x_size, rows_size, slab_size, copied_size;
+};
+
+template <typename T, typename Step>
+class BlockedIm2colWgrad {
+  using Acc = acc_t<T>;
+  using Plan = BlockedIm2colWgradPlan<T, Step>;
+  using Element = typename Plan::Element;
+  static constexpr int kL = Plan::kL;
+
+ public:
+  BlockedIm2colWgrad(const WeightGradient& g, const Plan& plan, void* workspace)
+      : g_(g),
+        plan_(plan),
+        sums_(static_cast<Acc*>(workspace)),
+        scratch_(reinterpret_cast<char*>(sums_ + round_up(plan.parts * plan.sums_size(g), 16))) {}
+
+  void run() const {
+    const int64_t blocks = plan_.filter_blocks * plan_.channel_blocks;
+    for_each_task(plan_.parts * g_.groups * blocks, [&](int64_t worker, int64_t task) {
+      const int64_t filter = task % blocks / plan_.channel_blocks * plan_.filters;
+      const int64_t channel = task % plan_.channel_blocks * plan_.channels;
+      add_up(scratch_ + worker * plan_.scratch(),
+             {task / blocks / g_.groups, task / blocks % g_.groups, filter,
+              std::min(plan_.filters, g_.filters - filter), channel,
+              std::min(plan_.channels, g_.channels - channel)});
+    });
+    parallel_for(0, g_.groups * g_.filters, ceil_div(16384, plan_.columns + 1),
+                 [&](int64_t first, int64_t last) {
+                   for (int64_t i = first; i < last; ++i) store(i);
+                 });
+  }
+
+ private:
+  // What is summed up by a task: those filters and channels of a group, over a part of the pixels.
+  struct Task {
+    int64_t part, group, filter, filters, channel, channels;
+  };
+
+  void add_up(char* scratch, const Task& task) const {
+    const Patches<T, Element> patches(g_.h, g_.w, g_.x, task.channels);
+    Acc* const dy = reinterpret_cast<Acc*>(scratch);
+    Acc* const x = dy + plan_.dy_size;
+    Element* const slab = reinterpret_cast<Element*>(x + plan_.x_size);
+    Element* const rows = Plan::kPairs ? slab + plan_.slab_size : reinterpret_cast<Element*>(x);
+    T* const copied = reinterpret_cast<T*>(slab + plan_.slab_size + plan_.rows_size);
+    Acc* const sums = sums_ + task.part * plan_.sums_size(g_) +
+                      (task.group * g_.filters + task.filter) * plan_.columns +
+                      task.channel * plan_.taps;
+    const int64_t chunks = plan_.chunks(g_);
+    const int64_t first = task.part * chunks / plan_.parts;
+    const int64_t last = (task.part + 1) * chunks / plan_.parts;
+    for (int64_t chunk = first; chunk < last; ++chunk) {
+      const int64_t image = chunk / plan_.pieces * plan_.together;
+      const int64_t images = std::min(plan_.together, g_.images - image);
+      const int64_t begin = chunk % plan_.pieces * plan_.piece;
+      const int64_t end = std::min(plan_.pixels, begin + plan_.piece), pixels = end - begin;
+      const int64_t padded = Plan::kPairs ? round_up(pixels, 2) : pixels;
+      for (int64_t i = 0; i < images; ++i) {
+        patches.fill(slab,
+                     static_cast<const T*>(g_.x.data) + (image + i) * g_.x.n +
+                         (task.group * g_.channels + task.channel) * g_.x.c,
+                     begin, end);
+        patches.copy(slab, begin, end, rows + i * padded * plan_.ld, plan_.ld);
+        copy_dy(dy, copied, task, image + i, begin, end, i * padded / (Plan::kPairs ? 2 : 1));
+      }
+      const int64_t width = round_up(patches.depth(), kL);
+      if constexpr (Plan::kPairs) {
+        for (int64_t i = 0; i < images; ++i) {
+          pack_pairs(reinterpret_cast<uint32_t*>(x) + i * padded / 2 * plan_.ld, plan_.ld,
+                     reinterpret_cast<const uint16_t*>(rows) + i * padded * plan_.ld, 1, plan_.ld,
+                     width, pixels);
+        }
+      }
+      multiply(dy, task.filters, x, width, images * padded / (Plan::kPairs ? 2 : 1), sums,
+               chunk > first);
+    }
+  }
+
+  // Rows of filters, from step `first` on.
+  void copy_dy(Acc* to, T* copied, const Task& task, int64_t image, int64_t begin, int64_t end,
+               int64_t first) const {
+    const Tensor4dRef& d = g_.dy;
+    const T* from = static_cast<const T*>(d.data) + image * d.n +
+                    (task.group * g_.filters + task.filter) * d.c;
+    int64_t pixel_stride = d.w, filter_stride = d.c;
+    if (plan_.dy_rows_adjoin) {
+      from += begin * d.w;
+    } else {
+      for (int64_t i = begin; i < end; ++i) {
+        for (int64_t f = 0; f < task.filters; ++f) {
+          copied[(i - begin) * task.filters + f] =
+              from[i / g_.w.out * d.h + i % g_.w.out * d.w + f * d.c];
+        }
+      }
+      from = copied, pixel_stride = task.filters, filter_stride = 1;
+    }
+    Acc* const rows = to + first * plan_.dy_ld;
+    if constexpr (Plan::kPairs) {
+      pack_pairs(reinterpret_cast<uint32_t*>(rows), plan_.dy_ld,
+                 reinterpret_cast<const uint16_t*>(from), filter_stride, pixel_stride, task.filters,
+                 end - begin);
+    } else {
+      copy_matrix(rows, plan_.dy_ld, from, pixel_stride, filter_stride, end - begin, task.filters);
+    }
+  }
+
+  // sums, plan_.columns apart, = or += the products of columns of dy's rows and of patches.
+  void multiply(const Acc* dy, int64_t filters, const Acc* x, int64_t width, int64_t steps,
+                Acc* sums, bool accumulate) const {
+    const int64_t height = even_height(filters), vecs = width / kL;
+    const int64_t ld = plan_.ld, dy_ld = plan_.dy_ld;
+    for (int64_t j = 0; j < vecs; j += 2) {
+      const Acc* const right = x + j * kL;
+      for (int64_t i = 0; i < filters; i += height) {
+        const Step* const left = reinterpret_cast<const Step*>(dy + i);
+        const auto times = [&](auto rows_tag, auto vecs_tag) {
+          outer_products<Acc, rows_tag, vecs_tag>(
+              steps, [=](int64_t p) { return left + p * dy_ld; }, Adjacent{},
+              [=](int64_t p) { return right + p * ld; }, sums + i * plan_.columns + j * kL,
+              plan_.columns, accumulate);
+        };
+        with_pixels<1>(std::min(height, filters - i), std::min<int64_t>(2, vecs - j), times);
+      }
+    }
+  }
+
+  void store(int64_t filter) const {
+    T* const dw = static_cast<T*>(const_cast<void*>(g_.dw.data)) + filter * g_.dw.n;
+    const TapShifts taps_h(g_.h), taps_w(g_.w);
+    const Acc* from = sums_ + filter * plan_.columns;
+    for (int64_t c = 0; c < g_.channels; c += plan_.channels) {
+      const int64_t channels = std::min(plan_.channels, g_.channels - c);
+      for (const int64_t th : taps_h.order) {
+        for (const int64_t tw : taps_w.order) {
+          T* const to = dw + c * g_.dw.c + th * g_.dw.h + tw * g_.dw.w;
+          const bool is_plain = plan_.parts == 1 && g_.dw.c == 1;
+          for (int64_t i = 0; is_plain && i < channels; ++i) to[i] = T(from[i]);
+          for (int64_t i = 0; !is_plain && i < channels; ++i) {
+            Acc sum = 0;
+            for (int64_t part = 0; part < plan_.parts; ++part) {
+              sum += from[part * plan_.sums_size(g_) + i];
+            }
+            to[i * g_.dw.c] = T(sum);
+          }
+          from += channels;
+        }
+      }
+    }
+  }
+
+  const WeightGradient& g_;
+  const Plan plan_;
+  Acc* sums_;
+  char* scratch_;
+};
+
+}  // namespace braze::cpu
