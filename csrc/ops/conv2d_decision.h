@@ -20,13 +20,15 @@ struct Decision {
   Conv2dPlan plan;
 };
 
-// An engine of cuDNN's, if that is there and has it.
+// An engine of cuDNN's, if that is there and has it. It fuses no bias with groups: what it lists
+// first then takes ten times as long for depthwise filters.
 std::optional<Decision> library_decision([[maybe_unused]] const Conv2dProblem& problem,
                                          [[maybe_unused]] const void* bias,
                                          [[maybe_unused]] int candidate) {
 #ifdef BRAZE_CUDA
   Decision decision;
-  auto bytes = vendor::cudnn_plan(problem, bias, candidate);
+  const bool fuses = !bias || problem.shape.groups == 1;
+  auto bytes = fuses ? vendor::cudnn_plan(problem, bias, candidate) : std::nullopt;
   if (!bytes && bias) {
     decision.bias_fused = false;
     bytes = vendor::cudnn_plan(problem, nullptr, candidate);
