@@ -135,6 +135,17 @@ def test_channels_of_images(device, dtype, fmt):
     assert y.stride() == moved(stock.layer_norm)(x, weight, bias).stride()
 
 
+@pytest.mark.parametrize("order", [(0, 2, 3, 1), (2, 3, 0, 1), (3, 2, 0, 1), (0, 3, 2, 1)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 17, 3, 40), (2, 20, 1, 32), (1, 17, 33, 1)], ids=str)
+def test_other_orders_of_dimensions(device, shape, order):
+    """Some of which the transposing kernels bring into rows."""
+    x = torch.randn(shape, device=device).permute(order).requires_grad_()
+    size = x.shape[-1]
+    check_against_stock(
+        lambda x: F.layer_norm(x, (size,)), lambda x: stock.layer_norm(x, (size,)), [x]
+    )
+
+
 def test_unaligned_storage_offset(device, dtype):
     x = torch.randn(8 * 64 + 1, device=device).to(dtype)[1:].view(8, 64).requires_grad_()
     weight, bias = (torch.randn(65, device=device).to(dtype)[1:].requires_grad_() for _ in "wb")
