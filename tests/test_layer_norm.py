@@ -122,14 +122,26 @@ def test_layouts(device, dtype):
 
 
 @pytest.mark.parametrize("fmt", [torch.contiguous_format, torch.channels_last])
-def test_channels_of_images(device, dtype, fmt):
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (3, 24, 5, 6),
+        (2, 96, 14, 16),
+        (2, 1, 9, 8),
+        (2, 768, 7, 7),
+        (1, 1501, 4, 4),
+        (1, 4000, 4, 4),
+    ],
+    ids=str,
+)
+def test_channels_of_images(device, dtype, shape, fmt):
     """As ConvNeXt's LayerNorm2d has them: moved to the end, normalised, and moved back."""
-    x = torch.randn(3, 24, 5, 6, device=device).to(dtype)
-    x = x.to(memory_format=fmt).requires_grad_()
-    weight, bias = parameters(24, device, dtype)
+    x = torch.randn(shape, device=device).to(dtype)
+    x = x.to(memory_format=fmt).requires_grad_(shape[1] > 1)  # of one channel it is all rounding
+    weight, bias = parameters(shape[1], device, dtype)
 
     def moved(f):
-        return lambda x, w, b: f(x.permute(0, 2, 3, 1), (24,), w, b).permute(0, 3, 1, 2)
+        return lambda x, w, b: f(x.permute(0, 2, 3, 1), w.shape, w, b).permute(0, 3, 1, 2)
 
     y = check_against_stock(moved(F.layer_norm), moved(stock.layer_norm), [x, weight, bias])
     assert y.stride() == moved(stock.layer_norm)(x, weight, bias).stride()

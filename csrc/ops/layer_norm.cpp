@@ -95,7 +95,7 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm(const Tensor& input, std::optional
                                               double eps, std::optional<ScalarType> dtype) {
   const char* op = "layer_norm";
   const ScalarType result = checked_result(op, input, dtype);
-  const LayerNormShape shape = checked_shape(op, input, normalized_shape, result);
+  LayerNormShape shape = checked_shape(op, input, normalized_shape, result);
   check_parameter(op, "weight", weight, normalized_shape, input);
   check_parameter(op, "bias", bias, normalized_shape, input);
   check_pair(op, "weight", weight, "bias", bias);
@@ -108,7 +108,11 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm(const Tensor& input, std::optional
   }
   Tensor mean = empty(rows, input, statistics_type(input));
   Tensor rstd = empty(rows, input, statistics_type(input));
-  const Tensor x = as_rows(context, input);
+  const int64_t inner =
+      input.is_contiguous() || normalized_shape.size() > 1 ? 1 : inner_extent(input);
+  const bool takes = inner > 1 && dev::layer_norm_takes(shape, inner);
+  if (takes) shape.inner = inner;
+  const Tensor x = takes ? input : as_rows(context, input);
   const auto w = dense(weight), b = dense(bias);
   dev::layer_norm(context.stream(), shape, x.const_data_ptr(), affine_of(w, b), eps,
                   out.mutable_data_ptr(), mean.mutable_data_ptr(), rstd.mutable_data_ptr());
