@@ -363,3 +363,32 @@ def test_the_tests_reject_a_wrong_kernel(device, dtype):
     for wrong, what in [(Wrong, "output"), (WrongGradient, "gradient 0")]:
         with pytest.raises(AssertionError, match=what):
             check_against_stock(wrong.apply, lambda t: stock.layer_norm(t, (6,)), [x])
+
+
+class Converted(torch.nn.Module):
+    """Layers of both norms, and a call of each function."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.group = torch.nn.LayerNorm(5), torch.nn.GroupNorm(2, 4)
+
+    def forward(self, x):
+        x = self.group(self.layer(x))
+        return stock.layer_norm(x, (5,)) + stock.group_norm(x, 4)
+
+
+def test_convert(device):
+    model = Converted().to(device)
+    x = torch.randn(2, 4, 5, device=device, requires_grad=True)
+    expected = model(x)
+    (expected_grad,) = torch.autograd.grad(expected.square().sum(), x)
+    keys = model.state_dict().keys()
+    model = braze.convert(model)
+    assert type(model.layer) is braze.nn.LayerNorm
+    assert type(model.group) is braze.nn.GroupNorm
+    assert model.state_dict().keys() == keys
+    result = model(x)
+    functions = {n.name() for n, _ in result.grad_fn.next_functions}
+    assert functions == {"LayerNormBackward", "GroupNormBackward"}
+    (grad,) = torch.autograd.grad(result.square().sum(), x)
+    torch.testing.assert_close((result, grad), (expected, expected_grad))
