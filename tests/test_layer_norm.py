@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 import braze
 import braze.nn.functional as F
+from braze._norm_rules import FASTER
 from common import assert_by_rule, assert_same_layer, check_against_stock, compile, fuzzed, layouts
 
 # (shape, normalised dimensions): teams of lanes and of warps with 2, 3, 4, 8 and 16 vectors a
@@ -330,12 +331,19 @@ def test_layer(device, affine):
     assert_same_layer(ours.to(device), theirs.to(device), torch.randn(2, 3, 5, device=device))
 
 
-def test_auto_is_torchs_unless_measured(device):
-    x = torch.randn(4, 8, device=device, requires_grad=True)
+def test_auto_takes_ours_where_it_was_measured(device, monkeypatch):
+    def took(size, dtype=torch.float32):
+        x = torch.randn(4, size, device=device, dtype=dtype, requires_grad=True)
+        names = {"NativeLayerNormBackward0": False, "LayerNormBackward": True}
+        return names[F.layer_norm(x, (size,)).grad_fn.name()]
+
+    assert took(8)
     with braze.backend(layer_norm="auto"):
-        auto = F.layer_norm(x, (8,))
-    assert auto.grad_fn.name() == "NativeLayerNormBackward0"
-    assert F.layer_norm(x, (8,)).grad_fn.name() == "LayerNormBackward"
+        monkeypatch.setitem(FASTER, ("layer_norm", device), {})
+        assert not took(8)
+        monkeypatch.setitem(FASTER, ("layer_norm", device), {torch.float32: (8, 16)})
+        assert [took(n) for n in (7, 8, 16, 17)] == [False, True, True, False]
+        assert not took(8, torch.float64)
 
 
 def test_the_tests_reject_a_wrong_kernel(device, dtype):
