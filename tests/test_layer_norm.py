@@ -180,10 +180,12 @@ def test_ill_conditioned_rows(device, kind, size):
     check_against_stock(
         lambda t: F.layer_norm(t, (size,)), lambda t: stock.layer_norm(t, (size,)), [x]
     )
-    # Independent of stock: the statistics themselves are right to fp32's last bits.
+    # Independent of stock: the statistics themselves are right to fp32's last bits, the mean to
+    # those of the deviation too.
     _, mean, rstd = torch.ops.braze.layer_norm(x, None, None, [size], 1e-5)
     d = x.detach().double()
-    torch.testing.assert_close(mean.double(), d.mean(1, keepdim=True), rtol=3e-7, atol=1e-6)
+    atol = 1e-6 * d.std(1).max().item()
+    torch.testing.assert_close(mean.double(), d.mean(1, keepdim=True), rtol=3e-7, atol=atol)
     expected = (d.var(1, correction=0, keepdim=True) + 1e-5).rsqrt()
     torch.testing.assert_close(rstd.double(), expected, rtol=3e-6, atol=0)
 
