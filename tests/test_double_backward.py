@@ -84,6 +84,14 @@ def cases():
         "batch_norm, no parameters, evaluation": norm(affine=False, training=False),
         "batch_norm, momentum=None": norm(count=3),
         "batch_norm, rows": norm(shape=(6, 3)),
+        "layer_norm": (
+            lambda x, w, b: F.layer_norm(x, w.shape, w, b),
+            [rand(3, 2, 5, 4), rand(5, 4), rand(5, 4)],
+        ),
+        "group_norm": (
+            lambda x, w, b: F.group_norm(x, 2, w, b),
+            [rand(3, 4, 2, 3), rand(4), rand(4)],
+        ),
         **{
             f"{name}, {'pooled, ' * pool}{'training' if training else 'evaluation'}": case
             for pool in (False, True)
@@ -118,7 +126,7 @@ def leaves(tensors, device, channels_last=False):
 @pytest.fixture(autouse=True)
 def _repeatable():
     """cuDNN's gradients of float64 convolutions are not bitwise what they were before."""
-    with braze.backend(conv2d="braze"):
+    with braze.backend(conv2d="braze", layer_norm="braze", group_norm="braze"):
         yield
 
 
@@ -136,6 +144,8 @@ def test_gradgradcheck(device, case, channels_last):
     "name",
     [
         "batch_norm",
+        "layer_norm",
+        "group_norm",
         "max_pool2d, overlapping",
         "bn_relu2d, training",
         "block, pooled, training",

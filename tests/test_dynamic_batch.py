@@ -57,6 +57,10 @@ CASES = {
         rand(4, 3, 6, 6, memory_format=CHANNELS_LAST),
     ),
     "batch_norm": (lambda x: F.batch_norm(x, None, None, training=True), [], rand(4, 4, 6, 6)),
+    "layer_norm": (lambda x, w, b: F.layer_norm(x, (6,), w, b), [rand(6), rand(6)], rand(4, 4, 6)),
+    "layer_norm of the batch": (lambda x: F.layer_norm(x, x.shape), [], rand(4, 6)),
+    "group_norm": (lambda x, w, b: F.group_norm(x, 2, w, b), [rand(4), rand(4)], rand(4, 4, 6, 6)),
+    "instance_norm": (F.instance_norm, [], rand(4, 4, 6, 6, memory_format=CHANNELS_LAST)),
     "block": (block(CBR), [rand(4, 8, 3, 3)], rand(4, 8, 6, 6)),
     "block in training": (block(CBR, True), [rand(4, 8, 3, 3)], rand(4, 8, 6, 6)),
     "pooled block": (
@@ -100,6 +104,9 @@ class Holds(torch.nn.Module):
 def of_size(x, n):
     like = torch.randn(n, *x.shape[1:], device=x.device)
     return like if x.is_contiguous() else like.to(memory_format=CHANNELS_LAST)
+
+
+pytestmark = pytest.mark.usefixtures("own_norms")
 
 
 @pytest.fixture(autouse=True)

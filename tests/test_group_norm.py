@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 import braze
 import braze.nn.functional as F
+from braze._norm_rules import FASTER
 from common import assert_by_rule, assert_same_layer, check_against_stock, compile, fuzzed, layouts
 
 pytestmark = pytest.mark.usefixtures("own_norms")
@@ -22,6 +23,8 @@ CASES = [
     ((1, 64, 32, 32), 32),
     ((2, 10, 33, 31), 5),
     ((1, 16, 64, 65), 2),
+    ((3, 16, 3, 3), 2),
+    ((2, 64, 7, 7), 8),
     ((1, 4, 128, 96), 1),
     ((2, 3, 200, 210), 1),
     ((2, 6, 3, 4, 5), 2),
@@ -264,10 +267,14 @@ def test_layers(device, make):
             ours(x[0, 0])
 
 
-def test_auto_is_torchs_unless_measured(device):
+def test_auto_takes_ours_where_it_was_measured(device, monkeypatch):
     x = torch.randn(2, 4, 8, device=device, requires_grad=True)
+    torchs = "NativeGroupNormBackward0"
     with braze.backend(group_norm="auto"):
-        assert F.group_norm(x, 2).grad_fn.name() == "NativeGroupNormBackward0"
+        for sizes, expected in [({}, torchs), ({torch.float32: (16, 16)}, "GroupNormBackward")]:
+            monkeypatch.setitem(FASTER, ("group_norm", device), sizes)
+            assert F.group_norm(x, 2).grad_fn.name() == expected
+            assert F.group_norm(x, 1).grad_fn.name() == torchs
 
 
 def test_the_tests_reject_a_wrong_kernel(device, dtype):

@@ -13,6 +13,8 @@ struct LayerNormShape {
   DType dtype;   // of x and dx
   DType result;  // of y and dy: dtype, or float32 for a 16-bit x
   int64_t rows, size;
+  // Above 1: x is [rows / inner, size, inner] in memory, as are the channels of contiguous images.
+  int64_t inner = 1;
 
   int64_t count() const { return rows * size; }
 };
@@ -27,6 +29,9 @@ struct LayerNormGradients {
 };
 
 namespace BRAZE_DEVICE {
+
+// Whether layer_norm takes rows of x that are strided by `inner`; layer_norm_backward does not.
+bool layer_norm_takes(const LayerNormShape& shape, int64_t inner);
 
 // y = (x - mean) rstd weight + bias, where rstd = 1 / sqrt(biased variance + eps). Parameters are
 // [size] each, of dtype or float32, or nullptr. mean and rstd, [rows] in the statistics dtype, are

@@ -1,6 +1,7 @@
 #include "launchers/group_norm.h"
 
 #include "ops/batch_norm.h"
+#include "ops/transpose.h"
 
 namespace braze {
 namespace {
@@ -15,18 +16,28 @@ GroupNormShape checked_shape(const char* op, const Tensor& input, int64_t num_gr
   return {planes.dtype, planes.n, planes.c, planes.inner, num_groups};
 }
 
-// The result's format is the input's, while the kernels are for planes.
-Tensor result_like(const Tensor& input) {
-  return empty_like_input(batch_norm_shape("", input), input);
+// The kernels are for planes: contiguous.
+Tensor as_planes(const DeviceContext& context, const GroupNormShape& shape, const Tensor& t) {
+  if (!is_channels_last(t)) return as_contiguous(t);
+  return transposed(context, t, sizes_of(t), shape.n, shape.inner, shape.c);
 }
 
-// Calls run(where the kernel is to write) for a `result` in whatever format.
+// A tensor of the input's format that run(memory) fills, which is planes.
 template <typename F>
-void write_planes(Tensor& result, const F& run) {
-  if (result.is_contiguous()) return run(result.mutable_data_ptr());
-  const Tensor planes = empty(sizes_of(result), result);
+Tensor written(const DeviceContext& context, const GroupNormShape& shape, const Tensor& input,
+               const F& run) {
+  Tensor planes = empty(sizes_of(input), input);
   run(planes.mutable_data_ptr());
-  torch::stable::copy_(result, planes);
+  if (!is_channels_last(input)) return planes;
+  Tensor result = empty_4d(sizes_of(input), input, true);
+  dev::transpose_copy(context.stream(), shape.dtype, planes.const_data_ptr(),
+                      result.mutable_data_ptr(), shape.n, shape.c, shape.inner);
+  return result;
+}
+
+// The same of what is empty or not wanted.
+Tensor unwritten(const Tensor& input) {
+  return empty_like_input(batch_norm_shape("group_norm", input), input);
 }
 
 std::tuple<Tensor, Tensor, Tensor> group_norm(const Tensor& input, std::optional<Tensor> weight,
@@ -38,17 +49,16 @@ std::tuple<Tensor, Tensor, Tensor> group_norm(const Tensor& input, std::optional
   check_channel_vector(op, "bias", bias, input);
   check_pair(op, "weight", weight, "bias", bias);
   const DeviceContext context(input);
-  Tensor out = result_like(input);
   const std::vector<int64_t> groups{shape.n, shape.groups};
   if (input.numel() == 0) {
     const auto zero = [&] { return zeros(groups, input, statistics_type(input)); };
-    return {out, zero(), zero()};
+    return {unwritten(input), zero(), zero()};
   }
   Tensor mean = empty(groups, input, statistics_type(input));
   Tensor rstd = empty(groups, input, statistics_type(input));
-  const Tensor x = as_contiguous(input);
+  const Tensor x = as_planes(context, shape, input);
   const auto w = dense(weight), b = dense(bias);
-  write_planes(out, [&](void* y) {
+  const Tensor out = written(context, shape, input, [&](void* y) {
     dev::group_norm(context.stream(), shape, x.const_data_ptr(), affine_of(w, b), eps, y,
                     mean.mutable_data_ptr(), rstd.mutable_data_ptr());
   });
@@ -81,24 +91,27 @@ std::tuple<Tensor, Tensor, Tensor> group_norm_backward(
     const std::vector<int64_t> sizes{wanted ? shape.c : 0};
     return no_elements ? zeros(sizes, input, parameter_type) : empty(sizes, input, parameter_type);
   };
-  Tensor grad_input = output_mask[0] ? result_like(input) : empty({0}, input);
   Tensor grad_weight = channels(output_mask[1]), grad_bias = channels(output_mask[2]);
-  if (no_elements) return {grad_input, grad_weight, grad_bias};
-  const Tensor x = as_contiguous(input), dy = as_contiguous(grad_output);
+  if (no_elements) {
+    return {output_mask[0] ? unwritten(input) : empty({0}, input), grad_weight, grad_bias};
+  }
+  const Tensor x = as_planes(context, shape, input), dy = as_planes(context, shape, grad_output);
   const auto w = dense(weight);
   const Tensor m = as_contiguous(mean), r = as_contiguous(rstd);
   const Workspace workspace(dev::group_norm_workspace_bytes(shape), input);
   const auto wanted = [&](int i, Tensor& t) {
     return output_mask[i] ? t.mutable_data_ptr() : nullptr;
   };
-  write_planes(grad_input, [&](void* dx) {
-    dev::group_norm_backward(context.stream(), shape, dy.const_data_ptr(), x.const_data_ptr(),
-                             affine_of(w, std::nullopt), m.const_data_ptr(), r.const_data_ptr(),
-                             {output_mask[0] ? dx : nullptr, wanted(1, grad_weight),
-                              wanted(2, grad_bias), dtype_of(op, "weight", grad_weight)},
-                             workspace.data());
-  });
-  return {grad_input, grad_weight, grad_bias};
+  const auto run = [&](void* dx) {
+    dev::group_norm_backward(
+        context.stream(), shape, dy.const_data_ptr(), x.const_data_ptr(),
+        affine_of(w, std::nullopt), m.const_data_ptr(), r.const_data_ptr(),
+        {dx, wanted(1, grad_weight), wanted(2, grad_bias), dtype_of(op, "weight", grad_weight)},
+        workspace.data());
+  };
+  if (output_mask[0]) return {written(context, shape, input, run), grad_weight, grad_bias};
+  run(nullptr);
+  return {empty({0}, input), grad_weight, grad_bias};
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 #include "launchers/layer_norm.h"
 
 #include "ops/batch_norm.h"
+#include "ops/transpose.h"
 
 namespace braze {
 namespace {
@@ -66,12 +67,35 @@ Sizes statistics_sizes(const Tensor& input, const Sizes& normalized_shape) {
   return sizes;
 }
 
+// How many elements lie between neighbours of the last dimension, where memory is [outer, last,
+// inner] and the tensor [outer, inner, last], such as images' channels that were moved to the end;
+// 0 elsewhere.
+int64_t inner_extent(const Tensor& t) {
+  const int64_t last = t.dim() - 1, size = t.size(last), inner = t.stride(last);
+  int64_t expected = 1;  // the stride of the next dimension further out
+  for (int64_t d = last - 1; d >= 0; --d) {
+    if (expected == inner) expected *= size;
+    if (t.size(d) != 1 && t.stride(d) != expected) return 0;
+    expected *= t.size(d);
+  }
+  if (expected == inner) expected *= size;
+  return expected == t.numel() ? inner : 0;
+}
+
+// Contiguous. A copy is made by the transposing kernels where they are for its order.
+Tensor as_rows(const DeviceContext& context, const Tensor& t) {
+  if (t.is_contiguous()) return t;
+  const int64_t inner = inner_extent(t), size = t.size(t.dim() - 1);
+  if (inner <= 1) return torch::stable::contiguous(t);
+  return transposed(context, t, sizes_of(t), t.numel() / (size * inner), size, inner);
+}
+
 std::tuple<Tensor, Tensor, Tensor> layer_norm(const Tensor& input, std::optional<Tensor> weight,
                                               std::optional<Tensor> bias, Sizes normalized_shape,
                                               double eps, std::optional<ScalarType> dtype) {
   const char* op = "layer_norm";
   const ScalarType result = checked_result(op, input, dtype);
-  const LayerNormShape shape = checked_shape(op, input, normalized_shape, result);
+  LayerNormShape shape = checked_shape(op, input, normalized_shape, result);
   check_parameter(op, "weight", weight, normalized_shape, input);
   check_parameter(op, "bias", bias, normalized_shape, input);
   check_pair(op, "weight", weight, "bias", bias);
@@ -84,7 +108,11 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm(const Tensor& input, std::optional
   }
   Tensor mean = empty(rows, input, statistics_type(input));
   Tensor rstd = empty(rows, input, statistics_type(input));
-  const Tensor x = as_contiguous(input);
+  const int64_t inner =
+      input.is_contiguous() || normalized_shape.size() > 1 ? 1 : inner_extent(input);
+  const bool takes = inner > 1 && dev::layer_norm_takes(shape, inner);
+  if (takes) shape.inner = inner;
+  const Tensor x = takes ? input : as_rows(context, input);
   const auto w = dense(weight), b = dense(bias);
   dev::layer_norm(context.stream(), shape, x.const_data_ptr(), affine_of(w, b), eps,
                   out.mutable_data_ptr(), mean.mutable_data_ptr(), rstd.mutable_data_ptr());
@@ -121,7 +149,7 @@ std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(
   Tensor grad_weight = parameter_gradient(output_mask[1]);
   Tensor grad_bias = parameter_gradient(output_mask[2]);
   if (no_elements) return {grad_input, grad_weight, grad_bias};
-  const Tensor x = as_contiguous(input), dy = as_contiguous(grad_output);
+  const Tensor x = as_rows(context, input), dy = as_rows(context, grad_output);
   const auto w = dense(weight);
   const Tensor m = as_contiguous(mean), r = as_contiguous(rstd);
   const bool of_parameters = output_mask[1] || output_mask[2];

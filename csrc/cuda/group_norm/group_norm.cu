@@ -19,28 +19,39 @@ const KernelEntry kEntry({"group_norm", "planes", "float64 float32 bfloat16 floa
 
 constexpr int kGroupThreads = 128;  // of merge_planes_kernel, a warp per group
 
-// A weight and a bias for each plane, whose `inner` elements N divides.
+// A weight and a bias for each plane of at least N elements, so that a vector has those of two at
+// most.
 template <typename T>
 struct PlaneParameters {
+  using A = acc_t<T>;
+
   const void* weight;
   const void* bias;
   bool wide;  // float32 beside a 16-bit T
   int64_t groups, channels, inner;
 
   template <int N>
-  __device__ __forceinline__ void load(int64_t row, int64_t c, acc_t<T> (&w)[N],
-                                       acc_t<T> (&b)[N]) const {
-    // 32 bits where they do: a division of 64 bits takes a hundred instructions.
+  __device__ __forceinline__ void load(int64_t row, int64_t c, A (&w)[N], A (&b)[N]) const {
+    // In 32 bits where they do: a division of 64 bits takes a hundred instructions.
     const int64_t in_group =
         (c | inner) >> 31 ? c / inner : static_cast<int>(c) / static_cast<int>(inner);
     const int64_t channel = row % groups * channels + in_group;
-    acc_t<T> one[1];
-    load_parameters<1, T>(weight, wide, channel, acc_t<T>(1), one);
+    fill(w, b, channel, 0);
+    const int64_t rest = (in_group + 1) * inner - c;  // of this plane, from c on
+    if (rest < N) fill(w, b, channel + 1, static_cast<int>(rest));
+  }
+
+ private:
+  template <int N>
+  __device__ __forceinline__ void fill(A (&w)[N], A (&b)[N], int64_t channel, int from) const {
+    A weight_here[1], bias_here[1];
+    load_parameters<1, T>(weight, wide, channel, A(1), weight_here);
+    load_parameters<1, T>(bias, wide, channel, A(0), bias_here);
 #pragma unroll
-    for (int k = 0; k < N; ++k) w[k] = one[0];
-    load_parameters<1, T>(bias, wide, channel, acc_t<T>(0), one);
-#pragma unroll
-    for (int k = 0; k < N; ++k) b[k] = one[0];
+    for (int k = 0; k < N; ++k) {
+      w[k] = k < from ? w[k] : weight_here[0];
+      b[k] = k < from ? b[k] : bias_here[0];
+    }
   }
 };
 
@@ -144,6 +155,15 @@ __global__ void __launch_bounds__(kMaxTeamThreads)
   });
 }
 
+// f(integral constant N): as with_row_vectors, or 4 of 16 bits, which divide more images' planes.
+template <typename T, typename F>
+void with_plane_vectors(int64_t inner, bool aligned, const F& f) {
+  if constexpr (kVecWidth<T> == 8) {
+    if (aligned && inner % 8 == 4) return f(std::integral_constant<int, 4>{});
+  }
+  with_row_vectors<T>(inner, aligned, f);
+}
+
 // f(team constant) for teams of neighbouring elements.
 template <typename F>
 void with_team(Team team, const F& f) {
@@ -178,7 +198,8 @@ void group_norm(Stream stream, const GroupNormShape& shape, const void* x,
         affine.weight, affine.bias,      affine.dtype != shape.dtype,
         shape.groups,  shape.channels(), shape.inner};
     const bool aligned = is_vec_aligned(args.x) && is_vec_aligned(static_cast<const T*>(y));
-    with_row_vectors<T>(shape.inner, aligned, [&](auto width) {
+    const bool two_planes_at_most = shape.inner >= kVecWidth<T>;
+    with_row_vectors<T>(shape.size(), aligned && two_planes_at_most, [&](auto width) {
       launch_rows<decltype(width)::value>(as_cuda(stream), shape.rows(), shape.size(), args,
                                           parameters);
     });
@@ -214,7 +235,7 @@ void group_norm_backward(Stream stream, const GroupNormShape& shape, const void*
                             shape.channels()};
     const bool aligned =
         is_vec_aligned(args.dy) && is_vec_aligned(args.x) && is_vec_aligned(args.dx);
-    with_row_vectors<T>(shape.inner, aligned, [&](auto width) {
+    with_plane_vectors<T>(shape.inner, aligned, [&](auto width) {
       constexpr int N = decltype(width)::value;
       const RowShape planes{shape.planes(), shape.inner, 1};
       const TeamLaunch launch = choose_team(planes, N);

@@ -1,5 +1,5 @@
-// Layer norm's forward pass over rows: see normalise.cuh and row.cuh.
-#include "normalise.cuh"
+// Layer norm's forward pass: see normalise.cuh and row.cuh, and columns.cuh for strided rows.
+#include "columns.cuh"
 
 namespace braze::cuda {
 namespace {
@@ -24,6 +24,10 @@ struct ElementParameters {
 
 }  // namespace
 
+bool layer_norm_takes(const LayerNormShape& shape, int64_t inner) {
+  return inner == 1 || column_shared_bytes(shape.size) <= most_shared_memory();
+}
+
 void layer_norm(Stream stream, const LayerNormShape& shape, const void* x,
                 const BatchNormAffine& affine, double eps, void* y, void* mean, void* rstd) {
   if (shape.count() == 0) return;
@@ -37,6 +41,13 @@ void layer_norm(Stream stream, const LayerNormShape& shape, const void* x,
     const bool aligned = is_vec_aligned(args.x) && is_vec_aligned(static_cast<const T*>(y)) &&
                          is_vec_aligned(static_cast<const T*>(affine.weight)) &&
                          is_vec_aligned(static_cast<const T*>(affine.bias));
+    if (shape.inner > 1) {
+      const RowShape columns{shape.rows / shape.inner, shape.size, shape.inner};
+      with_row_vectors<T>(shape.inner, is_vec_aligned(args.x), [&](auto width) {
+        launch_columns<decltype(width)::value>(as_cuda(stream), columns, args, parameters);
+      });
+      return;
+    }
     with_row_vectors<T>(shape.size, aligned, [&](auto width) {
       launch_rows<decltype(width)::value>(as_cuda(stream), shape.rows, shape.size, args,
                                           parameters);

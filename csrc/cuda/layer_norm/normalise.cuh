@@ -9,12 +9,12 @@
 
 namespace braze::cuda {
 
-// What a row is normalised with: (x - pivot - rest) * rstd. The mean is pivot + rest: rounded to
-// the type alone it would take away from the deviations where it is large beside them. The
-// deviations from the pivot are exact then.
+// What a row is normalised with: (x - pivot) * rstd + shift, where pivot is its mean as rounded to
+// the type, from which the deviations are exact, and the shift what rounding took away: beside a
+// deviation much smaller than the mean it counts.
 template <typename A>
 struct NormRow {
-  A pivot, rest, rstd;
+  A pivot, rstd, shift;
 };
 
 template <typename T>
@@ -30,16 +30,16 @@ struct NormArgs {
 
   // sums: of the deviations from the pivot, and of their squares.
   __device__ __forceinline__ NormRow<A> finish(const RowPart& part, A pivot, Pair<A> sums,
-                                               A count) const {
-    const A offset = sums.first / count;
-    A variance = sums.second / count - offset * offset;
+                                               A by_size) const {
+    const A rest = sums.first * by_size;
+    A variance = sums.second * by_size - rest * rest;
     variance = variance < A(0) ? A(0) : variance;  // NaN stays
-    const A deviation = A(1) / sqrt(variance + eps);
+    const A scale = rsqrt(variance + eps);
     if (part.rank == 0 && part.size > 0) {
-      mean[part.row] = pivot + offset;
-      rstd[part.row] = deviation;
+      mean[part.row] = pivot + rest;
+      rstd[part.row] = scale;
     }
-    return {pivot, offset, deviation};
+    return {pivot, scale, -rest * scale};
   }
 
   // y of N elements v, those from c on of a row.
@@ -49,7 +49,9 @@ struct NormArgs {
     A w[N], b[N];
     parameters.load(part.row, c, w, b);
 #pragma unroll
-    for (int k = 0; k < N; ++k) v[k] = ((v[k] - norm.pivot) - norm.rest) * norm.rstd * w[k] + b[k];
+    for (int k = 0; k < N; ++k) {
+      v[k] = ((v[k] - norm.pivot) * norm.rstd + norm.shift) * w[k] + b[k];
+    }
     if (sizeof(T) == 2 && wide_result) {
       store_acc<N>(static_cast<A*>(y) + part.base + c, v);
     } else {
@@ -72,7 +74,7 @@ template <Team kTeam, int N, int kHeld, typename T, typename P>
 __global__ void __launch_bounds__(kMaxTeamThreads)
     held_row_kernel(RowShape shape, int width, NormArgs<T> args, P parameters) {
   using A = acc_t<T>;
-  const A count = static_cast<A>(shape.size);
+  const A by_size = A(1) / static_cast<A>(shape.size);
   for_each_row<kTeam>(shape, width, [&](const RowPart& part) {
     Packed<T, N> held[kHeld];
     const int size = static_cast<int>(part.size);
@@ -92,7 +94,7 @@ __global__ void __launch_bounds__(kMaxTeamThreads)
 #pragma unroll
       for (int k = 0; k < N; ++k) total.first += v[k];
     });
-    const A pivot = team_reduce<kTeam>(total, part.width, AddPairs{}).first / count;
+    const A pivot = team_reduce<kTeam>(total, part.width, AddPairs{}).first * by_size;
     total = {0, 0};
     each([&](int, const Packed<T, N>& packed) {
       A v[N];
@@ -100,7 +102,7 @@ __global__ void __launch_bounds__(kMaxTeamThreads)
       add_deviations(total, v, pivot);
     });
     total = team_reduce<kTeam>(total, part.width, AddPairs{});
-    const NormRow<A> norm = args.finish(part, pivot, total, count);
+    const NormRow<A> norm = args.finish(part, pivot, total, by_size);
     each([&](int c, const Packed<T, N>& packed) {
       A v[N];
       unpack(packed, v);
@@ -117,6 +119,7 @@ template <int N, typename T, typename P>
 __global__ void __launch_bounds__(kMaxTeamThreads)
     long_row_kernel(RowShape shape, NormArgs<T> args, P parameters) {
   using A = acc_t<T>;
+  const A by_size = A(1) / static_cast<A>(shape.size);
   for_each_row<Team::kBlock>(shape, 1, [&](const RowPart& part) {
     A v[N];
     Pair<A> total{0, 0};
@@ -131,7 +134,7 @@ __global__ void __launch_bounds__(kMaxTeamThreads)
       add_deviations(total, v, pivot);
     });
     total = team_reduce<Team::kBlock>(total, part.width, AddPairs{});
-    const NormRow<A> norm = args.finish(part, pivot, total, static_cast<A>(part.size));
+    const NormRow<A> norm = args.finish(part, pivot, total, by_size);
     part.template for_each<N>([&](int64_t c, int64_t offset) {
       load_acc<N>(args.x + offset, v);
       args.store(parameters, norm, part, c, v);

@@ -3,7 +3,7 @@ csrc/cuda/group_norm/."""
 
 import torch
 
-from braze._norm_rules import parameters_fit, takes_ours
+from braze._norm_rules import may_take_ours, parameters_fit, takes_ours
 from braze._ops._common import below_autograd, cast_to, eager, eager_backward, plain, register
 from braze._ops.batch_norm import empty_like_input
 
@@ -119,7 +119,8 @@ def _is_per_channel(parameter, input):
 def _takes(input, num_groups, weight, bias):
     """Whether our op is to run, and can."""
     return (
-        plain(input, weight, bias)
+        may_take_ours("group_norm", input)
+        and plain(input, weight, bias)
         and input.dim() >= 2
         and type(num_groups) is int
         and num_groups > 0

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from braze._norm_rules import parameters_fit, takes_ours
+from braze._norm_rules import may_take_ours, parameters_fit, takes_ours
 from braze._ops._common import (
     below_autograd,
     cast_to,
@@ -154,7 +154,8 @@ def layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5):
         RuntimeError: shapes that do not fit; torch's own error.
     """
     if not (
-        plain(input, weight, bias)
+        may_take_ours("layer_norm", input)
+        and plain(input, weight, bias)
         and isinstance(normalized_shape, (tuple, list))
         and len(normalized_shape) > 0
         and input.shape[-len(normalized_shape) :] == tuple(normalized_shape)
