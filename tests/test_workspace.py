@@ -64,9 +64,7 @@ def test_is_bounded():
         sizes = []
         for n in (16, 500):
             x, w = torch.randn(1, 512, n, 8), torch.randn(512, 512, 3, 3)
-            torch.ops.braze.conv2d(
-                x, w, None, [1, 1], [1, 1], [1, 1], 1, False, False, "im2col"
-            )
+            torch.ops.braze.conv2d(x, w, None, [1, 1], [1, 1], [1, 1], 1, False, False, "im2col")
             sizes.append(kept())
         return sizes
 
