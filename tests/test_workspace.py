@@ -101,7 +101,9 @@ def test_threads_do_not_share(threads):
             if not torch.equal(F.conv2d(x, w, padding=1), result):
                 wrong.append(x)
 
-    workers = [threading.Thread(target=work, args=pair) for pair in zip(inputs, expected)]
+    workers = [
+        threading.Thread(target=work, args=pair) for pair in zip(inputs, expected, strict=True)
+    ]
     for worker in workers:
         worker.start()
     for worker in workers:
