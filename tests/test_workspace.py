@@ -64,9 +64,7 @@ def test_is_bounded():
         sizes = []
         for n in (16, 500):
             x, w = torch.randn(1, 512, n, 8), torch.randn(512, 512, 3, 3)
-            torch.ops.braze.conv2d(
-                x, w, None, [1, 1], [1, 1], [1, 1], 1, False, False, "im2col"
-            )
+            torch.ops.braze.conv2d(x, w, None, [1, 1], [1, 1], [1, 1], 1, False, False, "im2col")
             sizes.append(kept())
         return sizes
 
@@ -103,7 +101,9 @@ def test_threads_do_not_share(threads):
             if not torch.equal(F.conv2d(x, w, padding=1), result):
                 wrong.append(x)
 
-    workers = [threading.Thread(target=work, args=pair) for pair in zip(inputs, expected)]
+    workers = [
+        threading.Thread(target=work, args=pair) for pair in zip(inputs, expected, strict=True)
+    ]
     for worker in workers:
         worker.start()
     for worker in workers:

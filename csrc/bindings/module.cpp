@@ -111,9 +111,7 @@ class Library {
   int64_t plans_made() const { return symbol<int64_t()>("braze_plans_made")(); }
 
   // What the CPU library keeps for later calls of the thread that asks.
-  int64_t kept_workspace_bytes() const {
-    return symbol<int64_t()>("braze_kept_workspace_bytes")();
-  }
+  int64_t kept_workspace_bytes() const { return symbol<int64_t()>("braze_kept_workspace_bytes")(); }
 
   void record(bool on) const {
     for (const char* op : kTunedOps) tuning(op).record(on);

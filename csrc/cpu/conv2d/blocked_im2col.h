@@ -61,7 +61,7 @@ struct BlockedIm2colPlan {
   int64_t depth, steps;                         // of a patch
   int64_t panels, packed_filters, packed_size;  // of weights
   int64_t ld;                                   // of patches
-  int64_t together, blocks, block;              // images of a task, or parts of one, of `block` pixels
+  int64_t together, blocks, block;  // images of a task, or parts of one, of `block` pixels
   int64_t filter_blocks = 1;
   int64_t patches_size, slab_size, tile_size;
 };
@@ -87,11 +87,11 @@ class BlockedIm2col {
       const int64_t part = task % plan_.filter_blocks, block = task / plan_.filter_blocks;
       const int64_t place = block / conv_.groups, image = place / plan_.blocks * plan_.together;
       const int64_t begin = place % plan_.blocks * plan_.block;
-      multiply(scratch_ + worker * plan_.scratch(),
-               {block % conv_.groups, image, std::min(plan_.together, conv_.images - image), begin,
-                std::min(plan_.pixels, begin + plan_.block),
-                part * plan_.panels / plan_.filter_blocks,
-                (part + 1) * plan_.panels / plan_.filter_blocks});
+      multiply(
+          scratch_ + worker * plan_.scratch(),
+          {block % conv_.groups, image, std::min(plan_.together, conv_.images - image), begin,
+           std::min(plan_.pixels, begin + plan_.block), part * plan_.panels / plan_.filter_blocks,
+           (part + 1) * plan_.panels / plan_.filter_blocks});
     });
   }
 
@@ -143,9 +143,8 @@ class BlockedIm2col {
           for (int64_t c = 0; c < channels; ++c) {
             T* const out = values + (step + c) / 2 * 2 * width + (step + c) % 2;
             for (int64_t f = 0; f < width; ++f) {
-              out[2 * f] = f < filters
-                               ? tap[c * conv_.weight_channel + f * conv_.weight_filter]
-                               : T(0.0f);
+              out[2 * f] =
+                  f < filters ? tap[c * conv_.weight_channel + f * conv_.weight_filter] : T(0.0f);
             }
           }
         }

@@ -19,15 +19,17 @@ struct BlockedIm2colWgradPlan {
   static constexpr bool kPairs = std::is_same_v<Step, Bf16Pair>;
   using Element = std::conditional_t<kPairs, T, Acc>;
   static constexpr int kL = kLanes<Acc>;
-  // Steps of a chunk, so that a few columns of each operand fit into the first-level cache; filters of a
-  // task and about how many columns, so that the chunk and the sums fit into the second-level one.
+  // Steps of a chunk, so that a few columns of each operand fit into the first-level cache; filters
+  // of a task and about how many columns, so that the chunk and the sums fit into the second-level
+  // one.
   static constexpr int64_t kSteps = 128, kFilters = 256, kColumns = 288;
   static constexpr int64_t kPixels = kPairs ? 2 * kSteps : kSteps;
 
   explicit BlockedIm2colWgradPlan(const WeightGradient& g)
       : pixels(g.h.out * g.w.out),
         taps(g.h.taps() * g.w.taps()),
-        channels(std::min(g.channels, std::max<int64_t>(kL, kColumns / taps / (2 * kL) * (2 * kL)))),
+        channels(
+            std::min(g.channels, std::max<int64_t>(kL, kColumns / taps / (2 * kL) * (2 * kL)))),
         channel_blocks(ceil_div(g.channels, channels)),
         filter_blocks(ceil_div(g.filters, kFilters)),
         filters(ceil_div(g.filters, filter_blocks)),
@@ -153,8 +155,8 @@ class BlockedIm2colWgrad {
   void copy_dy(Acc* to, T* copied, const Task& task, int64_t image, int64_t begin, int64_t end,
                int64_t first) const {
     const Tensor4dRef& d = g_.dy;
-    const T* from = static_cast<const T*>(d.data) + image * d.n +
-                    (task.group * g_.filters + task.filter) * d.c;
+    const T* from =
+        static_cast<const T*>(d.data) + image * d.n + (task.group * g_.filters + task.filter) * d.c;
     int64_t pixel_stride = d.w, filter_stride = d.c;
     if (plan_.dy_rows_adjoin) {
       from += begin * d.w;

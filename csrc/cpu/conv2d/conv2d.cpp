@@ -121,8 +121,7 @@ int choose(const Conv2dProblem& problem) {
   // A weight gradient transforms both operands; with short vectors it gains later.
   constexpr int64_t kLeastWeights = kLanes<float> >= 16 ? 32 * 64 : 64 * 128;
   const int64_t c = s.c / s.groups, k = s.k / s.groups;
-  const bool is_wide =
-      std::min(c, k) >= kLeastChannels && (!is_wgrad || c * k >= kLeastWeights);
+  const bool is_wide = std::min(c, k) >= kLeastChannels && (!is_wgrad || c * k >= kLeastWeights);
   if (is_wide && !winograd_obstacle(problem)) return kWinograd;
   return wants_patches(problem) ? kBlockedIm2col : kImplicitGemm;
 }

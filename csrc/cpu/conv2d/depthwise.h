@@ -11,32 +11,35 @@
 namespace braze::cpu {
 
 // Channels of a block, in whole vectors but for the last block, and output rows, so that a slab of
-// `rows` rows fits into half of a second-level cache.
+// `rows` rows fits into half of a second-level cache. Of channels_last images all channels, unless
+// they are very many: memory is then read in order.
 template <typename T>
 struct DepthwiseBlocks {
   using Acc = acc_t<T>;
-  static constexpr int64_t kMostChannels = 64, kSlabBytes = int64_t{256} << 10;
+  static constexpr int64_t kMostChannels = 64, kMostAdjacent = 1024;
+  static constexpr int64_t kSlabBytes = int64_t{512} << 10;
 
-  DepthwiseBlocks(const Axis& h, const Axis& w, int64_t groups)
-      : channels(std::min(groups, round_up(ceil_div(groups, ceil_div(groups, kMostChannels)),
-                                           kLanes<Acc>))),
-        channel_blocks(ceil_div(groups, channels)),
+  DepthwiseBlocks(const Axis& h, const Axis& w, int64_t groups, bool are_adjacent)
+      : channel_blocks(ceil_div(groups, are_adjacent ? kMostAdjacent : kMostChannels)),
+        channels(std::min(groups, round_up(ceil_div(groups, channel_blocks), kLanes<Acc>))),
         rows(h.out) {
-    while (rows > 1 && slab_size(h, w) * int64_t{sizeof(Acc)} > kSlabBytes) rows = ceil_div(rows, 2);
+    channel_blocks = ceil_div(groups, channels);
+    while (rows > 1 && slab_size(h, w) * int64_t{sizeof(Acc)} > kSlabBytes)
+      rows = ceil_div(rows, 2);
   }
   int64_t row_blocks(const Axis& h) const { return ceil_div(h.out, rows); }
   int64_t slab_size(const Axis& h, const Axis& w) const {
     return round_up(Patches<T, Acc>::slab_size(h, w, channels, rows * w.out), 16);
   }
 
-  int64_t channels, channel_blocks, rows;
+  int64_t channel_blocks, channels, rows;
 };
 
 template <typename T>
 struct DepthwisePlan {
   using Acc = acc_t<T>;
   explicit DepthwisePlan(const Convolution& conv)
-      : blocks(conv.h, conv.w, conv.groups),
+      : blocks(conv.h, conv.w, conv.groups, conv.src.c == 1),
         pitch(round_up(blocks.channels, kLanes<Acc>)),
         slab_size(blocks.slab_size(conv.h, conv.w)),
         row_size(round_up(conv.w.out * pitch, 16)),
@@ -57,6 +60,7 @@ class Depthwise {
   using Acc = acc_t<T>;
   using V = vec_t<Acc>;
   static constexpr int kL = kLanes<Acc>;
+  static constexpr int64_t kMostStored = 64;  // channels, by store_pixels
 
  public:
   Depthwise(const Convolution& conv, const DepthwisePlan<T>& plan, void* workspace)
@@ -113,26 +117,32 @@ class Depthwise {
     const Acc* const weights = weights_ + block * conv_.taps() * plan_.pitch;
     Acc* const results = slab + plan_.slab_size;
     const Tensor4dRef& d = conv_.dst_strides;
+    const bool direct = std::is_same_v<T, Acc> && !conv_.bias && d.c == 1 && channels % kL == 0;
     for (int64_t i = begin; i < end; ++i) {
       const Acc* const row = slab + patches.row_offset(i - begin);
+      T* const to = static_cast<T*>(conv_.dst) + image * d.n + i * d.h + first * d.c;
+      Acc* const sums = direct ? reinterpret_cast<Acc*>(to) : results;
+      const int64_t pitch = direct ? d.w : plan_.pitch;
       for (int64_t c = 0; c < channels; c += kL) {
-        convolve_row(row + c, channels * conv_.w.step, offsets, weights + c, results + c);
+        convolve_row(row + c, channels * conv_.w.step, offsets, weights + c, sums + c, pitch);
       }
-      store_pixels(results, plan_.pitch, conv_.w.out, channels, conv_.bias, first,
-                   static_cast<T*>(conv_.dst) + image * d.n + i * d.h + first * d.c, d.w, d.c);
+      for (int64_t c = 0; !direct && c < channels; c += kMostStored) {
+        store_pixels(results + c, plan_.pitch, conv_.w.out, std::min(kMostStored, channels - c),
+                     conv_.bias, first + c, to + c * d.c, d.w, d.c);
+      }
     }
   }
 
   // A vector of channels of a row of results; windows begin `step` apart.
   void convolve_row(const Acc* row, int64_t step, const std::vector<int64_t>& offsets,
-                    const Acc* weights, Acc* results) const {
+                    const Acc* weights, Acc* results, int64_t pitch) const {
     const int64_t columns = conv_.w.out, width = even_height(columns);
     const int64_t taps = static_cast<int64_t>(offsets.size());
     for (int64_t j = 0; j < columns; j += width) {
       const int64_t first = std::min(j, columns - width);  // the last tile may overlap
       with_pixels<1>(width, 1, [&](auto pixels_tag, auto) {
         convolve_tile<pixels_tag>(row + first * step, step, taps, offsets.data(), weights,
-                                  plan_.pitch, results + first * plan_.pitch);
+                                  plan_.pitch, results + first * pitch, pitch);
       });
     }
   }
@@ -140,9 +150,10 @@ class Depthwise {
   template <int kPixels>
   __attribute__((noinline)) static void convolve_tile(const Acc* row, int64_t step, int64_t taps,
                                                       const int64_t* offsets, const Acc* weights,
-                                                      int64_t pitch, Acc* results) {
+                                                      int64_t weights_pitch, Acc* results,
+                                                      int64_t pitch) {
     V sums[kPixels] = {};
-    for (int64_t t = 0; t < taps; ++t, weights += pitch) {
+    for (int64_t t = 0; t < taps; ++t, weights += weights_pitch) {
       const V weight = load<V>(weights);
       const Acc* at = row + offsets[t];
 #pragma GCC unroll 16

@@ -12,7 +12,7 @@ template <typename T>
 struct DepthwiseWgradPlan {
   using Acc = acc_t<T>;
   explicit DepthwiseWgradPlan(const WeightGradient& g)
-      : blocks(g.h, g.w, g.groups),
+      : blocks(g.h, g.w, g.groups, g.x.c == 1),
         taps(g.h.taps() * g.w.taps()),
         pitch(round_up(blocks.channels, kLanes<Acc>)),
         slab_size(blocks.slab_size(g.h, g.w)),
@@ -66,45 +66,59 @@ class DepthwiseWgrad {
          image < (part + 1) * g_.images / plan_.parts; ++image) {
       for (int64_t row = 0; row < g_.h.out; row += plan_.blocks.rows) {
         const int64_t end = std::min(g_.h.out, row + plan_.blocks.rows);
-        patches.fill(slab,
-                     static_cast<const T*>(g_.x.data) + image * g_.x.n + first * g_.x.c,
+        patches.fill(slab, static_cast<const T*>(g_.x.data) + image * g_.x.n + first * g_.x.c,
                      row * g_.w.out, end * g_.w.out);
-        for (int64_t i = row; i < end; ++i) {
-          copy_matrix(dy + (i - row) * g_.w.out * channels, channels,
-                      static_cast<const T*>(g_.dy.data) + image * g_.dy.n + i * g_.dy.h +
-                          first * g_.dy.c,
-                      g_.dy.w, g_.dy.c, g_.w.out, channels);
+        const T* const from =
+            static_cast<const T*>(g_.dy.data) + image * g_.dy.n + row * g_.dy.h + first * g_.dy.c;
+        const bool in_place = is_in_place(channels);
+        for (int64_t i = 0; !in_place && i < end - row; ++i) {
+          copy_matrix(dy + i * g_.w.out * channels, channels, from + i * g_.dy.h, g_.dy.w, g_.dy.c,
+                      g_.w.out, channels);
         }
+        const Gradients gradients{in_place ? reinterpret_cast<const Acc*>(from) : dy,
+                                  in_place ? g_.dy.h : g_.w.out * channels,
+                                  in_place ? g_.dy.w : channels};
         for (int64_t c = 0; c < channels; c += kL) {
-          add_block(patches, offsets, slab + c, dy + c, channels, end - row, sums + c);
+          add_block(patches, offsets, slab + c, gradients.from(c), channels, end - row, sums + c);
         }
       }
     }
   }
 
+  // A block of dy, a vector of whose channels is read at once.
+  struct Gradients {
+    const Acc* first;
+    int64_t row, pixel;  // strides
+    Gradients from(int64_t channel) const { return {first + channel, row, pixel}; }
+  };
+  bool is_in_place(int64_t channels) const {
+    return std::is_same_v<T, Acc> && g_.dy.c == 1 && channels % kL == 0;
+  }
+
   // As many taps at a time as there are registers for.
   void add_block(const Patches<T, Acc>& patches, const std::vector<int64_t>& offsets,
-                 const Acc* slab, const Acc* dy, int64_t channels, int64_t rows,
+                 const Acc* slab, const Gradients& dy, int64_t channels, int64_t rows,
                  Acc* sums) const {
     const int64_t together = even_height(plan_.taps);
     for (int64_t t = 0; t < plan_.taps; t += together) {
       with_pixels<1>(std::min(together, plan_.taps - t), 1, [&](auto taps_tag, auto) {
         add_taps<taps_tag>(slab, patches.row_offset(1), channels * g_.w.step, offsets.data() + t,
-                           dy, channels, rows, g_.w.out, sums + t * plan_.pitch, plan_.pitch);
+                           dy, rows, g_.w.out, sums + t * plan_.pitch, plan_.pitch);
       });
     }
   }
 
   template <int kTaps>
   __attribute__((noinline)) static void add_taps(const Acc* slab, int64_t row_step, int64_t step,
-                                                 const int64_t* offsets, const Acc* dy,
-                                                 int64_t channels, int64_t rows, int64_t columns,
-                                                 Acc* to, int64_t pitch) {
+                                                 const int64_t* offsets, const Gradients& dy,
+                                                 int64_t rows, int64_t columns, Acc* to,
+                                                 int64_t pitch) {
     V sums[kTaps] = {};
     for (int64_t i = 0; i < rows; ++i, slab += row_step) {
       const Acc* at = slab;
-      for (int64_t j = 0; j < columns; ++j, at += step, dy += channels) {
-        const V gradient = load<V>(dy);
+      const Acc* from = dy.first + i * dy.row;
+      for (int64_t j = 0; j < columns; ++j, at += step, from += dy.pixel) {
+        const V gradient = load<V>(from);
 #pragma GCC unroll 16
         for (int t = 0; t < kTaps; ++t) sums[t] += gradient * load<V>(at + offsets[t]);
       }

@@ -1,5 +1,5 @@
-// Patches of some output pixels as rows of a matrix in the cache: [pixel][tap][channel]. The part of
-// the image that they meet is first copied into a slab, zero-padded and with channels adjacent,
+// Patches of some output pixels as rows of a matrix in the cache: [pixel][tap][channel]. The part
+// of the image that they meet is first copied into a slab, zero-padded and with channels adjacent,
 // whatever the image's layout; a patch is then a few runs of the slab, for adjacent taps one.
 #pragma once
 
@@ -24,7 +24,8 @@ class TapShifts {
     const auto shift = [&](int64_t t) {
       return (axis.first + axis.offset_of(t)) * axis.step + axis.phases[axis.phase_of(t)];
     };
-    std::sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return shift(a) < shift(b); });
+    std::sort(order.begin(), order.end(),
+              [&](int64_t a, int64_t b) { return shift(a) < shift(b); });
     for (const int64_t t : order) shifts.push_back(shift(t));
   }
   int64_t first() const { return shifts.empty() ? 0 : shifts.front(); }
@@ -72,8 +73,8 @@ class Patches {
     return TapShifts::reach(h, rows) * TapShifts::reach(w, w.out) * channels + kSlack;
   }
 
-  // Fills a slab with what pixels [begin, end) of an image at `src` meet. It is written up to kSlack
-  // beyond its end.
+  // Fills a slab with what pixels [begin, end) of an image at `src` meet. It is written up to
+  // kSlack beyond its end.
   void fill(Element* slab, const T* src, int64_t begin, int64_t end) const {
     if (!runs_.empty() && begin < end) {
       fill_rows(slab, src, begin / w_.out, (end - 1) / w_.out + 1);

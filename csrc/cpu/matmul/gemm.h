@@ -90,8 +90,8 @@ inline void add_product(vec_t<Acc>& sum, Acc a, const vec_t<Acc>& b) {
 template <typename Acc, int kScalars, int kVecs, typename Scalars, typename Stride,
           typename Vectors>
 __attribute__((noinline)) void outer_products(int64_t depth, const Scalars& scalars, Stride stride,
-                           const Vectors& vectors, Acc* __restrict__ out, int64_t ld,
-                           bool accumulate) {
+                                              const Vectors& vectors, Acc* __restrict__ out,
+                                              int64_t ld, bool accumulate) {
   using V = vec_t<Acc>;
   // Rows of A are addressed in fours, from a register that has the first one's address.
   constexpr int kGroup = 4;
