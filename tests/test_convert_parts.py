@@ -368,8 +368,8 @@ def test_dropout_in_a_sequence(training):
 def without_fusion(model, x, runs):
     """That so many of a model's runs hold at present, and that it does what it does without
     braze."""
+    assert ops_run(lambda: model(x)).count("batch_norm_act") == runs  # of a copy others are found
     original = braze.unconvert(copy.deepcopy(model))
-    assert ops_run(lambda: copy.deepcopy(model)(x)).count("batch_norm_act") == runs
     assert_same(model, original, x)
 
 
@@ -385,7 +385,7 @@ def test_attributes_that_change():
     with pytest.raises(AttributeError, match="drop_path"):
         model(x)
     batches = model.bn2.num_batches_tracked.item()
-    assert batches == model.bn1.num_batches_tracked.item() == 4, "counted before it raises"
+    assert batches == model.bn1.num_batches_tracked.item() == 7, "counted before it raises"
     model.drop_path = None
     without_fusion(model, x, 1)
     model = braze.convert(Inverted())

@@ -17,6 +17,7 @@ with warnings.catch_warnings():
 #: The number of fused runs.
 FUSED = {
     "cspdarknet53": 67,
+    "cspresnet50": 51,
     "densenet121": 121,
     "dla34": 33,
     "efficientnet_b0": 42,
@@ -24,8 +25,8 @@ FUSED = {
     "hrnet_w18_small": 66,
     "mobilenetv2_100": 45,
     "mobilenetv3_small_100": 29,
-    "regnety_002": 27,
-    "repvgg_a0": 0,
+    "regnety_002": 40,
+    "repvgg_a0": 22,
     "resnet18": 17,
     "resnetv2_50": 49,
     "tf_efficientnet_lite0": 42,

@@ -194,15 +194,18 @@ def _part_name(name, part):
     return f"{name}{'' if part[:1] in ('', '.') else '.'}{part}".removeprefix(".")
 
 
-def _once(entries, norms):
-    """Entries without the runs within modules that are parts of larger runs of others.
-
-    Args:
-        norms: the names of the modules whose own runs may be.
-    """
-    parts = [(e, e.name.split(", ") if e.action == "fused" else []) for e in entries]
-    inside = {name for _, names in parts for name in names[1:]}
-    return [e for e, names in parts if not (names and names[0] in norms and names[0] in inside)]
+def _once(entries):
+    """Entries without the runs within modules that are parts of larger runs of others."""
+    parts = [set(e.name.split(", ")) if e.action == "fused" else set() for e in entries]
+    having = {}
+    for i, names in enumerate(parts):
+        for name in names:
+            having.setdefault(name, []).append(i)
+    return [
+        e
+        for e, names in zip(entries, parts, strict=True)
+        if not any(names < parts[i] for name in names for i in having[name])
+    ]
 
 
 def _check(model, function):
@@ -258,21 +261,19 @@ def _analyse(model):
             known[module] = part_kinds(module, kind_of)
         return known[module]
 
-    rewrites, norms = [], set()
+    rewrites = []
     for module, all_names in names.items():
         if isinstance(module, torch.jit.ScriptModule) or module in left or module in kinds:
             continue
         if _has_own_forward(module):
             found, made = _forward_entries(module, all_names[0], kinds_of)
-            if _stock_layer(module) is not None:
-                norms.add(all_names[0])
-                if made is None:
-                    kind, reason = type(module).__qualname__, _subclass_reason(module)
-                    found = [Entry(all_names[0], "left alone", kind, reason=reason)]
+            if made is None and _stock_layer(module) is not None:
+                kind, reason = type(module).__qualname__, _subclass_reason(module)
+                found = [Entry(all_names[0], "left alone", kind, reason=reason)]
             entries += found
             if made is not None:
                 rewrites.append((module, made))
-    return Report(tuple(_once(entries, norms))), swaps, rewrites
+    return Report(tuple(_once(entries))), swaps, rewrites
 
 
 def convert_report(model):

@@ -11,7 +11,7 @@ import torch
 from braze._ops.activation import fits
 from braze.convert import kinds, runs, through
 from braze.convert.modules import is_container, own_class
-from braze.convert.parts import SOMETIMES, NormAct
+from braze.convert.parts import SOMETIMES, layers_in
 from braze.convert.recognise import part_of
 from braze.nn import functional as F
 
@@ -72,9 +72,9 @@ def _go_together(links):
     """Whether layers have settings that the fused blocks have too."""
     if len({len(k.layers) for k in links} - {0, 1}) > 1:
         return False  # of a loop over several lists of layers, of other lengths
-    for conv, bn in itertools.pairwise(k for k in links if {*k.kinds} - {SOMETIMES}):
-        if conv.kinds == ("Conv2d",):
-            pairs = zip(conv.layers, bn.layers, strict=False)
+    for (conv, convs), (bn, norms) in itertools.pairwise(part for k in links for part in _parts(k)):
+        if (conv, bn) == ("Conv2d", "BatchNorm2d"):
+            pairs = zip(convs, norms, strict=False)
             if not all(runs.conv_fits(a, b) for (_, a), (_, b) in pairs):
                 return False
     return True
@@ -88,23 +88,20 @@ def blocks(run):
         computed = tuple(kind for kind, _ in parts[at:])
         length = max((len(b) for b in runs.BLOCKS if computed[: len(b)] == b), default=0)
         block = parts[at : at + length]
-        for i in range(max((len(names) for _, names in block), default=0)):
-            found.append(tuple((k, names[i if len(names) > 1 else 0]) for k, names in block))
+        for i in range(max((len(layers) for _, layers in block), default=0)):
+            found.append(tuple((k, layers[i if len(layers) > 1 else 0][0]) for k, layers in block))
         at += max(length, 1)
     return found
 
 
 def _parts(link):
-    """The parts of a link that compute something: the kind of each, and its names."""
+    """The parts of a link that compute something: the kind of each, and the layers that it may be,
+    with their names."""
     if not link.layers:
-        return [(link.kinds[0], [f"{link.name}()"])]
-    names = [[name] for name, _ in link.layers]
-    for found, (name, module) in zip(names, link.layers, strict=True):
-        part = part_of(own_class(module))
-        if isinstance(part, NormAct):
-            found += [f"{name}.{child}" for child in part.children(module)]
+        return [(link.kinds[0], [(f"{link.name}()", None)])]
     computed = [kind for kind in link.kinds if kind != SOMETIMES]
-    return [(kind, [found[i] for found in names]) for i, kind in enumerate(computed)]
+    layers = zip(*(layers_in(*layer) for layer in link.layers), strict=True)
+    return list(zip(computed, map(list, layers), strict=True))
 
 
 def calls_of(links):

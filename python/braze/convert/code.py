@@ -27,6 +27,8 @@ class Code(Outer):
         arguments = [a.arg for a in (*given.posonlyargs, *given.args)]
         if given.vararg or given.kwarg or set(function.__code__.co_freevars) - {"__class__"}:
             raise Unknown("it takes what its own arguments do not say")
+        names = (n for n in self.tree.numbered if isinstance(n, ast.Name))
+        self.assigned = {n.id for n in names if not isinstance(n.ctx, ast.Load)}
         self.assumed = [] if assumed is None else assumed
         self.functions = [function]
         if values is None:
@@ -92,5 +94,4 @@ class Code(Outer):
         return isinstance(node, ast.Name) and node.id == self.input
 
     def assigns(self, name):
-        nodes = (n for n in self.tree.numbered if isinstance(n, ast.Name))
-        return any(n.id == name and not isinstance(n.ctx, ast.Load) for n in nodes)
+        return name in self.assigned

@@ -1,7 +1,7 @@
 """Modules that are no layers of torch's but whose calls are links of runs all the same: those that
-hand on their input as it is (:class:`Pass`), and batch norms with more behind them
-(:class:`NormAct`). What they are is found in their code (recognise.py); whether they still are is
-asked at every call.
+hand on their input as it is (:class:`Pass`), batch norms with more behind them (:class:`NormAct`),
+and those that hand it through children (:class:`Chain`). What they are is found in their code
+(recognise.py); whether they still are is asked at every call.
 """
 
 import types
@@ -54,6 +54,10 @@ class Pass:
             return ()
         return (SOMETIMES,) if any(passing) else None
 
+    def layers(self, name, module):
+        """What computes in a module of such a name: nothing."""
+        return []
+
 
 class NormAct:
     """What a module is whose class adds to ``torch.nn.BatchNorm2d`` that its result goes through
@@ -75,34 +79,94 @@ class NormAct:
 
     def expand_forward(self, module, found, traced):
         """:meth:`expand` of a call of the module's forward."""
-        if not (traced or self.same()):
+        if not (traced or self.same()) or not _expand_children(module, self.names, found, traced):
             return False
-        own = module.__dict__
-        for name in self.names[::-1]:
-            child = None if name in own else own["_modules"].get(name)
-            part = PARTS.get(type(child))
-            if part is None:
-                found.append(child)
-            elif not part.expand(child, found, traced):
-                return False
         found.append((own_norm, (module,), {}))
         return True
 
     def kinds(self, module, kinds_of):
         """The kinds of the links that a call of the module stands for, innermost first, or None."""
-        found = ("BatchNorm2d",)
-        for name in self.names:
-            child = child_of(module, name)
-            kinds = None if child is None else kinds_of(child)
-            if kinds is None:
-                return None
-            found += kinds
-        return found
+        return _kinds_of_children(module, self.names, kinds_of, ("BatchNorm2d",))
 
-    def children(self, module):
-        """The names of the children that are links, innermost first."""
-        named = [(name, child_of(module, name)) for name in self.names]
-        return [name for name, child in named if not isinstance(PARTS.get(type(child)), Pass)]
+    def layers(self, name, module):
+        """What computes in a module of such a name, innermost first, as (name, module)."""
+        return [(name, module), *_layers_of_children(name, module, self.names)]
+
+
+class Chain:
+    """What a module is whose forward hands its input through children.
+
+    Args:
+        path: a function from the module to the names of the children, innermost first.
+        same: tells whether the class's code is what it was.
+    """
+
+    def __init__(self, path, same):
+        self.path, self.same = path, same
+
+    def names(self, module):
+        """The names of the children that a call goes through now, innermost first."""
+        try:
+            return self.path(module)
+        except AttributeError:  # which the module's own code is to raise, where it stands
+            return ()
+
+    def expand(self, module, found, traced):
+        """Adds the links that a call of the module stands for, outermost first, to those found;
+        whether it stands for that now. See :meth:`Pass.expand`."""
+        if calls_more(module) if traced else _calls_more(module.__dict__):
+            return False
+        if not (traced or self.same()):
+            return False
+        names = self.names(module)
+        return bool(names) and _expand_children(module, names, found, traced)
+
+    def kinds(self, module, kinds_of):
+        """The kinds of the links that a call of the module stands for, innermost first, or None."""
+        found = _kinds_of_children(module, self.names(module), kinds_of)
+        return found if found and len(found) <= _LONGEST_CHAIN else None
+
+    def layers(self, name, module):
+        """What computes in a module of such a name, innermost first, as (name, module)."""
+        return _layers_of_children(name, module, self.names(module))
+
+
+#: Longer chains are no parts of runs.
+_LONGEST_CHAIN = 4
+
+
+def _expand_children(module, names, found, traced):
+    own = module.__dict__
+    for name in names[::-1]:
+        child = None if name in own else own["_modules"].get(name)
+        part = PARTS.get(type(child))
+        if part is None:
+            found.append(child)
+        elif not part.expand(child, found, traced):
+            return False
+    return True
+
+
+def _kinds_of_children(module, names, kinds_of, found=()):
+    for name in names:
+        child = child_of(module, name)
+        kinds = None if child is None else kinds_of(child)
+        if kinds is None:
+            return None
+        found += kinds
+    return found
+
+
+def layers_in(name, module):
+    """What computes in a call of a module of such a name, innermost first, as (name, module)."""
+    part = PARTS.get(type(module))
+    return [(name, module)] if part is None else part.layers(name, module)
+
+
+def _layers_of_children(name, module, names):
+    prefix = f"{name}." if name else ""
+    children = [(prefix + child, child_of(module, child)) for child in names]
+    return [layer for named, child in children for layer in layers_in(named, child)]
 
 
 def expanded(links):

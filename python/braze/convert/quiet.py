@@ -27,7 +27,12 @@ def is_quiet(module, links):
     if PARTS.get(type(module)) is None:
         return kind_of(module) in _QUIET and not module._gives_way()
     layers = expanded((module,))
-    return layers is not None and all(map(_computes, layers))
+    if layers is None or any(_layer(link) is layer for link in links for layer in layers):
+        return False
+    if len(layers) == 0:
+        return True
+    # An activation may overwrite its input, which has to be a result of the module's own then.
+    return _computes(layers[-1], _QUIET) and all(_computes(layer) for layer in layers[:-1])
 
 
 def _layer(link):
@@ -37,9 +42,8 @@ def _layer(link):
     return link[1][0] if link[0] is own_norm else link[0]
 
 
-def _computes(layer):
-    """Whether a part of a batch norm with more behind it only computes."""
+def _computes(layer, kinds=(*_QUIET, *ACTIVATIONS)):
+    """Whether a layer that a module stands for only computes."""
     if type(layer) is tuple:
         return True
-    # An activation may overwrite its input, which is the batch norm's result here.
-    return kind_of(layer) in ACTIVATIONS and not layer._gives_way()
+    return kind_of(layer) in kinds and not layer._gives_way()

@@ -13,6 +13,7 @@ from braze.convert.modules import own_class, why_unsupported
 from braze.convert.norms import NormCode
 from braze.convert.parts import PARTS, TORCHS, NormAct, Pass
 from braze.convert.passes import PassCode
+from braze.convert.pipelines import ChainCode
 from braze.convert.source import Unknown
 
 
@@ -36,7 +37,9 @@ def _recognised(kind):
             code = NormCode(kind, forward)
             names = code.norm_and_more()
             return None if names is None else NormAct(names, code.same())
-        return None if issubclass(kind, _OTHER_LAYERS) else PassCode(kind, forward).passing()
+        if issubclass(kind, _OTHER_LAYERS):
+            return None
+        return PassCode(kind, forward).passing() or ChainCode(kind, forward).chain()
     except Unknown:
         return None
 

@@ -7,23 +7,42 @@ import itertools
 import torch
 
 from braze._ops._common import TENSORS
-from braze.convert.kinds import own_norm
-from braze.convert.parts import PARTS, SOMETIMES, expanded
+from braze.convert.kinds import kind_of, own_norm
+from braze.convert.parts import PARTS, SOMETIMES, Chain, expanded
+from braze.convert.quiet import is_quiet
 from braze.convert.runs import LONGEST, RUNS, one_by_one, runner
 
 
 def runner_through(links, beside=()):
     """:func:`runs.runner` of links that may be parts."""
     layers = expanded(links)
-    function = runner(layers, beside) if layers else None
-    return None if function is None else functools.partial(_through, function, layers)
+    if layers is None:
+        return None
+    first = ()
+    if type(PARTS.get(type(links[-1]))) is Chain and len(layers) > 2:
+        layers, first = _divided(layers)
+    function = runner(layers, beside)
+    if function is None or not all(is_quiet(module, first) for module in beside if first):
+        return None
+    return functools.partial(_through, function, layers, first)
 
 
-def _through(function, layers, links, input, *added):
+def _divided(layers):
+    """Layers, of which those innermost may run before the run that the others are, and these."""
+    if tuple(map(kind_of, layers)) in RUNS:
+        return layers, ()
+    convs = layers[-1:]
+    alone = kind_of(convs[0]) == ALONE[0] and not convs[0]._gives_way()
+    return (layers[:-1], convs) if alone else (layers, ())
+
+
+def _through(function, layers, first, links, input, *added):
     if any(type(link) is tuple and link[0] is own_norm for link in layers) and not (
         type(input) in TENSORS and input.dim() == 4
     ):
         return one_by_one(links, input, *added)  # which checks its input as its own code does
+    for layer in first:
+        input = layer(input)
     return function(layers, input, *added)
 
 
@@ -65,6 +84,10 @@ def run_length(links):
     if len(links) < 2 or not _computes(links[0]):
         return 0
     known = list(itertools.takewhile(lambda more: more is not None, links))
+    if len(known[0]) > 1 and known[0][:1] == ALONE:
+        behind = run_length([known[0][1:], *known[1:]])
+    else:
+        behind = 0
     found, kinds = 0, []
     for length, more in enumerate(known, 1):
         kinds += more
@@ -75,9 +98,11 @@ def run_length(links):
             following = itertools.chain.from_iterable(known[length:])
             if SOMETIMES not in kinds or not _interrupted(kinds, list(following)):
                 found = length
-    return found
+    return max(found, behind)
 
 
+#: The kinds of what a chain may begin with before a run begins in it.
+ALONE = ("Conv2d",)
 #: Of how many links, at most, it is asked what run they begin with.
 WINDOW = 4 * LONGEST
 
