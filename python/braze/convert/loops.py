@@ -1,11 +1,13 @@
 """What spliced loops go through: layers one after the other, with the runs among them in one."""
 
 import functools
+import itertools
 
 import torch
 
 from braze.convert.kinds import KINDS, kind_of
-from braze.convert.runs import LONGEST, run, run_length, runner
+from braze.convert.programs import LAYERS, by_program
+from braze.convert.runs import LONGEST, are_plain, run, run_length, runner
 
 
 def fused(modules):
@@ -18,7 +20,7 @@ def fused(modules):
     if torch.compiler.is_compiling():
         return _callables(children, _segments(kinds))
     segments = _known_segments(kinds)
-    return _walk(modules, children, segments) if segments else modules
+    return _walk(modules, children, segments) if segments or _stretches(kinds) else modules
 
 
 #: Which iterate over what they hold without effects.
@@ -43,10 +45,17 @@ def _walk(modules, children, segments):
     looks ahead for what is next by now."""
     ahead, seen, skip = None, 0, 0
     others_ran = False
+    stretches = _stretches(tuple(map(type, children)))
     for at, module in enumerate(modules):
         if skip:
             skip -= 1
             continue
+        if at in stretches and not others_ran:
+            layers = children[at : at + stretches[at]]
+            if are_plain(layers):
+                skip = len(layers) - 1
+                yield functools.partial(_one_after_another, layers)
+                continue
         if at in segments:
             links = children[at : at + segments[at]][::-1]
             if others_ran:
@@ -65,6 +74,13 @@ def _walk(modules, children, segments):
         yield module
 
 
+@by_program
+def _one_after_another(layers, input):
+    for layer in _callables(layers, _known_segments(tuple(map(type, layers)))):
+        input = layer(input)
+    return input
+
+
 def _next(iterator, count):
     """The next ones that an iterator has, up to so many, last first."""
     return tuple([link for _, link in zip(range(count), iterator, strict=False)])[::-1]
@@ -79,6 +95,18 @@ def _segments(types):
         if length:
             found[at] = length
         at += max(length, 1)
+    return found
+
+
+@functools.lru_cache(maxsize=1024)
+def _stretches(types):
+    """Where two or more layers that may be one program follow each other, and how many."""
+    found, at = {}, 0
+    for known, group in itertools.groupby(kind in LAYERS for kind in types):
+        length = len(list(group))
+        if known and length > 1:
+            found[at] = length
+        at += length
     return found
 
 

@@ -32,6 +32,7 @@ from braze.convert.kinds import (
     kind_of,
     places,
 )
+from braze.convert.programs import by_program
 from braze.nn import functional as F
 from braze.nn.modules import batch_norm_act, conv_bn_relu_as_one
 
@@ -65,6 +66,13 @@ def _known_runner(links):
     function, torchs, pooling = known
     if torchs():
         return None
+    if not _only_compute(links):
+        return None
+    return None if pooling and links[0].return_indices else function
+
+
+def _only_compute(links):
+    """Whether none of the layers among links calls more than its class's forward."""
     for link in links:
         if type(link) is not tuple:
             own = link.__dict__
@@ -75,8 +83,25 @@ def _known_runner(links):
                 or own["_backward_pre_hooks"]
                 or not own.keys().isdisjoint(METHODS_OF_LAYERS)
             ):
-                return None
-    return None if pooling and links[0].return_indices else function
+                return False
+    return True
+
+
+def are_plain(layers):
+    """Whether such layers, all of classes that programs know, are still what they were, without
+    hooks, and return one tensor each."""
+    types = tuple(map(type, layers))
+    if _any_global_hook() or _asks(types)() or not _only_compute(layers):
+        return False
+    pooling = braze.nn.MaxPool2d
+    return pooling not in types or not any(
+        type(layer) is pooling and layer.return_indices for layer in layers
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _asks(types):
+    return gives_way(*itertools.chain.from_iterable(map(places, types)))
 
 
 #: By the classes and functions of links: what runs them as one, what tells whether torch's have to
@@ -91,7 +116,7 @@ def _find(links):
     key = tuple([k[0] if type(k) is tuple else type(k) for k in links])
     asked = itertools.chain.from_iterable(map(places, key))
     pooling = isinstance(links[0], braze.nn.MaxPool2d)
-    return _RUNNERS.setdefault(key, (function, gives_way(*asked), pooling))
+    return _RUNNERS.setdefault(key, (by_program(function), gives_way(*asked), pooling))
 
 
 def _traced_runner(links):
