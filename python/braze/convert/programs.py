@@ -2,6 +2,7 @@
 and the run as a function of its tensors."""
 
 import functools
+import itertools
 import operator
 
 import torch
@@ -9,6 +10,7 @@ import torch
 import braze.nn
 from braze import _programs
 from braze.convert.kinds import ACTIVATIONS
+from braze.convert.modules import is_container
 
 _SETTINGS = {
     "AvgPool2d": (
@@ -29,6 +31,18 @@ for _flatten in (torch.nn.Flatten, braze.nn.Flatten):
     _getters[_flatten] = operator.attrgetter("start_dim", "end_dim")
 
 LAYERS = frozenset(_getters)
+_KINDS = frozenset(("Flatten", *_SETTINGS))
+
+
+def follow_each_other(container, kind_of):
+    """Whether two of its children that follow each other may be one program.
+
+    Args:
+        kind_of: a function from a module to the kind of layer that it is or will be, or None.
+    """
+    children = container.__dict__["_modules"].values() if is_container(container) else ()
+    known = [kind_of(child) in _KINDS for child in children]
+    return any(a and b for a, b in itertools.pairwise(known))
 
 
 def by_program(function):
