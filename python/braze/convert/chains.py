@@ -53,12 +53,21 @@ def runs_among(layers, kind_of):
     return found
 
 
-def run_length(links):
-    """The length of the longest run that links, innermost first, begin with, or 0."""
-    length = runs.run_length(tuple(k.kind for k in links))
+def run_length(links, longest=runs.run_length):
+    """The length of the longest run that links, innermost first, begin with, or 0.
+
+    Args:
+        longest: the same of kinds.
+    """
+    length = longest(tuple(k.kind for k in links))
     while length and not _go_together(links[:length]):
-        length = runs.run_length(tuple(k.kind for k in links[: length - 1]))
+        length = longest(tuple(k.kind for k in links[: length - 1]))
     return length
+
+
+def stretch_length(links):
+    """:func:`run_length` of runs and of what may be one program."""
+    return run_length(links, runs.stretch_length)
 
 
 def _go_together(links):
@@ -66,7 +75,7 @@ def _go_together(links):
     if len({len(k.layers) for k in links} - {0, 1}) > 1:
         return False  # of a loop over several lists of layers, of other lengths
     for conv, bn in itertools.pairwise(links):
-        if conv.kind == "Conv2d":
+        if (conv.kind, bn.kind) == ("Conv2d", "BatchNorm2d"):
             pairs = zip(conv.layers, bn.layers, strict=False)
             if not all(runs.conv_fits(a, b) for (_, a), (_, b) in pairs):
                 return False

@@ -31,7 +31,7 @@ for _flatten in (torch.nn.Flatten, braze.nn.Flatten):
     _getters[_flatten] = operator.attrgetter("start_dim", "end_dim")
 
 LAYERS = frozenset(_getters)
-_KINDS = frozenset(("Flatten", *_SETTINGS))
+KINDS = frozenset(("Flatten", *_SETTINGS))
 
 
 def follow_each_other(container, kind_of):
@@ -41,7 +41,7 @@ def follow_each_other(container, kind_of):
         kind_of: a function from a module to the kind of layer that it is or will be, or None.
     """
     children = container.__dict__["_modules"].values() if is_container(container) else ()
-    known = [kind_of(child) in _KINDS for child in children]
+    known = [kind_of(child) in KINDS for child in children]
     return any(a and b for a, b in itertools.pairwise(known))
 
 

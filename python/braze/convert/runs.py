@@ -32,6 +32,7 @@ from braze.convert.kinds import (
     kind_of,
     places,
 )
+from braze.convert.programs import KINDS as PROGRAM_KINDS
 from braze.convert.programs import by_program
 from braze.nn import functional as F
 from braze.nn.modules import batch_norm_act, conv_bn_relu_as_one
@@ -110,7 +111,7 @@ _RUNNERS = {}
 
 
 def _find(links):
-    function = RUNS.get(tuple([kind_of(link) for link in links]))
+    function = run_of(tuple([kind_of(link) for link in links]))
     if function is None:
         return None
     key = tuple([k[0] if type(k) is tuple else type(k) for k in links])
@@ -122,7 +123,7 @@ def _find(links):
 def _traced_runner(links):
     """:func:`_known_runner` in words that torch.compile makes guards of. What ``torch.export`` puts
     in the place of modules' `__call__` meanwhile is torch's own."""
-    function = RUNS.get(tuple([kind_of(link) for link in links]))
+    function = run_of(tuple([kind_of(link) for link in links]))
     if function is None:
         return None
     for link in links:
@@ -271,6 +272,38 @@ def run_length(kinds):
     return 0
 
 
+def stretch_length(kinds):
+    """:func:`run_length` of runs and of what may be one program."""
+    for length in range(min(len(kinds), LONGEST_STRETCH), 1, -1):
+        if run_of(tuple(kinds[:length][::-1])):
+            return length
+    return 0
+
+
+def run_of(kinds):
+    """What runs links of such kinds, outermost first, or None."""
+    function = RUNS.get(kinds)
+    if function is not None or not 1 < len(kinds) <= LONGEST_STRETCH:
+        return function
+    if any(kind not in STRETCH_KINDS for kind in kinds) or kinds.count("Add") > 1:
+        return None
+    if "Add" in kinds and kinds[kinds.index("Add") + 1 :][:1] != ("BatchNorm2d",):
+        return None
+    return _in_turn
+
+
+def _in_turn(links, input, *added):
+    """Run by run, and what is none link by link."""
+    kinds, end = [kind_of(link) for link in links], len(links)
+    while end > 0:
+        start = end - max(1, run_length(kinds[:end][::-1]))
+        part, of_part = links[start:end], added if "Add" in kinds[start:end] else ()
+        function = RUNS.get(tuple(kinds[start:end]))
+        input = (function or one_by_one)(part, input, *of_part)
+        end = start
+    return input
+
+
 def conv_fits(conv, bn):
     """Whether a convolution and a batch norm have settings that the fused blocks have too."""
     return conv.padding_mode == "zeros" and bn.num_features == conv.out_channels
@@ -408,6 +441,9 @@ RUNS = {
     ("ReLU", "Linear", "Flatten"): _flat_linear,
 }
 LONGEST = max(map(len, RUNS))
+#: Of what is no run of its own: more layers hold more memory than a node less is worth.
+LONGEST_STRETCH = 16
+STRETCH_KINDS = frozenset(("Add", *PROGRAM_KINDS))
 #: The parts of runs that are one op: the kinds of its layers, innermost first, and the module that
 #: stands for it.
 BLOCKS = {

@@ -21,9 +21,9 @@ from braze.convert.chains import (
     calls_of,
     constant,
     function_name,
-    run_length,
     runs_among,
     settings_fit,
+    stretch_length,
     takes,
 )
 from braze.convert.emit import SCOPES, is_super
@@ -218,7 +218,7 @@ class _Function(Names, additions.Surroundings):
         links = [k for k in links[::-1] if k.number not in self.taken]
         at = 0
         while at < len(links):
-            length = run_length(links[at : at + runs.LONGEST])
+            length = stretch_length(links[at : at + runs.LONGEST_STRETCH])
             if length:
                 self._take(links[at : at + length])
                 self.parts["nested"].append(calls_of(links[at : at + length]))
@@ -263,11 +263,11 @@ class _Function(Names, additions.Surroundings):
             owners += [at] * len(found)
             name = target
             # Nothing can go on with what is no variable.
-            long_enough = len(links) - owners.count(first) >= runs.LONGEST
+            long_enough = len(links) - owners.count(first) >= runs.LONGEST_STRETCH
             if not whole or not isinstance(name, str) or long_enough:
                 break
         for start in range(owners.count(first)):
-            length = run_length(links[start : start + runs.LONGEST])
+            length = stretch_length(links[start : start + runs.LONGEST_STRETCH])
             if length and owners[start + length - 1] > first:
                 run, last = links[start : start + length], owners[start + length - 1]
                 if self._added_first(run[0], run[1], owners[start : start + 2]):
