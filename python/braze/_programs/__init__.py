@@ -55,20 +55,25 @@ def run(name, function, tensors, buffers):
     """The result of a run by its program, or None where there is none.
 
     Args:
-        name: hashable: what the run does, as far as the tensors do not decide it.
+        name: a list: what the run does, as far as the tensors do not decide it. Where something in
+            it has no hash, there is no program.
         function: makes, of tensors and buffers like these, the function to record.
         tensors: what it reads; the first one is its input.
         buffers: what it may write to.
     """
     input = tensors[0]
-    key = [name, _config.settings(input.device.type), torch.is_grad_enabled()]
-    key += [input.device, input.dtype, input.stride(), len(tensors)]
+    device = input.device
+    key = [*name, torch.is_grad_enabled(), device, input.dtype, input.stride(), len(tensors)]
     for tensor in tensors:
         if type(tensor) not in _TENSORS or tensor.is_nested:
             return None
-        key += [tensor.shape, tensor.requires_grad]
+        key += (tensor.shape, tensor.requires_grad)
+    key += _config.settings(device.type)
     key = tuple(key)
-    known = _known.get(key, 0)
+    try:
+        known = _known.get(key, 0)
+    except TypeError:
+        return None
     if known is None:
         return None
     if known == 0:
@@ -92,6 +97,31 @@ def run(name, function, tensors, buffers):
     else:
         known.append(program)
     return None if program is None else program(tensors, buffers)
+
+
+def with_casts(function, tensors, settings=()):
+    """``function(*tensors, *settings)``; under autocast the op and its casts are one program.
+
+    Args:
+        tensors: the arguments that are tensors or None; the first one is the input.
+        settings: the others.
+    """
+    input = tensors[0]
+    if not torch._C._is_any_autocast_enabled() or not allowed(input):
+        return function(*tensors, *settings)
+    given = [t is not None for t in tensors]
+    result = run(
+        [function, *given, *settings],
+        lambda own, buffers: lambda *own: _with_none(function, own, given, settings),
+        [t for t in tensors if t is not None],
+        (),
+    )
+    return function(*tensors, *settings) if result is None else result
+
+
+def _with_none(function, tensors, given, settings):
+    tensors = iter(tensors)
+    return function(*[next(tensors) if is_given else None for is_given in given], *settings)
 
 
 def _recorded(function, tensors, buffers):

@@ -75,10 +75,6 @@ def _by_program(function, links, input, added):
                     name.append(None)
                 else:
                     all_of_them.append(tensor)
-    try:
-        hash(name := tuple(name))
-    except TypeError:
-        return None
     make = functools.partial(_on_others, function, links, 1 + len(added))
     return _programs.run(name, make, tensors, buffers)
 
