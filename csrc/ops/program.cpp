@@ -11,7 +11,7 @@ using torch::stable::detail::from;
 using Make = std::function<StableIValue(const Registers&)>;
 using Ints = std::vector<int64_t>;
 
-const Tensor& at(const Registers& registers, int64_t i) { return *registers[i]; }
+const Tensor& at(const Registers& registers, int64_t i) { return registers.at(i).value(); }
 
 std::vector<Tensor> all_of(const Registers& registers, const Ints& which) {
   std::vector<Tensor> tensors;
@@ -92,7 +92,7 @@ Run alias(const std::vector<std::string>& tokens, int64_t result) {
     AtenTensorHandle view;
     TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(t.get(), sizes.size(), sizes.data(),
                                                           strides.data(), offset + ahead, &view));
-    registers[result] = Tensor(view);
+    registers.at(result) = Tensor(view);
   };
 }
 
@@ -121,7 +121,7 @@ Run copies(const std::vector<std::string>& tokens, const Ints& results) {
       const Tensor& source = at(registers, c.source);
       Tensor result =
           empty_strided(c.sizes.data(), c.strides.data(), c.sizes.size(), source, c.dtype);
-      registers[c.result] = result;
+      registers.at(c.result) = result;
       const bool casts = is_float(c.dtype) && is_float(source.scalar_type()) &&
                          c.dtype != source.scalar_type() && is_dense(source) &&
                          same_layout(source, result);
@@ -153,7 +153,7 @@ Run call(const std::string& op, const std::vector<std::string>& tokens, const In
     for (size_t i = 0; i < arguments.size(); ++i) stack[i] = arguments[i](registers);
     front_end(stack, arguments.size(), results.size());
     for (size_t i = 0; i < results.size(); ++i) {
-      registers[results[i]] = torch::stable::detail::to<Tensor>(stack[i]);
+      registers.at(results[i]) = torch::stable::detail::to<Tensor>(stack[i]);
     }
   };
 }
@@ -210,10 +210,11 @@ std::vector<Tensor> run_program(const std::vector<Tensor>& inputs,
   const std::vector<Tensor> all = joined(inputs, buffers);
   if (signature_of(all) != program->signature) return {};
   Registers registers(program->registers);
+  BRAZE_CHECK(all.size() <= registers.size(), "run_program: more inputs than registers");
   std::copy(all.begin(), all.end(), registers.begin());
   for (const Instruction& instruction : program->instructions) {
     instruction.run(registers);
-    for (const int64_t i : instruction.dead) registers[i].reset();
+    for (const int64_t i : instruction.dead) registers.at(i).reset();
   }
   return all_of(registers, program->results);
 }

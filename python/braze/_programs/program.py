@@ -11,6 +11,7 @@ from braze._programs.record import Recorder, Register, Unrecordable
 _ops = torch.ops.braze
 _run = _ops.run_program.default
 _functorch_is_active = torch._C._are_functorch_transforms_active
+_is_batched = torch._C._functorch.is_legacy_batchedtensor  # of autograd.grad(is_grads_batched=True)
 
 
 class Program:
@@ -128,9 +129,13 @@ class Program:
     def gradients(self, ctx, grad):
         """The gradients of the tensors; None for those that have none."""
         saved = ctx.saved_tensors
-        if not (
-            torch.is_grad_enabled() or _functorch_is_active() or forward_ad._current_level >= 0
-        ):
+        one_by_one = (
+            torch.is_grad_enabled()
+            or _functorch_is_active()
+            or forward_ad._current_level >= 0
+            or _is_batched(grad)
+        )
+        if not one_by_one:
             with below_autograd():
                 found = _run([grad, *saved], (), self._backward_number)
                 if not found:  # a gradient of other strides
