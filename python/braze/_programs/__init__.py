@@ -8,6 +8,7 @@ import os
 
 import torch
 from torch.autograd import forward_ad
+from torch.nn.parallel import DistributedDataParallel
 
 from braze import _config
 from braze._nvtx import ENABLED as NVTX
@@ -46,6 +47,8 @@ def allowed(input):
         and forward_ad._current_level < 0
         and _saved_tensors_hook(True) is None
         and not torch.is_inference_mode_enabled()
+        # It exchanges gradients as they are made, which those of a program are all at once.
+        and DistributedDataParallel._active_ddp_module is None
         and not input.is_nested
         and input.layout is torch.strided
     )
