@@ -15,6 +15,7 @@ from benchmarks import (
     networks,
     norm_act,
     optimizers,
+    overhead,
     products,
     products_accuracy,
     render,
@@ -86,6 +87,8 @@ def tables(what):
         return [Table("norm_act", norm_act.run, norm_act.line)]
     if what == ["optimizers"]:
         return [Table("optimizers", optimizers.run, optimizers.line)]
+    if what == ["overhead"]:
+        return [Table("overhead", overhead.run, overhead.line, overhead.KEY)]
     if what == ["counters", "matmul"]:
         return [Table("counters_matmul", counters.run, counters.line)]
     is_ladder = what[:1] == ["ladder"]

@@ -2,8 +2,8 @@
 
 A table stands between ``<!-- bench:NAME -->`` and ``<!-- /bench -->``, NAME being an op, one of
 MNIST's tables, ``products``, ``convolutions``, ``depthwise``, ``networks``, ``optimizers``,
-``accuracy`` (fp32), ``ladder:OP``, ``rungs:OP`` (a line per kernel, for the largest case),
-``kernels:OP`` (a line per case), ``counters:matmul`` or ``checks`` (what test runs printed).
+``overhead``, ``accuracy`` (fp32), ``ladder:OP``, ``rungs:OP`` (a line per kernel, for the largest
+case), ``kernels:OP`` (a line per case), ``counters:matmul`` or ``checks`` (what test runs printed).
 Figures in the documents are never typed by hand.
 """
 
@@ -15,6 +15,7 @@ from pathlib import Path
 from benchmarks import (
     ladder_chart,
     optimizers,
+    overhead,
     render_convolutions,
     render_networks,
     render_products,
@@ -323,6 +324,7 @@ SECTIONS = {
     "depthwise": render_convolutions.depthwise_sections,
     "networks": render_networks.sections,
     "optimizers": optimizers.sections,
+    "overhead": overhead.sections,
     "accuracy": render_products.accuracy_sections,
     "counters:matmul": lambda folder: op_sections(folder, "counters_matmul", counters_table),
 }

@@ -107,7 +107,8 @@ def test_the_work_of_a_loop_over_many_children(others):
             layers += [nn.Linear(3, 3), nn.ReLU(), *([nn.Identity()] * others)]
         model = braze.convert(nn.Sequential(*layers))
         x = torch.randn(2, 3)
-        model(x)
+        for _ in range(2):  # runs are recorded when they come for the second time
+            model(x)
         counts.append(steps(lambda model=model, x=x: model(x)))
     assert counts[2] - counts[1] <= 2.2 * (counts[1] - counts[0])
 

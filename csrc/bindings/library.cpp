@@ -201,6 +201,11 @@ STABLE_TORCH_LIBRARY(braze, m) {
       "int[] stride, int[] padding, bool ceil_mode, bool count_include_pad, "
       "int? divisor_override, bool channels_last) -> Tensor");
 
+  // program: what a run of ops does below autograd, of tensors like these (csrc/ops/program.h);
+  // run_program returns nothing where its tensors are others
+  m.def("define_program(Tensor[] inputs, Tensor[] buffers, str text) -> int");
+  m.def("run_program(Tensor[] inputs, Tensor(a!)[] buffers, int program) -> Tensor[]");
+
   // relu
   m.def("relu(Tensor input) -> Tensor");
   m.def("relu_(Tensor(a!) input) -> ()");

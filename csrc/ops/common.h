@@ -15,6 +15,7 @@
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <unordered_map>
 #include <vector>
 
 #include "launchers/common/types.h"
@@ -23,12 +24,21 @@
 extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index,
                                                              void** ret_stream);
 
-// BRAZE_IMPL(m) { m.impl("relu", TORCH_BOX(&relu)); } registers for the device being compiled.
 #ifdef BRAZE_CUDA
-#define BRAZE_IMPL(m) STABLE_TORCH_LIBRARY_IMPL(braze, CUDA, m)
+#define BRAZE_LIBRARY_IMPL(library) STABLE_TORCH_LIBRARY_IMPL(braze, CUDA, library)
 #else
-#define BRAZE_IMPL(m) STABLE_TORCH_LIBRARY_IMPL(braze, CPU, m)
+#define BRAZE_LIBRARY_IMPL(library) STABLE_TORCH_LIBRARY_IMPL(braze, CPU, library)
 #endif
+
+// BRAZE_IMPL(m) { m.impl("relu", TORCH_BOX(&relu)); } registers for the device being compiled.
+#define BRAZE_IMPL(m) BRAZE_NAMED_IMPL(m, C10_UID)
+#define BRAZE_NAMED_IMPL(m, uid)                                            \
+  static void C10_CONCATENATE(braze_impl_, uid)(::braze::Implementations&); \
+  BRAZE_LIBRARY_IMPL(library) {                                             \
+    ::braze::Implementations implementations(library);                      \
+    C10_CONCATENATE(braze_impl_, uid)(implementations);                     \
+  }                                                                         \
+  static void C10_CONCATENATE(braze_impl_, uid)(::braze::Implementations & m)
 
 // Throws RuntimeError in Python, the message being the concatenation of all further arguments.
 #define BRAZE_CHECK(condition, ...)                                  \
@@ -37,6 +47,27 @@ extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_inde
   } while (false)
 
 namespace braze {
+
+// A front end as the dispatcher calls it: arguments on a stack, which results replace.
+using FrontEnd = void (*)(StableIValue* stack, uint64_t arguments, uint64_t results);
+
+// Those of the device being compiled, by the names of their ops.
+inline std::unordered_map<std::string, FrontEnd>& front_ends() {
+  static std::unordered_map<std::string, FrontEnd> all;
+  return all;
+}
+
+class Implementations {
+ public:
+  explicit Implementations(torch::stable::detail::StableLibrary& library) : library_(library) {}
+  void impl(const char* op, FrontEnd front_end) {
+    library_.impl(op, front_end);
+    front_ends()[op] = front_end;
+  }
+
+ private:
+  torch::stable::detail::StableLibrary& library_;
+};
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;

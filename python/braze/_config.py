@@ -167,8 +167,9 @@ def settings(device_type):
         torch.are_deterministic_algorithms_enabled(),
         torch.is_autocast_enabled(device_type),
         torch.get_autocast_dtype(device_type),
-        torch.backends.cuda.matmul.fp32_precision,
-        torch.backends.cudnn.conv.fp32_precision,
+        # torch.backends.cuda.matmul.fp32_precision and torch.backends.cudnn.conv's
+        torch._C._get_fp32_precision_getter("cuda", "matmul"),
+        torch._C._get_fp32_precision_getter("cuda", "conv"),
         _cudnn_benchmark(),
         _cudnn_deterministic(),
         *_backends.values(),

@@ -11,7 +11,7 @@ def add_arguments(parser):
         "what",
         nargs="*",
         metavar="OP | render | ladder OP | products | convolutions | depthwise | networks | "
-        "norm_act | optimizers | counters matmul",
+        "norm_act | optimizers | overhead | counters matmul",
         help="ops to time (default: all); render: rewrite the documents' tables from the results; "
         "ladder OP: time every kernel of an op beside the vendor's, or beside a copy of its bytes; "
         "products: matrix products beside the best of the vendor's algorithms; convolutions: those "
@@ -19,6 +19,7 @@ def add_arguments(parser):
         "depthwise convolutions of networks beside cuDNN's engines; networks: training steps of "
         "whole networks beside stock's modes; norm_act: batch norm with addition and activation; "
         "optimizers: updates of all parameters beside torch's fused and foreach ones; "
+        "overhead: the host's time for layers and steps in eager mode; "
         "counters matmul: the ladder's hardware counters, by ncu",
     )
     parser.add_argument("--device", help="cpu or cuda[:i] (default: cuda where there is a GPU)")

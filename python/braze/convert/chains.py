@@ -62,9 +62,24 @@ def runs_among(layers, kinds_of):
 
 def run_length(links):
     """How many links, innermost first, the longest run has that they begin with, or 0."""
-    length = through.run_length([k.kinds for k in links])
+    return _longest(links[: through.WINDOW], through.run_length)
+
+
+def stretch_length(links):
+    """:func:`run_length` of runs and of what may be one program."""
+    return max(run_length(links), _longest(links[: runs.LONGEST_STRETCH], _plain_stretch))
+
+
+def _plain_stretch(links):
+    """:func:`runs.stretch_length` of links that stand for one layer each."""
+    plain = itertools.takewhile(lambda more: more is not None and len(more) == 1, links)
+    return runs.stretch_length([more[0] for more in plain])
+
+
+def _longest(links, length_of):
+    length = length_of([k.kinds for k in links])
     while length and not _go_together(links[:length]):
-        length = through.run_length([k.kinds for k in links[: length - 1]])
+        length = length_of([k.kinds for k in links[: length - 1]])
     return length
 
 

@@ -8,7 +8,7 @@ import types
 
 import torch
 
-from braze.convert import kinds, loops, runs, through
+from braze.convert import kinds, loops, programs, runs, through
 from braze.convert.chains import analyse_children, blocks, module_link
 from braze.convert.emit import spliced
 from braze.convert.identity import class_methods, why_its_class_counts
@@ -80,7 +80,8 @@ def class_for(module, kinds_of):
     kind = own_class(module)
     if kind.forward is _SEQUENTIAL_FORWARD:
         found = analyse_children(module, kinds_of)
-        made = _subclass(kind, "children", lambda: _run_sequential) if found else None
+        together = found or programs.follow_each_other(module, kinds_of)
+        made = _subclass(kind, "children", lambda: _run_sequential) if together else None
         return Rewriting(made, found)
     forward = inspect.getattr_static(kind, "forward")
     if not isinstance(forward, types.FunctionType):

@@ -1,11 +1,14 @@
 """What spliced loops go through: layers one after the other, with the runs among them in one."""
 
 import functools
+import itertools
 
 import torch
 
 from braze.convert.kinds import KINDS, kind_of
 from braze.convert.parts import PARTS, expanded
+from braze.convert.programs import LAYERS, by_program
+from braze.convert.runs import are_plain
 from braze.convert.through import WINDOW, run_length, run_through, runner_through
 
 
@@ -19,7 +22,8 @@ def fused(modules):
     if torch.compiler.is_compiling():
         return _callables(children, _segments(kinds))
     segments = _known_segments(kinds)
-    return _walk(modules, children, segments) if segments else modules
+    together = segments or _stretches(tuple(map(type, children)))
+    return _walk(modules, children, segments) if together else modules
 
 
 #: Which iterate over what they hold without effects.
@@ -44,10 +48,17 @@ def _walk(modules, children, segments):
     looks ahead for what is next by now."""
     ahead, seen, skip = None, 0, 0
     others_ran = False
+    stretches = _stretches(tuple(map(type, children)))
     for at, module in enumerate(modules):
         if skip:
             skip -= 1
             continue
+        if at in stretches and not others_ran:
+            layers = children[at : at + stretches[at]]
+            if are_plain(layers):
+                skip = len(layers) - 1
+                yield functools.partial(_one_after_another, layers)
+                continue
         if at in segments:
             links = children[at : at + segments[at]][::-1]
             if others_ran:
@@ -64,6 +75,13 @@ def _walk(modules, children, segments):
                 continue
         others_ran = True
         yield module
+
+
+@by_program
+def _one_after_another(layers, input):
+    for layer in _callables(layers, _known_segments(tuple(map(_kinds, layers)))):
+        input = layer(input)
+    return input
 
 
 def _next(iterator, count):
@@ -96,6 +114,18 @@ def _segments(kinds):
         if length:
             found[at] = length
         at += max(length, 1)
+    return found
+
+
+@functools.lru_cache(maxsize=1024)
+def _stretches(types):
+    """Where two or more layers that may be one program follow each other, and how many."""
+    found, at = {}, 0
+    for known, group in itertools.groupby(kind in LAYERS for kind in types):
+        length = len(list(group))
+        if known and length > 1:
+            found[at] = length
+        at += length
     return found
 
 

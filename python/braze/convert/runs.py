@@ -32,6 +32,8 @@ from braze.convert.kinds import (
     own_norm,
     places,
 )
+from braze.convert.programs import KINDS as PROGRAM_KINDS
+from braze.convert.programs import by_program
 from braze.convert.quiet import is_quiet
 from braze.nn import functional as F
 from braze.nn.modules import batch_norm_act, conv_bn_relu_as_one
@@ -66,6 +68,13 @@ def _known_runner(links):
     function, torchs, pooling = known
     if torchs():
         return None
+    if not _only_compute(links):
+        return None
+    return None if pooling and links[0].return_indices else function
+
+
+def _only_compute(links):
+    """Whether none of the layers among links calls more than its class's forward."""
     for link in links:
         if type(link) is not tuple:
             own = link.__dict__
@@ -76,8 +85,25 @@ def _known_runner(links):
                 or own["_backward_pre_hooks"]
                 or not own.keys().isdisjoint(METHODS_OF_LAYERS)
             ):
-                return None
-    return None if pooling and links[0].return_indices else function
+                return False
+    return True
+
+
+def are_plain(layers):
+    """Whether such layers, all of classes that programs know, are still what they were, without
+    hooks, and return one tensor each."""
+    types = tuple(map(type, layers))
+    if _any_global_hook() or _asks(types)() or not _only_compute(layers):
+        return False
+    pooling = braze.nn.MaxPool2d
+    return pooling not in types or not any(
+        type(layer) is pooling and layer.return_indices for layer in layers
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _asks(types):
+    return gives_way(*itertools.chain.from_iterable(map(places, types)))
 
 
 #: By the classes and functions of links: what runs them as one, what tells whether torch's have to
@@ -86,19 +112,19 @@ _RUNNERS = {}
 
 
 def _find(links):
-    function = RUNS.get(tuple([kind_of(link) for link in links]))
+    function = run_of(tuple([kind_of(link) for link in links]))
     if function is None:
         return None
     key = tuple([k[0] if type(k) is tuple else type(k) for k in links])
     asked = itertools.chain.from_iterable(map(places, key))
     pooling = isinstance(links[0], braze.nn.MaxPool2d)
-    return _RUNNERS.setdefault(key, (function, gives_way(*asked), pooling))
+    return _RUNNERS.setdefault(key, (by_program(function), gives_way(*asked), pooling))
 
 
 def _traced_runner(links):
     """:func:`_known_runner` in words that torch.compile makes guards of. What ``torch.export`` puts
     in the place of modules' `__call__` meanwhile is torch's own."""
-    function = RUNS.get(tuple([kind_of(link) for link in links]))
+    function = run_of(tuple([kind_of(link) for link in links]))
     if function is None:
         return None
     for link in links:
@@ -218,6 +244,46 @@ def changed(known, code, made):
         or known.__defaults__ is not made.__defaults__
         or known.__kwdefaults__ is not made.__kwdefaults__
     )
+
+
+def run_length(kinds):
+    """The length of the longest run that links of such kinds, innermost first, begin with, or 0."""
+    for length in range(min(len(kinds), LONGEST), 1, -1):
+        if tuple(kinds[:length][::-1]) in RUNS:
+            return length
+    return 0
+
+
+def stretch_length(kinds):
+    """:func:`run_length` of runs and of what may be one program."""
+    for length in range(min(len(kinds), LONGEST_STRETCH), 1, -1):
+        if run_of(tuple(kinds[:length][::-1])):
+            return length
+    return 0
+
+
+def run_of(kinds):
+    """What runs links of such kinds, outermost first, or None."""
+    function = RUNS.get(kinds)
+    if function is not None or not 1 < len(kinds) <= LONGEST_STRETCH:
+        return function
+    if any(kind not in STRETCH_KINDS for kind in kinds) or kinds.count("Add") > 1:
+        return None
+    if "Add" in kinds and kinds[kinds.index("Add") + 1 :][:1] != ("BatchNorm2d",):
+        return None
+    return _in_turn
+
+
+def _in_turn(links, input, *added):
+    """Run by run, and what is none link by link."""
+    kinds, end = [kind_of(link) for link in links], len(links)
+    while end > 0:
+        start = end - max(1, run_length(kinds[:end][::-1]))
+        part, of_part = links[start:end], added if "Add" in kinds[start:end] else ()
+        function = RUNS.get(tuple(kinds[start:end]))
+        input = (function or one_by_one)(part, input, *of_part)
+        end = start
+    return input
 
 
 def conv_fits(conv, bn):
@@ -368,6 +434,9 @@ RUNS = {
     ("ReLU", "Linear", "Flatten"): _flat_linear,
 }
 LONGEST = max(map(len, RUNS))
+#: Of what is no run of its own: more layers hold more memory than a node less is worth.
+LONGEST_STRETCH = 16
+STRETCH_KINDS = frozenset(("Add", *PROGRAM_KINDS))
 #: The parts of runs that are one op: the kinds of its layers, innermost first, and the module that
 #: stands for it.
 BLOCKS = {

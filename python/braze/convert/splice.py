@@ -20,9 +20,9 @@ from braze.convert.chains import (
     calls_of,
     function_name,
     module_link,
-    run_length,
     runs_among,
     settings_fit,
+    stretch_length,
 )
 from braze.convert.emit import SCOPES
 from braze.convert.names import Names
@@ -222,7 +222,7 @@ class _Function(Names, Calls, Branches, additions.Surroundings):
         links = [k for k in links[::-1] if k.number not in self.taken]
         at = 0
         while at < len(links):
-            length = run_length(links[at : at + through.WINDOW])
+            length = stretch_length(links[at:])
             if length:
                 self._take(links[at : at + length])
                 self.parts["nested"].append(calls_of(links[at : at + length]))
@@ -270,7 +270,7 @@ class _Function(Names, Calls, Branches, additions.Surroundings):
                 break
         links, owners = chain.links, chain.owners
         for start in range(owners.count(first)):
-            length = run_length(links[start : start + through.WINDOW])
+            length = stretch_length(links[start:])
             run, last = links[start : start + length], owners[start + length - 1]
             if not length or last == first or any(k.number in self.taken for k in run):
                 continue
@@ -298,7 +298,7 @@ class _Function(Names, Calls, Branches, additions.Surroundings):
         chain.owners += [at] * len(found)
         chain.name = target
         later = chain.links[chain.owners.count(chain.owners[0]) :]
-        long_enough = sum(len(k.kinds) for k in later) >= runs.LONGEST
+        long_enough = sum(len(k.kinds) for k in later) >= runs.LONGEST_STRETCH
         # Nothing can go on with what is no variable.
         return whole and isinstance(target, str) and not long_enough
 

@@ -9,6 +9,7 @@ from braze._ops._common import plain
 from braze._ops.batch_norm import batch_norm_counting
 from braze._ops.fused import as_one_op
 from braze._ops.sync_batch_norm import sync_batch_norm
+from braze._programs import with_casts
 from braze._stock import calls
 from braze.nn import functional as F
 
@@ -188,7 +189,8 @@ class Conv2d(torch.nn.Conv2d):
             sides = self._reversed_padding_repeated_twice
             input = torch.nn.functional.pad(input, sides, mode=self.padding_mode)
             padding = 0
-        return F.conv2d(input, weight, bias, self.stride, padding, self.dilation, self.groups)
+        settings = self.stride, padding, self.dilation, self.groups
+        return with_casts(F.conv2d, (input, weight, bias), settings)
 
 
 def _block_arguments(conv, bn):
@@ -412,7 +414,7 @@ class Linear(torch.nn.Linear):
     def forward(self, input):
         if self._gives_way():
             return super().forward(input)
-        return F.linear(input, self.weight, self.bias)
+        return with_casts(F.linear, (input, self.weight, self.bias))
 
 
 class LinearReLU(Linear):
@@ -438,7 +440,7 @@ class LinearReLU(Linear):
         return layer
 
     def forward(self, input):
-        return F.linear_relu(input, self.weight, self.bias)
+        return with_casts(F.linear_relu, (input, self.weight, self.bias))
 
 
 @calls("log_softmax")

@@ -1,0 +1,141 @@
+"""Programs of runs of layers: what eager mode pays for each op, paid once for all of them.
+
+A run is recorded when it comes for the second time under the same circumstances, and from then on
+is one op forward and one backward, with one autograd node. docs/eager.md
+"""
+
+import os
+
+import torch
+from torch.autograd import forward_ad
+from torch.nn.parallel import DistributedDataParallel
+
+from braze import _config
+from braze._nvtx import ENABLED as NVTX
+from braze._programs.program import Program
+from braze._programs.record import Unrecordable
+from braze._step_scope import current
+
+#: Of all that a program makes: larger ones are not bound by the host, and hold longer in memory
+#: what op by op is freed on the way.
+MOST_BYTES = 256 << 20
+#: Circumstances that are remembered, and programs for other strides and dtypes under the same ones.
+_MOST_KNOWN, _MOST_VARIANTS = 2048, 4
+#: "0": no programs, as under BRAZE_NVTX, which shows ops; "first": recorded at the first call.
+_MODE = os.environ.get("BRAZE_PROGRAMS", "1")
+_ON = _MODE != "0" and not NVTX
+_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+#: By circumstances: a list of programs, None among them for tensors that have none; before that, 1
+#: where they came once; None: never to be tried.
+_known = {}
+
+_functorch_is_active = torch._C._are_functorch_transforms_active
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_saved_tensors_hook = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+def allowed(input):
+    """Whether a run on `input` may be a program: nobody watches its ops or what they save, and
+    nothing but torch's plain autograd differentiates it."""
+    return (
+        _ON
+        and type(input) in _TENSORS
+        and not torch.compiler.is_compiling()
+        and current.scope is None
+        and not _dispatch_modes()
+        and not _functorch_is_active()
+        and forward_ad._current_level < 0
+        and _saved_tensors_hook(True) is None
+        and not torch.is_inference_mode_enabled()
+        # It exchanges gradients as they are made, which those of a program are all at once.
+        and DistributedDataParallel._active_ddp_module is None
+        and not input.is_nested
+        and input.layout is torch.strided
+    )
+
+
+def run(name, function, tensors, buffers):
+    """The result of a run by its program, or None where there is none.
+
+    Args:
+        name: a list: what the run does, as far as the tensors do not decide it. Where something in
+            it has no hash, there is no program.
+        function: makes, of tensors and buffers like these, the function to record.
+        tensors: what it reads; the first one is its input.
+        buffers: what it may write to.
+    """
+    input = tensors[0]
+    device = input.device
+    key = [*name, torch.is_grad_enabled(), device, input.dtype, input.stride(), len(tensors)]
+    for tensor in tensors:
+        if type(tensor) not in _TENSORS or tensor.is_nested:
+            return None
+        key += (tensor.shape, tensor.requires_grad)
+    key += _config.settings(device.type)
+    key = tuple(key)
+    try:
+        known = _known.get(key, 0)
+    except TypeError:
+        return None
+    if known is None:
+        return None
+    if known == 0:
+        if len(_known) >= _MOST_KNOWN:
+            _known.clear()
+        known = _known[key] = 1
+        if _MODE != "first":
+            return None
+    if known != 1:
+        for program in known:
+            result = None if program is None else program(tensors, buffers)
+            if result is not None:
+                return result
+        if len(known) >= _MOST_VARIANTS:
+            return None
+    if input.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
+    program = _recorded(function, tensors, buffers)
+    if known == 1:
+        _known[key] = None if program is None else [program]
+    else:
+        known.append(program)
+    return None if program is None else program(tensors, buffers)
+
+
+def with_casts(function, tensors, settings=()):
+    """``function(*tensors, *settings)``; under autocast the op and its casts are one program.
+
+    Args:
+        tensors: the arguments that are tensors or None; the first one is the input.
+        settings: the others.
+    """
+    input = tensors[0]
+    if not torch._C._is_any_autocast_enabled() or not allowed(input):
+        return function(*tensors, *settings)
+    given = [t is not None for t in tensors]
+    result = run(
+        [function, *given, *settings],
+        lambda own, buffers: lambda *own: _with_none(function, own, given, settings),
+        [t for t in tensors if t is not None],
+        (),
+    )
+    return function(*tensors, *settings) if result is None else result
+
+
+def _with_none(function, tensors, given, settings):
+    tensors = iter(tensors)
+    return function(*[next(tensors) if is_given else None for is_given in given], *settings)
+
+
+def _recorded(function, tensors, buffers):
+    """A program, or None where there cannot be one. It is recorded on tensors of its own, so that
+    nobody's buffers, gradients and hooks notice."""
+    own = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
+    copies = [b.detach().clone() for b in buffers]
+    try:
+        return Program(function(own, copies), own, copies, MOST_BYTES)
+    except Unrecordable:
+        return None
+    except Exception:
+        # What the run raises it will raise again, op by op, with all that it does before.
+        return None

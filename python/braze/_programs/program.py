@@ -1,0 +1,254 @@
+"""Programs: a function of tensors that has been recorded, as one op forward and one backward, with
+one autograd node."""
+
+import torch
+from torch.autograd import forward_ad
+
+from braze._ops._common import below_autograd, derivatives, register
+from braze._programs.encode import encode
+from braze._programs.record import Recorder, Register, Unrecordable
+
+_ops = torch.ops.braze
+_run = _ops.run_program.default
+_functorch_is_active = torch._C._are_functorch_transforms_active
+_is_batched = torch._C._functorch.is_legacy_batchedtensor  # of autograd.grad(is_grads_batched=True)
+
+
+class Program:
+    """A recorded function of tensors, which returns one.
+
+    Args:
+        function: takes the tensors; calls braze's ops, views and copies only. What it does may
+            depend on all of the tensors but their values. It is run once, with its backward.
+        tensors: what it reads. Those that require gradients are leaves.
+        buffers: further tensors, known to the function, that it reads and may write to.
+        most_bytes: of all tensors that are made; a function that makes more is refused.
+
+    Raises:
+        Unrecordable: the function does something else.
+    """
+
+    def __init__(self, function, tensors, buffers, most_bytes):
+        wanted = [t for t in tensors if t.requires_grad]
+        self._differentiates = torch.is_grad_enabled() and bool(wanted)
+        inputs = [*tensors, *buffers]
+        self._constant = len(tensors)
+        recorder = Recorder(inputs, len(tensors), most_bytes)
+        with recorder:
+            output = function(*tensors)
+        self._output = recorder.register(output)
+        self._forward = tuple(recorder.instructions)
+        made_by = {r: i for i in self._forward for r in i.results}
+        if _source(self._output, made_by) < len(inputs):
+            raise Unrecordable("an input is returned")
+        if output.requires_grad != self._differentiates:
+            raise Unrecordable("no gradient where one is wanted")
+        written = {r for i in self._forward for r in i.writes()}
+        self._written = [i for i in range(len(buffers)) if len(tensors) + i in written]
+        kept = saved = ()
+        if self._differentiates:
+            self._like_output = output.shape, output.stride()
+            grads, instructions = _record_backward(recorder, output, wanted)
+            kept, saved = self._define_backward(recorder, grads, instructions, made_by, tensors)
+        results = [self._output, *(r for r in saved if r != self._output)]
+        self._kept = kept
+        self._saved = [results.index(r) for r in saved]
+        self._number = _define(
+            self._forward, recorder.tensors, (len(tensors), len(buffers)), results
+        )
+        self._forward = _without_tensors(self._forward)
+
+    def _define_backward(self, recorder, grads, instructions, made_by, tensors):
+        """Defines the program of the gradients; which of the inputs and of the forward's registers
+        it reads beside the output's gradient."""
+        if any(i.writes() for i in instructions):
+            raise Unrecordable("a backward that writes to its inputs")
+        grad = recorder.add(recorder.grad)
+        found = [g for g in grads if g is not None]
+        if len(set(found)) < len(found):
+            raise Unrecordable("gradients that are the same tensor")
+        made = {r for i in instructions for r in i.results}
+        asked = dict.fromkeys(r for i in instructions for r in i.registers())
+        asked.update(dict.fromkeys(found))
+        # Views are made again: what they show is saved, so that its version is checked.
+        needed, views = [], []
+        todo = [r for r in asked if r not in made and r != grad]
+        while todo:
+            r = todo.pop(0)
+            by = made_by.get(r)
+            if by is not None and by.form == "alias":
+                views.insert(0, by)
+                todo.append(by.args[0])
+            elif r not in needed:
+                needed.append(r)
+        kept = [r for r in needed if r < len(tensors)]
+        saved = [r for r in needed if r >= len(tensors)]
+        if any(r not in made_by for r in saved):
+            raise Unrecordable("a buffer is read in the backward")
+        numbers = {r: Register(i) for i, r in enumerate([grad, *kept, *saved])}
+        by_number = [recorder.tensors[r] for r in numbers]
+
+        def change(r):
+            if r not in numbers:
+                numbers[r] = Register(len(numbers))
+                by_number.append(recorder.tensors[r])
+            return numbers[r]
+
+        unique = dict.fromkeys(id(v) for v in views)
+        views = [next(v for v in views if id(v) == i) for i in unique]
+        mapped = [i.mapped(change) for i in (*views, *instructions)]
+        count = 1 + len(needed)
+        self._backward_number = _define(mapped, by_number, (count, 0), [change(r) for r in found])
+        wanted = iter(grads)
+        self._grads = [t.requires_grad and next(wanted) is not None for t in tensors]
+        return kept, saved
+
+    def __call__(self, tensors, buffers):
+        """What the function returns of other tensors, or None where they are not like those that it
+        was recorded with."""
+        with below_autograd():
+            results = _run(tensors, buffers, self._number)
+        if not results:
+            return None
+        if self._written:
+            torch.autograd.graph.increment_version([buffers[i] for i in self._written])
+        if not self._differentiates:
+            return results[0]
+        return _record(self, buffers, results, *tensors)
+
+    def save(self, ctx, buffers, results, tensors):
+        """Keeps in `ctx` what :meth:`gradients` takes from it."""
+        ctx.set_materialize_grads(False)
+        ctx.program = self
+        kept = self._kept
+        ctx.save_for_backward(*[tensors[i] for i in kept], *[results[i] for i in self._saved])
+        # For second derivatives only.
+        ctx.others = [None if i in kept else t for i, t in enumerate(tensors)]
+        ctx.buffers = buffers, [b._version for b in buffers]
+
+    def gradients(self, ctx, grad):
+        """The gradients of the tensors; None for those that have none."""
+        saved = ctx.saved_tensors
+        one_by_one = (
+            torch.is_grad_enabled()
+            or _functorch_is_active()
+            or forward_ad._current_level >= 0
+            or _is_batched(grad)
+        )
+        if not one_by_one:
+            with below_autograd():
+                found = _run([grad, *saved], (), self._backward_number)
+                if not found:  # a gradient of other strides
+                    copy = grad.new_empty_strided(*self._like_output).copy_(grad)
+                    found = _run([copy, *saved], (), self._backward_number)
+            if found:
+                found = iter(found)
+                return [next(found) if has else None for has in self._grads]
+        tensors = list(ctx.others)
+        for i, tensor in zip(self._kept, saved, strict=False):
+            tensors[i] = tensor
+        buffers, versions = ctx.buffers
+        for i, buffer in enumerate(buffers):
+            if i not in self._written and buffer._version != versions[i]:
+                raise RuntimeError(
+                    "a buffer needed for gradient computation has been modified by an inplace "
+                    "operation"
+                )
+        # Those that were written to are read in nothing that has a derivative.
+        buffers = [b.clone() if i in self._written else b for i, b in enumerate(buffers)]
+        return derivatives(
+            lambda *tensors: self.replayed(tensors, buffers), tensors, self._grads, (), [grad]
+        )
+
+    def replayed(self, tensors, buffers):
+        """The same, op by op, each with its own node."""
+        values = dict(enumerate((*tensors, *buffers)))
+
+        def of(value):
+            if type(value) is tuple:
+                return tuple(map(of, value))
+            return values[value] if type(value) is Register else value
+
+        with torch.autocast(tensors[0].device.type, enabled=False):
+            for i in self._forward:
+                results = i.op(*of(i.args), **i.kwargs)
+                if i.results:
+                    results = results if isinstance(results, (tuple, list)) else (results,)
+                    values.update(zip(i.results, results, strict=True))
+        return values[self._output]
+
+
+class ProgramFunction(torch.autograd.Function):
+    """The node of a program that has been run."""
+
+    @staticmethod
+    def forward(ctx, program, buffers, results, *tensors):
+        program.save(ctx, buffers, results, tensors)
+        return results[0]
+
+    @staticmethod
+    def backward(ctx, grad):
+        if grad is None:
+            return (None,) * len(ctx.needs_input_grad)
+        return None, None, None, *ctx.program.gradients(ctx, grad)
+
+
+_record = super(torch.autograd.Function, ProgramFunction).apply
+
+
+def _source(register, made_by):
+    """The register of the tensor that one is a view of, or itself."""
+    while register in made_by and made_by[register].form == "alias":
+        register = made_by[register].args[0]
+    return register
+
+
+def _record_backward(recorder, output, wanted):
+    """The registers of the gradients of the wanted tensors, and the instructions that make them."""
+    first = len(recorder.instructions)
+    recorder.grad = torch.ones_like(output)
+    recorder.add(recorder.grad)
+    with recorder, torch.autocast(output.device.type, enabled=False):
+        found = torch.autograd.grad(output, wanted, recorder.grad, allow_unused=True)
+    grads = [None if g is None else recorder.register(g) for g in found]
+    return grads, recorder.instructions[first:]
+
+
+def _without_tensors(instructions):
+    return tuple(i._replace(like=None) for i in instructions)
+
+
+#: What programs return, by device type and number: shape, strides and dtype of each result.
+_results = {}
+
+
+def _define(instructions, tensors, inputs, results):
+    """The number of the program.
+
+    Args:
+        tensors: by register.
+        inputs: how many of the registers are inputs that are read, and buffers.
+    """
+    constant, buffers = inputs
+    text = encode(instructions, len(tensors), constant, results)
+    given = tensors[:constant], tensors[constant : constant + buffers]
+    with below_autograd():
+        number = _ops.define_program.default(*given, text)
+    made = [tensors[r] for r in results]
+    device = tensors[0].device.type
+    _results[device, number] = [(t.shape, t.stride(), t.dtype) for t in made]
+    return number
+
+
+def _fake_run(inputs, buffers, program):
+    like = inputs[0]
+    made = _results[like.device.type, program]
+    return [like.new_empty_strided(size, stride, dtype=dtype) for size, stride, dtype in made]
+
+
+def _fake_define(inputs, buffers, text):
+    raise RuntimeError("braze::define_program keeps its program in memory: it cannot be traced")
+
+
+register("define_program", fake=_fake_define)
+register("run_program", fake=_fake_run)

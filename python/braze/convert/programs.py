@@ -1,0 +1,98 @@
+"""Runs of layers as programs (braze/_programs): what decides, beside tensors, what a run computes,
+and the run as a function of its tensors."""
+
+import functools
+import itertools
+import operator
+
+import torch
+
+import braze.nn
+from braze import _programs
+from braze.convert.kinds import ACTIVATIONS
+from braze.convert.modules import is_container
+
+_SETTINGS = {
+    "AvgPool2d": (
+        *("kernel_size", "stride", "padding", "ceil_mode", "count_include_pad"),
+        "divisor_override",
+    ),
+    "BatchNorm2d": ("num_features", "training", "momentum", "eps", "track_running_stats"),
+    "Conv2d": ("out_channels", "stride", "padding", "dilation", "groups", "padding_mode"),
+    "Linear": ("in_features", "out_features"),
+    "MaxPool2d": ("kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices"),
+    **{kind: (*settings, "inplace") for kind, (_, settings) in ACTIVATIONS.items()},
+    **{kind: ("training",) for kind in ("Sigmoid", "Tanh")},  # which have none
+    "GELU": ("training", "approximate"),
+}
+#: By layers' classes, what gets the settings that count.
+_getters = {getattr(braze.nn, kind): operator.attrgetter(*s) for kind, s in _SETTINGS.items()}
+for _flatten in (torch.nn.Flatten, braze.nn.Flatten):
+    _getters[_flatten] = operator.attrgetter("start_dim", "end_dim")
+
+LAYERS = frozenset(_getters)
+KINDS = frozenset(("Flatten", *_SETTINGS))
+
+
+def follow_each_other(container, kinds_of):
+    """Whether two of its children that follow each other may be one program.
+
+    Args:
+        kinds_of: a function from a module to the kinds of the links that a call of it stands for,
+            or None.
+    """
+    children = container.__dict__["_modules"].values() if is_container(container) else ()
+    known = [len(kinds or ()) == 1 and kinds[0] in KINDS for kinds in map(kinds_of, children)]
+    return any(a and b for a, b in itertools.pairwise(known))
+
+
+def by_program(function):
+    """`function` of links, an input, and what is added, by a program where there is one."""
+
+    @functools.wraps(function)
+    def call(links, input, *added):
+        if _programs.allowed(input):
+            result = _by_program(function, links, input, added)
+            if result is not None:
+                return result
+        return function(links, input, *added)
+
+    return call
+
+
+def _by_program(function, links, input, added):
+    name, tensors, buffers = [function], [input, *added], []
+    for link in links:
+        if type(link) is tuple:
+            called, args, kwargs = link
+            name += (called, args, *kwargs.items())
+            continue
+        kind = type(link)
+        name += (kind, _getters[kind](link))
+        own = link.__dict__
+        for of_layer, all_of_them in ((own["_parameters"], tensors), (own["_buffers"], buffers)):
+            for tensor in of_layer.values():
+                if tensor is None:
+                    name.append(None)
+                else:
+                    all_of_them.append(tensor)
+    make = functools.partial(_on_others, function, links, 1 + len(added))
+    return _programs.run(name, make, tensors, buffers)
+
+
+def _on_others(function, links, given, tensors, buffers):
+    """The run as a function of its tensors, on copies of the layers that hold others."""
+    parameters, others = iter(tensors[given:]), iter(buffers)
+    copies = tuple([_with_tensors(link, parameters, others) for link in links])
+    return lambda *tensors: function(copies, *tensors[:given])
+
+
+def _with_tensors(link, parameters, buffers):
+    if type(link) is tuple:
+        return link
+    copy = object.__new__(type(link))
+    copy.__dict__.update(link.__dict__)
+    for name, tensors in (("_parameters", parameters), ("_buffers", buffers)):
+        own = link.__dict__[name].items()
+        copy.__dict__[name] = {k: None if t is None else next(tensors) for k, t in own}
+    return copy

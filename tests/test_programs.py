@@ -1,0 +1,446 @@
+"""Programs of runs of layers: what they compute is what the same ops compute one by one, and nobody
+can tell that they are there."""
+
+import copy
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as stock
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import braze
+from convert_models import ops_run
+
+_NODE = "ProgramFunctionBackward"
+
+
+class Functional(nn.Module):
+    """Nested calls, statements, functions."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(3, 6, 3, padding=1), nn.Conv2d(6, 8, 3)
+        self.fc1, self.fc2 = nn.Linear(8 * 9, 12), nn.Linear(12, 5)
+
+    def forward(self, x):
+        x = stock.max_pool2d(stock.relu(self.conv1(x)), 2)
+        x = torch.tanh(self.conv2(x))
+        x = torch.flatten(x, 1)
+        return self.fc2(stock.relu(self.fc1(x)))
+
+
+class Residual(nn.Module):
+    """A bottleneck with a shortcut."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(3, 4, 1, bias=False), nn.BatchNorm2d(4)
+        self.conv2, self.bn2 = nn.Conv2d(4, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6)
+        self.shortcut = nn.Conv2d(3, 6, 1)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        out = self.relu(self.bn1(self.conv1(x)))
+        out = self.bn2(self.conv2(out))
+        out += self.shortcut(x)
+        return self.relu(out)
+
+
+def layers():
+    return nn.Sequential(
+        *(nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(6, 8, 3, bias=False), nn.BatchNorm2d(8, momentum=None), nn.SiLU()),
+        *(nn.AvgPool2d(2), nn.Flatten(), nn.Linear(8, 7), nn.ReLU(), nn.Linear(7, 5)),
+    )
+
+
+def convolutions():
+    """Without batch norm, so that nothing is a fused run."""
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.GELU(), nn.Conv2d(4, 6, 3, stride=2), nn.ELU())
+
+
+MODELS = [layers, convolutions, Functional, Residual]
+
+
+def on(device, make):
+    torch.manual_seed(0)
+    return braze.convert(make()).to(device)
+
+
+def images(device, n=4, **kwargs):
+    return torch.randn(n, 3, 10, 10, device=device, **kwargs)
+
+
+def nodes(tensor):
+    """The names of the nodes behind a tensor."""
+    seen, todo = [], [tensor.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.append(node)
+            todo += [n for n, _ in node.next_functions]
+    return [node.name() for node in seen]
+
+
+class OneByOne(torch.utils._python_dispatch.TorchDispatchMode):
+    """Under which there are no programs."""
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        return op(*args, **(kwargs or {}))
+
+
+def trained(model, x, calls, by_programs=True, autocast=False):
+    """The last call's result and gradients, with what the buffers have become."""
+    model = copy.deepcopy(model)
+    x = x.clone().requires_grad_()
+    for _ in range(calls):
+        model.zero_grad()
+        x.grad = None
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=autocast):
+            if by_programs:
+                output = model(x)
+            else:
+                with OneByOne():
+                    output = model(x)
+        output.float().square().sum().backward()
+    used = _NODE in nodes(output)
+    assert used == (by_programs and calls > 1)
+    return [output, x.grad, *(p.grad for p in model.parameters()), *model.buffers()]
+
+
+def assert_equal(ours, theirs):
+    assert len(ours) == len(theirs)
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.dtype == b.dtype
+        assert a.stride() == b.stride()
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["as they are", "autocast"])
+@pytest.mark.parametrize("channels_last", [False, True], ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize("make", MODELS)
+def test_is_what_its_ops_are(device, make, training, channels_last, autocast):
+    model, x = on(device, make).train(training), images(device)
+    if channels_last:
+        model, x = (t.to(memory_format=torch.channels_last) for t in (model, x))
+    found = trained(model, x, 3, autocast=autocast)
+    assert_equal(found, trained(model, x, 3, by_programs=False, autocast=autocast))
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_without_gradients(device, make):
+    model, x = on(device, make), images(device)
+    with torch.no_grad():
+        found = [copy.deepcopy(model)(x) for _ in range(3)]
+        with OneByOne():
+            assert_equal(found, [copy.deepcopy(model)(x) for _ in range(3)])
+    assert not found[-1].requires_grad
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_is_one_node(device, make):
+    model, x = on(device, make), images(device)
+    names = [nodes(model(x)) for _ in range(3)][-1]
+    others = [n for n in names if n != "torch::autograd::AccumulateGrad"]
+    assert others.count(_NODE) == 1
+    assert len(others) <= 2
+
+
+def test_runs_of_the_same_settings_share_a_program(device):
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(5)))
+    x = torch.randn(2, 4, device=device, requires_grad=True)
+    names = nodes(on(device, lambda: model)(x))
+    assert names.count(_NODE) == 4  # the first one came for the first time
+
+
+def test_buffers_change_once_a_call(device):
+    model, x = on(device, layers), images(device)
+    for count in (1, 2, 3):
+        version = model[1].running_mean._version
+        model(x)
+        assert model[1].num_batches_tracked == model[5].num_batches_tracked == count
+        assert model[1].running_mean._version > version
+
+
+def test_recording_touches_nobodys_gradients_or_hooks(device):
+    model, x = on(device, layers), images(device)
+    calls = []
+    model[0].weight.register_hook(lambda grad: calls.append(grad))
+    for _ in range(3):
+        model(x)
+    assert not calls
+    assert all(p.grad is None for p in model.parameters())
+    model(x).sum().backward()
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_second_derivatives(device, make):
+    model, x = on(device, make).double(), images(device, dtype=torch.float64).requires_grad_()
+
+    def second(by_programs):
+        own = copy.deepcopy(model)
+        if by_programs:
+            for _ in range(3):
+                output = own(x)
+            assert _NODE in nodes(output)
+            own.load_state_dict(model.state_dict())
+            output = own(x)
+        else:
+            with OneByOne():
+                output = own(x)
+        inputs = [x, *own.parameters()]
+        first = torch.autograd.grad(output.square().sum(), inputs, create_graph=True)
+        total = sum(g.square().sum() for g in first)
+        return [output, *torch.autograd.grad(total, inputs, allow_unused=True), *own.buffers()]
+
+    for ours, theirs in zip(second(True), second(False), strict=True):
+        if theirs is None:
+            assert ours is None or not ours.any()
+        else:
+            torch.testing.assert_close(ours, torch.zeros_like(ours) + theirs)
+
+
+def test_a_batch_of_gradients(device):
+    model, x = on(device, convolutions), images(device, requires_grad=True)
+    for _ in range(3):
+        output = model(x)
+    grads = torch.randn(2, *output.shape, device=device)
+    found = torch.autograd.grad(output, x, grads, is_grads_batched=True, retain_graph=True)[0]
+    each = [torch.autograd.grad(output, x, g, retain_graph=True)[0] for g in grads]
+    torch.testing.assert_close(found, torch.stack(each))
+
+
+def test_backward_again(device):
+    model, x = on(device, Functional), images(device)
+    for _ in range(3):
+        output = model(x)
+    weight = model.conv1.weight
+    first, again = (torch.autograd.grad(output.sum(), weight, retain_graph=i == 0) for i in (0, 1))
+    assert torch.equal(*first, *again)
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(output.sum(), weight)
+
+
+def test_gradients_of_other_strides(device):
+    model, x = on(device, convolutions), images(device)
+    for _ in range(3):
+        output = model(x)
+    grad = torch.randn_like(output)
+    weight = model[0].weight
+    (expected,) = torch.autograd.grad(output, weight, grad, retain_graph=True)
+    for other in (grad.to(memory_format=torch.channels_last), grad.mT.contiguous().mT):
+        assert torch.equal(expected, *torch.autograd.grad(output, weight, other, retain_graph=True))
+    (zero,) = torch.autograd.grad(output, weight, torch.zeros((), device=device).expand_as(output))
+    assert not zero.any()
+
+
+def test_what_was_saved_may_not_change(device):
+    model, x = on(device, Functional), images(device)
+    for _ in range(3):
+        output = model(x)
+    with torch.no_grad():
+        model.conv2.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
+def changes():
+    def frozen(model):
+        model[0].weight.requires_grad_(False)
+
+    def evaluation(model):
+        model[1].eval()
+
+    def momentum(model):
+        model[1].momentum = 0.5
+
+    def padding_mode(model):
+        model[0].padding_mode = "circular"
+
+    def other_layer(model):
+        model[6] = nn.Tanh()
+
+    def weight(model):
+        model[9].weight = nn.Parameter(model[9].weight.detach() * 2)
+
+    def strides(model):
+        model[0].to(memory_format=torch.channels_last)
+
+    def dtype(model):
+        model.double()
+
+    def inplace(model):
+        model[2].inplace = True
+
+    def unhashable(model):
+        model[0].stride = [1, 1]
+
+    return [v for v in locals().values() if callable(v)]
+
+
+@pytest.mark.parametrize("change", changes(), ids=lambda c: c.__name__)
+def test_changes_are_noticed(device, change):
+    model, x = on(device, layers), images(device)
+    for _ in range(3):
+        model(x)
+    change(model)
+    x = x.to(model[0].weight.dtype)
+    twin = copy.deepcopy(model)
+    for _ in range(3):
+        output = model(x)
+        with OneByOne():
+            expected = twin(x)
+        assert_equal([output, *model.buffers()], [expected, *twin.buffers()])
+
+
+def test_settings_are_noticed(device):
+    model, x = on(device, convolutions), images(device)
+    for _ in range(3):
+        model(x)
+    with braze.backend(conv2d="direct" if device == "cpu" else "braze"):
+        with OneByOne():
+            expected = model(x)
+        for _ in range(3):
+            assert torch.equal(model(x), expected)
+
+
+def test_batches_of_other_sizes(device):
+    model = on(device, Functional)
+    for n in (4, 4, 4, 3, 1, 0, 4, 3, 3, 0, 0):
+        x = images(device, n)
+        with OneByOne():
+            expected = model(x)
+        assert torch.equal(model(x), expected)
+
+
+def test_hooks_run(device):
+    model, x = on(device, layers), images(device)
+    for _ in range(3):
+        model(x)
+    seen = []
+    model[4].register_forward_hook(lambda module, args, output: seen.append(output.shape))
+    for _ in range(3):
+        model(x)
+    assert len(seen) == 3
+
+
+def test_modes_see_the_ops(device):
+    model, x = on(device, convolutions), images(device)
+    for _ in range(3):
+        model(x)
+    assert ops_run(lambda: model(x)) == ["conv2d", "activation", "conv2d", "activation"]
+
+
+def test_hooks_of_saved_tensors(device):
+    model, x = on(device, layers), images(device)
+    for _ in range(3):
+        model(x)
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
+        output = model(x)
+    assert packed
+    assert _NODE not in nodes(output)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing(device, use_reentrant):
+    model, x = on(device, Functional), images(device, requires_grad=True)
+    for _ in range(4):
+        model.zero_grad()
+        checkpoint(model, x, use_reentrant=use_reentrant).sum().backward()
+    found = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    with OneByOne():
+        model(x).sum().backward()
+    assert_equal(found, [p.grad for p in model.parameters()])
+
+
+def test_what_it_refuses_it_refuses_as_before(device):
+    model = on(device, layers)
+    one = torch.randn(1, 3, 6, 6, device=device)  # batch norm's second one gets one value
+    for count in (1, 2, 3):
+        with pytest.raises(ValueError, match="more than 1 value per channel"):
+            model(one)
+        assert model[1].num_batches_tracked == model[5].num_batches_tracked == count
+
+
+def test_weights_that_are_the_same(device):
+    model = on(device, lambda: nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)), nn.Tanh()))
+    model[2].weight = model[0].weight
+    x = torch.randn(2, 4, device=device)
+    for _ in range(3):
+        output = model(x)
+    with OneByOne():
+        assert torch.equal(output, model(x))
+
+
+def test_inputs_that_are_overwritten(device):
+    model = on(device, lambda: nn.Sequential(nn.ReLU(inplace=True), nn.Tanh()))
+    for _ in range(3):
+        x = torch.randn(5, device=device)
+        model(x)
+        assert (x >= 0).all()
+
+
+def test_functional_call(device):
+    model, x = on(device, Functional), images(device)
+    for _ in range(3):
+        model(x)
+    doubled = {k: 2 * v.detach() for k, v in model.named_parameters()}
+    twin = copy.deepcopy(model)
+    twin.load_state_dict(doubled)
+    for _ in range(3):
+        assert torch.equal(torch.func.functional_call(model, doubled, x), twin(x))
+
+
+def test_threads(device):
+    model, x = on(device, Functional), images(device)
+    expected = trained(model, x, 2)
+    found = [None] * 4
+
+    def work(i):
+        own, mine = copy.deepcopy(model), x.clone().requires_grad_()
+        for _ in range(20):
+            own.zero_grad()
+            mine.grad = None
+            output = own(mine)
+            output.square().sum().backward()
+        found[i] = [output, mine.grad, *(p.grad for p in own.parameters())]
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for one in found:
+        assert_equal(one, expected)
+
+
+def test_raw_ops(device):
+    x = torch.randn(3, 4, device=device)
+    text = "2 1\nrelu t0 > 1 ; 0"
+    number = torch.ops.braze.define_program([x], [], text)
+    (result,) = torch.ops.braze.run_program([x], [], number)
+    assert torch.equal(result, x.relu())
+    assert not torch.ops.braze.run_program([x.t()], [], number)
+    assert not torch.ops.braze.run_program([x, x], [], number)
+    with pytest.raises(RuntimeError, match="no program"):
+        torch.ops.braze.run_program([x], [], 10**6)
+    with pytest.raises(RuntimeError, match="no op triangle"):
+        torch.ops.braze.define_program([x], [], "2 1\ntriangle t0 > 1 ; 0")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["1 1\nrelu t0 > 1 ;", "2 1\nrelu t5 > 1 ;", "2 1\nrelu t1 > 1 ;", "3 2\nrelu t0 > 1 ;"],
+    ids=["a result too many", "no such register", "not set", "nothing returned"],
+)
+def test_programs_that_are_wrong(device, text):
+    x = torch.randn(3, device=device)
+    number = torch.ops.braze.define_program([x], [], text)
+    with pytest.raises((RuntimeError, IndexError)):
+        torch.ops.braze.run_program([x], [], number)
