@@ -303,12 +303,15 @@ def convert(model, *, strict=False):
     follow each other are spliced into one; nothing of it is executed here, and all that it does, it
     goes on doing. Whether layers are still what they were is asked at every call: of those that
     have gained hooks, other settings or another class, runs go layer by layer. A run is found
-    within one forward, not across several. Forwards whose source is not to be found, or that ask
-    for their own local variables, stay as they are, with their layers swapped.
+    within one forward; modules in it that hand on their input, that hand it through a few children
+    only, or that are batch norms with an activation inside, stand for what they compute. Forwards
+    whose source is not to be found, or that ask for their own local variables, stay as they are,
+    with their layers swapped.
 
     Left alone are layers with hooks, parametrizations, another `forward`, more than one name in
     the model, dtypes other than float64, float32, bfloat16 and float16, subclasses of torch's
-    layers, and scripted modules with all that is in them.
+    layers in whose forward there is nothing to replace, and scripted modules with all that is in
+    them.
 
     Args:
         model: a ``torch.nn.Module``.

@@ -3,11 +3,12 @@ input or do what several layers do (parts.py): the runs of what they stand for."
 
 import functools
 import itertools
+import types
 
 import torch
 
 from braze._ops._common import TENSORS
-from braze.convert.kinds import kind_of, own_norm
+from braze.convert.kinds import FUNCTION_KINDS, KINDS, own_norm
 from braze.convert.parts import PARTS, SOMETIMES, Chain, expanded
 from braze.convert.quiet import is_quiet
 from braze.convert.runs import LONGEST, RUNS, one_by_one, runner
@@ -16,24 +17,48 @@ from braze.convert.runs import LONGEST, RUNS, one_by_one, runner
 def runner_through(links, beside=()):
     """:func:`runs.runner` of links that may be parts."""
     layers = expanded(links)
-    if layers is None:
+    if layers is None or len(layers) == 0:
         return None
-    first = ()
-    if type(PARTS.get(type(links[-1]))) is Chain and len(layers) > 2:
-        layers, first = _divided(layers)
-    function = runner(layers, beside)
-    if function is None or not all(is_quiet(module, first) for module in beside if first):
+    count = len(layers)
+    if type(PARTS.get(type(links[-1]))) is Chain:
+        count = _count(layers)
+        if count < len(layers) and not is_quiet(layers[-1], ()):
+            return None
+    function = runner(layers[:count])
+    if function is None:
         return None
-    return functools.partial(_through, function, layers, first)
+    for module in beside:
+        if not is_quiet(module, layers):
+            return None
+    return functools.partial(_through, function, layers[:count], layers[count:])
 
 
-def _divided(layers):
-    """Layers, of which those innermost may run before the run that the others are, and these."""
-    if tuple(map(kind_of, layers)) in RUNS:
-        return layers, ()
-    convs = layers[-1:]
-    alone = kind_of(convs[0]) == ALONE[0] and not convs[0]._gives_way()
-    return (layers[:-1], convs) if alone else (layers, ())
+def _count(layers):
+    """How many of some layers, outermost first, a run may have that begins behind the convolution
+    that is the innermost of them."""
+    if torch.compiler.is_compiling():
+        return _known_count(tuple([_type(layer) for layer in layers]))
+    types = tuple([_type(layer) for layer in layers])
+    count = _COUNTS.get(types)
+    if count is None:
+        count = _COUNTS[types] = _known_count(types)
+    return count
+
+
+def _known_count(types):
+    kinds = tuple(
+        [FUNCTION_KINDS.get(k) if isinstance(k, _FUNCTION) else KINDS.get(k) for k in types]
+    )
+    alone = kinds[-1:] == ALONE and kinds not in RUNS
+    return len(types) - alone
+
+
+_COUNTS = {}  # by what _type() gives of layers
+_FUNCTION = str, types.FunctionType, types.BuiltinFunctionType
+
+
+def _type(layer):
+    return layer[0] if type(layer) is tuple else type(layer)
 
 
 def _through(function, layers, first, links, input, *added):
