@@ -139,6 +139,7 @@ def test_functions_of_the_layers_that_stand_alone():
     layers += [nn.ELU(), nn.CELU(), nn.SiLU(), nn.Mish(), nn.Hardtanh(), nn.ReLU6(), nn.Hardswish()]
     layers += [nn.LeakyReLU(), nn.Hardsigmoid(), nn.LogSoftmax(1), nn.ConvTranspose2d(1, 2, 2)]
     x = images()
+    layers += [nn.LayerNorm(x.shape[-1]), nn.GroupNorm(1, x.shape[1])]
     for layer in layers:
         kind = type(layer)
         model = braze.convert(copy.deepcopy(layer))

@@ -200,7 +200,10 @@ def instance_norm(
     if ours and isinstance(input, torch.Tensor) and input.dim() >= 2:
         channels = input.shape[1]
         if _takes(input, channels, weight, bias) and parameters_fit(input, weight, bias):
-            return _apply(input, channels, weight, bias, eps)
+            if not (input.is_cuda and torch.is_autocast_enabled("cuda")):
+                return _apply(input, channels, weight, bias, eps)
+            with torch.autocast("cuda", enabled=False):  # which casts group norm's arguments only
+                return _apply(input, channels, weight, bias, eps)
     return torch.nn.functional.instance_norm(
         input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps
     )
