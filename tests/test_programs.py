@@ -384,6 +384,7 @@ def test_inputs_that_are_overwritten(device):
         x = torch.randn(5, device=device)
         model(x)
         assert (x >= 0).all()
+        assert x._version == 1
 
 
 def test_functional_call(device):

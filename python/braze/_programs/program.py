@@ -71,13 +71,14 @@ class Program:
         asked = dict.fromkeys(r for i in instructions for r in i.registers())
         asked.update(dict.fromkeys(found))
         # Views are made again: what they show is saved, so that its version is checked.
-        needed, views = [], []
+        # The input is, for second derivatives: nearly every op saves its own.
+        needed, views = [Register(0)], {}
         todo = [r for r in asked if r not in made and r != grad]
         while todo:
             r = todo.pop(0)
             by = made_by.get(r)
             if by is not None and by.form == "alias":
-                views.insert(0, by)
+                views = {r: by, **views}
                 todo.append(by.args[0])
             elif r not in needed:
                 needed.append(r)
@@ -94,9 +95,7 @@ class Program:
                 by_number.append(recorder.tensors[r])
             return numbers[r]
 
-        unique = dict.fromkeys(id(v) for v in views)
-        views = [next(v for v in views if id(v) == i) for i in unique]
-        mapped = [i.mapped(change) for i in (*views, *instructions)]
+        mapped = [i.mapped(change) for i in (*views.values(), *instructions)]
         count = 1 + len(needed)
         self._backward_number = _define(mapped, by_number, (count, 0), [change(r) for r in found])
         wanted = iter(grads)
