@@ -55,7 +55,6 @@ struct BlockedIm2colPlan {
   int64_t scratch() const {
     return round_up((patches_size + slab_size) * sizeof(Element) + tile_size * sizeof(Acc), 64);
   }
-  int64_t bytes() const { return packed_size * sizeof(Acc) + num_threads() * scratch(); }
 
   int64_t pixels;                               // of an image
   int64_t depth, steps;                         // of a patch
@@ -74,25 +73,27 @@ class BlockedIm2col {
   static constexpr int kL = Plan::kL, kPanel = Plan::kPanel;
 
  public:
-  BlockedIm2col(const Convolution& conv, const Plan& plan, void* workspace)
+  // packed: room for plan.packed_size elements.
+  BlockedIm2col(const Convolution& conv, const Plan& plan, Acc* packed)
       : conv_(conv),
         plan_(plan),
         patches_(conv.h, conv.w, conv.src, conv.channels),
-        packed_(static_cast<Acc*>(workspace)),
-        scratch_(reinterpret_cast<char*>(packed_ + plan.packed_size)) {}
+        packed_(packed) {}
 
-  void run() const {
-    pack_weights();
-    for_each_task(plan_.tasks(conv_), [&](int64_t worker, int64_t task) {
-      const int64_t part = task % plan_.filter_blocks, block = task / plan_.filter_blocks;
-      const int64_t place = block / conv_.groups, image = place / plan_.blocks * plan_.together;
-      const int64_t begin = place % plan_.blocks * plan_.block;
-      multiply(
-          scratch_ + worker * plan_.scratch(),
-          {block % conv_.groups, image, std::min(plan_.together, conv_.images - image), begin,
-           std::min(plan_.pixels, begin + plan_.block), part * plan_.panels / plan_.filter_blocks,
-           (part + 1) * plan_.panels / plan_.filter_blocks});
-    });
+  // Panels of weights to pack, before the tasks; both in any order.
+  int64_t panels() const { return conv_.groups * plan_.panels; }
+  void pack(int64_t i) const { pack_panel_of(i / plan_.panels, i % plan_.panels); }
+
+  int64_t tasks() const { return plan_.tasks(conv_); }
+  // scratch: of plan.scratch() bytes.
+  void run(char* scratch, int64_t task) const {
+    const int64_t part = task % plan_.filter_blocks, block = task / plan_.filter_blocks;
+    const int64_t place = block / conv_.groups, image = place / plan_.blocks * plan_.together;
+    const int64_t begin = place % plan_.blocks * plan_.block;
+    multiply(scratch, {block % conv_.groups, image, std::min(plan_.together, conv_.images - image),
+                       begin, std::min(plan_.pixels, begin + plan_.block),
+                       part * plan_.panels / plan_.filter_blocks,
+                       (part + 1) * plan_.panels / plan_.filter_blocks});
   }
 
  private:
@@ -108,15 +109,7 @@ class BlockedIm2col {
     return packed_ + (group * plan_.packed_filters + panel * kPanel) * plan_.steps;
   }
 
-  // Panels of up to two vectors of filters; within one the steps of a patch are outermost.
-  void pack_weights() const {
-    parallel_for(0, conv_.groups * plan_.panels, ceil_div(16384, kPanel * plan_.steps + 1),
-                 [&](int64_t first, int64_t last) {
-                   for (int64_t i = first; i < last; ++i) {
-                     pack_panel_of(i / plan_.panels, i % plan_.panels);
-                   }
-                 });
-  }
+  // A panel of up to two vectors of filters, the steps of a patch outermost.
   void pack_panel_of(int64_t group, int64_t j) const {
     const int64_t width = panel_width(j), channels = conv_.channels;
     const int64_t filters = std::min<int64_t>(width, conv_.filters - j * kPanel);
@@ -214,7 +207,6 @@ class BlockedIm2col {
   const Plan plan_;
   const Patches<T, Element> patches_;
   Acc* packed_;
-  char* scratch_;
 };
 
 }  // namespace braze::cpu
