@@ -2,6 +2,7 @@
 networks that people train, written out here."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch.nn.functional as stock
 from torch import nn
 
 import braze
+from braze.testing import WAYS, mover, moving_what_is_kept
 from common import assert_by_rule, compile
 from convert_models import ops_run
 
@@ -267,12 +269,29 @@ def run(model, x):
     return y, *torch.autograd.grad(y, [x, *model.parameters()], weight), *model.buffers()
 
 
+def run_moved(wide, x, move):
+    """What a model gives with its input, its parameters and what it keeps a rounding off."""
+    model = copy.deepcopy(wide)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(move(p))
+    with moving_what_is_kept(move):
+        return run(model, move(x))
+
+
 def assert_same(converted, original, x):
     wide = copy.deepcopy(original).double()
-    ours, theirs, reference = run(converted, x), run(original, x), run(wide, x.double())
+
+    @functools.cache
+    def moved():
+        return [run_moved(wide, x, mover(way)) for way in WAYS]
+
+    ours, theirs = run(converted, x), run(original, x)
+    reference = run(copy.deepcopy(wide), x.double())
     for i, (a, b, c) in enumerate(zip(ours, theirs, reference, strict=True)):
         if a.is_floating_point():
-            assert_by_rule(a, b, c, ulps=64, what=str(i))
+            others = functools.partial(lambda i: [m[i] for m in moved()], i)
+            assert_by_rule(a, b, c, ulps=64, what=str(i), moved=others)
         else:
             assert torch.equal(a, b)
 

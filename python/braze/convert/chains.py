@@ -67,7 +67,10 @@ def run_length(links):
 
 def stretch_length(links):
     """:func:`run_length` of runs and of what may be one program."""
-    return max(run_length(links), _longest(links[: runs.LONGEST_STRETCH], _plain_stretch))
+    length = run_length(links)
+    if any(k.form == "part" for k in links[: through.WINDOW]):
+        return length  # a stretch would take layers from the run that a part goes on with
+    return max(length, _longest(links[: runs.LONGEST_STRETCH], _plain_stretch))
 
 
 def _plain_stretch(links):

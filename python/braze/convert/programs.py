@@ -9,7 +9,7 @@ import torch
 
 import braze.nn
 from braze import _programs
-from braze.convert.kinds import ACTIVATIONS
+from braze.convert.kinds import ACTIVATIONS, own_norm
 from braze.convert.modules import is_container
 
 _SETTINGS = {
@@ -65,10 +65,15 @@ def _by_program(function, links, input, added):
     for link in links:
         if type(link) is tuple:
             called, args, kwargs = link
+            if called is own_norm:
+                return None  # on a module, whose tensors a program would take for constants
             name += (called, args, *kwargs.items())
             continue
         kind = type(link)
-        name += (kind, _getters[kind](link))
+        settings = _getters.get(kind)
+        if settings is None:
+            return None
+        name += (kind, settings(link))
         own = link.__dict__
         for of_layer, all_of_them in ((own["_parameters"], tensors), (own["_buffers"], buffers)):
             for tensor in of_layer.values():
