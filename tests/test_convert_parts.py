@@ -240,10 +240,7 @@ MODELS = {
     "ends inside": (EndsInside, ["BatchNormAct2d"]),
     "own convolution": (SameNormAct, ["BatchNormAct2d"]),
     "sequential": (sequential, ["ConvBnReLUMaxPool2d", "BatchNormAct2d"]),
-    "no momentum": (
-        lambda: NormAct(6, nn.SiLU(), momentum=None),
-        ["BatchNormAct2d"],
-    ),
+    "no momentum": (lambda: NormAct(6, nn.SiLU(), momentum=None), ["BatchNormAct2d"]),
     "no buffers": (
         lambda: SuperNormAct(6, nn.ReLU(), track_running_stats=False),
         ["BatchNormAct2d"],
@@ -472,10 +469,19 @@ def test_a_function_whose_defaults_change(monkeypatch):
     assert_same(model, original, x)
 
 
+class Added(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = NormAct(6)
+
+    def forward(self, x):
+        return F.relu(self.norm(x) + x)
+
+
 def test_inputs_that_are_no_images():
     """What the class checks itself, it goes on checking."""
-    for x in (torch.randn(6, 8, 8), torch.randn(2, 5, 8, 8), torch.zeros(1, 6, 1, 1)):
-        for make in (Inverted, lambda: Inverted(norm=SuperNormAct), lambda: NormAct(6, nn.ReLU())):
+    for x in (torch.randn(2, 6, 8), torch.randn(2, 5, 8, 8), torch.zeros(1, 6, 1, 1)):
+        for make in (Inverted, lambda: Inverted(norm=SuperNormAct), Added):
             original = make()
             model = braze.convert(copy.deepcopy(original))
             found = []

@@ -201,8 +201,8 @@ class _Function(Names, Calls, Branches, additions.Surroundings):
         if link is None:
             return False
         if link.kinds and link.kinds != (through.SOMETIMES,):
-            return [k for k in link.kinds if k != through.SOMETIMES][-1] == "BatchNorm2d"
-        # What is made before this expression would be made behind its names in a run.
+            return through.computing(link.kinds)[0] == "BatchNorm2d"
+        # A run evaluates its names after what is made before this expression.
         ordered = form != "radd" or isinstance(added, ast.Name)
         return ordered and self._is_normed(inner, added, form, carried)
 
@@ -272,17 +272,16 @@ class _Function(Names, Calls, Branches, additions.Surroundings):
         for start in range(owners.count(first)):
             length = stretch_length(links[start:])
             run, last = links[start : start + length], owners[start + length - 1]
-            if not length or last == first or any(k.number in self.taken for k in run):
+            taken = any(k.number in self.taken for k in run)
+            if not length or last == first or taken or self._added_first(run, owners[start:]):
                 continue
-            if self._added_first(run, owners[start:]):
-                return 0
             self._take(run)
             numbers = tuple(s.number for s in body[first : last + 1])
             aside = tuple(body[i].number for i in between if i < last)
             ways = {i: way for i, way in branches.items() if i <= last}
-            taken = tuple((body[i].number, way) for i, (way, _) in ways.items())
+            led = tuple((body[i].number, way) for i, (way, _) in ways.items())
             assumed = dict.fromkeys(a for _, found in ways.values() for a in found)
-            self.parts["stated"].append((numbers, aside, calls_of(run), taken, tuple(assumed)))
+            self.parts["stated"].append((numbers, aside, calls_of(run), led, tuple(assumed)))
             self._replace_where_they_stand(run)
             return last + 1 - first
         return 0

@@ -116,7 +116,7 @@ def run_length(links):
     found, kinds = 0, []
     for length, more in enumerate(known, 1):
         kinds += more
-        computed = _computed(kinds)
+        computed = computing(kinds)
         if len(computed) > LONGEST:
             break
         if length > 1 and _computes(more) and computed in RUNS:
@@ -136,7 +136,7 @@ def _computes(kinds):
     return kinds is not None and kinds not in ((), (SOMETIMES,))
 
 
-def _computed(kinds):
+def computing(kinds):
     """The kinds, outermost first, of those that always compute something."""
     return tuple([kind for kind in reversed(kinds) if kind != SOMETIMES])
 
@@ -154,6 +154,6 @@ def _interrupted(kinds, following):
 
 def _has_run(kinds, following):
     """Whether a run begins among such kinds."""
-    among, all_kinds = len(_computed(kinds)), _computed([*kinds, *following])[::-1]
+    among, all_kinds = len(computing(kinds)), computing([*kinds, *following])[::-1]
     ends = range(2, len(all_kinds) + 1)
     return any(all_kinds[i:j][::-1] in RUNS for j in ends for i in range(min(among, j - 1)))
