@@ -180,7 +180,7 @@ def test_specials_stay_where_they_belong(form, where, special, name, channels, d
     """A transformed tile would spread them over all of its results, half a pair to a neighbour."""
     case = (3, channels, 9, 10, 24, (3, 3), (1, 1), (1, 1), 1, 1)
     x, w, b, dy = drawn(case, dtype, form)
-    {"x": x, "w": w, "dy": dy}[where][1, 7, 1, 2] = special
+    {"x": x, "w": w, "dy": dy}[where][1, 0, 1, 2] = special
     for which in PASSES:
         actual = run(which, case, x, w, b, dy, name)
         read = {"fprop": "xw", "dgrad": "dyw", "wgrad": "xdy"}[which]
@@ -190,7 +190,8 @@ def test_specials_stay_where_they_belong(form, where, special, name, channels, d
         plain = run(which, case, x, w, b, dy, "implicit_gemm")
         assert torch.equal(actual.isnan(), plain.isnan())
         assert torch.equal(actual.isinf(), plain.isinf())
-        if where != "w":
+        # (Stock's in bfloat16 multiply what is beside it by zero.)
+        if where != "w" and dtype == torch.float32:
             check(which, case, (x, w, b, dy), name)
 
 
