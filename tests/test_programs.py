@@ -2,6 +2,7 @@
 can tell that they are there."""
 
 import copy
+import os
 import threading
 
 import pytest
@@ -11,9 +12,17 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import braze
+from conftest import DEVICES
 from convert_models import ops_run
 
 _NODE = "ProgramFunctionBackward"
+# On a GPU there are none unless BRAZE_PROGRAMS=1 asks for them.
+_DEVICES = DEVICES if os.environ.get("BRAZE_PROGRAMS") == "1" else ["cpu"]
+
+
+@pytest.fixture(params=_DEVICES)
+def device(request):
+    return request.param
 
 
 class Functional(nn.Module):
@@ -445,3 +454,16 @@ def test_programs_that_are_wrong(device, text):
     number = torch.ops.braze.define_program([x], [], text)
     with pytest.raises((RuntimeError, IndexError)):
         torch.ops.braze.run_program([x], [], number)
+
+
+def test_tensors_without_elements(device):
+    """All such are in one place: under autocast the cast of one would be taken for another's."""
+    model = on(
+        device, lambda: nn.Sequential(nn.Linear(0, 5), nn.ReLU(), nn.Linear(5, 0), nn.Tanh())
+    )
+    for _ in range(3):
+        with torch.autocast(device, torch.bfloat16):
+            y = model(torch.empty(4, 0, device=device))
+        y.sum().backward()
+    assert y.shape == (4, 0)
+    assert not model[0].bias.grad.any()

@@ -95,6 +95,8 @@ class Recorder(TorchDispatchMode):
         self.tensors = []  # by register: all that there was, so that no memory is used twice
         self.places = {}
         for tensor in inputs:
+            if not tensor.numel():
+                raise Unrecordable("an input without elements: all such have the same place")
             self.add(tensor)
         if len(self.tensors) < len(inputs):
             raise Unrecordable("inputs that are the same tensor")
