@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import io
 import random
 
@@ -10,6 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as stock
 from torch import nn
+
+from braze.testing import WAYS, mover, moving_what_is_kept
+from common import assert_by_rule
 
 
 class Small(nn.Module):
@@ -94,3 +98,41 @@ def replaced(owner, name, new):
         yield
     finally:
         setattr(owner, name, before) if had else delattr(owner, name)
+
+
+def _trained(model, x):
+    """What a model returns, its gradients and its buffers."""
+    x = x.clone(memory_format=torch.preserve_format).requires_grad_()
+    torch.manual_seed(1)
+    y = model(x * 1)  # no leaf, as within a network
+    weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
+    return y, *torch.autograd.grad(y, [x, *model.parameters()], weight), *model.buffers()
+
+
+def _trained_moved(wide, x, move):
+    """The same with the input, the parameters and what is kept a rounding off."""
+    model = copy.deepcopy(wide)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(move(p))
+    with moving_what_is_kept(move):
+        return _trained(model, move(x))
+
+
+def assert_trains_alike(converted, original, x):
+    """Results, gradients and buffers of a converted model against the original, by the rule of
+    braze.testing, with the condition measured."""
+    wide = copy.deepcopy(original).double()
+
+    @functools.cache
+    def moved():
+        return [_trained_moved(wide, x, mover(way)) for way in WAYS]
+
+    ours, theirs = _trained(converted, x), _trained(original, x)
+    reference = _trained(copy.deepcopy(wide), x.double())
+    for i, (a, b, c) in enumerate(zip(ours, theirs, reference, strict=True)):
+        if a.is_floating_point():
+            others = functools.partial(lambda i: [m[i] for m in moved()], i)
+            assert_by_rule(a, b, c, ulps=64, what=str(i), moved=others)
+        else:
+            assert torch.equal(a, b)

@@ -5,7 +5,8 @@ import copy
 
 import pytest
 import torch
-from test_convert_parts import NormAct, assert_same, conv, fused, images, ops_run
+from convert_common import assert_trains_alike
+from test_convert_parts import NormAct, conv, fused, images, ops_run
 from torch import nn
 
 import braze
@@ -147,7 +148,7 @@ def test_results_gradients_and_report(device, name, training):
     assert str(braze.convert_report(model)) == str(report)
     x = images().to(device)
     for _ in range(2):
-        assert_same(model, original, x)
+        assert_trains_alike(model, original, x)
     ran = ops_run(lambda: copy.deepcopy(model)(x))
     assert ran.count("batch_norm_act") == expected.count("BatchNormAct2d")
 
@@ -181,7 +182,7 @@ def test_the_report_names_what_computes():
 def without_fusion(model, x, runs=0):
     assert ops_run(lambda: model(x)).count("batch_norm_act") == runs  # of a copy others are found
     original = braze.unconvert(copy.deepcopy(model))
-    assert_same(model, original, x)
+    assert_trains_alike(model, original, x)
 
 
 def test_what_changes():
@@ -291,5 +292,5 @@ def test_the_comparison_rejects_another_order():
     wrong = braze.convert(copy.deepcopy(original))
     wrong.conv2.bn.weight.data *= 1.1
     with pytest.raises(AssertionError):
-        assert_same(wrong, original, images())
+        assert_trains_alike(wrong, original, images())
     assert fused(wrong)

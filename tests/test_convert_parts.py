@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from convert_common import replaced
+from convert_common import assert_trains_alike, replaced
 from torch import nn
 from torch.profiler import profile
 
@@ -252,24 +252,6 @@ def images(dtype=torch.float32):
     return torch.randn(3, 6, 8, 8).to(dtype)
 
 
-def run(model, x):
-    x = x.clone().requires_grad_()
-    torch.manual_seed(1)
-    y = model(x * 1)  # no leaf, as within a network
-    weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
-    return y, *torch.autograd.grad(y, [x, *model.parameters()], weight), *model.buffers()
-
-
-def assert_same(converted, original, x):
-    wide = copy.deepcopy(original).double()
-    ours, theirs, reference = run(converted, x), run(original, x), run(wide, x.double())
-    for i, (a, b, c) in enumerate(zip(ours, theirs, reference, strict=True)):
-        if a.is_floating_point():
-            assert_by_rule(a, b, c, ulps=64, what=str(i))
-        else:
-            assert torch.equal(a, b)
-
-
 def fused(model):
     return [e.after for e in braze.convert_report(model).fused]
 
@@ -289,14 +271,14 @@ def test_results_gradients_and_report(device, name, training):
     assert str(braze.convert_report(model)) == str(report)
     x = images().to(device)
     for _ in range(2):
-        assert_same(model, original, x)
+        assert_trains_alike(model, original, x)
     ran = ops_run(lambda: copy.deepcopy(model)(x))
     assert ran.count("batch_norm_act") == expected.count("BatchNormAct2d")
     assert "relu" not in ran
     again = pickle.loads(pickle.dumps(model))
     assert type(again) is type(model)
     assert str(braze.convert_report(again)) == str(report)
-    assert_same(again, original, x)
+    assert_trains_alike(again, original, x)
     assert type(braze.unconvert(again)) is type(original)
     assert fused(again) == [e.after for e in report.fused]
 
@@ -319,9 +301,9 @@ def test_what_drops_only_in_training(p):
     for training, runs in ((True, 3 - bool(p)), (False, 3)):
         model.train(training), original.train(training)
         assert ops_run(lambda: copy.deepcopy(model)(x)).count("batch_norm_act") == runs
-        assert_same(model, original, x)
+        assert_trains_alike(model, original, x)
     model.drop_path.drop_prob = original.drop_path.drop_prob = 0.25  # from now on
-    assert_same(model.train(), original.train(), x)
+    assert_trains_alike(model.train(), original.train(), x)
 
 
 class Dropping(nn.Module):
@@ -345,7 +327,7 @@ def test_no_run_is_lost_where_something_drops(p):
     assert fused(model) == [block, "LinearReLU"]
     ran = ops_run(lambda: copy.deepcopy(model)(x))
     assert not {"batch_norm", "relu"} & set(ran)
-    assert_same(model, original, x)
+    assert_trains_alike(model, original, x)
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
@@ -354,7 +336,7 @@ def test_dropout_in_a_sequence(training):
     original += nn.Sequential(nn.MaxPool2d(2)).train(training)
     original.train(training)
     model, x = braze.convert(copy.deepcopy(original)), images()
-    assert_same(model, original, x)
+    assert_trains_alike(model, original, x)
     pooled = "conv_bn_relu_max_pool2d" in "".join(ops_run(lambda: copy.deepcopy(model)(x)))
     assert pooled is not training or not pooled
 
@@ -367,7 +349,7 @@ def without_fusion(model, x, runs):
     braze."""
     assert ops_run(lambda: model(x)).count("batch_norm_act") == runs  # of a copy others are found
     original = braze.unconvert(copy.deepcopy(model))
-    assert_same(model, original, x)
+    assert_trains_alike(model, original, x)
 
 
 def test_attributes_that_change():
@@ -401,7 +383,7 @@ def test_hooks(part):
     model, x, seen = braze.convert(Inverted(nn.ReLU)), images(), []
     model.get_submodule(part).register_forward_hook(lambda *_: seen.append(part))
     original = braze.unconvert(copy.deepcopy(model))
-    assert_same(model, original, x)
+    assert_trains_alike(model, original, x)
     assert len(seen) == 3, "once in the model, and twice in those that it is compared with"
 
 
@@ -466,7 +448,7 @@ def test_a_function_whose_defaults_change(monkeypatch):
     model, x = braze.convert(copy.deepcopy(original)), images()
     assert len(fused(model)) == 3
     monkeypatch.setattr(drop_path, "__defaults__", (0.5, True, True))
-    assert_same(model, original, x)
+    assert_trains_alike(model, original, x)
 
 
 class Added(nn.Module):
@@ -576,7 +558,7 @@ def test_classes_that_only_seem_to(kind):
     original = Net()
     model = braze.convert(copy.deepcopy(original))
     assert not fused(model)
-    assert_same(model, original, images())
+    assert_trains_alike(model, original, images())
 
 
 def test_subclasses_without_code_of_their_own_are_left_alone():
@@ -597,4 +579,4 @@ def test_the_comparison_rejects_another_momentum():
     wrong = braze.convert(copy.deepcopy(original))
     wrong.bn2.momentum = 0.2
     with pytest.raises(AssertionError):
-        assert_same(wrong, original, images())
+        assert_trains_alike(wrong, original, images())

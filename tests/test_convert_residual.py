@@ -2,15 +2,14 @@
 networks that people train, written out here."""
 
 import copy
-import functools
 
 import pytest
 import torch
 import torch.nn.functional as stock
+from convert_common import assert_trains_alike
 from torch import nn
 
 import braze
-from braze.testing import WAYS, mover, moving_what_is_kept
 from common import assert_by_rule, compile
 from convert_models import ops_run
 
@@ -234,7 +233,7 @@ def test_other_activations(device, name, training):
     assert [e.before for e in report.left_alone] in ([], ["AdaptiveAvgPool2d"])
     x = images().to(device)
     assert ops_run(lambda: copy.deepcopy(model)(x)).count("batch_norm_act") == len(runs)
-    assert_same(model, original, x)
+    assert_trains_alike(model, original, x)
     compiled = compile(model.eval())(x)
     assert_by_rule(compiled, model(x), copy.deepcopy(model).double()(x.double()))
 
@@ -262,40 +261,6 @@ def images(dtype=torch.float32, fmt=torch.contiguous_format):
     return torch.randn(3, 6, 8, 8).to(dtype).contiguous(memory_format=fmt)
 
 
-def run(model, x):
-    x = x.clone(memory_format=torch.preserve_format).requires_grad_()
-    y = model(x * 1)  # no leaf, as within a network
-    weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
-    return y, *torch.autograd.grad(y, [x, *model.parameters()], weight), *model.buffers()
-
-
-def run_moved(wide, x, move):
-    """What a model gives with its input, its parameters and what it keeps a rounding off."""
-    model = copy.deepcopy(wide)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.copy_(move(p))
-    with moving_what_is_kept(move):
-        return run(model, move(x))
-
-
-def assert_same(converted, original, x):
-    wide = copy.deepcopy(original).double()
-
-    @functools.cache
-    def moved():
-        return [run_moved(wide, x, mover(way)) for way in WAYS]
-
-    ours, theirs = run(converted, x), run(original, x)
-    reference = run(copy.deepcopy(wide), x.double())
-    for i, (a, b, c) in enumerate(zip(ours, theirs, reference, strict=True)):
-        if a.is_floating_point():
-            others = functools.partial(lambda i: [m[i] for m in moved()], i)
-            assert_by_rule(a, b, c, ulps=64, what=str(i), moved=others)
-        else:
-            assert torch.equal(a, b)
-
-
 @pytest.mark.parametrize("fmt", [torch.contiguous_format, torch.channels_last], ids=str)
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize("name", BLOCKS)
@@ -308,7 +273,7 @@ def test_results_and_gradients(device, name, training, fmt):
     assert ran.count("batch_norm") == ("stride" in name or name == "Bottleneck")  # the shortcut's
     assert "relu" not in ran
     for _ in range(2):
-        assert_same(model, original, x)
+        assert_trains_alike(model, original, x)
 
 
 @pytest.mark.parametrize("kind", NAMES, ids=lambda kind: kind.__name__)
@@ -340,7 +305,7 @@ def without_fusion(model, x):
     """That a model, whose run does not hold at present, does what it does without braze."""
     original = braze.unconvert(copy.deepcopy(model))
     assert "batch_norm_act" not in ops_run(lambda: copy.deepcopy(model)(x))
-    assert_same(model, original, x)
+    assert_trains_alike(model, original, x)
 
 
 @pytest.mark.parametrize("part", ["bn2", "relu", "downsample", "downsample.0", "downsample.1"])
@@ -517,4 +482,4 @@ def test_the_comparison_rejects_a_wrong_block():
     wrong = braze.convert(copy.deepcopy(original))
     wrong.bn2.bias.data += 0.1
     with pytest.raises(AssertionError):
-        assert_same(wrong, original, images())
+        assert_trains_alike(wrong, original, images())
