@@ -250,15 +250,21 @@ NAMES = {
 BLOCKS = {
     **{kind.__name__: kind for kind in NAMES},
     **{
-        f"{kind.__name__}, stride 2": lambda kind=kind: kind(6, 8, 2)
+        f"{kind.__name__}, stride 2": lambda kind=kind: kind(8, 8, 2)
         for kind in NAMES
         if kind is not PreActivation
     },
 }
 
 
-def images(dtype=torch.float32, fmt=torch.contiguous_format):
-    return torch.randn(3, 6, 8, 8).to(dtype).contiguous(memory_format=fmt)
+def images(channels=6, fmt=torch.contiguous_format):
+    return torch.randn(3, channels, 8, 8).contiguous(memory_format=fmt)
+
+
+def images_for(name, fmt=torch.contiguous_format):
+    """Of 8 channels where a block has strides: limited to AVX2, oneDNN 3.12 writes behind the end of
+    a gradient where such 1 x 1 convolutions have 6."""
+    return images(8 if "stride" in name else 6, fmt)
 
 
 @pytest.mark.parametrize("fmt", [torch.contiguous_format, torch.channels_last], ids=str)
@@ -267,7 +273,7 @@ def images(dtype=torch.float32, fmt=torch.contiguous_format):
 def test_results_and_gradients(device, name, training, fmt):
     original = BLOCKS[name]().to(device).train(training)
     model = braze.convert(copy.deepcopy(original), strict=True)
-    x = images(fmt=fmt).to(device)
+    x = images_for(name, fmt).to(device)
     ran = ops_run(lambda: copy.deepcopy(model)(x))
     assert ran.count("batch_norm_act") == 1
     assert ran.count("batch_norm") == ("stride" in name or name == "Bottleneck")  # the shortcut's
@@ -288,7 +294,7 @@ def test_the_report_says_what_a_run_became(kind):
 @pytest.mark.parametrize("name", BLOCKS)
 def test_compiles(device, name):
     model = braze.convert(BLOCKS[name]().to(device))
-    x = images().to(device)
+    x = images_for(name).to(device)
     assert_by_rule(compile(model)(x), model(x), copy.deepcopy(model).double()(x.double()))
 
 
@@ -324,20 +330,20 @@ def test_hooks_see_what_they_would_see(part):
 
 
 def test_layers_that_are_replaced():
-    x = images()
-    model = braze.convert(BasicBlock(6, 8, 2))
+    x = images(8)
+    model = braze.convert(BasicBlock(8, 8, 2))
     model.downsample.append(nn.ReLU(inplace=True))
     without_fusion(model, x)
     model.downsample[2] = nn.Identity()
     assert "batch_norm_act" in ops_run(lambda: model(x))
-    model.downsample = nn.Conv2d(6, 8, 1, 2)  # torch's: it may be patched
+    model.downsample = nn.Conv2d(8, 8, 1, 2)  # torch's: it may be patched
     without_fusion(model, x)
-    model = braze.convert(BasicBlock())
+    model = braze.convert(BasicBlock(8, 8))
     model.downsample = model.bn2  # updated twice, in this order
     without_fusion(model, x)
     model.downsample = None
     assert "batch_norm_act" in ops_run(lambda: model(x))
-    model.bn2 = nn.InstanceNorm2d(6, affine=True, track_running_stats=True)
+    model.bn2 = nn.InstanceNorm2d(8, affine=True, track_running_stats=True)
     without_fusion(model, x)
 
 
