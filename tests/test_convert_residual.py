@@ -262,8 +262,8 @@ def images(channels=6, fmt=torch.contiguous_format):
 
 
 def images_for(name, fmt=torch.contiguous_format):
-    """Of 8 channels where a block has strides: limited to AVX2, oneDNN 3.12 writes behind the end of
-    a gradient where such 1 x 1 convolutions have 6."""
+    """Of 8 channels where a block has strides: limited to AVX2, oneDNN 3.12 writes behind the end
+    of a gradient where such 1 x 1 convolutions have 6."""
     return images(8 if "stride" in name else 6, fmt)
 
 
