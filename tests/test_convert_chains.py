@@ -6,7 +6,7 @@ import copy
 import pytest
 import torch
 from convert_common import assert_trains_alike
-from test_convert_parts import NormAct, conv, fused, images, ops_run
+from test_convert_parts import NormAct, check_converted, conv, fused, images, ops_run
 from torch import nn
 
 import braze
@@ -139,18 +139,7 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_results_gradients_and_report(device, name, training):
     make, expected = MODELS[name]
-    original = make().to(device).train(training)
-    model = copy.deepcopy(original)
-    report = braze.convert_report(model)
-    assert sorted(e.after for e in report.fused) == sorted(expected)
-    assert {e.before for e in report.left_alone} <= {"Dropout"}
-    braze.convert(model)
-    assert str(braze.convert_report(model)) == str(report)
-    x = images().to(device)
-    for _ in range(2):
-        assert_trains_alike(model, original, x)
-    ran = ops_run(lambda: copy.deepcopy(model)(x))
-    assert ran.count("batch_norm_act") == expected.count("BatchNormAct2d")
+    check_converted(make().to(device).train(training), expected, images().to(device))
 
 
 @pytest.mark.parametrize("name", ["bottleneck", "two branches", "stem"])

@@ -252,6 +252,21 @@ def images(dtype=torch.float32):
     return torch.randn(3, 6, 8, 8).to(dtype)
 
 
+def check_converted(original, expected, x):
+    """Converts a copy; it, its report and the ops that it runs, when all is as expected."""
+    model = copy.deepcopy(original)
+    report = braze.convert_report(model)
+    assert sorted(e.after for e in report.fused) == sorted(expected)
+    assert {e.before for e in report.left_alone} <= {"Dropout"}
+    braze.convert(model)
+    assert str(braze.convert_report(model)) == str(report)
+    for _ in range(2):
+        assert_trains_alike(model, original, x)
+    ran = ops_run(lambda: copy.deepcopy(model)(x))
+    assert ran.count("batch_norm_act") == expected.count("BatchNormAct2d")
+    return model, report, ran
+
+
 def fused(model):
     return [e.after for e in braze.convert_report(model).fused]
 
@@ -263,17 +278,8 @@ def test_results_gradients_and_report(device, name, training):
     original = make().to(device).train(training)
     if name == "sequential":
         original[7].train(False)  # draws in training
-    model = copy.deepcopy(original)
-    report = braze.convert_report(model)
-    assert sorted(e.after for e in report.fused) == sorted(expected)
-    assert {e.before for e in report.left_alone} <= {"Dropout"}
-    braze.convert(model)
-    assert str(braze.convert_report(model)) == str(report)
     x = images().to(device)
-    for _ in range(2):
-        assert_trains_alike(model, original, x)
-    ran = ops_run(lambda: copy.deepcopy(model)(x))
-    assert ran.count("batch_norm_act") == expected.count("BatchNormAct2d")
+    model, report, ran = check_converted(original, expected, x)
     assert "relu" not in ran
     again = pickle.loads(pickle.dumps(model))
     assert type(again) is type(model)

@@ -54,10 +54,14 @@ def runs_among(layers, kinds_of):
     links = [module_link(0, kinds_of(m), ((name, m),)) for name, m in layers]
     found, at = [], 0
     while at < len(links):
-        length = run_length(links[at : at + through.WINDOW])
+        length = run_length(links[at : at + WINDOW])
         found += blocks(links[at : at + length])
         at += max(length, 1)
     return found
+
+
+#: Of how many links, at most, it is asked what they begin with.
+WINDOW = max(through.WINDOW, runs.LONGEST_STRETCH)
 
 
 def run_length(links):

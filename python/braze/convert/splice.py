@@ -15,6 +15,7 @@ from braze.convert.branches import Branches
 from braze.convert.calls import Calls
 from braze.convert.chains import (
     FUNCTIONS,
+    WINDOW,
     Link,
     blocks,
     calls_of,
@@ -222,7 +223,7 @@ class _Function(Names, Calls, Branches, additions.Surroundings):
         links = [k for k in links[::-1] if k.number not in self.taken]
         at = 0
         while at < len(links):
-            length = stretch_length(links[at:])
+            length = stretch_length(links[at : at + WINDOW])
             if length:
                 self._take(links[at : at + length])
                 self.parts["nested"].append(calls_of(links[at : at + length]))
@@ -270,7 +271,7 @@ class _Function(Names, Calls, Branches, additions.Surroundings):
                 break
         links, owners = chain.links, chain.owners
         for start in range(owners.count(first)):
-            length = stretch_length(links[start:])
+            length = stretch_length(links[start : start + WINDOW])
             run, last = links[start : start + length], owners[start + length - 1]
             taken = any(k.number in self.taken for k in run)
             if not length or last == first or taken or self._added_first(run, owners[start:]):
