@@ -114,13 +114,18 @@ struct Operand {
   Tensor4dRef ref;
 };
 
+Tensor empty_like_4d(const Tensor& t, bool channels_last) {
+  return empty_4d({t.size(0), t.size(1), t.size(2), t.size(3)}, t, channels_last);
+}
+
 // A copy of its elements in the convolution's format: a transposition of each image, where the
-// other format is what they are in.
-Operand dense(Stream stream, const Operand& o, bool channels_last) {
+// other format is what they are in. It is written to `memory`, if given.
+Operand dense(Stream stream, const Operand& o, bool channels_last,
+              const std::optional<Tensor>& memory = std::nullopt) {
   if (o.is_dense) return o;
   const Tensor& t = o.tensor;
   const int64_t channels = t.size(1), pixels = t.size(2) * t.size(3);
-  Tensor copy = empty_4d({t.size(0), channels, t.size(2), t.size(3)}, t, channels_last);
+  Tensor copy = memory ? *memory : empty_like_4d(t, channels_last);
   if (Operand(t, !channels_last).is_dense) {
     dev::transpose_copy(stream, dtype_of("conv2d", "input", t), t.const_data_ptr(),
                         copy.mutable_data_ptr(), t.size(0), channels_last ? channels : pixels,
@@ -129,6 +134,17 @@ Operand dense(Stream stream, const Operand& o, bool channels_last) {
     torch::stable::copy_(copy, t);
   }
   return Operand(copy, channels_last);
+}
+
+// Memory for these tensors in channels_last; none where there is not enough for all of them.
+std::vector<Tensor> channels_last_memory(std::initializer_list<const Tensor*> tensors) {
+  std::vector<Tensor> memory;
+  try {
+    for (const Tensor* t : tensors) memory.push_back(empty_like_4d(*t, true));
+  } catch (const std::runtime_error&) {  // out of memory
+    memory.clear();
+  }
+  return memory;
 }
 
 // An input as it is, where a launcher can take it. cuDNN, where asked for by name, gets it dense.
@@ -288,30 +304,36 @@ Tensor run_conv2d_forward(Conv2dPass forward, const Conv2dShape& shape, const Te
   const Choice choice = no_terms ? Choice() : choice_of(backend);
   const bool with_bias = bias.has_value();
   const Tensor* const as_x = transposed ? nullptr : &input;
-  const bool reformat = !channels_last && !no_terms &&
-                        prefers_channels_last(input, as_x, {forward}, shape, with_bias, choice);
-  const bool within = channels_last || reformat;  // the format that it is computed in
-  Tensor out = transposed ? empty_4d({shape.n, shape.c, shape.h, shape.w}, input, within)
-                          : empty_4d({shape.n, shape.k, shape.p, shape.q}, input, within);
+  Tensor out = transposed ? empty_4d({shape.n, shape.c, shape.h, shape.w}, input, channels_last)
+                          : empty_4d({shape.n, shape.k, shape.p, shape.q}, input, channels_last);
   if (shape.n == 0) return out;
   if (shape.c == 0) {
     torch::stable::zero_(out);
     if (bias) torch::stable::copy_(out, torch::stable::view(*dense_bias, {1, shape.k, 1, 1}));
     return out;
   }
+  std::vector<Tensor> memory;
+  if (!channels_last && prefers_channels_last(input, as_x, {forward}, shape, with_bias, choice)) {
+    memory = channels_last_memory({&input, &out});
+  }
+  const bool reformat = !memory.empty();
+  const bool within = channels_last || reformat;  // the format that it is computed in
   const Stream stream = context.stream();
   // The kernels of gradients want their operands in the convolution's own format.
-  const Operand from = reformat || transposed ? dense(stream, Operand(input, within), within)
-                                              : operand(stream, input, within, choice.wish);
+  const Operand given(input, within);
+  const Operand from = reformat     ? dense(stream, given, within, memory[0])
+                       : transposed ? dense(stream, given, within)
+                                    : operand(stream, input, within, choice.wish);
   const Operand w = dense(stream, Operand(weight, within), within);
-  const Operand to(out, within);
+  Tensor result = reformat ? memory[1] : out;
+  const Operand to(result, within);
   const Operand &x = transposed ? to : from, &y = transposed ? from : to;
-  run(stream, {forward, shape, x.ref, w.ref, y.ref}, out, dense_bias, choice, moments);
+  run(stream, {forward, shape, x.ref, w.ref, y.ref}, result, dense_bias, choice, moments);
   // (A kernel that leaves moments is not for tuning to replace.)
   if (!moments || moments->view.sets == 0) {
     record(input.get_device_index(), as_x, channels_last, forward, shape, with_bias, choice);
   }
-  return reformat ? dense(stream, Operand(out, false), false).tensor : out;
+  return reformat ? dense(stream, Operand(result, false), false, out).tensor : result;
 }
 
 std::tuple<Tensor, Tensor, Tensor> conv2d_gradients(const Tensor& grad_output, const Tensor& input,
@@ -341,15 +363,28 @@ std::tuple<Tensor, Tensor, Tensor> run_conv2d_gradients(
   for (const Conv2dPass pass : passes) {
     record(input.get_device_index(), as_x, channels_last, pass, shape, false, choice);
   }
-  const bool reformat = !channels_last && !no_terms &&
-                        prefers_channels_last(input, as_x, passes, shape, false, choice);
+  if (output_mask[0]) {
+    grad_input =
+        empty_4d({shape.n, input.size(1), input.size(2), input.size(3)}, input, channels_last);
+  }
+  std::vector<Tensor> memory;
+  if (!channels_last && !no_terms &&
+      prefers_channels_last(input, as_x, passes, shape, false, choice)) {
+    memory = output_mask[0] ? channels_last_memory({&input, &grad_output, &grad_input})
+                            : channels_last_memory({&input, &grad_output});
+  }
+  const bool reformat = !memory.empty();
   const bool within = channels_last || reformat;  // the format that they are computed in
   const Stream stream = context.stream();
-  const Operand in = reformat || transposed ? dense(stream, Operand(input, within), within)
-                                            : operand(stream, input, within, choice.wish);
+  const Operand given(input, within);
+  const Operand in = reformat     ? dense(stream, given, within, memory[0])
+                     : transposed ? dense(stream, given, within)
+                                  : operand(stream, input, within, choice.wish);
   const Operand w = dense(stream, Operand(weight, within), within);
   // As torch does: the kernels of both gradients want the convolution's own format.
-  const Operand grad = dense(stream, Operand(grad_output, within), within);
+  const Operand output(grad_output, within);
+  const Operand grad =
+      reformat ? dense(stream, output, within, memory[1]) : dense(stream, output, within);
   const Operand &x = transposed ? grad : in, &y = transposed ? in : grad;
   // The two convolutions need nothing of each other. The branch's memory is kept until they join.
   Branch branch(stream, shape);
@@ -365,14 +400,13 @@ std::tuple<Tensor, Tensor, Tensor> run_conv2d_gradients(
       if (branch.outlasts()) keep_until_join({x.tensor, y.tensor, kept.memory()}, {grad_weight});
     }
   }
-  if (output_mask[0]) {
-    grad_input = empty_4d({shape.n, input.size(1), input.size(2), input.size(3)}, input, within);
-    if (!no_terms) {
-      const Operand result(grad_input, within);
-      const Operand &to_x = transposed ? grad : result, &to_y = transposed ? result : grad;
-      run(stream, {to_input, shape, to_x.ref, w.ref, to_y.ref}, grad_input, std::nullopt, choice);
-      if (reformat) grad_input = dense(stream, Operand(grad_input, false), false).tensor;
-    }
+  if (output_mask[0] && !no_terms) {
+    Tensor result = reformat ? memory[2] : grad_input;
+    const Operand to(result, within);
+    const Operand &to_x = transposed ? grad : to, &to_y = transposed ? to : grad;
+    run(stream, {to_input, shape, to_x.ref, w.ref, to_y.ref}, result, std::nullopt, choice);
+    grad_input =
+        reformat ? dense(stream, Operand(result, false), false, grad_input).tensor : result;
   }
   branch.join();
   if (output_mask[2]) {

@@ -169,7 +169,7 @@ class _Change(ast.NodeTransformer):
         if beside:
             arguments.append(_tuple(*map(copy_tree, beside)))
         asked = _call(_for(calls, "runner"), *arguments)
-        return ast.NamedExpr(_name(names[0], ast.Store()), asked), names
+        return _found(names[0], asked), names
 
     def visit_For(self, node):
         node = self.generic_visit(node)
@@ -220,7 +220,7 @@ class _Change(ast.NodeTransformer):
         result = _call_as_one(names[:2], calls, taken)
         plain = _Replace(_held(calls, links, taken)).visit(copy_tree(node))
         plain = self.generic_visit(plain)
-        return ast.IfExp(ast.NamedExpr(_name(as_one, ast.Store()), test), self.visit(result), plain)
+        return ast.IfExp(_found(as_one, test), self.visit(result), plain)
 
     def visit_BinOp(self, node):
         return self._nested(node) or self.generic_visit(node)
@@ -310,6 +310,13 @@ def _applied_to(call, form):
 
 def _added(calls):
     return [additions.parts(*c)[1] for c in calls if c[1] in additions.FORMS]
+
+
+def _found(name, asked):
+    """Whether what is asked for, which gets a name, is not None. (Whether a function is true is more
+    than the compiler of torch before 2.13 can tell.)"""
+    named = ast.NamedExpr(_name(name, ast.Store()), asked)
+    return ast.Compare(named, [ast.IsNot()], [ast.Constant(None)])
 
 
 def _call_as_one(names, calls, base):

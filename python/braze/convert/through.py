@@ -73,7 +73,10 @@ def _through(function, layers, first, links, input, *added):
 
 def run_through(links, input, *added):
     """:func:`runs.run` of links that may be parts."""
-    return (runner_through(links) or one_by_one)(links, input, *added)
+    function = runner_through(links)
+    if function is None:
+        function = one_by_one
+    return function(links, input, *added)
 
 
 def runner_of_through(links, base, beside):
@@ -108,7 +111,11 @@ def run_length(links):
     """
     if len(links) < 2 or not _computes(links[0]):
         return 0
-    known = list(itertools.takewhile(lambda more: more is not None, links))
+    known = []
+    for more in links:
+        if more is None:
+            break
+        known.append(more)
     if len(known[0]) > 1 and known[0][:1] == ALONE:
         behind = run_length([known[0][1:], *known[1:]])
     else:
