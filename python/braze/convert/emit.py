@@ -313,8 +313,8 @@ def _added(calls):
 
 
 def _found(name, asked):
-    """Whether what is asked for, which gets a name, is not None. (Whether a function is true is more
-    than the compiler of torch before 2.13 can tell.)"""
+    """Whether what is asked for, which gets a name, is not None. (The compiler of torch before 2.13
+    cannot tell whether a function is true.)"""
     named = ast.NamedExpr(_name(name, ast.Store()), asked)
     return ast.Compare(named, [ast.IsNot()], [ast.Constant(None)])
 
