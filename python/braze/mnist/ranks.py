@@ -35,7 +35,10 @@ def device_name():
 @contextlib.contextmanager
 def group(device):
     """The processes' group within the block."""
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    if device.type == "cuda":
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
     try:
         yield
     finally:

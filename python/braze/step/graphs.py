@@ -124,6 +124,7 @@ class Graphs:
             # those of the branch for losses and batches: csrc/launchers/graph.h.
             urgent = _lib.limits["urgent_priority"]
             self._stream = torch.cuda.Stream(parts.device, priority=urgent)
+        parts.ranks.accumulate_on(self._stream)
         self._rates = [Rates(optimizer, parts.device) for optimizer in parts.optimizers()]
         for optimizer in parts.optimizers():
             # Its eager steps are meant: no need to warn of them.

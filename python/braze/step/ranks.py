@@ -3,6 +3,7 @@
 import contextlib
 import math
 import sys
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,21 @@ from torch.nn.parallel import DistributedDataParallel
 # DistributedDataParallel times its first ten iterations by events that it asks for, which a capture
 # forbids: torch's "CUDA semantics", section on CUDA graphs.
 _EAGER_CALLS = 11
+
+#: The stream on which a replica's gradients are accumulated, for those that were asked to.
+_STREAMS = weakref.WeakKeyDictionary()
+
+
+def renew_reducer(replicas):
+    """Makes what exchanges a DistributedDataParallel's gradients anew, as unpickling does: the
+    nodes that accumulate them go with it, and new ones belong to the stream that is current."""
+    state = replicas.__getstate__()
+    hooks = state.get("_comm_hooks", [])
+    state["_comm_hooks"] = []
+    del replicas.reducer, replicas.logger
+    replicas.__setstate__(state)
+    for hook, of_hook in hooks:
+        replicas.register_comm_hook(of_hook, hook)
 
 
 class Ranks:
@@ -33,6 +49,19 @@ class Ranks:
     def read_gradients(self):
         """Whether gradients are read as soon as they are made, within the backward pass."""
         return bool(self._replicated) or self._sharded
+
+    def accumulate_on(self, stream):
+        """Lets replicas accumulate their gradients on a stream that is to be captured.
+
+        They do so on the stream that was current when the model was wrapped, mostly the default
+        one, which no capture may touch. Replicas of a part of the processes, and those with a mixed
+        precision of their own, cannot be renewed: they stay as they were made."""
+        for replicas in self._replicated:
+            renewable = replicas.process_group == dist.group.WORLD and not replicas.mixed_precision
+            if renewable and _STREAMS.get(replicas) != stream:
+                with torch.cuda.stream(stream):
+                    renew_reducer(replicas)
+                _STREAMS[replicas] = stream
 
     def agree(self, succeeded):
         """Whether all ranks have `succeeded`: each asks at the same place. One that failed alone
