@@ -2,7 +2,7 @@
 can tell that they are there."""
 
 import copy
-import os
+import gc
 import threading
 
 import pytest
@@ -12,17 +12,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import braze
-from conftest import DEVICES
+from braze._programs.program import Program, _results
 from convert_models import ops_run
 
 _NODE = "ProgramFunctionBackward"
-# On a GPU there are none unless BRAZE_PROGRAMS=1 asks for them.
-_DEVICES = DEVICES if os.environ.get("BRAZE_PROGRAMS") == "1" else ["cpu"]
-
-
-@pytest.fixture(params=_DEVICES)
-def device(request):
-    return request.param
 
 
 class Functional(nn.Module):
@@ -433,7 +426,7 @@ def test_threads(device):
 def test_raw_ops(device):
     x = torch.randn(3, 4, device=device)
     text = "2 1\nrelu t0 > 1 ; 0"
-    number = torch.ops.braze.define_program([x], [], text)
+    number = torch.ops.braze.define_program([x], [], text, [])
     (result,) = torch.ops.braze.run_program([x], [], number)
     assert torch.equal(result, x.relu())
     assert not torch.ops.braze.run_program([x.t()], [], number)
@@ -441,7 +434,30 @@ def test_raw_ops(device):
     with pytest.raises(RuntimeError, match="no program"):
         torch.ops.braze.run_program([x], [], 10**6)
     with pytest.raises(RuntimeError, match="no op triangle"):
-        torch.ops.braze.define_program([x], [], "2 1\ntriangle t0 > 1 ; 0")
+        torch.ops.braze.define_program([x], [], "2 1\ntriangle t0 > 1 ; 0", [])
+    other = torch.ops.braze.define_program([x], [], text, [number])
+    assert len(torch.ops.braze.run_program([x], [], other)) == 1
+    with pytest.raises(RuntimeError, match="no program"):
+        torch.ops.braze.run_program([x], [], number)
+
+
+def test_programs_that_nobody_has_are_dropped(device):
+    def define():
+        tensors = [torch.randn(3, 4, device=device, requires_grad=True)]
+        return Program(torch.ops.braze.relu, tensors, [], 1 << 20)
+
+    first = define()
+    numbers = [first._defined.number, first._backward.number]
+    assert all((device, number) in _results for number in numbers)
+    del first
+    gc.collect()
+    kept = define()
+    assert not any((device, number) in _results for number in numbers)
+    x = torch.randn(3, 4, device=device)
+    for number in numbers:
+        with pytest.raises(RuntimeError, match="no program"):
+            torch.ops.braze.run_program([x, x], [], number)
+    assert torch.equal(kept([x.requires_grad_()], []), x.relu())
 
 
 @pytest.mark.parametrize(
@@ -451,7 +467,7 @@ def test_raw_ops(device):
 )
 def test_programs_that_are_wrong(device, text):
     x = torch.randn(3, device=device)
-    number = torch.ops.braze.define_program([x], [], text)
+    number = torch.ops.braze.define_program([x], [], text, [])
     with pytest.raises((RuntimeError, IndexError)):
         torch.ops.braze.run_program([x], [], number)
 

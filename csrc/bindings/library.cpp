@@ -203,7 +203,7 @@ STABLE_TORCH_LIBRARY(braze, m) {
 
   // program: what a run of ops does below autograd, of tensors like these (csrc/ops/program.h);
   // run_program returns nothing where its tensors are others
-  m.def("define_program(Tensor[] inputs, Tensor[] buffers, str text) -> int");
+  m.def("define_program(Tensor[] inputs, Tensor[] buffers, str text, int[] dropped) -> int");
   m.def("run_program(Tensor[] inputs, Tensor(a!)[] buffers, int program) -> Tensor[]");
 
   // relu

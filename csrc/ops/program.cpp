@@ -3,6 +3,7 @@
 #include <array>
 #include <memory>
 #include <mutex>
+#include <unordered_map>
 
 namespace braze {
 namespace {
@@ -176,7 +177,8 @@ Instruction parse_instruction(const std::string& line, size_t max_arguments) {
 
 struct Programs {
   std::mutex mutex;
-  std::vector<std::shared_ptr<const Program>> all;
+  std::unordered_map<int64_t, std::shared_ptr<const Program>> all;
+  int64_t next = 0;
 };
 Programs& programs() {
   static Programs defined;
@@ -189,12 +191,14 @@ std::vector<Tensor> joined(const std::vector<Tensor>& inputs, const std::vector<
   return all;
 }
 
+// dropped: the numbers of programs that nobody will run any more.
 int64_t define_program(const std::vector<Tensor>& inputs, const std::vector<Tensor>& buffers,
-                       const std::string& text) {
+                       const std::string& text, const Ints& dropped) {
   auto program = std::make_shared<const Program>(parse_program(text, joined(inputs, buffers)));
   const std::lock_guard<std::mutex> lock(programs().mutex);
-  programs().all.push_back(std::move(program));
-  return static_cast<int64_t>(programs().all.size()) - 1;
+  for (const int64_t number : dropped) programs().all.erase(number);
+  programs().all.emplace(programs().next, std::move(program));
+  return programs().next++;
 }
 
 // Nothing where the inputs are not such as the program was made for.
@@ -203,9 +207,9 @@ std::vector<Tensor> run_program(const std::vector<Tensor>& inputs,
   std::shared_ptr<const Program> program;
   {
     const std::lock_guard<std::mutex> lock(programs().mutex);
-    BRAZE_CHECK(number >= 0 && number < static_cast<int64_t>(programs().all.size()),
-                "run_program: no program ", number);
-    program = programs().all[number];
+    const auto found = programs().all.find(number);
+    BRAZE_CHECK(found != programs().all.end(), "run_program: no program ", number);
+    program = found->second;
   }
   const std::vector<Tensor> all = joined(inputs, buffers);
   if (signature_of(all) != program->signature) return {};

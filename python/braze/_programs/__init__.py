@@ -21,9 +21,9 @@ from braze._step_scope import current
 MOST_BYTES = 256 << 20
 #: Circumstances that are remembered, and programs for other strides and dtypes under the same ones.
 _MOST_KNOWN, _MOST_VARIANTS = 2048, 4
-#: "cpu": of CPU tensors, since on GPUs nothing has been measured yet; "1": of all; "first": of all,
-#: recorded at the first call; "0": no programs, as under BRAZE_NVTX, which shows ops.
-_MODE = os.environ.get("BRAZE_PROGRAMS", "cpu")
+#: "1": programs; "first": recorded at the first call; "0": none, as under BRAZE_NVTX, which shows
+#: ops.
+_MODE = os.environ.get("BRAZE_PROGRAMS", "1")
 _ON = _MODE != "0" and not NVTX
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 #: By circumstances: a list of programs, None among them for tensors that have none; before that, 1
@@ -41,7 +41,6 @@ def allowed(input):
     return (
         _ON
         and type(input) in _TENSORS
-        and (_MODE != "cpu" or input.is_cpu)
         and not torch.compiler.is_compiling()
         and current.scope is None
         and not _dispatch_modes()

@@ -1,6 +1,10 @@
 """Programs: a function of tensors that has been recorded, as one op forward and one backward, with
 one autograd node."""
 
+import collections
+import threading
+import weakref
+
 import torch
 from torch.autograd import forward_ad
 
@@ -53,7 +57,7 @@ class Program:
         results = [self._output, *(r for r in saved if r != self._output)]
         self._kept = kept
         self._saved = [results.index(r) for r in saved]
-        self._number = _define(
+        self._defined = Defined(
             self._forward, recorder.tensors, (len(tensors), len(buffers)), results
         )
         self._forward = _without_tensors(self._forward)
@@ -97,7 +101,7 @@ class Program:
 
         mapped = [i.mapped(change) for i in (*views.values(), *instructions)]
         count = 1 + len(needed)
-        self._backward_number = _define(mapped, by_number, (count, 0), [change(r) for r in found])
+        self._backward = Defined(mapped, by_number, (count, 0), [change(r) for r in found])
         wanted = iter(grads)
         self._grads = [t.requires_grad and next(wanted) is not None for t in tensors]
         return kept, saved
@@ -106,7 +110,7 @@ class Program:
         """What the function returns of other tensors, or None where they are not like those that it
         was recorded with."""
         with below_autograd():
-            results = _run(tensors, buffers, self._number)
+            results = _run(tensors, buffers, self._defined.number)
         if not results:
             return None
         if self._written:
@@ -136,10 +140,10 @@ class Program:
         )
         if not one_by_one:
             with below_autograd():
-                found = _run([grad, *saved], (), self._backward_number)
+                found = _run([grad, *saved], (), self._backward.number)
                 if not found:  # a gradient of other strides
                     copy = grad.new_empty_strided(*self._like_output).copy_(grad)
-                    found = _run([copy, *saved], (), self._backward_number)
+                    found = _run([copy, *saved], (), self._backward.number)
             if found:
                 found = iter(found)
                 return [next(found) if has else None for has in self._grads]
@@ -219,24 +223,40 @@ def _without_tensors(instructions):
 
 #: What programs return, by device type and number: shape, strides and dtype of each result.
 _results = {}
+#: By device type, the numbers of programs that nobody will run any more; the next definition drops
+#: them.
+_dropped = collections.defaultdict(list)
+_lock = threading.Lock()
 
 
-def _define(instructions, tensors, inputs, results):
-    """The number of the program.
+class Defined:
+    """A program that the library keeps as long as this lives.
 
     Args:
         tensors: by register.
         inputs: how many of the registers are inputs that are read, and buffers.
     """
-    constant, buffers = inputs
-    text = encode(instructions, len(tensors), constant, results)
-    given = tensors[:constant], tensors[constant : constant + buffers]
-    with below_autograd():
-        number = _ops.define_program.default(*given, text)
-    made = [tensors[r] for r in results]
-    device = tensors[0].device.type
-    _results[device, number] = [(t.shape, t.stride(), t.dtype) for t in made]
-    return number
+
+    def __init__(self, instructions, tensors, inputs, results):
+        constant, buffers = inputs
+        text = encode(instructions, len(tensors), constant, results)
+        given = tensors[:constant], tensors[constant : constant + buffers]
+        device = tensors[0].device.type
+        queue = _dropped[device]
+        with _lock:
+            dropped = queue[:]
+            del queue[: len(dropped)]  # others may come meanwhile
+        for number in dropped:
+            del _results[device, number]
+        with below_autograd():
+            self.number = _ops.define_program.default(*given, text, dropped)
+        made = [tensors[r] for r in results]
+        _results[device, self.number] = [(t.shape, t.stride(), t.dtype) for t in made]
+        weakref.finalize(self, _drop, device, self.number).atexit = False
+
+
+def _drop(device, number):
+    _dropped[device].append(number)
 
 
 def _fake_run(inputs, buffers, program):
@@ -245,7 +265,7 @@ def _fake_run(inputs, buffers, program):
     return [like.new_empty_strided(size, stride, dtype=dtype) for size, stride, dtype in made]
 
 
-def _fake_define(inputs, buffers, text):
+def _fake_define(inputs, buffers, text, dropped):
     raise RuntimeError("braze::define_program keeps its program in memory: it cannot be traced")
 
 
