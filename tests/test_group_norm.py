@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 import braze
 import braze.nn.functional as F
-from braze._norm_rules import FASTER
+from braze._norm_rules import FASTER, Faster
 from common import assert_by_rule, assert_same_layer, check_against_stock, compile, fuzzed, layouts
 
 pytestmark = pytest.mark.usefixtures("own_norms")
@@ -272,7 +272,10 @@ def test_auto_takes_ours_where_it_was_measured(device, monkeypatch):
     x = torch.randn(2, 4, 8, device=device, requires_grad=True)
     torchs = "NativeGroupNormBackward0"
     with braze.backend(group_norm="auto"):
-        for sizes, expected in [({}, torchs), ({torch.float32: (16, 16)}, "GroupNormBackward")]:
+        for sizes, expected in [
+            ({}, torchs),
+            ({torch.float32: Faster(16, 16)}, "GroupNormBackward"),
+        ]:
             monkeypatch.setitem(FASTER, ("group_norm", device), sizes)
             assert F.group_norm(x, 2).grad_fn.name() == expected
             assert F.group_norm(x, 1).grad_fn.name() == torchs

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 import braze
 import braze.nn.functional as F
-from braze._norm_rules import FASTER
+from braze._norm_rules import FASTER, Faster
 from common import assert_by_rule, assert_same_layer, check_against_stock, compile, fuzzed, layouts
 
 # (shape, normalised dimensions): teams of lanes and of warps with 2, 3, 4, 8 and 16 vectors a
@@ -107,6 +107,25 @@ def test_float32_result_of_16_bit_input(device, half, size):
         return stock_of(x.to(weight.dtype), weight, bias)
 
     check_against_stock(raw, cast, [x, weight, bias])
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [5, 96, 1536, 40000])
+def test_16_bit_result_of_float32_input(device, half, size):
+    """What a product behind it takes under CUDA's autocast, rounded once."""
+    x = torch.randn(9, size, device=device).requires_grad_()
+    weight, bias = parameters(size, device, torch.float32)
+
+    def raw(x, weight, bias):
+        dtype = half if x.dtype == torch.float32 else x.dtype
+        return torch.ops.braze.layer_norm(x, weight, bias, [size], 1e-5, dtype)[0]
+
+    def cast(x, weight, bias):
+        return stock_of(x, weight, bias).to(half if x.dtype == torch.float32 else x.dtype)
+
+    check_against_stock(raw, cast, [x, weight, bias])
+    with pytest.raises(RuntimeError, match="of 16 bits for a float32 input"):
+        torch.ops.braze.layer_norm(x.double(), None, None, [size], 1e-5, half)
 
 
 def test_layouts(device, dtype):
@@ -285,6 +304,8 @@ def test_opcheck(device, dtype):
     opcheck(op, (x.transpose(0, 1).detach().requires_grad_(), None, None, [5], 1e-5))
     if dtype == torch.bfloat16:
         opcheck(op, (x.clone().requires_grad_(), weight, bias, [4, 5], 1e-5, torch.float32))
+    if dtype == torch.float32:
+        opcheck(op, (x.clone().requires_grad_(), weight, bias, [4, 5], 1e-5, torch.bfloat16))
     y, mean, rstd = op(x, weight, bias, [4, 5], 1e-5)
     args = y.detach(), x, weight.detach(), mean, rstd, [4, 5]
     for mask in ([True, True, True], [True, False, False], [False, True, False]):
@@ -344,9 +365,11 @@ def test_auto_takes_ours_where_it_was_measured(device, monkeypatch):
     with braze.backend(layer_norm="auto"):
         monkeypatch.setitem(FASTER, ("layer_norm", device), {})
         assert not took(8)
-        monkeypatch.setitem(FASTER, ("layer_norm", device), {torch.float32: (8, 16)})
+        monkeypatch.setitem(FASTER, ("layer_norm", device), {torch.float32: Faster(8, 16)})
         assert [took(n) for n in (7, 8, 16, 17)] == [False, True, True, False]
         assert not took(8, torch.float64)
+        monkeypatch.setitem(FASTER, ("layer_norm", device), {torch.float32: Faster(8, 16, 64)})
+        assert [took(n) for n in (8, 16)] == [False, True]
 
 
 def test_the_tests_reject_a_wrong_kernel(device, dtype):

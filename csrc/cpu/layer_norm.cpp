@@ -21,8 +21,12 @@ const KernelEntry kEntry({"layer_norm", "rows", "float64 float32 bfloat16 float1
 template <typename F>
 void dispatch_pair(const LayerNormShape& shape, F&& f) {
   dispatch(shape.dtype, [&](auto tag) {
-    if constexpr (sizeof(typename decltype(tag)::type) == 2) {
+    using T = typename decltype(tag)::type;
+    if constexpr (sizeof(T) == 2) {
       if (shape.result == DType::kFloat32) return f(tag, TypeTag<float>{});
+    } else if constexpr (sizeof(T) == 4) {
+      if (shape.result == DType::kBFloat16) return f(tag, TypeTag<BFloat16>{});
+      if (shape.result == DType::kFloat16) return f(tag, TypeTag<Half>{});
     }
     f(tag, tag);
   });

@@ -10,8 +10,9 @@ namespace braze {
 // `rows` rows of `size` neighbouring elements, each normalised by itself. Statistics are kept in
 // float32 (float64 for float64 input): "statistics dtype".
 struct LayerNormShape {
-  DType dtype;   // of x and dx
-  DType result;  // of y and dy: dtype, or float32 for a 16-bit x
+  DType dtype;  // of x and dx
+  // Of y and dy: dtype, or float32 for a 16-bit x, or of 16 bits for a float32 x.
+  DType result;
   int64_t rows, size;
   // Above 1: x is [rows / inner, size, inner] in memory, as are the channels of contiguous images.
   int64_t inner = 1;

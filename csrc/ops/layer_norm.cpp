@@ -14,14 +14,18 @@ std::string sizes_string(const Sizes& sizes) {
   return s + "]";
 }
 
-// The result's dtype: the input's, or float32 for a 16-bit input.
+// The result's dtype: the input's, float32 for a 16-bit input, or of 16 bits for float32.
 ScalarType checked_result(const char* op, const Tensor& input, std::optional<ScalarType> wanted) {
   const ScalarType own = input.scalar_type();
   const ScalarType result = wanted.value_or(own);
-  BRAZE_CHECK(
-      result == own || (result == ScalarType::Float && size_of(dtype_of(op, "input", input)) == 2),
-      op, ": expected dtype to be the input's, or float32 for a 16-bit input, but got ",
-      scalar_type_name(result), " for ", scalar_type_name(own));
+  const auto is_half = [](ScalarType type) {
+    return type == ScalarType::BFloat16 || type == ScalarType::Half;
+  };
+  BRAZE_CHECK(result == own || (result == ScalarType::Float && is_half(own)) ||
+                  (is_half(result) && own == ScalarType::Float),
+              op, ": expected dtype to be the input's, float32 for a 16-bit input, or of 16 bits ",
+              "for a float32 input, but got ", scalar_type_name(result), " for ",
+              scalar_type_name(own));
   return result;
 }
 
@@ -34,7 +38,11 @@ LayerNormShape checked_shape(const char* op, const Tensor& input, const Sizes& n
               ": Expected normalized_shape to be at least 1-dimensional, i.e., containing at least "
               "one element, but got normalized_shape = []");
   bool fits = outer >= 0;
-  LayerNormShape shape{dtype, result == input.scalar_type() ? dtype : DType::kFloat32, 1, 1};
+  const DType of_result = result == input.scalar_type()    ? dtype
+                          : result == ScalarType::Float    ? DType::kFloat32
+                          : result == ScalarType::BFloat16 ? DType::kBFloat16
+                                                           : DType::kFloat16;
+  LayerNormShape shape{dtype, of_result, 1, 1};
   for (int64_t i = 0; fits && i < dims; ++i) {
     fits = input.size(outer + i) == normalized_shape[i];
     shape.size *= normalized_shape[i];

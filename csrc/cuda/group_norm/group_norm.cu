@@ -192,7 +192,7 @@ void group_norm(Stream stream, const GroupNormShape& shape, const void* x,
     using T = typename decltype(tag)::type;
     using A = acc_t<T>;
     const NormArgs<T> args{
-        static_cast<const T*>(x), y, false, static_cast<A>(eps), static_cast<A*>(mean),
+        static_cast<const T*>(x), y, shape.dtype, static_cast<A>(eps), static_cast<A*>(mean),
         static_cast<A*>(rstd)};
     const PlaneParameters<T> parameters{
         affine.weight, affine.bias,      affine.dtype != shape.dtype,

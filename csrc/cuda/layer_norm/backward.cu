@@ -269,8 +269,12 @@ int launch_backward(cudaStream_t stream, const LayerNormShape& shape,
 template <typename F>
 void dispatch_pair(const LayerNormShape& shape, F&& f) {
   dispatch(shape.dtype, [&](auto tag) {
-    if constexpr (sizeof(typename decltype(tag)::type) == 2) {
+    using T = typename decltype(tag)::type;
+    if constexpr (sizeof(T) == 2) {
       if (shape.result == DType::kFloat32) return f(tag, TypeTag<float>{});
+    } else if constexpr (sizeof(T) == 4) {
+      if (shape.result == DType::kBFloat16) return f(tag, TypeTag<__nv_bfloat16>{});
+      if (shape.result == DType::kFloat16) return f(tag, TypeTag<__half>{});
     }
     f(tag, tag);
   });

@@ -34,9 +34,9 @@ void layer_norm(Stream stream, const LayerNormShape& shape, const void* x,
   dispatch(shape.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     using A = acc_t<T>;
-    const NormArgs<T> args{static_cast<const T*>(x),    y,
-                           shape.result != shape.dtype, static_cast<A>(eps),
-                           static_cast<A*>(mean),       static_cast<A*>(rstd)};
+    const NormArgs<T> args{
+        static_cast<const T*>(x), y, shape.result, static_cast<A>(eps), static_cast<A*>(mean),
+        static_cast<A*>(rstd)};
     const ElementParameters<T> parameters{affine.weight, affine.bias, affine.dtype != shape.dtype};
     const bool aligned = is_vec_aligned(args.x) && is_vec_aligned(static_cast<const T*>(y)) &&
                          is_vec_aligned(static_cast<const T*>(affine.weight)) &&

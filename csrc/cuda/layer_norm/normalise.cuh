@@ -23,7 +23,7 @@ struct NormArgs {
 
   const T* x;
   void* y;
-  bool wide_result;  // float32 beside a 16-bit T
+  DType result;  // of y: T's; float32 beside a 16-bit T; of 16 bits beside float32
   A eps;
   A* mean;
   A* rstd;
@@ -52,11 +52,14 @@ struct NormArgs {
     for (int k = 0; k < N; ++k) {
       v[k] = ((v[k] - norm.pivot) * norm.rstd + norm.shift) * w[k] + b[k];
     }
-    if (sizeof(T) == 2 && wide_result) {
-      store_acc<N>(static_cast<A*>(y) + part.base + c, v);
-    } else {
-      store_acc<N>(static_cast<T*>(y) + part.base + c, v);
+    const int64_t at = part.base + c;
+    if constexpr (sizeof(T) == 2) {
+      if (result == DType::kFloat32) return store_acc<N>(static_cast<A*>(y) + at, v);
+    } else if constexpr (sizeof(T) == 4) {
+      if (result == DType::kBFloat16) return store_acc<N>(static_cast<__nv_bfloat16*>(y) + at, v);
+      if (result == DType::kFloat16) return store_acc<N>(static_cast<__half*>(y) + at, v);
     }
+    store_acc<N>(static_cast<T*>(y) + at, v);
   }
 };
 

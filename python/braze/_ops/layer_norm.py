@@ -6,6 +6,7 @@ import torch
 
 from braze._norm_rules import may_take_ours, parameters_fit, takes_ours
 from braze._ops._common import (
+    autocast_dtype,
     below_autograd,
     cast_to,
     eager,
@@ -75,9 +76,10 @@ def _gradients(grad_output, input, weight, mean, rstd, normalized_shape, *_):
 
 
 def _formula(input, weight, bias, normalized_shape, eps, dtype=None):
-    x = input if dtype is None else input.to(dtype)
+    x = input.to(dtype) if dtype == torch.float32 else input
     weight, bias = (p if p is None else p.to(x.dtype) for p in (weight, bias))
-    return torch.native_layer_norm(x, normalized_shape, weight, bias, eps)
+    output, *statistics = torch.native_layer_norm(x, normalized_shape, weight, bias, eps)
+    return output if dtype is None else output.to(dtype), *statistics
 
 
 _layer_norm = eager(LayerNorm, _ops.layer_norm.default, tensors=3, formula=_formula)
@@ -153,16 +155,7 @@ def layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5):
     Raises:
         RuntimeError: shapes that do not fit; torch's own error.
     """
-    if not (
-        may_take_ours("layer_norm", input)
-        and plain(input, weight, bias)
-        and isinstance(normalized_shape, (tuple, list))
-        and len(normalized_shape) > 0
-        and input.shape[-len(normalized_shape) :] == tuple(normalized_shape)
-        and (weight is None or weight.shape == tuple(normalized_shape))
-        and (bias is None or bias.shape == tuple(normalized_shape))
-        and takes_ours("layer_norm", input, math.prod(normalized_shape))
-    ):
+    if not _takes(input, normalized_shape, weight, bias):
         return torch.nn.functional.layer_norm(input, normalized_shape, weight, bias, eps)
     dtype = None
     if input.is_cuda and torch.is_autocast_enabled("cuda"):
@@ -172,3 +165,39 @@ def layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5):
         return torch.nn.functional.layer_norm(input, normalized_shape, weight, bias, eps)
     apply = _ops.layer_norm.default if torch.compiler.is_compiling() else _layer_norm
     return apply(input, weight, bias, list(normalized_shape), eps, dtype)[0]
+
+
+def layer_norm_for_product(input, normalized_shape, weight=None, bias=None, eps=1e-5):
+    """:func:`layer_norm`, whose result goes into products that autocast casts it for, and nowhere
+    else.
+
+    Under CUDA autocast torch's result is float32, and a product rounds it. Where our kernel runs,
+    it stores the rounded result at once, and its backward reads the product's gradient as it comes:
+    no float32 copy is made of a 16-bit input, of its result, or of their gradients.
+
+    Args, returns, raises: as :func:`layer_norm`; the result may have the dtype of autocast.
+    """
+    dtype = autocast_dtype(input) if isinstance(input, torch.Tensor) and input.is_cuda else None
+    if (
+        dtype not in _HALF_DTYPES
+        or input.dtype not in (dtype, torch.float32)
+        or not _takes(input, normalized_shape, weight, bias)
+    ):
+        return layer_norm(input, normalized_shape, weight, bias, eps)
+    weight, bias = cast_to(torch.float32, weight, bias)
+    apply = _ops.layer_norm.default if torch.compiler.is_compiling() else _layer_norm
+    return apply(input, weight, bias, list(normalized_shape), eps, dtype)[0]
+
+
+def _takes(input, normalized_shape, weight, bias):
+    """Whether ours is to run, and takes such shapes."""
+    return (
+        may_take_ours("layer_norm", input)
+        and plain(input, weight, bias)
+        and isinstance(normalized_shape, (tuple, list))
+        and len(normalized_shape) > 0
+        and input.shape[-len(normalized_shape) :] == tuple(normalized_shape)
+        and (weight is None or weight.shape == tuple(normalized_shape))
+        and (bias is None or bias.shape == tuple(normalized_shape))
+        and takes_ours("layer_norm", input, math.prod(normalized_shape))
+    )

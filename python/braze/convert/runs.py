@@ -18,6 +18,7 @@ import braze.nn
 from braze._ops._common import TENSORS, autocast_dtype, cast_to, is_channels_last
 from braze._ops.activation import fits
 from braze._ops.fused import is_2x2
+from braze._ops.layer_norm import layer_norm_for_product
 from braze._ops.transpose import transpose_copy
 from braze._stock import gives_way
 from braze.convert.kinds import (
@@ -372,6 +373,15 @@ def _linear_relu(links, input):
     return F.linear_relu(input, links[-1].weight, links[-1].bias)
 
 
+def _layer_norm_product(links, input):
+    """Layer norm, and a linear layer or several with activations between them."""
+    if type(input) not in TENSORS:
+        return one_by_one(links, input)
+    norm = links[-1]
+    output = layer_norm_for_product(input, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
+    return one_by_one(links[:-1], output)
+
+
 def _weight_is_smaller(input, linear):
     """Whether a linear layer's weight is smaller than the flat input, both of as many columns."""
     # False of a dynamic batch that may be either: to compare it would restrict it.
@@ -420,6 +430,10 @@ _NORM_RUNS = [
     *((kind, "BatchNorm2d") for kind in ACTIVATIONS),
     *((kind, "Add", "BatchNorm2d") for kind in ACTIVATIONS),
 ]
+_LAYER_NORM_RUNS = [
+    ("Linear", "LayerNorm"),
+    *(("Linear", kind, "Linear", "LayerNorm") for kind in ACTIVATIONS),
+]
 #: What runs links of such kinds, outermost first. Each takes the links, the input, and what is
 #: added where there is an addition.
 RUNS = {
@@ -430,6 +444,7 @@ RUNS = {
     ("ReLU", "Linear", "Flatten", *_POOLED): _block_flat_linear,
     ("BatchNorm2d",): _norm_alone,  # of a module that adds nothing to it at present
     ("ReLU", "Linear"): _linear_relu,
+    **dict.fromkeys(_LAYER_NORM_RUNS, _layer_norm_product),
     ("Linear", "Flatten"): _flat_linear,
     ("ReLU", "Linear", "Flatten"): _flat_linear,
 }
@@ -444,4 +459,5 @@ BLOCKS = {
     _CONV[::-1]: "ConvBnReLU2d",
     ("Linear", "ReLU"): "LinearReLU",
     **{kinds[::-1]: "BatchNormAct2d" for kinds in _NORM_RUNS},
+    ("LayerNorm", "Linear"): "LayerNormLinear",
 }
