@@ -67,7 +67,7 @@ def replicated(device):
     count = 14 if device == "cuda" else STEPS  # beyond the eager calls
     for number in range(count):
         if device == "cpu" and number == 2:
-            renew_reducer(net)  # which a captured step asks for
+            accumulated_on_a_stream(net)
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # of gradients' strides
             loss = step(*batch(device, number, rank))
@@ -88,6 +88,21 @@ def replicated(device):
     assert_same(net.module.state_dict(), dict(alone.named_parameters()))
     if rank == 0:  # whose buffers the others get
         assert_same(net.module.state_dict(), dict(parts[rank].named_buffers()))
+
+
+def accumulated_on_a_stream(net):
+    """As captured steps ask for: nodes that accumulate gradients are made anew, once."""
+    parameter, stream = next(net.parameters()), torch.Stream("cpu")
+
+    def node():
+        return parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+
+    node().metadata["made"] = "before"
+    Ranks([net]).accumulate_on(stream)
+    assert "made" not in node().metadata
+    node().metadata["made"] = "on the stream"
+    Ranks([net]).accumulate_on(stream)
+    assert node().metadata["made"] == "on the stream"
 
 
 def accumulated(device):

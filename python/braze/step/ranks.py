@@ -58,7 +58,9 @@ class Ranks:
         precision of their own, cannot be renewed: they stay as they were made."""
         for replicas in self._replicated:
             renewable = replicas.process_group == dist.group.WORLD and not replicas.mixed_precision
-            if renewable and _STREAMS.get(replicas) != stream:
+            known = _STREAMS.get(replicas)
+            # (A stream is neither equal to None nor unequal.)
+            if renewable and (known is None or known != stream):
                 with torch.cuda.stream(stream):
                     renew_reducer(replicas)
                 _STREAMS[replicas] = stream
