@@ -1,11 +1,11 @@
 """Two processes: tensor-parallel layers (DTensor) and FSDP2's, against stock's on one process."""
 
 import copy
+import functools
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
+from processes import start
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -88,14 +88,11 @@ def check_fsdp(mesh):
         torch.testing.assert_close(sharded[1].running_var, reference[1].running_var)
 
 
-def run(rank, check, path):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+def on_a_mesh(check, device):
     torch.manual_seed(0)
-    check(init_device_mesh("cpu", (2,)))
-    dist.destroy_process_group()
+    check(init_device_mesh(device, (2,)))
 
 
 @pytest.mark.parametrize("check", [check_parallel_layers, check_functions, check_fsdp])
-def test_on_two_processes(check, tmp_path):
-    mp.spawn(run, (check, tmp_path / "store"), nprocs=2)
+def test_on_two_processes(check):
+    start(2, "cpu", functools.partial(on_a_mesh, check))
