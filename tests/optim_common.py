@@ -1,6 +1,10 @@
 """What the tests of optimizers share: parameters, and steps of fixed gradients."""
 
+import functools
+
 import torch
+
+from braze.testing import WAYS, assert_by_rule, mover
 
 SHAPES = [(5,), (), (0,), (64, 33), (3, 4, 5), (4097,), (1,)]
 
@@ -12,23 +16,76 @@ def parameters(device, dtype, shapes=SHAPES):
     ]
 
 
-def train(optimizer_class, values, steps=5, dtype=None, lr=0.1, clip=None, **options):
+def gradient(value, generator):
+    """A random one for this parameter, of its dtype."""
+    grad = torch.randn(value.shape, generator=generator, dtype=torch.float64)
+    if value.dtype == torch.float16:  # in which the squares of small ones vanish
+        grad += 0.5 * grad.sign()
+    return grad.to(value.dtype)
+
+
+def train(optimizer_class, values, steps=5, dtype=None, lr=0.1, clip=None, move=None, **options):
     """The parameters after `steps` steps of fixed random gradients, and the optimizer.
 
     Args:
         clip: the norm that torch clips the gradients to.
+        move: of braze.testing: what values and gradients go through.
     """
-    params = [torch.nn.Parameter(v.to(dtype or v.dtype).clone()) for v in values]
+    move = move or torch.clone
+    params = [torch.nn.Parameter(move(v.to(dtype or v.dtype))) for v in values]
     optimizer = optimizer_class(params, lr=lr, **options)
     generator = torch.Generator().manual_seed(4 + torch.initial_seed())
     for _ in range(steps):
         for p, v in zip(params, values, strict=True):
-            grad = torch.randn(v.shape, generator=generator, dtype=torch.float64).to(v.dtype)
-            p.grad = grad.to(p)
+            p.grad = move(gradient(v, generator).to(p))
         if clip:
             torch.nn.utils.clip_grad_norm_(params, clip)
         optimizer.step()
     return params, optimizer
+
+
+def moved_trainings(optimizer_class, values, **options):
+    """For assert_by_rule's `moved`: a function that gives, and makes once, what train() does in
+    float64 with values and gradients a rounding off."""
+
+    @functools.cache
+    def trainings():
+        return [
+            train(optimizer_class, values, dtype=torch.float64, move=mover(way), **options)
+            for way in WAYS
+        ]
+
+    return trainings
+
+
+def compare_by_rule(ours, stock, reference, terms, moved=None):
+    """Parameters and states of three trainings, each (parameters, optimizer).
+
+    Args:
+        terms: of assert_by_rule.
+        moved: of moved_trainings().
+    """
+    trainings = (ours, stock, reference)
+
+    def compare(of, what):
+        others = moved and (lambda: [of(*training) for training in moved()])
+        results = [of(*training) for training in trainings]
+        # Each step rounds parameters and states to their dtype.
+        assert_by_rule(*results, 4, what, terms, others, results[0].dtype)
+
+    for i, p in enumerate(ours[0]):
+        compare(lambda params, _, i=i: params[i], "parameter")
+        state, other = ours[1].state[p], stock[1].state[stock[0][i]]
+        assert list(state) == list(other)
+        for key, value in state.items():
+            if value is None:
+                assert other[key] is None
+            elif key != "step":
+                compare(lambda params, o, i=i, key=key: o.state[params[i]][key], key)
+            elif isinstance(value, torch.Tensor):
+                assert value.dtype == torch.float32
+                assert value.device == p.device
+                assert value == other[key]
 
 
 def scaled_steps(optimizer_class, device, values, restart=None, **options):

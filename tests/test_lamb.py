@@ -5,7 +5,15 @@ import math
 
 import pytest
 import torch
-from optim_common import captured_steps, parameters, scaled_steps, steps_with_rates, train
+from optim_common import (
+    captured_steps,
+    compare_by_rule,
+    moved_trainings,
+    parameters,
+    scaled_steps,
+    steps_with_rates,
+    train,
+)
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import braze
@@ -68,12 +76,9 @@ def test_matches_the_formulas(device, dtype, options):
         train(Formulas, values, lr=0.01, **options),
         train(Formulas, values, lr=0.01, dtype=torch.float64, **options),
     ]
-    for a, s, r in zip(*(params for params, _ in trained), strict=True):
-        assert_by_rule(a, s, r, terms=TERMS)
-        states = [o.state[p] for p, (_, o) in zip((a, s, r), trained, strict=True)]
-        assert states[0]["step"] == 5
-        for key in ("exp_avg", "exp_avg_sq"):
-            assert_by_rule(*(state[key] for state in states), what=key, terms=TERMS)
+    moved = moved_trainings(Formulas, values, lr=0.01, **options)
+    compare_by_rule(*trained, TERMS, moved)
+    assert all(state["step"] == 5 for state in trained[0][1].state.values())
 
 
 def test_many_parameters(device):

@@ -1,6 +1,7 @@
 """Adam, AdamW and RMSprop against torch's; what is SGD's alone is in test_sgd.py."""
 
 import copy
+import functools
 import io
 import itertools
 
@@ -10,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from optim_common import (
     captured_steps,
+    compare_by_rule,
+    moved_trainings,
     parameters,
     scaled_steps,
     scheduled,
@@ -56,21 +59,6 @@ def both(name):
     return getattr(braze.optim, name), getattr(torch.optim, name)
 
 
-def compare_by_rule(ours, stock, reference):
-    """Parameters and states of three trainings, each (parameters, optimizer)."""
-    for a, s, r in zip(ours[0], stock[0], reference[0], strict=True):
-        assert_by_rule(a, s, r, terms=TERMS)
-        states = [o.state[p] for p, (_, o) in zip((a, s, r), (ours, stock, reference), strict=True)]
-        assert list(states[0]) == list(states[1])
-        for key, mine in states[0].items():
-            if key == "step":
-                assert mine.dtype == torch.float32
-                assert mine.device == a.device
-                assert mine.item() == states[1][key].item()
-            else:
-                assert_by_rule(mine, *(other[key] for other in states[1:]), what=key, terms=TERMS)
-
-
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_matches_stock(device, dtype, name, options):
     values = parameters(device, dtype)
@@ -79,6 +67,8 @@ def test_matches_stock(device, dtype, name, options):
         train(ours, values, lr=0.01, **options),
         train(stock, values, lr=0.01, **options),
         train(stock, values, dtype=torch.float64, lr=0.01, **options),
+        TERMS,
+        moved_trainings(stock, values, lr=0.01, **options),
     )
 
 
@@ -88,11 +78,11 @@ def test_clipping(device, dtype, name):
     values, (ours, stock) = parameters(device, dtype), both(name)
     for limit in (20.0, 1e6):  # far enough from what float16 flushes to zero, squared
         options = {"momentum": 0.9} if name == "SGD" else {}
-        mine, optimizer = train(ours, values, max_grad_norm=limit, **options)
-        theirs, _ = train(stock, values, clip=limit, **options)
-        reference, _ = train(stock, values, dtype=torch.float64, clip=limit, **options)
-        for a, s, r in zip(mine, theirs, reference, strict=True):
-            assert_by_rule(a, s, r, terms=TERMS)
+        clipped = functools.partial(train, stock, values, clip=limit, **options)
+        trained = train(ours, values, max_grad_norm=limit, **options)
+        moved = moved_trainings(stock, values, clip=limit, **options)
+        compare_by_rule(trained, clipped(), clipped(dtype=torch.float64), TERMS, moved)
+        mine, optimizer = trained
         norm = torch.nn.utils.get_total_norm([p.grad for p in mine])
         exact = torch.nn.utils.get_total_norm([p.grad.double() for p in mine])
         assert exact > 40
@@ -196,7 +186,7 @@ def test_mixed_dtypes_layouts_and_missing_gradients(device, name):
         assert torch.equal(unused, torch.ones_like(unused))
         assert unused not in optimizer.state
         trained.append((params, optimizer))
-    compare_by_rule(*trained)
+    compare_by_rule(*trained, TERMS)
     assert [p.stride() for p in trained[0][0]] == [p.stride() for p in trained[1][0]]
 
 
@@ -443,7 +433,7 @@ def test_fuzzed_shapes(sizes, case):
         values = parameters(device, torch.float32, sizes)
         trained = [train(cls, values, steps=2, lr=0.01, **options) for cls in (ours, stock)]
         reference = train(stock, values, steps=2, lr=0.01, dtype=torch.float64, **options)
-        compare_by_rule(*trained, reference)
+        compare_by_rule(*trained, reference, TERMS)
 
 
 @pytest.mark.parametrize(
@@ -462,4 +452,4 @@ def test_the_tests_reject_a_wrong_update(device, name, wrong):
         train(stock, values, lr=0.01, dtype=torch.float64),
     ]
     with pytest.raises(AssertionError, match="error"):
-        compare_by_rule(*trained)
+        compare_by_rule(*trained, TERMS)

@@ -5,7 +5,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from optim_common import parameters, scaled_steps, scheduled, train
+from optim_common import (
+    compare_by_rule,
+    moved_trainings,
+    parameters,
+    scaled_steps,
+    scheduled,
+    train,
+)
 
 import braze
 from common import assert_by_rule
@@ -24,19 +31,13 @@ OPTIONS = [
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_matches_stock(device, dtype, options):
     values = parameters(device, dtype)
-    ours, optimizer = train(braze.optim.SGD, values, **options)
-    stock, stock_optimizer = train(torch.optim.SGD, values, **options)
-    reference, reference_optimizer = train(torch.optim.SGD, values, dtype=torch.float64, **options)
-    for a, s, r in zip(ours, stock, reference, strict=True):
-        assert_by_rule(a, s, r, terms=50)  # steps, of up to ten roundings
-        if "momentum" in options:
-            state = (o.state[p] for o, p in ((optimizer, a), (stock_optimizer, s)))
-            reference_state = reference_optimizer.state[r]
-            assert_by_rule(
-                *(x["momentum_buffer"] for x in (*state, reference_state)),
-                what="momentum",
-                terms=50,
-            )
+    compare_by_rule(
+        train(braze.optim.SGD, values, **options),
+        train(torch.optim.SGD, values, **options),
+        train(torch.optim.SGD, values, dtype=torch.float64, **options),
+        50,  # steps, of up to ten roundings
+        moved_trainings(torch.optim.SGD, values, **options),
+    )
 
 
 def test_many_parameters(device):

@@ -54,7 +54,7 @@ def test_softmax_by_its_formula_passes(device):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_cancelling_terms_pass(device, dtype):
     """The sum is a millionth of its terms, so that it has the rounding of these."""
-    big = torch.randn(4, 500, device=device).to(dtype) * 1e6
+    big = torch.randn(4, 20, device=device).to(dtype) * 1e6
     x = torch.cat([big, torch.rand(4, 1, device=device).to(dtype), -big], 1).requires_grad_()
     check_against_stock(lambda t: one_after_another(t), lambda t: t.sum(1), [x])
     with pytest.raises(AssertionError, match="output: error"):

@@ -15,7 +15,16 @@ _STEP = 2.0**-36
 WAYS = (1, -1, 2, -2, 3, -3)
 
 
-def assert_by_rule(actual, stock, reference, ulps=4, what="output", terms=None, moved=None):
+def assert_by_rule(
+    actual,
+    stock,
+    reference,
+    ulps=4,
+    what="output",
+    terms=None,
+    moved=None,
+    arithmetic=None,
+):
     """Asserts that `actual` is as accurate as stock torch.
 
     The largest error against `reference`, over the finite entries, is at most
@@ -46,6 +55,8 @@ def assert_by_rule(actual, stock, reference, ulps=4, what="output", terms=None, 
         terms: of the longest sum behind an element; default: as many as the result has elements.
         moved: a function that returns references for inputs that :func:`mover` moved, one for each
             of `WAYS`; called if the verdict depends on it. Without it `change` counts as 0.
+        arithmetic: the dtype to which what lies between inputs and result is rounded, where that is
+            not float32, and for float64 float64.
     """
     assert actual.shape == stock.shape, f"{what}: shape {actual.shape}, stock {stock.shape}"
     assert actual.dtype == stock.dtype, f"{what}: dtype {actual.dtype}, stock {stock.dtype}"
@@ -72,7 +83,8 @@ def assert_by_rule(actual, stock, reference, ulps=4, what="output", terms=None, 
     limit = 2 * stock_error + ulps * unit
     if error > limit and moved is not None:
         change = _largest_change(r, [m.detach().to(r)[finite] for m in moved()])
-        rounding = torch.finfo(torch.promote_types(stock.dtype, torch.float32)).eps
+        arithmetic = arithmetic or torch.promote_types(stock.dtype, torch.float32)
+        rounding = torch.finfo(arithmetic).eps
         limit = 2 * stock_error + ulps * max(unit, change * (rounding / _STEP))
     assert error <= limit, f"{what}: error {error:.3e}, stock {stock_error:.3e}, limit {limit:.3e}"
 
@@ -86,7 +98,9 @@ def mover(way):
 
     def move(t):
         t, factor = t.detach().double(), pow(0x9E3779B97F4A7C15, next(turns), 1 << 63)
-        up = t.view(torch.int64) * factor < 0  # a hash: the highest bit of the product
+        # Rounded to 20 bits: of what is computed and kept, `-way` sees other last bits than `way`.
+        rounded = (t.view(torch.int64) + (1 << 31)) >> 32
+        up = rounded * factor < 0  # a hash: the highest bit of the product
         return t * (1 + step * torch.where(up, 1, -1).to(t))
 
     return move
