@@ -42,8 +42,8 @@ def _run(rank, ranks, port, device, work):
         work(device)
     finally:
         dist.destroy_process_group()
-    # Meshes that torch caches keep Gloo's threads, and these the tensors of their last work: one that
-    # lets go of such a tensor while the interpreter ends aborts the process (pytorch/pytorch#179291).
+    # Meshes that torch caches keep Gloo's threads, and these the tensors of their last work: one
+    # that lets go of a tensor while the interpreter ends aborts the process (pytorch#179291).
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
