@@ -8,7 +8,8 @@ import types
 
 import torch
 
-from braze.convert.kinds import METHODS_OF_LAYERS, calls_more, own_norm
+from braze._C import unwatched
+from braze.convert.kinds import calls_more, own_norm
 from braze.convert.modules import child_of
 
 #: The kind of a link that hands on its input in some of the module's modes, such as dropout's.
@@ -33,17 +34,15 @@ class Pass:
     def __init__(self, passes, names, same):
         self.passes, self.names, self.same = passes, names, same
 
-    def expand(self, module, found, traced):
-        """Adds the links that a call of the module stands for, none, to those found; whether it
-        stands for that now.
+    def expand(self, module, found, modules):
+        """Adds the links that a call of the module stands for, outermost first, to those found: none
+        here; whether it stands for that now, if its code is what it was and nobody watches it.
 
         Args:
-            traced: torch.compile asks, which keeps what code there was.
+            modules: where those are added of which the last is to be asked, see :func:`unchanged`.
         """
-        if traced:
-            known = type(module) not in TORCHS or self.same()
-            return known and not calls_more(module) and self.passes(module)
-        return not _calls_more(module.__dict__) and self.same() and self.passes(module)
+        modules.append(module)
+        return self.passes(module)
 
     def kinds(self, module, kinds_of):
         """The kinds of the links that a call of the module stands for, or None."""
@@ -71,15 +70,10 @@ class NormAct:
     def __init__(self, names, same):
         self.names, self.same = names, same
 
-    def expand(self, module, found, traced):
-        """Adds the links that a call of the module stands for, outermost first, to those found;
-        whether it stands for that now. See :meth:`Pass.expand`."""
-        more = calls_more(module) if traced else _calls_more(module.__dict__)
-        return not more and self.expand_forward(module, found, traced)
-
-    def expand_forward(self, module, found, traced):
-        """:meth:`expand` of a call of the module's forward."""
-        if not (traced or self.same()) or not _expand_children(module, self.names, found, traced):
+    def expand(self, module, found, modules):
+        """See :meth:`Pass.expand`."""
+        modules.append(module)
+        if not _expand_children(module, self.names, found, modules):
             return False
         found.append((own_norm, (module,), {}))
         return True
@@ -111,15 +105,11 @@ class Chain:
         except AttributeError:  # which the module's own code is to raise, where it stands
             return ()
 
-    def expand(self, module, found, traced):
-        """Adds the links that a call of the module stands for, outermost first, to those found;
-        whether it stands for that now. See :meth:`Pass.expand`."""
-        if calls_more(module) if traced else _calls_more(module.__dict__):
-            return False
-        if not (traced or self.same()):
-            return False
+    def expand(self, module, found, modules):
+        """See :meth:`Pass.expand`."""
+        modules.append(module)
         names = self.names(module)
-        return bool(names) and _expand_children(module, names, found, traced)
+        return bool(names) and _expand_children(module, names, found, modules)
 
     def kinds(self, module, kinds_of):
         """The kinds of the links that a call of the module stands for, innermost first, or None."""
@@ -135,16 +125,33 @@ class Chain:
 _LONGEST_CHAIN = 4
 
 
-def _expand_children(module, names, found, traced):
+def _expand_children(module, names, found, modules):
     own = module.__dict__
     for name in names[::-1]:
         child = None if name in own else own["_modules"].get(name)
         part = PARTS.get(type(child))
         if part is None:
             found.append(child)
-        elif not part.expand(child, found, traced):
+        elif not part.expand(child, found, modules):
             return False
     return True
+
+
+def unchanged(modules, called=None):
+    """Whether calls of modules that are parts run the code that there was, and nothing else.
+
+    Args:
+        called: of those, the ones that are called; default: all. The code of the others runs.
+    """
+    if torch.compiler.is_compiling():  # which keeps what code of the user's there was
+        for module in modules:
+            if type(module) in TORCHS and not PARTS[type(module)].same():
+                return False
+        return not any(calls_more(module) for module in (modules if called is None else called))
+    for kind in set(map(type, modules)):
+        if not PARTS[kind].same():
+            return False
+    return unwatched(modules if called is None else called)
 
 
 def _kinds_of_children(module, names, kinds_of, found=()):
@@ -172,22 +179,18 @@ def _layers_of_children(name, module, names):
 def expanded(links):
     """The links that links, outermost first, stand for, without those that hand on their input; or
     None where one of them does something else now."""
-    found, traced = [], torch.compiler.is_compiling()
+    modules = []
+    found = expanded_if_unchanged(links, modules)
+    return None if modules and not unchanged(modules) else found
+
+
+def expanded_if_unchanged(links, modules):
+    """:func:`expanded`, if :func:`unchanged` of the modules that it adds to some."""
+    found = []
     for link in links:
         part = None if type(link) is tuple else PARTS.get(type(link))
         if part is None:
             found.append(link)
-        elif not part.expand(link, found, traced):
+        elif not part.expand(link, found, modules):
             return None
     return tuple(found)
-
-
-def _calls_more(own):
-    """:func:`kinds.calls_more` of a module's attributes, in half the time."""
-    return (
-        own["_forward_hooks"]
-        or own["_forward_pre_hooks"]
-        or own["_backward_hooks"]
-        or own["_backward_pre_hooks"]
-        or not own.keys().isdisjoint(METHODS_OF_LAYERS)
-    )

@@ -1,52 +1,87 @@
 """Which modules only compute, so that it makes no difference when they do."""
 
+import functools
+import itertools
+
 import torch
 
 import braze.nn
+from braze._C import share, unwatched
 from braze._stock import gives_way
-from braze.convert.kinds import ACTIVATIONS, KINDS, calls_more, own_norm
-from braze.convert.parts import PARTS, expanded
+from braze.convert.kinds import ACTIVATIONS, KINDS, calls_more, places
+from braze.convert.parts import PARTS, unchanged
 
 _QUIET = "AvgPool2d", "BatchNorm2d", "Conv2d", "Linear", "MaxPool2d"
-_CONTAINERS = gives_way((torch.nn.Sequential, "forward"), (torch.nn.Identity, "forward"))
-
-
-def is_quiet(module, links):
-    """Whether a module, or None, only computes: it changes nothing but its own buffers, runs no
-    code of the user's but what is known, and is none of the links."""
-    if module is None:
-        return True
-    if type(module) in KINDS:
-        return _only_computes(module, links, _QUIET)
-    kind = type(module)
-    kind = vars(kind).get("_class_before_convert", kind)
-    if kind in (torch.nn.Sequential, braze.nn.Sequential, torch.nn.Identity):
-        if calls_more(module) or _CONTAINERS():
-            return False
-        return all(is_quiet(child, links) for child in module._modules.values())
-    layers = expanded((module,)) if type(module) in PARTS else None
-    if layers is None:
-        return False
-    # An activation may overwrite its input, which has to be a result of the module's own then.
-    for layer in layers[:-1]:
-        if not _only_computes(layer, links, _INNER):
-            return False
-    return len(layers) == 0 or _only_computes(layers[-1], links, _QUIET)
-
-
 _INNER = frozenset((*_QUIET, *ACTIVATIONS))
+_CONTAINERS = gives_way((torch.nn.Sequential, "forward"))
 
 
-def _only_computes(layer, links, kinds):
-    """Whether a layer of one of some kinds does what its class says, and is none of the links."""
-    norm = type(layer) is tuple
-    if norm:
-        layer = layer[1][0]
-    elif KINDS.get(type(layer)) not in kinds or calls_more(layer) or layer._gives_way():
+def are_quiet(modules, links, parts=()):
+    """Whether modules, or None, only compute: they change nothing but their own buffers, run no
+    code of the user's but what is known, and none is one of the links.
+
+    Args:
+        parts: that have to be unchanged, too.
+    """
+    layers, containers, parts = [], [], list(parts)
+    for module in modules:
+        if module is not None and not _collect(module, layers, containers, parts):
+            return False
+    if parts and not unchanged(parts):
         return False
-    for link in links:
-        if type(link) is tuple:
-            link = link[1][0] if link[0] is own_norm else None
-        if link is layer:
+    computing = [layer for layer in layers if type(layer) is not tuple]
+    traced = torch.compiler.is_compiling()
+    if traced:
+        if any(calls_more(module) for module in (*computing, *containers)):
+            return False
+        if any(layer._gives_way() for layer in computing):
+            return False
+    elif asks(tuple(map(type, computing)))() or not unwatched(computing + containers):
+        return False
+    if containers and _CONTAINERS():
+        return False
+    for layer in layers:
+        if type(layer) is tuple:  # own_norm of a module
+            computing.append(layer[1][0])
+    if not traced:
+        return not share(computing, links)
+    links = [link[1][0] if type(link) is tuple and link[1] else link for link in links]
+    return not any(layer is link for layer in computing for link in links)
+
+
+@functools.lru_cache(maxsize=1024)
+def asks(types):
+    """What tells whether torch's have to run in the place of one of some layers of braze's."""
+    return gives_way(*itertools.chain.from_iterable(map(places, types)))
+
+
+def _collect(module, layers, containers, parts):
+    """Adds the layers that a module consists of to those found, outermost first, and what they were
+    found in; whether layers of their kinds only compute."""
+    kind = type(module)
+    if kind in KINDS:
+        layers.append(module)
+        return KINDS[kind] in _QUIET
+    part = PARTS.get(kind)
+    if part is not None:
+        inner = []
+        if not part.expand(module, inner, parts):
+            return False
+        layers += inner
+        # An activation may overwrite its input, which has to be a result of the module's own then.
+        kinds = _QUIET
+        for layer in reversed(inner):
+            if type(layer) is not tuple and KINDS.get(type(layer)) not in kinds:
+                return False
+            kinds = _INNER
+        return True
+    if kind.__dict__.get("_class_before_convert", kind) not in _SEQUENTIALS:
+        return False
+    containers.append(module)
+    for child in module.__dict__["_modules"].values():
+        if not _collect(child, layers, containers, parts):
             return False
     return True
+
+
+_SEQUENTIALS = torch.nn.Sequential, braze.nn.Sequential

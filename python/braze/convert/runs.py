@@ -15,6 +15,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 import braze.nn
+from braze._C import unwatched
 from braze._ops._common import TENSORS, autocast_dtype, cast_to, is_channels_last
 from braze._ops.activation import fits
 from braze._ops.fused import is_2x2
@@ -27,7 +28,6 @@ from braze.convert.kinds import (
     FUNCTIONS,
     KINDS,
     METHODS,
-    METHODS_OF_LAYERS,
     Pooling,
     kind_of,
     own_norm,
@@ -35,7 +35,7 @@ from braze.convert.kinds import (
 )
 from braze.convert.programs import KINDS as PROGRAM_KINDS
 from braze.convert.programs import by_program
-from braze.convert.quiet import is_quiet
+from braze.convert.quiet import are_quiet, asks
 from braze.nn import functional as F
 from braze.nn.modules import batch_norm_act, conv_bn_relu_as_one
 
@@ -53,10 +53,7 @@ def runner(links, beside=()):
     function = _traced_runner(links) if compiling else _known_runner(links)
     if function is None or _any_global_hook():
         return None
-    for module in beside:
-        if not is_quiet(module, links):
-            return None
-    return function
+    return function if not beside or are_quiet(beside, links) else None
 
 
 def _known_runner(links):
@@ -69,42 +66,21 @@ def _known_runner(links):
     function, torchs, pooling = known
     if torchs():
         return None
-    if not _only_compute(links):
+    if not unwatched(links):
         return None
     return None if pooling and links[0].return_indices else function
-
-
-def _only_compute(links):
-    """Whether none of the layers among links calls more than its class's forward."""
-    for link in links:
-        if type(link) is not tuple:
-            own = link.__dict__
-            if (  # kinds.calls_more(), in half the time
-                own["_forward_hooks"]
-                or own["_forward_pre_hooks"]
-                or own["_backward_hooks"]
-                or own["_backward_pre_hooks"]
-                or not own.keys().isdisjoint(METHODS_OF_LAYERS)
-            ):
-                return False
-    return True
 
 
 def are_plain(layers):
     """Whether such layers, all of classes that programs know, are still what they were, without
     hooks, and return one tensor each."""
     types = tuple(map(type, layers))
-    if _any_global_hook() or _asks(types)() or not _only_compute(layers):
+    if _any_global_hook() or asks(types)() or not unwatched(layers):
         return False
     pooling = braze.nn.MaxPool2d
     return pooling not in types or not any(
         type(layer) is pooling and layer.return_indices for layer in layers
     )
-
-
-@functools.lru_cache(maxsize=1024)
-def _asks(types):
-    return gives_way(*itertools.chain.from_iterable(map(places, types)))
 
 
 #: By the classes and functions of links: what runs them as one, what tells whether torch's have to

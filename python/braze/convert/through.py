@@ -9,28 +9,28 @@ import torch
 
 from braze._ops._common import TENSORS
 from braze.convert.kinds import FUNCTION_KINDS, KINDS, own_norm
-from braze.convert.parts import PARTS, SOMETIMES, Chain, expanded
-from braze.convert.quiet import is_quiet
+from braze.convert.parts import PARTS, SOMETIMES, Chain, expanded_if_unchanged, unchanged
+from braze.convert.quiet import are_quiet
 from braze.convert.runs import LONGEST, RUNS, one_by_one, runner
 
 
 def runner_through(links, beside=()):
     """:func:`runs.runner` of links that may be parts."""
-    layers = expanded(links)
+    parts = []
+    layers = expanded_if_unchanged(links, parts)
     if layers is None or len(layers) == 0:
         return None
-    count = len(layers)
+    first = ()
     if type(PARTS.get(type(links[-1]))) is Chain:
         count = _count(layers)
-        if count < len(layers) and not is_quiet(layers[-1], ()):
-            return None
-    function = runner(layers[:count])
+        layers, first = layers[:count], layers[count:]
+    function = runner(layers)
     if function is None:
         return None
-    for module in beside:
-        if not is_quiet(module, layers):
-            return None
-    return functools.partial(_through, function, layers[:count], layers[count:])
+    before = (*beside, *first)
+    if not (are_quiet(before, layers, parts) if before else unchanged(parts)):
+        return None
+    return functools.partial(_through, function, layers, first)
 
 
 def _count(layers):
@@ -95,8 +95,9 @@ def norm_and_more(module, input):
     part = PARTS.get(type(module))
     if part is None or type(input) not in TENSORS or input.dim() != 4:
         return None
-    layers = []
-    if not part.expand_forward(module, layers, torch.compiler.is_compiling()):
+    layers, modules = [], []
+    # Not asked is whether its own call is watched, within which this runs.
+    if not part.expand(module, layers, modules) or not unchanged(modules, modules[1:]):
         return None
     layers = tuple(layers)
     function = runner(layers)
