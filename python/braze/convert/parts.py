@@ -35,8 +35,8 @@ class Pass:
         self.passes, self.names, self.same = passes, names, same
 
     def expand(self, module, found, modules):
-        """Adds the links that a call of the module stands for, outermost first, to those found: none
-        here; whether it stands for that now, if its code is what it was and nobody watches it.
+        """Adds the links that a call of the module stands for, outermost first, to those found;
+        whether it stands for that now, if its code is what it was and nobody watches it.
 
         Args:
             modules: where those are added of which the last is to be asked, see :func:`unchanged`.
