@@ -4,11 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as stock
 from hypothesis import strategies as st
+from test_scale_add import HALF
 
 import braze.nn.functional as F
 from braze.testing import DTYPES
 from common import check_against_stock, compile, fuzzed
-from test_scale_add import HALF
 
 #: name -> settings
 ACTIVATIONS = {

@@ -82,7 +82,7 @@ void bias_activation_backward(Stream, const BiasActivationShape& shape,
                  });
     if (dbias) {
       channel_sums(
-          shape.rows, shape.channels, 1, [&](int64_t i, int64_t) { return kept[i]; },
+          shape.rows, shape.channels, 1, [&](int64_t i) { return kept[i]; },
           [&](int64_t c, double sum) { static_cast<Bias*>(dbias)[c] = Bias(A(sum)); });
     }
   });

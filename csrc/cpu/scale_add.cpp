@@ -81,7 +81,7 @@ void scale_add_backward(Stream, const ScaleAddShape& shape, const void* dy, cons
       const In* values = static_cast<const In*>(x);
       channel_sums(
           shape.outer, shape.channels, shape.inner,
-          [&](int64_t i, int64_t) { return A(grads[i]) * A(values[i]); },
+          [&](int64_t i) { return A(grads[i]) * A(values[i]); },
           [&](int64_t c, double sum) { static_cast<Scale*>(dscale)[c] = Scale(A(sum)); });
     }
   });

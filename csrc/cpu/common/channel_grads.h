@@ -11,7 +11,7 @@ namespace braze::cpu {
 
 constexpr int64_t kChannelBlock = 16;  // channels of a task: a line of the cache
 
-// f(offset, channel) is called for each element and gives what it adds to the sum of its channel;
+// f(offset) is called for each element and gives what it adds to the sum of its channel;
 // store(channel, sum) gets the sums.
 template <typename F, typename Store>
 void channel_sums(int64_t outer, int64_t channels, int64_t inner, const F& f, const Store& store) {
@@ -21,9 +21,15 @@ void channel_sums(int64_t outer, int64_t channels, int64_t inner, const F& f, co
       const int64_t count = std::min(kChannelBlock, channels - begin);
       double sums[kChannelBlock] = {};
       for (int64_t o = 0; o < outer; ++o) {
+        if (inner == 1) {
+          const int64_t offset = o * channels + begin;
+#pragma omp simd
+          for (int64_t c = 0; c < count; ++c) sums[c] += f(offset + c);
+          continue;
+        }
         for (int64_t c = 0; c < count; ++c) {
           const int64_t offset = (o * channels + begin + c) * inner;
-          for (int64_t i = 0; i < inner; ++i) sums[c] += f(offset + i, begin + c);
+          for (int64_t i = 0; i < inner; ++i) sums[c] += f(offset + i);
         }
       }
       for (int64_t c = 0; c < count; ++c) store(begin + c, sums[c]);

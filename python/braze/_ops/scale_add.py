@@ -55,7 +55,7 @@ _scale_add_backward = eager_backward(
 )
 
 
-def _scaled_dim(input, scale):
+def scaled_dim(input, scale):
     """The dimension of `input` that `scale` goes along, or None where it has not that dimension's
     extent and 1 elsewhere."""
     outer, found = input.dim() - scale.dim(), 0
@@ -71,7 +71,7 @@ def _scaled_dim(input, scale):
 
 
 def _empty(input, scale, dtype):
-    channels_last = is_channels_last(input) and _scaled_dim(input, scale) == 1
+    channels_last = is_channels_last(input) and scaled_dim(input, scale) == 1
     memory_format = torch.channels_last if channels_last else torch.contiguous_format
     return torch.empty_like(input, dtype=dtype, memory_format=memory_format)
 
@@ -109,7 +109,7 @@ def scale_add_takes(input, scale, residual):
         and residual.dtype in dtypes
         and input.device == scale.device == residual.device
         and input.shape == residual.shape
-        and _scaled_dim(input, scale) is not None
+        and scaled_dim(input, scale) is not None
     )
 
 
