@@ -12,6 +12,12 @@ from braze.convert import runs
 from convert_models import ops_run
 
 
+@pytest.fixture(autouse=True)
+def _on_every_device(monkeypatch):
+    for name in ("_WITH_BIAS", "_SCALE_ADD"):
+        monkeypatch.setattr(runs, name, ("cpu", "cuda"))
+
+
 class Base(nn.Module):
     def __init__(self, dim=12, p=0.0):
         super().__init__()
@@ -156,7 +162,6 @@ class Perceptron(nn.Module):
 
 
 def test_activation_takes_the_bias(device, monkeypatch):
-    monkeypatch.setattr(runs, "_WITH_BIAS", (device,))
     monkeypatch.setitem(
         FASTER, ("layer_norm", device), dict.fromkeys((torch.float32,), Faster(1, 4096))
     )
@@ -167,8 +172,7 @@ def test_activation_takes_the_bias(device, monkeypatch):
     assert "activation" not in ran
 
 
-def test_activation_without_a_bias(device, monkeypatch):
-    monkeypatch.setattr(runs, "_WITH_BIAS", (device,))
+def test_activation_without_a_bias(device):
     model, original, x = pair(Perceptron, device, torch.contiguous_format)
     for m in (model, original):
         m.fc1.bias = None

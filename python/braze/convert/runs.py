@@ -405,7 +405,7 @@ def _linear_activation(links, input):
 
 
 #: On which devices a layer scale and the addition behind it are one op.
-_SCALE_ADD = ("cpu", "cuda")
+_SCALE_ADD = ("cuda",)
 
 
 def _scale_add(links, input, added):
