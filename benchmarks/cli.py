@@ -33,6 +33,8 @@ OPS = [
     "layer_norm",
     "group_norm",
     "relu",
+    "bias_activation",
+    "scale_add",
     "pool",
     "softmax",
     "cross_entropy",

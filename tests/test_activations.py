@@ -70,6 +70,34 @@ def test_unaligned_storage_offset(device, dtype, name):
     check_against_stock(lambda t: call(F, name, t), lambda t: theirs(name, t), [x], ulps=8, terms=2)
 
 
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["silu", "gelu", "hardswish"])
+def test_every_finite_value_of_16_bits(device, name, half):
+    """Window by window, so that large values do not hide the errors of small ones."""
+    x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(half)
+    for window in x[x.isfinite()].sort().values.split(1024):
+        inputs = [window.to(device).requires_grad_()]
+        ones = torch.ones_like(inputs[0])
+        check_against_stock(
+            lambda t: call(F, name, t),
+            lambda t: theirs(name, t),
+            inputs,
+            ulps=8,
+            terms=2,
+            grad_output=ones,
+        )
+
+
+@pytest.mark.parametrize("name", ["silu", "sigmoid"])
+def test_where_the_exponential_is_huge(device, name):
+    """1 + exp(-x) beyond 2^126, of which a fast division makes 0."""
+    x = torch.linspace(-89, -80, 2048, device=device).requires_grad_()
+    check_against_stock(lambda t: call(F, name, t), lambda t: theirs(name, t), [x], ulps=8, terms=2)
+    tail = x.detach()[x < -87.4][:256]
+    exact = call(stock, name, tail.double())
+    assert_by_rule(call(F, name, tail), call(stock, name, tail), exact, ulps=128)
+
+
 @pytest.mark.parametrize("name", ["hardtanh", "relu6", "leaky_relu", "hardswish", "elu"])
 def test_special_values(device, name):
     inf = float("inf")

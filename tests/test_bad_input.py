@@ -352,6 +352,8 @@ BLOCKS = {
     "linear_relu": lambda f: f([1.0], rand(5, 4)),
     "linear_add": lambda f: f(rand(3, 4), rand(5, 4), None, [1.0]),
     "linear_relu_linear": lambda f: f(rand(3, 4), "weight", None, rand(2, 5)),
+    "bias_activation": lambda f: f(rand(3, 4), [1.0] * 4),
+    "scale_add": lambda f: f(rand(3, 4), 2.0, rand(3, 4)),
 }
 
 

@@ -138,7 +138,7 @@ class Encoder(nn.Module):
 
 #: By class, the parts of its runs.
 MODELS = {
-    CNBlock: ["block.2, block.3"],
+    CNBlock: ["mul(), add()", "block.2, block.3"],
     ConvNeXtBlock: ["norm, mlp.fc1"],
     Encoder: ["norm2, mlp.fc1"],
 }

@@ -56,6 +56,13 @@ CASES = {
         [rand(3, 4, 3, 3)],
         rand(4, 3, 6, 6, memory_format=CHANNELS_LAST),
     ),
+    "bias_activation": (F.bias_activation, [rand(5)], rand(4, 2, 5)),
+    "scale_add": (lambda x, s: F.scale_add(x, s, x), [rand(5)], rand(4, 2, 5)),
+    "scale_add of channels": (
+        lambda x, s: F.scale_add(x, s, x),
+        [rand(3, 1, 1)],
+        rand(4, 3, 6, 6, memory_format=CHANNELS_LAST),
+    ),
     "batch_norm": (lambda x: F.batch_norm(x, None, None, training=True), [], rand(4, 4, 6, 6)),
     "layer_norm": (lambda x, w, b: F.layer_norm(x, (6,), w, b), [rand(6), rand(6)], rand(4, 4, 6)),
     "layer_norm of the batch": (lambda x: F.layer_norm(x, x.shape), [], rand(4, 6)),

@@ -65,6 +65,16 @@ CASES = {
         [rand(3, 4), rand(5, 4), rand(5), rand(3, 5)],
     ),
     "linear_relu_linear": mlp(),
+    "scale_add": (
+        F.scale_add,
+        lambda x, s, r: r + s * x,
+        [rand(2, 3, 4), rand(4), rand(2, 3, 4)],
+    ),
+    "bias_activation": (
+        F.bias_activation,
+        lambda x, b: stock.gelu(x + b),
+        [rand(2, 3, 4), rand(4)],
+    ),
     "transpose_copy": (braze.transpose_copy, lambda x: x.mT.contiguous(), [rand(2, 3, 4)]),
     "vector_add": (braze.vector_add, torch.add, [rand(3), rand(3)]),
 }

@@ -35,6 +35,14 @@ STABLE_TORCH_LIBRARY(braze, m) {
       "str activation, float first, float second, bool[4] output_mask) "
       "-> (Tensor, Tensor, Tensor, Tensor)");
 
+  // bias_activation: activation(input + bias), the bias along the last dimension
+  m.def(
+      "bias_activation(Tensor input, Tensor bias, str activation, float first, float second) "
+      "-> Tensor");
+  m.def(
+      "bias_activation_backward(Tensor grad_output, Tensor input, Tensor bias, str activation, "
+      "float first, float second, bool[2] output_mask) -> (Tensor, Tensor)");
+
   // cast: all of a list in one launch; outputs have their inputs' strides
   m.def("cast_(Tensor(a!)[] outputs, Tensor[] inputs) -> ()");
 
@@ -233,6 +241,12 @@ STABLE_TORCH_LIBRARY(braze, m) {
 
   // grad_norm: of all tensors together, float64
   m.def("grad_norm(Tensor[] grads, Tensor? grad_scale=None, Tensor? tickets=None) -> Tensor");
+
+  // scale_add: residual + scale * input, the scale along one dimension
+  m.def("scale_add(Tensor input, Tensor scale, Tensor residual) -> Tensor");
+  m.def(
+      "scale_add_backward(Tensor grad_output, Tensor input, Tensor scale, bool[2] output_mask) "
+      "-> (Tensor, Tensor)");
 
   // sgd
   m.def(

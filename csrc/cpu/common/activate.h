@@ -22,12 +22,16 @@ struct HostMath {
     return std::expm1(v);
   }
   template <typename A>
-  static A erf(A v) {
-    return std::erf(v);
+  static A normal_cdf(A v) {
+    return normal_cdf_of_erf(std::erf(v * A(kSqrtHalf)));
   }
   template <typename A>
   static A tanh(A v) {
     return std::tanh(v);
+  }
+  template <typename A>
+  static A divide(A a, A b) {
+    return a / b;
   }
 };
 

@@ -13,7 +13,7 @@ constexpr int kLoads = 4;  // vectors that a thread has in flight, of two tensor
 
 // y = activation(x), or, with dy, dx = dy activation'(x) in its place: vectors of N elements, then
 // the last n % N one by one.
-template <typename T, int N, bool kSmooth, bool kBackward>
+template <typename T, int N, ActivationCode kCode, bool kBackward>
 __global__ void __launch_bounds__(kThreads)
     activation_kernel(const T* dy, const T* x, T* out, int64_t n,
                       ActivationArgs<acc_t<T>> activation) {
@@ -30,11 +30,11 @@ __global__ void __launch_bounds__(kThreads)
       A g[M];
 #pragma unroll
       for (int k = 0; k < M; ++k) g[k] = convert<A>(grads.v[k]);
-      pass_back<kSmooth>(g, v, activation);
+      pass_back<kCode, T>(g, v, activation);
 #pragma unroll
       for (int k = 0; k < M; ++k) v[k] = g[k];
     } else {
-      activate<kSmooth>(v, activation);
+      activate<kCode, T>(v, activation);
     }
 #pragma unroll
     for (int k = 0; k < M; ++k) values.v[k] = convert<T>(v[k]);
@@ -73,20 +73,20 @@ void launch(Stream stream, DType dtype, const Activation& activation, const void
     const T* grad = static_cast<const T*>(dy);
     const T* in = static_cast<const T*>(x);
     T* to = static_cast<T*>(out);
-    const auto run = [&](auto width, auto smooth) {
+    const auto run = [&](auto width) {
       constexpr int N = decltype(width)::value;
       const int blocks = grid_stride_blocks(ceil_div(n, N), kThreads);
-      activation_kernel<T, N, decltype(smooth)::value, kBackward>
-          <<<blocks, kThreads, 0, as_cuda(stream)>>>(grad, in, to, n,
-                                                     ActivationArgs<acc_t<T>>(activation));
+      with_activation_code<T, N>(activation, [&](auto code) {
+        activation_kernel<T, N, decltype(code)::value, kBackward>
+            <<<blocks, kThreads, 0, as_cuda(stream)>>>(grad, in, to, n,
+                                                       ActivationArgs<acc_t<T>>(activation));
+      });
     };
     const bool aligned = is_vec_aligned(in) && is_vec_aligned(to) && is_vec_aligned(grad);
-    const std::integral_constant<int, kVecWidth<T>> wide;
-    const std::integral_constant<int, 1> single;
-    if (activation.smooth()) {
-      aligned ? run(wide, std::true_type{}) : run(single, std::true_type{});
+    if (aligned) {
+      run(std::integral_constant<int, kVecWidth<T>>{});
     } else {
-      aligned ? run(wide, std::false_type{}) : run(single, std::false_type{});
+      run(std::integral_constant<int, 1>{});
     }
   });
   check_launch("activation");

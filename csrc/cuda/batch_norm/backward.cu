@@ -64,22 +64,19 @@ template <typename T>
 int launch_sums(cudaStream_t s, const BatchNormShape& shape, const Activation& activation,
                 const GradSumsArgs<T>& args, GradPartial<acc_t<T>>* partials) {
   int splits = 0;
-  with_smooth(activation, [&](auto smooth) {
-    constexpr bool kSmooth = decltype(smooth)::value;
-    with_layout<T>(
-        shape,
-        [&](auto width, const PlaneShape& planes, dim3 grid) {
-          splits = planes.splits;
-          plane_grad_sums_kernel<T, decltype(width)::value, kSmooth>
-              <<<grid, kPlaneThreads, 0, s>>>(args, planes, partials);
-        },
-        [&](auto width, int64_t rows, int64_t vectors) {
-          const RowPlan plan = plan_row_sums(rows, vectors);
-          splits = plan.parts;
-          row_grad_sums_kernel<T, decltype(width)::value, kSmooth>
-              <<<plan.grid(), plan.threads, 0, s>>>(args, plan, partials);
-        });
-  });
+  with_layout_and_code<T>(
+      shape, activation,
+      [&](auto width, auto code, const PlaneShape& planes, dim3 grid) {
+        splits = planes.splits;
+        plane_grad_sums_kernel<T, decltype(width)::value, decltype(code)::value>
+            <<<grid, kPlaneThreads, 0, s>>>(args, planes, partials);
+      },
+      [&](auto width, auto code, int64_t rows, int64_t vectors) {
+        const RowPlan plan = plan_row_sums(rows, vectors);
+        splits = plan.parts;
+        row_grad_sums_kernel<T, decltype(width)::value, decltype(code)::value>
+            <<<plan.grid(), plan.threads, 0, s>>>(args, plan, partials);
+      });
   check_launch("batch_norm_backward");
   return splits;
 }
@@ -87,20 +84,17 @@ int launch_sums(cudaStream_t s, const BatchNormShape& shape, const Activation& a
 template <typename T>
 void launch_input_grad(cudaStream_t s, const BatchNormShape& shape, const Activation& activation,
                        const InputGradArgs<T>& args) {
-  with_smooth(activation, [&](auto smooth) {
-    constexpr bool kSmooth = decltype(smooth)::value;
-    with_layout<T>(
-        shape,
-        [&](auto width, const PlaneShape& planes, dim3 grid) {
-          launch_early(plane_input_grad_kernel<T, decltype(width)::value, kSmooth>, grid,
-                       kPlaneThreads, 0, s, args, planes);
-        },
-        [&](auto width, int64_t rows, int64_t vectors) {
-          const RowPlan plan = plan_row_pass(rows, vectors);
-          launch_early(row_input_grad_kernel<T, decltype(width)::value, kSmooth>, plan.grid(),
-                       plan.threads, 0, s, args, plan);
-        });
-  });
+  with_layout_and_code<T>(
+      shape, activation,
+      [&](auto width, auto code, const PlaneShape& planes, dim3 grid) {
+        launch_early(plane_input_grad_kernel<T, decltype(width)::value, decltype(code)::value>,
+                     grid, kPlaneThreads, 0, s, args, planes);
+      },
+      [&](auto width, auto code, int64_t rows, int64_t vectors) {
+        const RowPlan plan = plan_row_pass(rows, vectors);
+        launch_early(row_input_grad_kernel<T, decltype(width)::value, decltype(code)::value>,
+                     plan.grid(), plan.threads, 0, s, args, plan);
+      });
   check_launch("batch_norm_backward");
 }
 

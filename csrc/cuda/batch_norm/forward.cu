@@ -204,20 +204,17 @@ void batch_norm_apply(Stream stream, const BatchNormShape& shape, const void* x,
                             static_cast<uint8_t*>(mask),
                             statistics,
                             ActivationArgs<acc_t<T>>(tail.activation)};
-    with_smooth(tail.activation, [&](auto smooth) {
-      constexpr bool kSmooth = decltype(smooth)::value;
-      with_layout<T>(
-          shape,
-          [&](auto width, const PlaneShape& planes, dim3 grid) {
-            launch_early(plane_apply_kernel<T, decltype(width)::value, kSmooth>, grid,
-                         kPlaneThreads, 0, s, args, planes);
-          },
-          [&](auto width, int64_t rows, int64_t vectors) {
-            const RowPlan plan = plan_row_pass(rows, vectors);
-            launch_early(row_apply_kernel<T, decltype(width)::value, kSmooth>, plan.grid(),
-                         plan.threads, 0, s, args, plan);
-          });
-    });
+    with_layout_and_code<T>(
+        shape, tail.activation,
+        [&](auto width, auto code, const PlaneShape& planes, dim3 grid) {
+          launch_early(plane_apply_kernel<T, decltype(width)::value, decltype(code)::value>, grid,
+                       kPlaneThreads, 0, s, args, planes);
+        },
+        [&](auto width, auto code, int64_t rows, int64_t vectors) {
+          const RowPlan plan = plan_row_pass(rows, vectors);
+          launch_early(row_apply_kernel<T, decltype(width)::value, decltype(code)::value>,
+                       plan.grid(), plan.threads, 0, s, args, plan);
+        });
   });
   check_launch("batch_norm_apply");
 }

@@ -34,11 +34,20 @@ void with_layout(const BatchNormShape& shape, const Planes& planes, const Rows& 
   }
 }
 
-// Calls f(smooth).
-template <typename F>
-void with_smooth(const Activation& activation, const F& f) {
-  if (activation.smooth()) return f(std::true_type{});
-  f(std::false_type{});
+// As with_layout, with the activation's code for the vectors behind the width.
+template <typename T, typename Planes, typename Rows>
+void with_layout_and_code(const BatchNormShape& shape, const Activation& activation,
+                          const Planes& planes, const Rows& rows) {
+  with_layout<T>(
+      shape,
+      [&](auto width, const PlaneShape& plane_shape, dim3 grid) {
+        with_activation_code<T, decltype(width)::value>(
+            activation, [&](auto code) { planes(width, code, plane_shape, grid); });
+      },
+      [&](auto width, int64_t row_count, int64_t vectors) {
+        with_activation_code<T, decltype(width)::value>(
+            activation, [&](auto code) { rows(width, code, row_count, vectors); });
+      });
 }
 
 constexpr int kCoefficientThreads = 128;

@@ -87,7 +87,7 @@ __device__ __forceinline__ A normalized(A deviation, A scale, A shift) {
 }
 
 // y and the mask of a vector at `offset`.
-template <bool kSmooth, typename T, int N, typename C>
+template <ActivationCode kCode, typename T, int N, typename C>
 __device__ __forceinline__ void apply_vector(const ApplyArgs<T>& args, int64_t offset,
                                              const Packed<T, N>& packed_x,
                                              const Packed<T, N>& packed_residual, const C& center,
@@ -104,8 +104,9 @@ __device__ __forceinline__ void apply_vector(const ApplyArgs<T>& args, int64_t o
 #pragma unroll
     for (int k = 0; k < N; ++k) v[k] += convert<A>(residual.v[k]);
   }
-  if (!kSmooth && args.mask) args.mask[offset / N] = open_bits(v, args.activation);
-  activate<kSmooth>(v, args.activation);
+  if (kCode == ActivationCode::kClamp && args.mask)
+    args.mask[offset / N] = open_bits(v, args.activation);
+  activate<kCode, T>(v, args.activation);
   Vec<T, N> y;
 #pragma unroll
   for (int k = 0; k < N; ++k) y.v[k] = convert<T>(v[k]);
@@ -113,7 +114,7 @@ __device__ __forceinline__ void apply_vector(const ApplyArgs<T>& args, int64_t o
 }
 
 // Adds a vector's part to the sums.
-template <bool kSmooth, typename T, int N, typename C, typename F>
+template <ActivationCode kCode, typename T, int N, typename C, typename F>
 __device__ __forceinline__ void sum_vector(const GradSumsArgs<T>& args, int64_t offset,
                                            const Packed<T, N>& packed_dy,
                                            const Packed<T, N>& packed_x,
@@ -125,7 +126,7 @@ __device__ __forceinline__ void sum_vector(const GradSumsArgs<T>& args, int64_t 
   A g[N], v[N];
 #pragma unroll
   for (int k = 0; k < N; ++k) g[k] = convert<A>(dy.v[k]);
-  if (!kSmooth && args.mask) {
+  if (kCode == ActivationCode::kClamp && args.mask) {
     pass_back(g, open);
   } else {
 #pragma unroll
@@ -137,7 +138,7 @@ __device__ __forceinline__ void sum_vector(const GradSumsArgs<T>& args, int64_t 
 #pragma unroll
       for (int k = 0; k < N; ++k) v[k] += convert<A>(residual.v[k]);
     }
-    pass_back<kSmooth>(g, v, args.activation);
+    pass_back<kCode, T>(g, v, args.activation);
   }
   if (args.dresidual) {
     Vec<T, N> kept;
@@ -150,7 +151,7 @@ __device__ __forceinline__ void sum_vector(const GradSumsArgs<T>& args, int64_t 
 }
 
 // dx of a vector. by_grad is scale where an activation has to be passed.
-template <bool kSmooth, typename T, int N, typename C>
+template <ActivationCode kCode, typename T, int N, typename C>
 __device__ __forceinline__ void input_grad_vector(const InputGradArgs<T>& args, int64_t offset,
                                                   const Packed<T, N>& packed_dy,
                                                   const Packed<T, N>& packed_x, const C& center,
@@ -168,7 +169,7 @@ __device__ __forceinline__ void input_grad_vector(const InputGradArgs<T>& args, 
     A v[N];
 #pragma unroll
     for (int k = 0; k < N; ++k) v[k] = normalized(deviation[k], by_grad[k], shift[k]);
-    pass_back<kSmooth>(g, v, args.activation);
+    pass_back<kCode, T>(g, v, args.activation);
   }
   Vec<T, N> dx;
 #pragma unroll

@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(kPlaneThreads)
 }
 
 // Walks backwards through the blocks of the pass before: see BackwardRowWorker.
-template <typename T, int N, bool kSmooth>
+template <typename T, int N, ActivationCode kCode>
 __global__ void __launch_bounds__(kPlaneThreads)
     plane_apply_kernel(ApplyArgs<T> args, PlaneShape shape) {
   wait_for_earlier_kernels();
@@ -161,12 +161,12 @@ __global__ void __launch_bounds__(kPlaneThreads)
 #pragma unroll
     for (int u = 0; u < U; ++u) {
       if (!valid[u]) continue;
-      apply_vector<kSmooth>(args, offset[u], x[u], residual[u], center, scale, shift);
+      apply_vector<kCode>(args, offset[u], x[u], residual[u], center, scale, shift);
     }
   }
 }
 
-template <typename T, int N, bool kSmooth>
+template <typename T, int N, ActivationCode kCode>
 __global__ void __launch_bounds__(kPlaneThreads)
     plane_grad_sums_kernel(GradSumsArgs<T> args, PlaneShape shape,
                            GradPartial<acc_t<T>>* __restrict__ partials) {
@@ -200,11 +200,11 @@ __global__ void __launch_bounds__(kPlaneThreads)
 #pragma unroll
     for (int u = 0; u < U; ++u) {
       if (!valid[u]) continue;
-      sum_vector<kSmooth>(args, offset[u], dy[u], x[u], residual[u], open[u], center, scale, shift,
-                          [&](int, A g, A product) {
-                            sum += g;
-                            dot += product;
-                          });
+      sum_vector<kCode>(args, offset[u], dy[u], x[u], residual[u], open[u], center, scale, shift,
+                        [&](int, A g, A product) {
+                          sum += g;
+                          dot += product;
+                        });
     }
   }
   sum = plane_block_sum(sum, shared);
@@ -212,7 +212,7 @@ __global__ void __launch_bounds__(kPlaneThreads)
   if (threadIdx.x == 0) partials[channel * shape.splits + blockIdx.y] = {sum, dot};
 }
 
-template <typename T, int N, bool kSmooth>
+template <typename T, int N, ActivationCode kCode>
 __global__ void __launch_bounds__(kPlaneThreads)
     plane_input_grad_kernel(InputGradArgs<T> args, PlaneShape shape) {
   wait_for_earlier_kernels();
@@ -242,8 +242,8 @@ __global__ void __launch_bounds__(kPlaneThreads)
 #pragma unroll
     for (int u = 0; u < U; ++u) {
       if (!valid[u]) continue;
-      input_grad_vector<kSmooth>(args, offset[u], dy[u], x[u], center, by_grad, shift, by_input,
-                                 constant);
+      input_grad_vector<kCode>(args, offset[u], dy[u], x[u], center, by_grad, shift, by_input,
+                               constant);
     }
   }
 }

@@ -188,7 +188,7 @@ __global__ void __launch_bounds__(kMostRowThreads)
   });
 }
 
-template <typename T, int N, bool kSmooth>
+template <typename T, int N, ActivationCode kCode>
 __global__ void __launch_bounds__(kMostRowThreads)
     row_apply_kernel(ApplyArgs<T> args, RowPlan plan) {
   wait_for_earlier_kernels();
@@ -213,12 +213,12 @@ __global__ void __launch_bounds__(kMostRowThreads)
     for (int u = 0; u < U; ++u) {
       const int64_t r = row + u * plan.height;
       if (r >= me.rows) break;
-      apply_vector<kSmooth>(args, me.offset(r), x[u], residual[u], center, scale, shift);
+      apply_vector<kCode>(args, me.offset(r), x[u], residual[u], center, scale, shift);
     }
   }
 }
 
-template <typename T, int N, bool kSmooth>
+template <typename T, int N, ActivationCode kCode>
 __global__ void __launch_bounds__(kMostRowThreads)
     row_grad_sums_kernel(GradSumsArgs<T> args, RowPlan plan,
                          GradPartial<acc_t<T>>* __restrict__ partials) {
@@ -250,11 +250,11 @@ __global__ void __launch_bounds__(kMostRowThreads)
       for (int u = 0; u < U; ++u) {
         const int64_t r = row + u * plan.height;
         if (r >= me.rows) break;
-        sum_vector<kSmooth>(args, first + r * step, dy[u], x[u], residual[u], open[u], center,
-                            scale, shift, [&](int k, A g, A product) {
-                              sum[k] += g;
-                              dot[k] += product;
-                            });
+        sum_vector<kCode>(args, first + r * step, dy[u], x[u], residual[u], open[u], center, scale,
+                          shift, [&](int k, A g, A product) {
+                            sum[k] += g;
+                            dot[k] += product;
+                          });
       }
     }
   }
@@ -264,7 +264,7 @@ __global__ void __launch_bounds__(kMostRowThreads)
   });
 }
 
-template <typename T, int N, bool kSmooth>
+template <typename T, int N, ActivationCode kCode>
 __global__ void __launch_bounds__(kMostRowThreads)
     row_input_grad_kernel(InputGradArgs<T> args, RowPlan plan) {
   wait_for_earlier_kernels();
@@ -291,8 +291,8 @@ __global__ void __launch_bounds__(kMostRowThreads)
     for (int u = 0; u < U; ++u) {
       const int64_t r = row + u * plan.height;
       if (r >= me.rows) break;
-      input_grad_vector<kSmooth>(args, me.offset(r), dy[u], x[u], center, by_grad, shift, by_input,
-                                 constant);
+      input_grad_vector<kCode>(args, me.offset(r), dy[u], x[u], center, by_grad, shift, by_input,
+                               constant);
     }
   }
 }

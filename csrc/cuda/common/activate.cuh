@@ -1,21 +1,72 @@
 // Activations on a thread's vector of elements.
 #pragma once
 
+#include <type_traits>
+
 #include "numeric.cuh"
 #include "launchers/common/activation.h"
 
 namespace braze::cuda {
 
+// a / b within 2 ulps for all b, infinite ones and those beyond 2^126 included, of which
+// __fdividef makes 0: 1 + exp(-v) is one for v below -87. (PTX ISA, div.full.f32)
+__device__ __forceinline__ float divide_full_range(float a, float b) {
+  float quotient;
+  asm("div.full.f32 %0, %1, %2;" : "=f"(quotient) : "f"(a), "f"(b));
+  return quotient;
+}
+
+// Math in the accumulation type of elements T.
+template <typename T>
 struct DeviceMath {
-  static __device__ float exp(float v) { return ::expf(v); }
-  static __device__ double exp(double v) { return ::exp(v); }
-  static __device__ float expm1(float v) { return ::expm1f(v); }
-  static __device__ double expm1(double v) { return ::expm1(v); }
-  static __device__ float erf(float v) { return ::erff(v); }
-  static __device__ double erf(double v) { return ::erf(v); }
-  static __device__ float tanh(float v) { return ::tanhf(v); }
-  static __device__ double tanh(double v) { return ::tanh(v); }
+  static __device__ __forceinline__ float exp(float v) { return ::expf(v); }
+  static __device__ __forceinline__ float expm1(float v) { return ::expm1f(v); }
+  static __device__ __forceinline__ float tanh(float v) { return ::tanhf(v); }
+  static __device__ __forceinline__ float divide(float a, float b) {
+    return divide_full_range(a, b);
+  }
+  static __device__ __forceinline__ float normal_cdf(float v) {
+    return normal_cdf_of_erf(::erff(v * static_cast<float>(kSqrtHalf)));
+  }
 };
+
+template <>
+struct DeviceMath<double> {
+  static __device__ __forceinline__ double exp(double v) { return ::exp(v); }
+  static __device__ __forceinline__ double expm1(double v) { return ::expm1(v); }
+  static __device__ __forceinline__ double tanh(double v) { return ::tanh(v); }
+  static __device__ __forceinline__ double divide(double a, double b) { return a / b; }
+  static __device__ __forceinline__ double normal_cdf(double v) {
+    return normal_cdf_of_erf(::erf(v * kSqrtHalf));
+  }
+};
+
+// Of 16-bit elements: errors far below the 2^-9 and 2^-12 of their rounding. exp has 2 ulps and
+// |v| 2^-23 (PTX ISA, ex2.approx) and no subnormal results, which cost half of its instructions.
+struct ShortMath : DeviceMath<float> {
+  static __device__ __forceinline__ float exp(float v) {
+    float power;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(v * 1.44269504f));
+    return power;
+  }
+  // Within 7.5e-8, with fp32's roundings 2.3e-7: Abramowitz and Stegun, Handbook of Mathematical
+  // Functions, 26.2.17. The tail beyond |v| is a polynomial in t times the density, which a
+  // derivative needs anyway.
+  static __device__ __forceinline__ float normal_cdf(float v) {
+    const float t = ::__fdividef(1.0f, 1.0f + 0.2316419f * ::fabsf(v));
+    float p = 1.330274429f;
+    p = p * t - 1.821255978f;
+    p = p * t + 1.781477937f;
+    p = p * t - 0.356563782f;
+    p = p * t + 0.319381530f;
+    const float tail = p * t * normal_pdf<float, ShortMath>(v);
+    return v > 0.0f ? 1.0f - tail : tail;
+  }
+};
+template <>
+struct DeviceMath<__nv_bfloat16> : ShortMath {};
+template <>
+struct DeviceMath<__half> : ShortMath {};
 
 // An Activation in the accumulation type.
 template <typename A>
@@ -29,6 +80,40 @@ struct ActivationArgs {
         second(static_cast<A>(activation.second)) {}
 };
 
+// Which code a kernel has for its activation. A call costs about as much as the arithmetic, and in
+// its place the memory waits; but each code inline is one more of every kernel. So the most used
+// ones have theirs, where vectors have 16 bytes, and all others share one.
+enum class ActivationCode { kClamp, kCalled, kSiLU, kGELU, kHardswish };
+
+// Calls f(code) with a constant, for elements T in vectors of N.
+template <typename T, int N, typename F>
+void with_activation_code(const Activation& activation, const F& f) {
+  if (!activation.smooth()) {
+    return f(std::integral_constant<ActivationCode, ActivationCode::kClamp>{});
+  }
+  if constexpr (N == kVecWidth<T> && !std::is_same_v<T, double>) {
+    switch (activation.kind) {
+      case ActivationKind::kSiLU:
+        return f(std::integral_constant<ActivationCode, ActivationCode::kSiLU>{});
+      case ActivationKind::kGELU:
+        return f(std::integral_constant<ActivationCode, ActivationCode::kGELU>{});
+      case ActivationKind::kHardswish:
+        return f(std::integral_constant<ActivationCode, ActivationCode::kHardswish>{});
+      default: break;
+    }
+  }
+  f(std::integral_constant<ActivationCode, ActivationCode::kCalled>{});
+}
+
+constexpr ActivationKind inline_kind(ActivationCode code) {
+  switch (code) {
+    case ActivationCode::kSiLU: return ActivationKind::kSiLU;
+    case ActivationCode::kGELU: return ActivationKind::kGELU;
+    case ActivationCode::kHardswish: return ActivationKind::kHardswish;
+    default: return ActivationKind::kClamp;
+  }
+}
+
 // As many values as a call returns in registers.
 template <typename A, int N>
 struct Values {
@@ -38,11 +123,11 @@ template <typename A, int N>
 constexpr int kValues = N * sizeof(A) < 16 ? N : 16 / sizeof(A);
 
 // Not inlined: a kernel would have the code of every kind once for each element of a thread's
-// vectors. A call costs a few instructions per element, which these kernels wait for memory with.
+// vectors.
 template <typename A, int N>
-__device__ __noinline__ Values<A, N> smooth_values(Values<A, N> values, ActivationKind kind,
+__device__ __noinline__ Values<A, N> called_values(Values<A, N> values, ActivationKind kind,
                                                    A first, A second) {
-  Smooth<A, DeviceMath>::with(kind, [&](auto function, auto) {
+  Smooth<A, DeviceMath<A>>::with(kind, [&](auto function, auto) {
 #pragma unroll
     for (int k = 0; k < N; ++k) values.v[k] = function(values.v[k], first, second);
   });
@@ -51,39 +136,50 @@ __device__ __noinline__ Values<A, N> smooth_values(Values<A, N> values, Activati
 
 // grads[k] * f'(values[k]).
 template <typename A, int N>
-__device__ __noinline__ Values<A, N> smooth_grads(Values<A, N> grads, Values<A, N> values,
+__device__ __noinline__ Values<A, N> called_grads(Values<A, N> grads, Values<A, N> values,
                                                   ActivationKind kind, A first, A second) {
-  Smooth<A, DeviceMath>::with(kind, [&](auto, auto slope) {
+  Smooth<A, DeviceMath<A>>::with(kind, [&](auto, auto slope) {
 #pragma unroll
     for (int k = 0; k < N; ++k) grads.v[k] *= slope(values.v[k], first, second);
   });
   return grads;
 }
 
-template <bool kSmooth, typename A, int N>
+// v[k] = f(v[k]), of elements T.
+template <ActivationCode kCode, typename T, typename A, int N>
 __device__ __forceinline__ void activate(A (&v)[N], const ActivationArgs<A>& activation) {
-  if constexpr (kSmooth) {
+  if constexpr (kCode == ActivationCode::kClamp) {
+#pragma unroll
+    for (int k = 0; k < N; ++k) v[k] = clamped(v[k], activation.first, activation.second);
+  } else if constexpr (kCode == ActivationCode::kCalled) {
     constexpr int M = kValues<A, N>;
 #pragma unroll
     for (int begin = 0; begin < N; begin += M) {
       Values<A, M> part;
 #pragma unroll
       for (int k = 0; k < M; ++k) part.v[k] = v[begin + k];
-      part = smooth_values(part, activation.kind, activation.first, activation.second);
+      part = called_values(part, activation.kind, activation.first, activation.second);
 #pragma unroll
       for (int k = 0; k < M; ++k) v[begin + k] = part.v[k];
     }
   } else {
+    Smooth<A, DeviceMath<T>>::with(inline_kind(kCode), [&](auto function, auto) {
 #pragma unroll
-    for (int k = 0; k < N; ++k) v[k] = clamped(v[k], activation.first, activation.second);
+      for (int k = 0; k < N; ++k) v[k] = function(v[k], activation.first, activation.second);
+    });
   }
 }
 
 // grad[k] becomes the gradient before the activation, v[k] being the value before it.
-template <bool kSmooth, typename A, int N>
+template <ActivationCode kCode, typename T, typename A, int N>
 __device__ __forceinline__ void pass_back(A (&grad)[N], const A (&v)[N],
                                           const ActivationArgs<A>& activation) {
-  if constexpr (kSmooth) {
+  if constexpr (kCode == ActivationCode::kClamp) {
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+      grad[k] = through_clamp(grad[k], v[k], activation.first, activation.second);
+    }
+  } else if constexpr (kCode == ActivationCode::kCalled) {
     constexpr int M = kValues<A, N>;
 #pragma unroll
     for (int begin = 0; begin < N; begin += M) {
@@ -93,15 +189,15 @@ __device__ __forceinline__ void pass_back(A (&grad)[N], const A (&v)[N],
         grads.v[k] = grad[begin + k];
         values.v[k] = v[begin + k];
       }
-      grads = smooth_grads(grads, values, activation.kind, activation.first, activation.second);
+      grads = called_grads(grads, values, activation.kind, activation.first, activation.second);
 #pragma unroll
       for (int k = 0; k < M; ++k) grad[begin + k] = grads.v[k];
     }
   } else {
+    Smooth<A, DeviceMath<T>>::with(inline_kind(kCode), [&](auto, auto slope) {
 #pragma unroll
-    for (int k = 0; k < N; ++k) {
-      grad[k] = through_clamp(grad[k], v[k], activation.first, activation.second);
-    }
+      for (int k = 0; k < N; ++k) grad[k] *= slope(v[k], activation.first, activation.second);
+    });
   }
 }
 

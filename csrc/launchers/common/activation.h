@@ -1,6 +1,6 @@
 // What may follow a normalisation: a function of one element, and its derivative. The arithmetic is
-// written once for both devices, over the functions of `Math`: exp, expm1, erf and tanh of one
-// element, which each device has its own of.
+// written once for both devices, over the functions of `Math`: exp, expm1, tanh and normal_cdf of
+// one element, and divide of two, which each device has its own of.
 #pragma once
 
 #include <limits>
@@ -10,7 +10,7 @@
 namespace braze {
 
 // kClamp is branch-free arithmetic and stands for all that only bounds its argument: the identity,
-// ReLU, ReLU6, Hardtanh. All others are smooth(), and kernels compile them apart.
+// ReLU, ReLU6, Hardtanh. All others are smooth().
 enum class ActivationKind : int {
   kClamp,      // first: lower bound, second: upper bound; NaN: none
   kLeakyReLU,  // first: slope below 0
@@ -50,34 +50,42 @@ BRAZE_BOTH A through_clamp(A grad, A v, A low, A high) {
   return (v <= low) | (v >= high) ? A(0) : grad;
 }
 
+// The normal distribution's density and, by the error function of v / sqrt(2), its integral.
+template <typename A, typename Math>
+BRAZE_BOTH A normal_pdf(A v) {
+  return A(0.39894228040143267794) * Math::exp(A(-0.5) * v * v);
+}
+template <typename A>
+BRAZE_BOTH A normal_cdf_of_erf(A erf) {
+  return A(0.5) * (A(1) + erf);
+}
+constexpr double kSqrtHalf = 0.70710678118654752440;
+
 // f(v) and f'(v) of the smooth kinds. Formulas as torch has them, so that infinities give the same.
 template <typename A, typename Math>
 struct Smooth {
-  static BRAZE_BOTH A sigmoid(A v) { return A(1) / (A(1) + Math::exp(-v)); }
-  static BRAZE_BOTH A normal_cdf(A v) {
-    return A(0.5) * (A(1) + Math::erf(v * A(0.70710678118654752440)));
-  }
+  static BRAZE_BOTH A sigmoid(A v) { return Math::divide(A(1), A(1) + Math::exp(-v)); }
   static BRAZE_BOTH A gelu_inner(A v) {
     return A(0.79788456080286535588) * (v + A(0.044715) * v * v * v);
   }
   // tanh(log(1 + exp(v))), whose numerator and denominator would overflow where it is 1.
   static BRAZE_BOTH A tanh_softplus(A v) {
     const A e = Math::exp(v > A(20) ? A(20) : v), n = e * (e + A(2));
-    return v > A(20) ? A(1) : n / (n + A(2));
+    return v > A(20) ? A(1) : Math::divide(n, n + A(2));
   }
 
   static BRAZE_BOTH A leaky_relu(A v, A slope, A) { return v > A(0) ? v : v * slope; }
   static BRAZE_BOTH A leaky_relu_slope(A v, A slope, A) { return v > A(0) ? A(1) : slope; }
 
-  static BRAZE_BOTH A silu(A v, A, A) { return v / (A(1) + Math::exp(-v)); }
+  static BRAZE_BOTH A silu(A v, A, A) { return Math::divide(v, A(1) + Math::exp(-v)); }
   static BRAZE_BOTH A silu_slope(A v, A, A) {
     const A s = sigmoid(v);
     return s * (A(1) + v * (A(1) - s));
   }
 
-  static BRAZE_BOTH A gelu(A v, A, A) { return v * normal_cdf(v); }
+  static BRAZE_BOTH A gelu(A v, A, A) { return v * Math::normal_cdf(v); }
   static BRAZE_BOTH A gelu_slope(A v, A, A) {
-    return normal_cdf(v) + v * (A(0.39894228040143267794) * Math::exp(A(-0.5) * v * v));
+    return Math::normal_cdf(v) + v * normal_pdf<A, Math>(v);
   }
 
   static BRAZE_BOTH A gelu_tanh(A v, A, A) {
@@ -89,14 +97,14 @@ struct Smooth {
     return A(0.5) * (A(1) + t) + A(0.5) * v * (A(1) - t * t) * inner_slope;
   }
 
-  static BRAZE_BOTH A hardsigmoid(A v, A, A) { return clamped(v + A(3), A(0), A(6)) / A(6); }
+  static BRAZE_BOTH A hardsigmoid(A v, A, A) { return clamped(v + A(3), A(0), A(6)) * A(1. / 6); }
   static BRAZE_BOTH A hardsigmoid_slope(A v, A, A) {
-    return (v > A(-3)) & (v < A(3)) ? A(1) / A(6) : A(0);
+    return (v > A(-3)) & (v < A(3)) ? A(1. / 6) : A(0);
   }
 
-  static BRAZE_BOTH A hardswish(A v, A, A) { return v * clamped(v + A(3), A(0), A(6)) / A(6); }
+  static BRAZE_BOTH A hardswish(A v, A, A) { return v * clamped(v + A(3), A(0), A(6)) * A(1. / 6); }
   static BRAZE_BOTH A hardswish_slope(A v, A, A) {
-    return v <= A(-3) ? A(0) : v < A(3) ? v / A(3) + A(0.5) : A(1);
+    return v <= A(-3) ? A(0) : v < A(3) ? v * A(1. / 3) + A(0.5) : A(1);
   }
 
   static BRAZE_BOTH A logistic(A v, A, A) { return sigmoid(v); }

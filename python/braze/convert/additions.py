@@ -1,5 +1,5 @@
 """Additions in runs: ``bn(x) + identity``, ``out += identity``, and what may lie between the batch
-norm and the addition.
+norm and the addition; and layer scales, ``self.layer_scale * x``, in the batch norm's place.
 
 In a run, batch norm is computed where the addition is, hence after what is added, and after the
 statements in between. So these may be nothing but names, and calls of modules of which it is asked,
@@ -12,17 +12,24 @@ from braze.convert.modules import is_plain_attribute
 
 #: The forms of an addition as a link of a chain: see chains.Link.
 FORMS = "add", "radd", "iadd"
+#: The forms of a product with a parameter: ``x * p`` and ``p * x``.
+SCALE_FORMS = "mul", "rmul"
 
 
 def is_addition(node):
     return isinstance(node, (ast.BinOp, ast.AugAssign)) and isinstance(node.op, ast.Add)
 
 
+def is_scaling(node):
+    return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)
+
+
 def parts(node, form):
-    """The expression that an addition continues, and what is added to it."""
+    """The expression that an addition or a scaling continues, and what is added to it, or scales
+    it."""
     if form == "iadd":
         return ast.Name(node.target.id, ast.Load()), node.value
-    return (node.left, node.right) if form == "add" else (node.right, node.left)
+    return (node.left, node.right) if form in ("add", "mul") else (node.right, node.left)
 
 
 def modules_called(nodes):
@@ -68,6 +75,10 @@ class Surroundings:
             and all(self._sets(s) for s in (*statement.body, *statement.orelse))
             and all(n.id != name for n in ast.walk(statement) if isinstance(n, ast.Name))
         )
+
+    def is_parameter(self, node):
+        """Whether an expression is ``self.name``, a parameter of the module."""
+        return self.is_own(node) and self.attribute_name(node) in self.module._parameters
 
     def is_own(self, node):
         """Whether an expression is ``self.name``, without any code of the class."""

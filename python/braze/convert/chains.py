@@ -25,7 +25,7 @@ class Link(typing.NamedTuple):
         number: the call, by its place in the tree.
         form: ``"layer"``, ``"part"`` (a module of parts.py), ``"function"`` or ``"method"`` of a
             tensor; of additions, ``"add"`` (to what comes before in the chain), ``"radd"`` (of that
-            to something) or ``"iadd"``.
+            to something) or ``"iadd"``; of products with a parameter, ``"mul"`` or ``"rmul"``.
         kinds: what it computes, innermost first, see kinds.py: of a part nothing or more.
         layers: the layers that it may call, with their names; empty for functions.
         name: of the function.
@@ -164,8 +164,8 @@ _signature = functools.lru_cache(maxsize=None)(inspect.signature)
 
 def settings_fit(function, kind, args, kwargs):
     """Whether a function that is called with such settings is the layer of that kind."""
-    if kind == "Add":
-        return False  # additions are operators
+    if kind in ("Add", "Scale"):
+        return False  # these are operators
     if kind == "Flatten":
         return args == (1,) and not kwargs
     if not takes(function, len(args) + 1, kwargs):

@@ -10,7 +10,7 @@ from braze.convert.source import PREFIX, copy_tree, make
 SCOPES = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda
 #: What changed code calls.
 _CALLED = {
-    **{PREFIX + name: getattr(kinds, name) for name in additions.FORMS},
+    **{PREFIX + f: getattr(kinds, f) for f in (*additions.FORMS, *additions.SCALE_FORMS)},
     **{PREFIX + f.__name__: f for f in (loops.fused, runs.before_addition, runs.called)},
     **{PREFIX + f.__name__: f for f in (runs.inherited, runs.method, runs.other, runs.run)},
     **{PREFIX + f.__name__: f for f in (runs.run_added, runs.run_radd)},
@@ -303,7 +303,7 @@ _LINKS = ast.Call, ast.BinOp, ast.AugAssign
 
 
 def _applied_to(call, form):
-    if form in additions.FORMS:
+    if form in additions.FORMS or form in additions.SCALE_FORMS:
         return additions.parts(call, form)[0]
     return call.func.value if form == "method" else call.args[0]
 
@@ -341,6 +341,9 @@ def _link(call, form):
     """The expression of a link, see runs.py."""
     if form in additions.FORMS:
         return ast.Tuple([_name(form), ast.Tuple([], ast.Load()), ast.Dict([], [])], ast.Load())
+    if form in additions.SCALE_FORMS:
+        scale = copy_tree(additions.parts(call, form)[1])
+        return ast.Tuple([_name(form), _tuple(scale), ast.Dict([], [])], ast.Load())
     if form in ("layer", "part"):
         return copy_tree(call.func)
     function = ast.Constant(call.func.attr) if form == "method" else copy_tree(call.func)

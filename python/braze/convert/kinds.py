@@ -97,6 +97,22 @@ ADDITIONS = {add: ("__add__", "__radd__"), radd: ("__add__", "__radd__"), iadd: 
 FUNCTION_KINDS.update(dict.fromkeys(ADDITIONS, "Add"))
 
 
+def mul(a, scale):
+    """``a * scale``, where what came before in the run is `a`."""
+    return a * scale
+
+
+def rmul(a, scale):
+    """``scale * a``, where what came before in the run is `a`."""
+    return scale * a
+
+
+#: What stands for a product with a parameter in a run, and the methods of tensors that it calls; as
+#: a link, ``(mul, (parameter,), {})``.
+SCALINGS = dict.fromkeys((mul, rmul), ("__mul__", "__rmul__"))
+FUNCTION_KINDS.update(dict.fromkeys(SCALINGS, "Scale"))
+
+
 def own_norm(input, module):
     """The batch norm in a module whose class adds something to ``torch.nn.BatchNorm2d``'s; as a
     link, ``(own_norm, (module,), {})``."""
@@ -157,8 +173,9 @@ def places(link):
         return ((torch.Tensor, link),)
     if link is own_norm:
         link = braze.nn.BatchNorm2d
-    if link in ADDITIONS:
-        return tuple((torch.Tensor, name) for name in ADDITIONS[link])
+    if link in ADDITIONS or link in SCALINGS:
+        names = ADDITIONS.get(link) or SCALINGS[link]
+        return tuple((torch.Tensor, name) for name in names)
     if not isinstance(link, type):
         name = getattr(link, "__name__", "")
         is_functional = getattr(torch.nn.functional, name, None) is link

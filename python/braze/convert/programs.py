@@ -9,7 +9,7 @@ import torch
 
 import braze.nn
 from braze import _programs
-from braze.convert.kinds import ACTIVATIONS, own_norm
+from braze.convert.kinds import ACTIVATIONS, SCALINGS, own_norm
 from braze.convert.modules import is_container
 
 _SETTINGS = {
@@ -65,8 +65,8 @@ def _by_program(function, links, input, added):
     for link in links:
         if type(link) is tuple:
             called, args, kwargs = link
-            if called is own_norm:
-                return None  # on a module, whose tensors a program would take for constants
+            if called is own_norm or called in SCALINGS:
+                return None  # a module's tensors, which a program would take for constants
             name += (called, args, *kwargs.items())
             continue
         kind = type(link)

@@ -9,6 +9,7 @@ link is one of :data:`kinds.ADDITIONS`, takes what is added as its last argument
 
 import functools
 import itertools
+import operator
 import types
 
 import torch
@@ -20,6 +21,7 @@ from braze._ops._common import TENSORS, autocast_dtype, cast_to, is_channels_las
 from braze._ops.activation import fits
 from braze._ops.fused import is_2x2
 from braze._ops.layer_norm import layer_norm_for_product
+from braze._ops.scale_add import scale_add_takes, scaled_dim
 from braze._ops.transpose import transpose_copy
 from braze._stock import gives_way
 from braze.convert.kinds import (
@@ -355,7 +357,52 @@ def _layer_norm_product(links, input):
         return one_by_one(links, input)
     norm = links[-1]
     output = layer_norm_for_product(input, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
-    return one_by_one(links[:-1], output)
+    if len(links) < 4:
+        return one_by_one(links[:-1], output)
+    return call(links[0], _linear_activation(links[1:-1], output))
+
+
+#: On which devices an activation takes the bias of the linear layer before it, so that its backward
+#: makes the bias' gradient.
+_WITH_BIAS = ("cuda",)
+
+
+def _linear_activation(links, input):
+    activation, linear = links
+    name, settings = activation_of(activation)
+    if (
+        linear.bias is None
+        or name == "relu"
+        or input.device.type not in _WITH_BIAS
+        or (settings and not fits(name, settings))
+    ):
+        return one_by_one(links, input)
+    return F.bias_activation(F.linear(input, linear.weight), linear.bias, name, settings)
+
+
+#: On which devices a layer scale and the addition behind it are one op.
+_SCALE_ADD = ("cuda",)
+
+
+def _scale_add(links, input, added):
+    """A product with a parameter, and an addition."""
+    (function, *_), (_, (scale,), _) = links
+    takes = (
+        scale is not None
+        and scale_add_takes(input, scale, added)
+        and input.device.type in _SCALE_ADD
+        and _keep_format(input, scale, added)
+        # Added in place, a float32 residual would be rounded.
+        and not (function is operator.iadd and added.dtype not in (input.dtype, scale.dtype))
+    )
+    return F.scale_add(input, scale, added) if takes else one_by_one(links, input, added)
+
+
+def _keep_format(input, scale, added):
+    """Whether the op's result has the memory format of torch's."""
+    if is_channels_last(input):
+        return is_channels_last(added) and scaled_dim(input, scale) == 1
+    return input.is_contiguous() and added.is_contiguous()
 
 
 def _weight_is_smaller(input, linear):
@@ -420,11 +467,14 @@ RUNS = {
     ("ReLU", "Linear", "Flatten", *_POOLED): _block_flat_linear,
     ("BatchNorm2d",): _norm_alone,  # of a module that adds nothing to it at present
     ("ReLU", "Linear"): _linear_relu,
+    ("Add", "Scale"): _scale_add,
     **dict.fromkeys(_LAYER_NORM_RUNS, _layer_norm_product),
     ("Linear", "Flatten"): _flat_linear,
     ("ReLU", "Linear", "Flatten"): _flat_linear,
 }
 LONGEST = max(map(len, RUNS))
+#: To what something is added in runs.
+ADDED_TO = "BatchNorm2d", "Scale"
 #: Of what is no run of its own: more layers hold more memory than a node less is worth.
 LONGEST_STRETCH = 16
 STRETCH_KINDS = frozenset(("Add", *PROGRAM_KINDS))
@@ -436,4 +486,5 @@ BLOCKS = {
     ("Linear", "ReLU"): "LinearReLU",
     **{kinds[::-1]: "BatchNormAct2d" for kinds in _NORM_RUNS},
     ("LayerNorm", "Linear"): "LayerNormLinear",
+    ("Scale", "Add"): "ScaleAdd",
 }

@@ -161,6 +161,8 @@ class _Function(Names, Calls, Branches, additions.Surroundings):
     def _link(self, node, carried):
         if additions.is_addition(node):
             return self._addition(node, carried)
+        if additions.is_scaling(node):
+            return self._scaling(node)
         if not isinstance(node, ast.Call) or any(isinstance(a, ast.Starred) for a in node.args):
             return None, None
         layers = self.layers(node.func)
@@ -193,16 +195,25 @@ class _Function(Names, Calls, Branches, additions.Surroundings):
                 return Link(node.number, form, ("Add",), (), form.lstrip("ri")), inner
         return None, None
 
+    def _scaling(self, node):
+        for form in additions.SCALE_FORMS:
+            inner, scale = additions.parts(node, form)
+            # A run evaluates the parameter before what it scales.
+            ordered = form == "rmul" or isinstance(inner, ast.Name)
+            if ordered and self.is_parameter(scale):
+                return Link(node.number, form, ("Scale",), (), "mul"), inner
+        return None, None
+
     def _is_normed(self, node, added, form, carried):
-        """Whether an expression may be a batch norm's result, of this statement or of one before,
-        to which something is added."""
+        """Whether an expression may be a batch norm's result, or a scaled one, of this statement or
+        of one before, to which something is added."""
         if isinstance(node, ast.Name):
             return node.id == carried
-        link, inner = self.link(node, carried) if isinstance(node, ast.Call) else (None, None)
+        link, inner = self.link(node, carried)
         if link is None:
             return False
         if link.kinds and link.kinds != (through.SOMETIMES,):
-            return through.computing(link.kinds)[0] == "BatchNorm2d"
+            return through.computing(link.kinds)[0] in runs.ADDED_TO
         # A run evaluates its names after what is made before this expression.
         ordered = form != "radd" or isinstance(added, ast.Name)
         return ordered and self._is_normed(inner, added, form, carried)
@@ -315,7 +326,8 @@ class _Function(Names, Calls, Branches, additions.Surroundings):
         """Whether ``module(x) + bn(y)`` stands in one statement: what is added comes first."""
         for at, link in enumerate(run):
             if link.form == "radd":
-                norm = next(i for i in range(at - 1, -1, -1) if "BatchNorm2d" in run[i].kinds)
+                behind = (i for i in range(at - 1, -1, -1) if {*run[i].kinds} & {*runs.ADDED_TO})
+                norm = next(behind)
                 added = additions.parts(self.tree.numbered[link.number], "radd")[1]
                 return owners[norm] == owners[at] and not isinstance(added, ast.Name)
         return False

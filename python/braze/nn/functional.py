@@ -22,6 +22,7 @@ from braze._ops.activations import (
 )
 from braze._ops.batch_norm import batch_norm
 from braze._ops.batch_norm_act import batch_norm_act
+from braze._ops.bias_activation import bias_activation
 from braze._ops.conv2d import conv2d
 from braze._ops.conv_transpose2d import conv_transpose2d
 from braze._ops.cross_entropy import cross_entropy
@@ -33,12 +34,14 @@ from braze._ops.matmul import linear, linear_relu
 from braze._ops.nll_loss import nll_loss
 from braze._ops.pool import avg_pool2d, max_pool2d
 from braze._ops.relu import relu
+from braze._ops.scale_add import scale_add
 from braze._ops.softmax import log_softmax, softmax
 
 __all__ = [
     "avg_pool2d",
     "batch_norm",
     "batch_norm_act",
+    "bias_activation",
     "celu",
     "conv2d",
     "conv_bn_relu2d",
@@ -64,6 +67,7 @@ __all__ = [
     "nll_loss",
     "relu",
     "relu6",
+    "scale_add",
     "sigmoid",
     "silu",
     "softmax",

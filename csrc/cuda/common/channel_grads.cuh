@@ -1,0 +1,131 @@
+// What ops with one parameter per channel share, over [rows, channels]: a thread keeps to a vector
+// of channels, whose parameters are in registers, and walks down the rows (batch_norm/rows.cuh).
+// The backward makes dx and the parameter's gradient in one pass: each block leaves a sum per
+// channel, which a small kernel adds up. No atomics: bitwise repeatable.
+#pragma once
+
+#include "cuda/batch_norm/layout.cuh"
+
+namespace braze::cuda {
+
+// Those of N neighbouring channels.
+template <int N, typename A>
+__device__ __forceinline__ void load_parameters(A (&v)[N], const void* values, DType dtype,
+                                                int64_t channel) {
+  const auto load = [&](const auto* from) {
+#pragma unroll
+    for (int k = 0; k < N; ++k) v[k] = convert<A>(from[channel + k]);
+  };
+  switch (dtype) {
+    case DType::kFloat64: return load(static_cast<const double*>(values));
+    case DType::kFloat32: return load(static_cast<const float*>(values));
+    case DType::kBFloat16: return load(static_cast<const __nv_bfloat16*>(values));
+    case DType::kFloat16: return load(static_cast<const __half*>(values));
+  }
+}
+
+template <typename A, typename T, int N>
+__device__ __forceinline__ void unpack(A (&v)[N], const Packed<T, N>& packed) {
+  const Vec<T, N> elements = packed.unpacked();
+#pragma unroll
+  for (int k = 0; k < N; ++k) v[k] = convert<A>(elements.v[k]);
+}
+
+template <typename T, typename A, int N>
+__device__ __forceinline__ void store_as(T* to, const A (&v)[N]) {
+  Vec<T, N> elements;
+#pragma unroll
+  for (int k = 0; k < N; ++k) elements.v[k] = convert<T>(v[k]);
+  store_vec(to, elements);
+}
+
+// f(grad, value, parameter, term) turns N elements of dy into those of dx and gives what they add
+// to the parameter's gradient. dx and partials may be nullptr.
+template <typename In, typename Out, int N, typename F>
+__global__ void __launch_bounds__(kMostRowThreads)
+    channel_grads_kernel(const Out* dy, const In* x, In* dx, const void* parameters, DType dtype,
+                         RowPlan plan, acc_t<In>* partials, F f) {
+  using A = acc_t<In>;
+  constexpr int U = kRowLoads / 2;
+  __shared__ RowTotals<A, N> shared;
+  const RowWorker<N> me(plan, blockIdx.x);
+  const int64_t step = plan.vectors * N, first = me.begin * step + me.channel;
+  A sum[N] = {};
+  if (me.works) {
+    A parameter[N];
+    load_parameters(parameter, parameters, dtype, me.channel);
+    for (int64_t row = me.line; row < me.rows; row += int64_t{plan.height} * U) {
+      Packed<Out, N> packed_grad[U];
+      Packed<In, N> packed_value[U];
+#pragma unroll
+      for (int u = 0; u < U; ++u) {
+        const int64_t r = row + u * plan.height;
+        if (r < me.rows) {
+          packed_grad[u].load(dy + first + r * step);
+          packed_value[u].load(x + first + r * step);
+        }
+      }
+#pragma unroll
+      for (int u = 0; u < U; ++u) {
+        const int64_t r = row + u * plan.height;
+        if (r >= me.rows) break;
+        A grad[N], value[N], term[N];
+        unpack(grad, packed_grad[u]);
+        unpack(value, packed_value[u]);
+        f(grad, value, parameter, term);
+#pragma unroll
+        for (int k = 0; k < N; ++k) sum[k] += term[k];
+        if (dx) store_as(dx + first + r * step, grad);
+      }
+    }
+  }
+  if (!partials) return;
+  const A total = row_total(sum, shared, plan);
+  for_my_total<N>(plan,
+                  [&](int64_t channel) { partials[channel * plan.parts + blockIdx.x] = total; });
+}
+
+template <typename A>
+__global__ void __launch_bounds__(kCoefficientThreads)
+    sum_partials_kernel(int64_t channels, const A* partials, int parts, void* result, DType dtype) {
+  for_each_channel(channels, [&](int64_t c) {
+    double sum = 0;
+    for_each_item<32, 9>(partials + c * parts, parts, [&](A part) { sum += part; });
+    sum = warp_sum(sum);
+    if (threadIdx.x % 32 == 0) store_value(result, dtype, c, sum);
+  });
+}
+
+// The partial sums of any plan: plan_row_sums has a block per multiprocessor, at most.
+inline int64_t channel_grads_workspace_bytes(int64_t channels) {
+  return int64_t{sm_count()} * channels * sizeof(double);
+}
+
+// dparameters of `dtype`, which the parameters have too, or nullptr.
+template <int N, typename In, typename Out, typename F>
+void launch_channel_grads(cudaStream_t stream, int64_t rows, int64_t channels, const Out* dy,
+                          const In* x, In* dx, const void* parameters, void* dparameters,
+                          DType dtype, void* workspace, const F& f) {
+  using A = acc_t<In>;
+  const RowPlan plan = plan_row_sums(rows, channels / N);
+  A* const partials = dparameters ? static_cast<A*>(workspace) : nullptr;
+  channel_grads_kernel<In, Out, N>
+      <<<plan.grid(), plan.threads, 0, stream>>>(dy, x, dx, parameters, dtype, plan, partials, f);
+  check_launch("channel_grads");
+  if (!dparameters) return;
+  sum_partials_kernel<<<coefficient_blocks(channels), kCoefficientThreads, 0, stream>>>(
+      channels, static_cast<const A*>(partials), plan.parts, dparameters, dtype);
+  check_launch("sum_partials");
+}
+
+// Calls f(N): 16 bytes of elements T where channels and addresses allow it, else 1.
+template <typename T, typename F, typename... Pointers>
+void with_width(int64_t channels, const F& f, Pointers... pointers) {
+  constexpr int kWidth = kVecWidth<T>;
+  if (channels % kWidth == 0 && (is_vec_aligned(pointers) && ...)) {
+    return f(std::integral_constant<int, kWidth>{});
+  }
+  f(std::integral_constant<int, 1>{});
+}
+
+}  // namespace braze::cuda

@@ -1,0 +1,179 @@
+"""braze.convert: a layer scale and the addition behind it, and linear layers whose activation takes
+the bias."""
+
+import pytest
+import torch
+from test_convert_mlp import CNBlock, Permute, StochasticDepth, assert_alike, gradients, pair
+from torch import nn
+
+import braze
+from braze._norm_rules import FASTER, Faster
+from braze.convert import runs
+from convert_models import ops_run
+
+
+@pytest.fixture(autouse=True)
+def _on_every_device(monkeypatch):
+    for name in ("_WITH_BIAS", "_SCALE_ADD"):
+        monkeypatch.setattr(runs, name, ("cpu", "cuda"))
+
+
+class Base(nn.Module):
+    def __init__(self, dim=12, p=0.0):
+        super().__init__()
+        self.block = nn.Linear(dim, dim)
+        self.gamma = nn.Parameter(torch.linspace(0.5, 1.5, dim))
+        self.drop = StochasticDepth(p)
+
+    def input(self):
+        return torch.randn(5, 4, 12)
+
+
+class OneExpression(Base):
+    def forward(self, x):
+        return x + self.drop(self.gamma * self.block(x))
+
+
+class InTurn(Base):
+    def forward(self, x):
+        y = self.block(x)
+        y = y * self.gamma
+        y = self.drop(y)
+        return y + x
+
+
+class InPlace(Base):
+    def forward(self, x):
+        y = self.gamma * self.block(x)
+        y += x
+        return y
+
+
+class Dropping(OneExpression):
+    def __init__(self):
+        super().__init__(p=0.5)
+
+
+class NotAParameter(Base):
+    def __init__(self):
+        super().__init__()
+        self.gamma, self.scale = None, 2.0
+
+    def forward(self, x):
+        return x + self.scale * self.block(x)
+
+
+class Both(OneExpression):
+    """With a shape of the parameter that is no scale, after conversion."""
+
+    def grow(self):
+        self.gamma = nn.Parameter(torch.rand(5, 4, 12).to(self.gamma))
+
+
+FUSED = [OneExpression, InTurn, InPlace, CNBlock]
+
+
+@pytest.mark.parametrize("kind", FUSED)
+def test_fused(kind, device):
+    model, original, x = pair(kind, device, torch.channels_last)
+    assert "mul(), add()" in [e.name for e in braze.convert_report(model).fused]
+    assert_alike(model, original, x)
+    assert_alike(model.eval(), original.eval(), x)
+    assert "scale_add" in ops_run(lambda: model(x))
+    assert "scale_add_backward" in ops_run(lambda: gradients(model, x))
+
+
+def test_where_it_drops_layer_by_layer(device):
+    model, original, x = pair(Dropping, device, torch.contiguous_format)
+    assert_alike(model, original, x)
+    assert "scale_add" not in ops_run(lambda: model(x))
+    assert_alike(model.eval(), original.eval(), x)
+    assert "scale_add" in ops_run(lambda: model(x))
+
+
+def test_numbers_are_left_alone(device):
+    model, original, x = pair(NotAParameter, device, torch.contiguous_format)
+    assert not braze.convert_report(model).fused
+    assert_alike(model, original, x)
+
+
+def test_another_parameter(device):
+    model, original, x = pair(Both, device, torch.contiguous_format)
+    torch.manual_seed(1)
+    model.grow()
+    original.gamma = nn.Parameter(model.gamma.detach().clone())
+    assert_alike(model, original, x)
+    assert "scale_add" not in ops_run(lambda: model(x))
+    for m in (model, original):
+        m.gamma = None
+    for m in (model, original):
+        with pytest.raises(TypeError, match="unsupported operand"):
+            m(x)
+
+
+def test_added_in_place_to_a_narrower_type(device):
+    """The sum is of the product's dtype then."""
+    model, _, x = pair(InPlace, device, torch.contiguous_format)
+    model.bfloat16()
+    y = model.block(x.bfloat16()).detach()
+    model.block = nn.Identity()
+    expected = model.gamma * y
+    expected += y
+    assert model(y).dtype == expected.dtype == torch.bfloat16
+
+
+def test_modes_see_torchs_product(device):
+    model, _, x = pair(OneExpression, device, torch.contiguous_format)
+    seen = []
+
+    class Mode(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(getattr(func, "__name__", ""))
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        model(x)
+    assert {"mul", "add"} <= {name.strip("_") for name in seen}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_float32_stream_under_autocast(device, dtype):
+    model, original, x = pair(CNBlock, device, torch.channels_last)
+    with torch.autocast(device, dtype):
+        y, expected = model(x), original(x)
+        assert "scale_add" in ops_run(lambda: model(x))
+    assert y.dtype == expected.dtype == torch.float32
+    assert y.stride() == expected.stride()
+    torch.testing.assert_close(y, expected, atol=0.05, rtol=0.05)
+
+
+class Perceptron(nn.Module):
+    def __init__(self, dim=12):
+        super().__init__()
+        self.norm, self.fc1 = nn.LayerNorm(dim), nn.Linear(dim, 4 * dim)
+        self.act, self.fc2 = nn.GELU(), nn.Linear(4 * dim, dim)
+        self.last = Permute([1, 0])
+
+    def forward(self, x):
+        return self.last(self.fc2(self.act(self.fc1(self.norm(x)))))
+
+    def input(self):
+        return torch.randn(20, 12)
+
+
+def test_activation_takes_the_bias(device, monkeypatch):
+    monkeypatch.setitem(
+        FASTER, ("layer_norm", device), dict.fromkeys((torch.float32,), Faster(1, 4096))
+    )
+    model, original, x = pair(Perceptron, device, torch.contiguous_format)
+    assert_alike(model, original, x)
+    ran = ops_run(lambda: gradients(model, x))
+    assert {"bias_activation", "bias_activation_backward"} <= set(ran)
+    assert "activation" not in ran
+
+
+def test_activation_without_a_bias(device):
+    model, original, x = pair(Perceptron, device, torch.contiguous_format)
+    for m in (model, original):
+        m.fc1.bias = None
+    assert_alike(model, original, x)
