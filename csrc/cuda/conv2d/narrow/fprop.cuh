@@ -1,0 +1,304 @@
+// The forward pass: pixels times filters with mma.sync. A lane's part of the left operand are words
+// of the patch, at an offset for each term that all pixels share.
+#pragma once
+
+#include "patch.cuh"
+#include "cuda/common/graph.cuh"
+#include "cuda/common/mma.cuh"
+#include "cuda/common/numeric.cuh"
+
+namespace braze::cuda::narrow {
+
+using Function = void (*)(Args);
+
+// Filters in eights, of 16 to 64 a block. pixel_rows: pixels are the rows of the product, for
+// results that are channels last; else its columns.
+Function fprop_bf16(int groups, bool pixel_rows);
+Function fprop_fp16(int groups, bool pixel_rows);
+Function fprop_tf32(int groups, bool pixel_rows);
+
+// Filters that a thread has side by side, as many as it stores at a time.
+__host__ __device__ constexpr int run_of(int size, int groups) {
+  return size == 2 && groups % 4 == 0 ? 8 : 4;
+}
+
+constexpr int term_step(int size) { return 32 / size; }  // of the sum, in one product
+
+// Shared memory: the filters as the products' lanes hold them, the terms' offsets and masks, bias,
+// two buffers of patches.
+inline int fprop_shared_bytes(const Args& a, int groups) {
+  return a.steps * (groups / 2 * 512 + 64) + groups * 32 + 2 * a.copies * a.patch_words * 4;
+}
+
+template <typename T, int kGroups, bool kPixelRows>
+class Fprop {
+  static constexpr int kPer = per_word(sizeof(T)), kStep = term_step(sizeof(T));
+  static constexpr int kPairs = kGroups / 2, kRun = run_of(sizeof(T), kGroups);
+  static constexpr int kPixelGroups = kWarpPixels / 8;
+  static_assert(kGroups % 2 == 0);
+
+  const Args& a_;
+  uint4 *filters_, *terms_;
+  float* bias_;
+  uint32_t* patches_;
+  const int lane_ = threadIdx.x % 32, g_ = lane_ / 4, t_ = lane_ % 4;
+  const int warp_pixel_ = threadIdx.x / 32 * kWarpPixels, k0_ = blockIdx.y * kGroups * 8;
+  int base_[kPixelGroups];  // words of the patch where this lane's pixels begin
+  float acc_[4 * kGroups][4];
+
+  // The filter, of the block's, of group j and row or column n of a product. As columns they are
+  // dealt out such that a thread gets kRun side by side.
+  static __device__ __forceinline__ int filter_of(int j, int n) {
+    if (!kPixelRows) return j * 8 + n;
+    return j / (kRun / 2) * (4 * kRun) + n / 2 * kRun + j % (kRun / 2) * 2 + n % 2;
+  }
+  // The pixel, of the tile's, of group i and row or column n: as columns likewise, eight.
+  __device__ __forceinline__ int pixel_of(int i, int n) const {
+    if (kPixelRows) return warp_pixel_ + i * 8 + n;
+    return warp_pixel_ + i / 4 * 32 + n / 2 * 8 + i % 4 * 2 + n % 2;
+  }
+
+  // A term's filter row and its element there; whether there is one.
+  __device__ __forceinline__ bool find(int term, int& r, int& e) const {
+    r = a_.by_row_terms.div(term, e);
+    e -= a_.lead;
+    return r < a_.taps_h && e >= 0 && e < a_.taps_w * a_.channels;
+  }
+
+  __device__ __forceinline__ uint32_t weight(int filter, int term) const {
+    int r, e, c;
+    if (!find(term, r, e) || filter >= a_.filters) return 0;
+    const int s = a_.by_channels.div(e, c);
+    const auto* const w = static_cast<const T*>(a_.other) + filter * a_.w_k + r * a_.w_r;
+    const T v = w[s * a_.w_s + c * a_.w_c];
+    if constexpr (kPer == 2) return *reinterpret_cast<const uint16_t*>(&v);
+    return round_tf32(__float_as_uint(v));
+  }
+
+  // The first of a lane's terms of a step, in its lower or upper half.
+  static __device__ __forceinline__ int term_of(int step, int half, int t) {
+    return step * kStep + half * (kStep / 2) + t * kPer;
+  }
+
+  __device__ __forceinline__ uint32_t filter_word(int filter, int term) const {
+    uint32_t word = weight(filter, term);
+    if constexpr (kPer == 2) word |= weight(filter, term + 1) << 16;
+    return word;
+  }
+
+  __device__ __forceinline__ void prepare() {
+    for (int i = threadIdx.x; i < a_.steps * kPairs * 32; i += kThreads) {
+      const int lane = i % 32, j = i / 32 % kPairs * 2, step = i / 32 / kPairs;
+      const int low = term_of(step, 0, lane % 4), high = term_of(step, 1, lane % 4);
+      const int first = k0_ + filter_of(j, lane / 4), second = k0_ + filter_of(j + 1, lane / 4);
+      filters_[i] = {filter_word(first, low), filter_word(first, high), filter_word(second, low),
+                     filter_word(second, high)};
+    }
+    for (int i = threadIdx.x; i < a_.steps * 4; i += kThreads) {
+      uint32_t offset[2], mask[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int term = term_of(i / 4, half, i % 4);
+        int r, e;
+        const bool first = find(term, r, e);
+        offset[half] = r < a_.taps_h ? (r * a_.pitch + e + a_.lead) / kPer : 0;
+        mask[half] = first ? (kPer == 2 ? 0xffffu : ~0u) : 0;
+        if (kPer == 2 && find(term + 1, r, e)) mask[half] |= 0xffff0000u;
+      }
+      terms_[i] = {offset[0], offset[1], mask[0], mask[1]};
+    }
+    for (int i = threadIdx.x; i < kGroups * 8; i += kThreads) {
+      const bool has = a_.bias && k0_ + i < a_.filters;
+      bias_[i] = has ? convert<float>(static_cast<const T*>(a_.bias)[k0_ + i]) : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < kPixelGroups; ++i) {
+      int column;
+      const int row = a_.by_tile_columns.div(pixel_of(i, g_), column);
+      const int from = row * a_.stride_h * a_.pitch + column * a_.stride_w * a_.channels;
+      base_[i] = from / kPer + (kPer == 2 && from % 2 ? a_.patch_words : 0);
+      if (row >= a_.tile_rows) base_[i] = 0;  // not a pixel of the tile
+    }
+  }
+
+  // The copy of the patch that begins an element later.
+  __device__ __forceinline__ void copy_shifted(uint32_t* patch) const {
+    for (int i = threadIdx.x; i < a_.patch_words - 1; i += kThreads) {
+      patch[a_.patch_words + i] = __funnelshift_r(patch[i], patch[i + 1], 16);
+    }
+  }
+
+  static __device__ __forceinline__ uint32_t masked(uint32_t word, uint32_t mask) {
+    word &= mask;
+    if constexpr (kPer == 1) word = round_tf32(word);
+    return word;
+  }
+
+  __device__ __forceinline__ void multiply(const uint32_t* patch) {
+#pragma unroll
+    for (int i = 0; i < 4 * kGroups; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) acc_[i][j] = 0;
+    }
+#pragma unroll 1
+    for (int step = 0; step < a_.steps; ++step) {
+      const uint4 term = terms_[step * 4 + t_];
+      uint32_t pixels[kPixelGroups][2];
+#pragma unroll
+      for (int i = 0; i < kPixelGroups; ++i) {
+        pixels[i][0] = masked(patch[base_[i] + term.x], term.z);
+        pixels[i][1] = masked(patch[base_[i] + term.y], term.w);
+      }
+#pragma unroll
+      for (int j = 0; j < kPairs; ++j) {
+        const uint4 f = filters_[(step * kPairs + j) * 32 + lane_];
+        if constexpr (kPixelRows) {
+          const uint32_t first[2] = {f.x, f.y}, second[2] = {f.z, f.w};
+#pragma unroll
+          for (int m = 0; m < kPixelGroups / 2; ++m) {
+            const uint32_t rows[4] = {pixels[2 * m][0], pixels[2 * m + 1][0], pixels[2 * m][1],
+                                      pixels[2 * m + 1][1]};
+            mma_m16n8<T>(acc_[m * kGroups + 2 * j], rows, first);
+            mma_m16n8<T>(acc_[m * kGroups + 2 * j + 1], rows, second);
+          }
+        } else {
+          const uint32_t rows[4] = {f.x, f.z, f.y, f.w};
+#pragma unroll
+          for (int n = 0; n < kPixelGroups; ++n) {
+            mma_m16n8<T>(acc_[j * kPixelGroups + n], rows, pixels[n]);
+          }
+        }
+      }
+    }
+  }
+
+  // Whether a pixel of the tile is one of the image's, and which.
+  __device__ __forceinline__ bool locate(const Place& place, int pixel, int& p, int& q) const {
+    const int row = a_.by_tile_columns.div(pixel, q);
+    p = place.p + row;
+    q += place.q;
+    return row < a_.tile_rows && p < a_.rows && q < a_.columns;
+  }
+
+  __device__ __forceinline__ void store_rows(const Place& place) const {
+    T* const image = static_cast<T*>(a_.out) + place.image * a_.y_n;
+#pragma unroll
+    for (int i = 0; i < kPixelGroups; ++i) {
+      int p, q;
+      if (!locate(place, pixel_of(i, g_), p, q)) continue;
+      T* const to = image + p * a_.y_h + q * a_.y_w;
+#pragma unroll
+      for (int run = 0; run < kGroups * 2 / kRun; ++run) {
+        const int first = run * 4 * kRun + t_ * kRun;
+        Vec<T, kRun> v;
+#pragma unroll
+        for (int e = 0; e < kRun; ++e) {
+          const float sum = acc_[i / 2 * kGroups + run * (kRun / 2) + e / 2][i % 2 * 2 + e % 2];
+          v.v[e] = convert<T>(sum + bias_[first + e]);
+        }
+        const int k = k0_ + first;
+        if (a_.vectors && k + kRun <= a_.filters) {
+          store_vec<kRun>(to + k, v);
+        } else {
+#pragma unroll
+          for (int e = 0; e < kRun; ++e) {
+            if (k + e < a_.filters) to[(k + e) * a_.y_c] = v.v[e];
+          }
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void store_columns(const Place& place) const {
+    T* const image = static_cast<T*>(a_.out) + place.image * a_.y_n;
+#pragma unroll
+    for (int half = 0; half < kPixelGroups / 4; ++half) {
+      const int pixel = pixel_of(half * 4, t_ * 2);  // the first of eight
+      int p, q;
+      const bool inside = locate(place, pixel, p, q);
+      const bool vector = a_.vectors && inside && q + 8 <= a_.columns;
+#pragma unroll
+      for (int row = 0; row < kGroups; ++row) {
+        const int filter = row * 8 + g_, k = k0_ + filter;
+        if (k >= a_.filters) continue;
+        T* const to = image + k * a_.y_c;
+        Vec<T, 8> v;
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+          const float sum =
+              acc_[row / 2 * kPixelGroups + half * 4 + e / 2][row % 2 * 2 + e % 2];
+          v.v[e] = convert<T>(sum + bias_[filter]);
+        }
+        if (vector) {
+          store_vec<8>(to + p * a_.y_h + q, v);
+        } else {
+#pragma unroll
+          for (int e = 0; e < 8; ++e) {
+            int at_p, at_q;
+            if (locate(place, pixel + e, at_p, at_q)) to[at_p * a_.y_h + at_q * a_.y_w] = v.v[e];
+          }
+        }
+      }
+    }
+  }
+
+ public:
+  __device__ __forceinline__ Fprop(const Args& a, uint4* shared)
+      : a_(a),
+        filters_(shared),
+        terms_(filters_ + a.steps * kPairs * 32),
+        bias_(reinterpret_cast<float*>(terms_ + a.steps * 4)),
+        patches_(reinterpret_cast<uint32_t*>(bias_ + kGroups * 8)) {}
+
+  __device__ __forceinline__ void run() {
+    const int buffer_words = a_.copies * a_.patch_words;
+    int tile = blockIdx.x, buffer = 0;
+    stage_patch<T>(a_, place_of(a_, tile), patches_);
+    cp_async_commit();
+    prepare();
+    for (; tile < a_.tiles; tile += gridDim.x) {
+      const int next = tile + gridDim.x;
+      uint32_t* const patch = patches_ + buffer * buffer_words;
+      if (next < a_.tiles) {
+        stage_patch<T>(a_, place_of(a_, next), patches_ + (buffer ^ 1) * buffer_words);
+      }
+      cp_async_commit();
+      cp_async_wait<1>();
+      __syncthreads();
+      if (a_.copies > 1) {
+        copy_shifted(patch);
+        __syncthreads();
+      }
+      multiply(patch);
+      if constexpr (kPixelRows) {
+        store_rows(place_of(a_, tile));
+      } else {
+        store_columns(place_of(a_, tile));
+      }
+      __syncthreads();  // the buffer is filled anew
+      buffer ^= 1;
+    }
+  }
+};
+
+template <typename T, int kGroups, bool kPixelRows>
+__global__ void __launch_bounds__(kThreads, kGroups > 4 ? 2 : 3)
+    narrow_input_fprop_kernel(const __grid_constant__ Args a) {
+  extern __shared__ uint4 shared[];
+  wait_for_earlier_kernels();
+  Fprop<T, kGroups, kPixelRows>(a, shared).run();
+}
+
+template <typename T>
+Function fprop_function(int groups, bool pixel_rows) {
+  const auto of = [&](auto rows, auto columns) { return pixel_rows ? rows : columns; };
+  switch (groups) {
+    case 2: return of(narrow_input_fprop_kernel<T, 2, true>, narrow_input_fprop_kernel<T, 2, false>);
+    case 4: return of(narrow_input_fprop_kernel<T, 4, true>, narrow_input_fprop_kernel<T, 4, false>);
+    case 6: return of(narrow_input_fprop_kernel<T, 6, true>, narrow_input_fprop_kernel<T, 6, false>);
+    default: break;
+  }
+  return of(narrow_input_fprop_kernel<T, 8, true>, narrow_input_fprop_kernel<T, 8, false>);
+}
+
+}  // namespace braze::cuda::narrow
