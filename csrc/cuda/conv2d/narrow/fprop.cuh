@@ -43,7 +43,7 @@ class Fprop {
   uint32_t* patches_;
   const int lane_ = threadIdx.x % 32, g_ = lane_ / 4, t_ = lane_ % 4;
   const int warp_pixel_ = threadIdx.x / 32 * kWarpPixels, k0_ = blockIdx.y * kGroups * 8;
-  int base_[kPixelGroups];  // words of the patch where this lane's pixels begin
+  int base_[kPixelGroups];  // bytes of the patches where this lane's pixels begin
   float acc_[4 * kGroups][4];
 
   // The filter, of the block's, of group j and row or column n of a product. As columns they are
@@ -65,14 +65,15 @@ class Fprop {
     return r < a_.taps_h && e >= 0 && e < a_.taps_w * a_.channels;
   }
 
+  // Loaded wherever it is not there too: loads behind branches would wait for each other.
   __device__ __forceinline__ uint32_t weight(int filter, int term) const {
     int r, e, c;
-    if (!find(term, r, e) || filter >= a_.filters) return 0;
-    const int s = a_.by_channels.div(e, c);
-    const auto* const w = static_cast<const T*>(a_.other) + filter * a_.w_k + r * a_.w_r;
-    const T v = w[s * a_.w_s + c * a_.w_c];
-    if constexpr (kPer == 2) return *reinterpret_cast<const uint16_t*>(&v);
-    return round_tf32(__float_as_uint(v));
+    const bool there = find(term, r, e) && filter < a_.filters;
+    const int s = a_.by_channels.div(there ? e : 0, c);
+    const int64_t offset = filter * a_.w_k + r * a_.w_r + s * a_.w_s + c * a_.w_c;
+    const T v = static_cast<const T*>(a_.other)[there ? offset : 0];
+    if constexpr (kPer == 2) return there ? *reinterpret_cast<const uint16_t*>(&v) : 0;
+    return there ? round_tf32(__float_as_uint(v)) : 0;
   }
 
   // The first of a lane's terms of a step, in its lower or upper half.
@@ -87,6 +88,7 @@ class Fprop {
   }
 
   __device__ __forceinline__ void prepare() {
+#pragma unroll 2
     for (int i = threadIdx.x; i < a_.steps * kPairs * 32; i += kThreads) {
       const int lane = i % 32, j = i / 32 % kPairs * 2, step = i / 32 / kPairs;
       const int low = term_of(step, 0, lane % 4), high = term_of(step, 1, lane % 4);
@@ -101,7 +103,7 @@ class Fprop {
         const int term = term_of(i / 4, half, i % 4);
         int r, e;
         const bool first = find(term, r, e);
-        offset[half] = r < a_.taps_h ? (r * a_.pitch + e + a_.lead) / kPer : 0;
+        offset[half] = r < a_.taps_h ? (r * a_.pitch + e + a_.lead) * sizeof(T) : 0;
         mask[half] = first ? (kPer == 2 ? 0xffffu : ~0u) : 0;
         if (kPer == 2 && find(term + 1, r, e)) mask[half] |= 0xffff0000u;
       }
@@ -116,7 +118,7 @@ class Fprop {
       int column;
       const int row = a_.by_tile_columns.div(pixel_of(i, g_), column);
       const int from = row * a_.stride_h * a_.pitch + column * a_.stride_w * a_.channels;
-      base_[i] = from / kPer + (kPer == 2 && from % 2 ? a_.patch_words : 0);
+      base_[i] = (from / kPer + (kPer == 2 && from % 2 ? a_.patch_words : 0)) * 4;
       if (row >= a_.tile_rows) base_[i] = 0;  // not a pixel of the tile
     }
   }
@@ -134,7 +136,13 @@ class Fprop {
     return word;
   }
 
-  __device__ __forceinline__ void multiply(const uint32_t* patch) {
+  // A word of a pixel's patch, `offset` bytes from where it begins.
+  __device__ __forceinline__ uint32_t patch_word(int pixel, uint32_t offset) const {
+    const char* const bytes = reinterpret_cast<const char*>(patches_);
+    return *reinterpret_cast<const uint32_t*>(bytes + base_[pixel] + offset);
+  }
+
+  __device__ __forceinline__ void multiply() {
 #pragma unroll
     for (int i = 0; i < 4 * kGroups; ++i) {
 #pragma unroll
@@ -146,8 +154,8 @@ class Fprop {
       uint32_t pixels[kPixelGroups][2];
 #pragma unroll
       for (int i = 0; i < kPixelGroups; ++i) {
-        pixels[i][0] = masked(patch[base_[i] + term.x], term.z);
-        pixels[i][1] = masked(patch[base_[i] + term.y], term.w);
+        pixels[i][0] = masked(patch_word(i, term.x), term.z);
+        pixels[i][1] = masked(patch_word(i, term.y), term.w);
       }
 #pragma unroll
       for (int j = 0; j < kPairs; ++j) {
@@ -252,7 +260,7 @@ class Fprop {
 
   __device__ __forceinline__ void run() {
     const int buffer_words = a_.copies * a_.patch_words;
-    int tile = blockIdx.x, buffer = 0;
+    int tile = blockIdx.x, buffer = 0;  // 0 or 1
     stage_patch<T>(a_, place_of(a_, tile), patches_);
     cp_async_commit();
     prepare();
@@ -269,13 +277,15 @@ class Fprop {
         copy_shifted(patch);
         __syncthreads();
       }
-      multiply(patch);
+      multiply();
       if constexpr (kPixelRows) {
         store_rows(place_of(a_, tile));
       } else {
         store_columns(place_of(a_, tile));
       }
       __syncthreads();  // the buffer is filled anew
+#pragma unroll
+      for (int i = 0; i < kPixelGroups; ++i) base_[i] += (buffer ? -4 : 4) * buffer_words;
       buffer ^= 1;
     }
   }
