@@ -54,10 +54,10 @@ CASES = [
 ]
 
 
-def refuses(dtype, tf32):
+def refuses(device, dtype):
     """What the kernel has to say to that precision, or None."""
-    plain = dtype == torch.float64 or (dtype == torch.float32 and not tf32)
-    return r"it takes float32 \(as TF32\)" if plain else None
+    wide = device == "cuda" and dtype == torch.float64
+    return "it takes float32, bfloat16 and float16" if wide else None
 
 
 @pytest.mark.parametrize("tf32", [False, True], ids=["ieee", "tf32"])
@@ -72,7 +72,7 @@ def test_matches_stock(device, dtype, case, form, tf32):
     dy = gradient(case, x, w, form)
     for which in PASSES:
         for bias in (b, None) if which == "fprop" else (None,):
-            why = refuses(dtype, tf32) if device == "cuda" else None
+            why = refuses(device, dtype)
             with pytest.raises(RuntimeError, match=why) if why else contextlib.nullcontext():
                 actual = run(which, case, x, w, bias, dy, tf32, **own(device, NAME))
                 assert actual.is_contiguous(memory_format=FORMATS[form])
@@ -83,8 +83,9 @@ def test_matches_stock(device, dtype, case, form, tf32):
 @pytest.mark.parametrize("form", FORMATS)
 def test_layers_and_kernels(device, dtype, form):
     """The public function, and on a GPU which kernels run."""
-    if device == "cuda" and refuses(dtype, False):
+    if refuses(device, dtype):
         pytest.skip("not the kernel's")
+    set_tf32(device, False)
     x, w, b = drawn((4, 3, 24, 30, 34, 3, 2, 1, 1), device, dtype, form)
     named = braze.backend(conv2d=NAME) if device == "cuda" else contextlib.nullcontext()
     with named:
@@ -129,7 +130,7 @@ def test_input_gradients_are_refused(gpu):
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_empty(device, dtype, form):
-    if device == "cuda" and refuses(dtype, False):
+    if refuses(device, dtype):
         pytest.skip("not the kernel's")
     case = (0, 3, 8, 9, 9, 3, 1, 1, 1)
     x, w, b = drawn(case, device, dtype, form)
@@ -156,8 +157,9 @@ def views(device, dtype):
 @pytest.mark.parametrize("number", range(6))
 @pytest.mark.parametrize("stride", [1, 2])
 def test_strided_views(device, dtype, number, stride):
-    if device == "cuda" and refuses(dtype, False):
+    if refuses(device, dtype):
         pytest.skip("not the kernel's")
+    set_tf32(device, False)
     x = views(device, dtype)[number]
     case = (2, 3, 24, 14, 18, 3, stride, 1, 1)
     _, w, b = drawn(case, device, dtype, "nchw")
@@ -182,7 +184,7 @@ def test_strided_views(device, dtype, number, stride):
 def test_special_values(device, dtype, case, form, tf32):
     """inf and NaN reach the results that meet them and no others, whatever lies beside a window in
     the words and tiles that are loaded."""
-    if device == "cuda" and refuses(dtype, tf32):
+    if refuses(device, dtype):
         pytest.skip("not the kernel's")
     if tf32 and (device == "cpu" or dtype != torch.float32):
         pytest.skip("as without TF32")
@@ -276,7 +278,7 @@ def fuzz(data, device):
     h, w = (low + draw(0, 60) for low in least)
     case = (draw(1, 5), draw(1, 4), draw(1, 130), h, w, size, stride, padding, 1)
     dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
-    tf32 = device == "cuda" and dtype == torch.float32
+    tf32 = device == "cuda" and dtype == torch.float32 and data.draw(st.booleans())
     set_tf32(device, tf32)
     form, other = (data.draw(st.sampled_from(sorted(FORMATS))) for _ in range(2))
     x, weight, b = drawn(case, device, dtype, form)

@@ -164,7 +164,7 @@ constexpr Kernel kKernels[] = {
      im2col::run},
     {{"conv2d", "narrow_input", "float32 bfloat16 float16", "sm_80+", true,
       "images of up to four channels, forward and weight gradient: products of patches in shared "
-      "memory; float32 as TF32"},
+      "memory; float32 as TF32 or in parts of TF32"},
      narrow_input_obstacle,
      narrow::plan,
      narrow::run},

@@ -29,10 +29,10 @@ struct Args {
   // The tile's patch of the input, as it is staged in shared memory: a row is an image's row of
   // (column, channel), `lead` elements early, so that words are those of global memory.
   int lead, pitch, patch_rows, patch_words;
-  bool is_linear;   // a row's (column, channel) lie side by side in global memory
-  bool has_words;   // and in aligned words, or elements are words
-  int copies;       // 2: another one that begins an element later, for what begins at odd ones
-  bool vectors;     // fprop: results are stored in vectors
+  bool is_linear;  // a row's (column, channel) lie side by side in global memory
+  bool has_words;  // and in aligned words, or elements are words
+  int copies;      // 2: another one that begins an element later, for what begins at odd ones
+  bool vectors;    // fprop: results are stored in vectors
 
   // fprop: a filter row's terms, padded to whole words, and steps of the sum over all of them.
   int row_terms, steps;

@@ -3,19 +3,20 @@
 #pragma once
 
 #include "patch.cuh"
+#include "products.cuh"
 #include "cuda/common/graph.cuh"
-#include "cuda/common/mma.cuh"
 #include "cuda/common/numeric.cuh"
 
 namespace braze::cuda::narrow {
 
 using Function = void (*)(Args);
 
-// Filters in eights, of 16 to 64 a block. pixel_rows: pixels are the rows of the product, for
-// results that are channels last; else its columns.
+// Filters in eights, of 16 to 64 a block, of fp32 (split) to 32. pixel_rows: pixels are the rows of
+// the product, for results that are channels last; else its columns.
 Function fprop_bf16(int groups, bool pixel_rows);
 Function fprop_fp16(int groups, bool pixel_rows);
 Function fprop_tf32(int groups, bool pixel_rows);
+Function fprop_fp32(int groups, bool pixel_rows);
 
 // Filters that a thread has side by side, as many as it stores at a time.
 __host__ __device__ constexpr int run_of(int size, int groups) {
@@ -30,7 +31,7 @@ inline int fprop_shared_bytes(const Args& a, int groups) {
   return a.steps * (groups / 2 * 512 + 64) + groups * 32 + 2 * a.copies * a.patch_words * 4;
 }
 
-template <typename T, int kGroups, bool kPixelRows>
+template <typename T, bool kSplit, int kGroups, bool kPixelRows>
 class Fprop {
   static constexpr int kPer = per_word(sizeof(T)), kStep = term_step(sizeof(T));
   static constexpr int kPairs = kGroups / 2, kRun = run_of(sizeof(T), kGroups);
@@ -73,7 +74,7 @@ class Fprop {
     const int64_t offset = filter * a_.w_k + r * a_.w_r + s * a_.w_s + c * a_.w_c;
     const T v = static_cast<const T*>(a_.other)[there ? offset : 0];
     if constexpr (kPer == 2) return there ? *reinterpret_cast<const uint16_t*>(&v) : 0;
-    return there ? round_tf32(__float_as_uint(v)) : 0;
+    return there ? product_word<T, kSplit>(__float_as_uint(v)) : 0;
   }
 
   // The first of a lane's terms of a step, in its lower or upper half.
@@ -130,12 +131,6 @@ class Fprop {
     }
   }
 
-  static __device__ __forceinline__ uint32_t masked(uint32_t word, uint32_t mask) {
-    word &= mask;
-    if constexpr (kPer == 1) word = round_tf32(word);
-    return word;
-  }
-
   // A word of a pixel's patch, `offset` bytes from where it begins.
   __device__ __forceinline__ uint32_t patch_word(int pixel, uint32_t offset) const {
     const char* const bytes = reinterpret_cast<const char*>(patches_);
@@ -151,29 +146,29 @@ class Fprop {
 #pragma unroll 1
     for (int step = 0; step < a_.steps; ++step) {
       const uint4 term = terms_[step * 4 + t_];
-      uint32_t pixels[kPixelGroups][2];
+      Fragment<kSplit, 2> pixels[kPixelGroups];
 #pragma unroll
       for (int i = 0; i < kPixelGroups; ++i) {
-        pixels[i][0] = masked(patch_word(i, term.x), term.z);
-        pixels[i][1] = masked(patch_word(i, term.y), term.w);
+        pixels[i].set(0, product_word<T, kSplit>(patch_word(i, term.x) & term.z));
+        pixels[i].set(1, product_word<T, kSplit>(patch_word(i, term.y) & term.w));
       }
 #pragma unroll
       for (int j = 0; j < kPairs; ++j) {
         const uint4 f = filters_[(step * kPairs + j) * 32 + lane_];
+        Fragment<kSplit, 2> first, second;
+        first.set(0, f.x), first.set(1, f.y), second.set(0, f.z), second.set(1, f.w);
         if constexpr (kPixelRows) {
-          const uint32_t first[2] = {f.x, f.y}, second[2] = {f.z, f.w};
 #pragma unroll
           for (int m = 0; m < kPixelGroups / 2; ++m) {
-            const uint32_t rows[4] = {pixels[2 * m][0], pixels[2 * m + 1][0], pixels[2 * m][1],
-                                      pixels[2 * m + 1][1]};
-            mma_m16n8<T>(acc_[m * kGroups + 2 * j], rows, first);
-            mma_m16n8<T>(acc_[m * kGroups + 2 * j + 1], rows, second);
+            const auto rows = rows_of(pixels[2 * m], pixels[2 * m + 1]);
+            narrow::multiply<T>(acc_[m * kGroups + 2 * j], rows, first);
+            narrow::multiply<T>(acc_[m * kGroups + 2 * j + 1], rows, second);
           }
         } else {
-          const uint32_t rows[4] = {f.x, f.z, f.y, f.w};
+          const auto rows = rows_of(first, second);
 #pragma unroll
           for (int n = 0; n < kPixelGroups; ++n) {
-            mma_m16n8<T>(acc_[j * kPixelGroups + n], rows, pixels[n]);
+            narrow::multiply<T>(acc_[j * kPixelGroups + n], rows, pixels[n]);
           }
         }
       }
@@ -233,8 +228,7 @@ class Fprop {
         Vec<T, 8> v;
 #pragma unroll
         for (int e = 0; e < 8; ++e) {
-          const float sum =
-              acc_[row / 2 * kPixelGroups + half * 4 + e / 2][row % 2 * 2 + e % 2];
+          const float sum = acc_[row / 2 * kPixelGroups + half * 4 + e / 2][row % 2 * 2 + e % 2];
           v.v[e] = convert<T>(sum + bias_[filter]);
         }
         if (vector) {
@@ -291,24 +285,28 @@ class Fprop {
   }
 };
 
-template <typename T, int kGroups, bool kPixelRows>
-__global__ void __launch_bounds__(kThreads, kGroups > 4 ? 2 : 3)
+template <typename T, bool kSplit, int kGroups, bool kPixelRows>
+__global__ void __launch_bounds__(kThreads, kGroups > 4 || kSplit ? 2 : 3)
     narrow_input_fprop_kernel(const __grid_constant__ Args a) {
   extern __shared__ uint4 shared[];
   wait_for_earlier_kernels();
-  Fprop<T, kGroups, kPixelRows>(a, shared).run();
+  Fprop<T, kSplit, kGroups, kPixelRows>(a, shared).run();
 }
 
-template <typename T>
+template <typename T, bool kSplit, int kGroups>
+Function fprop_function(bool pixel_rows) {
+  return pixel_rows ? narrow_input_fprop_kernel<T, kSplit, kGroups, true>
+                    : narrow_input_fprop_kernel<T, kSplit, kGroups, false>;
+}
+
+template <typename T, bool kSplit = false>
 Function fprop_function(int groups, bool pixel_rows) {
-  const auto of = [&](auto rows, auto columns) { return pixel_rows ? rows : columns; };
-  switch (groups) {
-    case 2: return of(narrow_input_fprop_kernel<T, 2, true>, narrow_input_fprop_kernel<T, 2, false>);
-    case 4: return of(narrow_input_fprop_kernel<T, 4, true>, narrow_input_fprop_kernel<T, 4, false>);
-    case 6: return of(narrow_input_fprop_kernel<T, 6, true>, narrow_input_fprop_kernel<T, 6, false>);
-    default: break;
+  if constexpr (!kSplit) {  // else there are not registers enough
+    if (groups == 6) return fprop_function<T, kSplit, 6>(pixel_rows);
+    if (groups == 8) return fprop_function<T, kSplit, 8>(pixel_rows);
   }
-  return of(narrow_input_fprop_kernel<T, 8, true>, narrow_input_fprop_kernel<T, 8, false>);
+  return groups == 2 ? fprop_function<T, kSplit, 2>(pixel_rows)
+                     : fprop_function<T, kSplit, 4>(pixel_rows);
 }
 
 }  // namespace braze::cuda::narrow

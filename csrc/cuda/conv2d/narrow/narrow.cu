@@ -15,6 +15,10 @@ constexpr int kMaxChannels = 4, kMaxExtent = 1 << 24, kMaxTaps = 64;
 constexpr int kMaxFilters = 1 << 19;  // a grid has 65535 blocks of 16, at least, in a column
 
 bool is_wgrad(const Conv2dArgs& args) { return args.pass == Conv2dPass::kWgrad; }
+// Whether it is fp32 at its own accuracy.
+bool is_split(const Conv2dArgs& args) {
+  return args.shape.dtype == DType::kFloat32 && !args.shape.allow_tf32;
+}
 int bytes_of(const Conv2dArgs& args) { return static_cast<int>(size_of(args.shape.dtype)); }
 const Tensor4dRef& result_of(const Conv2dArgs& args) {  // y or its gradient
   return is_wgrad(args) ? args.other : args.out;
@@ -120,21 +124,23 @@ bool set_tile(const Conv2dArgs& args, const Tile& tile, Args* a) {
   a->warps_across = tile.warps_across;
   a->gradient_width = gradient_width(args);
   a->gradient_words = gradient_elements(size, is_channels_last(args.other), tile.filters,
-                                        tile.rows * tile.columns) / per;
+                                        tile.rows * tile.columns) /
+                      per;
   return true;
 }
 
 // How long a tile keeps a multiprocessor busy, about, in cycles; more where there are not several
 // blocks, of which one waits for its copies while others compute.
 double cost_of(const Conv2dArgs& args, const Tile& tile, const Args& a) {
-  constexpr double kProduct = 1.6, kStagedWord = 0.4, kArrangedWord = 0.6, kStart = 400;
+  const double product = is_split(args) ? 6.4 : 1.6;
+  constexpr double kStagedWord = 0.4, kArrangedWord = 0.6, kStart = 400;
   double cycles = kStart + kStagedWord * a.patch_words * a.copies;
   if (is_wgrad(args)) {
     const double steps = tile.rows * tile.columns / pixel_step(bytes_of(args));
-    cycles += steps * (tile.filters / 16) * tile.taps * tile.warps_across * kProduct +
+    cycles += steps * (tile.filters / 16) * tile.taps * tile.warps_across * product +
               kArrangedWord * a.plane_words + kStagedWord / 4 * a.gradient_words;
   } else {
-    cycles += a.steps * kTilePixels / 16.0 * (tile.filters / 8) * kProduct;
+    cycles += a.steps * kTilePixels / 16.0 * (tile.filters / 8) * product;
   }
   const int blocks = most_shared_memory() / (tile.shared_bytes + 1024);
   return cycles * (blocks < 2 ? 1.6 : blocks < 3 ? 1.1 : 1);
@@ -171,7 +177,8 @@ std::optional<Tile> best_tile(const Conv2dArgs& args, Tile tile) {
 std::optional<Tile> fprop_tile(const Conv2dArgs& args) {
   const int64_t k = args.shape.k;
   Tile tile{};
-  for (int most = 64; most > 0; most -= 16) {  // fewer where the filters leave no room
+  for (int most = is_split(args) ? 32 : 64; most > 0;
+       most -= 16) {  // fewer where the filters leave no room
     tile.filter_blocks = static_cast<int>(ceil_div(k, int64_t{most}));
     tile.filters = rounded_up(ceil_div(k, int64_t{tile.filter_blocks}), 16);
     tile.tap_blocks = 1;
@@ -183,7 +190,7 @@ std::optional<Tile> fprop_tile(const Conv2dArgs& args) {
 std::optional<Tile> wgrad_tile(const Conv2dArgs& args) {
   const Conv2dShape& s = args.shape;
   Tile tile{};
-  tile.filters = s.k <= 32 ? 32 : 64;
+  tile.filters = s.k <= 32 || is_split(args) ? 32 : 64;
   tile.filter_blocks = static_cast<int>(ceil_div(s.k, int64_t{tile.filters}));
   // Products of padding cost time, and so does every further time that dy is read.
   constexpr int kReading = 20;
@@ -208,15 +215,15 @@ std::optional<Tile> tile_for(const Conv2dArgs& args) {
 Function function_of(const Conv2dArgs& args, const Tile& tile) {
   const bool last = is_channels_last(result_of(args));
   const DType dtype = args.shape.dtype;
+  const bool bf16 = dtype == DType::kBFloat16, fp16 = dtype == DType::kFloat16;
   if (is_wgrad(args)) {
-    const auto of = dtype == DType::kBFloat16  ? wgrad_bf16
-                    : dtype == DType::kFloat16 ? wgrad_fp16
-                                               : wgrad_tf32;
+    const auto of = bf16             ? wgrad_bf16
+                    : fp16           ? wgrad_fp16
+                    : is_split(args) ? wgrad_fp32
+                                     : wgrad_tf32;
     return of(tile.filters, tile.taps, last);
   }
-  const auto of = dtype == DType::kBFloat16  ? fprop_bf16
-                  : dtype == DType::kFloat16 ? fprop_fp16
-                                             : fprop_tf32;
+  const auto of = bf16 ? fprop_bf16 : fp16 ? fprop_fp16 : is_split(args) ? fprop_fp32 : fprop_tf32;
   return of(tile.filters / 8, last);
 }
 
@@ -239,10 +246,7 @@ bool is_dense(const Tensor4dRef& t, const Conv2dShape& s) {
 const char* obstacle(const Conv2dArgs& args) {
   const Conv2dShape& s = args.shape;
   if (args.pass == Conv2dPass::kDgrad) return "it has no input gradient";
-  const bool plain_fp32 = s.dtype == DType::kFloat32 && !s.allow_tf32;
-  if (plain_fp32 || s.dtype == DType::kFloat64) {
-    return "it takes float32 (as TF32), bfloat16 and float16";
-  }
+  if (s.dtype == DType::kFloat64) return "it takes float32, bfloat16 and float16";
   const bool few = s.c <= kMaxChannels && s.groups == 1 && s.dilation_h == 1 && s.dilation_w == 1;
   const bool small = std::max({s.r, s.s, s.stride_h, s.stride_w}) <= kMaxTaps &&
                      s.k <= kMaxFilters &&
@@ -286,8 +290,7 @@ void run(Stream stream, const Conv2dArgs& args, const Conv2dPlan& plan, void* wo
     using T = typename decltype(tag)::type;
     if constexpr (!std::is_same_v<T, double>) {
       launch_ordered_sum(stream, static_cast<const float*>(workspace), tile.blocks,
-                         s.k * s.c * s.r * s.s,
-                         static_cast<T*>(const_cast<void*>(args.out.data)));
+                         s.k * s.c * s.r * s.s, static_cast<T*>(const_cast<void*>(args.out.data)));
     }
   });
 }

@@ -3,8 +3,8 @@
 #pragma once
 
 #include "patch.cuh"
+#include "products.cuh"
 #include "cuda/common/graph.cuh"
-#include "cuda/common/mma.cuh"
 #include "cuda/common/numeric.cuh"
 #include "cuda/common/share_sums.cuh"
 
@@ -12,11 +12,12 @@ namespace braze::cuda::narrow {
 
 using Function = void (*)(Args);
 
-// filters: of a block, 32 or 64; taps: tiles of 8 of each warp, 4, 5 or 8. filters_last: dy is
-// channels last.
+// filters: of a block, 32 or, unless fp32 is split, 64; taps: tiles of 8 of each warp, 4, 5 or 8.
+// filters_last: dy is channels last.
 Function wgrad_bf16(int filters, int taps, bool filters_last);
 Function wgrad_fp16(int filters, int taps, bool filters_last);
 Function wgrad_tf32(int filters, int taps, bool filters_last);
+Function wgrad_fp32(int filters, int taps, bool filters_last);
 
 constexpr int pixel_step(int size) { return 32 / size; }  // of the sum, in one product
 
@@ -38,12 +39,12 @@ inline int wgrad_shared_bytes(const Args& a, int filters, int taps) {
   return 4 * (words > sums ? words : sums);
 }
 
-template <typename T, int kFilters, int kTaps, bool kFiltersLast>
+template <typename T, bool kSplit, int kFilters, int kTaps, bool kFiltersLast>
 class Wgrad {
   static constexpr int kPer = per_word(sizeof(T)), kStep = pixel_step(sizeof(T));
   static constexpr int kRows = kFilters / 16;
-  static_assert(kFilters % 16 == 0 && gradient_pitch(sizeof(T), true, kFilters, 0) * sizeof(T) %
-                                              16 == 0);
+  static_assert(kFilters % 16 == 0 &&
+                gradient_pitch(sizeof(T), true, kFilters, 0) * sizeof(T) % 16 == 0);
 
   const Args& a_;
   uint32_t *gradients_, *patches_, *planes_;
@@ -52,8 +53,8 @@ class Wgrad {
   const int part_ = threadIdx.x / 32 / a_.warps_across;    // ... the pixels
   const int k0_ = blockIdx.y * kFilters;
   const int first_tap_ = (blockIdx.z * a_.warps_across + across_) * kTaps * 8;
-  const int pitch_ = gradient_pitch(sizeof(T), kFiltersLast, kFilters,
-                                    a_.tile_rows * a_.tile_columns);
+  const int pitch_ =
+      gradient_pitch(sizeof(T), kFiltersLast, kFilters, a_.tile_rows* a_.tile_columns);
   int base_[kTaps];  // words of the planes where this lane's taps begin
   float acc_[kRows * kTaps * 4];
 
@@ -138,7 +139,7 @@ class Wgrad {
         return column < columns ? line[column * a_.channels] : 0;
       };
       if constexpr (kPer == 1) {
-        planes_[i] = round_tf32(element(at));
+        planes_[i] = product_word<T, kSplit>(element(at));
       } else {
         const uint32_t middle = element(2 * at + 1);
         planes_[i] = element(2 * at) | middle << 16;
@@ -148,22 +149,23 @@ class Wgrad {
   }
 
   // Filters 16 * m and on at the pixels of a step, the first of which is the tile's `pixel`.
-  __device__ __forceinline__ void load_gradients(const T* tile, int m, int pixel,
-                                                 uint32_t (&v)[4]) const {
+  __device__ __forceinline__ Fragment<kSplit, 4> load_gradients(const T* tile, int m,
+                                                                int pixel) const {
+    uint32_t v[4];
     if constexpr (kPer == 2 && kFiltersLast) {
       const int row = pixel + lane_ / 16 * 8 + lane_ % 8;
       ldmatrix_x4_trans(v, tile + row * pitch_ + m * 16 + lane_ / 8 % 2 * 8);
-    } else if constexpr (kPer == 2) {
-      const uint32_t* const from = reinterpret_cast<const uint32_t*>(
-          tile + (m * 16 + g_) * pitch_ + pixel + 2 * t_);
-      v[0] = from[0], v[1] = from[4 * pitch_], v[2] = from[4], v[3] = from[4 * pitch_ + 4];
     } else {
-      const int k = kFiltersLast ? 1 : pitch_, q = kFiltersLast ? pitch_ : 1;  // steps
+      // Words from a filter to the next, and from a word of pixels to the next.
+      const int k = kFiltersLast ? 1 : pitch_ / kPer, q = kFiltersLast ? pitch_ : 1;
       const uint32_t* const from =
-          reinterpret_cast<const uint32_t*>(tile) + (m * 16 + g_) * k + (pixel + t_) * q;
-      v[0] = round_tf32(from[0]), v[1] = round_tf32(from[8 * k]);
-      v[2] = round_tf32(from[4 * q]), v[3] = round_tf32(from[8 * k + 4 * q]);
+          reinterpret_cast<const uint32_t*>(tile) + (m * 16 + g_) * k + (pixel / kPer + t_) * q;
+      v[0] = from[0], v[1] = from[8 * k], v[2] = from[4 * q], v[3] = from[8 * k + 4 * q];
     }
+    Fragment<kSplit, 4> rows;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) rows.set(i, product_word<T, kSplit>(v[i]));
+    return rows;
   }
 
   __device__ __forceinline__ void multiply(const Place& place, const T* gradients) {
@@ -183,19 +185,20 @@ class Wgrad {
         mask[half] = kPer == 1 ? (rest > 0 ? ~0u : 0)
                                : (rest > 0 ? 0xffffu : 0) | (rest > 1 ? 0xffff0000u : 0);
       }
-      uint32_t rows[kRows][4];
+      Fragment<kSplit, 4> rows[kRows];
 #pragma unroll
       for (int m = 0; m < kRows; ++m) {
-        load_gradients(gradients, m, row * a_.tile_columns + across * kStep, rows[m]);
+        rows[m] = load_gradients(gradients, m, row * a_.tile_columns + across * kStep);
       }
       const uint32_t* const from = planes_ + row * row_words + across * (kStep / kPer);
 #pragma unroll
       for (int n = 0; n < kTaps; ++n) {
-        const uint32_t columns[2] = {from[base_[n]] & mask[0], from[base_[n] + 4] & mask[1]};
+        Fragment<kSplit, 2> columns;
+        columns.set(0, from[base_[n]] & mask[0]), columns.set(1, from[base_[n] + 4] & mask[1]);
 #pragma unroll
         for (int m = 0; m < kRows; ++m) {
-          mma_m16n8<T>(*reinterpret_cast<float(*)[4]>(&acc_[(m * kTaps + n) * 4]), rows[m],
-                       columns);
+          narrow::multiply<T>(*reinterpret_cast<float(*)[4]>(&acc_[(m * kTaps + n) * 4]), rows[m],
+                              columns);
         }
       }
     }
@@ -203,8 +206,7 @@ class Wgrad {
 
   // This block's part of the sums, as the filters' gradient lies in memory.
   __device__ __forceinline__ void store() const {
-    float* const to =
-        static_cast<float*>(a_.out) + blockIdx.x * (int64_t{a_.filters} * taps());
+    float* const to = static_cast<float*>(a_.out) + blockIdx.x * (int64_t{a_.filters} * taps());
 #pragma unroll
     for (int n = 0; n < kTaps; ++n) {
 #pragma unroll
@@ -249,36 +251,41 @@ class Wgrad {
       __syncthreads();  // the buffer is filled anew
       buffer ^= 1;
     }
-    float* const slot =
-        reinterpret_cast<float*>(gradients_) + across_ * (kRows * kTaps * 4 * 32);
+    float* const slot = reinterpret_cast<float*>(gradients_) + across_ * (kRows * kTaps * 4 * 32);
     share_sums(acc_, part_, kWarps / a_.warps_across, slot);
     if (part_ == 0) store();
   }
 };
 
-template <typename T, int kFilters, int kTaps, bool kFiltersLast>
-__global__ void __launch_bounds__(kThreads, kFilters * kTaps > 256 ? 2 : 3)
+template <typename T, bool kSplit, int kFilters, int kTaps, bool kFiltersLast>
+__global__ void __launch_bounds__(kThreads, kFilters* kTaps > 256 || kSplit ? 2 : 3)
     narrow_input_wgrad_kernel(const __grid_constant__ Args a) {
   extern __shared__ uint4 shared[];
   wait_for_earlier_kernels();
-  Wgrad<T, kFilters, kTaps, kFiltersLast>(a, shared).run();
+  Wgrad<T, kSplit, kFilters, kTaps, kFiltersLast>(a, shared).run();
 }
 
-template <typename T, int kFilters, bool kFiltersLast>
-Function wgrad_function(int taps) {
+template <typename T, bool kSplit, int kFilters, int kTaps>
+Function wgrad_function(bool filters_last) {
+  return filters_last ? narrow_input_wgrad_kernel<T, kSplit, kFilters, kTaps, true>
+                      : narrow_input_wgrad_kernel<T, kSplit, kFilters, kTaps, false>;
+}
+
+template <typename T, bool kSplit, int kFilters>
+Function wgrad_function(int taps, bool filters_last) {
   switch (taps) {
-    case 4: return narrow_input_wgrad_kernel<T, kFilters, 4, kFiltersLast>;
-    case 5: return narrow_input_wgrad_kernel<T, kFilters, 5, kFiltersLast>;
-    default: return narrow_input_wgrad_kernel<T, kFilters, 8, kFiltersLast>;
+    case 4: return wgrad_function<T, kSplit, kFilters, 4>(filters_last);
+    case 5: return wgrad_function<T, kSplit, kFilters, 5>(filters_last);
+    default: return wgrad_function<T, kSplit, kFilters, 8>(filters_last);
   }
 }
 
-template <typename T>
+template <typename T, bool kSplit = false>
 Function wgrad_function(int filters, int taps, bool filters_last) {
-  if (filters == 32) {
-    return filters_last ? wgrad_function<T, 32, true>(taps) : wgrad_function<T, 32, false>(taps);
+  if constexpr (!kSplit) {  // else there are not registers enough
+    if (filters == 64) return wgrad_function<T, kSplit, 64>(taps, filters_last);
   }
-  return filters_last ? wgrad_function<T, 64, true>(taps) : wgrad_function<T, 64, false>(taps);
+  return wgrad_function<T, kSplit, 32>(taps, filters_last);
 }
 
 }  // namespace braze::cuda::narrow
