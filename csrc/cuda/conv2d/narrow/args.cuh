@@ -18,6 +18,7 @@ __host__ __device__ constexpr int per_word(int size) { return 4 / size; }
 struct Args {
   const void *x, *other, *bias;  // other: the filters (fprop), y's gradient (wgrad)
   void* out;                     // y, or a part of the filters' gradient for each block
+  Moments* moments;              // fprop: a set of each filter for each block, or nullptr
   int channels, height, width, filters, taps_h, taps_w, rows, columns;  // C H W K R S P Q
   int stride_h, stride_w, pad_h, pad_w;
   int64_t x_n, x_c, x_h, x_w, y_n, y_c, y_h, y_w, w_k, w_c, w_r, w_s;  // strides

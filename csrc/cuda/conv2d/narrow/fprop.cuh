@@ -2,6 +2,7 @@
 // of the patch, at an offset for each term that all pixels share.
 #pragma once
 
+#include "moments.cuh"
 #include "patch.cuh"
 #include "products.cuh"
 #include "cuda/common/graph.cuh"
@@ -26,9 +27,11 @@ __host__ __device__ constexpr int run_of(int size, int groups) {
 constexpr int term_step(int size) { return 32 / size; }  // of the sum, in one product
 
 // Shared memory: the filters as the products' lanes hold them, the terms' offsets and masks, bias,
-// two buffers of patches.
+// moments, two buffers of patches.
 inline int fprop_shared_bytes(const Args& a, int groups) {
-  return a.steps * (groups / 2 * 512 + 64) + groups * 32 + 2 * a.copies * a.patch_words * 4;
+  const int moments = kWarps * (3 * groups * 8 + 1);  // words
+  return a.steps * (groups / 2 * 512 + 64) + groups * 32 + moments * 4 +
+         2 * a.copies * a.patch_words * 4;
 }
 
 template <typename T, bool kSplit, int kGroups, bool kPixelRows>
@@ -41,6 +44,7 @@ class Fprop {
   const Args& a_;
   uint4 *filters_, *terms_;
   float* bias_;
+  BlockMoments<kGroups * 8> moments_;
   uint32_t* patches_;
   const int lane_ = threadIdx.x % 32, g_ = lane_ / 4, t_ = lane_ % 4;
   const int warp_pixel_ = threadIdx.x / 32 * kWarpPixels, k0_ = blockIdx.y * kGroups * 8;
@@ -183,23 +187,37 @@ class Fprop {
     return row < a_.tile_rows && p < a_.rows && q < a_.columns;
   }
 
+  // What a thread has of the results: filters and pixels, and the filter and the pixel, of the
+  // block's and of the tile's, that each of them is.
+  static constexpr int kOwnFilters = kPixelRows ? 2 * kGroups : kGroups;
+  static constexpr int kOwnPixels = kPixelRows ? kPixelGroups : 2 * kPixelGroups;
+
+  __device__ __forceinline__ int own_filter(int i) const {
+    return kPixelRows ? i / kRun * 4 * kRun + t_ * kRun + i % kRun : i * 8 + g_;
+  }
+  __device__ __forceinline__ int own_pixel(int i) const {
+    return kPixelRows ? pixel_of(i, g_) : pixel_of(i / 8 * 4, t_ * 2) + i % 8;
+  }
+  __device__ __forceinline__ T own_result(int filter, int pixel) const {
+    const int tile =
+        kPixelRows ? pixel / 2 * kGroups + filter / 2 : filter / 2 * kPixelGroups + pixel / 2;
+    const int row = (kPixelRows ? pixel : filter) % 2, column = (kPixelRows ? filter : pixel) % 2;
+    return convert<T>(acc_[tile][row * 2 + column] + bias_[own_filter(filter)]);
+  }
+
   __device__ __forceinline__ void store_rows(const Place& place) const {
     T* const image = static_cast<T*>(a_.out) + place.image * a_.y_n;
 #pragma unroll
-    for (int i = 0; i < kPixelGroups; ++i) {
+    for (int i = 0; i < kOwnPixels; ++i) {
       int p, q;
-      if (!locate(place, pixel_of(i, g_), p, q)) continue;
+      if (!locate(place, own_pixel(i), p, q)) continue;
       T* const to = image + p * a_.y_h + q * a_.y_w;
 #pragma unroll
-      for (int run = 0; run < kGroups * 2 / kRun; ++run) {
-        const int first = run * 4 * kRun + t_ * kRun;
+      for (int first = 0; first < kOwnFilters; first += kRun) {
         Vec<T, kRun> v;
 #pragma unroll
-        for (int e = 0; e < kRun; ++e) {
-          const float sum = acc_[i / 2 * kGroups + run * (kRun / 2) + e / 2][i % 2 * 2 + e % 2];
-          v.v[e] = convert<T>(sum + bias_[first + e]);
-        }
-        const int k = k0_ + first;
+        for (int e = 0; e < kRun; ++e) v.v[e] = own_result(first + e, i);
+        const int k = k0_ + own_filter(first);
         if (a_.vectors && k + kRun <= a_.filters) {
           store_vec<kRun>(to + k, v);
         } else {
@@ -215,22 +233,19 @@ class Fprop {
   __device__ __forceinline__ void store_columns(const Place& place) const {
     T* const image = static_cast<T*>(a_.out) + place.image * a_.y_n;
 #pragma unroll
-    for (int half = 0; half < kPixelGroups / 4; ++half) {
-      const int pixel = pixel_of(half * 4, t_ * 2);  // the first of eight
+    for (int first = 0; first < kOwnPixels; first += 8) {
+      const int pixel = own_pixel(first);
       int p, q;
       const bool inside = locate(place, pixel, p, q);
       const bool vector = a_.vectors && inside && q + 8 <= a_.columns;
 #pragma unroll
-      for (int row = 0; row < kGroups; ++row) {
-        const int filter = row * 8 + g_, k = k0_ + filter;
+      for (int i = 0; i < kOwnFilters; ++i) {
+        const int k = k0_ + own_filter(i);
         if (k >= a_.filters) continue;
         T* const to = image + k * a_.y_c;
         Vec<T, 8> v;
 #pragma unroll
-        for (int e = 0; e < 8; ++e) {
-          const float sum = acc_[row / 2 * kPixelGroups + half * 4 + e / 2][row % 2 * 2 + e % 2];
-          v.v[e] = convert<T>(sum + bias_[filter]);
-        }
+        for (int e = 0; e < 8; ++e) v.v[e] = own_result(i, first + e);
         if (vector) {
           store_vec<8>(to + p * a_.y_h + q, v);
         } else {
@@ -244,13 +259,30 @@ class Fprop {
     }
   }
 
+  __device__ __forceinline__ void add_moments(const Place& place) {
+    uint32_t inside = 0;
+#pragma unroll
+    for (int i = 0; i < kOwnPixels; ++i) {
+      int p, q;
+      inside |= uint32_t{locate(place, own_pixel(i), p, q)} << i;
+    }
+    const auto filter = [&](int i) { return own_filter(i); };
+    const auto value = [&](int i, int j) { return convert<float>(own_result(i, j)); };
+    if constexpr (kPixelRows) {
+      moments_.template add<kOwnFilters, kOwnPixels, 4, 32>(inside, filter, value);
+    } else {
+      moments_.template add<kOwnFilters, kOwnPixels, 1, 4>(inside, filter, value);
+    }
+  }
+
  public:
   __device__ __forceinline__ Fprop(const Args& a, uint4* shared)
       : a_(a),
         filters_(shared),
         terms_(filters_ + a.steps * kPairs * 32),
         bias_(reinterpret_cast<float*>(terms_ + a.steps * 4)),
-        patches_(reinterpret_cast<uint32_t*>(bias_ + kGroups * 8)) {}
+        moments_(bias_ + kGroups * 8),
+        patches_(reinterpret_cast<uint32_t*>(bias_ + kGroups * 8 + decltype(moments_)::kWords)) {}
 
   __device__ __forceinline__ void run() {
     const int buffer_words = a_.copies * a_.patch_words;
@@ -272,15 +304,20 @@ class Fprop {
         __syncthreads();
       }
       multiply();
+      const Place place = place_of(a_, tile);
       if constexpr (kPixelRows) {
-        store_rows(place_of(a_, tile));
+        store_rows(place);
       } else {
-        store_columns(place_of(a_, tile));
+        store_columns(place);
       }
+      if (a_.moments) add_moments(place);
       __syncthreads();  // the buffer is filled anew
 #pragma unroll
       for (int i = 0; i < kPixelGroups; ++i) base_[i] += (buffer ? -4 : 4) * buffer_words;
       buffer ^= 1;
+    }
+    if (a_.moments) {
+      moments_.store(a_.moments + int64_t{k0_} * gridDim.x, a_.filters - k0_);
     }
   }
 };

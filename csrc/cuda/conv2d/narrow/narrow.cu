@@ -46,6 +46,7 @@ Args problem_of(const Conv2dArgs& args) {
   Args a{};
   a.x = x.data, a.other = args.other.data, a.bias = args.bias;
   a.out = const_cast<void*>(args.out.data);
+  a.moments = args.moments;
   const auto set = [](int& to, int64_t from) { to = static_cast<int>(from); };
   set(a.channels, s.c), set(a.height, s.h), set(a.width, s.w), set(a.filters, s.k);
   set(a.taps_h, s.r), set(a.taps_w, s.s), set(a.rows, s.p), set(a.columns, s.q);
@@ -266,6 +267,7 @@ void plan(const Conv2dArgs& args, Conv2dPlan* plan) {
   const int most = std::clamp(all / (tile.filter_blocks * tile.tap_blocks), 1, a.tiles);
   tile.blocks = static_cast<int>(ceil_div(a.tiles, ceil_div(a.tiles, most)));
   plan->tiling.set(tile);
+  plan->moment_sets = is_wgrad(args) ? 0 : tile.blocks;
   if (is_wgrad(args)) {
     const Conv2dShape& s = args.shape;
     plan->workspace_bytes = int64_t{tile.blocks} * s.k * s.c * s.r * s.s * 4;
