@@ -221,6 +221,43 @@ def test_special_values(device, dtype, case, form, tf32):
 
 
 @pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(
+    "case",
+    [
+        (9, 3, 64, 34, 30, 7, 2, 3, 1),
+        (40, 3, 24, 13, 11, 3, 1, 1, 1),
+        (1, 1, 70, 5, 6, 3, 1, 1, 1),
+        (300, 3, 16, 32, 32, 3, 1, 1, 1),  # several tiles for each block
+    ],
+    ids=str,
+)
+def test_moments(device, dtype, case, form):
+    """Batch norm's statistics of what the kernel stores, which it leaves itself."""
+    if refuses(device, dtype):
+        pytest.skip("not the kernel's")
+    skip_large(device, case)
+    set_tf32(device, False)
+    x, w, b = drawn(case, device, dtype, form)
+    b *= 30  # a mean much larger than the deviation
+    k, geometry = case[2], {"stride": case[6], "padding": case[7]}
+    mean, var = (torch.full((k,), v, device=device, dtype=dtype) for v in (0.0, 1.0))
+    gamma, beta = torch.ones(k, device=device, dtype=dtype), torch.zeros_like(mean)
+
+    def block():
+        affine = mean, var, gamma, beta
+        return F.conv_bn_relu2d(x, w, b, *affine, training=True, momentum=1.0, **geometry)
+
+    with braze.backend(conv2d=NAME) if device == "cuda" else contextlib.nullcontext():
+        z = F.conv2d(x, w, b, **geometry).double()
+        block()
+        if device == "cuda":
+            assert "given_moments" in cuda_kernels_of(block)
+    for actual, exact in ((mean, z.mean((0, 2, 3))), (var, z.var((0, 2, 3)))):
+        # In the place of stock's the exact values, rounded; deviations were summed in fp32.
+        assert_by_rule(actual, exact.to(dtype), exact, ulps=64)
+
+
+@pytest.mark.parametrize("form", FORMATS)
 def test_repeatable(gpu, form):
     case = (64, 3, 64, 112, 112, 7, 2, 3, 1)
     x, w, b = drawn(case, "cuda", torch.bfloat16, form)
