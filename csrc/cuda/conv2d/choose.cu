@@ -209,8 +209,8 @@ bool im2col_beats_halo(const Conv2dArgs& args) {
   return filters > (is_plain_fp32(s) ? 64 * 128 : 64 * 64);
 }
 
-// Whether narrow_input is faster than cuDNN and than the others of ours. Long filters leave its tiles
-// no room in shared memory.
+// Whether narrow_input is faster than cuDNN and than the others of ours. Long filters leave its
+// tiles no room in shared memory.
 bool narrow_input_wins(const Conv2dArgs& args) {
   constexpr bool kIsMeasured = false;
   const Conv2dShape& s = args.shape;
