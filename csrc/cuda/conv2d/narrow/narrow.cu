@@ -144,7 +144,9 @@ double cost_of(const Conv2dArgs& args, const Tile& tile, const Args& a) {
     cycles += a.steps * kTilePixels / 16.0 * (tile.filters / 8) * product;
   }
   const int blocks = most_shared_memory() / (tile.shared_bytes + 1024);
-  return cycles * (blocks < 2 ? 1.6 : blocks < 3 ? 1.1 : 1);
+  // A tile's lines of contiguous results had better be whole sectors of memory, and more.
+  const bool short_lines = !is_channels_last(result_of(args)) && tile.columns * bytes_of(args) < 64;
+  return cycles * (blocks < 2 ? 1.6 : blocks < 3 ? 1.1 : 1) * (short_lines ? 1.2 : 1);
 }
 
 // The best tile, of as many filters as `tile` has and, in wgrad, taps.
@@ -162,7 +164,7 @@ std::optional<Tile> best_tile(const Conv2dArgs& args, Tile tile) {
                               : fprop_shared_bytes(a, tile.filters / 8);
     if (tile.shared_bytes > most) return;
     const double cost = cost_of(args, tile, a) * a.tiles;
-    if (!best || cost < least) best = tile, least = cost;
+    if (!best || cost <= least) best = tile, least = cost;  // of equals the widest
   };
   const int widest = static_cast<int>(std::min<int64_t>(s.q, kTilePixels));
   for (int columns = unit; columns < widest + unit && columns <= kTilePixels; columns += unit) {
@@ -178,8 +180,8 @@ std::optional<Tile> best_tile(const Conv2dArgs& args, Tile tile) {
 std::optional<Tile> fprop_tile(const Conv2dArgs& args) {
   const int64_t k = args.shape.k;
   Tile tile{};
-  for (int most = is_split(args) ? 32 : 64; most > 0;
-       most -= 16) {  // fewer where the filters leave no room
+  // Fewer filters where many leave no room.
+  for (int most = is_split(args) ? 32 : 64; most > 0; most -= 16) {
     tile.filter_blocks = static_cast<int>(ceil_div(k, int64_t{most}));
     tile.filters = rounded_up(ceil_div(k, int64_t{tile.filter_blocks}), 16);
     tile.tap_blocks = 1;
