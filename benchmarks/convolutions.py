@@ -191,9 +191,11 @@ def torch_settings(benchmark, deterministic=False):
         cudnn.benchmark, cudnn.deterministic = before
 
 
-def own_names(problem):
-    """Our kernels that are worth a try."""
+def own_names(problem, only=()):
+    """Our kernels that are worth a try; of these, if there are any, those in `only`."""
     names = shipped("conv2d", problem.device, DTYPES[problem.dtype_name])
+    if only:
+        return [name for name in names if name in only]
     is_hopeless = problem.case.flops > DIRECT_LIMIT
     if is_hopeless and problem.case.kind not in ("first layer", "depthwise"):
         return [name for name in names if name != "direct"]
@@ -212,11 +214,12 @@ def what_ran(problem, times, us):
     return sorted(alike, key=lambda name: abs(math.log(times[name] / us)))
 
 
-def time_problem(problem, recorded, quick=False, engines=conv_rivals.ENGINES):
+def time_problem(problem, recorded, quick=False, engines=conv_rivals.ENGINES, only=()):
     """(The row of a pass, the rivals' rows if they were measured anew.)
 
     Args:
         recorded: the names of the rivals that are known to be the best, the best first, or None.
+        only: as in :func:`own_names`.
     """
     timer, device = timer_for(problem.device), problem.device
     error_of = problem.checker()
@@ -224,7 +227,7 @@ def time_problem(problem, recorded, quick=False, engines=conv_rivals.ENGINES):
     if recorded is None:
         rows = conv_rivals.measured(problem, timer, error_of, engines)
         recorded = conv_rivals.best_of(rows)
-    screened = screen(timer, {name: own_maker(problem, name) for name in own_names(problem)})
+    screened = screen(timer, {name: own_maker(problem, name) for name in own_names(problem, only)})
     rivals = conv_rivals.makers(problem, recorded)
     # The fastest of ours whose result is right.
     errors, own = {}, None
@@ -313,7 +316,8 @@ def run(device, args):
             try:
                 problem = Problem(case, pass_name, dtype_name, layout, device)
                 recorded = None if args.anew else book.best(problem.key)
-                row, rivals = time_problem(problem, recorded, args.quick, args.engines)
+                options = args.quick, args.engines, args.own or ()
+                row, rivals = time_problem(problem, recorded, *options)
             except torch.AcceleratorError:  # nothing that follows would work
                 raise
             except RuntimeError as error:  # no memory, or torch cannot do it

@@ -322,6 +322,7 @@ def test_every_kernel_by_name(device, dtype, case):
                     "depthwise",
                     "pointwise",
                     "implicit_gemm_wgmma",
+                    "narrow_input",
                 )
                 or (kernel["name"] == "winograd" and case != "groups")
             ):

@@ -45,6 +45,7 @@ def add_arguments(parser):
     add("--pass", dest="passes", choices=["fprop", "dgrad", "wgrad"], **many)
     add("--seconds", type=float, help="leave out what has not begun by then")
     add("--engines", type=int, default=8, help="of cuDNN's, how many are tried (default: 8)")
+    add("--own", action="append", help="of our kernels, only this; may be repeated")
     add("--anew", action="store_true", help="measure the rivals anew that an earlier run recorded")
     add("--tune", type=Path, metavar="PATH", help="add the fastest to this table of tuned choices")
     parser.add_argument("--results", type=Path, help="folder of the CSV files and MNIST JSON files")

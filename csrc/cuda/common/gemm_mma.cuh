@@ -7,6 +7,7 @@
 #include "gemm_load.cuh"
 #include "gemm_problem.cuh"
 #include "mma.cuh"
+#include "split_fragment.cuh"
 
 namespace braze::cuda {
 
@@ -22,24 +23,6 @@ struct MmaTile {
 };
 
 enum class Load { kVectors, kEither };  // kEither: single elements unless the operand's `vectors`
-
-// A fragment of fp32 as sums of two parts of TF32 (Ootomo and Yokota, arXiv 2203.03341), for
-// products with fp32's accuracy. The first part is truncated: it does not overflow, and the rest
-// has its sign, so that no products of infinite size cancel. An infinity is its own first part;
-// times another number's rest, which may be 0, it would make NaN: that product takes `finite` for
-// it.
-template <int kCount>
-struct SplitFragment {
-  uint32_t first[kCount], rest[kCount], finite[kCount];
-
-  __device__ __forceinline__ void set(int i, uint32_t bits) {
-    const bool infinite = (bits & 0x7fffffffu) == 0x7f800000u;
-    first[i] = bits & 0xffffe000u;
-    finite[i] = infinite ? 0 : first[i];
-    const float difference = __uint_as_float(bits) - __uint_as_float(first[i]);
-    rest[i] = infinite ? 0 : round_tf32(__float_as_uint(difference));
-  }
-};
 
 // How an operand reaches shared memory, and fragments of it the registers.
 template <typename Op, int kOuter, int kThreads, bool kDepthMajor, Load kLoad>
@@ -288,16 +271,7 @@ struct MmaKernel {
       for (int i = 0; i < 4 * kFragmentsM; ++i) x[i / 4].set(i % 4, fa[i / 4][i % 4]);
 #pragma unroll
       for (int j = 0; j < 2 * kFragmentsN; ++j) y[j / 2].set(j % 2, fb[j / 4][j % 4]);
-      // The tensor core truncates sums, so that they had better be short.
-      for_all([&](int i, int j) {
-        float sum[4] = {};
-        mma_m16n8<T>(sum, x[i].rest, y[j].rest);  // counts where the sum is of few products
-        mma_m16n8<T>(sum, x[i].rest, y[j].finite);
-        mma_m16n8<T>(sum, x[i].finite, y[j].rest);
-        mma_m16n8<T>(sum, x[i].first, y[j].first);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) c[i][j][e] += sum[e];
-      });
+      for_all([&](int i, int j) { mma_split(c[i][j], x[i], y[j]); });
     }
   }
 };

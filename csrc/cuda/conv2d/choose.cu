@@ -8,6 +8,7 @@
 #include "cuda/conv2d/depthwise/depthwise.h"
 #include "cuda/conv2d/halo/halo.h"
 #include "cuda/conv2d/im2col/im2col.h"
+#include "cuda/conv2d/narrow/narrow.h"
 #include "cuda/conv2d/pointwise/pointwise.h"
 #include "gather.cuh"
 #include "kernels.h"
@@ -107,6 +108,11 @@ const char* im2col_obstacle(const Conv2dArgs& args) {
   return im2col::obstacle(args);
 }
 
+const char* narrow_input_obstacle(const Conv2dArgs& args) {
+  if (const char* why = direct_obstacle(args)) return why;
+  return narrow::obstacle(args);
+}
+
 struct Kernel {
   KernelInfo info;
   const char* (*obstacle)(const Conv2dArgs&);
@@ -156,6 +162,12 @@ constexpr Kernel kKernels[] = {
      im2col_obstacle,
      im2col::plan,
      im2col::run},
+    {{"conv2d", "narrow_input", "float32 bfloat16 float16", "sm_80+", true,
+      "images of up to four channels, forward and weight gradient: products of patches in shared "
+      "memory; float32 as TF32 or in parts of TF32"},
+     narrow_input_obstacle,
+     narrow::plan,
+     narrow::run},
 };
 constexpr int kCount = std::size(kKernels);
 constexpr int kDirect = kernel_number(kKernels, "direct"),
@@ -165,7 +177,8 @@ constexpr int kDirect = kernel_number(kKernels, "direct"),
               kNarrowDgrad = kernel_number(kKernels, "halo_narrow_dgrad"),
               kDepthwise = kernel_number(kKernels, "depthwise"),
               kPointwise = kernel_number(kKernels, "pointwise"),
-              kIm2col = kernel_number(kKernels, "implicit_gemm_wgmma");
+              kIm2col = kernel_number(kKernels, "implicit_gemm_wgmma"),
+              kNarrowInput = kernel_number(kKernels, "narrow_input");
 const KernelEntries kEntries(kKernels, kCount);
 
 bool is_halo(int kernel) { return kernel == kHalo || kernel == kNarrowDgrad; }
@@ -196,10 +209,19 @@ bool im2col_beats_halo(const Conv2dArgs& args) {
   return filters > (is_plain_fp32(s) ? 64 * 128 : 64 * 64);
 }
 
+// Whether narrow_input is faster than cuDNN and than the others of ours. Long filters leave its
+// tiles no room in shared memory.
+bool narrow_input_wins(const Conv2dArgs& args) {
+  constexpr bool kIsMeasured = false;
+  const Conv2dShape& s = args.shape;
+  return kIsMeasured && s.c * s.r * s.s <= 384;
+}
+
 // The fastest of our own.
 int choose(const Conv2dArgs& args) {
   const Conv2dShape& s = args.shape;
   if (!depthwise_obstacle(args)) return kDepthwise;
+  if (narrow_input_wins(args) && !narrow_input_obstacle(args)) return kNarrowInput;
   if (is_thin(args)) return kDirect;
   // Three of four input gradients of a stride of 2 are zeros, which a product need not compute;
   // weight gradients have one product of long sums.
@@ -278,6 +300,7 @@ bool beats_cudnn(const Conv2dProblem& problem, int kernel) {
   const bool is_channels_last = problem.x.c == 1 && s.c > 1, is_16_bit = size_of(s.dtype) == 2;
   const bool wgrad = problem.pass == Conv2dPass::kWgrad;
   if (kernel == kDepthwise) return depthwise_beats_cudnn(problem);
+  if (kernel == kNarrowInput) return true;  // else it is not chosen
   if (s.dtype == DType::kFloat64) {
     return problem.pass != Conv2dPass::kDgrad && s.c / s.groups * s.r * s.s <= 32;
   }
