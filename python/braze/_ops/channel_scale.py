@@ -92,8 +92,10 @@ def channel_scale(input, scale):
         Same shape and memory format as `input`. Bitwise repeatable. Differentiable to any order.
     """
     check_tensor("channel_scale", "input", 1, input)
-    if torch.compiler.is_compiling() or not _fits(input, scale):
+    if not _fits(input, scale):
         return input * scale
+    if torch.compiler.is_compiling():
+        return _ops.channel_scale(input, scale, None)
     return _channel_scale(input, scale, None)
 
 
