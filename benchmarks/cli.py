@@ -32,6 +32,7 @@ OPS = [
     "batch_norm",
     "layer_norm",
     "group_norm",
+    "squeeze_excite",
     "relu",
     "bias_activation",
     "scale_add",

@@ -20,7 +20,12 @@ from common import assert_by_rule, check_against_stock
 
 pytestmark = pytest.mark.usefixtures("own_norms")
 OURS = SimpleNamespace(**{name: getattr(F, name) for name in F.__all__}, matmul=braze.matmul)
-STOCK = SimpleNamespace(**vars(torch.nn.functional), matmul=torch.matmul)
+STOCK = SimpleNamespace(
+    **vars(torch.nn.functional),
+    matmul=torch.matmul,
+    channel_scale=torch.mul,
+    squeeze_excite=lambda x, gate: x * gate(x.mean((2, 3), keepdim=True)),
+)
 
 
 def rand(*shape):
@@ -42,6 +47,14 @@ OPS = {
     "batch_norm": (
         lambda f, x, w, b: f.batch_norm(x, None, None, w, b, True),
         lambda: [rand(4, 3, 2, 2), rand(3), rand(3)],
+    ),
+    "channel_scale": (
+        lambda f, x, s: f.channel_scale(x, s),
+        lambda: [rand(2, 3, 4, 4), rand(2, 3, 1, 1)],
+    ),
+    "squeeze_excite": (
+        lambda f, x, s: f.squeeze_excite(x, lambda mean: mean * 0 + s),  # whatever sums torch takes
+        lambda: [rand(2, 3, 4, 4), rand(2, 3, 1, 1)],
     ),
     "group_norm": (
         lambda f, x, w, b: f.group_norm(x, 2, w, b),

@@ -129,6 +129,10 @@ STABLE_TORCH_LIBRARY(braze, m) {
       "Tensor shift, Tensor(b!) batch_images, Tensor(c!) batch_labels, Tensor(d!)? moments=None, "
       "int[] filters=[]) -> ()");
 
+  // channel_scale: scale and shift are [N, C, 1, 1], as the result of channel_dot is
+  m.def("channel_scale(Tensor input, Tensor scale, Tensor? shift) -> Tensor");
+  m.def("channel_dot(Tensor input, Tensor other) -> Tensor");
+
   // group_norm: mean and rstd are [N, num_groups]
   m.def(
       "group_norm(Tensor input, Tensor? weight, Tensor? bias, int num_groups, float eps) "

@@ -17,6 +17,7 @@ from braze.convert.parts import PARTS, NormAct
 from braze.convert.recognise import kinds_of, part_of
 from braze.convert.source import Unknown
 from braze.convert.splice import analyse
+from braze.convert.squeezes import squeeze_of
 
 _SEQUENTIAL_FORWARD = torch.nn.Sequential.forward
 
@@ -61,10 +62,12 @@ class Rewriting:
         made: the class that it gets, or None where there is nothing to change.
         runs: tuples of (kind, name) of the parts of each fused run.
         functions: the names of torch.nn.functional's functions that are replaced.
+        squeezes: whether it is squeeze-and-excitation as a whole.
     """
 
-    def __init__(self, made, found_runs, functions=()):
+    def __init__(self, made, found_runs, functions=(), squeezes=False):
         self.made, self.runs, self.functions = made, found_runs, functions
+        self.squeezes = squeezes
 
 
 def class_for(module, kinds_of):
@@ -91,7 +94,12 @@ def class_for(module, kinds_of):
         make = functools.partial(spliced, forward, splices)
         if isinstance(part_of(kind), NormAct) and kinds_of(module) is not None:
             found = [*blocks([module_link(0, kinds_of(module), (("", module),))]), *found]
-            made = _subclass(kind, ("norm", splices), lambda: _norm_and_more(make()))
+            normed = functools.partial(_in_one_way, through.norm_and_more)
+            made = _subclass(kind, ("norm", splices), lambda: normed(make()))
+        elif squeeze_of(kind) is not None:
+            squeezed = functools.partial(_in_one_way, squeeze_of(kind).run)
+            made = _subclass(kind, ("squeeze", splices), lambda: squeezed(make()))
+            return Rewriting(made, found, functions, True)
         else:
             made = splices and _subclass(kind, splices, make)
     except (MemoryError, RecursionError):  # by version, both mean this
@@ -105,13 +113,18 @@ def _run_sequential(self, input):
     return input
 
 
-def _norm_and_more(plain):
-    """The forward of a batch norm with more behind it, as one where that may be."""
+def _in_one_way(run, plain):
+    """A forward of one input, as one where that may be.
+
+    Args:
+        run: a function of the module and its input, which returns None where it may not.
+        plain: the forward otherwise.
+    """
 
     @functools.wraps(plain)  # whose code is what it is checked against
     def forward(self, *args, **kwargs):
         if len(args) == 1 and not kwargs:
-            output = through.norm_and_more(self, *args)
+            output = run(self, *args)
             if output is not None:
                 return output
         return plain(self, *args, **kwargs)

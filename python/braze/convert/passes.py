@@ -8,6 +8,21 @@ from braze.convert.code import Code
 from braze.convert.parts import Pass
 
 
+def compiled(test):
+    """A function of a module for an expression over its attributes, as :meth:`PassCode.test` gives
+    them, and the names of these. Where they are of types whose comparison does more than that, it
+    is false."""
+    found = {n.args[1].value for n in ast.walk(test) if isinstance(n, ast.Call)}
+    ordered = any(isinstance(n, _ORDERS) for n in ast.walk(test))
+    kinds = (bool, int, float) if ordered else _PLAIN
+    checks = [ast.Compare(_type(_read(n)), [ast.In()], [_name("kinds")]) for n in sorted(found)]
+    body = ast.BoolOp(ast.And(), [*checks, test]) if checks else test
+    arguments = ast.arguments([], [ast.arg("m")], None, [], [], None, [])
+    source = ast.fix_missing_locations(ast.Expression(ast.Lambda(arguments, body)))
+    scope = {"kinds": kinds, "getattr": getattr, "type": type}
+    return eval(compile(source, "<braze.convert>", "eval"), scope), found
+
+
 class PassCode(Code):
     """The code of a forward, or of a function that one calls, which may return its input."""
 
@@ -16,16 +31,7 @@ class PassCode(Code):
         test = self.returns_input(self.body)
         if test is None:
             return None
-        found = {n.args[1].value for n in ast.walk(test) if isinstance(n, ast.Call)}
-        ordered = any(isinstance(n, _ORDERS) for n in ast.walk(test))
-        kinds = (bool, int, float) if ordered else _PLAIN
-        # Of these types, so that comparing them does nothing but that.
-        checks = [ast.Compare(_type(_read(n)), [ast.In()], [_name("kinds")]) for n in sorted(found)]
-        body = ast.BoolOp(ast.And(), [*checks, test]) if checks else test
-        arguments = ast.arguments([], [ast.arg("m")], None, [], [], None, [])
-        source = ast.fix_missing_locations(ast.Expression(ast.Lambda(arguments, body)))
-        scope = {"kinds": kinds, "getattr": getattr, "type": type}
-        passes = eval(compile(source, "<braze.convert>", "eval"), scope)
+        passes, found = compiled(test)
         return Pass(passes, tuple(sorted(found - {"training"})), self.same())
 
     def returns_input(self, body):
@@ -40,7 +46,7 @@ class PassCode(Code):
             return self._called_returns_input(first.value)
         if not isinstance(first, ast.If):
             return None
-        test = self._test(first.test)
+        test = self.test(first.test)
         if test is None:
             return None
         ways = []
@@ -86,9 +92,9 @@ class PassCode(Code):
 
     def _given(self, node):
         """An argument: the input, or an expression over attributes of `m`; or None."""
-        return _INPUT if self.is_input(node) else self._test(node)
+        return _INPUT if self.is_input(node) else self.test(node)
 
-    def _test(self, node):
+    def test(self, node):
         """An expression over attributes of the module and constants, in terms of `m`; or None."""
         if isinstance(node, ast.Constant):
             return ast.Constant(node.value) if type(node.value) in _PLAIN else None
@@ -99,13 +105,13 @@ class PassCode(Code):
             name = self.attribute(node)
             return None if name is None else _read(name)
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.Not, ast.USub)):
-            operand = self._test(node.operand)
+            operand = self.test(node.operand)
             return None if operand is None else ast.UnaryOp(node.op, operand)
         if isinstance(node, ast.BoolOp):
-            values = [self._test(v) for v in node.values]
+            values = [self.test(v) for v in node.values]
             return None if None in values else ast.BoolOp(node.op, values)
         if isinstance(node, ast.Compare) and all(isinstance(op, _COMPARES) for op in node.ops):
-            values = [self._test(v) for v in (node.left, *node.comparators)]
+            values = [self.test(v) for v in (node.left, *node.comparators)]
             return None if None in values else ast.Compare(values[0], node.ops, values[1:])
         return None
 

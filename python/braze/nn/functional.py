@@ -23,6 +23,7 @@ from braze._ops.activations import (
 from braze._ops.batch_norm import batch_norm
 from braze._ops.batch_norm_act import batch_norm_act
 from braze._ops.bias_activation import bias_activation
+from braze._ops.channel_scale import channel_scale, squeeze_excite
 from braze._ops.conv2d import conv2d
 from braze._ops.conv_transpose2d import conv_transpose2d
 from braze._ops.cross_entropy import cross_entropy
@@ -43,6 +44,7 @@ __all__ = [
     "batch_norm_act",
     "bias_activation",
     "celu",
+    "channel_scale",
     "conv2d",
     "conv_bn_relu2d",
     "conv_bn_relu_max_pool2d",
@@ -71,5 +73,6 @@ __all__ = [
     "sigmoid",
     "silu",
     "softmax",
+    "squeeze_excite",
     "tanh",
 ]

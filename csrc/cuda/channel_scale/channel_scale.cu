@@ -1,0 +1,270 @@
+// Channels scaled, and sums of products over a channel's pixels: memory-bound, 16 bytes per thread
+// and access, four accesses in flight.
+//
+// channels_last: threads that follow each other take vectors of channels that follow each other,
+// and go on in steps of whole pixels, so that each keeps its channels, their factors and their sums
+// in registers. Contiguous: a warp takes a plane.
+#include "launchers/channel_scale.h"
+
+#include "cuda/common/launch.cuh"
+#include "cuda/common/numeric.cuh"
+#include "launchers/common/registry.h"
+
+namespace braze::cuda {
+namespace {
+
+constexpr int kThreads = 256, kDotThreads = 512, kWarp = 32;
+constexpr int kUnroll = 4;         // vectors that a thread loads before it uses them
+constexpr int kMostLanes = 32;     // of a block of sums in channels_last: vectors of channels
+constexpr int64_t kMostY = 65535;  // blocks along a grid's second dimension
+
+const KernelEntry kScale({"channel_scale", "vectorized", "float64 float32 bfloat16 float16",
+                          "sm_80+", true, "one pass, 16 bytes per access, both layouts"});
+const KernelEntry kDot({"channel_dot", "vectorized", "float64 float32 bfloat16 float16", "sm_80+",
+                        true, "one pass, fixed order, both layouts"});
+
+template <typename T, int N>
+__device__ __forceinline__ Vec<T, N> scaled(const Vec<T, N>& x, const acc_t<T> (&scale)[N],
+                                            const acc_t<T> (&shift)[N]) {
+  Vec<T, N> y;
+#pragma unroll
+  for (int k = 0; k < N; ++k) y.v[k] = convert<T>(convert<acc_t<T>>(x.v[k]) * scale[k] + shift[k]);
+  return y;
+}
+
+// A block takes `lanes` columns, vectors of channels, of an image, from column blockIdx.z * lanes
+// on; a row of so many threads takes a pixel.
+template <int N, typename T>
+__global__ void scale_channels_last_kernel(const T* x, const T* __restrict__ scale,
+                                           const T* __restrict__ shift, T* y, int64_t n,
+                                           int64_t pixels, int columns, int lanes) {
+  using A = acc_t<T>;
+  const int rows = kThreads / lanes, row = threadIdx.x / lanes;
+  const int column = blockIdx.z * lanes + threadIdx.x % lanes;
+  if (row >= rows || column >= columns) return;
+  const int64_t step = int64_t{gridDim.x} * rows;
+  for (int64_t image = blockIdx.y; image < n; image += gridDim.y) {
+    const int64_t factors = (image * columns + column) * N;
+    A s[N], b[N];
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+      s[k] = convert<A>(scale[factors + k]);
+      b[k] = shift ? convert<A>(shift[factors + k]) : A(0);
+    }
+    for (int64_t pixel = blockIdx.x * int64_t{rows} + row; pixel < pixels;
+         pixel += step * kUnroll) {
+      Packed<T, N> v[kUnroll];
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        const int64_t at = ((image * pixels + pixel + u * step) * columns + column) * N;
+        if (pixel + u * step < pixels) v[u].load(x + at);
+      }
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        const int64_t at = ((image * pixels + pixel + u * step) * columns + column) * N;
+        if (pixel + u * step < pixels) store_vec<N>(y + at, scaled<T, N>(v[u].unpacked(), s, b));
+      }
+    }
+  }
+}
+
+// A warp for each plane of `vectors` vectors.
+template <int N, typename T>
+__global__ void scale_planes_kernel(const T* x, const T* __restrict__ scale,
+                                    const T* __restrict__ shift, T* y, int64_t planes,
+                                    int64_t vectors) {
+  using A = acc_t<T>;
+  const int lane = threadIdx.x % kWarp;
+  const int64_t warps = int64_t{gridDim.x} * (blockDim.x / kWarp);
+  for (int64_t plane = blockIdx.x * int64_t{blockDim.x / kWarp} + threadIdx.x / kWarp;
+       plane < planes; plane += warps) {
+    A s[N], b[N];
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+      s[k] = convert<A>(scale[plane]);
+      b[k] = shift ? convert<A>(shift[plane]) : A(0);
+    }
+    for (int64_t i = lane; i < vectors; i += kWarp * kUnroll) {
+      Packed<T, N> v[kUnroll];
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        if (i + u * kWarp < vectors) v[u].load(x + (plane * vectors + i + u * kWarp) * N);
+      }
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        if (i + u * kWarp < vectors) {
+          store_vec<N>(y + (plane * vectors + i + u * kWarp) * N,
+                       scaled<T, N>(v[u].unpacked(), s, b));
+        }
+      }
+    }
+  }
+}
+
+template <typename T, int N>
+__device__ __forceinline__ void add_products(const Vec<T, N>& a, const Vec<T, N>& b,
+                                             acc_t<T> (&sums)[N]) {
+  using A = acc_t<T>;
+#pragma unroll
+  for (int k = 0; k < N; ++k) sums[k] += convert<A>(a.v[k]) * convert<A>(b.v[k]);
+}
+
+// A block sums `lanes` vectors of channels (a power of two) of an image, in kDotThreads / lanes
+// rows of threads that take a pixel each; these are added up pair by pair.
+template <int N, typename T>
+__global__ void __launch_bounds__(kDotThreads, 1)
+    dot_channels_last_kernel(const T* __restrict__ a, const T* __restrict__ b, T* out, int64_t n,
+                             int64_t pixels, int columns, int lanes) {
+  using A = acc_t<T>;
+  __shared__ A shared[kDotThreads * N];
+  const int rows = kDotThreads / lanes, row = threadIdx.x / lanes;
+  const int column = blockIdx.x * lanes + threadIdx.x % lanes;
+  for (int64_t image = blockIdx.y; image < n; image += gridDim.y) {
+    A sums[N] = {};
+    if (column < columns) {
+      for (int64_t pixel = row; pixel < pixels; pixel += rows * kUnroll) {
+        Packed<T, N> p[kUnroll], q[kUnroll];
+#pragma unroll
+        for (int u = 0; u < kUnroll; ++u) {
+          const int64_t at = ((image * pixels + pixel + u * rows) * columns + column) * N;
+          if (pixel + u * rows < pixels) p[u].load(a + at), q[u].load(b + at);
+        }
+#pragma unroll
+        for (int u = 0; u < kUnroll; ++u) {
+          if (pixel + u * rows < pixels) {
+            add_products<T, N>(p[u].unpacked(), q[u].unpacked(), sums);
+          }
+        }
+      }
+    }
+    for (int half = rows / 2; half > 0; half /= 2) {
+      // The upper rows hand theirs down. Element by element: no bank conflicts.
+      if (row >= half && row < 2 * half) {
+#pragma unroll
+        for (int k = 0; k < N; ++k) shared[k * kDotThreads + threadIdx.x] = sums[k];
+      }
+      __syncthreads();
+      if (row < half) {
+#pragma unroll
+        for (int k = 0; k < N; ++k) sums[k] += shared[k * kDotThreads + threadIdx.x + half * lanes];
+      }
+      __syncthreads();
+    }
+    if (row == 0 && column < columns) {
+#pragma unroll
+      for (int k = 0; k < N; ++k) out[(image * columns + column) * N + k] = convert<T>(sums[k]);
+    }
+  }
+}
+
+// A warp for each plane.
+template <int N, typename T>
+__global__ void dot_planes_kernel(const T* __restrict__ a, const T* __restrict__ b, T* out,
+                                  int64_t planes, int64_t vectors) {
+  using A = acc_t<T>;
+  const int lane = threadIdx.x % kWarp;
+  const int64_t warps = int64_t{gridDim.x} * (blockDim.x / kWarp);
+  for (int64_t plane = blockIdx.x * int64_t{blockDim.x / kWarp} + threadIdx.x / kWarp;
+       plane < planes; plane += warps) {
+    A sums[N] = {};
+    for (int64_t i = lane; i < vectors; i += kWarp * kUnroll) {
+      Packed<T, N> p[kUnroll], q[kUnroll];
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        const int64_t at = (plane * vectors + i + u * kWarp) * N;
+        if (i + u * kWarp < vectors) p[u].load(a + at), q[u].load(b + at);
+      }
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        if (i + u * kWarp < vectors) {
+          add_products<T, N>(p[u].unpacked(), q[u].unpacked(), sums);
+        }
+      }
+    }
+    A sum = 0;
+#pragma unroll
+    for (int k = 0; k < N; ++k) sum += sums[k];
+#pragma unroll
+    for (int offset = kWarp / 2; offset > 0; offset /= 2) {
+      sum += __shfl_xor_sync(0xffffffff, sum, offset);
+    }
+    if (lane == 0) out[plane] = convert<T>(sum);
+  }
+}
+
+// Whether rows of `extent` elements can be cut into vectors, from pointers that are aligned.
+template <typename T, typename... P>
+bool takes_vectors(int64_t extent, const P*... pointers) {
+  return extent % kVecWidth<T> == 0 && (is_vec_aligned(pointers) && ...);
+}
+
+template <typename T, typename F>
+void with_width(bool vectors, const F& run) {
+  if (vectors) {
+    run(std::integral_constant<int, kVecWidth<T>>{});
+  } else {
+    run(std::integral_constant<int, 1>{});
+  }
+}
+
+int plane_blocks(int64_t planes) { return grid_stride_blocks(planes * kWarp, kThreads); }
+
+}  // namespace
+
+void channel_scale(Stream stream, const ChannelScaleShape& shape, const void* x, const void* scale,
+                   const void* shift, void* y) {
+  const auto cuda_stream = as_cuda(stream);
+  dispatch(shape.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const auto *in = static_cast<const T*>(x), *s = static_cast<const T*>(scale),
+               *b = static_cast<const T*>(shift);
+    auto* out = static_cast<T*>(y);
+    const int64_t extent = shape.channels_last ? shape.c : shape.pixels;
+    with_width<T>(takes_vectors<T>(extent, in, out), [&](auto width) {
+      constexpr int N = decltype(width)::value;
+      if (!shape.channels_last) {
+        scale_planes_kernel<N><<<plane_blocks(shape.n * shape.c), kThreads, 0, cuda_stream>>>(
+            in, s, b, out, shape.n * shape.c, shape.pixels / N);
+        return;
+      }
+      const int columns = static_cast<int>(shape.c / N), lanes = std::min(columns, kThreads);
+      const int64_t tiles = ceil_div(columns, lanes), rows = kThreads / lanes;
+      const int64_t wanted = ceil_div(int64_t{sm_count()} * 8, shape.n * tiles);
+      const dim3 grid(static_cast<unsigned>(std::min(wanted, ceil_div(shape.pixels, rows))),
+                      static_cast<unsigned>(std::min(shape.n, kMostY)),
+                      static_cast<unsigned>(tiles));
+      scale_channels_last_kernel<N><<<grid, kThreads, 0, cuda_stream>>>(
+          in, s, b, out, shape.n, shape.pixels, columns, lanes);
+    });
+  });
+  check_launch("channel_scale");
+}
+
+void channel_dot(Stream stream, const ChannelScaleShape& shape, const void* a, const void* b,
+                 void* out) {
+  const auto cuda_stream = as_cuda(stream);
+  dispatch(shape.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const auto *p = static_cast<const T*>(a), *q = static_cast<const T*>(b);
+    auto* sums = static_cast<T*>(out);
+    const int64_t extent = shape.channels_last ? shape.c : shape.pixels;
+    with_width<T>(takes_vectors<T>(extent, p, q), [&](auto width) {
+      constexpr int N = decltype(width)::value;
+      if (!shape.channels_last) {
+        dot_planes_kernel<N><<<plane_blocks(shape.n * shape.c), kThreads, 0, cuda_stream>>>(
+            p, q, sums, shape.n * shape.c, shape.pixels / N);
+        return;
+      }
+      const int columns = static_cast<int>(shape.c / N);
+      int lanes = 1;
+      while (lanes < std::min(columns, kMostLanes)) lanes *= 2;
+      const dim3 grid(static_cast<unsigned>(ceil_div(columns, lanes)),
+                      static_cast<unsigned>(std::min(shape.n, kMostY)));
+      dot_channels_last_kernel<N><<<grid, kDotThreads, 0, cuda_stream>>>(
+          p, q, sums, shape.n, shape.pixels, columns, lanes);
+    });
+  });
+  check_launch("channel_dot");
+}
+
+}  // namespace braze::cuda
