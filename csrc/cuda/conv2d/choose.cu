@@ -244,7 +244,13 @@ bool depthwise_beats_cudnn(const Conv2dProblem& problem) {
   if (s.n * s.c * s.h * s.w * size_of(s.dtype) < 1 << 20) return false;  // launches decide
   // Strided rows of few taps are read with few bytes in flight.
   if (!is_channels_last) return !(fprop && is_16_bit && s.r == 5 && s.stride_h == 2 && s.h > 28);
-  if (s.r == 3) return problem.pass == Conv2dPass::kDgrad && (is_16_bit || s.stride_h == 2);
+  if (s.r == 3) {
+    if (problem.pass == Conv2dPass::kDgrad) return is_16_bit || s.stride_h == 2;
+    if (!is_16_bit || s.stride_h > 1) return false;
+    // About level with cuDNN's, which it compiles at run time, for a second or two each; but not
+    // where blocks of channels, or tiles of pixels, are filled badly.
+    return fprop ? s.c % 32 == 0 : s.h <= 20 || s.h >= 40;
+  }
   if (s.r == 7) return is_16_bit;
   return !(fprop && s.stride_h == 2 && (!is_16_bit || s.h < 28));
 }
