@@ -63,7 +63,18 @@ class NotAParameter(Base):
         return x + self.scale * self.block(x)
 
 
-class Both(OneExpression):
+class OneNumber(Base):
+    """As ReZero's."""
+
+    def __init__(self):
+        super().__init__()
+        self.gamma = nn.Parameter(torch.tensor([0.5]))
+
+    def forward(self, x):
+        return x + self.gamma * self.block(x)
+
+
+class AnotherParameter(OneExpression):
     """With a shape of the parameter that is no scale, after conversion."""
 
     def grow(self):
@@ -91,14 +102,15 @@ def test_where_it_drops_layer_by_layer(device):
     assert "scale_add" in ops_run(lambda: model(x))
 
 
-def test_numbers_are_left_alone(device):
-    model, original, x = pair(NotAParameter, device, torch.contiguous_format)
+@pytest.mark.parametrize("kind", [NotAParameter, OneNumber])
+def test_numbers_are_left_alone(device, kind):
+    model, original, x = pair(kind, device, torch.contiguous_format)
     assert not braze.convert_report(model).fused
     assert_alike(model, original, x)
 
 
 def test_another_parameter(device):
-    model, original, x = pair(Both, device, torch.contiguous_format)
+    model, original, x = pair(AnotherParameter, device, torch.contiguous_format)
     torch.manual_seed(1)
     model.grow()
     original.gamma = nn.Parameter(model.gamma.detach().clone())

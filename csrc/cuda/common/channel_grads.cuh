@@ -96,9 +96,15 @@ __global__ void __launch_bounds__(kCoefficientThreads)
   });
 }
 
-// The partial sums of any plan: plan_row_sums has a block per multiprocessor, at most.
+// Narrow tiles, as plan_row_sums has them, but two blocks for each multiprocessor: the kernels of
+// vectors of 16 bytes take 64 registers at most, so that both are there at once, and one computes
+// while the other waits.
+constexpr int kGradBlocks = 2;
+inline RowPlan plan_channel_grads(int64_t rows, int64_t vectors) {
+  return plan_rows(rows, vectors, 32, 1, kGradBlocks);
+}
 inline int64_t channel_grads_workspace_bytes(int64_t channels) {
-  return int64_t{sm_count()} * channels * sizeof(double);
+  return int64_t{sm_count()} * kGradBlocks * channels * sizeof(double);
 }
 
 // dparameters of `dtype`, which the parameters have too, or nullptr.
@@ -107,7 +113,7 @@ void launch_channel_grads(cudaStream_t stream, int64_t rows, int64_t channels, c
                           const In* x, In* dx, const void* parameters, void* dparameters,
                           DType dtype, void* workspace, const F& f) {
   using A = acc_t<In>;
-  const RowPlan plan = plan_row_sums(rows, channels / N);
+  const RowPlan plan = plan_channel_grads(rows, channels / N);
   A* const partials = dparameters ? static_cast<A*>(workspace) : nullptr;
   channel_grads_kernel<In, Out, N>
       <<<plan.grid(), plan.threads, 0, stream>>>(dy, x, dx, parameters, dtype, plan, partials, f);

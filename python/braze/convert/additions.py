@@ -8,6 +8,8 @@ each time, whether they only compute (runs.py).
 
 import ast
 
+import torch
+
 from braze.convert.modules import is_plain_attribute
 
 #: The forms of an addition as a link of a chain: see chains.Link.
@@ -76,9 +78,16 @@ class Surroundings:
             and all(n.id != name for n in ast.walk(statement) if isinstance(n, ast.Name))
         )
 
-    def is_parameter(self, node):
-        """Whether an expression is ``self.name``, a parameter of the module."""
-        return self.is_own(node) and self.attribute_name(node) in self.module._parameters
+    def is_scale(self, node):
+        """Whether an expression is ``self.name``, a parameter of the module that has more than one
+        element along one dimension."""
+        if not self.is_own(node):
+            return False
+        parameter = self.module.__dict__["_parameters"].get(self.attribute_name(node))
+        return (
+            type(parameter) is torch.nn.Parameter
+            and sum(size != 1 for size in parameter.shape) == 1
+        )
 
     def is_own(self, node):
         """Whether an expression is ``self.name``, without any code of the class."""

@@ -200,7 +200,7 @@ class _Function(Names, Calls, Branches, additions.Surroundings):
             inner, scale = additions.parts(node, form)
             # A run evaluates the parameter before what it scales.
             ordered = form == "rmul" or isinstance(inner, ast.Name)
-            if ordered and self.is_parameter(scale):
+            if ordered and self.is_scale(scale):
                 return Link(node.number, form, ("Scale",), (), "mul"), inner
         return None, None
 
@@ -209,7 +209,8 @@ class _Function(Names, Calls, Branches, additions.Surroundings):
         of one before, to which something is added."""
         if isinstance(node, ast.Name):
             return node.id == carried
-        link, inner = self.link(node, carried)
+        called = isinstance(node, ast.Call) or additions.is_scaling(node)
+        link, inner = self.link(node, carried) if called else (None, None)
         if link is None:
             return False
         if link.kinds and link.kinds != (through.SOMETIMES,):
