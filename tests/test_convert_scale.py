@@ -14,7 +14,7 @@ from convert_models import ops_run
 
 @pytest.fixture(autouse=True)
 def _on_every_device(monkeypatch):
-    for name in ("_WITH_BIAS", "_SCALE_ADD"):
+    for name in ("ACTIVATION_WITH_BIAS_ON", "SCALE_ADD_ON"):
         monkeypatch.setattr(runs, name, ("cpu", "cuda"))
 
 

@@ -364,7 +364,7 @@ def _layer_norm_product(links, input):
 
 #: On which devices an activation takes the bias of the linear layer before it, so that its backward
 #: makes the bias' gradient.
-_WITH_BIAS = ("cuda",)
+ACTIVATION_WITH_BIAS_ON = ("cuda",)
 
 
 def _linear_activation(links, input):
@@ -373,7 +373,7 @@ def _linear_activation(links, input):
     if (
         linear.bias is None
         or name == "relu"
-        or input.device.type not in _WITH_BIAS
+        or input.device.type not in ACTIVATION_WITH_BIAS_ON
         or (settings and not fits(name, settings))
     ):
         return one_by_one(links, input)
@@ -381,7 +381,7 @@ def _linear_activation(links, input):
 
 
 #: On which devices a layer scale and the addition behind it are one op.
-_SCALE_ADD = ("cuda",)
+SCALE_ADD_ON = ("cuda",)
 
 
 def _scale_add(links, input, added):
@@ -390,7 +390,7 @@ def _scale_add(links, input, added):
     takes = (
         scale is not None
         and scale_add_takes(input, scale, added)
-        and input.device.type in _SCALE_ADD
+        and input.device.type in SCALE_ADD_ON
         and _keep_format(input, scale, added)
         # Added in place, a float32 residual would be rounded.
         and not (function is operator.iadd and added.dtype not in (input.dtype, scale.dtype))
@@ -399,10 +399,12 @@ def _scale_add(links, input, added):
 
 
 def _keep_format(input, scale, added):
-    """Whether the op's result has the memory format of torch's."""
+    """Whether the op's result has the memory format of torch's, and channels are innermost, for
+    which it is fast."""
     if is_channels_last(input):
         return is_channels_last(added) and scaled_dim(input, scale) == 1
-    return input.is_contiguous() and added.is_contiguous()
+    innermost = scaled_dim(input, scale) == input.dim() - 1
+    return innermost and input.is_contiguous() and added.is_contiguous()
 
 
 def _weight_is_smaller(input, linear):
