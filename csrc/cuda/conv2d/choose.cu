@@ -209,12 +209,18 @@ bool im2col_beats_halo(const Conv2dArgs& args) {
   return filters > (is_plain_fp32(s) ? 64 * 128 : 64 * 64);
 }
 
-// Whether narrow_input is faster than cuDNN and than the others of ours. Long filters leave its
-// tiles no room in shared memory.
+// Whether narrow_input is faster than cuDNN and than the others of ours, as measured on an H200
+// (benchmarks/convolutions.py, first layers at batch 64): channels last, bf16 and TF32. Long filters
+// leave its tiles no room in shared memory.
 bool narrow_input_wins(const Conv2dArgs& args) {
-  constexpr bool kIsMeasured = false;
   const Conv2dShape& s = args.shape;
-  return kIsMeasured && s.c * s.r * s.s <= 384;
+  const bool wgrad = args.pass == Conv2dPass::kWgrad;
+  const Tensor4dRef &x = args.gathered, &y = wgrad ? args.other : args.out;
+  if (is_plain_fp32(s) || (x.c != 1 && s.c > 1) || y.c != 1) return false;
+  if (s.n * s.p * s.q < 64 * 20 * 20) return false;  // not measured
+  const int64_t terms = s.c * s.r * s.s;
+  if (wgrad) return terms <= 3 * 7 * 7;
+  return terms <= 3 * 11 * 11 && (size_of(s.dtype) == 2 || s.c < 4);
 }
 
 // The fastest of our own.
