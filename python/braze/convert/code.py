@@ -10,6 +10,13 @@ from braze.convert.source import Unknown, tree_of
 
 #: How a module comes to its forward.
 CALLS = "__call__", "_call_impl"
+_NOTES = isinstance, torch._C._log_api_usage_once
+#: Statements and expressions that do more than compute and branch.
+_MORE = (
+    *(ast.AsyncFor, ast.AsyncWith, ast.Await, ast.Delete, ast.For, ast.Global, ast.Import),
+    *(ast.ImportFrom, ast.NamedExpr, ast.Nonlocal, ast.Raise, ast.Try, ast.While, ast.With),
+    *(ast.Yield, ast.YieldFrom),
+)
 
 
 class Code(Outer):
@@ -77,6 +84,18 @@ class Code(Outer):
             scope[f"names{i}"], scope[f"value{i}"] = names, value
             tests.append(f"names{i}.get({name!r}) is value{i}")
         return eval(f"lambda: {' and '.join(tests)}", scope)
+
+    def notes_usage(self):
+        """Whether all that a function does is to tell torch, for statistics, that it is used."""
+        for node in self.tree.numbered:
+            if isinstance(node, ast.Call):
+                texts = isinstance(node.func, ast.Attribute) and node.func.attr == "startswith"
+                if not texts and self.known(node.func) not in _NOTES:
+                    return False
+            stored = isinstance(getattr(node, "ctx", None), (ast.Store, ast.Del))
+            if (stored and not isinstance(node, (ast.Name, ast.Tuple))) or isinstance(node, _MORE):
+                return False
+        return not self.tree.shared
 
     def attribute(self, node):
         """The name of ``self.name`` where its class has no code for it, or None."""

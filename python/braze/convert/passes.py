@@ -4,6 +4,8 @@ import ast
 import inspect
 import types
 
+import torch
+
 from braze.convert.code import Code
 from braze.convert.parts import Pass
 
@@ -12,15 +14,23 @@ def compiled(test):
     """A function of a module for an expression over its attributes, as :meth:`PassCode.test` gives
     them, and the names of these. Where they are of types whose comparison does more than that, it
     is false."""
-    found = {n.args[1].value for n in ast.walk(test) if isinstance(n, ast.Call)}
-    ordered = any(isinstance(n, _ORDERS) for n in ast.walk(test))
-    kinds = (bool, int, float) if ordered else _PLAIN
-    checks = [ast.Compare(_type(_read(n)), [ast.In()], [_name("kinds")]) for n in sorted(found)]
+    found, ordered = _attributes(test), set()
+    for node in ast.walk(test):
+        if any(isinstance(op, _ORDERS) for op in ast.iter_child_nodes(node)):
+            ordered |= _attributes(node)
+    checks = [
+        ast.Compare(_type(_read(n)), [ast.In()], [_name("numbers" if n in ordered else "plain")])
+        for n in sorted(found)
+    ]
     body = ast.BoolOp(ast.And(), [*checks, test]) if checks else test
     arguments = ast.arguments([], [ast.arg("m")], None, [], [], None, [])
     source = ast.fix_missing_locations(ast.Expression(ast.Lambda(arguments, body)))
-    scope = {"kinds": kinds, "getattr": getattr, "type": type}
+    scope = {"numbers": (bool, int, float), "plain": _PLAIN, "getattr": getattr, "type": type}
     return eval(compile(source, "<braze.convert>", "eval"), scope), found
+
+
+def _attributes(test):
+    return {n.args[1].value for n in ast.walk(test) if isinstance(n, ast.Call)}
 
 
 class PassCode(Code):
@@ -40,6 +50,8 @@ class PassCode(Code):
         if not body:
             return None
         first, rest = body[0], body[1:]
+        if self._does_nothing(first):
+            return self.returns_input(rest)
         if isinstance(first, ast.Return) and first.value is not None:
             if self._stands_for_input(first.value):
                 return ast.Constant(True)
@@ -55,6 +67,31 @@ class PassCode(Code):
             if then is not None:
                 ways.append(ast.BoolOp(ast.And(), [way, then]))
         return ast.BoolOp(ast.Or(), ways) if len(ways) > 1 else next(iter(ways), None)
+
+    def _does_nothing(self, statement):
+        """Whether a statement does nothing, whichever way it goes, but note that a function of
+        torchvision's is used, as these begin."""
+        if isinstance(statement, ast.If):
+            asks = not statement.orelse and self._asks_what_runs(statement.test)
+            return asks and all(map(self._does_nothing, statement.body))
+        call = statement.value if isinstance(statement, ast.Expr) else None
+        if not isinstance(call, ast.Call) or call.keywords:
+            return False
+        function = self.known(call.func)
+        if not isinstance(function, types.FunctionType):
+            return False
+        self.functions.append(function)
+        inner = Code(self.kind, function, {}, self.assumed)
+        return all(isinstance(a, ast.Name) for a in call.args) and inner.notes_usage()
+
+    def _asks_what_runs(self, node):
+        """Whether an expression asks torch whether it is scripting or tracing, and nothing else."""
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            return self._asks_what_runs(node.operand)
+        if isinstance(node, ast.BoolOp):
+            return all(map(self._asks_what_runs, node.values))
+        called = isinstance(node, ast.Call) and not node.args and not node.keywords
+        return called and self.known(node.func) in (torch.jit.is_scripting, torch.jit.is_tracing)
 
     def _stands_for_input(self, node):
         if not isinstance(node, ast.Name) or self._assigns_before(node.id):
@@ -110,6 +147,10 @@ class PassCode(Code):
         if isinstance(node, ast.BoolOp):
             values = [self.test(v) for v in node.values]
             return None if None in values else ast.BoolOp(node.op, values)
+        if isinstance(node, (ast.List, ast.Tuple)):
+            values = [self.test(v) for v in node.elts]
+            constant = all(isinstance(v, ast.Constant) for v in values)
+            return ast.Tuple(values, ast.Load()) if constant else None
         if isinstance(node, ast.Compare) and all(isinstance(op, _COMPARES) for op in node.ops):
             values = [self.test(v) for v in (node.left, *node.comparators)]
             return None if None in values else ast.Compare(values[0], node.ops, values[1:])
@@ -120,7 +161,7 @@ _INPUT = object()
 #: The types of what is compared without any effects.
 _PLAIN = bool, int, float, str, type(None)
 _ORDERS = ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.USub
-_COMPARES = *_ORDERS[:-1], ast.Eq, ast.NotEq, ast.Is, ast.IsNot
+_COMPARES = *_ORDERS[:-1], ast.Eq, ast.NotEq, ast.Is, ast.IsNot, ast.In, ast.NotIn
 
 
 def _name(name):
