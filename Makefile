@@ -62,12 +62,12 @@ build: $(VENV)/stamp.native $(VENV)/stamp.install
 format: $(VENV)/stamp.lint
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
-	$(VENV)/bin/clang-format -i $(FORMATTED)
+	@$(VENV)/bin/clang-format -i $(FORMATTED)
 
 lint: $(VENV)/stamp.lint
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(VENV)/bin/clang-format --dry-run -Werror $(FORMATTED)
+	@$(VENV)/bin/clang-format --dry-run -Werror $(FORMATTED)
 
 clean:
 	rm -rf $(VENV) build dist python/braze.egg-info python/braze/lib python/braze/_C*.so

@@ -1,5 +1,5 @@
-// What is asked of every module in a run at each call of a converted model: loops in Python take two
-// to four times as long.
+// What is asked of every module in a run at each call of a converted model: loops in Python take
+// two to four times as long.
 #pragma once
 #include <Python.h>
 
@@ -14,9 +14,9 @@ inline int is_unwatched(PyObject* module) {
   static PyObject* const kHooks[] = {interned("_forward_hooks"), interned("_forward_pre_hooks"),
                                      interned("_backward_hooks"), interned("_backward_pre_hooks")};
   // METHODS_OF_LAYERS in braze/convert/kinds.py
-  static PyObject* const kMethods[] = {
-      interned("forward"), interned("_conv_forward"), interned("_check_input_dim"),
-      interned("_call_impl"), interned("_compiled_call_impl")};
+  static PyObject* const kMethods[] = {interned("forward"), interned("_conv_forward"),
+                                       interned("_check_input_dim"), interned("_call_impl"),
+                                       interned("_compiled_call_impl")};
   PyObject* own = PyObject_GenericGetDict(module, nullptr);
   if (!own) return -1;
   int result = 1;
@@ -38,8 +38,8 @@ inline int is_unwatched(PyObject* module) {
   return result;
 }
 
-// braze._C.unwatched(modules): whether calls of modules run their classes' forwards and nothing else.
-// Of a list or tuple; elements that are tuples stand for functions and are passed over.
+// braze._C.unwatched(modules): whether calls of modules run their classes' forwards and nothing
+// else. Of a list or tuple; elements that are tuples stand for functions and are passed over.
 inline PyObject* unwatched(PyObject*, PyObject* modules) {
   PyObject* items = PySequence_Fast(modules, "unwatched() takes a list or a tuple");
   if (!items) return nullptr;

@@ -210,8 +210,8 @@ bool im2col_beats_halo(const Conv2dArgs& args) {
 }
 
 // Whether narrow_input is faster than cuDNN and than the others of ours, as measured on an H200
-// (benchmarks/convolutions.py, first layers at batch 64): channels last, bf16 and TF32. Long filters
-// leave its tiles no room in shared memory.
+// (benchmarks/convolutions.py, first layers at batch 64): channels last, bf16 and TF32. Long
+// filters leave its tiles no room in shared memory.
 bool narrow_input_wins(const Conv2dArgs& args) {
   const Conv2dShape& s = args.shape;
   const bool wgrad = args.pass == Conv2dPass::kWgrad;
