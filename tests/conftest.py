@@ -2,10 +2,15 @@
 deselected; BRAZE_REQUIRE_CUDA=1 makes them fail instead. `--seeds` draws other numbers."""
 
 import os
+import tempfile
 import zlib
 
 # Threads that spin while they wait slow down the other processes of `pytest -n`.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Graphs that torch.compile has kept of another build of braze know that one's strides.
+if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+    _compiled = tempfile.TemporaryDirectory(prefix="braze_compiled_")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = _compiled.name
 
 import hypothesis
 import pytest

@@ -32,6 +32,10 @@ WINOGRAD = [
     (2, 12, 5, 6, 18, (3, 3), (1, 1), (1, 1), 1, 3),
     (2, 8, 4, 3, 8, (3, 3), (1, 1), (3, 5), 1, 1),  # padding over the filter
     (9, 100, 7, 7, 70, (3, 3), (1, 1), (1, 1), 1, 1),
+    # Whole vectors, read where they lie: half tiles at the edges, several segments and groups.
+    (2, 32, 9, 5, 48, (3, 3), (1, 1), (1, 1), 1, 1),
+    (1, 16, 4, 301, 16, (3, 3), (1, 1), (2, 0), 1, 1),
+    (2, 48, 6, 7, 96, (3, 3), (1, 1), (0, 1), 1, 3),
 ]
 IM2COL = [
     (2, 3, 11, 9, 10, (3, 2), (2, 1), (1, 2), 2, 1),
@@ -163,6 +167,18 @@ def test_strides_of_views(name):
         wide[::2, 2:-1] = x
         for which in PASSES:
             check(which, (n, c, h, w, k, *rest), (wide[::2, 2:-1], weight, b, dy), name)
+
+
+@pytest.mark.parametrize("name", [*sorted(BY_NAME), "implicit_gemm"])
+@pytest.mark.parametrize("forms", [("nchw", "nhwc"), ("nhwc", "nchw")], ids="-".join)
+def test_formats_may_differ(name, forms):
+    """The gradients of a convolution whose result has another format than its input."""
+    case = BY_NAME.get(name, IM2COL)[1]
+    x, weight, b, dy = drawn(case, torch.float32, forms[0])
+    dy = dy.contiguous(memory_format=FORMATS[forms[1]])
+    for which in PASSES[1:]:
+        actual = check(which, case, (x, weight, b, dy), name)
+        assert actual.is_contiguous(memory_format=FORMATS[forms[0]])
 
 
 @pytest.mark.parametrize("special", [math.inf, -math.inf, math.nan])

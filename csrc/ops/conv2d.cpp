@@ -153,6 +153,16 @@ Operand operand(Stream stream, const Tensor& t, bool channels_last, const Wish& 
   return o.expanded() || wish.kind == Wish::kLibrary ? dense(stream, o, channels_last) : o;
 }
 
+// The result's gradient. As torch does, CUDA's kernels of both gradients want the convolution's own
+// format. Those of the CPU copy what they read, from either.
+Operand output_gradient(Stream stream, const Tensor& t, bool channels_last) {
+  const Operand o(t, channels_last);
+#ifndef BRAZE_CUDA
+  if (Operand(t, true).is_dense) return Operand(t, true);
+#endif
+  return dense(stream, o, channels_last);
+}
+
 // Where a weight's gradient is made while the main stream goes on: until join(), or, if it is small
 // and a side stream is open, beyond the op. A large one fills the device: there is nothing to
 // gain (H200, 14 x 14 pixels: batch 64 4 us, 8192 a loss of 1 %). In 16 bits the input's gradient
@@ -270,6 +280,10 @@ std::string list_string(const Sizes& values) {
   return s + "]";
 }
 
+bool conv2d_is_channels_last(const Tensor& input, const Tensor& weight) {
+  return suggests_channels_last(input) || suggests_channels_last(weight);
+}
+
 void check_grad_output(const char* op, const Tensor& grad_output, const Tensor& input,
                        const Sizes& expected) {
   check_same_device(op, "grad_output", grad_output, "input", input);
@@ -279,7 +293,7 @@ void check_grad_output(const char* op, const Tensor& grad_output, const Tensor& 
 }
 
 Tensor conv2d_forward(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
-                      const Arguments& args, OutputMoments* moments) {
+                      const Arguments& args, OutputMoments* moments, bool to_channels_last) {
   check_arguments(input, weight, args);
   const Conv2dShape shape = shape_of(input, weight, args);
   if (bias) {
@@ -289,17 +303,19 @@ Tensor conv2d_forward(const Tensor& input, const Tensor& weight, const std::opti
                 shape_string(weight), ", expected bias to be 1-dimensional with ", shape.k,
                 " elements, but got bias of size ", shape_string(*bias), " instead");
   }
-  return run_conv2d_forward(Conv2dPass::kFprop, shape, input, weight, bias, args.backend, moments);
+  return run_conv2d_forward(Conv2dPass::kFprop, shape, input, weight, bias, args.backend, moments,
+                            to_channels_last);
 }
 
 Tensor run_conv2d_forward(Conv2dPass forward, const Conv2dShape& shape, const Tensor& input,
                           const Tensor& weight, const std::optional<Tensor>& bias,
-                          const std::string& backend, OutputMoments* moments) {
+                          const std::string& backend, OutputMoments* moments,
+                          bool to_channels_last) {
   const bool transposed = forward == Conv2dPass::kDgrad;
   std::optional<Tensor> dense_bias;
   if (bias) dense_bias = as_contiguous(*bias);
   const DeviceContext context(input);
-  const bool channels_last = suggests_channels_last(input) || suggests_channels_last(weight);
+  const bool channels_last = to_channels_last || conv2d_is_channels_last(input, weight);
   const bool no_terms = shape.n == 0 || shape.c == 0;
   const Choice choice = no_terms ? Choice() : choice_of(backend);
   const bool with_bias = bias.has_value();
@@ -352,7 +368,7 @@ std::tuple<Tensor, Tensor, Tensor> run_conv2d_gradients(
   const bool transposed = forward == Conv2dPass::kDgrad;
   const Conv2dPass to_input = transposed ? Conv2dPass::kFprop : Conv2dPass::kDgrad;
   const DeviceContext context(input);
-  const bool channels_last = suggests_channels_last(input) || suggests_channels_last(weight);
+  const bool channels_last = conv2d_is_channels_last(input, weight);
   Tensor grad_input, grad_weight, grad_bias;
   const bool no_terms = shape.n == 0 || shape.c == 0;
   std::vector<Conv2dPass> passes;
@@ -381,10 +397,8 @@ std::tuple<Tensor, Tensor, Tensor> run_conv2d_gradients(
                      : transposed ? dense(stream, given, within)
                                   : operand(stream, input, within, choice.wish);
   const Operand w = dense(stream, Operand(weight, within), within);
-  // As torch does: the kernels of both gradients want the convolution's own format.
-  const Operand output(grad_output, within);
-  const Operand grad =
-      reformat ? dense(stream, output, within, memory[1]) : dense(stream, output, within);
+  const Operand grad = reformat ? dense(stream, Operand(grad_output, within), within, memory[1])
+                                : output_gradient(stream, grad_output, within);
   const Operand &x = transposed ? grad : in, &y = transposed ? in : grad;
   // The two convolutions need nothing of each other. The branch's memory is kept until they join.
   Branch branch(stream, shape);

@@ -21,8 +21,10 @@ struct OutputMoments {
 };
 
 // moments: nullptr, or filled in where a kernel leaves them (view.sets is not 0 then).
+// to_channels_last: the result is channels_last whatever its operands are.
 Tensor conv2d_forward(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
-                      const Conv2dArguments& args, OutputMoments* moments);
+                      const Conv2dArguments& args, OutputMoments* moments,
+                      bool to_channels_last = false);
 
 // The gradients that output_mask asks for, of input, weight and bias; empty tensors for the rest.
 std::tuple<Tensor, Tensor, Tensor> conv2d_gradients(const Tensor& grad_output, const Tensor& input,
@@ -34,10 +36,14 @@ std::tuple<Tensor, Tensor, Tensor> conv2d_gradients(const Tensor& grad_output, c
 // one of that shape, whose result has the part of x, its input that of y (kDgrad).
 Tensor run_conv2d_forward(Conv2dPass forward, const Conv2dShape& shape, const Tensor& input,
                           const Tensor& weight, const std::optional<Tensor>& bias,
-                          const std::string& backend, OutputMoments* moments);
+                          const std::string& backend, OutputMoments* moments,
+                          bool to_channels_last = false);
 std::tuple<Tensor, Tensor, Tensor> run_conv2d_gradients(
     Conv2dPass forward, const Conv2dShape& shape, const Tensor& grad_output, const Tensor& input,
     const Tensor& weight, const std::string& backend, const std::vector<bool>& output_mask);
+
+// Whether a convolution's result is channels_last, as torch has it; else it is contiguous.
+bool conv2d_is_channels_last(const Tensor& input, const Tensor& weight);
 
 // That a backward's grad_output fits its input, and is of the forward's shape.
 void check_grad_output(const char* op, const Tensor& grad_output, const Tensor& input,

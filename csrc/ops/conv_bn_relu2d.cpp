@@ -148,6 +148,18 @@ std::tuple<Tensor, Tensor, Tensor> bn_relu2d_backward(
   return {grads.input, grads.weight, grads.bias};
 }
 
+// Whether a convolution before pooling leaves its result, which only the block itself reads, in
+// channels_last, whatever the format of its operands: the CPU's kernels have filters across the
+// lanes, and so has pooling then.
+bool leaves_channels_last([[maybe_unused]] const Tensor& weight) {
+#ifdef BRAZE_CUDA
+  return false;
+#else
+  constexpr int64_t kLeastFilters = 16;
+  return weight.dim() == 4 && weight.size(0) >= kLeastFilters;
+#endif
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor> conv_bn_relu2d(
     const Tensor& input, const Tensor& weight, const std::optional<Tensor>& conv_bias,
     const std::optional<Tensor>& bn_weight, const std::optional<Tensor>& bn_bias,
@@ -157,10 +169,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> conv_bn_relu2d(
     bool max_pool, bool contiguous, bool allow_tf32, bool deterministic,
     const std::string& backend) {
   OutputMoments moments;
+  const bool within_channels_last = max_pool && leaves_channels_last(weight);
   const Tensor z =
       conv2d_forward(input, weight, conv_bias,
                      {stride, padding, dilation, groups, allow_tf32, deterministic, backend},
-                     training ? &moments : nullptr);
+                     training ? &moments : nullptr, within_channels_last);
+  if (within_channels_last && !conv2d_is_channels_last(input, weight)) contiguous = true;
   const Norm norm{bn_weight,           bn_bias,  running_mean, running_var,
                   num_batches_tracked, training, momentum,     eps};
   const auto [out, codes, statistics] =

@@ -51,6 +51,54 @@ struct TileAxis {
   const Axis& axis;
 };
 
+// Windows of kSide x kSide pixels, kTileOut apart, side by side from (y, x) on, of a channels_last
+// image with whole vectors of channels: read where they lie, without a slab.
+template <int kSide, typename Acc>
+class Windows {
+ public:
+  // zeros: as many as a pixel has channels, for what is outside.
+  Windows(const Acc* image, const Tensor4dRef& strides, int64_t height, int64_t width, int64_t y,
+          int64_t x, const Acc* zeros)
+      : image_(image),
+        down_(strides.h),
+        right_(strides.w),
+        height_(height),
+        width_(width),
+        y_(y),
+        x_(x),
+        zeros_(zeros) {}
+
+  // f(at): at(i, j) points to the channels of pixel (i, j) of that window.
+  template <typename F>
+  void operator()(int64_t window, const F& f) const {
+    const int64_t x = x_ + window * kTileOut;
+    const Acc* const corner = image_ + y_ * down_ + x * right_;
+    if (y_ >= 0 && y_ + kSide <= height_ && x >= 0 && x + kSide <= width_) {
+      return f([&](int i, int j) { return corner + i * down_ + j * right_; });
+    }
+    const Acc* pixels[kSide][kSide];
+    for (int i = 0; i < kSide; ++i) {
+      const bool has_row = y_ + i >= 0 && y_ + i < height_;
+      for (int j = 0; j < kSide; ++j) {
+        const bool is_inside = has_row && x + j >= 0 && x + j < width_;
+        pixels[i][j] = is_inside ? corner + i * down_ + j * right_ : zeros_;
+      }
+    }
+    f([&](int i, int j) { return pixels[i][j]; });
+  }
+
+ private:
+  const Acc* image_;
+  int64_t down_, right_, height_, width_, y_, x_;
+  const Acc* zeros_;
+};
+
+// Whether Windows can read a tensor of T with these strides.
+template <typename T>
+inline bool is_read_in_place(const Tensor4dRef& strides, int64_t channels) {
+  return std::is_same_v<T, acc_t<T>> && strides.c == 1 && channels % kLanes<acc_t<T>> == 0;
+}
+
 template <typename Acc>
 struct WinogradPlan {
   static constexpr int kL = kLanes<Acc>, kPanel = 2 * kL;
@@ -229,8 +277,7 @@ class Winograd {
       const Acc* from = sums;
       for (int64_t i = first; i < first + count; ++i) {
         const Segment at = segment(i);
-        if (!transform_back(results, from, at.columns, width)) spoilt_[at.image] = 1;
-        store(results, width, group, j, at);
+        if (!store_segment(results, from, width, group, j, at)) spoilt_[at.image] = 1;
         from += at.columns * width;
       }
     }
@@ -238,63 +285,105 @@ class Winograd {
 
   // Channels across the lanes: [position][tile][channel].
   void transform(Acc* to, Acc* slab, int64_t group, const Segment& at) const {
+    const T* const image = static_cast<const T*>(conv_.src.data) + at.image * conv_.src.n +
+                           group * conv_.channels * conv_.src.c;
+    if constexpr (std::is_same_v<T, Acc>) {
+      if (is_read_in_place<T>(conv_.src, conv_.channels)) {
+        std::fill_n(slab, conv_.channels, Acc(0));
+        const Windows<kTileIn, Acc> windows(image, conv_.src, conv_.h.extent, conv_.w.extent,
+                                            conv_.h.first + at.row * kTileOut,
+                                            conv_.w.first + at.column * kTileOut, slab);
+        for (int64_t tile = 0; tile < at.columns; ++tile, to += plan_.ld) {
+          windows(tile, [&](const auto& pixel) { transform_window(to, pixel); });
+        }
+        return;
+      }
+    }
     const Axis h = rows_.window(at.row, 1), w = columns_.window(at.column, at.columns);
     const SlabShape shape(h, w, kTileOut);
-    fill_slab(slab, shape, h, w,
-              static_cast<const T*>(conv_.src.data) + at.image * conv_.src.n +
-                  group * conv_.channels * conv_.src.c,
-              conv_.src, conv_.channels, 0, plan_.pitch);
+    fill_slab(slab, shape, h, w, image, conv_.src, conv_.channels, 0, plan_.pitch);
     for (int64_t tile = 0; tile < at.columns; ++tile, to += plan_.ld) {
       const Acc* const window = slab + tile * kTileOut * plan_.pitch;
-      for (int64_t c = 0; c < conv_.channels; c += kL) {
-        transform_input<V>(
-            [&](int i, int j) { return load<V>(window + (i * shape.pitch + j) * plan_.pitch + c); },
-            [&](int position, const V& v) {
-              cpu::store(to + position * plan_.position_size + c, v);
-            });
-      }
+      transform_window(to,
+                       [&](int i, int j) { return window + (i * shape.pitch + j) * plan_.pitch; });
     }
   }
 
-  // A'mA: results as two rows of pixels, filters across the lanes. Returns whether all are finite.
-  bool transform_back(Acc* results, const Acc* sums, int64_t tiles, int64_t width) const {
+  // pixel(i, j): the channels of a pixel of the tile's inputs.
+  template <typename Pixel>
+  void transform_window(Acc* to, const Pixel& pixel) const {
+    for (int64_t c = 0; c < conv_.channels; c += kL) {
+      transform_input<V>([&](int i, int j) { return load<V>(pixel(i, j) + c); },
+                         [&](int position, const V& v) {
+                           cpu::store(to + position * plan_.position_size + c, v);
+                         });
+    }
+  }
+
+  // A'mA: a tile's results of a vector of filters, put(row, column, results).
+  template <typename Put>
+  void transform_back(const Acc* sums, const Put& put) const {
+    V half[kTileOut][kTileIn];
+    for (int j = 0; j < kTileIn; ++j) {
+      const auto at = [&](int r) { return load<V>(sums + (kTileIn * r + j) * plan_.sums_size); };
+      const V m1 = at(1), m2 = at(2);
+      half[0][j] = at(0) + m1 + m2;
+      half[1][j] = m1 - m2 - at(3);
+    }
+    for (int r = 0; r < kTileOut; ++r) {
+      const V* const m = half[r];
+      put(r, 0, m[0] + m[1] + m[2]), put(r, 1, m[1] - m[2] - m[3]);
+    }
+  }
+
+  // The results of a segment's tiles and of panel j. Returns whether all are finite.
+  bool store_segment(Acc* results, const Acc* sums, int64_t width, int64_t group, int64_t j,
+                     const Segment& at) const {
     V odd = {};  // NaN where a result is not finite
-    const int64_t row = tiles * kTileOut * width;
-    for (int64_t i = 0; i < tiles * width; i += kL) {
-      V half[kTileOut][kTileIn];
-      for (int j = 0; j < kTileIn; ++j) {
-        const auto at = [&](int r) {
-          return load<V>(sums + (kTileIn * r + j) * plan_.sums_size + i);
-        };
-        const V m1 = at(1), m2 = at(2);
-        half[0][j] = at(0) + m1 + m2;
-        half[1][j] = m1 - m2 - at(3);
-      }
-      Acc* const to = results + i / width * kTileOut * width + i % width;
-      for (int r = 0; r < kTileOut; ++r) {
-        const V *m = half[r], left = m[0] + m[1] + m[2], right = m[1] - m[2] - m[3];
-        odd += (left + right) * Acc(0);
-        cpu::store(to + r * row, left);
-        cpu::store(to + r * row + width, right);
+    const int64_t filter = group * conv_.filters + j * kPanel;
+    const Tensor4dRef& d = conv_.dst_strides;
+    const int64_t row = at.row * kTileOut, column = at.column * kTileOut;
+    const bool is_whole =
+        row + kTileOut <= conv_.h.out && column + at.columns * kTileOut <= conv_.w.out;
+    if constexpr (std::is_same_v<T, Acc>) {
+      // Whole tiles of whole vectors go where they belong.
+      if (is_whole && d.c == 1 && conv_.filters % kL == 0 && !conv_.bias) {
+        Acc* const to = static_cast<Acc*>(conv_.dst) + at.image * d.n + filter + row * d.h;
+        for (int64_t tile = 0; tile < at.columns; ++tile, sums += width) {
+          Acc* const corner = to + (column + tile * kTileOut) * d.w;
+          for (int64_t f = 0; f < width; f += kL) {
+            transform_back(sums + f, [&](int r, int c, const V& v) {
+              odd += v * Acc(0);
+              cpu::store(corner + r * d.h + c * d.w + f, v);
+            });
+          }
+        }
+        return is_zero(odd);
       }
     }
-    Acc sum = 0;
-    for (int l = 0; l < kL; ++l) sum += odd[l];
-    return sum == 0;
-  }
-
-  void store(const Acc* results, int64_t width, int64_t group, int64_t j, const Segment& at) const {
-    const Tensor4dRef& d = conv_.dst_strides;
-    const int64_t filter = group * conv_.filters + j * kPanel;
-    const int64_t first_row = at.row * kTileOut, first = at.column * kTileOut;
-    const int64_t pixels = std::min(at.columns * kTileOut, conv_.w.out - first);
-    for (int64_t r = 0; r < std::min(kTileOut, conv_.h.out - first_row); ++r) {
-      store_pixels(results + r * at.columns * kTileOut * width, width, pixels,
-                   std::min(width, conv_.filters - j * kPanel), conv_.bias, filter,
-                   static_cast<T*>(conv_.dst) + at.image * d.n + filter * d.c +
-                       (first_row + r) * d.h + first * d.w,
+    const int64_t pitch = at.columns * kTileOut * width;  // of results, two rows of pixels
+    for (int64_t i = 0; i < at.columns * width; i += kL) {
+      Acc* const to = results + i / width * kTileOut * width + i % width;
+      transform_back(sums + i, [&](int r, int c, const V& v) {
+        odd += v * Acc(0);
+        cpu::store(to + r * pitch + c * width, v);
+      });
+    }
+    const int64_t pixels = std::min(at.columns * kTileOut, conv_.w.out - column);
+    for (int64_t r = 0; r < std::min(kTileOut, conv_.h.out - row); ++r) {
+      store_pixels(results + r * pitch, width, pixels, std::min(width, conv_.filters - j * kPanel),
+                   conv_.bias, filter,
+                   static_cast<T*>(conv_.dst) + at.image * d.n + filter * d.c + (row + r) * d.h +
+                       column * d.w,
                    d.w, d.c);
     }
+    return is_zero(odd);
+  }
+
+  static bool is_zero(const V& v) {
+    Acc sum = 0;
+    for (int l = 0; l < kL; ++l) sum += v[l];
+    return sum == 0;
   }
 
   const Convolution& conv_;

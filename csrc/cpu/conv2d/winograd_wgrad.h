@@ -34,7 +34,8 @@ struct WinogradWgradPlan {
   }
   // Segments: `columns` tiles side by side; a chunk is several of them.
   int64_t segments(const WeightGradient& g) const { return g.images * tile_rows * blocks; }
-  int64_t position_size() const { return kTiles * (filters + channels); }
+  // A vector more, or a tile's 16 positions would all meet in one set of the first-level cache.
+  int64_t position_size() const { return kTiles * (filters + channels) + kL; }
   int64_t chunk_size() const { return kPositions * position_size(); }
   int64_t sums_size() const { return kPositions * filters * channels; }  // of a group
   int64_t bytes(const WeightGradient&) const {
@@ -61,8 +62,6 @@ class WinogradWgrad {
   WinogradWgrad(const WeightGradient& g, const Plan& plan, void* workspace)
       : g_(g),
         plan_(plan),
-        rows_(g.h),
-        columns_(g.w),
         sums_(static_cast<Acc*>(workspace)),
         chunks_(sums_ + plan.sums_size()),
         slabs_(chunks_ + plan.chunks * plan.chunk_size()) {}
@@ -130,53 +129,69 @@ class WinogradWgrad {
 
   void transform_x(Acc* slab, int64_t chunk, int64_t tile, int64_t image, int64_t group,
                    int64_t row, int64_t column, int64_t count) const {
-    const Axis h = rows_.window(row, 1), w = columns_.window(column, count);
-    const SlabShape shape(h, w, kTileOut);
-    const int64_t pitch = plan_.channels;
-    fill_slab(slab, shape, h, w,
-              static_cast<const T*>(g_.x.data) + image * g_.x.n + group * g_.channels * g_.x.c,
-              g_.x, g_.channels, 0, pitch);
     Acc* const to = inputs(chunk, 0) + plan_.filters * Plan::kTiles;
-    for (int64_t t = 0; t < count; ++t) {
-      const Acc* const window = slab + t * kTileOut * pitch;
-      for (int64_t c = 0; c < plan_.channels; c += kL) {
-        const int64_t panel = c / kPanel * kPanel;
-        Acc* const out = to + panel * Plan::kTiles + (tile + t) * panel_width(panel) + c - panel;
-        transform_input<V>(
-            [&](int i, int j) { return load<V>(window + (i * shape.pitch + j) * pitch + c); },
-            [&](int position, const V& v) {
-              cpu::store(out + position * plan_.position_size(), v);
-            });
-      }
-    }
+    const int64_t y = g_.h.first + row * kTileOut, x = g_.w.first + column * kTileOut;
+    with_pixels<kTileIn>(
+        slab, g_.x, g_.h.extent, g_.w.extent, image, group, g_.channels, plan_.channels, y, x,
+        count, [&](int64_t t, const auto& pixel) {
+          for (int64_t c = 0; c < plan_.channels; c += kL) {
+            const int64_t panel = c / kPanel * kPanel;
+            Acc* const out =
+                to + panel * Plan::kTiles + (tile + t) * panel_width(panel) + c - panel;
+            transform_input<V>([&](int i, int j) { return load<V>(pixel(i, j) + c); },
+                               [&](int position, const V& v) {
+                                 cpu::store(out + position * plan_.position_size(), v);
+                               });
+          }
+        });
   }
 
   // G dy G'.
   void transform_dy(Acc* slab, int64_t chunk, int64_t tile, int64_t image, int64_t group,
                     int64_t row, int64_t column, int64_t count) const {
-    const Axis h(kTileOut, 1, g_.h.out, {row * kTileOut});
-    const Axis w(count * kTileOut, 1, g_.w.out, {column * kTileOut});
-    const SlabShape shape(h, w, kTileOut);
-    const int64_t pitch = plan_.filters;
-    fill_slab(slab, shape, h, w,
-              static_cast<const T*>(g_.dy.data) + image * g_.dy.n + group * g_.filters * g_.dy.c,
-              g_.dy, g_.filters, 0, pitch);
-    for (int64_t t = 0; t < count; ++t) {
-      const Acc* const window = slab + t * kTileOut * pitch;
-      for (int64_t f = 0; f < plan_.filters; f += kL) {
-        Acc* const out = inputs(chunk, 0) + f * Plan::kTiles + (tile + t) * kL;
-        V half[kTileIn][kTileOut];
-        for (int j = 0; j < kTileOut; ++j) {
-          transform_two(load<V>(window + j * pitch + f),
-                        load<V>(window + (shape.pitch + j) * pitch + f),
-                        [&](int i, const V& v) { half[i][j] = v; });
+    with_pixels<kTileOut>(
+        slab, g_.dy, g_.h.out, g_.w.out, image, group, g_.filters, plan_.filters, row * kTileOut,
+        column * kTileOut, count, [&](int64_t t, const auto& pixel) {
+          for (int64_t f = 0; f < plan_.filters; f += kL) {
+            Acc* const out = inputs(chunk, 0) + f * Plan::kTiles + (tile + t) * kL;
+            V half[kTileIn][kTileOut];
+            for (int j = 0; j < kTileOut; ++j) {
+              transform_two(load<V>(pixel(0, j) + f), load<V>(pixel(1, j) + f),
+                            [&](int i, const V& v) { half[i][j] = v; });
+            }
+            for (int i = 0; i < kTileIn; ++i) {
+              transform_two(half[i][0], half[i][1], [&](int j, const V& v) {
+                cpu::store(out + (kTileIn * i + j) * plan_.position_size(), v);
+              });
+            }
+          }
+        });
+  }
+
+  // f(t, pixel) for `count` windows of kSide x kSide pixels from (y, x) on, of an image of that
+  // height and width; pixel(i, j) are the channels of a pixel, `pitch` of them.
+  template <int kSide, typename F>
+  void with_pixels(Acc* slab, const Tensor4dRef& t, int64_t height, int64_t width, int64_t image,
+                   int64_t group, int64_t channels, int64_t pitch, int64_t y, int64_t x,
+                   int64_t count, const F& f) const {
+    const T* const from = static_cast<const T*>(t.data) + image * t.n + group * channels * t.c;
+    if constexpr (std::is_same_v<T, Acc>) {
+      if (is_read_in_place<T>(t, channels)) {
+        std::fill_n(slab, pitch, Acc(0));
+        const Windows<kSide, Acc> windows(from, t, height, width, y, x, slab);
+        for (int64_t i = 0; i < count; ++i) {
+          windows(i, [&](const auto& pixel) { f(i, pixel); });
         }
-        for (int i = 0; i < kTileIn; ++i) {
-          transform_two(half[i][0], half[i][1], [&](int j, const V& v) {
-            cpu::store(out + (kTileIn * i + j) * plan_.position_size(), v);
-          });
-        }
+        return;
       }
+    }
+    // Windows overlap by kSide - kTileOut.
+    const Axis h(kSide, 1, height, {y}), w((count - 1) * kTileOut + kSide, 1, width, {x});
+    const SlabShape shape(h, w, kSide);
+    fill_slab(slab, shape, h, w, from, t, channels, 0, pitch);
+    for (int64_t i = 0; i < count; ++i) {
+      const Acc* const window = slab + i * kTileOut * pitch;
+      f(i, [&](int r, int c) { return window + (r * shape.pitch + c) * pitch; });
     }
   }
 
@@ -241,7 +256,6 @@ class WinogradWgrad {
 
   const WeightGradient& g_;
   const Plan plan_;
-  const TileAxis rows_, columns_;
   Acc* sums_;
   Acc* chunks_;
   Acc* slabs_;

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cpu/batch_norm/batch_norm_parts.h"
+#include "cpu/common/copy_matrix.h"
 #include "cpu/conv_bn_relu2d/bn_pool_codes.h"
 #include "launchers/common/registry.h"
 
@@ -226,24 +227,61 @@ void pool_pixel(int64_t c, const T* z, const Steps& steps, const acc_t<T>* mean,
   }
 }
 
+// Rows of pooled pixels that are worked on together, NHWC: one, or where the pooled tensor is
+// turned as many as are transposed well.
+struct PooledRows {
+  int64_t c, p, q, together, per_image;
+
+  explicit PooledRows(const BnPoolShape& shape) : c(shape.c), p(shape.p()), q(shape.q()) {
+    constexpr int64_t kElements = 8192;
+    together = shape.turned ? std::clamp<int64_t>(kElements / (q * c), 1, p) : 1;
+    per_image = ceil_div(p, together);
+  }
+  int64_t elements() const { return together * q * c; }
+  int64_t grain() const { return std::max<int64_t>(1, kGrain / (4 * elements())); }
+  int64_t rows_from(int64_t first) const { return std::min(together, p - first); }
+};
+
+// Pixels of c channels each, to or from planes that lie `plane` apart; for the types that are their
+// own accumulation type, as bn_pool_turns() has it.
+template <typename T>
+void to_planes(const T* pixels, int64_t count, int64_t c, T* planes, int64_t plane) {
+  if constexpr (std::is_same_v<T, acc_t<T>>) copy_matrix(planes, plane, pixels, 1, c, c, count);
+}
+template <typename T>
+void from_planes(const T* planes, int64_t plane, int64_t count, int64_t c, T* pixels) {
+  if constexpr (std::is_same_v<T, acc_t<T>>) copy_matrix(pixels, c, planes, 1, plane, count, c);
+}
+
 template <typename T>
 void pool_pixels(const BnPoolShape& shape, const T* z, const acc_t<T>* mean, const acc_t<T>* scale,
                  const acc_t<T>* shift, T* y, uint32_t* codes) {
   const Steps steps(shape);
+  const PooledRows bands(shape);
   const int64_t c = shape.c, p = shape.p(), q = shape.q();
-  const int64_t grain = std::max<int64_t>(1, kGrain / (4 * q * c));
-  parallel_for(0, shape.n * p, grain, [&](int64_t row, int64_t end) {
+  parallel_for(0, shape.n * bands.per_image, bands.grain(), [&](int64_t band, int64_t end) {
     std::vector<uint8_t> row_codes(q * c);
     std::vector<int32_t> code(c);  // of bytes a vector would be longer than most pixels
-    for (; row < end; ++row) {
-      const T* corner = z + (row / p * shape.h + 2 * (row % p)) * steps.down;
-      for (int64_t column = 0; column < q; ++column, corner += 2 * c) {
-        pool_pixel(c, corner, steps, mean, scale, shift, y + (row * q + column) * c, code.data());
-        uint8_t* bytes = row_codes.data() + column * c;
+    std::vector<T> results(shape.turned ? bands.elements() : 0);
+    for (; band < end; ++band) {
+      const int64_t image = band / bands.per_image;
+      const int64_t first = band % bands.per_image * bands.together, rows = bands.rows_from(first);
+      const int64_t first_pixel = (image * p + first) * q;
+      T* const to = shape.turned ? results.data() : y + first_pixel * c;
+      for (int64_t row = 0; row < rows; ++row) {
+        const T* corner = z + (image * shape.h + 2 * (first + row)) * steps.down;
+        for (int64_t column = 0; column < q; ++column, corner += 2 * c) {
+          pool_pixel(c, corner, steps, mean, scale, shift, to + (row * q + column) * c,
+                     code.data());
+          uint8_t* bytes = row_codes.data() + column * c;
 #pragma omp simd
-        for (int64_t j = 0; j < c; ++j) bytes[j] = static_cast<uint8_t>(code[j]);
+          for (int64_t j = 0; j < c; ++j) bytes[j] = static_cast<uint8_t>(code[j]);
+        }
+        pack(row_codes.data(), (first_pixel + row * q) * c, q * c, codes);
       }
-      pack(row_codes.data(), row * q * c, q * c, codes);
+      if (shape.turned) {
+        to_planes(to, rows * q, c, y + (image * c * p + first) * q, p * q);
+      }
     }
   });
 }
@@ -276,32 +314,40 @@ void spread_pixels(const BnPoolShape& shape, const T* dy, const uint32_t* codes,
                    const acc_t<T>* mean, const GradCoefficients<acc_t<T>>& k, T* dz) {
   using A = acc_t<T>;
   const Steps steps(shape);
-  const int64_t c = shape.c, p = shape.p(), q = shape.q(), pairs = ceil_div(shape.h, 2);
-  const int64_t grain = std::max<int64_t>(1, kGrain / (2 * steps.down));
-  parallel_for(0, shape.n * pairs, grain, [&](int64_t pair, int64_t end) {
+  const PooledRows bands(shape);
+  const int64_t c = shape.c, p = shape.p(), q = shape.q();
+  parallel_for(0, shape.n * bands.per_image, bands.grain(), [&](int64_t band, int64_t end) {
     std::vector<uint8_t> bytes(c);
     std::vector<int32_t> unpacked(c);
+    std::vector<T> grads(shape.turned ? bands.elements() : 0);
     const std::vector<A> no_grads(c);
-    for (; pair < end; ++pair) {
-      const int64_t image = pair / pairs, row = pair % pairs;
-      const int64_t rows = std::min<int64_t>(2, shape.h - 2 * row);
-      for (int64_t column = 0; column < ceil_div(shape.w, 2); ++column) {
-        const int64_t corner = (image * shape.h + 2 * row) * steps.down + 2 * column * c;
-        const int64_t columns = std::min<int64_t>(2, shape.w - 2 * column);
-        const bool covered = rows == 2 && columns == 2;
-        const int64_t pooled = ((image * p + row) * q + column) * c;
-        if (covered) {
-          unpack_pixel(codes, pooled, c, bytes.data(), unpacked.data());
-          spread_window<kTraining>(c, dy + pooled, unpacked.data(), z + corner, steps, mean, k,
-                                   dz + corner);
-          continue;
-        }
-        for (int i = 0; i < 4; ++i) {
-          if (i / 2 >= rows || i % 2 >= columns) continue;
-          input_grad_run<kTraining>(c, no_grads.data(), z + corner + steps(i), mean, k, Each{},
-                                    dz + corner + steps(i));
-        }
+    // What is in no window: an odd extent's last row or column.
+    const auto spread_nothing = [&](int64_t image, int64_t row, int64_t column) {
+      const int64_t pixel = (image * shape.h + row) * steps.down + column * c;
+      input_grad_run<kTraining>(c, no_grads.data(), z + pixel, mean, k, Each{}, dz + pixel);
+    };
+    for (; band < end; ++band) {
+      const int64_t image = band / bands.per_image;
+      const int64_t first = band % bands.per_image * bands.together, rows = bands.rows_from(first);
+      const int64_t first_pixel = (image * p + first) * q;
+      const T* from = dy + first_pixel * c;
+      if (shape.turned) {
+        from_planes(dy + (image * c * p + first) * q, p * q, rows * q, c, grads.data());
+        from = grads.data();
       }
+      for (int64_t row = 0; row < rows; ++row) {
+        const int64_t top = 2 * (first + row);
+        for (int64_t column = 0; column < q; ++column) {
+          const int64_t corner = (image * shape.h + top) * steps.down + 2 * column * c;
+          const int64_t pixel = row * q + column;
+          unpack_pixel(codes, (first_pixel + pixel) * c, c, bytes.data(), unpacked.data());
+          spread_window<kTraining>(c, from + pixel * c, unpacked.data(), z + corner, steps, mean, k,
+                                   dz + corner);
+        }
+        for (int i = 0; i < 2 && 2 * q < shape.w; ++i) spread_nothing(image, top + i, 2 * q);
+      }
+      if (first + rows < p || 2 * p == shape.h) continue;
+      for (int64_t column = 0; column < shape.w; ++column) spread_nothing(image, 2 * p, column);
     }
   });
 }
@@ -322,6 +368,19 @@ void add_window(int64_t c, const T* dy, const int32_t* codes, const T* z, const 
     sum[j] += g;
     dot[j] += g * (passed ? (codes[j] < 2 ? top : bottom) - mean[j] : A(0));
   }
+}
+
+// `count` pixels from `first` on, of images of `plane` pixels each, contiguous.
+template <typename T>
+const T* gather_pixels(const T* images, int64_t first, int64_t count, int64_t c, int64_t plane,
+                       T* pixels) {
+  for (int64_t i = 0; i < count;) {
+    const int64_t image = (first + i) / plane, pixel = (first + i) % plane;
+    const int64_t together = std::min(count - i, plane - pixel);
+    from_planes(images + image * c * plane + pixel, plane, together, c, pixels + i * c);
+    i += together;
+  }
+  return pixels;
 }
 
 // Fills partials with the sums of g and of g * (z - mean) at the maxima.
@@ -350,16 +409,20 @@ void pooled_sums(const BnPoolShape& shape, const BatchNormShape& pooled, const T
         std::vector<uint8_t> bytes(c);
         std::vector<int32_t> unpacked(c);
         std::vector<A> sum(c), dot(c);
+        std::vector<T> turned(shape.turned ? kRowBlock * c : 0);
         // The next pixel's row among all images' and its column.
         int64_t row = offset / c / q, column = offset / c % q;
         for (int64_t begin = 0; begin < pixels; begin += kRowBlock) {
           std::fill(sum.begin(), sum.end(), A(0));
           std::fill(dot.begin(), dot.end(), A(0));
-          for (int64_t i = begin; i < std::min(begin + kRowBlock, pixels); ++i) {
-            const int64_t first = offset + i * c;
-            unpack_pixel(codes, first, c, bytes.data(), unpacked.data());
+          const int64_t count = std::min(kRowBlock, pixels - begin), first = offset / c + begin;
+          const T* grads = dy + first * c;
+          if (shape.turned) grads = gather_pixels(dy, first, count, c, p * q, turned.data());
+          for (int64_t i = 0; i < count; ++i) {
+            unpack_pixel(codes, (first + i) * c, c, bytes.data(), unpacked.data());
             const T* corner = z + (row / p * shape.h + 2 * (row % p)) * steps.down + 2 * column * c;
-            add_window(c, dy + first, unpacked.data(), corner, steps, mean, sum.data(), dot.data());
+            add_window(c, grads + i * c, unpacked.data(), corner, steps, mean, sum.data(),
+                       dot.data());
             if (++column == q) column = 0, ++row;
           }
           for (int64_t j = 0; j < c; ++j) {
@@ -379,7 +442,9 @@ const KernelEntry kEntry({"bn_relu2d", "bn_pool", "float64 float32 bfloat16 floa
 
 }  // namespace
 
-bool bn_pool_turns(const BnPoolShape&) { return false; }
+bool bn_pool_turns(const BnPoolShape& shape) {
+  return shape.channels_last && size_of(shape.dtype) >= 4;  // see to_planes()
+}
 
 void bn_pool_forward(Stream, const BnPoolShape& shape, const void* z,
                      const BatchNormStatistics& statistics, void* y, uint32_t* codes) {

@@ -242,6 +242,11 @@ def _fake_backward(
     )
 
 
+def _leaves_channels_last(weight):
+    """As in csrc/ops/conv_bn_relu2d.cpp."""
+    return weight.device.type == "cpu" and weight.shape[0] >= 16
+
+
 def _fake_conv(
     input, weight, conv_bias, bn_weight, bn_bias, mean, var, batches, stride, padding, dilation,
     groups, training, momentum, eps, max_pool, contiguous, *settings
@@ -250,6 +255,8 @@ def _fake_conv(
     output, codes, statistics = _fake(z, *(None,) * 8, max_pool)
     if max_pool and contiguous:
         output = output.contiguous()
+    if max_pool and _leaves_channels_last(weight):
+        z = z.contiguous(memory_format=torch.channels_last)
     return output, z, codes, statistics
 
 
