@@ -2,7 +2,9 @@
 
 import copy
 import functools
+import importlib
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -97,6 +99,19 @@ def test_convolutions_are_flattened(device, dtype, shape):
     for trained in layouts:
         assert_by_rule(torch.stack(trained).flatten(2), torch.stack(stock), torch.stack(reference))
     assert optimizer.state[ours[0]]["momentum_buffer"].shape == shape
+
+
+def test_as_in_the_published_speed_run(device, monkeypatch):
+    """The class of airbench94_muon.py, whose momentum is 1 / (1 - momentum) times as long."""
+    monkeypatch.syspath_prepend(Path(__file__).parent.parent / "examples")
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    published = importlib.import_module("published_muon").PublishedMuon
+    values = parameters(device, torch.float32, [(8, 6, 3, 3)] * 6)
+    settings = {"weight_decay": 0, "momentum": 0.6, "ns_steps": 3}
+    ours, _ = train(braze.optim.Muon, values, **settings)
+    theirs, _ = train(published, values, momentum=0.6)
+    reference, _ = exact(values, **settings)
+    assert_by_rule(*map(torch.stack, (ours, theirs, reference)))
 
 
 def test_gradients_and_parameters_of_other_layouts(device):
