@@ -317,7 +317,9 @@ def test_bad_input(device):
 
 @cuda_only
 def test_captured_graph_follows_the_learning_rate(device):
-    values = parameters(device, torch.float32, [(16, 50), (50, 16)])
+    """With branches for the shapes, long ones among them: one that is not joined would show."""
+    shapes = [(16, 50), (50, 16), (512, 2304), (256, 1152), (256, 1152), (64, 3, 7, 7), (128, 64)]
+    values = parameters(device, torch.float32, [*shapes, *[(8 * n, 1600) for n in range(1, 8)]])
     params, _ = captured_steps(braze.optim.Muon, values, (0.1, 0.2))
     torch.testing.assert_close(params, steps_with_rates(braze.optim.Muon, values, (0.1, 0.2)))
 
