@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 from loop import Loop, main, rate_of, set_rate
+from published_muon import PublishedMuon
 from torch import nn
 from torch.nn import functional as F
 
@@ -21,32 +22,6 @@ import braze
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 BIAS_RATE, HEAD_RATE, MUON_RATE, DECAY, PAD = 0.053, 0.67, 0.24, 2e-6, 2
-
-
-class Muon(torch.optim.Optimizer):
-    """Muon with the filters' norms fixed, as the recipe has it: each filter bank is a matrix whose
-    update is made orthogonal by a quintic Newton-Schulz iteration (K. Jordan, 2024)."""
-
-    def __init__(self, params, lr, momentum):
-        # capturable: it reads the learning rate from a tensor while it is captured
-        super().__init__(params, {"lr": lr, "momentum": momentum, "capturable": True})
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p not in self.state:
-                    self.state[p]["buffer"] = torch.zeros_like(p)
-                buffer = self.state[p]["buffer"]
-                buffer.mul_(group["momentum"]).add_(p.grad)
-                x = p.grad.add(buffer, alpha=group["momentum"]).flatten(1).bfloat16()
-                x = x / (x.norm() + 1e-7)
-                x = x.T if (tall := x.size(0) > x.size(1)) else x
-                for _ in range(3):
-                    gram = x @ x.T
-                    x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
-                p.mul_(len(p) ** 0.5 / p.norm())
-                p.sub_((x.T if tall else x).reshape(p.shape).float() * group["lr"])
 
 
 def convolution(inputs, outputs):
@@ -83,8 +58,7 @@ class Net(nn.Module):
 
     def forward(self, x, trains_bias=False):
         bias = self.whiten.bias if trains_bias else self.whiten.bias.detach()
-        x = self.layers(F.conv2d(x, self.whiten.weight, bias))
-        x = self.pool(x).flatten(1)
+        x = self.pool(self.layers(F.conv2d(x, self.whiten.weight, bias))).flatten(1)
         return self.head(x) / x.size(1)
 
 
@@ -98,7 +72,7 @@ def load(part, smoke, device):
         colours = torch.linspace(0, 1, 30, device=device).reshape(10, 3)[labels]
         images = colours[:, :, None, None] + 0.2 * torch.randn(count, 3, 32, 32, device=device)
     else:
-        records = [torch.frombuffer(f.read_bytes(), dtype=torch.uint8) for f in files]
+        records = [torch.frombuffer(bytearray(f.read_bytes()), dtype=torch.uint8) for f in files]
         rows = torch.cat(records).reshape(-1, 3073).to(device)
         labels, images = rows[:, 0].long(), rows[:, 1:].reshape(-1, 3, 32, 32) / 255
     mean, std = (torch.tensor(x, device=device).reshape(3, 1, 1) for x in (MEAN, STD))
@@ -113,19 +87,17 @@ def build(device, smoke=False, stock=False):
     model = Net(images[:5000].cpu(), widths).to(device, dtype, memory_format=torch.channels_last)
     biases = [m.float().bias for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
     filters = [m.weight for m in model.layers.modules() if isinstance(m, nn.Conv2d)]
-    bias, head = model.whiten.bias, model.head.weight
-    if not stock:
-        model = braze.convert(model)
-    sgd, settings = (torch.optim.SGD, {"fused": True}) if stock else (braze.optim.SGD, {})
-    rates = ([bias], BIAS_RATE), (biases, BIAS_RATE), ([head], HEAD_RATE)
-    decay = DECAY * batch_size
+    rates = ([model.whiten.bias], BIAS_RATE), (biases, BIAS_RATE), ([model.head.weight], HEAD_RATE)
     groups = [
-        {"params": p, "lr": rate_of(r, device, stock), "weight_decay": decay / r} for p, r in rates
+        {"params": p, "lr": rate_of(r, device, stock), "weight_decay": DECAY * batch_size / r}
+        for p, r in rates
     ]
-    optimizers = [
-        sgd(groups, momentum=0.85, nesterov=True, **settings),
-        Muon(filters, rate_of(MUON_RATE, device, stock), momentum=0.6),
-    ]
+    sgd = (torch if stock else braze).optim.SGD(groups, momentum=0.85, nesterov=True, fused=True)
+    if stock:
+        muon = PublishedMuon(filters, rate_of(MUON_RATE, device, stock), momentum=0.6)
+    else:
+        model = braze.convert(model)
+        muon = braze.optim.Muon(filters, MUON_RATE, weight_decay=0, momentum=0.6, ns_steps=3)
 
     def objective(x, y, trains_bias):
         return F.cross_entropy(model(x, trains_bias), y, label_smoothing=0.2, reduction="sum")
@@ -143,11 +115,14 @@ def build(device, smoke=False, stock=False):
         columns = torch.where((flipped[chosen] ^ odd)[:, None], 31 - grid, grid) + right
         x = padded[chosen[:, None, None], (grid + down)[:, :, None], columns[:, None]]
         loss = objective(x.permute(0, 3, 1, 2), labels[chosen], trains_bias)
-        for optimizer in optimizers:
-            optimizer.zero_grad()
+        sgd.zero_grad()
+        muon.zero_grad()
         loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
+        sgd.step()
+        with torch.no_grad():  # the norm of each filter bank is fixed
+            for p, length in zip(filters, torch._foreach_norm(filters), strict=True):
+                p.mul_(len(p) ** 0.5 / length)
+        muon.step()
         return loss / len(chosen)
 
     each = len(images) // batch_size
@@ -159,7 +134,7 @@ def build(device, smoke=False, stock=False):
         return orders[epoch][at * batch_size :][:batch_size], parity[epoch], i < 3 * each
 
     def before(i):
-        groups = [*optimizers[0].param_groups, *optimizers[1].param_groups]
+        groups = [*sgd.param_groups, *muon.param_groups]
         for one, rate in zip(groups, (BIAS_RATE, BIAS_RATE, HEAD_RATE, MUON_RATE), strict=True):
             last = (3 if one is groups[0] else epochs) * each
             set_rate(one, rate * max(1 - i / last, 0))

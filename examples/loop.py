@@ -126,5 +126,6 @@ def main(build, description):
     seconds = time.perf_counter() - begin  # the losses have been read
     few = max(len(losses) // 10, 1)
     first, last = sum(losses[:few]) / few, sum(losses[-few:]) / few
-    print(f"{len(losses)} steps in {seconds:.2f} s, loss {first:.4f} to {last:.4f} {loop.report()}")
+    line = f"{len(losses)} steps in {seconds:.2f} s, loss {first:.4f} to {last:.4f}"
+    print(" ".join([line, *filter(None, [loop.report()])]))
     return None

@@ -79,15 +79,13 @@ def build(device, smoke=False, stock=False):
     torch.manual_seed(1)
     agent = Agent().to(device, memory_format=torch.channels_last)
     rollout = play(agent, steps, device)
-    if not stock:
+    settings = {"lr": rate_of(RATE, device, stock), "eps": 1e-5}
+    if stock:
+        settings |= {"fused": True, "capturable": device == "cuda"}
+        optimizer = torch.optim.Adam(agent.parameters(), **settings)
+    else:
         agent = braze.convert(agent)
-    optimizer = torch.optim.Adam(
-        agent.parameters(),
-        lr=rate_of(RATE, device, stock),
-        eps=1e-5,
-        fused=True,
-        capturable=device == "cuda",
-    )
+        optimizer = braze.optim.Adam(agent.parameters(), **settings, max_grad_norm=MAX_NORM)
 
     def objective(frames, actions, old, advantages, returns, old_values):
         logits, values = agent(frames)
@@ -113,7 +111,8 @@ def build(device, smoke=False, stock=False):
         loss, *parts = objective(*(tensor[indices] for tensor in rollout.values()))
         optimizer.zero_grad()
         loss.backward()
-        nn.utils.clip_grad_norm_(agent.parameters(), MAX_NORM)
+        if stock:
+            nn.utils.clip_grad_norm_(agent.parameters(), MAX_NORM)
         optimizer.step()
         return loss, *parts
 

@@ -64,8 +64,9 @@ def build(device, smoke=False, stock=False):
         generator, critic = braze.convert(generator), braze.convert(critic)
     rate = 10 * RATE if smoke else RATE
     settings = {"lr": rate, "betas": (0.0, 0.9), "fused": True, "capturable": device == "cuda"}
-    for_generator = torch.optim.Adam(generator.parameters(), **settings)
-    for_critic = torch.optim.Adam(critic.parameters(), **settings)
+    adam = (torch if stock else braze).optim.Adam
+    for_generator = adam(generator.parameters(), **settings)
+    for_critic = adam(critic.parameters(), **settings)
 
     def noise(count):
         return torch.randn(count, LATENT, 1, 1, device=device)

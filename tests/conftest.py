@@ -116,6 +116,7 @@ def pytest_collection_modifyitems(config, items):
     items[:] = filter(runs, items)
 
 
+@pytest.hookimpl(optionalhook=True)  # pytest-xdist may not be there
 def pytest_xdist_auto_num_workers():
     """What `-n auto` means: one process where there is a GPU, which they would have to share."""
     return 0 if WITH_CUDA else min(len(os.sched_getaffinity(0)), 4)

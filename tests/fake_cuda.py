@@ -296,6 +296,8 @@ class FakeCuda(contextlib.ExitStack):
         }
         for name, value in attributes.items():
             self.enter_context(mock.patch.object(torch.Tensor, name, value))
+        used = lambda t, stream: self.note("record_stream", stream.number)  # noqa: E731
+        self.enter_context(mock.patch.object(torch.Tensor, "record_stream", used))
         self.enter_context(mock.patch.object(torch, "Generator", _Generator))
         self.enter_context(mock.patch.object(gc, "collect"))  # takes longer than a capture
         group = torch._C._group_tensors_by_device_and_dtype

@@ -11,6 +11,7 @@ import torch
 
 import braze
 from conftest import cuda_only
+from fake_cuda import FakeCuda
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 NAMES = ["cifar10_speedrun", "ppo_atari", "unet_dice", "wgan_gp"]
@@ -33,6 +34,18 @@ def test_trains_as_the_plain_loop_does(device, name):
         results.append(loop.train(one, wrap, STEPS[name]))
     assert results[0] == results[1]
     assert sum(results[0][-3:]) < sum(results[0][:3])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_is_captured_on_a_gpu(name):
+    """That is none: the third call is a graph, with the plain loop's numbers."""
+    example, loop, results = importlib.import_module(name), importlib.import_module("loop"), []
+    with FakeCuda() as fake:
+        for wrap in (braze.capture, lambda function: function):
+            torch.manual_seed(0)
+            results.append(loop.train(example.build("cuda", smoke=True), wrap, 4))
+    assert results[0] == results[1]
+    assert sum(event[0] == "replay" for event in fake.events) == 2
 
 
 def test_as_a_program():

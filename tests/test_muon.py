@@ -2,7 +2,9 @@
 
 import copy
 import functools
+import importlib
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,9 +12,11 @@ from optim_common import captured_steps, gradient, parameters, steps_with_rates,
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import braze
+from braze.optim._branches import shared_out
 from braze.testing import WAYS, mover
 from common import assert_by_rule
 from conftest import cuda_only
+from fake_cuda import FakeCuda
 from step_common import assert_same, batches, loss_fn, plain_loop
 
 # Wide, tall, square, several of one shape, a vector, and nothing.
@@ -97,6 +101,19 @@ def test_convolutions_are_flattened(device, dtype, shape):
     assert optimizer.state[ours[0]]["momentum_buffer"].shape == shape
 
 
+def test_as_in_the_published_speed_run(device, monkeypatch):
+    """The class of airbench94_muon.py, whose momentum is 1 / (1 - momentum) times as long."""
+    monkeypatch.syspath_prepend(Path(__file__).parent.parent / "examples")
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    published = importlib.import_module("published_muon").PublishedMuon
+    values = parameters(device, torch.float32, [(8, 6, 3, 3)] * 6)
+    settings = {"weight_decay": 0, "momentum": 0.6, "ns_steps": 3}
+    ours, _ = train(braze.optim.Muon, values, **settings)
+    theirs, _ = train(published, values, momentum=0.6)
+    reference, _ = exact(values, **settings)
+    assert_by_rule(*map(torch.stack, (ours, theirs, reference)))
+
+
 def test_gradients_and_parameters_of_other_layouts(device):
     values = parameters(device, torch.float32, [(12, 20), (20, 12)])
     expected, _ = train(braze.optim.Muon, values)
@@ -175,9 +192,9 @@ def linear_model(device):
 
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("options", [{}, {"autocast": torch.bfloat16}], ids=str)
-def test_in_a_step(device, options):
+def test_in_a_step(any_device, options):
     """With an average, a schedule, and autocast, which the products do not heed."""
-    results = []
+    device, results = any_device, []
     for captured in (False, True):
         model = linear_model(device)
         optimizer = braze.optim.Muon(model.parameters(), lr=0.1)
@@ -200,6 +217,49 @@ def test_in_a_step(device, options):
             )
         results.append((average, losses))
     assert_same(*results[0], *results[1])
+
+
+def test_shapes_are_shared_out_to_branches():
+    small = [(cost, False) for cost in (3.0, 9.0, 4.0, 2.0, 1.0)]
+    assert shared_out(small, 8) == [[1], [2], [0], [3], [4]]
+    assert shared_out(small, 3) == [[1], [2, 4], [0, 3]]
+    # What fills the GPU stays together, and counts.
+    assert shared_out([(5.0, True), (2.0, False), (6.0, True), (1.0, False)], 2) == [[0, 2], [1, 3]]
+    assert shared_out([(5.0, True)], 8) == [[0]]
+
+
+def test_branches_of_a_graph():
+    """In a capture alone; the same numbers, every branch forked from the main stream and joined."""
+    values = parameters("cpu", torch.float32, [(16, 50), (50, 16), (16, 50), (8, 8), (9, 64)])
+    expected, _ = train(braze.optim.Muon, values, steps=3)
+    with FakeCuda() as fake:
+        params = [torch.nn.Parameter(v.to("cuda")) for v in values]
+        optimizer = braze.optim.Muon(params, lr=0.1)
+        generator = torch.Generator().manual_seed(4 + torch.initial_seed())
+        grads = [[gradient(v, generator).to("cuda") for v in values] for _ in range(3)]
+        for p, grad in zip(params, grads[0], strict=True):
+            p.grad = grad.clone()
+        optimizer.step()
+        assert not any(name == "wait" for name, *_ in fake.events)
+        graph, begin = torch.cuda.CUDAGraph(), len(fake.events)
+        graph.capture_begin()
+        optimizer.step()
+        graph.capture_end()
+        events, main = fake.events[begin:], fake.stream.number
+        for step in grads[1:]:
+            for p, grad in zip(params, step, strict=True):
+                p.grad.copy_(grad)
+            graph.replay()
+        torch.testing.assert_close([p.to("cpu") for p in params], expected, rtol=0, atol=0)
+    products = [event[1] for event in events if event[0] == "braze.matmul.default"]
+    assert len(products) == 4 * 5 * 3
+    branches = set(products) - {main}
+    assert len(branches) == 3
+    for branch in branches:
+        assert ("wait", branch, main) in events
+        used = max(i for i, event in enumerate(events) if event[1:2] == (branch,))
+        assert events.index(("wait", main, branch)) >= used
+    assert sum(event[0] == "record_stream" for event in events) == 3
 
 
 def test_the_polynomial(device, dtype):
@@ -257,7 +317,9 @@ def test_bad_input(device):
 
 @cuda_only
 def test_captured_graph_follows_the_learning_rate(device):
-    values = parameters(device, torch.float32, [(16, 50), (50, 16)])
+    """With branches for the shapes, long ones among them: one that is not joined would show."""
+    shapes = [(16, 50), (50, 16), (512, 2304), (256, 1152), (256, 1152), (64, 3, 7, 7), (128, 64)]
+    values = parameters(device, torch.float32, [*shapes, *[(8 * n, 1600) for n in range(1, 8)]])
     params, _ = captured_steps(braze.optim.Muon, values, (0.1, 0.2))
     torch.testing.assert_close(params, steps_with_rates(braze.optim.Muon, values, (0.1, 0.2)))
 

@@ -61,6 +61,29 @@ CHANGES = [
 ]
 
 
+@pytest.mark.parametrize("options", ["autocast", "accumulated"])
+def test_weights_written_where_no_version_counts(any_device, options):
+    """Autocast's copies are those of each step: see docs/optimizers.md."""
+    settings = OPTIONS[options] | {"autocast": torch.bfloat16}
+    window, results = settings.get("accumulate", 1), []
+    for captured in (False, True):
+        model, optimizer = make_plain(any_device)
+        step, losses = braze.TrainStep(model, loss_fn, optimizer, **settings), []
+        data = batches(any_device, 6 * window)
+        for i in range(0, len(data), window):
+            versions = [p._version for p in model.parameters()]
+            for p in model.parameters():
+                p.data.mul_(0.5)
+            assert versions == [p._version for p in model.parameters()]
+            part = data[i : i + window]
+            if captured:
+                losses += [step(x, y) for x, y in part]
+            else:
+                losses += plain_loop(model, optimizer, part, **settings)
+        results += [model, losses]
+    assert_same(*results)
+
+
 @pytest.mark.parametrize("options", ["clipped", "accumulated"])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_changes_of_the_model_are_noticed(device, change, options):

@@ -1,5 +1,6 @@
 """Muon: one launch for the momentum, products batched over equal shapes, one for the update."""
 
+import functools
 import math
 
 import torch
@@ -9,7 +10,14 @@ from braze._ops.matmul import matmul
 from braze._ops.muon import muon_momentum_, muon_polynomial_
 from braze._ops.sgd import sgd_
 from braze.optim import _sharded
+from braze.optim._branches import Branches
 from braze.optim._multi_tensor import MultiTensor
+
+# Elements of XX' in a batch from which on its product fills a GPU: tiles of 128 x 128 for each of
+# an H200's 132 multiprocessors.
+_FULL = 132 * 128 * 128
+# What a launch in a chain costs in the place of these operations: 2 us, at 300 TFLOP/s.
+_LAUNCH_FLOPS = 6e8
 
 
 class Muon(MultiTensor, torch.optim.Muon):
@@ -109,10 +117,8 @@ class Muon(MultiTensor, torch.optim.Muon):
         )
         # By how the learning rate is adjusted.
         parts = {}
-        for (shape, indices), batch in zip(shapes.items(), batches, strict=True):
-            whitened = orthogonalized(
-                batch, group["ns_coefficients"], group["ns_steps"], group["eps"]
-            )
+        results = self._orthogonalize(group, batches)
+        for (shape, indices), whitened in zip(shapes.items(), results, strict=True):
             part = parts.setdefault(_adjustment(group["adjust_lr_fn"], *shape), ([], []))
             part[0].extend(indices)
             part[1].extend(_laid_out(m, params[i]) for i, m in zip(indices, whitened, strict=True))
@@ -134,7 +140,7 @@ class Muon(MultiTensor, torch.optim.Muon):
                 False,
                 False,
                 False,
-                None if lr_tensor is None else lr_tensor * ratio,
+                lr_tensor if lr_tensor is None or ratio == 1 else lr_tensor * ratio,
                 None,
                 found_inf,
                 None,
@@ -142,6 +148,21 @@ class Muon(MultiTensor, torch.optim.Muon):
                 weight,
                 averaged if number == 0 else None,
             )
+
+    def _orthogonalize(self, group, batches):
+        """Of each batch :func:`orthogonalized`."""
+        settings = group["ns_coefficients"], group["ns_steps"], group["eps"]
+        parts = [
+            (functools.partial(orthogonalized, batch, *settings), *_cost(batch, group["ns_steps"]))
+            for batch in batches
+        ]
+        device = batches[0].device
+        if device.type != "cuda" or torch.compiler.is_compiling():
+            return [function() for function, _, _ in parts]
+        branches = self.__dict__.setdefault("_branches", {})
+        if device not in branches:
+            branches[device] = Branches(device)
+        return branches[device].run(parts)
 
 
 def orthogonalized(batch, coefficients, steps, eps):
@@ -159,9 +180,11 @@ def orthogonalized(batch, coefficients, steps, eps):
     Returns:
         The same shape in bfloat16, in which the products are taken.
     """
-    wide = batch.float() if batch.element_size() == 2 else batch
-    norms = torch.linalg.vector_norm(wide, dim=(1, 2), keepdim=True)
-    x = (wide / norms.clamp_(min=eps)).bfloat16()
+    accumulated = torch.float32 if batch.element_size() == 2 else batch.dtype
+    norms = torch.linalg.vector_norm(batch, dim=(1, 2), keepdim=True, dtype=accumulated)
+    # In one pass: the division is in the norms' dtype, and rounded once.
+    x = torch.empty_like(batch, dtype=torch.bfloat16)
+    torch.div(batch, norms.clamp_(min=eps), out=x)
     if not x.numel():
         return x
     tall = x.shape[1] > x.shape[2]
@@ -172,6 +195,15 @@ def orthogonalized(batch, coefficients, steps, eps):
             muon_polynomial_(gram, square, *coefficients)
             x = matmul(x, square) if tall else matmul(square, x)
     return x
+
+
+def _cost(batch, steps):
+    """Of its iterations in operations, and whether their products fill a GPU."""
+    number, rows, columns = batch.shape
+    less, more = sorted((rows, columns))
+    launches = 4 * (steps + 1)
+    flops = steps * number * less * less * (4 * more + 2 * less)
+    return flops + launches * _LAUNCH_FLOPS, number * less * less >= _FULL
 
 
 def _adjustment(adjust_lr_fn, rows, columns):
