@@ -15,9 +15,14 @@ namespace braze::cpu {
 template <typename Acc>
 struct WinogradWgradPlan {
   static constexpr int kL = kLanes<Acc>, kPanel = 2 * kL;
-  // Tiles of a chunk, so that a panel of an operand fits into the first-level cache; bytes of all
-  // chunks that are transformed before they are multiplied.
-  static constexpr int64_t kTiles = 128, kChunkBytes = int64_t{16} << 20, kMostChunks = 8;
+  // Tiles of a chunk, which the second-level cache keeps from when they are transformed until they
+  // are multiplied.
+  static constexpr int64_t kTiles = 64;
+  // Where the sums are at most that large, each thread has its own, and goes through its chunks one
+  // by one. Others share sums and chunks, as many as fit into that much memory: a part of the sums
+  // is then loaded once for all of them.
+  static constexpr int64_t kOwnSumsBytes = int64_t{2} << 20;
+  static constexpr int64_t kChunkBytes = int64_t{16} << 20, kMostChunks = 8;
 
   explicit WinogradWgradPlan(const WeightGradient& g)
       : tile_rows(ceil_div(g.h.out, kTileOut)),
@@ -28,24 +33,36 @@ struct WinogradWgradPlan {
         filters(round_up(g.filters, kL)),
         channels(round_up(g.channels, kL)),
         slab_size(kTileIn * (columns * kTileOut + 2) * std::max(filters, channels)) {
+    const int64_t count = chunk_count(g);
+    if (has_own_sums()) {
+      chunks = slices = std::min(count, num_threads());
+      return;
+    }
     const int64_t bytes = chunk_size() * int64_t{sizeof(Acc)};
-    chunks = std::min(ceil_div(segments(g), together),
+    chunks = std::min(count,
                       std::clamp(kChunkBytes / bytes, num_threads(), kMostChunks * num_threads()));
   }
   // Segments: `columns` tiles side by side; a chunk is several of them.
   int64_t segments(const WeightGradient& g) const { return g.images * tile_rows * blocks; }
-  // A vector more, or a tile's 16 positions would all meet in one set of the first-level cache.
-  int64_t position_size() const { return kTiles * (filters + channels) + kL; }
+  int64_t chunk_count(const WeightGradient& g) const { return ceil_div(segments(g), together); }
+  // A vector more where chunks stay in the second-level cache, or a tile's 16 positions would all
+  // meet in one set of the first-level one. (Chunks that do not gain nothing.)
+  int64_t position_size() const {
+    return kTiles * (filters + channels) + (has_own_sums() ? kL : 0);
+  }
   int64_t chunk_size() const { return kPositions * position_size(); }
   int64_t sums_size() const { return kPositions * filters * channels; }  // of a group
+  bool has_own_sums() const { return sums_size() * int64_t{sizeof(Acc)} <= kOwnSumsBytes; }
   int64_t bytes(const WeightGradient&) const {
-    return (sums_size() + chunks * chunk_size() + num_threads() * slab_size) * sizeof(Acc);
+    return (slices * sums_size() + chunks * chunk_size() + num_threads() * slab_size) * sizeof(Acc);
   }
 
   int64_t tile_rows, tile_columns;
   int64_t columns, blocks, together;  // of a segment; segments of a row of tiles, of a chunk
   int64_t filters, channels;          // padded to whole vectors
-  int64_t slab_size, chunks;
+  int64_t slab_size;
+  int64_t chunks;      // that are transformed before they are multiplied
+  int64_t slices = 1;  // of all chunks, with sums of their own
 };
 
 template <typename T>
@@ -63,26 +80,17 @@ class WinogradWgrad {
       : g_(g),
         plan_(plan),
         sums_(static_cast<Acc*>(workspace)),
-        chunks_(sums_ + plan.sums_size()),
+        chunks_(sums_ + plan.slices * plan.sums_size()),
         slabs_(chunks_ + plan.chunks * plan.chunk_size()) {}
 
   // Returns whether all results are finite.
   bool run() const {
     std::atomic<bool> finite{true};
-    const int64_t count = ceil_div(plan_.segments(g_), plan_.together);
-    const int64_t panels = ceil_div(plan_.channels, kPanel);
     for (int64_t group = 0; group < g_.groups; ++group) {
-      for (int64_t first = 0; first < count; first += plan_.chunks) {
-        const int64_t chunks = std::min(plan_.chunks, count - first);
-        for_each_task(chunks, [&](int64_t worker, int64_t chunk) {
-          transform(slabs_ + worker * plan_.slab_size, group, first, chunk);
-        });
-        for_each_task(kPositions * panels, [&](int64_t, int64_t task) {
-          for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-            multiply(task % kPositions, task / kPositions * kPanel, chunk, tiles_of(first + chunk),
-                     first + chunk > 0);
-          }
-        });
+      if (plan_.slices > 1) {
+        sum_slices(group);
+      } else {
+        sum_together(group);
       }
       parallel_for(0, g_.filters, ceil_div(4096, g_.channels), [&](int64_t begin, int64_t end) {
         for (int64_t f = begin; f < end; ++f) {
@@ -94,6 +102,41 @@ class WinogradWgrad {
   }
 
  private:
+  // Each slice of the chunks is summed by itself.
+  void sum_slices(int64_t group) const {
+    const int64_t count = plan_.chunk_count(g_), each = ceil_div(count, plan_.slices);
+    for_each_task(plan_.slices, [&](int64_t worker, int64_t slice) {
+      Acc* const sums = sums_ + slice * plan_.sums_size();
+      const int64_t first = slice * each, last = std::min(count, first + each);
+      if (first >= last) std::fill_n(sums, plan_.sums_size(), Acc(0));
+      for (int64_t i = first; i < last; ++i) {
+        transform(slabs_ + worker * plan_.slab_size, group, i, slice);
+        for (int64_t position = 0; position < kPositions; ++position) {
+          for (int64_t channel = 0; channel < plan_.channels; channel += kPanel) {
+            multiply(sums, position, channel, slice, tiles_of(i), i > first);
+          }
+        }
+      }
+    });
+  }
+
+  // Chunks are transformed one by a thread, and multiplied by position and panel.
+  void sum_together(int64_t group) const {
+    const int64_t count = plan_.chunk_count(g_), panels = ceil_div(plan_.channels, kPanel);
+    for (int64_t first = 0; first < count; first += plan_.chunks) {
+      const int64_t chunks = std::min(plan_.chunks, count - first);
+      for_each_task(chunks, [&](int64_t worker, int64_t chunk) {
+        transform(slabs_ + worker * plan_.slab_size, group, first + chunk, chunk);
+      });
+      for_each_task(kPositions * panels, [&](int64_t, int64_t task) {
+        for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+          multiply(sums_, task % kPositions, task / kPositions * kPanel, chunk,
+                   tiles_of(first + chunk), first + chunk > 0);
+        }
+      });
+    }
+  }
+
   // Panels of a position, [tile][channels of the panel]: first those of dy, of a vector of filters,
   // then those of x, of two vectors of channels.
   Acc* inputs(int64_t chunk, int64_t position) const {
@@ -106,18 +149,20 @@ class WinogradWgrad {
   int64_t columns_at(int64_t segment) const {
     return std::min(plan_.columns, plan_.tile_columns - segment % plan_.blocks * plan_.columns);
   }
-  int64_t last_segment(int64_t chunk) const {
-    return std::min(plan_.segments(g_), (chunk + 1) * plan_.together);
+  // Of the chunk with that number among all.
+  int64_t last_segment(int64_t number) const {
+    return std::min(plan_.segments(g_), (number + 1) * plan_.together);
   }
-  int64_t tiles_of(int64_t chunk) const {
+  int64_t tiles_of(int64_t number) const {
     int64_t tiles = 0;
-    for (int64_t i = chunk * plan_.together; i < last_segment(chunk); ++i) tiles += columns_at(i);
+    for (int64_t i = number * plan_.together; i < last_segment(number); ++i) tiles += columns_at(i);
     return tiles;
   }
 
-  void transform(Acc* slab, int64_t group, int64_t first, int64_t chunk) const {
+  // The chunk with that number among all, to the place of `chunk`.
+  void transform(Acc* slab, int64_t group, int64_t number, int64_t chunk) const {
     int64_t tile = 0;
-    for (int64_t i = (first + chunk) * plan_.together; i < last_segment(first + chunk); ++i) {
+    for (int64_t i = number * plan_.together; i < last_segment(number); ++i) {
       const int64_t image = i / plan_.blocks / plan_.tile_rows;
       const int64_t row = i / plan_.blocks % plan_.tile_rows;
       const int64_t column = i % plan_.blocks * plan_.columns, count = columns_at(i);
@@ -201,11 +246,11 @@ class WinogradWgrad {
   }
 
   // A position's products of all filters and a panel of channels.
-  void multiply(int64_t position, int64_t channel, int64_t chunk, int64_t tiles,
+  void multiply(Acc* all, int64_t position, int64_t channel, int64_t chunk, int64_t tiles,
                 bool accumulate) const {
     const Acc* const dy = inputs(chunk, position);
     const Acc* const x = dy + (plan_.filters + channel) * Plan::kTiles;
-    Acc* const sums = sums_ + position * plan_.filters * plan_.channels + channel;
+    Acc* const sums = all + position * plan_.filters * plan_.channels + channel;
     const auto times = [&](auto vecs_tag) {
       for (int64_t f = 0; f < plan_.filters; f += kHeight) {
         const Acc* const panel = dy + f / kL * kL * Plan::kTiles + f % kL;
@@ -230,7 +275,10 @@ class WinogradWgrad {
       V half[kTaps][kTileIn];
       for (int j = 0; j < kTileIn; ++j) {
         const auto at = [&](int i) {
-          return load<V>(from + (kTileIn * i + j) * plan_.filters * plan_.channels);
+          const Acc* const sums = from + (kTileIn * i + j) * plan_.filters * plan_.channels;
+          V sum = load<V>(sums);
+          for (int64_t l = 1; l < plan_.slices; ++l) sum += load<V>(sums + l * plan_.sums_size());
+          return sum;
         };
         back_three(at(0), at(1), at(2), at(3), [&](int i, const V& v) { half[i][j] = v; });
       }
