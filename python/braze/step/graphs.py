@@ -82,6 +82,10 @@ class Work:
         and :meth:`finish` are given."""
         raise NotImplementedError
 
+    def generators(self, entry):
+        """``torch.Generator``s that it draws from beside the device's default one."""
+        return ()
+
     def record(self, entry, call, prepared):
         """Runs it between the beginning and the end of the capture."""
         raise NotImplementedError
@@ -213,7 +217,10 @@ class Graphs:
                 for rates in self._rates:
                     stack.enter_context(rates.on_device())
                 graph, recorded = record(
-                    lambda: work.record(entry, call, prepared), self._stream, self._pool
+                    lambda: work.record(entry, call, prepared),
+                    self._stream,
+                    self._pool,
+                    work.generators(entry),
                 )
             kept = work.finish(entry, prepared, recorded)
             if kept is None:

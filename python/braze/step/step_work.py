@@ -28,7 +28,7 @@ class StepCall(NamedTuple):
         return self.order is None
 
 
-class _Kept(NamedTuple):
+class Kept(NamedTuple):
     """What a replay leaves, in memory of the graph or of the accumulation buffers."""
 
     losses: Losses
@@ -98,7 +98,7 @@ class StepWork(Work):
         if prepared.side_stream and not prepared.side_stream.all_arrived():
             return None
         _, norm = recorded
-        return _Kept(prepared.losses, prepared.prefetch, norm, self._parts.gradients())
+        return Kept(prepared.losses, prepared.prefetch, norm, self._parts.gradients())
 
     def before_replay(self, entry, call):
         if call.gather:
