@@ -37,6 +37,8 @@ class Entry:
         self.buffers = []  # addresses of the modules' that the graph reads and writes
         #: what the work keeps here of an eager call, and of what replays leave
         self.eager = self.kept = None
+        #: whether eager calls drew from :meth:`Work.generators`
+        self.draws = False
 
     def load(self, leaves):
         for mine, given in zip(self.leaves, leaves, strict=True):

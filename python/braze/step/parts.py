@@ -49,11 +49,13 @@ class StepParts(Watched):
         if max_grad_norm is not None:
             if not isinstance(max_grad_norm, numbers.Real):
                 raise TypeError(
-                    f"{self.caller}: expected max_grad_norm to be a number, but got {max_grad_norm!r}"
+                    f"{self.caller}: expected max_grad_norm to be a number, but got "
+                    f"{max_grad_norm!r}"
                 )
             if not max_grad_norm > 0:
                 raise ValueError(
-                    f"{self.caller}: expected max_grad_norm above 0 or None, but got {max_grad_norm}"
+                    f"{self.caller}: expected max_grad_norm above 0 or None, but got "
+                    f"{max_grad_norm}"
                 )
         if not (
             autocast is None or isinstance(autocast, torch.dtype) or hasattr(autocast, "__enter__")
@@ -89,8 +91,8 @@ class StepParts(Watched):
         super().check_capturable()
         if self.scales() and not getattr(self.optimizer, "_step_supports_amp_scaling", False):
             raise ValueError(
-                f"{self.caller}: with {type(self.optimizer).__name__} a GradScaler waits for the GPU "
-                "in every step; expected an optimizer that checks for infinities itself: "
+                f"{self.caller}: with {type(self.optimizer).__name__} a GradScaler waits for the "
+                "GPU in every step; expected an optimizer that checks for infinities itself: "
                 "one of braze.optim, or fused=True"
             )
 
