@@ -106,7 +106,8 @@ def test_forks_and_joins(fake, bound):
         next(calls)
     events, main = captured(fake.events), step._graphs._stream.number
     streams = {event[1] for event in fake.events if event[0] == "stream"}
-    used = {event[1] for event in events if event[0].startswith("aten")} & streams
+    ops = [e for e in events if e[0].startswith(("aten", "braze")) and "side_stream" not in e[0]]
+    used = {event[1] for event in ops} & streams
     members = set(members_streams(step))
     assert members < used
     others = used - members - {main}
