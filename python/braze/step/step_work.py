@@ -112,7 +112,8 @@ class StepWork(Work):
                 p.grad = None
             body.window_grads = grads
         for p, grad in grads:
-            p.grad = grad
+            if p.grad is not grad:
+                p.grad = grad
         if call.last:
             torch.autograd.graph.increment_version(parts.params)
         return entry.kept.losses.next(), entry.kept.grad_norm
