@@ -46,8 +46,9 @@ class MemberBatches(Batches):
             filters = self.filters()
             batch = self._parts.loader.empty_batch(size, filters)
             self._parts.loader.gather_next(*self.place, batch, filters)
-        images, labels, *moments = batch
+        images, labels, moments = batch
         n, batches = len(self._members), []
+        moments = [None] * n if moments is None else moments
         shares = zip(self._members, images.chunk(n), labels.chunk(n), moments, strict=True)
         for member, own_images, own_labels, sums in shares:
             own_images = _aligned(own_images)

@@ -8,9 +8,8 @@ class Loaders:
     every member's batch *k*, one behind the other.
 
     Of one data set all members' batches are gathered in one launch: the orders that the members'
-    loaders draw are put together so that what belongs to one step is consecutive. Otherwise, and
-    where moments of the batches' patches are wanted, each member's batch is a launch of its own,
-    which finds its place in the same order.
+    loaders draw are put together so that what belongs to one step is consecutive. Otherwise each
+    member's batch is a launch of its own, which finds its place in the same order.
 
     Args:
         loaders: a :class:`braze.data.DeviceLoader` of each member.
@@ -104,19 +103,22 @@ class Loaders:
         return torch.cat([steps.reshape(-1), orders[:, whole:].reshape(-1)])
 
     def empty_batch(self, size, filters=()):
-        """Memory for :meth:`gather_next`: images and labels of all members, then of each the
-        moments or None."""
-        moments = [None] * len(self._loaders)
+        """Memory for :meth:`gather_next`: images, labels, and the moments or None, with a dimension
+        for the members."""
+        images, labels, _ = self._first.empty_batch(size)
+        moments = None
         if filters:
-            moments = [loader.empty_batch(0, filters)[2] for loader in self._loaders]
-        return *self._first.empty_batch(size)[:2], *moments
+            of_one = self._first.empty_batch(0, filters)[2]
+            moments = of_one.new_empty(len(self._loaders), *of_one.shape)
+        return images, labels, moments
 
     def gather_next(self, order, position, batch, filters=()):
-        images, labels, *moments = batch
-        if self._are_one and not filters:
-            self._first.gather_next(order, position, (images, labels, None))
+        if self._are_one:
+            self._first.gather_next(order, position, batch, filters)
             return
+        images, labels, moments = batch
         n = len(self._loaders)
+        moments = [None] * n if moments is None else moments
         parts = zip(self._loaders, images.chunk(n), labels.chunk(n), moments, strict=True)
         for loader, *part in parts:
             loader.gather_next(order, position, part, filters)
