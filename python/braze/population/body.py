@@ -90,7 +90,8 @@ class PopulationBody:
         """After each inspection of the parts."""
         kept = set(params)
         self.window_grads = [(p, grad) for p, grad in self.window_grads if p in kept]
-        self._chains = Chains(self._parts.device, len(self.members))
+        if self._chains is None or self._chains.device != self._parts.device:
+            self._chains = Chains(self._parts.device, len(self.members))
 
     def clean_scaler(self):
         """There is none."""
@@ -108,7 +109,7 @@ class PopulationBody:
                 stack.enter_context(none_but(self._parts.params[0]))
                 stack.callback(losses.join)
             batches = self._batches(batch, gather, prefetch)
-            watched = [] if branches or gather else self._shared(batch)
+            watched = [] if branches else self._shared(() if gather else batch)
             if prefetch:
                 stack.callback(prefetch.join)
                 prefetch.start()

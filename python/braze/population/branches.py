@@ -25,7 +25,7 @@ class Chains:
     """
 
     def __init__(self, device, n):
-        self._device, self.streams = device, []
+        self.device, self.streams = device, []
         if device.type == "cuda":
             urgent = _lib.limits["urgent_priority"]
             self.streams = [
@@ -42,7 +42,7 @@ class Chains:
             yield
         finally:
             for index in sorted(self._used):
-                torch.cuda.current_stream(self._device).wait_stream(self.streams[index])
+                torch.cuda.current_stream(self.device).wait_stream(self.streams[index])
 
     def refork(self):
         """Members that begin from now on wait for what the main stream has been given."""
@@ -58,7 +58,7 @@ class Chains:
         stream = self.streams[index]
         # Only where there is something to wait for: a kernel that waits for two cannot start early.
         if index not in self._behind:
-            stream.wait_stream(torch.cuda.current_stream(self._device))
+            stream.wait_stream(torch.cuda.current_stream(self.device))
             self._behind.add(index)
             self._used.add(index)
         with torch.cuda.stream(stream):
