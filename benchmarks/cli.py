@@ -16,6 +16,7 @@ from benchmarks import (
     norm_act,
     optimizers,
     overhead,
+    population,
     products,
     products_accuracy,
     render,
@@ -92,6 +93,8 @@ def tables(what):
         return [Table("optimizers", optimizers.run, optimizers.line)]
     if what == ["overhead"]:
         return [Table("overhead", overhead.run, overhead.line, overhead.KEY)]
+    if what == ["population"]:
+        return [Table("population", population.run, population.line, population.KEY)]
     if what == ["counters", "matmul"]:
         return [Table("counters_matmul", counters.run, counters.line)]
     is_ladder = what[:1] == ["ladder"]

@@ -81,6 +81,7 @@ class Graph:
 
     def __init__(self, fake):
         self.fake, self.tape, self.replays = fake, [], 0
+        self.generators = []  # beside the default one
         self.invalid, self._before, self._own = False, {}, {}
 
     def capture_begin(self, pool=None, capture_error_mode="global"):
@@ -88,6 +89,10 @@ class Graph:
         if self.fake.graph is not None:
             raise RuntimeError("CUDA error: the stream is being captured already")
         self.fake.graph, self._rng = self, torch.get_rng_state()
+        self._states = [generator.get_state() for generator in self.generators]
+
+    def register_generator_state(self, generator):
+        self.generators.append(generator)
 
     def capture_end(self):
         self.fake.note("capture_end", len(self.tape))
@@ -96,6 +101,8 @@ class Graph:
             storage.copy_(contents)
         self._before = {}
         torch.set_rng_state(self._rng)
+        for generator, state in zip(self.generators, self._states, strict=True):
+            generator.set_state(state)
         if self.invalid:
             raise RuntimeError(
                 "CUDA error: operation failed due to a previous error during capture"
@@ -254,6 +261,32 @@ class _Generator(torch.Generator):
         return super().__new__(cls)
 
 
+class _DefaultGenerator:
+    """The GPU's default generator: that of the CPU, whose state another generator's takes the place
+    of, in a graph at each replay too."""
+
+    def __init__(self, fake):
+        self._fake, self._own, self._held = fake, _Generator(), None
+
+    def graphsafe_get_state(self):
+        return self._own if self._held is None else self._held
+
+    def graphsafe_set_state(self, generator):
+        self._change(generator)
+        if self._fake.graph is not None:
+            self._fake.graph.tape.append((self._change, (generator,), {}, None))
+
+    def _change(self, generator):
+        state = torch.get_rng_state()
+        graph, held = self._fake.graph, self._held
+        foreign = held is not None and graph is not None and held not in graph.generators
+        if foreign and not torch.equal(held.get_state(), state):
+            self._fake.refuse("a generator that the graph does not know of")
+        self.graphsafe_get_state().set_state(state)
+        torch.set_rng_state(generator.get_state())
+        self._held = None if generator is self._own else generator
+
+
 class FakeCuda(contextlib.ExitStack):
     """See the module. ``events``: tuples, the first element says of what."""
 
@@ -281,6 +314,9 @@ class FakeCuda(contextlib.ExitStack):
             "is_current_stream_capturing": lambda: self.graph is not None,
             "get_rng_state": lambda device=None: torch.get_rng_state(),
             "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
+            "get_rng_state_all": lambda: [torch.get_rng_state()],
+            "set_rng_state_all": lambda states: torch.set_rng_state(states[0]),
+            "default_generators": (_DefaultGenerator(self),),
         }
         for name, value in patches.items():
             self.enter_context(mock.patch.object(torch.cuda, name, value))

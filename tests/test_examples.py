@@ -57,6 +57,17 @@ def test_as_a_program():
     assert "32 steps in" in result.stdout
 
 
+def test_a_sweep():
+    pytest.importorskip("sklearn")
+    command = [sys.executable, EXAMPLES / "population.py", "--digits", "--members", "2"]
+    paths = os.pathsep.join([str(Path(braze.__file__).parent.parent), *sys.path])
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": paths}
+    command += ["--epochs", "1", "--batch", "256"]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "best: member 0, lr 0.001" in result.stdout
+
+
 @cuda_only
 @pytest.mark.parametrize("name", NAMES)
 def test_times_both_sides(name, monkeypatch, capsys):

@@ -194,6 +194,36 @@ def test_next_with_moments(device, dtype, shape, filters):
         assert not torch.equal(wrong[2], expected[2])
 
 
+@pytest.mark.parametrize("channels", [1, 3])
+def test_next_with_moments_of_groups(device, channels):
+    """Parts of a batch have the moments that they would have as batches of their own."""
+    dtype, shape, filters, groups, each = torch.float32, (channels, 8, 8), (3, 3, 1, 1), 3, 20
+    images, labels, scale, shift = data_set(shape, device, dtype)
+    order = torch.randperm(11, device=device).repeat(6)
+    position = torch.tensor([2, 0], device=device)
+    settings = scale, shift, dtype, True
+    x, y, moments = empty_batch(images, labels, groups * each, dtype, True, filters)
+    together = moments.new_full((groups, *moments.shape), torch.nan)
+    gather_next(images, labels, order, position, scale, shift, (x, y, together), filters)
+    assert position.tolist() == [2 + groups * each, 0]
+    weight = torch.randn(8, channels, 3, 3, device=device)
+    for group in range(groups):
+        position = torch.tensor([2 + group * each, 0], device=device)
+        own, own_labels, sums = draw(images, labels, order, position, each, *settings, filters)
+        part = slice(group * each, (group + 1) * each)
+        assert torch.equal(x[part], own)
+        assert torch.equal(y[part], own_labels)
+        expected = first_block(own, weight, (1, 1), sums)
+        for a, b in zip(first_block(own, weight, (1, 1), together[group]), expected, strict=True):
+            assert torch.equal(a, b)
+        other = first_block(own, weight, (1, 1), together[group - 1])
+        assert not torch.equal(other[2], expected[2])
+    with pytest.raises(RuntimeError, match=r"a multiple of 3 images .* but got 59"):
+        gather_next(
+            images, labels, order, position, scale, shift, (x[1:], y[1:], together), filters
+        )
+
+
 def test_moments_of_images_out_of_bounds(device):
     if device == "cpu":
         return  # IndexError

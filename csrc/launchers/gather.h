@@ -33,8 +33,8 @@ namespace braze::BRAZE_DEVICE {
 // An i outside [0, count), or a p + b outside [0, index_count): the CPU throws before anything is
 // written; CUDA makes that image NaN and its label -1, and reads nothing.
 //
-// Where `patches` is not null and all can be one launch, small_k_sum_moments() of the batch too.
-// Returns whether `moments` have been written.
+// Where `patches` is not null and all can be one launch, small_k_sum_moments() of each patches->n
+// images of the batch too, one behind the other. Returns whether `moments` have been written.
 bool gather_images(Stream stream, const GatherArgs& args, void* batch_images, int64_t* batch_labels,
                    const SmallKShape* patches, double* moments);
 

@@ -15,6 +15,8 @@ namespace cuda {
 // A second branch of a CUDA graph, for launches that do not depend on those on the main stream: at
 // small batches no kernel fills the GPU, and two run side by side. Where the main stream is not
 // being captured the branch is the main stream itself: forking costs more calls than it saves time.
+// So it is while a side stream is open for another stream: several chains are captured then
+// (braze.Population), and those that took turns on a branch would wait for each other.
 class Fork {
  public:
   explicit Fork(Stream main);

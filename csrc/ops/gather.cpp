@@ -36,7 +36,8 @@ void check_images(const char* op, const Tensor& images) {
               ": expected images of less than 2^30 elements each, but got ", shape_string(images));
 }
 
-// patches, moments: null where none are wanted.
+// patches, moments: null where none are wanted. patches.n: images of a group that has moments of
+// its own.
 void gather(const char* op, const Tensor& images, const Tensor& labels, const Tensor& indices,
             int64_t* position, const Tensor& scale, const Tensor& shift, Tensor& batch_images,
             Tensor& batch_labels, const SmallKShape* patches, double* moments) {
@@ -70,7 +71,12 @@ void gather(const char* op, const Tensor& images, const Tensor& labels, const Te
   void* const to = batch_images.mutable_data_ptr();
   auto* const labels_to = static_cast<int64_t*>(batch_labels.mutable_data_ptr());
   const bool summed = dev::gather_images(stream, args, to, labels_to, patches, moments);
-  if (patches && !summed) dev::small_k_sum_moments(stream, *patches, to, moments, nullptr);
+  if (!patches || summed) return;
+  const int64_t bytes = patches->n * channels * args.pixels * size_of(dtype);
+  for (int64_t first = 0, group = 0; first < args.batch; first += patches->n, ++group) {
+    dev::small_k_sum_moments(stream, *patches, static_cast<char*>(to) + group * bytes,
+                             moments + group * moments_size(*patches), nullptr);
+  }
 }
 
 std::tuple<Tensor, Tensor> gather_images(const Tensor& images, const Tensor& labels,
@@ -110,7 +116,11 @@ void gather_next(const Tensor& images, const Tensor& labels, const Tensor& order
   double* sums = nullptr;
   if (moments && batch > 0) {
     patches = patch_shape(kOp, batch_images, dtype_of(kOp, "dtype", batch_images), filters);
-    check_moments(kOp, *moments, patches, images);
+    const int64_t groups = moments->dim() == 3 ? moments->size(0) : 0;
+    check_moments(kOp, *moments, patches, images, groups);
+    BRAZE_CHECK(groups == 0 || batch % groups == 0, kOp, ": expected a multiple of ", groups,
+                " images for the moments of as many groups, but got ", batch);
+    patches.n = batch / std::max<int64_t>(1, groups);
     Tensor written = *moments;
     sums = static_cast<double*>(written.mutable_data_ptr());
   }

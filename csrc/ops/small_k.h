@@ -19,12 +19,20 @@ inline SmallKShape patches_of(const Tensor& x, DType dtype, int64_t r, int64_t s
   return a;
 }
 
+// Doubles of one batch's moments.
+inline int64_t moments_size(const SmallKShape& patches) {
+  return kSmallKMostSets * small_k_moments(patches);
+}
+
+// groups: of batches whose moments lie one behind the other, in a dimension in front; 0: one batch,
+// without that dimension.
 inline void check_moments(const char* op, const Tensor& moments, const SmallKShape& patches,
-                          const Tensor& input) {
+                          const Tensor& input, int64_t groups = 0) {
   check_same_device(op, "moments", moments, "input", input);
+  const int64_t at = groups > 0;
   BRAZE_CHECK(moments.scalar_type() == ScalarType::Double && moments.is_contiguous() &&
-                  moments.dim() == 2 && moments.size(0) == kSmallKMostSets &&
-                  moments.size(1) == small_k_moments(patches),
+                  moments.dim() == at + 2 && moments.size(at) == kSmallKMostSets &&
+                  moments.size(at + 1) == small_k_moments(patches),
               op, ": expected contiguous float64 moments of shape [", kSmallKMostSets, ", ",
               small_k_moments(patches), "], but got ", scalar_type_name(moments.scalar_type()), " ",
               shape_string(moments));

@@ -5,6 +5,7 @@ from braze.info import info
 
 __version__ = "0.1.0"
 __all__ = [
+    "Population",
     "TrainStep",
     "backend",
     "capture",
@@ -33,6 +34,7 @@ if _lib.load_error is None:
         from braze._ops.transpose import transpose_copy
         from braze._ops.vector_add import vector_add
         from braze.convert import convert, convert_report, unconvert
+        from braze.population import Population
         from braze.step import TrainStep, capture
         from braze.tuning import tune
     except ImportError as error:  # a package that braze depends on is missing, or does not load

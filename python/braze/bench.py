@@ -11,7 +11,7 @@ def add_arguments(parser):
         "what",
         nargs="*",
         metavar="OP | render | ladder OP | products | convolutions | depthwise | networks | "
-        "norm_act | optimizers | overhead | counters matmul",
+        "norm_act | optimizers | overhead | population | counters matmul",
         help="ops to time (default: all); render: rewrite the documents' tables from the results; "
         "ladder OP: time every kernel of an op beside the vendor's, or beside a copy of its bytes; "
         "products: matrix products beside the best of the vendor's algorithms; convolutions: those "
@@ -20,6 +20,7 @@ def add_arguments(parser):
         "whole networks beside stock's modes; norm_act: batch norm with addition and activation; "
         "optimizers: updates of all parameters beside torch's fused and foreach ones; "
         "overhead: the host's time for layers and steps in eager mode; "
+        "population: many small networks in one step, and one after another; "
         "counters matmul: the ladder's hardware counters, by ncu",
     )
     parser.add_argument("--device", help="cpu or cuda[:i] (default: cuda where there is a GPU)")
@@ -40,6 +41,7 @@ def add_arguments(parser):
     add("--batch", type=int, **many | {"help": "in the place of 64 and 256 (CPU: 16); repeatable"})
     add("--mode", **many | {"help": "of networks: only modes whose name contains this"})
     add("--precision", choices=["bf16", "tf32", "fp32"], **many | {"help": "of networks: bf16"})
+    add("--members", type=int, **many | {"help": "of population: in the place of 8 and 32"})
     add("--more", action="store_true", help="of networks: fifteen more of torchvision and timm")
     add("--layout", choices=["channels_last", "contiguous"], **many)
     add("--pass", dest="passes", choices=["fprop", "dgrad", "wgrad"], **many)

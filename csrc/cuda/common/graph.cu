@@ -62,12 +62,18 @@ BackwardStreams& backward_streams() {
   return all[device];
 }
 
+bool other_stream_has_side_stream(Stream main) {
+  const std::lock_guard<std::mutex> lock(backward_mutex);
+  const BackwardStreams& b = backward_streams();
+  return b.open && b.main != main;
+}
+
 }  // namespace
 
 Fork::Fork(Stream main) : main_(main), branch_(main) {
   cudaStreamCaptureStatus status;
   check(cudaStreamIsCapturing(as_cuda(main), &status));
-  if (status != cudaStreamCaptureStatusActive) return;
+  if (status != cudaStreamCaptureStatusActive || other_stream_has_side_stream(main)) return;
   SideStream& s = fork_stream();
   check(cudaEventRecord(s.forked, as_cuda(main)));
   check(cudaStreamWaitEvent(s.stream, s.forked));

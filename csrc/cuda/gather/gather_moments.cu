@@ -42,19 +42,26 @@ class GatheredPixels {
   bool missing_ = false;
 };
 
-// The grid: blocks that sum, blocks that gather, and some to fill a cluster.
+// The grid: blocks that sum, those of one group of images after those of another; blocks that
+// gather, and some to fill a cluster.
 template <typename Tp, typename T>
 __global__ void __launch_bounds__(kMomentThreads)
     gather_moments_kernel(const __grid_constant__ Gather g, const __grid_constant__ MomentPart part,
-                          T* batch_images, int64_t* batch_labels, double* moments) {
+                          int groups, int64_t images_of_group, T* batch_images,
+                          int64_t* batch_labels, double* moments) {
   unsigned block = blockIdx.x;
-  if (block < static_cast<unsigned>(part.blocks)) {
-    const auto pixels = [&] { return GatheredPixels<T>(g, take_batch(g.args, g.readers)); };
-    sum_moments<Tp>(part, static_cast<int>(block), pixels, moments);
+  const auto blocks = static_cast<unsigned>(part.blocks), summing = blocks * groups;
+  if (block < summing) {
+    const int64_t group = block / blocks;
+    const auto pixels = [&] {
+      return GatheredPixels<T>(g, take_batch(g.args, g.readers) + group * images_of_group);
+    };
+    double* const own = moments + group * (int64_t{kSmallKMostSets} * Tp::kMoments);
+    sum_moments<Tp>(part, static_cast<int>(block % blocks), pixels, own);
     return;
   }
   wait_for_earlier_kernels();
-  block -= part.blocks;
+  block -= summing;
   if (block < g.blocks) gather_block<false, kVecWidth<T>>(g, block, batch_images, batch_labels);
 }
 
@@ -85,15 +92,16 @@ bool gather_and_sum_moments(Stream stream, const GatherArgs& args, void* batch_i
   g.inner = FastDiv(args.pixels);
   g.image_size = static_cast<int>(args.pixels);
   divide(g, static_cast<int>(width), kMomentThreads);
-  g.readers = g.blocks + part.blocks;
+  const auto groups = static_cast<int>(args.batch / patches.n);
+  g.readers = g.blocks + static_cast<unsigned>(part.blocks) * groups;
   const auto blocks = static_cast<unsigned>(ceil_div(g.readers, part.cluster) * part.cluster);
   const auto run = [&](auto tag) {
     using T = typename decltype(tag)::type;
     const auto launch = [&](auto taps) {
       using Tp = decltype(taps);
       launch_early_in_clusters(gather_moments_kernel<Tp, T>, blocks, kMomentThreads,
-                               part.shared_bytes(Tp::C), stream, part.cluster, g, part,
-                               static_cast<T*>(batch_images), batch_labels, moments);
+                               part.shared_bytes(Tp::C), stream, part.cluster, g, part, groups,
+                               patches.n, static_cast<T*>(batch_images), batch_labels, moments);
     };
     patches.r == 3 ? launch(Taps<1, 3, 3>{}) : launch(Taps<1, 5, 5>{});
     check_launch("gather_images with moments");

@@ -101,7 +101,8 @@ def gather_next(images, labels, order, position, scale, shift, batch, filters=()
             moved on to its end in the same launch; and 0, the kernel's own. Calls that share it
             must not run at the same time.
         batch: what is written, of :func:`empty_batch`: images, contiguous or channels_last, whose
-            dtype decides as there; labels; and, unless None, moments.
+            dtype decides as there; labels; and, unless None, moments. Moments with a dimension for
+            groups in front are those of as many parts of the batch, each like a batch of its own.
         filters: height, width, vertical and horizontal padding of a convolution whose patches'
             moments are wanted; in the same launch where that is possible.
 

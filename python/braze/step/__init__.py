@@ -19,7 +19,8 @@ Any function:
 
 A whole step, from the outside in:
 
-- `train_step`: the public :class:`TrainStep`.
+- `train_step`: the public :class:`TrainStep`; `step` is what other steps have in common with it
+  (:mod:`braze.population`).
 - `parts`: what a step consists of.
 - `step_work`: the step as work for graphs.
 - `body`: one step as it runs eagerly and as it is recorded. `casts` casts parameters together,

@@ -22,13 +22,13 @@ class Body:
         #: (parameter, gradient) as the last micro-step left them
         self.window_grads = []
         self._accumulated = {}  # parameter -> gradient, on a GPU with accumulate > 1
-        self._casts = SharedCasts()
+        self.casts = SharedCasts()
         self._ones = {}  # the gradient of the loss, for each dtype and device
 
     def relearn(self):
         """Forgets what earlier steps have taught it."""
         self.batches.relearn()
-        self._casts = SharedCasts()
+        self.casts = SharedCasts()
 
     def keep_gradients_of(self, params):
         """Forgets the gradients of parameters that are gone."""
@@ -47,6 +47,15 @@ class Body:
         Returns:
             The loss, and the norm of the gradients or None.
         """
+        loss = self.gradients(batch, gather, first, last, branches)
+        norm = self.update(branches.side_stream if branches else None) if last else None
+        if branches:
+            # At the very end, where no kernel has to wait for it.
+            torch.cuda.current_stream(self._parts.device).wait_stream(branches.stream)
+        return loss, norm
+
+    def gradients(self, batch, gather, first, last, branches=None):
+        """Forward and backward of one batch, as :meth:`run`; returns the loss."""
         parts = self._parts
         _, losses, prefetch, side_stream = branches or (None,) * 4
         for p in parts.params:
@@ -80,17 +89,13 @@ class Body:
         torch.clear_autocast_cache()
         if parts.accumulate > 1 and parts.device.type == "cuda":
             self._accumulate()
-        norm = self._update(side_stream.sources if side_stream else None) if last else None
-        if branches:
-            # At the very end, where no kernel has to wait for it.
-            torch.cuda.current_stream(parts.device).wait_stream(branches.stream)
-        return loss.detach(), norm
+        return loss.detach()
 
     @contextlib.contextmanager
     def _forward_scope(self):
         # The gradient that the loss will be given, where nothing comes between.
         direct = self._parts.accumulate == 1 and not self._parts.scales()
-        casts, moments = self._casts, self.batches.moments
+        casts, moments = self.casts, self.batches.moments
         ones = self._ones if direct else None
         with StepScope(casts=casts, moments=moments, unit_gradients=ones):
             try:
@@ -130,8 +135,14 @@ class Body:
                 self._accumulated[p] = torch.empty_like(p.grad)
             p.grad = self._accumulated[p].copy_(p.grad)
 
-    def _update(self, sources):
+    def update(self, side_stream=None):
+        """Clipping and the optimizer's step; returns the norm of the gradients or None.
+
+        Args:
+            side_stream: of the backward pass, which may have left casts of gradients to this.
+        """
         parts, norm = self._parts, None
+        sources = side_stream.sources if side_stream else None
         if parts.max_grad_norm is not None:
             if parts.scales():
                 parts.grad_scaler.unscale_(parts.optimizer)

@@ -17,10 +17,11 @@ class Slots:
 
     Args:
         width: how many there are of a replay; None: one, which :meth:`next` returns as a scalar.
+        rows: replays that there is room for; by default so many that there are LOSSES scalars.
     """
 
-    def __init__(self, dtype, device, width=None):
-        shape = LOSSES if width is None else (max(LOSSES // width, 1), width)
+    def __init__(self, dtype, device, width=None, rows=None):
+        shape = LOSSES if width is None else (rows or max(LOSSES // width, 1), width)
         with torch.inference_mode(False):  # whose tensors could not be written outside of it
             self._values = torch.empty(shape, dtype=dtype, device=device)
             self._place = torch.zeros(1, dtype=torch.int64, device=device)

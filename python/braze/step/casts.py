@@ -11,10 +11,10 @@ class _Casts(torch.autograd.Function):
     """Tensors of one dtype in another one."""
 
     @staticmethod
-    def forward(ctx, dtype, *tensors):
+    def forward(ctx, dtype, made, *tensors):
         ctx.dtype = tensors[0].dtype
         ctx.set_materialize_grads(False)
-        return tuple(_cast(tensors, dtype))
+        return tuple(_cast(tensors, dtype) if made is None else made)
 
     @staticmethod
     def backward(ctx, *grads):
@@ -27,7 +27,7 @@ class _Casts(torch.autograd.Function):
             side_stream.join(present)
             cast = _cast(present, ctx.dtype)
         cast = iter(cast)
-        return None, *(None if g is None else next(cast) for g in grads)
+        return None, None, *(None if g is None else next(cast) for g in grads)
 
 
 def _is_dense(t):
@@ -51,21 +51,27 @@ class SharedCasts:
 
     def __init__(self):
         self._wanted = {}  # (id of a parameter, dtype) -> parameter
-        self._ready = {}
+        self._ready, self._made = {}, {}
 
-    def cast_together(self):
-        """At the beginning of a forward pass, which ends with :meth:`drop`."""
+    def wanted(self):
+        """Lists of parameters that a launch may cast together, by (dtype to cast to, their dtype
+        and device)."""
         together = {}
         for (_, dtype), p in self._wanted.items():
             together.setdefault((dtype, p.dtype, p.device), []).append(p)
-        for (dtype, _, _), parameters in together.items():
-            casts = _Casts.apply(dtype, *parameters)
+        return together
+
+    def cast_together(self):
+        """At the beginning of a forward pass, which ends with :meth:`drop`."""
+        for key, parameters in self.wanted().items():
+            casts = _Casts.apply(key[0], self._made.pop(key, None), *parameters)
             for p, cast in zip(parameters, casts, strict=True):
-                self._ready[id(p), dtype] = p._version, cast
+                self._ready[id(p), key[0]] = p._version, cast
 
     def drop(self):
         """Forgets casts that nobody has taken."""
         self._ready.clear()
+        self._made.clear()
 
     def take(self, tensor, dtype):
         """The cast parameter, or None where the caller has to cast."""
@@ -74,3 +80,26 @@ class SharedCasts:
             self._wanted[key] = tensor
         version, cast = self._ready.pop(key, (None, None))
         return cast if cast is not None and version == tensor._version else None
+
+
+@torch.no_grad()
+def cast_ahead(all_casts):
+    """Makes the casts of several models in one launch, for :meth:`SharedCasts.cast_together` of
+    each, before which nobody may write to the parameters.
+
+    Args:
+        all_casts: a :class:`SharedCasts` of each model.
+
+    Returns:
+        The casts: what runs on another stream reads them as long as it has not been joined.
+    """
+    together, made = {}, []
+    for casts in all_casts:
+        for key, parameters in casts.wanted().items():
+            together.setdefault(key, []).append((casts, parameters))
+    for key, parts in together.items():
+        cast = _cast([p for _, parameters in parts for p in parameters], key[0])
+        made += cast
+        for casts, parameters in parts:
+            casts._made[key], cast = cast[: len(parameters)], cast[len(parameters) :]
+    return made

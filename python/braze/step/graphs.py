@@ -37,6 +37,8 @@ class Entry:
         self.buffers = []  # addresses of the modules' that the graph reads and writes
         #: what the work keeps here of an eager call, and of what replays leave
         self.eager = self.kept = None
+        #: whether eager calls drew from :meth:`Work.generators`
+        self.draws = False
 
     def load(self, leaves):
         for mine, given in zip(self.leaves, leaves, strict=True):
@@ -81,6 +83,10 @@ class Work:
         """Before a capture: memory and streams that the graph needs. Returns what :meth:`record`
         and :meth:`finish` are given."""
         raise NotImplementedError
+
+    def generators(self, entry):
+        """``torch.Generator``s that it draws from beside the device's default one."""
+        return ()
 
     def record(self, entry, call, prepared):
         """Runs it between the beginning and the end of the capture."""
@@ -213,7 +219,10 @@ class Graphs:
                 for rates in self._rates:
                     stack.enter_context(rates.on_device())
                 graph, recorded = record(
-                    lambda: work.record(entry, call, prepared), self._stream, self._pool
+                    lambda: work.record(entry, call, prepared),
+                    self._stream,
+                    self._pool,
+                    work.generators(entry),
                 )
             kept = work.finish(entry, prepared, recorded)
             if kept is None:

@@ -34,22 +34,28 @@ class StepParts(Watched):
         ):
             if not hasattr(given, attribute) and (name, given) != ("grad_scaler", None):
                 raise TypeError(
-                    f"TrainStep: expected {name} to be {wanted}, but got {type(given).__name__}"
+                    f"{self.caller}: expected {name} to be {wanted}, but got {type(given).__name__}"
                 )
         if isinstance(accumulate, bool) or not isinstance(accumulate, numbers.Integral):
-            raise TypeError(f"TrainStep: expected accumulate to be an int, but got {accumulate!r}")
+            raise TypeError(
+                f"{self.caller}: expected accumulate to be an int, but got {accumulate!r}"
+            )
         if accumulate < 1:
-            raise ValueError(f"TrainStep: expected accumulate of at least 1, but got {accumulate}")
+            raise ValueError(
+                f"{self.caller}: expected accumulate of at least 1, but got {accumulate}"
+            )
         if isinstance(max_grad_norm, torch.Tensor):
             max_grad_norm = max_grad_norm.item()
         if max_grad_norm is not None:
             if not isinstance(max_grad_norm, numbers.Real):
                 raise TypeError(
-                    f"TrainStep: expected max_grad_norm to be a number, but got {max_grad_norm!r}"
+                    f"{self.caller}: expected max_grad_norm to be a number, but got "
+                    f"{max_grad_norm!r}"
                 )
             if not max_grad_norm > 0:
                 raise ValueError(
-                    f"TrainStep: expected max_grad_norm above 0 or None, but got {max_grad_norm}"
+                    f"{self.caller}: expected max_grad_norm above 0 or None, but got "
+                    f"{max_grad_norm}"
                 )
         if not (
             autocast is None or isinstance(autocast, torch.dtype) or hasattr(autocast, "__enter__")
@@ -85,8 +91,8 @@ class StepParts(Watched):
         super().check_capturable()
         if self.scales() and not getattr(self.optimizer, "_step_supports_amp_scaling", False):
             raise ValueError(
-                f"TrainStep: with {type(self.optimizer).__name__} a GradScaler waits for the GPU "
-                "in every step; expected an optimizer that checks for infinities itself: "
+                f"{self.caller}: with {type(self.optimizer).__name__} a GradScaler waits for the "
+                "GPU in every step; expected an optimizer that checks for infinities itself: "
                 "one of braze.optim, or fused=True"
             )
 

@@ -1,12 +1,15 @@
 """The hyper-parameters of a captured step: learning rates on the device, the rest frozen."""
 
 import contextlib
+import operator
+from typing import NamedTuple
 
 import torch
 
 from braze.optim import MultiTensor
 
 _NOT_READ_IN_A_STEP = ("params", "param_names", "initial_lr", "max_lr", "min_lr")
+_PLAIN = (int, float, bool, str, type(None))
 
 
 class Rates:
@@ -21,6 +24,7 @@ class Rates:
         self.device = device
         self._optimizer = optimizer
         self._held = {}  # index of the group, dtype -> [tensor, the number in it]
+        self._known = []  # of each group: its values, whether deterministic, its part of the key
 
     def _dtype(self, group):
         if isinstance(group.get("lr"), torch.Tensor) or "lr" not in group:
@@ -37,13 +41,31 @@ class Rates:
         frozen = []
         if isinstance(self._optimizer, MultiTensor):
             frozen.append(self._optimizer.frozen_settings())
-        for group in self._optimizer.param_groups:
-            lr_dtype = self._dtype(group)
-            for name, value in group.items():
-                if name == "lr" and lr_dtype is not None:
-                    frozen.append(lr_dtype)
-                elif name not in _NOT_READ_IN_A_STEP:
-                    frozen.append(_frozen(value))
+        groups, exact = self._optimizer.param_groups, torch.are_deterministic_algorithms_enabled()
+        if len(self._known) != len(groups):
+            self._known = [_Known(None, None, None, None, None)] * len(groups)
+        for index, group in enumerate(groups):
+            known = self._known[index]
+            if known.exact is not exact or not known.still_holds(group):
+                known = self._known[index] = self._know(group, exact)
+            frozen.append(known.frozen)
+        return tuple(frozen)
+
+    def _know(self, group, exact):
+        names, values = tuple(group), list(group.values())
+        rate = names.index("lr") if self._dtype(group) is not None else None
+        plain = all(
+            _is_plain(value) for name, value in group.items() if name not in _NOT_READ_IN_A_STEP
+        )
+        return _Known(exact, self._frozen(group), names if plain else None, values, rate)
+
+    def _frozen(self, group):
+        frozen, lr_dtype = [], self._dtype(group)
+        for name, value in group.items():
+            if name == "lr" and lr_dtype is not None:
+                frozen.append(lr_dtype)
+            elif name not in _NOT_READ_IN_A_STEP:
+                frozen.append(_frozen(value))
         return tuple(frozen)
 
     @contextlib.contextmanager
@@ -90,6 +112,28 @@ class Rates:
 
 def _version(tensor):
     return 0 if tensor.is_inference() else tensor._version
+
+
+class _Known(NamedTuple):
+    """A group of plain values as it was read last: most calls find the same objects in it."""
+
+    exact: bool  # whether the numbers were to be exact
+    frozen: tuple  # its part of the key
+    names: tuple  # None: has values whose contents may change
+    values: list
+    rate: int  # index of a learning rate that is not part of the key
+
+    def still_holds(self, group):
+        if self.names != tuple(group):
+            return False
+        values = list(group.values())
+        if self.rate is not None and type(values[self.rate]) is float:
+            values[self.rate] = self.values[self.rate]
+        return all(map(operator.is_, values, self.values))
+
+
+def _is_plain(value):
+    return type(value) in _PLAIN or (type(value) is tuple and all(type(v) in _PLAIN for v in value))
 
 
 def _frozen(value):

@@ -10,7 +10,7 @@ import torch
 _failed_graphs = []
 
 
-def record(work, stream, pool):
+def record(work, stream, pool, generators=()):
     """Records what ``work()`` launches; nothing runs.
 
     Other threads may go on using the GPU ("thread_local"). An exception of `work` ends the capture
@@ -20,6 +20,7 @@ def record(work, stream, pool):
         work: called once.
         stream: the side stream to record on.
         pool: from ``torch.cuda.graph_pool_handle()``; unusable after an exception.
+        generators: ``torch.Generator``s from which `work` draws beside the default one.
 
     Returns:
         The graph, and what `work` returned.
@@ -29,23 +30,23 @@ def record(work, stream, pool):
     torch.cuda.synchronize(stream.device)
     gc.collect()
     torch.cuda.empty_cache()
-    graph = torch.cuda.CUDAGraph()
+    graph = _graph(generators)
     with torch.cuda.stream(stream):
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             result = work()
         except BaseException:
             with contextlib.suppress(RuntimeError):  # the first error is the one that says why
-                _end(graph, stream, pool)
+                _end(graph, stream, pool, generators)
             raise
-        _end(graph, stream, pool)
+        _end(graph, stream, pool, generators)
     # Beginning the capture has queued a reset of the random number generator's offset on `stream`,
     # which must not come after that of the first replay.
     torch.cuda.current_stream(stream.device).wait_stream(stream)
     return graph, result
 
 
-def _end(graph, stream, pool):
+def _end(graph, stream, pool, generators):
     try:
         graph.capture_end()
     except RuntimeError:
@@ -56,8 +57,15 @@ def _end(graph, stream, pool):
             torch._C._cuda_releasePool(stream.device.index, pool)
             _failed_graphs.append(graph)
         scratch = torch.zeros(1, device=stream.device)
-        valid = torch.cuda.CUDAGraph()  # a whole capture frees the generator
+        valid = _graph(generators)  # a whole capture frees the generators
         valid.capture_begin(pool=torch.cuda.graph_pool_handle(), capture_error_mode="thread_local")
         scratch.zero_()  # an empty graph gives a warning
         valid.capture_end()
         raise
+
+
+def _graph(generators):
+    graph = torch.cuda.CUDAGraph()
+    for generator in generators:
+        graph.register_generator_state(generator)
+    return graph

@@ -22,10 +22,12 @@ class SideStream:
 
     Args:
         takes_casts: whether the update will cast gradients from :attr:`sources`.
+        forks: whether gradients are made on a stream of their own; without, only casts are left to
+            the update.
     """
 
-    def __init__(self, takes_casts):
-        self.takes_casts = takes_casts
+    def __init__(self, takes_casts, forks=True):
+        self.takes_casts, self._forks = takes_casts, forks
         #: address of a gradient -> tensor of which it is to be a cast
         self.sources = {}
         # Address -> version of a tensor that nobody has written, and what keeps the address from
@@ -42,7 +44,11 @@ class SideStream:
         """
         device = device_of.device.index
         hooked = any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters)
-        if hooked or device in _open or not _ops.open_side_stream.default(device_of):
+        if (
+            hooked
+            or device in _open
+            or (self._forks and not _ops.open_side_stream.default(device_of))
+        ):
             yield
             return
         _open[device] = self
@@ -67,6 +73,8 @@ class SideStream:
         return not self._pending
 
     def _join(self, device_of, close):
+        if not self._forks:
+            return
         made = _ops.join_side_stream.default(device_of, close)
         # Deterministic algorithms fill a new tensor.
         filled = torch.utils.deterministic.fill_uninitialized_memory
@@ -77,6 +85,23 @@ class SideStream:
         for t in tensors:
             if t is not None and self._pending.get(t.data_ptr(), (-1,))[0] == t._version:
                 self._arrived.append(self._pending.pop(t.data_ptr()))
+
+
+@contextlib.contextmanager
+def none_but(device_of):
+    """Within this block ops that are captured on other streams than the current one make no
+    branches: there is one pair of streams for these on a device, and kernels of several chains that
+    took turns on it would wait for each other.
+
+    Args:
+        device_of: a tensor on the device.
+    """
+    opened = _ops.open_side_stream.default(device_of)
+    try:
+        yield
+    finally:
+        if opened:
+            _ops.join_side_stream.default(device_of, True)
 
 
 def _open_for(gradients):

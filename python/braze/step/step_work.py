@@ -28,7 +28,7 @@ class StepCall(NamedTuple):
         return self.order is None
 
 
-class _Kept(NamedTuple):
+class Kept(NamedTuple):
     """What a replay leaves, in memory of the graph or of the accumulation buffers."""
 
     losses: Losses
@@ -98,7 +98,7 @@ class StepWork(Work):
         if prepared.side_stream and not prepared.side_stream.all_arrived():
             return None
         _, norm = recorded
-        return _Kept(prepared.losses, prepared.prefetch, norm, self._parts.gradients())
+        return Kept(prepared.losses, prepared.prefetch, norm, self._parts.gradients())
 
     def before_replay(self, entry, call):
         if call.gather:
@@ -112,7 +112,8 @@ class StepWork(Work):
                 p.grad = None
             body.window_grads = grads
         for p, grad in grads:
-            p.grad = grad
+            if p.grad is not grad:
+                p.grad = grad
         if call.last:
             torch.autograd.graph.increment_version(parts.params)
         return entry.kept.losses.next(), entry.kept.grad_norm

@@ -1,5 +1,6 @@
 """What captured work reads and writes beside its arguments, and whether that is still so."""
 
+import itertools
 import operator
 import weakref
 
@@ -8,6 +9,10 @@ import torch
 from braze.optim import MultiTensor
 from braze.step.ranks import Ranks
 
+# Hundreds of modules are looked at in every call, so by what runs in C.
+_held = operator.attrgetter("_modules", "_parameters")
+_buffers, _training = operator.attrgetter("_buffers"), operator.attrgetter("training")
+_requires_grad = operator.attrgetter("requires_grad")
 # They count their steps on the CPU whatever the settings.
 _UNCAPTURABLE = (torch.optim.Adafactor, torch.optim.Adagrad)
 
@@ -114,9 +119,8 @@ class Watched:
         """What the work consists of. The same objects, compared by identity: the same work; what
         this list holds cannot be freed, so that no new object takes an old one's place unseen."""
         parts = self.others()
-        for module in self.modules:
-            parts += module._modules.values()
-            parts += module._parameters.values()
+        held = itertools.chain.from_iterable(map(_held, self.modules))
+        parts += itertools.chain.from_iterable(map(dict.values, held))
         for optimizer in self.optimizers():
             for group in optimizer.param_groups:
                 parts.append(group)
@@ -126,8 +130,9 @@ class Watched:
     def key(self):
         """What of it a graph freezes."""
         return (
-            tuple([(p.data_ptr(), p.requires_grad) for p in self.params]),
-            tuple([m.training for m in self.modules]),
+            tuple(map(torch.Tensor.data_ptr, self.params)),
+            tuple(map(_requires_grad, self.params)),
+            tuple(map(_training, self.modules)),
         )
 
     def gradients(self):
@@ -136,7 +141,8 @@ class Watched:
 
     def buffer_addresses(self):
         """Where the modules' buffers lie."""
-        return [b.data_ptr() for m in self.modules for b in m._buffers.values() if b is not None]
+        held = itertools.chain.from_iterable(map(dict.values, map(_buffers, self.modules)))
+        return [b.data_ptr() for b in held if b is not None]
 
     def host_states(self):
         """What else Python code may change while it is recorded: objects as
