@@ -1,7 +1,6 @@
 """What a braze.Population and its step refuse, before anything has changed."""
 
 import io
-
 import itertools
 
 import pytest
