@@ -100,4 +100,28 @@ class Workspace {
 #endif
 };
 
+// A dense 4-D tensor that lives as long as an op works, of nobody else's knowledge: on a CPU in
+// memory that is kept from call to call, as a Workspace is.
+class WorkingTensor {
+ public:
+  WorkingTensor() = default;
+#ifdef BRAZE_CUDA
+  WorkingTensor(const std::vector<int64_t>& nchw, const Tensor& like, bool channels_last)
+      : tensor_(empty_4d(nchw, like, channels_last)) {}
+#else
+  WorkingTensor(const std::vector<int64_t>& nchw, const Tensor& like, bool channels_last)
+      : memory_(nchw[0] * nchw[1] * nchw[2] * nchw[3] * like.element_size(), like) {
+    const std::vector<int64_t> strides =
+        dense_strides(nchw, channels_last ? kChannelsLast : nullptr);
+    tensor_ =
+        torch::stable::from_blob(memory_.data(), nchw, strides, like.device(), like.scalar_type());
+  }
+#endif
+  const Tensor& tensor() const { return tensor_; }
+
+ private:
+  Workspace memory_;
+  Tensor tensor_;
+};
+
 }  // namespace braze

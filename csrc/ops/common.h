@@ -211,9 +211,9 @@ inline Tensor empty_strided(const int64_t* sizes, const int64_t* strides, int64_
   return tensor;
 }
 
-// Dense, the dimensions in memory in the order `inner_to_outer`.
-inline Tensor empty_dense(const std::vector<int64_t>& sizes, const int* inner_to_outer,
-                          const Tensor& like, std::optional<ScalarType> dtype) {
+// Of a dense tensor, the dimensions in memory in the order `inner_to_outer`.
+inline std::vector<int64_t> dense_strides(const std::vector<int64_t>& sizes,
+                                          const int* inner_to_outer) {
   std::vector<int64_t> strides(sizes.size());
   int64_t stride = 1;
   for (size_t i = 0; i < sizes.size(); ++i) {
@@ -222,6 +222,12 @@ inline Tensor empty_dense(const std::vector<int64_t>& sizes, const int* inner_to
     // As torch has it: an empty dimension counts as 1 in contiguous strides, as 0 in channels_last.
     stride *= inner_to_outer ? sizes[d] : std::max<int64_t>(1, sizes[d]);
   }
+  return strides;
+}
+
+inline Tensor empty_dense(const std::vector<int64_t>& sizes, const int* inner_to_outer,
+                          const Tensor& like, std::optional<ScalarType> dtype) {
+  const std::vector<int64_t> strides = dense_strides(sizes, inner_to_outer);
   return empty_strided(sizes.data(), strides.data(), sizes.size(), like, dtype);
 }
 
@@ -301,9 +307,9 @@ inline Tensor as_contiguous(const Tensor& t) {
 }
 
 // A dense 4-D tensor of the given sizes, channels_last or contiguous.
+constexpr int kChannelsLast[] = {1, 3, 2, 0};
 inline Tensor empty_4d(const std::vector<int64_t>& nchw, const Tensor& like, bool channels_last,
                        std::optional<ScalarType> dtype = std::nullopt) {
-  static constexpr int kChannelsLast[] = {1, 3, 2, 0};
   return empty_dense(nchw, channels_last ? kChannelsLast : nullptr, like, dtype);
 }
 

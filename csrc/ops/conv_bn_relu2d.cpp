@@ -68,11 +68,11 @@ struct Wanted {
 };
 
 // weight and bias: None, or their gradients come in their dtype. Those that are not wanted are
-// empty.
+// empty. working: where that of the input goes, which no caller of the op sees; or null.
 Gradients backward(const char* op, const Tensor& grad_output, const Tensor& input,
                    const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
                    const Tensor& codes, const Tensor& statistics, bool training, bool max_pool,
-                   const Wanted& wanted) {
+                   const Wanted& wanted, WorkingTensor* working = nullptr) {
   check_input(op, input);
   const BatchNormShape shape = batch_norm_shape(op, input);
   check_same_device(op, "grad_output", grad_output, "input", input);
@@ -97,7 +97,13 @@ Gradients backward(const char* op, const Tensor& grad_output, const Tensor& inpu
   const ScalarType type = weight ? weight->scalar_type()
                           : bias ? bias->scalar_type()
                                  : statistics_type(input);
-  Gradients grads{wanted.input ? empty_like_input(shape, input) : empty({0}, input),
+  if (wanted.input && working) {
+    *working = WorkingTensor({input.size(0), input.size(1), input.size(2), input.size(3)}, input,
+                             keeps_channels_last(shape));
+  }
+  Gradients grads{!wanted.input ? empty({0}, input)
+                  : working     ? working->tensor()
+                                : empty_like_input(shape, input),
                   empty({wanted.weight ? shape.c : 0}, input, type),
                   empty({wanted.bias ? shape.c : 0}, input, type),
                   empty({wanted.constant ? shape.c : 0}, input)};
@@ -193,9 +199,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> conv_bn_relu2d_backward(
   BRAZE_CHECK(output_mask.size() == 5, op, ": expected output_mask of 5 entries, but got ",
               output_mask.size());
   const bool has_conv = output_mask[0] || output_mask[1];
+  WorkingTensor dz;
   const Gradients norm =
       backward(op, grad_output, z, bn_weight, bn_bias, codes, statistics, training, max_pool,
-               {has_conv, output_mask[3], output_mask[4], output_mask[2]});
+               {has_conv, output_mask[3], output_mask[4], output_mask[2]}, &dz);
   // With an empty mask it checks its arguments all the same.
   const auto [grad_input, grad_weight, none] =
       conv2d_gradients(has_conv ? norm.input : z, input, weight,

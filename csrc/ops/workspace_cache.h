@@ -11,9 +11,10 @@ struct WorkspaceBlock {
   int64_t bytes = 0;
 };
 
-// What a thread keeps at most, in as many blocks: two calls' worth, since the passes of a backward
-// may overlap. The rest goes back to the system at once, all of it when the thread ends.
-constexpr int64_t kKeptWorkspaceBytes = int64_t{64} << 20, kKeptWorkspaces = 2;
+// What a thread keeps at most, in as many blocks: as a convolution's backward has on loan at the
+// same time, the gradient of its result and a workspace for each of its two passes. The rest goes
+// back to the system at once, all of it when the thread ends.
+constexpr int64_t kKeptWorkspaceBytes = int64_t{64} << 20, kKeptWorkspaces = 3;
 
 // A block of `bytes` or more, of the cache where it has one: fresh memory costs a page fault for
 // each page, which for a kernel of some milliseconds is as long again, and pages of another place
