@@ -7,6 +7,7 @@
 #include "cpu/matmul/dot_bf16.h"
 #include "cpu/matmul/gemm.h"
 #include "launchers/common/registry.h"
+#include "launchers/conv2d_fft.h"
 
 namespace braze::cpu {
 namespace {
@@ -21,6 +22,7 @@ struct Kernel {
 const char* no_obstacle(const Conv2dProblem&) { return nullptr; }
 
 constexpr char kAll[] = "float64 float32 bfloat16 float16";
+void plan_fft_repaired(const Conv2dProblem& problem, Conv2dPlan* plan);
 constexpr Kernel kKernels[] = {
     {{"conv2d", "implicit_gemm", kAll, "cpu", true,
       "register tiles on shifted windows of a padded copy, threads"},
@@ -54,6 +56,11 @@ constexpr Kernel kKernels[] = {
      im2col_obstacle,
      plan_im2col,
      run_im2col},
+    {{"conv2d", "fft", kAll, "cpu", true,
+      "large filters: products of spectra, by torch's FFT, whole images or overlap-save tiles"},
+     fft_obstacle,
+     plan_fft_repaired,
+     nullptr},
 };
 constexpr int kCount = std::size(kKernels);
 constexpr int kImplicitGemm = kernel_number(kKernels, "implicit_gemm");
@@ -62,6 +69,11 @@ constexpr int kWinograd = kernel_number(kKernels, "winograd");
 constexpr int kBlockedIm2col = kernel_number(kKernels, "blocked_im2col");
 constexpr int kDepthwise = kernel_number(kKernels, "depthwise");
 const KernelEntries kEntries(kKernels, kCount);
+
+// What is not finite is made again by a kernel that takes everything.
+void plan_fft_repaired(const Conv2dProblem& problem, Conv2dPlan* plan) {
+  plan_by_fft(problem, kImplicitGemm, plan);
+}
 
 bool reads_pairs(const Conv2dShape& s) {
   return s.dtype == DType::kBFloat16 && dot_bf16_available();

@@ -12,6 +12,7 @@
 #include "cuda/conv2d/pointwise/pointwise.h"
 #include "gather.cuh"
 #include "kernels.h"
+#include "launchers/conv2d_fft.h"
 
 namespace braze::cuda {
 namespace {
