@@ -181,8 +181,7 @@ inline double plan_fft(const Conv2dProblem& problem, int again, FftPlan* best) {
   double least = -1;
   for (const FftAxis& h : rows) {
     for (const FftAxis& w : columns) {
-      FftPlan plan{h, w};
-      plan.again = again;
+      FftPlan plan{h, w, 0, 0, 0, false, again};
       const double time = cost.complete(&plan);
       if (least < 0 || time < least) least = time, *best = plan;
     }

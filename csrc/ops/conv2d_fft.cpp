@@ -11,6 +11,7 @@
 #include <cmath>
 
 #include "launchers/conv2d_fft.h"
+#include "launchers/transpose.h"
 #include "ops/backend.h"
 
 namespace braze {
@@ -26,8 +27,6 @@ Tensor call(const char* op, const char* overload, const Args&... args) {
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
-Tensor permuted(const Tensor& t, const Sizes& order) { return call("aten::permute", "", t, order); }
-Tensor conjugate(const Tensor& t) { return call("aten::conj", "", t); }
 // Some libraries leave their results in another order in memory.
 Tensor spectrum(const Tensor& t) {
   return as_contiguous(call("aten::fft_rfft2", "", t, std::optional<Sizes>(), Sizes{-2, -1},
@@ -58,14 +57,6 @@ Range result_range(int64_t from, int64_t step, int64_t extent, int64_t stride) {
   const int64_t first = from / stride;
   return {first, std::min(extent - first, step / stride), 0};
 }
-
-// A tensor of images, or of one per unit, by pointer and strides in elements.
-struct Images {
-  void* data;
-  int64_t channels, h, w;  // extents
-  int64_t stride_h, stride_w;
-  Tensor4dRef strides;
-};
 
 class ByFft {
  public:
@@ -128,21 +119,36 @@ class ByFft {
   int64_t first_channel(bool of_x) const {
     return of_x ? group_ * channels_ : group_ * filters_ + filter_;
   }
-  int64_t count(bool of_x) const { return of_x ? groups_ * channels_ : groups_ * block_; }
+  int64_t count(bool of_x) const { return of_x ? channels_ : block_; }  // of a group
 
-  // A part of x or y as a tensor, of an image.
-  Tensor part(bool of_x, int64_t image, const Range& h, const Range& w) const {
-    const Tensor4dRef& t = ref(of_x);
-    const int64_t at = image * t.n + first_channel(of_x) * t.c + h.first * t.h + w.first * t.w;
-    return blob(shifted(t.data, at, type_), {count(of_x), h.count, w.count}, {t.c, t.h, t.w},
-                type_);
+  // The tiles of a unit (of all, where images are of one tile each: then that is one copy), in
+  // memory of tiles of `channels` a group: [groups, units, channels, rows, columns]. h, w: which
+  // elements of a tile, `step` apart.
+  Tensor in_tiles(const Tensor& memory, int64_t channels, int64_t units, int64_t i, int64_t images,
+                  const Range& h, const Range& w, int64_t step_h, int64_t step_w) const {
+    const int64_t row = plan_.w.length, plane = plan_.h.length * row;
+    return blob(shifted(memory.const_data_ptr(), i * channels * plane + h.at * row + w.at, real_),
+                {groups_, images, channels, h.count, w.count},
+                {units * channels * plane, channels * plane, plane, step_h * row, step_w}, real_);
   }
 
-  // Tiles of x or of y, with zeros around: [units, channels, length, length].
+  // The same part of x or y.
+  Tensor in_images(bool of_x, int64_t image, int64_t images, const Range& h, const Range& w) const {
+    const Tensor4dRef& t = ref(of_x);
+    const int64_t at = image * t.n + first_channel(of_x) * t.c + h.first * t.h + w.first * t.w;
+    return blob(shifted(t.data, at, type_), {groups_, images, count(of_x), h.count, w.count},
+                {(of_x ? channels_ : filters_) * t.c, t.n, t.c, t.h, t.w}, type_);
+  }
+
+  int64_t images_at_once(int64_t units) const {
+    return plan_.h.tiles * plan_.w.tiles == 1 ? units : 1;
+  }
+
+  // Tiles of x or of y, with zeros around: [groups, units, channels of a group, length, length].
   // stride, lead: of that tensor on the grid. limit_h, limit_w: how much of a tile may be filled.
   Tensor tiles(bool of_x, int64_t first, int64_t units, int64_t stride_h, int64_t stride_w,
                int64_t lead_h, int64_t lead_w, int64_t limit_h, int64_t limit_w) const {
-    const int64_t channels = count(of_x), row = plan_.w.length, plane = plan_.h.length * row;
+    const int64_t channels = count(of_x);
     const int64_t h = of_x ? shape_.h : shape_.p, w = of_x ? shape_.w : shape_.q;
     std::vector<std::pair<Range, Range>> ranges;
     bool is_full = true;
@@ -153,32 +159,45 @@ class ByFft {
       is_full &= ranges.back().first.count == plan_.h.length &&
                  ranges.back().second.count == plan_.w.length;
     }
-    const Sizes sizes{units, channels, plan_.h.length, plan_.w.length};
+    const Sizes sizes{groups_, units, channels, plan_.h.length, plan_.w.length};
     const Tensor all = is_full ? empty(sizes, like_, real_) : zeros(sizes, like_, real_);
-    // Images of one tile each are one copy.
-    const bool at_once = plan_.h.tiles * plan_.w.tiles == 1;
-    for (int64_t i = 0; i < units; i += at_once ? units : 1) {
+    const int64_t images = images_at_once(units);
+    for (int64_t i = 0; i < units; i += images) {
       const auto& [rows, columns] = ranges[i];
       if (rows.count == 0 || columns.count == 0) continue;
-      const int64_t images = at_once ? units : 1;
-      const Tensor4dRef& t = ref(of_x);
-      const int64_t from = unit(first + i).image * t.n + first_channel(of_x) * t.c +
-                           rows.first * t.h + columns.first * t.w;
-      const Sizes extents{images, channels, rows.count, columns.count};
-      Tensor to = blob(
-          shifted(all.const_data_ptr(), i * channels * plane + rows.at * row + columns.at, real_),
-          extents, {channels * plane, plane, stride_h * row, stride_w}, real_);
-      torch::stable::copy_(
-          to, blob(shifted(t.data, from, type_), extents, {t.n, t.c, t.h, t.w}, type_));
+      Tensor to = in_tiles(all, channels, units, i, images, rows, columns, stride_h, stride_w);
+      torch::stable::copy_(to, in_images(of_x, unit(first + i).image, images, rows, columns));
     }
     return all;
   }
 
-  // Spectra of tiles, [units, groups, channels of a group, frequencies].
+  // Spectra of tiles: [groups, units, channels of a group, frequencies].
   Tensor spectra(bool of_x, const Tensor& tiles) const {
-    const Tensor all = spectrum(tiles);
-    return torch::stable::view(
-        all, Sizes{tiles.size(0), groups_, of_x ? channels_ : block_, frequencies_});
+    return torch::stable::view(spectrum(tiles),
+                               Sizes{groups_, tiles.size(1), count(of_x), frequencies_});
+  }
+
+  // [groups, rows, columns] to [groups, columns, rows].
+  Tensor transposed(const Tensor& t, int64_t rows, int64_t columns) const {
+    if (real_ == ScalarType::Double) {
+      return torch::stable::contiguous(
+          torch::stable::transpose(torch::stable::view(t, Sizes{groups_, rows, columns}), 1, 2));
+    }
+    const Tensor result = empty({groups_, columns, rows}, t);
+    // A pair of float32 as a double.
+    dev::transpose_copy(stream_, DType::kFloat64, t.const_data_ptr(), result.mutable_data_ptr(),
+                        groups_, rows, columns);
+    return result;
+  }
+
+  // Spectra [groups, a, b, frequencies] as matrices of a rows and b columns, one for each
+  // frequency.
+  Tensor matrices(const Tensor& t, int64_t a, int64_t b) const {
+    return torch::stable::view(transposed(t, a * b, frequencies_),
+                               Sizes{groups_ * frequencies_, a, b});
+  }
+  Tensor spectra_of(const Tensor& matrices) const {
+    return transposed(matrices, frequencies_, matrices.size(1) * matrices.size(2));
   }
 
   // The source of fprop or dgrad.
@@ -196,78 +215,73 @@ class ByFft {
                 {filters_ * w.n, w.n, w.c, w.h, w.w}, type_);
   }
 
+  // The taps of filters that were padded to transforms: [groups, filters, channels, r, s].
+  Tensor in_filters(const Tensor& memory) const {
+    const int64_t row = plan_.w.length, plane = plan_.h.length * row;
+    return blob(memory.const_data_ptr(), {groups_, block_, channels_, shape_.r, shape_.s},
+                {block_ * channels_ * plane, channels_ * plane, plane, shape_.dilation_h * row,
+                 shape_.dilation_w},
+                real_);
+  }
+
   // Conjugate spectra of the filters: [groups, filters, channels, frequencies].
   Tensor filter_spectra() const {
-    const int64_t row = plan_.w.length, plane = plan_.h.length * row;
-    const Tensor padded = zeros({groups_, block_, channels_, plan_.h.length, row}, like_, real_);
-    Tensor taps = blob(padded.const_data_ptr(), {groups_, block_, channels_, shape_.r, shape_.s},
-                       {block_ * channels_ * plane, channels_ * plane, plane,
-                        shape_.dilation_h * row, shape_.dilation_w},
-                       real_);
+    const Tensor padded =
+        zeros({groups_, block_, channels_, plan_.h.length, plan_.w.length}, like_, real_);
+    Tensor taps = in_filters(padded);
     const Tensor given = weights(problem_.w.data);
     const bool turned = problem_.pass == Conv2dPass::kDgrad;
     torch::stable::copy_(taps, turned ? call("aten::flip", "", given, Sizes{3, 4}) : given);
-    const Tensor all = spectrum(padded);
-    return torch::stable::view(all, Sizes{groups_, block_, channels_, frequencies_});
+    return torch::stable::view(call("aten::conj_physical_", "", spectrum(padded)),
+                               Sizes{groups_, block_, channels_, frequencies_});
   }
 
   // fprop and dgrad.
   void convolve(int64_t all_units) {
     const bool is_dgrad = problem_.pass == Conv2dPass::kDgrad;
-    const int64_t results = is_dgrad ? channels_ : block_, terms = is_dgrad ? block_ : channels_;
+    const int64_t results = is_dgrad ? channels_ : block_;
     Tensor w = filter_spectra();
-    if (plan_.by_elements) {
-      w = call("aten::conj_physical_", "", w);
-    } else {
-      w = torch::stable::contiguous(
-          permuted(conjugate(w), is_dgrad ? Sizes{0, 3, 1, 2} : Sizes{0, 3, 2, 1}));
-      w = torch::stable::view(w, Sizes{groups_ * frequencies_, terms, results});
+    if (!plan_.by_elements) {
+      w = matrices(w, block_, channels_);
+      if (!is_dgrad) w = torch::stable::transpose(w, 1, 2);
     }
     for (int64_t first = 0; first < all_units; first += plan_.units) {
       const int64_t units = std::min(plan_.units, all_units - first);
-      const Tensor back = spectrum_back(
-          torch::stable::view(
-              plan_.by_elements ? by_elements(source_spectra(first, units), w, terms)
-                                : by_matrices(source_spectra(first, units), w, terms, results),
-              Sizes{units, groups_ * results, plan_.h.length, plan_.w.length / 2 + 1}),
-          plan_.h.length, plan_.w.length);
-      store(back, first, units);
+      const Tensor product = torch::stable::view(
+          plan_.by_elements ? by_elements(source_spectra(first, units), w)
+                            : by_matrices(source_spectra(first, units), w),
+          Sizes{groups_ * units * results, plan_.h.length, plan_.w.length / 2 + 1});
+      store(spectrum_back(product, plan_.h.length, plan_.w.length), first, units);
     }
   }
 
-  // x: [units, groups, terms, frequencies]; the result: [units, groups, results, frequencies].
-  Tensor by_elements(const Tensor& x, const Tensor& w, int64_t terms) const {
-    const bool is_dgrad = problem_.pass == Conv2dPass::kDgrad;
+  // x: [groups, units, terms, frequencies], w: [groups, filters, channels, frequencies]; the
+  // result: [groups, units, results, frequencies].
+  Tensor by_elements(const Tensor& x, const Tensor& w) const {
+    const int64_t terms = x.size(2), dim = problem_.pass == Conv2dPass::kDgrad ? 1 : 2;
     Tensor all;
     for (int64_t i = 0; i < terms; ++i) {
-      const Tensor with = torch::stable::select(w, is_dgrad ? 1 : 2, i);
       const Tensor from = terms > 1 ? call("aten::narrow", "", x, int64_t{2}, i, int64_t{1}) : x;
-      const Tensor term = product(from, with);
+      const Tensor term =
+          product(from, torch::stable::unsqueeze(torch::stable::select(w, dim, i), 1));
       all = i == 0 ? term : sum(all, term);
     }
     return all;
   }
 
-  // The same, w: [groups * frequencies, terms, results].
-  Tensor by_matrices(const Tensor& x, const Tensor& w, int64_t terms, int64_t results) const {
-    const int64_t units = x.size(0);
-    const Tensor rows = torch::stable::view(torch::stable::contiguous(permuted(x, {1, 3, 0, 2})),
-                                            Sizes{groups_ * frequencies_, units, terms});
-    const Tensor all = torch::stable::view(call("aten::bmm", "", rows, w),
-                                           Sizes{groups_, frequencies_, units, results});
-    return torch::stable::contiguous(permuted(all, {2, 0, 3, 1}));
+  // The same, w: a matrix of terms x results for each frequency of each group.
+  Tensor by_matrices(const Tensor& x, const Tensor& w) const {
+    return spectra_of(call("aten::bmm", "", matrices(x, x.size(1), x.size(2)), w));
   }
 
   // What came back, cropped, with the bias, to where it belongs.
   void store(const Tensor& back, int64_t first, int64_t units) {
     const bool of_x = problem_.pass == Conv2dPass::kDgrad;
-    const Tensor4dRef& t = ref(of_x);
-    const int64_t channels = count(of_x), row = plan_.w.length, plane = plan_.h.length * row;
-    const bool at_once = plan_.h.tiles * plan_.w.tiles == 1;
-    const int64_t images = at_once ? units : 1;
+    const int64_t channels = count(of_x), images = images_at_once(units);
     std::optional<Tensor> bias;
     if (bias_) {
-      bias = blob(shifted(bias_, first_channel(of_x), type_), {channels, 1, 1}, {1, 1, 1}, type_);
+      bias = blob(shifted(bias_, first_channel(of_x), type_), {groups_, 1, channels, 1, 1},
+                  {of_x ? channels_ : filters_, 0, 1, 0, 0}, type_);
     }
     for (int64_t i = 0; i < units; i += images) {
       const Unit at = unit(first + i);
@@ -275,16 +289,12 @@ class ByFft {
           result_range(at.h, plan_.h.step, of_x ? shape_.h : shape_.p, rows_.result_stride);
       const Range w =
           result_range(at.w, plan_.w.step, of_x ? shape_.w : shape_.q, columns_.result_stride);
-      const Sizes extents{images, channels, h.count, w.count};
-      const Tensor from =
-          blob(shifted(back.const_data_ptr(), i * channels * plane, real_), extents,
-               {channels * plane, plane, rows_.result_stride * row, columns_.result_stride}, real_);
-      const int64_t to_element =
-          at.image * t.n + first_channel(of_x) * t.c + h.first * t.h + w.first * t.w;
-      Tensor to = blob(shifted(t.data, to_element, type_), extents, {t.n, t.c, t.h, t.w}, type_);
+      const Tensor from = in_tiles(back, channels, units, i, images, h, w, rows_.result_stride,
+                                   columns_.result_stride);
+      Tensor to = in_images(of_x, at.image, images, h, w);
       torch::stable::copy_(to, bias ? sum(from, *bias) : from);
       for (int64_t image = 0; image < images; ++image) {
-        note(images > 1 ? torch::stable::select(from, 0, image) : from, first + i + image);
+        note(images > 1 ? torch::stable::select(from, 1, image) : from, first + i + image);
       }
     }
   }
@@ -294,42 +304,30 @@ class ByFft {
     const FftExtents &h = rows_, &w = columns_;
     for (int64_t first = 0; first < all_units; first += plan_.units) {
       const int64_t units = std::min(plan_.units, all_units - first);
-      Tensor dy = spectra(false, tiles(false, first, units, h.result_stride, w.result_stride, 0, 0,
-                                       plan_.h.step, plan_.w.step));
-      Tensor x = spectra(
+      const Tensor dy =
+          call("aten::conj_physical_", "",
+               spectra(false, tiles(false, first, units, h.result_stride, w.result_stride, 0, 0,
+                                    plan_.h.step, plan_.w.step)));
+      const Tensor x = spectra(
           true, tiles(true, first, units, 1, 1, h.lead, w.lead, plan_.h.length, plan_.w.length));
+      Tensor part;
       if (plan_.by_elements) {
-        dy = call("aten::conj_physical_", "", dy);
-        const Tensor terms =
-            product(torch::stable::unsqueeze(dy, 3), torch::stable::unsqueeze(x, 2));
-        const Tensor part =
-            units == 1 ? torch::stable::select(terms, 0, 0)
-                       : call("aten::sum", "dim_IntList", terms, std::optional<Sizes>(Sizes{0}),
-                              false, std::optional<ScalarType>());
-        all = first == 0 ? part : sum(all, part);
-        continue;
+        part = product(torch::stable::unsqueeze(dy, 3), torch::stable::unsqueeze(x, 2));
+        part = units == 1 ? torch::stable::select(part, 1, 0)
+                          : call("aten::sum", "dim_IntList", part, std::optional<Sizes>(Sizes{1}),
+                                 false, std::optional<ScalarType>());
+      } else {
+        part = call("aten::bmm", "", torch::stable::transpose(matrices(dy, units, block_), 1, 2),
+                    matrices(x, units, channels_));
       }
-      const int64_t batch = groups_ * frequencies_;
-      dy = torch::stable::view(torch::stable::contiguous(permuted(conjugate(dy), {1, 3, 2, 0})),
-                               Sizes{batch, block_, units});
-      x = torch::stable::view(torch::stable::contiguous(permuted(x, {1, 3, 0, 2})),
-                              Sizes{batch, units, channels_});
-      const Tensor part = call("aten::bmm", "", dy, x);
       all = first == 0 ? part : sum(all, part);
     }
-    if (!plan_.by_elements) {
-      all = torch::stable::view(all, Sizes{groups_, frequencies_, block_, channels_});
-      all = torch::stable::contiguous(permuted(all, {0, 2, 3, 1}));
-    }
-    const int64_t row = plan_.w.length, plane = plan_.h.length * row;
+    if (!plan_.by_elements) all = spectra_of(all);
+    const int64_t row = plan_.w.length;
     const Tensor back = spectrum_back(
         torch::stable::view(all, Sizes{groups_ * block_ * channels_, plan_.h.length, row / 2 + 1}),
         plan_.h.length, row);
-    const Tensor taps =
-        blob(back.const_data_ptr(), {groups_, block_, channels_, shape_.r, shape_.s},
-             {block_ * channels_ * plane, channels_ * plane, plane, shape_.dilation_h * row,
-              shape_.dilation_w},
-             real_);
+    const Tensor taps = in_filters(back);
     Tensor to = weights(problem_.w.data);
     torch::stable::copy_(to, taps);
     note(taps, 0);
