@@ -68,6 +68,7 @@ constexpr int kPointwise = kernel_number(kKernels, "pointwise");
 constexpr int kWinograd = kernel_number(kKernels, "winograd");
 constexpr int kBlockedIm2col = kernel_number(kKernels, "blocked_im2col");
 constexpr int kDepthwise = kernel_number(kKernels, "depthwise");
+constexpr int kFft = kernel_number(kKernels, "fft");
 const KernelEntries kEntries(kKernels, kCount);
 
 // What is not finite is made again by a kernel that takes everything.
@@ -109,10 +110,25 @@ bool wants_patches(const Conv2dProblem& problem) {
   return is_wgrad && (is_few || taps * c * k >= kManyWeights);
 }
 
+// Whether the FFT is faster than the best of the others, as measured in float32 at stride 1 with
+// filters of 15 x 15 to 31 x 31.
+bool fft_wins(const Conv2dProblem& problem) {
+  const Conv2dShape& s = problem.shape;
+  constexpr int64_t kLeastTaps = 15 * 15;
+  if (s.dtype != DType::kFloat32 || s.r * s.s < kLeastTaps || std::min(s.r, s.s) < 2) return false;
+  if (is_strided(s) || s.dilation_h > 1 || s.dilation_w > 1 || fft_obstacle(problem)) return false;
+  // The others' multiplications per nanosecond; and by how much it has to be ahead of them.
+  constexpr double kDirectRate = 40, kMargin = 1.15;
+  const double terms = static_cast<double>(s.n) * s.p * s.q * s.k * (s.c / s.groups) * s.r * s.s;
+  FftPlan plan;
+  return kMargin * plan_fft(problem, kAnyKernel, &plan) < terms / kDirectRate;
+}
+
 // Measured with `python -m braze bench convolutions`.
 int choose(const Conv2dProblem& problem) {
   const Conv2dShape& s = problem.shape;
   const bool is_wgrad = problem.pass == Conv2dPass::kWgrad;
+  if (fft_wins(problem)) return kFft;
   // Fewer channels leave most lanes idle.
   constexpr int64_t kLeastGroups = kLanes<float> / 2;
   if (s.groups >= kLeastGroups && !depthwise_obstacle(problem)) return kDepthwise;
