@@ -140,9 +140,11 @@ class FftCost {
     // Matrix products want their operands rearranged, and two of three extents.
     plan->by_elements = is_wgrad_ ? rows * columns <= 4 : terms <= 4 || rows * columns <= 4;
 
-    // Copies included, which for filters, all of them at once, go through memory.
+    // Copies included, which for many filters, all of them at once, go through memory.
+    constexpr double kCached = 8 << 20;
     const double forward = 3. * points, back = 5. * points;
-    const double of_taps = (is_wgrad_ ? 9. : 6.) * points;
+    const double at_once = 1. * plan->groups * channels_ * plan->filters * frequencies * complex_;
+    const double of_taps = (is_wgrad_ ? back : forward) * (at_once > kCached ? 2 : 1);
     const double blocks = ceil_div(filters_, plan->filters), all = groups_ * channels_ * filters_;
     const double of_channels = groups_ * channels_ * units, of_filters = groups_ * filters_ * units;
     const double multiplied = (plan->by_elements ? 0.7 : 0.25) * frequencies * all * units;
