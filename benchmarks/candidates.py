@@ -71,7 +71,7 @@ def screen(timer, makers):
     for name, make in makers.items():
         try:
             candidate = timer.capture(make, warmups=1)
-        except RuntimeError:  # no such algorithm, or the kernel refuses these operands
+        except (RuntimeError, MemoryError):  # no such algorithm, or it refuses these operands
             continue
         us = timer.microseconds([timer.time_once(candidate, False)])[0]
         # One that is far behind stays so.

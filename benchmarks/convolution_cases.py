@@ -7,6 +7,8 @@ follows the extents and keeps each convolution. Layers that several networks sha
 
 import dataclasses
 
+from benchmarks import large_filters
+
 #: what a network is timed at, unless the command line says
 BATCHES = (64, 256)
 
@@ -37,6 +39,8 @@ class Convolution:
     @property
     def kind(self):
         """The class in whose line of the summary it counts."""
+        if self.r * self.s >= 15 * 15:
+            return "large filter"
         if self.groups > 1:
             return "depthwise" if self.groups == self.c == self.k else "grouped"
         if self.c <= 4 and self.h > 1:
@@ -398,8 +402,9 @@ def cases(networks=(), batches=(), usual=BATCHES):
     """Convolution -> the networks that have it, largest batch first where there are several.
 
     Args:
-        networks: only of those whose name contains one of these; "awkward" is a network too.
-        batches: in the place of the networks' own; awkward shapes keep theirs.
+        networks: only of those whose name contains one of these; "awkward" and "large filters" are
+            networks too.
+        batches: in the place of the networks' own; those two keep theirs.
         usual: of networks that have none of their own.
     """
     found = {}
@@ -415,4 +420,9 @@ def cases(networks=(), batches=(), usual=BATCHES):
                     mine.append(network)
     for layer in AWKWARD if is_wanted("awkward") else ():
         found.setdefault(layer, []).append("awkward")
+    for n, c, size, k, taps, padding, groups in (
+        large_filters.CASES if is_wanted("large filters") else ()
+    ):
+        layer = awkward(n, c, size, k, taps, 1, padding, 1, groups)
+        found.setdefault(layer, []).append("large filters")
     return found

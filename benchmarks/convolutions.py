@@ -150,8 +150,13 @@ class Problem:
             def of(result):
                 return result[:filters]
 
+        part = [t.double() for t in part]
+        if self.device.type == "cpu" and case.kind == "large filter":
+            # torch writes the patches down: gigabytes.
+            what = self.geometry, groups, self.pass_name, *part, False
+            return under("conv2d", "implicit_gemm", lambda: own_pass(*what))()(), of
         with torch_settings(benchmark=False):
-            return self.stock([t.double() for t in part], groups)(), of
+            return self.stock(part, groups)(), of
 
     def checker(self):
         """A function that says why a function's result is not accepted, or ""."""
@@ -194,6 +199,10 @@ def torch_settings(benchmark, deterministic=False):
 def own_names(problem, only=()):
     """Our kernels that are worth a try; of these, if there are any, those in `only`."""
     names = shipped("conv2d", problem.device, DTYPES[problem.dtype_name])
+    # By name on a GPU too, and not for all the others, which it has no chance at.
+    names = [name for name in names if name != "fft"]
+    if problem.case.kind == "large filter":
+        names.append("fft")
     if only:
         return [name for name in names if name in only]
     is_hopeless = problem.case.flops > DIRECT_LIMIT
@@ -320,7 +329,10 @@ def run(device, args):
                 row, rivals = time_problem(problem, recorded, *options)
             except torch.AcceleratorError:  # nothing that follows would work
                 raise
-            except RuntimeError as error:  # no memory, or torch cannot do it
+            except (
+                RuntimeError,
+                MemoryError,
+            ) as error:  # torch cannot do it, or has no memory for it
                 row = dict.fromkeys(COLUMNS, "") | {"op": "convolutions", "kind": case.kind}
                 row |= dict(zip(KEY, (case.name, pass_name, dtype_name, layout), strict=True))
                 row["error"] = f"{type(error).__name__}: {error}".splitlines()[0]

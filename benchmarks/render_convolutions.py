@@ -8,7 +8,7 @@ from benchmarks.render_products import mean_and_worst, with_ratio
 LEAST_AUTO = 0.93
 #: and never counts as behind where it is by less, in microseconds
 CLOSE_US = 1
-KINDS = ("depthwise", "grouped", "1x1", "first layer", "other")
+KINDS = ("depthwise", "grouped", "1x1", "first layer", "other", "large filter")
 
 
 def sections(folder):

@@ -61,6 +61,7 @@ struct Conv2dPlan {
   // library, whether it is where moments are wanted, and whether it is worth transposing contiguous
   // tensors for, to channels_last and back.
   bool beats_library = false, beats_library_with_moments = false, pays_transposes = false;
+  bool by_fft = false;  // it is csrc/ops/conv2d_fft.cpp that runs it, in the place of run_conv2d
   Tiling tiling;
   int variant = 0;     // of a kernel that has several: its tile's number
   MatmulPlan product;  // of a kernel that has a matrix product do the work

@@ -212,8 +212,9 @@ Workspace run(Stream stream, const Conv2dProblem& problem, Tensor& result,
     if (!smaller) throw;
     decision = *smaller;
   }
-  // Not before: deterministic algorithms fill what is allocated, on the main stream.
-  if (branch) stream = branch->begin();
+  // Not before: deterministic algorithms fill what is allocated, on the main stream. torch's own
+  // transforms run on that too.
+  if (branch && !decision.plan.by_fft) stream = branch->begin();
   Moments* sets = nullptr;
   if (moments && decision.plan.moment_sets > 0) {
     moments->memory =
@@ -221,7 +222,7 @@ Workspace run(Stream stream, const Conv2dProblem& problem, Tensor& result,
     sets = static_cast<Moments*>(moments->memory.mutable_data_ptr());
     moments->view = {sets, decision.plan.moment_sets};
   }
-  launch(stream, problem, decision, bias_data, sets, workspace.data());
+  launch(stream, problem, decision, bias_data, sets, workspace.data(), result);
   if (bias && !decision.bias_fused) {
     const Tensor shift = torch::stable::view(*bias, {1, bias->size(0), 1, 1});
     result = torch::stable::subtract(result, shift, -1.0);

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "ops/conv2d_decision.h"
+#include "ops/conv2d_fft.h"
 
 #ifdef BRAZE_CUDA
 #include <cuda_runtime.h>
@@ -37,9 +38,10 @@ constexpr int kMeasuredRuns = 3;
 // By how much, at least, something has to be faster than what the rules choose.
 constexpr double kLeastGain = 0.03, kLeastMicroseconds = 2;
 
-// Enqueues a decision's work. workspace: of as many bytes as it says. sets: as in run_conv2d.
+// Enqueues a decision's work. workspace: of as many bytes as it says. sets: as in run_conv2d. like:
+// a tensor on the device, in the problem's dtype.
 void launch(Stream stream, const Conv2dProblem& problem, const Decision& decision, const void* bias,
-            Moments* sets, void* workspace) {
+            Moments* sets, void* workspace, const Tensor& like) {
   if (!decision.bias_fused) bias = nullptr;
 #ifdef BRAZE_CUDA
   if (decision.library >= 0) {
@@ -47,6 +49,10 @@ void launch(Stream stream, const Conv2dProblem& problem, const Decision& decisio
     return;
   }
 #endif
+  if (decision.plan.by_fft) {
+    run_conv2d_by_fft(stream, problem, decision.plan, bias, like);
+    return;
+  }
   dev::run_conv2d(stream, problem, decision.plan, bias, sets, workspace);
 }
 
@@ -137,7 +143,7 @@ double time_of(Stream stream, const Conv2dProblem& problem, const Decision& deci
   double least = 0;
   for (int i = 0; i <= kMeasuredRuns; ++i) {
     watch.start();
-    launch(stream, problem, decision, bias, nullptr, workspace.data());
+    launch(stream, problem, decision, bias, nullptr, workspace.data(), result);
     const double us = watch.stop();
     least = i <= 1 ? us : std::min(least, us);
     if (i > 0 && us > limit) break;
@@ -217,11 +223,12 @@ Decision benchmarked(Stream stream, const Conv2dProblem& problem, const Tensor& 
 // In the place of a decision for whose workspace there is no memory: one that needs none.
 std::optional<Decision> decision_without_workspace(const Conv2dProblem& problem, const void* bias) {
   for (const auto& [wish, decision] : candidates_of(problem, bias)) {
-    if (decision.workspace_bytes == 0) return decision;
+    if (decision.workspace_bytes == 0 && !decision.plan.by_fft) return decision;
   }
   for (int i = 0; dev::conv2d_kernel(i); ++i) {
     const Conv2dPlan plan = dev::plan_conv2d(problem, i);
-    if (!plan.obstacle && plan.workspace_bytes == 0) return own_decision(plan);
+    if (plan.obstacle || plan.by_fft) continue;
+    if (plan.workspace_bytes == 0) return own_decision(plan);
   }
   return std::nullopt;
 }

@@ -7,6 +7,7 @@
 #include "cpu/matmul/dot_bf16.h"
 #include "cpu/matmul/gemm.h"
 #include "launchers/common/registry.h"
+#include "launchers/conv2d_fft.h"
 
 namespace braze::cpu {
 namespace {
@@ -21,6 +22,7 @@ struct Kernel {
 const char* no_obstacle(const Conv2dProblem&) { return nullptr; }
 
 constexpr char kAll[] = "float64 float32 bfloat16 float16";
+void plan_fft_repaired(const Conv2dProblem& problem, Conv2dPlan* plan);
 constexpr Kernel kKernels[] = {
     {{"conv2d", "implicit_gemm", kAll, "cpu", true,
       "register tiles on shifted windows of a padded copy, threads"},
@@ -54,6 +56,11 @@ constexpr Kernel kKernels[] = {
      im2col_obstacle,
      plan_im2col,
      run_im2col},
+    {{"conv2d", "fft", kAll, "cpu", true,
+      "large filters: products of spectra, by torch's FFT, whole images or overlap-save tiles"},
+     fft_obstacle,
+     plan_fft_repaired,
+     nullptr},
 };
 constexpr int kCount = std::size(kKernels);
 constexpr int kImplicitGemm = kernel_number(kKernels, "implicit_gemm");
@@ -61,7 +68,13 @@ constexpr int kPointwise = kernel_number(kKernels, "pointwise");
 constexpr int kWinograd = kernel_number(kKernels, "winograd");
 constexpr int kBlockedIm2col = kernel_number(kKernels, "blocked_im2col");
 constexpr int kDepthwise = kernel_number(kKernels, "depthwise");
+constexpr int kFft = kernel_number(kKernels, "fft");
 const KernelEntries kEntries(kKernels, kCount);
+
+// What is not finite is made again by a kernel that takes everything.
+void plan_fft_repaired(const Conv2dProblem& problem, Conv2dPlan* plan) {
+  plan_by_fft(problem, kImplicitGemm, plan);
+}
 
 bool reads_pairs(const Conv2dShape& s) {
   return s.dtype == DType::kBFloat16 && dot_bf16_available();
@@ -97,10 +110,25 @@ bool wants_patches(const Conv2dProblem& problem) {
   return is_wgrad && (is_few || taps * c * k >= kManyWeights);
 }
 
+// Whether the FFT is faster than the best of the others, as measured in float32 at stride 1 with
+// filters of 15 x 15 to 31 x 31.
+bool fft_wins(const Conv2dProblem& problem) {
+  const Conv2dShape& s = problem.shape;
+  constexpr int64_t kLeastTaps = 15 * 15;
+  if (s.dtype != DType::kFloat32 || s.r * s.s < kLeastTaps || std::min(s.r, s.s) < 2) return false;
+  if (is_strided(s) || s.dilation_h > 1 || s.dilation_w > 1 || fft_obstacle(problem)) return false;
+  // The others' multiplications per nanosecond; and by how much it has to be ahead of them.
+  constexpr double kDirectRate = 40, kMargin = 1.15;
+  const double terms = static_cast<double>(s.n) * s.p * s.q * s.k * (s.c / s.groups) * s.r * s.s;
+  FftPlan plan;
+  return kMargin * plan_fft(problem, kAnyKernel, &plan) < terms / kDirectRate;
+}
+
 // Measured with `python -m braze bench convolutions`.
 int choose(const Conv2dProblem& problem) {
   const Conv2dShape& s = problem.shape;
   const bool is_wgrad = problem.pass == Conv2dPass::kWgrad;
+  if (fft_wins(problem)) return kFft;
   // Fewer channels leave most lanes idle.
   constexpr int64_t kLeastGroups = kLanes<float> / 2;
   if (s.groups >= kLeastGroups && !depthwise_obstacle(problem)) return kDepthwise;

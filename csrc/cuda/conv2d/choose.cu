@@ -12,6 +12,7 @@
 #include "cuda/conv2d/pointwise/pointwise.h"
 #include "gather.cuh"
 #include "kernels.h"
+#include "launchers/conv2d_fft.h"
 
 namespace braze::cuda {
 namespace {
@@ -168,6 +169,12 @@ constexpr Kernel kKernels[] = {
      narrow_input_obstacle,
      narrow::plan,
      narrow::run},
+    // By name only: infinities and NaN spread over its tiles, and it has not been measured.
+    {{"conv2d", "fft", "float64 float32 bfloat16 float16", "sm_80+", false,
+      "large filters: products of spectra, by torch's FFT, whole images or overlap-save tiles"},
+     nullptr,
+     nullptr,
+     nullptr},
 };
 constexpr int kCount = std::size(kKernels);
 constexpr int kDirect = kernel_number(kKernels, "direct"),
@@ -178,7 +185,8 @@ constexpr int kDirect = kernel_number(kKernels, "direct"),
               kDepthwise = kernel_number(kKernels, "depthwise"),
               kPointwise = kernel_number(kKernels, "pointwise"),
               kIm2col = kernel_number(kKernels, "implicit_gemm_wgmma"),
-              kNarrowInput = kernel_number(kKernels, "narrow_input");
+              kNarrowInput = kernel_number(kKernels, "narrow_input"),
+              kFft = kernel_number(kKernels, "fft");
 const KernelEntries kEntries(kKernels, kCount);
 
 bool is_halo(int kernel) { return kernel == kHalo || kernel == kNarrowDgrad; }
@@ -393,6 +401,13 @@ const KernelInfo* conv2d_kernel(int number) {
 Conv2dPlan plan_conv2d(const Conv2dProblem& problem, int wish) {
   const Conv2dArgs args = args_of(problem);
   if (is_empty(args)) return {};
+  if (wish == kFft) {  // it is planned from the problem, and parts the batch by itself
+    Conv2dPlan plan;
+    plan.kernel = wish;
+    plan.obstacle = fft_obstacle(problem);
+    if (!plan.obstacle) plan_by_fft(problem, kAnyKernel, &plan);
+    return plan;
+  }
   const Conv2dShape& s = problem.shape;
   const int64_t images = images_at_once(args), rest = s.n % images;
   Conv2dPlan plan = plan_part(slice(args, 0, images), wish);
