@@ -95,6 +95,8 @@ def norm_and_more(module, input):
     part = PARTS.get(type(module))
     if part is None or type(input) not in TENSORS or input.dim() != 4:
         return None
+    if "_check_input_dim" in module.__dict__:
+        return None
     layers, modules = [], []
     # Not asked is whether its own call is watched, within which this runs.
     if not part.expand(module, layers, modules) or not unchanged(modules, modules[1:]):
