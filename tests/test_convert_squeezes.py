@@ -268,3 +268,17 @@ def test_other_strides(kind):
         y, expected = model(moved), original(moved)
         assert y.stride() == expected.stride()
         torch.testing.assert_close(y, expected)
+
+
+def test_modes_see_nothing_more(capsys):
+    class Mode(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            print(getattr(function, "__name__", function))
+            return function(*args, **(kwargs or {}))
+
+    original, x, seen = Net(InOneLine()), images(), []
+    for model in (braze.convert(copy.deepcopy(original)), original):
+        with Mode():
+            model(x)
+        seen.append(capsys.readouterr().out)
+    assert seen[0] == seen[1]

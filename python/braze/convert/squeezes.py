@@ -44,12 +44,13 @@ class Squeeze:
 
     def run(self, module, input):
         """The result of the module's forward as one, or None where its code has to run."""
-        if type(input) not in TENSORS or input.dim() != 4 or torch.compiler.is_compiling():
-            return None
-        if not (input.is_contiguous() or is_channels_last(input)):
+        if type(input) not in TENSORS or torch.compiler.is_compiling():
             return None
         own = module.__dict__
         if not self.same() or _MEAN() or not self.guard(module):
+            return None
+        # Only now: a mode sees what is asked of a tensor.
+        if input.dim() != 4 or not (input.is_contiguous() or is_channels_last(input)):
             return None
         if not own.keys().isdisjoint((*self.methods, *self.names, self.pool)):
             return None
