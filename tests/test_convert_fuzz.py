@@ -89,6 +89,8 @@ LINES = [
     "self.seen['class'] = type(self).__name__, isinstance(self, Base)",
     "x = F.leaky_relu(self.bn(x), 0.2) + F.hardtanh(x, -1)",
     "x = F.softmax(x, dim=1)",
+    "x = self.act(self.bn(self.helper(x)) + self.block(x))\nx = self.conv(x)",
+    "x = x + self.bn(self.helper(x))\nx = self.conv(x)\nx = self.act(x)",
     # Layer scales, squeeze-and-excitation, modules that stand for others.
     "x = x + self.gamma * self.conv(x)",
     "y = self.conv(x)\ny = y * self.gamma\ny = self.drop(y)\nx = y + x",
