@@ -17,6 +17,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import braze
+from braze.convert import runs
 
 # Forwards put together at random.
 
@@ -88,6 +89,19 @@ LINES = [
     "self.seen['class'] = type(self).__name__, isinstance(self, Base)",
     "x = F.leaky_relu(self.bn(x), 0.2) + F.hardtanh(x, -1)",
     "x = F.softmax(x, dim=1)",
+    "x = self.act(self.bn(self.helper(x)) + self.block(x))\nx = self.conv(x)",
+    "x = x + self.bn(self.helper(x))\nx = self.conv(x)\nx = self.act(x)",
+    # Layer scales, squeeze-and-excitation, modules that stand for others.
+    "x = x + self.gamma * self.conv(x)",
+    "y = self.conv(x)\ny = y * self.gamma\ny = self.drop(y)\nx = y + x",
+    "y = self.gamma * self.block(x)\ny += x\nx = y",
+    "z = None if self.count == 3 else x\ny = self.conv(x) * self.gamma\nx = z + self.drop(y)",
+    "x = self.squeeze(self.conv(x))",
+    "x = self.squeeze(x)\nx += 1",
+    "x = self.mixed(x)\nx = self.normed(self.conv(x))",
+    "x = self.normed(self.mixed(x)) + self.squeeze(x)",
+    "x = self.fc(torch.tanh(self.fc(self.norm(x))))",
+    "x = self.norm(x)\nx = self.fc(x)\nx = F.gelu(x)\nx = self.fc(x)",
 ]
 HEAD = """
 import random
@@ -103,6 +117,47 @@ def helper(t):
     return F.max_pool2d(t, 3, 1, 1)
 
 
+class Squeeze(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.drop, self.gate = nn.Conv2d(2, 2, 1), nn.Dropout(0.3), nn.Sigmoid()
+
+    def forward(self, x):
+        y = self.fc(x.mean((2, 3), keepdim=True))
+        return x * self.gate(self.drop(y))
+
+
+class Mixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.bn, self.act = nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2), nn.SiLU(True)
+
+    def forward(self, x):
+        x = self.conv(x)
+        x = self.bn(x)
+        return self.act(x)
+
+
+class NormAct(nn.BatchNorm2d):
+    def __init__(self):
+        super().__init__(2)
+        self.act = nn.ELU()
+
+    def forward(self, x):
+        return self.act(super().forward(x))
+
+
+class StochasticDepth(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rate = 0.5
+
+    def forward(self, x):
+        if self.rate == 0.0 or not self.training:
+            return x
+        return x * torch.empty((len(x), 1, 1, 1), dtype=x.dtype).bernoulli_(1 - self.rate)
+
+
 class Base(nn.Module):
     def __init__(self):
         super().__init__()
@@ -112,6 +167,9 @@ class Base(nn.Module):
         self.layers = nn.ModuleList([nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2), nn.ReLU(), nn.Tanh()])
         self.block = nn.Sequential(nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2), nn.ReLU())
         self.one = nn.Conv2d(1, 2, 1)
+        self.gamma = nn.Parameter(torch.tensor([0.5, 1.5]).view(2, 1, 1))
+        self.squeeze, self.mixed, self.normed = Squeeze(), Mixed(), NormAct()
+        self.drop, self.norm, self.fc = StochasticDepth(), nn.LayerNorm(4), nn.Linear(4, 4)
         for module in self.modules():
             if isinstance(module, nn.BatchNorm2d):  # ReLU of 0 would depend on rounding
                 nn.init.uniform_(module.bias, 0.1, 0.5)
@@ -138,6 +196,16 @@ class Net(Base):
 
     def forward(self, x):
 """
+
+
+def set_again(model):
+    """As torch.nn.utils.prune leaves parameters."""
+    for norm in (model.bn, model.mixed.bn, model.normed):
+        weight = norm.weight
+        del norm.weight
+        norm.weight = weight
+
+
 AFTERWARDS = [
     lambda m: None,
     lambda m: m.eval(),
@@ -149,6 +217,13 @@ AFTERWARDS = [
     lambda m: setattr(m.bn, "_check_input_dim", lambda x: print("checked")),
     lambda m: setattr(m.conv, "_conv_forward", lambda x, w, b: stock.conv2d(x, -w, b, padding=1)),
     lambda m: setattr(m.act, "_call_impl", lambda x: x * 0.5),
+    lambda m: setattr(m, "gamma", None),
+    lambda m: setattr(m, "gamma", nn.Parameter(m.gamma.detach().mean())),
+    lambda m: setattr(m.drop, "rate", 0.0),
+    lambda m: setattr(m.squeeze, "gate", nn.Hardsigmoid(inplace=True)),
+    lambda m: m.mixed.bn.register_forward_pre_hook(lambda module, args: (args[0] * 2,)),
+    lambda m: m.squeeze.fc.requires_grad_(False),
+    set_again,
 ]
 
 
@@ -179,13 +254,22 @@ def gradients(model, result):
     if not isinstance(result, torch.Tensor) or not result.requires_grad:
         return None
     weight = torch.linspace(0, 1, result.numel(), dtype=result.dtype).view_as(result)
+    wanted = [p for p in model.parameters() if p.requires_grad]
     try:
-        return torch.autograd.grad(result, list(model.parameters()), weight, allow_unused=True)
+        return torch.autograd.grad(result, wanted, weight, allow_unused=True)
     except RuntimeError as error:
         return type(error)
 
 
-@settings(max_examples=75, deadline=None)
+@pytest.fixture(autouse=True, scope="module")
+def _on_every_device():
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("ACTIVATION_WITH_BIAS_ON", "SCALE_ADD_ON"):
+            patch.setattr(runs, name, ("cpu", "cuda"))
+        yield
+
+
+@settings(max_examples=100, deadline=None)
 @given(
     lines=st.lists(st.sampled_from(LINES), min_size=1, max_size=7),
     afterwards=st.sampled_from(AFTERWARDS),

@@ -4,6 +4,7 @@ a layer, functions and classes of torch's that are, and what records torch's fun
 import contextlib
 import copy
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as stock
@@ -112,7 +113,7 @@ PLACES = [
     *((stock, name) for name in ("conv2d", "batch_norm", "relu", "linear")),
     *((stock, name) for name in ("max_pool2d", "log_softmax")),
     *((torch, name) for name in ("relu", "relu_", "batch_norm", "max_pool2d")),
-    (torch.Tensor, "relu"),
+    *((torch.Tensor, "relu"), (nn.ReLU, "__call__"), (nn.Conv2d, "__call__")),
 ]
 
 
@@ -298,3 +299,34 @@ def test_compiled_code_notices_too():
     with Doubles():
         assert_same(compiled(x), stock_compiled(x), rtol=1e-4, atol=1e-5)
         assert not torch.allclose(compiled(x), plain)
+
+
+class NormAct(nn.BatchNorm2d):
+    def __init__(self):
+        super().__init__(4)
+        self.act = nn.ReLU()
+
+    def forward(self, x):
+        return self.act(super().forward(x))
+
+
+class Checks(NormAct):
+    def _check_input_dim(self, x):
+        print("checked")
+
+
+def test_checks_of_batch_norms_with_more_behind_them():
+    for kind, change in (
+        (Checks, lambda m: None),
+        (NormAct, lambda m: setattr(m[1], "_check_input_dim", lambda x: print("checked"))),
+    ):
+        original = nn.Sequential(nn.Conv2d(1, 4, 3), kind())
+        model = braze.convert(copy.deepcopy(original))
+        for m in (model, original):
+            change(m)
+        compare(model, original, torch.randn(2, 1, 6, 6))
+
+
+def test_a_momentum_of_numpys():
+    original = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4, momentum=numpy.float32(0.3)))
+    compare(braze.convert(copy.deepcopy(original)), original, torch.randn(2, 1, 6, 6))

@@ -467,6 +467,47 @@ def test_statements_that_do_more():
     assert model.calls == original.calls == [1, 3]
 
 
+class SetsWhatItAdds(nn.Module):
+    """A statement sets the variable that it adds, and another one goes on with it."""
+
+    def __init__(self):
+        super().__init__()
+        self.bn, self.conv, self.act = nn.BatchNorm2d(6), conv(6, 6), nn.ELU()
+        self.norm, self.one = nn.GroupNorm(2, 6), conv(6, 6, 1)
+
+
+class AddsInput(SetsWhatItAdds):
+    def forward(self, x):
+        x = x + self.bn(self.norm(x))
+        x = self.conv(x)
+        return self.act(x) + self.one(x)
+
+
+class AddsShortcut(SetsWhatItAdds):
+    def forward(self, x):
+        x = self.act(self.bn(self.norm(x)) + self.one(x))
+        x = self.conv(x)
+        return x
+
+
+class AddsBeforeOthers(SetsWhatItAdds):
+    def forward(self, x):
+        y = self.conv(self.norm(x))
+        x = self.bn(y) + self.one(x)
+        if self.norm is not None:
+            z = self.one(y)
+        x = self.act(x)
+        return x + z
+
+
+@pytest.mark.parametrize(
+    "kind", [AddsInput, AddsShortcut, AddsBeforeOthers], ids=lambda kind: kind.__name__
+)
+def test_what_is_added_is_read_before_it_is_set(kind):
+    original = kind()
+    assert_trains_alike(braze.convert(copy.deepcopy(original)), original, images())
+
+
 def test_in_a_comprehension():
     class Many(nn.Module):
         def __init__(self):

@@ -189,3 +189,46 @@ def test_activation_without_a_bias(device):
     for m in (model, original):
         m.fc1.bias = None
     assert_alike(model, original, x)
+
+
+class AddsWhatItGets(Base):
+    def forward(self, x, added):
+        y = self.block(x)
+        return added + self.gamma * y
+
+
+def test_nothing_to_add(device):
+    model, original, x = pair(AddsWhatItGets, device, torch.contiguous_format)
+    for m in (model, original):
+        with pytest.raises(TypeError, match="unsupported operand"):
+            m(x, None)
+        torch.testing.assert_close(m(x, 1.0), 1 + m.gamma * m.block(x))
+
+
+def test_a_frozen_scale(device):
+    """Nothing needs what it scales, which may be written to before the backward."""
+    model, _, x = pair(AddsWhatItGets, device, torch.contiguous_format)
+    model.gamma.requires_grad_(False)
+    model.block = nn.Identity()
+    x.requires_grad_()
+    h = x * 1
+    y = model(h, torch.zeros_like(x))
+    with torch.no_grad():
+        h.zero_()
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(grad, model.gamma.expand_as(x))
+
+
+def test_activation_of_other_biases(device, monkeypatch):
+    monkeypatch.setitem(
+        FASTER, ("layer_norm", device), dict.fromkeys((torch.float32,), Faster(1, 4096))
+    )
+    model, original, x = pair(Perceptron, device, torch.contiguous_format)
+    for shape in ((1, 48), (20, 48), (1,)):
+        for m in (model, original):
+            m.fc1.bias = nn.Parameter(torch.linspace(0, 1, shape[-1], device=device).expand(shape))
+        torch.testing.assert_close(model(x), original(x), atol=1e-4, rtol=1e-4)
+    for m in (model, original):
+        m.fc1.bias = nn.Parameter(torch.zeros(48, dtype=torch.bfloat16, device=device))
+        with pytest.raises(RuntimeError):
+            m(x)

@@ -214,3 +214,71 @@ def test_compile(kind):
     x = images()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), original(x))
+
+
+def test_hooks_of_all_modules():
+    seen, model = [], braze.convert(Net(OfPool()))
+    handle = nn.modules.module.register_module_forward_hook(lambda m, *_: seen.append(type(m)))
+    model(images())
+    handle.remove()
+    assert nn.AdaptiveAvgPool2d in seen
+
+
+def test_attributes_that_the_class_gets(monkeypatch):
+    original = Net(OfPool())
+    model, x = braze.convert(copy.deepcopy(original)), images()
+    for new in (property(lambda self: torch.tanh), nn.Tanh()):
+        monkeypatch.setattr(OfPool, "activation", new, raising=False)
+        torch.testing.assert_close(model(x), original(x))
+    monkeypatch.undo()
+    assert times(model, x) == 1
+
+
+class Detaches(InOneLine):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Sequential(nn.Sigmoid(), Detach())
+
+
+class Detach(nn.Module):
+    def forward(self, x):
+        return x.detach()
+
+
+def test_inputs_that_no_gradient_needs():
+    """They may be written to before the backward."""
+    original = Detaches()
+    model, grads = braze.convert(copy.deepcopy(original)), []
+    x = images().requires_grad_()
+    for m in (model, original):
+        h = x * 1
+        y = m(h)
+        with torch.no_grad():
+            h.zero_()
+        grads += torch.autograd.grad(y.square().sum(), x)
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("kind", [OfPool, InOneLine], ids=lambda kind: kind.__name__)
+def test_other_strides(kind):
+    original = kind()
+    model, x = braze.convert(copy.deepcopy(original)), images()
+    for order in ((0, 2, 1, 3), (1, 0, 2, 3), (3, 1, 2, 0)):
+        moved = x.permute(order).contiguous().permute([order.index(i) for i in range(4)])
+        y, expected = model(moved), original(moved)
+        assert y.stride() == expected.stride()
+        torch.testing.assert_close(y, expected)
+
+
+def test_modes_see_nothing_more(capsys):
+    class Mode(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            print(getattr(function, "__name__", function))
+            return function(*args, **(kwargs or {}))
+
+    original, x, seen = Net(InOneLine()), images(), []
+    for model in (braze.convert(copy.deepcopy(original)), original):
+        with Mode():
+            model(x)
+        seen.append(capsys.readouterr().out)
+    assert seen[0] == seen[1]

@@ -483,3 +483,90 @@ def test_tensors_without_elements(device):
         y.sum().backward()
     assert y.shape == (4, 0)
     assert not model[0].bias.grad.any()
+
+
+@pytest.mark.parametrize("names", [["weight"], ["running_mean", "running_var"]], ids="+".join)
+def test_tensors_that_were_set_in_another_order(device, names):
+    """As torch.nn.utils.prune.remove() and parametrizations leave them."""
+    model, x = on(device, layers), images(device)
+    for module in (model[1], model[5]):
+        for name in names:
+            tensor = getattr(module, name).detach() + torch.rand_like(getattr(module, name))
+            delattr(module, name)
+            if name == "weight":
+                module.weight = nn.Parameter(tensor)
+            else:
+                module.register_buffer(name, tensor)
+    twin = copy.deepcopy(model)
+    for _ in range(3):
+        output = on(device, layers)(x), model(x)
+        with OneByOne():
+            assert_equal([output[1], *model.buffers()], [twin(x), *twin.buffers()])
+
+
+@pytest.mark.parametrize("name", ["weight", "running_mean"])
+def test_plain_attributes_in_the_place_of_tensors(device, name):
+    model, x = on(device, layers), images(device)
+    for _ in range(2):
+        model(x)
+    tensor = getattr(model[1], name).detach().clone() + 1
+    if name == "weight":
+        model[1].__dict__[name] = tensor
+    else:
+        delattr(model[1], name)
+        setattr(model[1], name, tensor)
+    twin = copy.deepcopy(model)
+    for _ in range(2):
+        with OneByOne():
+            expected = twin(x)
+        assert_equal([model(x), getattr(model[1], name)], [expected, getattr(twin[1], name)])
+
+
+def test_what_is_read_again_may_not_change(device):
+    """A bias, of which nothing is saved, is read for second derivatives."""
+    model, x = on(device, Functional), images(device, requires_grad=True)
+    for _ in range(3):
+        output = model(x)
+    with torch.no_grad():
+        model.fc1.bias.add_(1)
+    torch.autograd.grad(output.sum(), x, retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(output.sum(), x, create_graph=True)
+
+
+def test_results_that_are_views(device):
+    """What is written to them is noticed where the backward needs what they show."""
+    for activation, refused in ((nn.ReLU(), True), (nn.Identity(), False)):
+        model = on(device, lambda a=activation: nn.Sequential(nn.Conv2d(3, 4, 3), a, nn.Flatten()))
+        x = images(device, requires_grad=True)
+        for _ in range(3):
+            (expected,) = torch.autograd.grad(model(x).sum(), x)
+        output = model(x)
+        output.mul_(2)
+        if refused:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                output.sum().backward()
+        else:
+            assert torch.equal(2 * expected, *torch.autograd.grad(output.sum(), x))
+
+
+@pytest.mark.parametrize("first", [nn.AvgPool2d(2), nn.MaxPool2d(2), nn.ReLU()], ids=str)
+def test_inputs_that_nothing_reads_again(device, first):
+    """They may be written to before the backward, and come from inference mode."""
+    model = on(device, lambda: nn.Sequential(first, nn.Conv2d(3, 4, 3), nn.GELU()))
+    x, weight = images(device), model[1].weight
+    for _ in range(3):
+        (expected,) = torch.autograd.grad(model(x).sum(), weight)
+    output = model(x)
+    x.zero_()
+    assert torch.equal(expected, *torch.autograd.grad(output.sum(), weight))
+    with torch.inference_mode():
+        x = images(device)
+    for _ in range(2):
+        model(x).sum().backward()
+
+
+def test_meta_tensors():
+    model = braze.convert(Functional()).to("meta")
+    for _ in range(3):
+        assert model(images("meta")).shape == (4, 5)

@@ -1,6 +1,8 @@
 """Batch norm: public function, autograd Functions, fake kernels. Kernels:
 csrc/cuda/batch_norm/."""
 
+import numbers
+
 import torch
 
 from braze import _config
@@ -187,7 +189,7 @@ def check_count(input):
 
 def check_settings(running_mean, running_var, training, eps, momentum):
     """torch's checks of them that raise something else than RuntimeError."""
-    if momentum is not None and not isinstance(momentum, (float, int)):
+    if momentum is not None and not isinstance(momentum, (float, int, numbers.Real)):
         raise TypeError(
             "batch_norm(): argument 'momentum' (position 7) must be float, "
             f"not {type(momentum).__name__}"

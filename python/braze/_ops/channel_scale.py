@@ -3,7 +3,14 @@ functions, autograd Functions, fake kernels. Kernels: csrc/cuda/channel_scale/."
 
 import torch
 
-from braze._ops._common import below_autograd, check_tensor, eager, plain, register
+from braze._ops._common import (
+    below_autograd,
+    check_tensor,
+    eager,
+    is_channels_last,
+    plain,
+    register,
+)
 
 _ops = torch.ops.braze
 _PIXELS = (2, 3)
@@ -12,7 +19,9 @@ _PIXELS = (2, 3)
 class ChannelScale(torch.autograd.Function):
     @staticmethod
     def forward(ctx, input, scale, shift):
-        ctx.save_for_backward(input, scale)
+        # No more than the gradients need: what is not kept may be written to.
+        of_input, of_scale, _ = ctx.needs_input_grad
+        ctx.save_for_backward(input if of_scale else None, scale if of_input else None)
         with below_autograd():
             return _ops.channel_scale.default(input, scale, shift)
 
@@ -56,15 +65,17 @@ _channel_scale = eager(ChannelScale, _ops.channel_scale.default, tensors=3, form
 _channel_dot = eager(ChannelDot, _ops.channel_dot.default, tensors=2, formula=_dot_formula)
 
 
+def _fake_scale(input, scale, shift):
+    channels_last = is_channels_last(input)
+    memory_format = torch.channels_last if channels_last else torch.contiguous_format
+    return torch.empty_like(input, memory_format=memory_format)
+
+
 def _fake_dot(input, other):
     return input.new_empty((*input.shape[:2], 1, 1))
 
 
-register(
-    "channel_scale",
-    fake=lambda input, scale, shift: torch.empty_like(input),
-    autograd=_channel_scale,
-)
+register("channel_scale", fake=_fake_scale, autograd=_channel_scale)
 register("channel_dot", fake=_fake_dot, autograd=_channel_dot)
 
 
@@ -74,6 +85,7 @@ def _fits(input, scale):
         plain(input, scale)
         and scale is not None
         and input.dim() == 4
+        and (input.is_contiguous() or is_channels_last(input))
         and scale.dtype == input.dtype
         and scale.device == input.device
         and scale.shape == (*input.shape[:2], 1, 1)
@@ -85,7 +97,7 @@ def channel_scale(input, scale):
     pass for each gradient: sums over pixels are not preceded by products in memory.
 
     Args:
-        input: [N, C, H, W], any strides; float64, float32, bfloat16 or float16.
+        input: [N, C, H, W], contiguous or channels_last; float64, float32, bfloat16 or float16.
         scale: [N, C, 1, 1], in the dtype of `input`; what else torch can multiply goes to torch.
 
     Returns:
@@ -135,7 +147,7 @@ class Excite(torch.autograd.Function):
     def forward(ctx, handed_on, scale, input, link):
         ctx.link = link
         # Not what was handed on: second derivatives are none that Squeeze has to scale.
-        ctx.save_for_backward(input, scale)
+        ctx.save_for_backward(input if ctx.needs_input_grad[1] else None, scale)
         with below_autograd():
             return _ops.channel_scale.default(handed_on, scale, None)
 

@@ -302,7 +302,7 @@ def linear(input, weight, bias=None):
     Args:
         input: [..., K], any strides; float64, float32, bfloat16 or float16.
         weight: [N, K], or [K].
-        bias: [N], or None.
+        bias: [N], or None; torch computes what more dimensions broadcast to.
 
     Returns:
         [..., N] ([...] for a weight of shape [K]), contiguous, in the inputs' dtype. Precision,
@@ -313,7 +313,7 @@ def linear(input, weight, bias=None):
         TypeError: input or weight is not a tensor.
         RuntimeError: as :func:`braze.matmul`.
     """
-    if weight is None or not plain(input, weight, bias):
+    if weight is None or not plain(input, weight, bias) or _is_matrix(bias):
         return torch.nn.functional.linear(input, weight, bias)
     return _checked_linear(input, weight, bias, False)
 
@@ -332,9 +332,14 @@ def linear_relu(input, weight, bias=None):
     Raises:
         TypeError, RuntimeError: as :func:`linear`.
     """
-    if weight is None or not plain(input, weight, bias):
+    if weight is None or not plain(input, weight, bias) or _is_matrix(bias):
         return relu(linear(input, weight, bias))
     return _checked_linear(input, weight, bias, True)
+
+
+def _is_matrix(bias):
+    """Whether a bias is one that torch broadcasts against the rows."""
+    return bias is not None and bias.dim() > 1
 
 
 def _checked_linear(input, weight, bias, with_relu):

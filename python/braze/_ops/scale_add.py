@@ -21,8 +21,10 @@ _HALF_DTYPES = torch.bfloat16, torch.float16
 class ScaleAdd(torch.autograd.Function):
     @staticmethod
     def forward(ctx, input, scale, residual):
-        ctx.save_for_backward(input, scale)
-        ctx.residual_dtype = residual.dtype
+        # No more than the gradients need: what is not kept may be written to.
+        of_input, of_scale, _ = ctx.needs_input_grad
+        ctx.save_for_backward(input if of_scale else None, scale if of_input or of_scale else None)
+        ctx.dtype, ctx.residual_dtype = input.dtype, residual.dtype
         with below_autograd():
             return _ops.scale_add.default(input, scale, residual)
 
@@ -31,7 +33,9 @@ class ScaleAdd(torch.autograd.Function):
         input, scale = ctx.saved_tensors
         *mask, of_residual = ctx.needs_input_grad
         grads = None, None
-        if any(mask):
+        if mask == [True, False]:
+            grads = (grad_output * scale).to(ctx.dtype), None
+        elif any(mask):
             grads = masked(_scale_add_backward(grad_output, input, scale, mask), mask)
         return *grads, grad_output.to(ctx.residual_dtype) if of_residual else None
 
@@ -99,7 +103,7 @@ register("scale_add_backward", fake=_fake_backward, autograd=_scale_add_backward
 
 def scale_add_takes(input, scale, residual):
     """Whether the op takes such tensors."""
-    if not plain(input, scale, residual):
+    if scale is None or residual is None or not plain(input, scale, residual):
         return False
     own = input.dtype
     dtypes = (own, torch.float32) if own in _HALF_DTYPES else (own,)

@@ -41,6 +41,7 @@ def allowed(input):
     return (
         _ON
         and type(input) in _TENSORS
+        and (input.is_cpu or input.is_cuda)
         and not torch.compiler.is_compiling()
         and current.scope is None
         and not _dispatch_modes()

@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 
 from braze._ops._common import below_autograd, derivatives, register
 from braze._programs.encode import encode
-from braze._programs.record import Recorder, Register, Unrecordable
+from braze._programs.record import Instruction, Recorder, Register, Unrecordable
 
 _ops = torch.ops.braze
 _run = _ops.run_program.default
@@ -74,14 +74,18 @@ class Program:
         made = {r for i in instructions for r in i.results}
         asked = dict.fromkeys(r for i in instructions for r in i.registers())
         asked.update(dict.fromkeys(found))
-        # Views are made again: what they show is saved, so that its version is checked.
-        # The input is, for second derivatives: nearly every op saves its own.
-        needed, views = [Register(0)], {}
+        # Views are made again: what they show is saved, so that its version is checked. Of a result
+        # that is a view it is the other way round, since that is what may be written to.
+        source = _source(self._output, made_by)
+        needed, views = [], {}
         todo = [r for r in asked if r not in made and r != grad]
         while todo:
             r = todo.pop(0)
             by = made_by.get(r)
-            if by is not None and by.form == "alias":
+            if r == source != self._output:
+                views = {r: _alias(recorder.tensors, self._output, r), **views}
+                todo.append(self._output)
+            elif by is not None and by.form == "alias" and r != self._output:
                 views = {r: by, **views}
                 todo.append(by.args[0])
             elif r not in needed:
@@ -125,9 +129,10 @@ class Program:
         ctx.program = self
         kept = self._kept
         ctx.save_for_backward(*[tensors[i] for i in kept], *[results[i] for i in self._saved])
-        # For second derivatives only.
+        # For second derivatives only, so that what is written to later is an error only there.
         ctx.others = [None if i in kept else t for i, t in enumerate(tensors)]
-        ctx.buffers = buffers, [b._version for b in buffers]
+        ctx.buffers = buffers
+        ctx.versions = [_version(t) for t in (*ctx.others, *buffers)]
 
     def gradients(self, ctx, grad):
         """The gradients of the tensors; None for those that have none."""
@@ -147,16 +152,17 @@ class Program:
             if found:
                 found = iter(found)
                 return [next(found) if has else None for has in self._grads]
-        tensors = list(ctx.others)
+        tensors, buffers = list(ctx.others), ctx.buffers
+        unwritten = [None if i in self._written else b for i, b in enumerate(buffers)]
+        for tensor, version in zip((*tensors, *unwritten), ctx.versions, strict=True):
+            if tensor is not None and _version(tensor) != version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an "
+                    "inplace operation: with create_graph=True the layers of a program are run "
+                    f"again, for which a tensor of shape {list(tensor.shape)} is no longer there"
+                )
         for i, tensor in zip(self._kept, saved, strict=False):
             tensors[i] = tensor
-        buffers, versions = ctx.buffers
-        for i, buffer in enumerate(buffers):
-            if i not in self._written and buffer._version != versions[i]:
-                raise RuntimeError(
-                    "a buffer needed for gradient computation has been modified by an inplace "
-                    "operation"
-                )
         # Those that were written to are read in nothing that has a derivative.
         buffers = [b.clone() if i in self._written else b for i, b in enumerate(buffers)]
         return derivatives(
@@ -197,6 +203,20 @@ class ProgramFunction(torch.autograd.Function):
 
 
 _record = super(torch.autograd.Function, ProgramFunction).apply
+
+
+def _version(tensor):
+    """How often a tensor has been written to; None where torch does not count that."""
+    return None if tensor is None or tensor.is_inference() else tensor._version
+
+
+def _alias(tensors, register, of):
+    """The instruction that makes, of the tensor in a register, a view that is like another one."""
+    tensor, like = tensors[register], tensors[of]
+    if tensor.numel() != like.numel():
+        raise Unrecordable("a result that shows a part of what the backward needs")
+    ahead = like.storage_offset() - tensor.storage_offset()
+    return Instruction("alias", None, (register,), {}, (of,), like, ahead)
 
 
 def _source(register, made_by):

@@ -10,6 +10,8 @@ from braze.convert.source import Unknown, tree_of
 
 #: How a module comes to its forward.
 CALLS = "__call__", "_call_impl"
+#: How an attribute of an instance is looked up.
+_LOOK_UPS = "__getattr__", "__getattribute__"
 _NOTES = isinstance, torch._C._log_api_usage_once
 #: Statements and expressions that do more than compute and branch.
 _MORE = (
@@ -24,7 +26,8 @@ class Code(Outer):
     calls.
 
     Attributes:
-        assumed: what has been assumed of names outside of the function, as (scope, name, value).
+        assumed: what has been assumed of names outside of the function, as (scope, name, value);
+            without a scope, of attributes of the class, None where it has none of that name.
     """
 
     def __init__(self, kind, function, values=None, assumed=None):
@@ -71,7 +74,7 @@ class Code(Outer):
         """A function that tells whether all that was assumed still holds."""
         scope = {"kind": self.kind}
         tests = ["kind.forward is function0"]
-        for i, name in enumerate(CALLS):
+        for i, name in enumerate((*CALLS, *_LOOK_UPS)):
             scope[f"call{i}"] = getattr(torch.nn.Module, name)
             tests.append(f"kind.{name} is call{i}")
         for i, function in enumerate(self.functions):
@@ -81,6 +84,13 @@ class Code(Outer):
             scope[f"function{i}"] = function
         noted = {(id(names), name): (names, value) for names, name, value in self.assumed}
         for i, ((_, name), (names, value)) in enumerate(noted.items()):
+            if names is None and value is None:
+                tests.append(f"not hasattr(kind, {name!r})")
+                continue
+            if names is None:
+                scope[f"value{i}"] = value
+                tests.append(f"kind.{name} is value{i}")
+                continue
             scope[f"names{i}"], scope[f"value{i}"] = names, value
             tests.append(f"names{i}.get({name!r}) is value{i}")
         return eval(f"lambda: {' and '.join(tests)}", scope)
@@ -107,7 +117,10 @@ class Code(Outer):
         ):
             return None
         name = self.attribute_name(node)
-        return name if is_plain_in(self.kind, name) else None
+        if not is_plain_in(self.kind, name):
+            return None
+        self.assumed.append((None, name, None))
+        return name
 
     def is_input(self, node):
         return isinstance(node, ast.Name) and node.id == self.input

@@ -181,11 +181,14 @@ def places(link):
         is_functional = getattr(torch.nn.functional, name, None) is link
         return tuple(called_by(name)) if is_functional else ()
     flatten = (torch.nn.Flatten, "forward"), (torch.Tensor, "flatten")
-    return *getattr(link, "_places", flatten), *CALLS
+    return *getattr(link, "_places", flatten), *calls_of(link)
 
 
-#: How a module comes to its forward.
-CALLS = (torch.nn.Module, "__call__"), (torch.nn.Module, "_call_impl")
+def calls_of(kind):
+    """How a module of a class comes to its forward, as :func:`places` gives it."""
+    return (kind, "__call__"), (kind, "_call_impl")
+
+
 # Before others replace any, while runs are made of them.
 for _link in (*KINDS, *FUNCTION_KINDS):
     remember(places(_link))

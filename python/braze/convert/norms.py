@@ -8,6 +8,7 @@ from braze.convert.code import Code
 from braze.convert.modules import is_plain_in
 from braze.convert.source import Unknown
 
+_CHECK = torch.nn.BatchNorm2d._check_input_dim
 _FORWARD = torch.nn.modules.batchnorm._BatchNorm.forward
 #: What batch norm reads of a layer.
 _STATE = (
@@ -23,6 +24,9 @@ class NormCode(Code):
         """The names of the children that batch norm's result goes through, or None."""
         if not all(is_plain_in(self.kind, name) for name in _STATE):
             return None
+        if self.kind._check_input_dim is not _CHECK:  # which torch's own forward calls
+            return None
+        self.assumed.append((None, "_check_input_dim", _CHECK))
         body = self.body
         while body and self._is_check(body[0]):
             body = body[1:]
@@ -64,8 +68,7 @@ class NormCode(Code):
         if not isinstance(call, ast.Call) or call.keywords:
             return False
         if self._attribute_of_me(call.func) == "_check_input_dim":
-            checks = self.kind._check_input_dim is torch.nn.BatchNorm2d._check_input_dim
-            return checks and len(call.args) == 1 and self.is_input(call.args[0])
+            return len(call.args) == 1 and self.is_input(call.args[0])
         asserts = self.known(call.func) is torch._assert and len(call.args) == 2
         return (
             asserts

@@ -30,6 +30,13 @@ _getters = {getattr(braze.nn, kind): operator.attrgetter(*s) for kind, s in _SET
 for _flatten in (torch.nn.Flatten, braze.nn.Flatten):
     _getters[_flatten] = operator.attrgetter("start_dim", "end_dim")
 
+#: The tensors of layers that have any. Those of batch norm have the same shapes, so that their
+#: order counts; in a layer's own dictionary they stand in the order in which they were set.
+_PARAMETERS = dict.fromkeys(
+    (braze.nn.BatchNorm2d, braze.nn.Conv2d, braze.nn.Linear), ("weight", "bias")
+)
+_BUFFERS = {braze.nn.BatchNorm2d: ("running_mean", "running_var", "num_batches_tracked")}
+
 LAYERS = frozenset(_getters)
 KINDS = frozenset(("Flatten", *_SETTINGS))
 
@@ -74,15 +81,35 @@ def _by_program(function, links, input, added):
         if settings is None:
             return None
         name += (kind, settings(link))
+        if kind not in _PARAMETERS:
+            continue
         own = link.__dict__
-        for of_layer, all_of_them in ((own["_parameters"], tensors), (own["_buffers"], buffers)):
-            for tensor in of_layer.values():
-                if tensor is None:
-                    name.append(None)
-                else:
-                    all_of_them.append(tensor)
+        of_layer = _PARAMETERS[kind]
+        if not own.keys().isdisjoint(of_layer):
+            return None  # plain attributes, in the place of parameters
+        if not _add(own["_parameters"], of_layer, tensors, name):
+            return None
+        of_layer = _BUFFERS.get(kind)
+        if of_layer is not None and not (
+            own.keys().isdisjoint(of_layer) and _add(own["_buffers"], of_layer, buffers, name)
+        ):
+            return None
     make = functools.partial(_on_others, function, links, 1 + len(added))
     return _programs.run(name, make, tensors, buffers)
+
+
+def _add(own, names, tensors, absent):
+    """Adds a layer's tensors of such names to some, and None to `absent` for each that it has not;
+    whether it has all of them, if as None, where torch keeps them."""
+    for name in names:
+        if name not in own:
+            return False
+        tensor = own[name]
+        if tensor is None:
+            absent.append(None)
+        else:
+            tensors.append(tensor)
+    return True
 
 
 def _on_others(function, links, given, tensors, buffers):
@@ -97,7 +124,12 @@ def _with_tensors(link, parameters, buffers):
         return link
     copy = object.__new__(type(link))
     copy.__dict__.update(link.__dict__)
-    for name, tensors in (("_parameters", parameters), ("_buffers", buffers)):
-        own = link.__dict__[name].items()
-        copy.__dict__[name] = {k: None if t is None else next(tensors) for k, t in own}
+    for where, names, tensors in (
+        ("_parameters", _PARAMETERS, parameters),
+        ("_buffers", _BUFFERS, buffers),
+    ):
+        own = link.__dict__[where]
+        copy.__dict__[where] = {
+            k: None if own[k] is None else next(tensors) for k in names.get(type(link), ())
+        }
     return copy

@@ -8,12 +8,12 @@ import torch
 import braze.nn
 from braze._C import share, unwatched
 from braze._stock import gives_way
-from braze.convert.kinds import ACTIVATIONS, KINDS, calls_more, places
+from braze.convert.kinds import ACTIVATIONS, KINDS, calls_more, calls_of, places
 from braze.convert.parts import PARTS, unchanged
 
 _QUIET = "AvgPool2d", "BatchNorm2d", "Conv2d", "Linear", "MaxPool2d"
 _INNER = frozenset((*_QUIET, *ACTIVATIONS))
-_CONTAINERS = gives_way((torch.nn.Sequential, "forward"))
+_CONTAINERS = gives_way((torch.nn.Sequential, "forward"), *calls_of(torch.nn.Sequential))
 
 
 def are_quiet(modules, links, parts=()):

@@ -8,7 +8,7 @@ import torch
 
 from braze._stock import called_by, gives_way
 from braze.convert.code import CALLS
-from braze.convert.kinds import calls_more
+from braze.convert.kinds import calls_more, calls_of
 from braze.convert.modules import own_class, why_unsupported
 from braze.convert.norms import NormCode
 from braze.convert.parts import PARTS, TORCHS, NormAct, Pass
@@ -62,8 +62,12 @@ def _unchanged(*places):
     return lambda: not torchs()
 
 
-_DROPOUT = (torch.nn.Dropout, "forward"), (torch.nn.functional, "dropout"), *called_by("dropout")
-PARTS[torch.nn.Identity] = Pass(lambda module: True, (), _unchanged((torch.nn.Identity, "forward")))
+_IDENTITY = (torch.nn.Identity, "forward"), *calls_of(torch.nn.Identity)
+_DROPOUT = (
+    *((torch.nn.Dropout, "forward"), (torch.nn.functional, "dropout"), *called_by("dropout")),
+    *calls_of(torch.nn.Dropout),
+)
+PARTS[torch.nn.Identity] = Pass(lambda module: True, (), _unchanged(*_IDENTITY))
 PARTS[torch.nn.Dropout] = Pass(_dropped, ("p",), _unchanged(*_DROPOUT))
 
 

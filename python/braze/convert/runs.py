@@ -371,13 +371,18 @@ def _linear_activation(links, input):
     activation, linear = links
     name, settings = activation_of(activation)
     if (
-        linear.bias is None
-        or name == "relu"
+        name == "relu"
+        or not _is_whole_bias(linear.bias, linear.weight)
         or input.device.type not in ACTIVATION_WITH_BIAS_ON
         or (settings and not fits(name, settings))
     ):
         return one_by_one(links, input)
     return F.bias_activation(F.linear(input, linear.weight), linear.bias, name, settings)
+
+
+def _is_whole_bias(bias, weight):
+    """Whether a linear layer has a bias that only torch's own rules of addition are needed for."""
+    return bias is not None and bias.shape == weight.shape[:1] and bias.dtype == weight.dtype
 
 
 #: On which devices a layer scale and the addition behind it are one op.

@@ -288,6 +288,9 @@ class _Function(Names, Calls, Branches, additions.Surroundings):
             taken = any(k.number in self.taken for k in run)
             if not length or last == first or taken or self._added_first(run, owners[start:]):
                 continue
+            kept = any(i < last for i in between) or not self._is_applied_to_name(run[0])
+            if kept and self._adds_what_it_sets(run[: owners[start:].count(first)], body[first]):
+                continue
             self._take(run)
             numbers = tuple(s.number for s in body[first : last + 1])
             aside = tuple(body[i].number for i in between if i < last)
@@ -332,6 +335,21 @@ class _Function(Names, Calls, Branches, additions.Surroundings):
                 added = additions.parts(self.tree.numbered[link.number], "radd")[1]
                 return owners[norm] == owners[at] and not isinstance(added, ast.Name)
         return False
+
+    def _is_applied_to_name(self, link):
+        """Whether the first link of a run is applied to a variable, not to what is made for it."""
+        return isinstance(self.link(self.tree.numbered[link.number])[1], ast.Name)
+
+    def _adds_what_it_sets(self, run, statement):
+        """Whether ``x = bn(f(x)) + module(x)`` reads, in what is added, the variable that it sets:
+        in that the spliced code keeps what the run is applied to, from before on."""
+        (target,) = statement.targets if isinstance(statement, ast.Assign) else (None,)
+        return isinstance(target, ast.Name) and any(
+            isinstance(n, ast.Name) and n.id == target.id
+            for link in run
+            if link.form in additions.FORMS
+            for n in ast.walk(additions.parts(self.tree.numbered[link.number], link.form)[1])
+        )
 
     def _value(self, statement, carried=None):
         """What a statement sets (a variable's name; None: it returns), the links of the chain that

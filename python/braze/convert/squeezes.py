@@ -8,19 +8,22 @@ import types
 import torch
 
 from braze._C import unwatched
-from braze._ops._common import TENSORS
+from braze._ops._common import TENSORS, is_channels_last
 from braze._stock import called_by, gives_way
 from braze.convert.code import CALLS
+from braze.convert.kinds import calls_of
 from braze.convert.passes import PassCode, compiled
 from braze.convert.source import Unknown
 from braze.convert.through import run_through
 from braze.nn import functional as F
 
+_any_global_hook = torch.nn.modules.module._has_any_global_hook
 _MEAN = gives_way((torch.Tensor, "mean"), (torch.Tensor, "__mul__"), (torch.Tensor, "__rmul__"))
 _POOL = gives_way(
     (torch.nn.AdaptiveAvgPool2d, "forward"),
     (torch.nn.functional, "adaptive_avg_pool2d"),
     *called_by("adaptive_avg_pool2d"),
+    *calls_of(torch.nn.AdaptiveAvgPool2d),
 )
 
 
@@ -41,10 +44,13 @@ class Squeeze:
 
     def run(self, module, input):
         """The result of the module's forward as one, or None where its code has to run."""
-        if type(input) not in TENSORS or input.dim() != 4 or torch.compiler.is_compiling():
+        if type(input) not in TENSORS or torch.compiler.is_compiling():
             return None
         own = module.__dict__
         if not self.same() or _MEAN() or not self.guard(module):
+            return None
+        # Only now: a mode sees what is asked of a tensor.
+        if input.dim() != 4 or not (input.is_contiguous() or is_channels_last(input)):
             return None
         if not own.keys().isdisjoint((*self.methods, *self.names, self.pool)):
             return None
@@ -52,6 +58,8 @@ class Squeeze:
         if self.pool is not None:
             pool = children.get(self.pool)
             if type(pool) is not torch.nn.AdaptiveAvgPool2d or _POOL() or not unwatched((pool,)):
+                return None
+            if _any_global_hook():
                 return None
             if pool.output_size not in (1, (1, 1), [1, 1]):
                 return None

@@ -93,7 +93,9 @@ def norm_and_more(module, input):
     """The result of the forward of a :class:`parts.NormAct` as one, or None where its code has to
     run."""
     part = PARTS.get(type(module))
-    if part is None or type(input) not in TENSORS or input.dim() != 4:
+    if part is None or type(input) not in TENSORS:
+        return None
+    if "_check_input_dim" in module.__dict__:
         return None
     layers, modules = [], []
     # Not asked is whether its own call is watched, within which this runs.
@@ -101,7 +103,8 @@ def norm_and_more(module, input):
         return None
     layers = tuple(layers)
     function = runner(layers)
-    return None if function is None else function(layers, input)
+    # Only then is the input asked for something: a mode sees that.
+    return None if function is None or input.dim() != 4 else function(layers, input)
 
 
 def run_length(links):
