@@ -148,14 +148,16 @@ class Pointwise {
       const Acc* const panel =
           packed_ + (task.group * plan_.packed_filters + j * kPanel) * plan_.steps;
       const bool direct = stores_to_result(filters == width);
+      const bool is_cold = j == 0 && plan_.in_place;
       for (int64_t run = task.first_run; run < task.last_run; ++run) {
         const auto [from, ld] = pixels_of(task, run);
         T* const to = result(task, run) + j * kPanel * conv_.dst_strides.c;
         if (direct) {
           rows_times_panel(from, ld, pixels, panel, width, plan_.steps, reinterpret_cast<Acc*>(to),
-                           plan_.runs.to);
+                           plan_.runs.to, false, is_cold);
         } else {
-          rows_times_panel(from, ld, pixels, panel, width, plan_.steps, tiles, width);
+          rows_times_panel(from, ld, pixels, panel, width, plan_.steps, tiles, width, false,
+                           is_cold);
           store_pixels(tiles, width, pixels, filters, conv_.bias,
                        task.group * conv_.filters + j * kPanel, to, plan_.runs.to,
                        conv_.dst_strides.c);

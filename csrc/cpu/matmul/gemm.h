@@ -199,10 +199,12 @@ inline int panel_rows(int64_t rows) {
 
 // `rows` rows of A where they are times a packed panel of B, one or two vectors wide: to = or +=.
 // `depth` steps of A are a row, in which the panel's rows are `width` wide. What follows a part of
-// the panel in memory, its next part or the next panel, is prefetched meanwhile.
+// the panel in memory, its next part or the next panel, is prefetched meanwhile; or, of rows that
+// are `cold`, which nobody has read yet, those behind the ones at work.
 template <typename Acc, typename Step>
 void rows_times_panel(const Step* a, int64_t a_ld, int64_t rows, const Acc* panel, int64_t width,
-                      int64_t depth, Acc* to, int64_t ld, bool accumulate = false) {
+                      int64_t depth, Acc* to, int64_t ld, bool accumulate = false,
+                      bool cold = false) {
   if (rows == 0) return;
   if (depth == 0 && !accumulate) {
     for (int64_t i = 0; i < rows; ++i) std::fill_n(to + i * ld, width, Acc(0));
@@ -212,11 +214,13 @@ void rows_times_panel(const Step* a, int64_t a_ld, int64_t rows, const Acc* pane
   const int64_t whole = rows / height;
   for (int64_t p = 0; p < depth; p += kDepth) {
     const int64_t steps = std::min(kDepth, depth - p);
-    const int64_t each = width * int64_t{sizeof(Acc)} / count;  // bytes of what follows
+    const int64_t each = cold ? ceil_div(height * a_ld * int64_t{sizeof(Step)}, depth)
+                              : width * int64_t{sizeof(Acc)} / count;  // bytes of what follows
     const char* ahead = reinterpret_cast<const char*>(panel + (p + steps) * width);
     const auto multiply = [&](int64_t first, int64_t tiles, int64_t tile_rows) {
       with_pixels<1>(tile_rows, width / kLanes<Acc>, [&](auto rows_tag, auto vecs_tag) {
         for (int64_t i = first; i < first + tiles * rows_tag; i += rows_tag) {
+          if (cold) ahead = reinterpret_cast<const char*>(a + (i + rows_tag) * a_ld);
           rows_kernel<Acc, rows_tag, vecs_tag>(steps, a + i * a_ld + p, a_ld, panel + p * width,
                                                ahead, each, to + i * ld, ld, accumulate || p > 0);
           ahead += each * steps;
