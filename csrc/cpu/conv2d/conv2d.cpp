@@ -143,12 +143,18 @@ int choose(const Conv2dProblem& problem) {
     const bool is_large = s.n * s.p * s.q > kFewPixels;
     return is_wgrad && (is_strided(s) || is_large) ? kImplicitGemm : kPointwise;
   }
-  if (reads_pairs(s) && wants_patches(problem)) return kBlockedIm2col;
+  const int64_t c = s.c / s.groups, k = s.k / s.groups;
+  if (reads_pairs(s) && wants_patches(problem)) {
+    // Weight gradients whose sums each thread keeps to itself are faster transformed, in fp32.
+    constexpr int64_t kLeastSums = 64 * 64, kMostSums = 128 * 256, kManyPixels = 8192;
+    const bool is_faster = is_wgrad && c * k >= kLeastSums && c * k <= kMostSums &&
+                           s.n * s.p * s.q >= kManyPixels && !winograd_obstacle(problem);
+    return is_faster ? kWinograd : kBlockedIm2col;
+  }
   // With fewer channels or filters transformations take longer than they save.
   constexpr int64_t kLeastChannels = 16;
   // A weight gradient transforms both operands; with short vectors it gains later.
   constexpr int64_t kLeastWeights = kLanes<float> >= 16 ? 32 * 64 : 64 * 128;
-  const int64_t c = s.c / s.groups, k = s.k / s.groups;
   const bool is_wide = std::min(c, k) >= kLeastChannels && (!is_wgrad || c * k >= kLeastWeights);
   if (is_wide && !winograd_obstacle(problem)) return kWinograd;
   return wants_patches(problem) ? kBlockedIm2col : kImplicitGemm;
