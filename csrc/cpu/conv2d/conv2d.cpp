@@ -153,8 +153,8 @@ int choose(const Conv2dProblem& problem) {
   }
   // With fewer channels or filters transformations take longer than they save.
   constexpr int64_t kLeastChannels = 16;
-  // A weight gradient transforms both operands; with short vectors it gains later.
-  constexpr int64_t kLeastWeights = kLanes<float> >= 16 ? 32 * 64 : 64 * 128;
+  // A weight gradient transforms both operands. Against AVX2's products it gains later.
+  constexpr int64_t kLeastWeights = kLanes<float> == 8 ? 64 * 64 : 32 * 32;
   const bool is_wide = std::min(c, k) >= kLeastChannels && (!is_wgrad || c * k >= kLeastWeights);
   if (is_wide && !winograd_obstacle(problem)) return kWinograd;
   return wants_patches(problem) ? kBlockedIm2col : kImplicitGemm;
