@@ -4,15 +4,13 @@ import math
 
 import pytest
 import torch
+from conv2d_common import FORMATS, PASSES, check, reference, run
 from hypothesis import strategies as st
 
 import braze
 import braze.nn.functional as F
-from braze.testing import WAYS, mover
-from common import assert_by_rule, fuzzed
+from common import fuzzed
 
-PASSES = ["fprop", "dgrad", "wgrad"]
-FORMATS = {"nchw": torch.contiguous_format, "nhwc": torch.channels_last}
 # n, c, h, w, k, (r, s), stride, padding, dilation, groups
 POINTWISE = [
     (1, 1, 1, 1, 1, (1, 1), (1, 1), (0, 0), 1, 1),
@@ -77,41 +75,6 @@ def drawn(case, dtype, form="nchw"):
     x, weight = (torch.randn(s).to(dtype, memory_format=FORMATS[form]) for s in shapes)
     dy = torch.randn_like(reference("fprop", case, x, weight, None, None))
     return x, weight, torch.randn(k).to(dtype), dy.to(memory_format=FORMATS[form])
-
-
-def geometry(case):
-    return list(case[6]), list(case[7]), [case[8]] * 2
-
-
-def run(which, case, x, w, b, dy, name):
-    settings = False, False, name
-    if which == "fprop":
-        return torch.ops.braze.conv2d(x, w, b, *geometry(case), case[9], *settings)
-    mask = [which == "dgrad", which == "wgrad", False]
-    grads = torch.ops.braze.conv2d_backward(dy, x, w, *geometry(case), case[9], mask, *settings)
-    return grads[PASSES.index(which) - 1]
-
-
-def reference(which, case, x, w, b, dy):
-    if which == "fprop":
-        return torch.nn.functional.conv2d(x, w, b, *geometry(case), case[9])
-    mask = [which == "dgrad", which == "wgrad", False]
-    what = *geometry(case), False, [0, 0], case[9], mask
-    return torch.ops.aten.convolution_backward(dy, x, w, None, *what)[PASSES.index(which) - 1]
-
-
-def check(which, case, tensors, name):
-    wide = [t.double() for t in tensors]
-    actual = run(which, case, *tensors, name)
-    terms = max(t.numel() for t in (*tensors, actual))
-
-    def moved():
-        return [reference(which, case, *map(mover(way), wide)) for way in WAYS]
-
-    exact, stock = reference(which, case, *wide), reference(which, case, *tensors)
-    ulps = 4 if which == "fprop" else 8
-    assert_by_rule(actual, stock, exact, ulps, f"{name} {which}", terms, moved)
-    return actual
 
 
 def takes(name, dtype):

@@ -3,17 +3,16 @@
 import json
 import math
 
+import conv2d_common
 import pytest
 import torch
 import torch.nn.functional as stock
+from conv2d_common import FORMATS, PASSES, geometry, reference
 
 import braze
 import braze.nn.functional as F
-from braze.testing import WAYS, mover
-from common import assert_by_rule, check_against_stock, compile
+from common import check_against_stock, compile
 
-PASSES = ["fprop", "dgrad", "wgrad"]
-FORMATS = {"nchw": torch.contiguous_format, "nhwc": torch.channels_last}
 # n, c, h, w, k, (r, s), stride, padding, dilation, groups
 SMALL = [
     (1, 1, 1, 1, 1, (1, 1), (1, 1), (0, 0), 1, 1),
@@ -44,14 +43,6 @@ MANY = [
 ]
 
 
-def pair(value):
-    return [value, value] if isinstance(value, int) else list(value)
-
-
-def geometry(case):
-    return [list(case[6]), list(case[7]), pair(case[8])]
-
-
 def drawn(case, device, dtype, form="nchw"):
     n, c, h, w, k, size, *_, groups = case
     shapes = (n, c, h, w), (k, c // groups, *size)
@@ -64,34 +55,11 @@ def drawn(case, device, dtype, form="nchw"):
 
 
 def run(which, case, x, w, b, dy, name="fft"):
-    settings = False, False, name
-    if which == "fprop":
-        return torch.ops.braze.conv2d(x, w, b, *geometry(case), case[9], *settings)
-    mask = [which == "dgrad", which == "wgrad", False]
-    grads = torch.ops.braze.conv2d_backward(dy, x, w, *geometry(case), case[9], mask, *settings)
-    return grads[PASSES.index(which) - 1]
-
-
-def reference(which, case, x, w, b, dy):
-    if which == "fprop":
-        return stock.conv2d(x, w, b, *geometry(case), case[9])
-    mask = [which == "dgrad", which == "wgrad", False]
-    what = *geometry(case), False, [0, 0], case[9], mask
-    return torch.ops.aten.convolution_backward(dy, x, w, None, *what)[PASSES.index(which) - 1]
+    return conv2d_common.run(which, case, x, w, b, dy, name)
 
 
 def check(which, case, tensors, name="fft"):
-    wide = [t.double() for t in tensors]
-    actual = run(which, case, *tensors, name)
-    terms = max(t.numel() for t in (*tensors, actual))
-
-    def moved():
-        return [reference(which, case, *map(mover(way), wide)) for way in WAYS]
-
-    exact, stocks = reference(which, case, *wide), reference(which, case, *tensors)
-    ulps = 4 if which == "fprop" else 8
-    assert_by_rule(actual, stocks, exact, ulps, f"{name} {which}", terms, moved)
-    return actual
+    return conv2d_common.check(which, case, tensors, name)
 
 
 def transforms(function):
