@@ -301,7 +301,9 @@ class BuildLibraries(build_ext):
 
         python = target_python()
         extension = package / ("_C" + python["suffix"])
-        python_include = f"-isystem {python['include']} -isystem {pybind11.get_include()}"
+        # -I comes before torch's folder, where some releases have a pybind11 that refuses to be
+        # included under TORCH_TARGET_VERSION.
+        python_include = f"-isystem {python['include']} -I{pybind11.get_include()}"
         module = compile_cxx(
             CSRC / "bindings" / "module.cpp", python["abi"], f"{cpu} {python_include}"
         )
