@@ -268,6 +268,9 @@ class _DefaultGenerator:
     def __init__(self, fake):
         self._fake, self._own, self._held = fake, _Generator(), None
 
+    def manual_seed(self, seed):
+        return torch.default_generator.manual_seed(seed)
+
     def graphsafe_get_state(self):
         return self._own if self._held is None else self._held
 
@@ -320,6 +323,7 @@ class FakeCuda(contextlib.ExitStack):
         }
         for name, value in patches.items():
             self.enter_context(mock.patch.object(torch.cuda, name, value))
+        self.enter_context(mock.patch.object(torch.cuda.random, "device_count", return_value=1))
         for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
             noted = lambda *args, name=name: self.note(name, *args[1:])  # noqa: E731
             self.enter_context(mock.patch.object(torch._C, name, noted, create=True))
