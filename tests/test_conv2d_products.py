@@ -49,6 +49,8 @@ WINDOWS = [
     (2, 40, 32, 16, 15, 3, 4, 1, 2),
     (150, 16, 16, 4, 4, 2, 1, 0, 1),
     (2, 256, 200, 6, 5, 3, 1, 1, 1),  # a sum in several parts, in fp32
+    (2, 13, 17, 8, 9, 3, 1, 1, 1),  # rows of the result that begin anywhere, in fp32
+    (2, 13, 17, 9, 8, 3, 2, 1, 1),
     (2, 16, 24, 9, 12, 4, (2, 3), (5, 0), (1, 2)),  # padding over the filter
     (32, 64, 192, 56, 56, 3, 1, 1, 1),  # several tiles for each block
     (64, 256, 128, 28, 28, 3, 2, 1, 1),
@@ -163,6 +165,9 @@ def windows_refuse(which, case, dtype, tf32):
     """What implicit_gemm_wgmma has to say, or None."""
     if dtype == torch.float64:
         return "it takes float32"
+    in_parts = dtype == torch.float32 and not tf32
+    if not in_parts and case[1] * dtype.itemsize % 16:
+        return "multiple of 16 bytes"
     if which == "wgrad" and dtype == torch.float32 and tf32 and result_pixels(case) % 4:
         return "4 pixels in TF32"
     return None

@@ -28,10 +28,11 @@ __device__ __forceinline__ void scatter_rows(const A& a, uint32_t from, int batc
   }
 }
 
-// From registers; as store_direct(), not swapped. The number of columns is even.
-template <typename T, typename A, int kCount>
+// From registers; as store_direct(), not swapped. The number of columns is even unless kAnyColumns.
+template <typename T, bool kAnyColumns = false, typename A, int kCount>
 __device__ __forceinline__ void scatter_direct(const A& a, int batch, const float (&acc)[kCount],
                                                int row, int column) {
+  const bool pairs = !kAnyColumns || a.columns % 2 == 0;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     T* const to = a.template row_of<T>(batch, row + half * 8);
@@ -39,8 +40,12 @@ __device__ __forceinline__ void scatter_direct(const A& a, int batch, const floa
 #pragma unroll
     for (int i = 2 * half; i < kCount; i += 4) {
       const int j = column + i / 4 * 8;
-      if (j < a.columns) {
+      if (j >= a.columns) continue;
+      if (pairs) {
         *reinterpret_cast<Vec<T, 2>*>(to + j) = {convert<T>(acc[i]), convert<T>(acc[i + 1])};
+      } else {
+        to[j] = convert<T>(acc[i]);
+        if (j + 1 < a.columns) to[j + 1] = convert<T>(acc[i + 1]);
       }
     }
   }

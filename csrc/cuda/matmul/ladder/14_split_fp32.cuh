@@ -195,7 +195,7 @@ __device__ __forceinline__ void consume_parts(const A& a, uint32_t stages, uint6
       }
     }
     if constexpr (A::kScattered) {
-      scatter_direct<float>(a, p.batch, acc, row, column);
+      scatter_direct<float, true>(a, p.batch, acc, row, column);
     } else if (a.partial) {
       const int64_t index = int64_t{p.split} * a.batch + p.batch;
       store_direct<float, false>(a.partial + index * a.rows * a.columns, a.columns, a.rows,
