@@ -243,6 +243,42 @@ def test_infinities(hopper, case, tf32):
     check(dw, lambda dy, x: grad.conv2d_weight(x, weight.shape, dy, padding=padding), dy, x)
 
 
+WIDE_CASES = [  # n, c, k, h, w, padding
+    (2, 32, 32, 9, 256, 1),
+    (1, 64, 40, 5, 300, 1),
+    (3, 16, 72, 3, 512, 0),  # 510 columns: no stripes of a power of two
+    (1, 8, 16, 11, 768, 2),
+    (2, 32, 64, 40, 96, 1),  # rows that would fit, two of them
+    (1, 96, 64, 1, 640, 1),
+]
+
+
+@pytest.mark.parametrize("tf32", [False, True], ids=["ieee", "tf32"])
+@pytest.mark.parametrize("case", WIDE_CASES, ids=str)
+def test_weight_gradient_of_wide_images(hopper, dtype, case, tf32):
+    """Images that are cut into stripes of columns, whose edges must not meet."""
+    if dtype == torch.float64:
+        pytest.skip("float64 is refused")
+    torch.backends.cudnn.conv.fp32_precision = "tf32" if tf32 else "ieee"
+    n, c, k, h, w, padding = case
+    geometry = (n, c, k, h, w, (3, 3), (padding, padding))
+    dy, x, weight = operands(geometry, dtype)
+    actual = gradients(geometry, dy, x, weight, tf32, "halo_wgmma", (False, True, False))[1]
+
+    def expected(to):
+        return grad.conv2d_weight(x.to(to), weight.shape, dy.to(to), padding=padding)
+
+    ulps = 2**13 if dtype == torch.float32 and tf32 else 4
+    assert_by_rule(actual, expected(dtype), expected(torch.float64), ulps)
+
+
+def test_widths_that_no_stripes_divide(hopper):
+    geometry = (1, 16, 16, 4, 257, (3, 3), (1, 1))
+    dy, x, weight = operands(geometry, torch.bfloat16)
+    with pytest.raises(RuntimeError, match="cannot take"):
+        gradients(geometry, dy, x, weight, False, "halo_wgmma", (False, True, False))
+
+
 def test_the_tests_reject_a_wrong_kernel(hopper):
     """An input gradient whose taps are one position off, as a wrong shift of the sums would be."""
     case = (3, 32, 64, 14, 14, (3, 3), (1, 1))

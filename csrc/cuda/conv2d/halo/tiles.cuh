@@ -106,15 +106,17 @@ inline bool set_tiles(Args& a, int in_w, int in_h, int pixels, int row_bytes) {
 }
 
 // round_to_tf32: fp32 is rounded on the way.
+inline CUtensorMapDataType tensor_map_type(DType dtype, bool round_to_tf32 = false) {
+  return dtype == DType::kBFloat16  ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+         : dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+         : round_to_tf32            ? CU_TENSOR_MAP_DATA_TYPE_TFLOAT32
+                                    : CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+}
 inline CUtensorMap tensor_map(DType dtype, const Tensor4dRef& t, int64_t c, int64_t w, int64_t h,
                               int64_t n, const uint32_t (&box)[4], int row_bytes,
                               bool round_to_tf32 = false) {
-  const CUtensorMapDataType type = dtype == DType::kBFloat16  ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                   : dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-                                   : round_to_tf32            ? CU_TENSOR_MAP_DATA_TYPE_TFLOAT32
-                                                              : CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
   const uint64_t size = size_of(dtype);
-  return make_tensor_map(type, t.data,
+  return make_tensor_map(tensor_map_type(dtype, round_to_tf32), t.data,
                          {static_cast<uint64_t>(c), static_cast<uint64_t>(w),
                           static_cast<uint64_t>(h), static_cast<uint64_t>(n)},
                          {t.w * size, t.h * size, t.n * size}, box, row_bytes);

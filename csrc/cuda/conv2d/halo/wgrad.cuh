@@ -5,6 +5,7 @@
 #include <cuda_bf16.h>
 
 #include "parts.cuh"
+#include "stripes.cuh"
 #include "wgrad_sum.cuh"
 #include "cuda/common/wgmma.cuh"
 
@@ -45,7 +46,8 @@ template <int kParts>
 using SplitTile = TileLayout<kParts, kParts>;
 
 struct WgradPlan {
-  Args args;
+  Args args;    // of stripes: its images are those of all images, one after the other
+  int stripes;  // of columns that an image is cut into; 1: none
   int stage_bytes;
   Planes loaded;    // of a stage
   Planes operands;  // 16 bits: the same; fp32: of each part
@@ -96,14 +98,16 @@ __device__ __forceinline__ void produce_tile(TileRing<1>& ring, int j, int tile,
   uint64_t* const full = ring.begin(j, a.stages);
   mbarrier_expect(full, copied.dy * (L::kDy * kDyRowBytes) + copied.x * kXRowBytes);
   const TilePlace from = place_of(a, tile);
+  const int image = from.image / plan.stripes, stripe = from.image - image * plan.stripes;
   const uint32_t to = shared_address(stages + stage * plan.stage_bytes);
 #pragma unroll
   for (int plane = 0; plane < L::kDy; ++plane) {
-    tma_load_4d(dy_map, full, to + plane * plan.loaded.dy,
-                place.k0 + plane * (kDyRowBytes / int{sizeof(T)}), 0, from.first_row, from.image);
+    tma_load_5d(dy_map, full, to + plane * plan.loaded.dy,
+                place.k0 + plane * (kDyRowBytes / int{sizeof(T)}), 0, stripe, from.first_row,
+                image);
   }
-  tma_load_4d(x_map, full, to + L::x_offset(plan.loaded), place.c0, -a.pad_l,
-              from.first_row - a.pad_t, from.image);
+  tma_load_4d(x_map, full, to + L::x_offset(plan.loaded), place.c0, stripe * a.q - a.pad_l,
+              from.first_row - a.pad_t, image);
 }
 
 // acc += dY X_tap^T for the taps of filter row r, over the positions of a stage in 16 bits.
