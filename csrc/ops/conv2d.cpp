@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "launchers/bias_activation.h"
 #include "launchers/transpose.h"
 #include "ops/side_stream.h"
 #include "ops/conv2d_decision.h"
@@ -191,6 +192,19 @@ class Branch {
   std::optional<dev::Fork> fork_;
 };
 
+// Adds what a kernel without a bias left out; rounded twice, as by torch.
+void add_bias(Stream stream, const Tensor& bias, Tensor& result) {
+  const int64_t channels = bias.size(0);
+  if (!Operand(result, true).is_dense) {
+    result = torch::stable::subtract(result, torch::stable::view(bias, {1, channels, 1, 1}), -1.0);
+    return;
+  }
+  const DType dtype = dtype_of("conv2d", "bias", bias);
+  void* const data = result.mutable_data_ptr();
+  dev::bias_activation(stream, {dtype, dtype, result.numel() / channels, channels}, kIdentity, data,
+                       bias.const_data_ptr(), data);
+}
+
 // Runs one pass; `result` is the tensor that it writes. bias: of the result's channels. moments: as
 // in conv2d_forward. branch: runs it, unless null. Returns the memory that the kernels work in:
 // only for the stream that runs it may it be anything else's from now on.
@@ -223,10 +237,7 @@ Workspace run(Stream stream, const Conv2dProblem& problem, Tensor& result,
     moments->view = {sets, decision.plan.moment_sets};
   }
   launch(stream, problem, decision, bias_data, sets, workspace.data(), result);
-  if (bias && !decision.bias_fused) {
-    const Tensor shift = torch::stable::view(*bias, {1, bias->size(0), 1, 1});
-    result = torch::stable::subtract(result, shift, -1.0);
-  }
+  if (bias && !decision.bias_fused) add_bias(stream, *bias, result);
   return workspace;
 }
 
