@@ -8,8 +8,9 @@
 namespace braze::cuda {
 namespace {
 
-// Beyond, splitting the sums over blocks pays for the launches it takes.
-constexpr int64_t kMostRows = 128, kMostOutputs = 512;
+// Beyond, splitting the sums over blocks pays for the launches it takes, and so do kernels that
+// copy large weights faster.
+constexpr int64_t kMostRows = 128, kMostOutputs = 512, kMostWeights = 1 << 20;
 constexpr int kColumns = 8;  // of the bias gradient, for one block
 
 // Sums of columns [first, first + kColumns) of dy.
@@ -125,7 +126,7 @@ bool linear_gradients(Stream stream, const LinearGradArgs& args) {
   constexpr int64_t kMostColumns = int64_t{1} << 24;
   if (!majors || args.result == input.a.data || input.dtype == DType::kFloat64 ||
       input.m > kMostRows || input.m == 0 || input.k > kMostOutputs || input.k == 0 ||
-      input.n > kMostColumns || input.n == 0) {
+      input.n > kMostColumns || input.n == 0 || input.k * input.n > kMostWeights) {
     return false;
   }
   const auto run = [&](auto tag, auto split) {

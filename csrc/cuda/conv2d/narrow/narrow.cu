@@ -154,6 +154,7 @@ std::optional<Tile> best_tile(const Conv2dArgs& args, Tile tile) {
   const Conv2dShape& s = args.shape;
   const bool wgrad = is_wgrad(args);
   const int unit = wgrad ? pixel_step(bytes_of(args)) : 8, most = most_shared_memory();
+  const int64_t sms = sm_count();
   std::optional<Tile> best;
   double least = 0;
   const auto consider = [&](int rows, int columns) {
@@ -163,7 +164,9 @@ std::optional<Tile> best_tile(const Conv2dArgs& args, Tile tile) {
     tile.shared_bytes = wgrad ? wgrad_shared_bytes(a, tile.filters, tile.taps)
                               : fprop_shared_bytes(a, tile.filters / 8);
     if (tile.shared_bytes > most) return;
-    const double cost = cost_of(args, tile, a) * a.tiles;
+    // Of the multiprocessor that has the most tiles to do: few images leave others without any.
+    const int64_t blocks = int64_t{a.tiles} * tile.filter_blocks * tile.tap_blocks;
+    const double cost = cost_of(args, tile, a) * static_cast<double>(ceil_div(blocks, sms));
     if (!best || cost <= least) best = tile, least = cost;  // of equals the widest
   };
   const int widest = static_cast<int>(std::min<int64_t>(s.q, kTilePixels));
