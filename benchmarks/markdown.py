@@ -29,12 +29,12 @@ LABELS = {
 }
 
 
-def op_sections(folder, name, make_table, one_table=described):
-    """A description and a table for all rows of which one_table(row) is the same."""
+def op_sections(folder, name, make_table, one_table=described, about=described):
+    """about(row) and a table for all rows of which one_table(row) is the same."""
     groups = {}
     for row in results.load(folder, name):
         groups.setdefault(one_table(row), []).append(row)
-    return [part for rows in groups.values() for part in (described(rows[0]), make_table(rows))]
+    return [part for rows in groups.values() for part in (about(rows[0]), make_table(rows))]
 
 
 def timed(row, name):

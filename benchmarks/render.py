@@ -323,6 +323,7 @@ SECTIONS = {
     "convolutions": render_convolutions.sections,
     "depthwise": render_convolutions.depthwise_sections,
     "networks": render_networks.sections,
+    "networks_headline": render_networks.headline_sections,
     "optimizers": optimizers.sections,
     "overhead": overhead.sections,
     "accuracy": render_products.accuracy_sections,

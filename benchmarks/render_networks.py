@@ -2,7 +2,7 @@
 
 import math
 
-from benchmarks.markdown import op_sections, table
+from benchmarks.markdown import described, op_sections, table
 from benchmarks.networks import OURS, STOCK
 
 KEYS = ("network", "batch", "precision")
@@ -11,38 +11,74 @@ STOCK_EAGER = next(iter(STOCK))
 
 
 def sections(folder):
-    """The table, per device and versions."""
-    return op_sections(folder, "networks", summary)
+    """The table, per device and versions, of rows read at several commits."""
+    return op_sections(folder, "networks", summary, versions, versions)
+
+
+def headline_sections(folder):
+    """As :func:`sections`, the columns that say who is faster."""
+    return op_sections(folder, "networks", headline, versions, versions)
+
+
+def versions(row):
+    return described(row | dict.fromkeys(("driver", "clocks", "commit"), ""))
+
+
+def cells_of(rows):
+    """(network, batch, precision) -> (mode -> row without an error, stock's best row or None,
+    braze's row or None, by how much braze is faster or None)."""
+    cells = {}
+    for row in rows:
+        found = cells.setdefault(tuple(row[key] for key in KEYS), {})
+        if not row["error"]:
+            found[row["mode"]] = row
+    for key, found in cells.items():
+        stock = [row for mode, row in found.items() if mode in STOCK]
+        best = min(stock, key=lambda row: float(row["ms"]), default=None)
+        mine = found.get(BRAZE) or found.get(BRAZE_EAGER)
+        ratio = float(best["ms"]) / float(mine["ms"]) if best and mine else None
+        yield key, found, best, mine, ratio
+
+
+def column(row, name):
+    return row[name] if row else ""
 
 
 def summary(rows):
     """A line per network, batch and precision; "" where a mode was not timed."""
-    cells = {}
-    for row in rows:
-        cells.setdefault(tuple(row[key] for key in KEYS), {})[row["mode"]] = row
-    head = [*KEYS, "stock's best", "|", "ms", "braze ms", "stock / braze", "stock eager ms"]
-    head += ["braze eager ms", "first 5 steps, stock's best s", "braze s"]
+    head = [*KEYS, "stock's best", "read at", "braze's at", "|", "stock ms", "braze ms"]
+    head += ["stock / braze", "stock eager ms", "braze eager ms", "braze's first 5 steps s"]
+    head += ["braze MB"]
     body, ratios = [], []
-    for key, found in cells.items():
-        right = {mode: row for mode, row in found.items() if not row["error"]}
-        stock = [row for mode, row in right.items() if mode in STOCK]
-        best = min(stock, key=lambda row: float(row["ms"]), default=None)
-        mine = right.get(BRAZE) or right.get(BRAZE_EAGER)
-        ratio = ""
-        if best and mine:
-            ratios.append(float(best["ms"]) / float(mine["ms"]))
-            ratio = f"{ratios[-1]:.2f}"
+    for key, found, best, mine, ratio in cells_of(rows):
+        ratios += [ratio] if ratio else []
         body.append(
             [
                 *key,
-                best["mode"].removeprefix("stock ") if best else "",
-                *(best["ms"] if best else "", mine["ms"] if mine else "", ratio),
-                *(right.get(mode, {"ms": ""})["ms"] for mode in (STOCK_EAGER, BRAZE_EAGER)),
-                *(best["first_s"] if best else "", mine["first_s"] if mine else ""),
+                column(best, "mode").removeprefix("stock "),
+                *(column(row, "commit") for row in (best, mine)),
+                *(column(row, "ms") for row in (best, mine)),
+                f"{ratio:.2f}" if ratio else "",
+                *(column(found.get(mode), "ms") for mode in (STOCK_EAGER, BRAZE_EAGER)),
+                column(mine, "first_s"),
+                column(mine, "memory_mb"),
             ]
         )
-    text = table(head, body)
-    if ratios:
-        mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-        text += f"\nGeometric mean of stock / braze: {mean:.2f}, least {min(ratios):.2f}.\n"
-    return text
+    return table(head, body) + in_all(ratios)
+
+
+def headline(rows):
+    body, ratios = [], []
+    for key, _, best, mine, ratio in cells_of(rows):
+        if ratio:
+            ratios.append(ratio)
+            body.append([*key, best["ms"], mine["ms"], f"{ratio:.2f}"])
+    head = [*KEYS, "|", "stock's best ms", "braze ms", "stock / braze"]
+    return table(head, body) + in_all(ratios)
+
+
+def in_all(ratios):
+    if not ratios:
+        return ""
+    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    return f"\nGeometric mean of stock / braze: {mean:.2f}, least {min(ratios):.2f}.\n"

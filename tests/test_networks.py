@@ -81,8 +81,10 @@ def test_rows_and_table(small, tmp_path):
         described = dict.fromkeys(networks.VERSIONS, "x") | {"ms": "1"}
         writer.writerows([rows[0] | described | {"ms": "3"}, rows[1] | described | {"ms": "2"}])
     text = "".join(render_networks.sections(tmp_path))
-    assert "| small | 2 | fp32 | eager | 3 | 2 | 1.50 |" in text
+    assert "| small | 2 | fp32 | eager |  |  | 3 | 2 | 1.50 |" in text
     assert "Geometric mean of stock / braze: 1.50" in text
+    short = "".join(render_networks.headline_sections(tmp_path))
+    assert "| small | 2 | fp32 | 3 | 2 | 1.50 |" in short
 
 
 def test_a_wrong_loss_has_no_figures(small, monkeypatch):
