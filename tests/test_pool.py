@@ -22,6 +22,10 @@ MAX_CASES = [
     ((2, 3, 17, 17), 17, 1, 8, 1, False),
     ((0, 3, 6, 6), 2, None, 0, 1, False),
     ((2, 8, 12, 10), 4, 2, 1, 1, True),
+    ((2, 16, 12, 11), 3, 2, 1, 1, False),
+    ((3, 16, 10, 9), 3, 2, 0, 1, True),
+    ((2, 24, 9, 13), (2, 3), 2, (1, 0), 1, False),
+    ((1, 8, 15, 7), 2, 2, 0, 1, False),
     ((1, 2, 6, 6), 2, 3, 1, 3, False),
 ]
 # shape, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override

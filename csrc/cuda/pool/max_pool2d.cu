@@ -3,6 +3,7 @@
 // gradients of those that chose it, so that there are no atomics and the sum's order is fixed.
 #include "exact_2x2.cuh"
 #include "launchers/common/registry.h"
+#include "stride_2.cuh"
 #include "window.cuh"
 
 namespace braze::cuda {
@@ -181,6 +182,9 @@ void with_tap_type(const Pool2dShape& shape, const F& f) {
 
 const KernelEntry kExactEntry({"max_pool2d", "exact_2x2", "float64 float32 bfloat16 float16",
                                "sm_80+", true, "2 x 2 windows, stride 2: each byte moved once"});
+const KernelEntry kStride2Entry(
+    {"max_pool2d", "stride_2", "float64 float32 bfloat16 float16", "sm_80+", true,
+     "backward of windows up to 3 x 3, stride 2: 2 x 2 inputs a thread"});
 const KernelEntry kEntry({"max_pool2d", "gather", "float64 float32 bfloat16 float16", "sm_80+",
                           true, "any window; 16 bytes of channels per thread where NHWC"});
 
@@ -229,6 +233,10 @@ void max_pool2d_backward(Stream stream, const Pool2dShape& shape, const void* dy
     if (takes_exact_2x2(shape, out)) {
       const MaxOf2x2Backward<T> op{grad, static_cast<const uint8_t*>(taps)};
       return spread_exact_2x2(stream, shape, aligned, op, out);
+    }
+    if (takes_stride_2(window)) {
+      return max_pool2d_stride_2_backward(stream, shape, window, aligned, grad,
+                                          static_cast<const uint8_t*>(taps), out);
     }
     with_tap_type(shape, [&](auto tap_tag) {
       using Tap = typename decltype(tap_tag)::type;

@@ -3,7 +3,7 @@
 import torch
 
 #: branches at most, the main stream with them
-MOST = 8
+MOST = 12
 
 
 class Branches:
