@@ -11,6 +11,7 @@ import braze.nn.functional as F
 from braze._ops import cat as ops
 from braze.testing import DTYPES
 from common import compile, fuzzed
+from convert_models import ops_run
 
 CHANNELS_LAST = torch.channels_last
 raw, raw_backward = torch.ops.braze.cat_channels, torch.ops.braze.cat_channels_backward
@@ -54,13 +55,6 @@ def check(tensors, function=raw, strides=True, memory_format=CHANNELS_LAST):
             assert torch.equal(a, b)
             assert a.numel() == 0 or a.is_contiguous(memory_format=CHANNELS_LAST)
     return y
-
-
-def ops_run(function):
-    """The names of braze's ops that a call runs."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        function()
-    return [e.name.removeprefix("braze::") for e in profile.events() if "braze::" in e.name]
 
 
 #: Channels that are copied by 16, 8, 4 and 2 bytes in bfloat16, and by more in wider ones.
