@@ -37,6 +37,7 @@ OPS = [
     "relu",
     "bias_activation",
     "scale_add",
+    "cat",
     "pool",
     "softmax",
     "cross_entropy",

@@ -46,6 +46,13 @@ STABLE_TORCH_LIBRARY(braze, m) {
   // cast: all of a list in one launch; outputs have their inputs' strides
   m.def("cast_(Tensor(a!)[] outputs, Tensor[] inputs) -> ()");
 
+  // cat_channels: channels_last whatever the tensors are; the backward returns an empty tensor for
+  // a gradient that is not wanted
+  m.def("cat_channels(Tensor[] tensors) -> Tensor");
+  m.def(
+      "cat_channels_backward(Tensor grad_output, SymInt[] channels, bool[] output_mask) "
+      "-> Tensor[]");
+
   // conv2d
   m.def(
       "conv2d(Tensor input, Tensor weight, Tensor? bias=None, int[2] stride=1, int[2] padding=0, "

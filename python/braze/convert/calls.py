@@ -33,7 +33,7 @@ class Calls:
         return function, (values, named) if known else None, input
 
     def replace(self, node):
-        function, _, _ = self.function_of(node)
+        function, settings, _ = self.function_of(node)
         names = [k.arg for k in node.keywords]
         open_ended = None in names or any(isinstance(a, ast.Starred) for a in node.args)
         args = len(node.args) + isinstance(function, str)
@@ -43,6 +43,8 @@ class Calls:
                 self.functions.append(function_name(function))
             return
         if isinstance(function, FUNCTIONS) and function in kinds.FUNCTIONS:
+            if function in kinds.OF_LISTS and not _may_be_of_channels(settings):
+                return
             if not open_ended and takes(function, args, names):
                 self.parts["functions"].append((node.number, function))
                 self.functions.append(function_name(function))
@@ -87,6 +89,18 @@ def _after(kind, base, name):
         return None
     later = (vars(c) for c in mro[mro.index(base) + 1 :])
     return next((c[name] for c in later if name in c), None)
+
+
+def _may_be_of_channels(settings):
+    """Whether a concatenation may go along channels, which is all that braze has an op for.
+
+    Args:
+        settings: of :meth:`Calls.function_of`.
+    """
+    if settings is None:
+        return True
+    values, named = settings
+    return (*values, *named.values()) in ((1,), (-3,))
 
 
 def _is_librarys(function):

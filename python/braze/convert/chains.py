@@ -133,6 +133,8 @@ def calls_of(links):
 def function_name(function):
     if isinstance(function, str):
         return function.rstrip("_")
+    if function in kinds.OF_LISTS:
+        return "cat"
     # Functions that dispatch on an argument are not called what torch calls them.
     names = (n for n in F.__all__ if getattr(torch.nn.functional, n, None) is function)
     return next(names, function.__name__.rstrip("_"))
@@ -147,7 +149,8 @@ def takes(function, args, names):
     """
     if isinstance(function, str):
         return args == 1 and not names
-    if getattr(torch.nn.functional, function_name(function), None) is not function:
+    of_list = function in kinds.OF_LISTS
+    if not of_list and getattr(torch.nn.functional, function_name(function), None) is not function:
         return args == 1 and not names  # torch.relu and the like have no settings
     signature = _signature(kinds.FUNCTIONS[function].ours)
     if "dim" in signature.parameters and "dim" not in names and args < 2:

@@ -12,7 +12,8 @@ SCOPES = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda
 _CALLED = {
     **{PREFIX + f: getattr(kinds, f) for f in (*additions.FORMS, *additions.SCALE_FORMS)},
     **{PREFIX + f.__name__: f for f in (loops.fused, runs.before_addition, runs.called)},
-    **{PREFIX + f.__name__: f for f in (runs.inherited, runs.method, runs.other, runs.run)},
+    **{PREFIX + f.__name__: f for f in (runs.called_of_list, runs.inherited, runs.method)},
+    **{PREFIX + f.__name__: f for f in (runs.other, runs.run)},
     **{PREFIX + f.__name__: f for f in (runs.run_added, runs.run_radd)},
     **{PREFIX + f.__name__: f for f in (runs.runner, runs.runner_of)},
     **{PREFIX + f.__name__: f for f in (through.run_through, through.run_radd_through)},
@@ -68,7 +69,7 @@ class _Change(ast.NodeTransformer):
         self.splices = splices
         self.nested = {run[-1][0]: run for run in splices.nested}  # by the outermost call
         self.stated = {numbers[0]: (numbers, *rest) for numbers, *rest in splices.stated}
-        self.functions = {number for number, _ in splices.functions}
+        self.functions = dict(splices.functions)
         self.calls = {number for number, *_ in splices.calls}
 
     def apply(self, function):
@@ -236,7 +237,8 @@ class _Change(ast.NodeTransformer):
         node = self.generic_visit(node)
         if number in self.functions:
             node.args = [node.func, _name(f"ours_{number}"), *node.args]
-            node.func = ast.copy_location(_name("called"), node)
+            of_list = self.functions[number] in kinds.OF_LISTS
+            node.func = ast.copy_location(_name("called_of_list" if of_list else "called"), node)
         elif number in self.calls:
             made = [_name(f"{n}_{number}") for n in ("known", "code", "made")]
             function, first = "other", []

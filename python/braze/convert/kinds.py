@@ -7,6 +7,7 @@ import typing
 import torch
 
 import braze.nn
+from braze._ops.cat import cat_channels, cat_takes
 from braze._stock import called_by, gives_way, is_torchs, remember
 from braze.nn import functional as F
 from braze.nn.modules import batch_norm_of
@@ -127,7 +128,8 @@ class Replacement(typing.NamedTuple):
 
     Attributes:
         known: torch's function, or the name of the method.
-        ours: of the same meaning; called like it, as far as braze.convert replaces calls.
+        ours: of the same meaning; called like it, as far as braze.convert replaces calls. Of lists
+            of tensors (:data:`OF_LISTS`) it returns None where torch's has to run.
         gives_way: tells whether torch's has to run, see _stock.py.
     """
 
@@ -138,6 +140,14 @@ class Replacement(typing.NamedTuple):
 
 def _relu_(input):
     return F.relu(input, inplace=True)
+
+
+def _cat(tensors, dim):
+    return cat_channels(tensors) if cat_takes(tensors, dim) else None
+
+
+#: Functions whose first argument is a list or tuple of tensors.
+OF_LISTS = torch.cat, torch.concat, torch.concatenate
 
 
 def _replacements():
@@ -151,6 +161,8 @@ def _replacements():
         yield Replacement(getattr(torch, name), getattr(F, name), gives_way())
     for known in (torch.relu_, torch.nn.functional.relu_):
         yield Replacement(known, _relu_, gives_way())
+    for known in OF_LISTS:
+        yield Replacement(known, _cat, gives_way())
 
 
 #: By functions of torch's.

@@ -26,7 +26,8 @@ def worth_splicing(module, kinds_of):
             todo += [c for c in code.co_consts if isinstance(c, types.CodeType)]
     pairs = {"Conv2d", "BatchNorm2d"}, {"BatchNorm2d", "ReLU"}, {"Linear", "ReLU"}
     fused = any(pair <= kinds for pair in pairs)
-    return fused or bool(names & {*F.__all__, "relu_"})
+    # Not for a concatenation alone: most go along other dimensions than braze's.
+    return fused or bool(names & {*F.__all__, "relu_"} - {"cat"})
 
 
 def why_unsupported(module):

@@ -189,6 +189,16 @@ def called(function, replacement, /, input, *args, **kwargs):
     return function(input, *args, **kwargs)
 
 
+def called_of_list(function, replacement, /, tensors, *args, **kwargs):
+    """:func:`called` of a function of a list or tuple of tensors."""
+    known, ours, torchs = replacement
+    if function is known and not torchs():
+        result = ours(tensors, *args, **kwargs)
+        if result is not None:
+            return result
+    return function(tensors, *args, **kwargs)
+
+
 def method(input, name, *args, **kwargs):
     """``input.name(...)`` of what may be a tensor."""
     if name in METHODS and not args and not kwargs and type(input) in TENSORS:

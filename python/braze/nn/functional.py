@@ -23,6 +23,7 @@ from braze._ops.activations import (
 from braze._ops.batch_norm import batch_norm
 from braze._ops.batch_norm_act import batch_norm_act
 from braze._ops.bias_activation import bias_activation
+from braze._ops.cat import cat
 from braze._ops.channel_scale import channel_scale, squeeze_excite
 from braze._ops.conv2d import conv2d
 from braze._ops.conv_transpose2d import conv_transpose2d
@@ -43,6 +44,7 @@ __all__ = [
     "batch_norm",
     "batch_norm_act",
     "bias_activation",
+    "cat",
     "celu",
     "channel_scale",
     "conv2d",
