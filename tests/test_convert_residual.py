@@ -131,7 +131,8 @@ class PreActivation(Functional):
 
 
 class InvertedResidual(nn.Module):
-    """As torchvision's MobileNetV2: the addition is outside of the sequence with the batch norm."""
+    """As torchvision's MobileNetV2: the addition is outside of the sequence with the batch norm,
+    into which a run reaches."""
 
     def __init__(self, act=nn.ReLU6):
         super().__init__()
@@ -207,8 +208,11 @@ class Functions(nn.Module):
 
 
 NORMS = {
-    "MobileNetV2": (InvertedResidual, ["BatchNorm2d, ReLU6"] * 2),
-    "MobileNetV3": (lambda: InvertedResidual(nn.Hardswish), ["BatchNorm2d, Hardswish"] * 2),
+    "MobileNetV2": (InvertedResidual, ["BatchNorm2d, Add", *["BatchNorm2d, ReLU6"] * 2]),
+    "MobileNetV3": (
+        lambda: InvertedResidual(nn.Hardswish),
+        ["BatchNorm2d, Add", *["BatchNorm2d, Hardswish"] * 2],
+    ),
     "EfficientNet": (MBConv, ["BatchNorm2d, SiLU"] * 2),
     "functions": (
         Functions,

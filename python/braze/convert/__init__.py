@@ -198,7 +198,9 @@ def _part_name(name, part):
 
 
 def _once(entries):
-    """Entries without the runs within modules that are parts of larger runs of others."""
+    """Entries without the runs within modules that are parts of larger runs of others, or that
+    others have found too."""
+    entries = list(dict.fromkeys(entries))
     parts = [set(e.name.split(", ")) if e.action == "fused" else set() for e in entries]
     having = {}
     for i, names in enumerate(parts):

@@ -71,10 +71,17 @@ def run_length(links):
 
 def stretch_length(links):
     """:func:`run_length` of runs and of what may be one program."""
-    length = run_length(links)
-    if any(k.form == "part" for k in links[: through.WINDOW]):
-        return length  # a stretch would take layers from the run that a part goes on with
-    return max(length, _longest(links[: runs.LONGEST_STRETCH], _plain_stretch))
+    return max(run_length(links), _longest(links[: _before_parts(links)], _plain_stretch))
+
+
+def _before_parts(links):
+    """How many links there are before the first that is a part, and before the run that goes on
+    with it."""
+    forms = [k.form for k in links[: runs.LONGEST_STRETCH]]
+    if "part" not in forms:
+        return len(forms)
+    end = forms.index("part")
+    return next((i for i in range(1, end) if run_length(links[i:]) > end - i), end)
 
 
 def _plain_stretch(links):

@@ -13,7 +13,7 @@ from braze.convert.chains import analyse_children, blocks, module_link
 from braze.convert.emit import spliced
 from braze.convert.identity import class_methods, why_its_class_counts
 from braze.convert.modules import own_class
-from braze.convert.parts import PARTS, NormAct
+from braze.convert.parts import PARTS, NormAct, of_subclass
 from braze.convert.recognise import kinds_of, part_of
 from braze.convert.source import Unknown
 from braze.convert.splice import analyse
@@ -147,20 +147,22 @@ def _subclass(kind, key, make_forward):
     key = key, known, getattr(known, "__code__", None)
     for made in type.__subclasses__(kind):
         if vars(made).get("_braze_key") == key:
-            PARTS[made] = part_of(kind)
+            PARTS[made] = of_subclass(part_of(kind), made)
             return made
+    forward = _checked(kind, known, make_forward())
     attributes = {
         **class_methods(kind),
-        "forward": _checked(kind, known, make_forward()),
+        "forward": forward,
         "__doc__": kind.__doc__,
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
         "_class_before_convert": kind,
+        "_braze_forward": forward,
         "_braze_key": key,
     }
     bases = Rewritten, kind
     made = types.new_class(kind.__name__, bases, exec_body=lambda d: d.update(attributes))
-    PARTS[made] = part_of(kind)
+    PARTS[made] = of_subclass(part_of(kind), made)
     return made
 
 

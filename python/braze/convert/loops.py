@@ -6,7 +6,7 @@ import itertools
 import torch
 
 from braze.convert.kinds import KINDS, kind_of
-from braze.convert.parts import PARTS, expanded
+from braze.convert.parts import PARTS, Sequence, expanded, unchanged
 from braze.convert.programs import LAYERS, by_program
 from braze.convert.runs import are_plain
 from braze.convert.through import WINDOW, run_length, run_through, runner_through
@@ -21,9 +21,9 @@ def fused(modules):
     kinds = tuple(map(_kinds, children))
     if torch.compiler.is_compiling():
         return _callables(children, _segments(kinds))
-    segments = _known_segments(kinds)
-    together = segments or _stretches(tuple(map(type, children)))
-    return _walk(modules, children, segments) if together else modules
+    segments, stretches = _plan(tuple(map(type, children)), kinds)
+    together = segments or stretches
+    return _walk(modules, children, segments, stretches) if together else modules
 
 
 #: Which iterate over what they hold without effects.
@@ -43,12 +43,11 @@ def _callable(links):
     return links[0] if len(links) == 1 else lambda input: run_through(links, input)
 
 
-def _walk(modules, children, segments):
+def _walk(modules, children, segments, stretches):
     """The callables. Where others ran, which may have changed what comes next, a second iterator
     looks ahead for what is next by now."""
     ahead, seen, skip = None, 0, 0
     others_ran = False
-    stretches = _stretches(tuple(map(type, children)))
     for at, module in enumerate(modules):
         if skip:
             skip -= 1
@@ -93,9 +92,12 @@ def _kinds(module):
     """The kinds of the links that a call of a module stands for now, or None, by its class alone
     where that says it."""
     kind = type(module)
-    if PARTS.get(kind) is None:
+    part = PARTS.get(kind)
+    if part is None:
         kind = KINDS.get(kind)
         return None if kind is None else (kind,)
+    if type(part) is Sequence:
+        return part.kinds(module, _kinds) if unchanged((module,)) else None
     return _asked(module)
 
 
@@ -118,14 +120,24 @@ def _segments(kinds):
 
 
 @functools.lru_cache(maxsize=1024)
-def _stretches(types):
-    """Where two or more layers that may be one program follow each other, and how many."""
+def _plan(types, kinds):
+    """Where runs and programs may begin among modules of such classes and kinds, and how long each
+    is."""
+    segments = _segments(kinds)
+    return segments, _stretches(types, segments)
+
+
+def _stretches(types, segments):
+    """Where two or more layers that may be one program follow each other, and how many: as far as
+    none is one of a run that goes on behind them."""
     found, at = {}, 0
     for known, group in itertools.groupby(kind in LAYERS for kind in types):
-        length = len(list(group))
+        end = at + len(list(group))
+        longer = (i for i in range(at, end) if i + segments.get(i, 0) > end)
+        length = next(longer, end) - at
         if known and length > 1:
             found[at] = length
-        at += length
+        at = end
     return found
 
 

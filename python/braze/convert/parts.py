@@ -1,16 +1,19 @@
 """Modules that are no layers of torch's but whose calls are links of runs all the same: those that
 hand on their input as it is (:class:`Pass`), batch norms with more behind them (:class:`NormAct`),
-and those that hand it through children (:class:`Chain`). What they are is found in their code
-(recognise.py); whether they still are is asked at every call.
+and those that hand it through children (:class:`Chain`, :class:`Sequence`). What they are is found
+in their code (recognise.py); whether they still are is asked at every call.
 """
 
+import copy
 import types
 
 import torch
 
+import braze.nn
 from braze._C import unwatched
 from braze.convert.kinds import calls_more, own_norm
 from braze.convert.modules import child_of
+from braze.convert.programs import LONGEST_STRETCH
 
 #: The kind of a link that hands on its input in some of the module's modes, such as dropout's.
 SOMETIMES = "Sometimes"
@@ -18,8 +21,8 @@ SOMETIMES = "Sometimes"
 PARTS = {}
 
 
-#: The layers of torch's that are parts.
-TORCHS = torch.nn.Identity, torch.nn.Dropout
+#: The classes of torch's, and of braze's for them, that are parts.
+TORCHS = torch.nn.Identity, torch.nn.Dropout, torch.nn.Sequential, braze.nn.Sequential
 
 
 class Pass:
@@ -73,7 +76,7 @@ class NormAct:
     def expand(self, module, found, modules):
         """See :meth:`Pass.expand`."""
         modules.append(module)
-        if not _expand_children(module, self.names, found, modules):
+        if not _expand(_children(module, self.names), found, modules):
             return False
         found.append((own_norm, (module,), {}))
         return True
@@ -109,7 +112,7 @@ class Chain:
         """See :meth:`Pass.expand`."""
         modules.append(module)
         names = self.names(module)
-        return bool(names) and _expand_children(module, names, found, modules)
+        return bool(names) and _expand(_children(module, names), found, modules)
 
     def kinds(self, module, kinds_of):
         """The kinds of the links that a call of the module stands for, innermost first, or None."""
@@ -125,10 +128,67 @@ class Chain:
 _LONGEST_CHAIN = 4
 
 
-def _expand_children(module, names, found, modules):
+class Sequence:
+    """What a ``torch.nn.Sequential`` is, and an instance of a subclass that calls its children as
+    torch's does.
+
+    Args:
+        same: tells whether the class's code is torch's.
+    """
+
+    def __init__(self, same):
+        self.same = same
+
+    def expand(self, module, found, modules):
+        """See :meth:`Pass.expand`."""
+        modules.append(module)
+        children = list(module.__dict__["_modules"].values())
+        return _expand(children, found, modules)
+
+    def kinds(self, module, kinds_of):
+        """The kinds of the links that a call of the module stands for, innermost first, or None."""
+        found = ()
+        for child in module.__dict__["_modules"].values():
+            kinds = kinds_of(child)
+            if kinds is None:
+                return None
+            found += kinds
+            if len(found) > LONGEST_STRETCH:
+                return None
+        return found
+
+    def layers(self, name, module):
+        """What computes in a module of such a name, innermost first, as (name, module)."""
+        prefix = f"{name}." if name else ""
+        children = module.__dict__["_modules"].items()
+        return [layer for n, child in children for layer in layers_in(prefix + n, child)]
+
+
+def of_subclass(part, made):
+    """What instances of a subclass are that differs from its class by its forward alone, which does
+    the same: the part that the class's are, as long as nobody changes the subclass; or None."""
+    if part is None:
+        return None
+    found, own, same = copy.copy(part), vars(made), part.same
+    forward = own["_braze_forward"]
+    found.same = lambda: (
+        own.get("forward") is forward and own.keys().isdisjoint(_OF_CALLS) and same()
+    )
+    return found
+
+
+#: The attributes of classes by which modules are called and go through what they hold.
+_OF_CALLS = "__call__", "_call_impl", "__iter__", "__getattr__", "__getattribute__"
+
+
+def _children(module, names):
+    """The children of such names, or None in the place of one that is something else."""
     own = module.__dict__
-    for name in names[::-1]:
-        child = None if name in own else own["_modules"].get(name)
+    return [None if name in own else own["_modules"].get(name) for name in names]
+
+
+def _expand(children, found, modules):
+    for child in reversed(children):
         part = PARTS.get(type(child))
         if part is None:
             found.append(child)

@@ -39,6 +39,9 @@ _BUFFERS = {braze.nn.BatchNorm2d: ("running_mean", "running_var", "num_batches_t
 
 LAYERS = frozenset(_getters)
 KINDS = frozenset(("Flatten", *_SETTINGS))
+#: How many layers, at most, of what is no run of its own: more layers hold more memory than a node
+#: less is worth.
+LONGEST_STRETCH = 16
 
 
 def follow_each_other(container, kinds_of):
@@ -49,8 +52,12 @@ def follow_each_other(container, kinds_of):
             or None.
     """
     children = container.__dict__["_modules"].values() if is_container(container) else ()
-    known = [len(kinds or ()) == 1 and kinds[0] in KINDS for kinds in map(kinds_of, children)]
+    known = [_is_layer(child, kinds_of(child)) for child in children]
     return any(a and b for a, b in itertools.pairwise(known))
+
+
+def _is_layer(module, kinds):
+    return len(kinds or ()) == 1 and kinds[0] in KINDS and not is_container(module)
 
 
 def by_program(function):

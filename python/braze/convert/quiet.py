@@ -5,15 +5,13 @@ import itertools
 
 import torch
 
-import braze.nn
 from braze._C import share, unwatched
 from braze._stock import gives_way
-from braze.convert.kinds import ACTIVATIONS, KINDS, calls_more, calls_of, places
+from braze.convert.kinds import ACTIVATIONS, KINDS, calls_more, kind_of, places
 from braze.convert.parts import PARTS, unchanged
 
 _QUIET = "AvgPool2d", "BatchNorm2d", "Conv2d", "Linear", "MaxPool2d"
 _INNER = frozenset((*_QUIET, *ACTIVATIONS))
-_CONTAINERS = gives_way((torch.nn.Sequential, "forward"), *calls_of(torch.nn.Sequential))
 
 
 def are_quiet(modules, links, parts=()):
@@ -23,22 +21,20 @@ def are_quiet(modules, links, parts=()):
     Args:
         parts: that have to be unchanged, too.
     """
-    layers, containers, parts = [], [], list(parts)
+    layers, parts = [], list(parts)
     for module in modules:
-        if module is not None and not _collect(module, layers, containers, parts):
+        if module is not None and not _collect(module, layers, parts):
             return False
     if parts and not unchanged(parts):
         return False
     computing = [layer for layer in layers if type(layer) is not tuple]
     traced = torch.compiler.is_compiling()
     if traced:
-        if any(calls_more(module) for module in (*computing, *containers)):
+        if any(calls_more(module) for module in computing):
             return False
         if any(layer._gives_way() for layer in computing):
             return False
-    elif asks(tuple(map(type, computing)))() or not unwatched(computing + containers):
-        return False
-    if containers and _CONTAINERS():
+    elif asks(tuple(map(type, computing)))() or not unwatched(computing):
         return False
     for layer in layers:
         if type(layer) is tuple:  # own_norm of a module
@@ -55,33 +51,36 @@ def asks(types):
     return gives_way(*itertools.chain.from_iterable(map(places, types)))
 
 
-def _collect(module, layers, containers, parts):
-    """Adds the layers that a module consists of to those found, outermost first, and what they were
-    found in; whether layers of their kinds only compute."""
+def _collect(module, layers, parts):
+    """Adds the layers that a module consists of to those found, and what they were found in to the
+    parts; whether layers of their kinds only compute."""
     kind = type(module)
     if kind in KINDS:
         layers.append(module)
         return KINDS[kind] in _QUIET
     part = PARTS.get(kind)
-    if part is not None:
-        inner = []
-        if not part.expand(module, inner, parts):
-            return False
-        layers += inner
-        # An activation may overwrite its input, which has to be a result of the module's own then.
-        kinds = _QUIET
-        for layer in reversed(inner):
-            if type(layer) is not tuple and KINDS.get(type(layer)) not in kinds:
-                return False
-            kinds = _INNER
-        return True
-    if kind.__dict__.get("_class_before_convert", kind) not in _SEQUENTIALS:
+    inner = []
+    if part is None or not part.expand(module, inner, parts):
         return False
-    containers.append(module)
-    for child in module.__dict__["_modules"].values():
-        if not _collect(child, layers, containers, parts):
+    layers += inner
+    # An activation may overwrite its input, which has to be a result of the module's own then.
+    kinds = _QUIET
+    for layer in reversed(inner):
+        if type(layer) is not tuple and KINDS.get(type(layer)) not in kinds:
             return False
+        kinds = _INNER
     return True
 
 
-_SEQUENTIALS = torch.nn.Sequential, braze.nn.Sequential
+def overwrites(link):
+    """Whether a link may write to what it is applied to, or hand that on to one that does."""
+    kind = kind_of(link)
+    if kind == "Flatten":
+        return True
+    if kind not in ACTIVATIONS:
+        return False
+    if type(link) is not tuple:
+        return getattr(link, "inplace", False)
+    function, args, kwargs = link
+    name = function if isinstance(function, str) else function.__name__
+    return name.endswith("_") or kwargs.get("inplace", False) or any(a is True for a in args)

@@ -36,8 +36,8 @@ from braze.convert.kinds import (
     places,
 )
 from braze.convert.programs import KINDS as PROGRAM_KINDS
-from braze.convert.programs import by_program
-from braze.convert.quiet import are_quiet, asks
+from braze.convert.programs import LONGEST_STRETCH, by_program
+from braze.convert.quiet import are_quiet, asks, overwrites
 from braze.nn import functional as F
 from braze.nn.modules import batch_norm_act, conv_bn_relu_as_one
 
@@ -55,7 +55,9 @@ def runner(links, beside=()):
     function = _traced_runner(links) if compiling else _known_runner(links)
     if function is None or _any_global_hook():
         return None
-    return function if not beside or are_quiet(beside, links) else None
+    if beside and (overwrites(links[-1]) or not are_quiet(beside, links)):
+        return None
+    return function
 
 
 def _known_runner(links):
@@ -492,8 +494,7 @@ RUNS = {
 LONGEST = max(map(len, RUNS))
 #: To what something is added in runs.
 ADDED_TO = "BatchNorm2d", "Scale"
-#: Of what is no run of its own: more layers hold more memory than a node less is worth.
-LONGEST_STRETCH = 16
+#: Of what is no run of its own, see LONGEST_STRETCH.
 STRETCH_KINDS = frozenset(("Add", *PROGRAM_KINDS))
 #: The parts of runs that are one op: the kinds of its layers, innermost first, and the module that
 #: stands for it.

@@ -9,9 +9,18 @@ import torch
 
 from braze._ops._common import TENSORS
 from braze.convert.kinds import FUNCTION_KINDS, KINDS, own_norm
-from braze.convert.parts import PARTS, SOMETIMES, Chain, expanded_if_unchanged, unchanged
-from braze.convert.quiet import are_quiet
-from braze.convert.runs import LONGEST, RUNS, one_by_one, runner
+from braze.convert.parts import (
+    PARTS,
+    SOMETIMES,
+    Chain,
+    Sequence,
+    expanded_if_unchanged,
+    unchanged,
+)
+from braze.convert.programs import LONGEST_STRETCH
+from braze.convert.quiet import are_quiet, overwrites
+from braze.convert.runs import LONGEST, RUNS, one_by_one, run_of, runner
+from braze.convert.runs import run_length as length_of_run
 
 
 def runner_through(links, beside=()):
@@ -20,8 +29,10 @@ def runner_through(links, beside=()):
     layers = expanded_if_unchanged(links, parts)
     if layers is None or len(layers) == 0:
         return None
+    if beside and overwrites(layers[-1]):
+        return None
     first = ()
-    if type(PARTS.get(type(links[-1]))) is Chain:
+    if isinstance(PARTS.get(type(links[-1])), (Chain, Sequence)):
         count = _count(layers)
         layers, first = layers[:count], layers[count:]
     function = runner(layers)
@@ -49,8 +60,7 @@ def _known_count(types):
     kinds = tuple(
         [FUNCTION_KINDS.get(k) if isinstance(k, _FUNCTION) else KINDS.get(k) for k in types]
     )
-    alone = kinds[-1:] == ALONE and kinds not in RUNS
-    return len(types) - alone
+    return len(types) - (kinds[-1:] == ALONE and run_of(kinds) is None)
 
 
 _COUNTS = {}  # by what _type() gives of layers
@@ -108,33 +118,46 @@ def norm_and_more(module, input):
 
 
 def run_length(links):
-    """How many links, innermost first, the longest run has that they begin with, or 0.
+    """How many links, innermost first, there are in the longest group that they begin with in which
+    a run goes from each link into the next, or 0.
 
     Args:
         links: for each link the kinds of what it stands for, innermost first, or None.
     """
     if len(links) < 2 or not _computes(links[0]):
         return 0
-    known = []
-    for more in links:
-        if more is None:
-            break
-        known.append(more)
-    if len(known[0]) > 1 and known[0][:1] == ALONE:
-        behind = run_length([known[0][1:], *known[1:]])
-    else:
-        behind = 0
-    found, kinds = 0, []
-    for length, more in enumerate(known, 1):
+    known = list(itertools.takewhile(lambda more: more is not None, links))
+    found, kinds, owners = 0, [], []
+    for at, more in enumerate(known):
         kinds += more
-        computed = computing(kinds)
-        if len(computed) > LONGEST:
+        owners += [at for kind in more if kind != SOMETIMES]
+        if len(owners) > LONGEST_STRETCH:
             break
-        if length > 1 and _computes(more) and computed in RUNS:
-            following = itertools.chain.from_iterable(known[length:])
+        if at > 0 and _computes(more) and _are_joined(computing(kinds), owners):
+            following = itertools.chain.from_iterable(known[at + 1 :])
             if SOMETIMES not in kinds or not _interrupted(kinds, list(following)):
-                found = length
-    return max(found, behind)
+                found = at + 1
+    return found
+
+
+def _are_joined(computed, owners):
+    """Whether layers can run as one, or one by one behind a convolution, so that a run goes from
+    each link into the next.
+
+    Args:
+        computed: the kinds of the layers, outermost first.
+        owners: for each layer, innermost first, the place of the link that stands for it.
+    """
+    if run_of(computed) is None and not (computed[-1:] == ALONE and computed[:-1] in RUNS):
+        return False
+    kinds, at, reached = computed[::-1], 0, 0
+    while at < len(kinds):
+        length = max(1, length_of_run(kinds[at:]))
+        if owners[at] > reached:
+            return False
+        at += length
+        reached = max(reached, owners[at - 1])
+    return True
 
 
 #: The kinds of what a chain may begin with before a run begins in it.
