@@ -96,32 +96,37 @@ def cat_takes(tensors, dim):
         return False
     first = tensors[0]
     dtype, device = first.dtype, first.device
-    if device.type not in CAT_ON or first.dim() != 4 or 0 in first.shape:
+    if device.type not in CAT_ON or first.dim() != 4:
         return False
     n, _, h, w = first.shape
-    size, channels, tracing = first.element_size(), 0, torch.compiler.is_compiling()
+    tracing, channels = torch.compiler.is_compiling(), 0
+    vector = 16 // first.element_size()
     for t in tensors:
-        if t is None or t.dtype is not dtype or t.device != device or t.is_nested or t.dim() != 4:
+        if t is None or t.dtype is not dtype or t.is_nested or t.dim() != 4:
             return False
-        own, c, *pixels = t.shape
+        own, c, height, width = t.shape
+        strides = t.stride()
+        step = strides[3]
         # In the order and with the alignment for which the kernel is fast. The channels may be some
         # of another tensor's. torch gives the result of these, and of no others, this format.
-        step = t.stride(3)
         if (
-            own != n
-            or pixels != [h, w]
-            or t.stride() != (h * w * step, 1, w * step, step)
+            strides != (h * w * step, 1, w * step, step)
             or not 0 < c <= step
-            or h * w * step < 2
-            or c * size % 16
-            or step * size % 16
+            or c % vector
+            or step % vector
+            or own != n
+            or height != h
+            or width != w
+            or t.device != device
             # While compiling nobody says where a tensor begins; others take narrower accesses.
-            or (not tracing and t.storage_offset() * size % 16)
+            or (not tracing and t.storage_offset() % vector)
         ):
             return False
         channels += c
-    # Of sizes that are left open neither is known.
-    if not statically_known_true(n * channels * h * w * size >= CAT_BYTES):
+    if n == 0 or h == 0 or w == 0:  # torch's result is contiguous then
+        return False
+    enough = n * channels * h * w >= CAT_BYTES // 16 * vector
+    if enough is not True and not statically_known_true(enough):  # of sizes that are left open
         return False
     # torch casts, or refuses, 16-bit tensors of another dtype than autocast's.
     return dtype not in _HALF_DTYPES or autocast_dtype(first) in (None, dtype)
