@@ -200,17 +200,23 @@ def _part_name(name, part):
 def _once(entries):
     """Entries without the runs within modules that are parts of larger runs of others, or that
     others have found too."""
-    entries = list(dict.fromkeys(entries))
     parts = [set(e.name.split(", ")) if e.action == "fused" else set() for e in entries]
     having = {}
     for i, names in enumerate(parts):
         for name in names:
             having.setdefault(name, []).append(i)
-    return [
-        e
-        for e, names in zip(entries, parts, strict=True)
-        if not any(names < parts[i] for name in names for i in having[name])
-    ]
+
+    def is_in(names, i, others):
+        if names != others:
+            return names < others
+        # Those of functions alone may be of several modules.
+        return i < at and not all(name.endswith("()") for name in names)
+
+    kept = []
+    for at, (entry, names) in enumerate(zip(entries, parts, strict=True)):
+        if not any(is_in(names, i, parts[i]) for name in names for i in having[name]):
+            kept.append(entry)
+    return kept
 
 
 def _check(model, function):
