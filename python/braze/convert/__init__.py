@@ -206,17 +206,17 @@ def _once(entries):
         for name in names:
             having.setdefault(name, []).append(i)
 
-    def is_in(names, i, others):
+    def is_in(at, i):
+        names, others = parts[at], parts[i]
         if names != others:
             return names < others
         # Those of functions alone may be of several modules.
         return i < at and not all(name.endswith("()") for name in names)
 
-    kept = []
-    for at, (entry, names) in enumerate(zip(entries, parts, strict=True)):
-        if not any(is_in(names, i, parts[i]) for name in names for i in having[name]):
-            kept.append(entry)
-    return kept
+    def has_another(at):
+        return any(is_in(at, i) for name in parts[at] for i in having[name])
+
+    return [entry for at, entry in enumerate(entries) if not has_another(at)]
 
 
 def _check(model, function):
