@@ -22,6 +22,7 @@ from torch.func import functional_call, grad_and_value, stack_module_state, vmap
 import braze
 from benchmarks import results
 from benchmarks.harness import set_precision
+from benchmarks.markdown import op_sections, table
 from benchmarks.networks import LEAST, PRECISIONS, ROUNDS, in_cuda_graph, seconds_of, wait
 from braze.data import DeviceLoader
 from braze.population import branches
@@ -222,3 +223,15 @@ def line(row):
     figures = row["error"] or f"{row['ms']:>8} ms  {row['us_a_member']:>7} us a member"
     what = f"{row['members']:>3} of batch {row['batch']:>4} {row['precision']}"
     return f"{what} {row['mode']:<36} {figures}"
+
+
+def sections(folder):
+    """The table, per device and versions."""
+    return op_sections(folder, "population", summary)
+
+
+def summary(rows):
+    """A line per mode."""
+    head = ["members", "batch", "precision", "what", "|", "ms", "µs a member", "MB"]
+    columns = ("members", "batch", "precision", "mode", "ms", "us_a_member", "memory_mb")
+    return table(head, [[row[name] for name in columns] for row in rows if not row["error"]])

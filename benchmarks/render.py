@@ -1,9 +1,10 @@
 """Writes the tables of README.md, docs/ and the ladders' README.md from the results.
 
 A table stands between ``<!-- bench:NAME -->`` and ``<!-- /bench -->``, NAME being an op, one of
-MNIST's tables, ``products``, ``convolutions``, ``depthwise``, ``networks``, ``optimizers``,
-``overhead``, ``accuracy`` (fp32), ``ladder:OP``, ``rungs:OP`` (a line per kernel, for the largest
-case), ``kernels:OP`` (a line per case), ``counters:matmul`` or ``checks`` (what test runs printed).
+MNIST's tables, ``products``, ``convolutions``, ``depthwise``, ``networks``, ``networks_headline``,
+``optimizers``, ``overhead``, ``population``, ``accuracy`` (fp32), ``ladder:OP``, ``rungs:OP`` (a
+line per kernel, for the largest case), ``kernels:OP`` (a line per case), ``counters:matmul`` or
+``checks`` (what test runs printed).
 Figures in the documents are never typed by hand.
 """
 
@@ -16,6 +17,7 @@ from benchmarks import (
     ladder_chart,
     optimizers,
     overhead,
+    population,
     render_convolutions,
     render_networks,
     render_products,
@@ -326,6 +328,7 @@ SECTIONS = {
     "networks_headline": render_networks.headline_sections,
     "optimizers": optimizers.sections,
     "overhead": overhead.sections,
+    "population": population.sections,
     "accuracy": render_products.accuracy_sections,
     "counters:matmul": lambda folder: op_sections(folder, "counters_matmul", counters_table),
 }

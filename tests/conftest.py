@@ -131,12 +131,14 @@ def random_seed(request):
 
 @pytest.fixture(autouse=True)
 def _fixed_seed_and_settings(request, random_seed):
-    """Each test draws the same numbers whichever others run, with TF32 off unless it asks."""
+    """Each test draws the same numbers whichever others run, with TF32 off and without measuring
+    convolutions unless it asks."""
     torch.manual_seed(random_seed)
     if getattr(request.function, "is_hypothesis_test", False):
         hypothesis.seed(random_seed)(request.function)
     torch.backends.cuda.matmul.fp32_precision = "ieee"
     torch.backends.cudnn.conv.fp32_precision = "ieee"
+    torch.backends.cudnn.benchmark = False
 
 
 @pytest.fixture

@@ -126,7 +126,7 @@ def run_length(links):
     """
     if len(links) < 2 or not _computes(links[0]):
         return 0
-    known = list(itertools.takewhile(lambda more: more is not None, links))
+    known = links[: links.index(None)] if None in links else links
     found, kinds, owners = 0, [], []
     for at, more in enumerate(known):
         kinds += more
