@@ -59,8 +59,18 @@ DEPTHWISE = [
     (2, 17, 9, 8, 17, (2, 3), (3, 2), (0, 4), 2, 17),  # inputs that no filter reaches
     (2, 16, 5, 6, 16, (1, 1), (1, 1), (0, 0), 1, 16),
 ]
+NARROW = [
+    (1, 1, 5, 6, 1, (1, 2), (1, 1), (0, 0), 1, 1),
+    (3, 3, 20, 70, 32, (3, 3), (1, 1), (1, 1), 1, 1),
+    (2, 1, 9, 11, 16, (5, 5), (1, 1), (2, 2), 1, 1),
+    (2, 3, 31, 30, 64, (7, 7), (2, 2), (3, 3), 1, 1),
+    (1, 4, 12, 300, 24, (4, 4), (4, 1), (0, 1), 1, 1),  # half a vector of filters, pieces of rows
+    (2, 16, 9, 8, 6, (2, 3), (3, 2), (0, 4), 2, 1),
+    (1, 3, 130, 120, 48, (3, 3), (1, 1), (1, 1), 1, 1),  # several blocks of rows
+]
 BY_NAME = {
     "depthwise": DEPTHWISE,
+    "narrow_input": NARROW,
     "pointwise": POINTWISE,
     "winograd": WINOGRAD,
     "im2col": IM2COL,
@@ -81,13 +91,17 @@ def takes(name, dtype):
     return name != "winograd" or dtype != torch.float64
 
 
+def passes_of(name):
+    return ["wgrad"] if name == "narrow_input" else PASSES
+
+
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize(("name", "case"), CASES, ids=str)
 def test_by_name(dtype, name, case, form):
     if not takes(name, dtype):
         pytest.skip("not for float64")
     tensors = drawn(case, dtype, form)
-    for which in PASSES:
+    for which in passes_of(name):
         actual = check(which, case, tensors, name)
         assert actual.is_contiguous(memory_format=FORMATS[form])
         assert torch.equal(actual, run(which, case, *tensors, name))
@@ -98,13 +112,15 @@ def check_fuzzed(data, device):
     number = st.integers
     n, groups = data.draw(number(1, 4)), data.draw(st.sampled_from([1, 1, 2, 5]))
     c, k = groups * data.draw(number(1, 40)), groups * data.draw(number(1, 40))
+    if name == "narrow_input":
+        groups, c = 1, data.draw(number(1, 16))
     h, w = data.draw(number(7, 20)), data.draw(number(7, 40))
     size, stride, padding, dilation = (1, 1), (1, 1), (0, 0), 1
     if name != "winograd":
         stride = data.draw(number(1, 3)), data.draw(number(1, 3))
     if name == "depthwise":
         groups = k = c
-    if name in ("im2col", "blocked_im2col", "depthwise"):
+    if name in ("im2col", "blocked_im2col", "depthwise", "narrow_input"):
         size, dilation = (data.draw(number(1, 3)), data.draw(number(1, 4))), data.draw(number(1, 2))
     if name == "winograd":
         size = 3, 3
@@ -113,7 +129,7 @@ def check_fuzzed(data, device):
     dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
     case = n, c, h, w, k, size, stride, padding, dilation, groups
     tensors = drawn(case, dtype, data.draw(st.sampled_from(sorted(FORMATS))))
-    for which in PASSES:
+    for which in passes_of(name):
         check(which, case, tensors, name)
 
 
@@ -128,7 +144,7 @@ def test_strides_of_views(name):
     for form in FORMATS.values():
         wide = torch.randn(2 * n, c + 3, h, w).to(memory_format=form)
         wide[::2, 2:-1] = x
-        for which in PASSES:
+        for which in passes_of(name):
             check(which, (n, c, h, w, k, *rest), (wide[::2, 2:-1], weight, b, dy), name)
 
 
@@ -139,7 +155,7 @@ def test_formats_may_differ(name, forms):
     case = BY_NAME.get(name, IM2COL)[1]
     x, weight, b, dy = drawn(case, torch.float32, forms[0])
     dy = dy.contiguous(memory_format=FORMATS[forms[1]])
-    for which in PASSES[1:]:
+    for which in passes_of(name)[-2:]:
         actual = check(which, case, (x, weight, b, dy), name)
         assert actual.is_contiguous(memory_format=FORMATS[forms[0]])
 
@@ -153,6 +169,7 @@ def test_formats_may_differ(name, forms):
         ("winograd", 20, torch.float32),
         ("blocked_im2col", 20, torch.float32),
         ("blocked_im2col", 21, torch.bfloat16),  # an odd number of values: half a pair
+        ("narrow_input", 3, torch.float32),
     ],
 )
 def test_specials_stay_where_they_belong(form, where, special, name, channels, dtype):
@@ -160,7 +177,7 @@ def test_specials_stay_where_they_belong(form, where, special, name, channels, d
     case = (3, channels, 9, 10, 24, (3, 3), (1, 1), (1, 1), 1, 1)
     x, w, b, dy = drawn(case, dtype, form)
     {"x": x, "w": w, "dy": dy}[where][1, 0, 1, 2] = special
-    for which in PASSES:
+    for which in passes_of(name):
         actual = run(which, case, x, w, b, dy, name)
         read = {"fprop": "xw", "dgrad": "dyw", "wgrad": "xdy"}[which]
         assert actual.isfinite().all() == (where not in read)
@@ -195,11 +212,13 @@ def test_winograd_overflows_where_the_sum_does():
         ("winograd", "3 x 3 filters", POINTWISE[1], torch.float32),
         ("winograd", "float32, bfloat16 and float16", WINOGRAD[1], torch.float64),
         ("depthwise", "one filter a channel", WINOGRAD[1], torch.float32),
+        ("narrow_input", "up to 16 channels", WINOGRAD[2], torch.float32),
+        ("narrow_input", "one group", WINOGRAD[4], torch.float32),
     ],
 )
 def test_refusals(name, why, case, dtype):
     tensors = drawn(case, dtype)
-    for which in PASSES:
+    for which in passes_of(name):
         with pytest.raises(RuntimeError, match=f"{name} cannot take these arguments: .*{why}"):
             run(which, case, *tensors, name)
 
@@ -222,7 +241,7 @@ def test_refusals(name, why, case, dtype):
         ((2, 32, 8, 8, 32, (3, 3), (2, 2), (1, 1), 1, 1), dict.fromkeys(PASSES, "blocked_im2col")),
         (
             (2, 3, 70, 70, 64, (7, 7), (2, 2), (3, 3), 1, 1),  # a first layer
-            {"fprop": "blocked_im2col", "dgrad": "implicit_gemm", "wgrad": "blocked_im2col"},
+            {"fprop": "blocked_im2col", "dgrad": "implicit_gemm", "wgrad": "narrow_input"},
         ),
         (
             (2, 32, 20, 40, 32, (5, 5), (1, 1), (2, 2), 1, 1),
@@ -254,9 +273,17 @@ def test_what_auto_takes(case, names):
 def test_no_images(name):
     case = (0, *BY_NAME[name][1][1:])
     x, w, b, dy = drawn(case, torch.float32)
-    assert run("fprop", case, x, w, b, dy, name).shape == dy.shape
-    assert run("dgrad", case, x, w, b, dy, name).shape == x.shape
+    for which, like in (("fprop", dy), ("dgrad", x)):
+        if which in passes_of(name):
+            assert run(which, case, x, w, b, dy, name).shape == like.shape
     assert torch.equal(run("wgrad", case, x, w, b, dy, name), torch.zeros_like(w))
+
+
+def test_narrow_input_has_one_pass():
+    tensors = drawn(NARROW[1], torch.float32)
+    for which in PASSES[:2]:
+        with pytest.raises(RuntimeError, match="narrow_input has weight gradients only"):
+            run(which, NARROW[1], *tensors, "narrow_input")
 
 
 @pytest.mark.parametrize("name", ["winograd", "im2col"])

@@ -48,6 +48,11 @@ constexpr Kernel kKernels[] = {
      depthwise_obstacle,
      plan_depthwise,
      run_depthwise},
+    {{"conv2d", "narrow_input", kAll, "cpu", true,
+      "weight gradients of few channels, filters across the lanes, patches where they lie"},
+     narrow_input_obstacle,
+     plan_narrow_input,
+     run_narrow_input},
     {{"conv2d", "direct", kAll, "cpu", false, "the formula as plain loops"},
      no_obstacle,
      plan_direct,
@@ -68,6 +73,7 @@ constexpr int kPointwise = kernel_number(kKernels, "pointwise");
 constexpr int kWinograd = kernel_number(kKernels, "winograd");
 constexpr int kBlockedIm2col = kernel_number(kKernels, "blocked_im2col");
 constexpr int kDepthwise = kernel_number(kKernels, "depthwise");
+constexpr int kNarrowInput = kernel_number(kKernels, "narrow_input");
 constexpr int kFft = kernel_number(kKernels, "fft");
 const KernelEntries kEntries(kKernels, kCount);
 
@@ -110,6 +116,19 @@ bool wants_patches(const Conv2dProblem& problem) {
   return is_wgrad && (is_few || taps * c * k >= kManyWeights);
 }
 
+// Whether narrow_input is faster than copies of patches and implicit_gemm, as measured in float32
+// with images of one and three channels. Where dy has to be copied there have to be taps enough to
+// meet it.
+bool narrow_input_wins(const Conv2dProblem& problem) {
+  const Conv2dShape& s = problem.shape;
+  constexpr int64_t kMostChannels = 3, kLeastTaps = 16, kLanesOfFilters = 2;
+  if (s.dtype != DType::kFloat32 || s.c > kMostChannels || narrow_input_obstacle(problem)) {
+    return false;
+  }
+  if (s.k < kLanesOfFilters * kLanes<float> || s.k % kLanes<float> != 0) return false;
+  return problem.y.c == 1 || s.r * s.s >= kLeastTaps;
+}
+
 // Whether the FFT is faster than the best of the others, as measured in float32 at stride 1 with
 // filters of 15 x 15 to 31 x 31.
 bool fft_wins(const Conv2dProblem& problem) {
@@ -143,6 +162,7 @@ int choose(const Conv2dProblem& problem) {
     const bool is_large = s.n * s.p * s.q > kFewPixels;
     return is_wgrad && (is_strided(s) || is_large) ? kImplicitGemm : kPointwise;
   }
+  if (narrow_input_wins(problem)) return kNarrowInput;
   const int64_t c = s.c / s.groups, k = s.k / s.groups;
   if (reads_pairs(s) && wants_patches(problem)) {
     // Weight gradients whose sums each thread keeps to itself are faster transformed, in fp32.

@@ -23,6 +23,9 @@ BRAZE_CONV2D_KERNEL(depthwise)
 const char* im2col_obstacle(const Conv2dProblem& problem);
 BRAZE_CONV2D_KERNEL(im2col)
 
+const char* narrow_input_obstacle(const Conv2dProblem& problem);
+BRAZE_CONV2D_KERNEL(narrow_input)
+
 const char* pointwise_obstacle(const Conv2dProblem& problem);
 BRAZE_CONV2D_KERNEL(pointwise)
 

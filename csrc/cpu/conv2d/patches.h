@@ -111,12 +111,15 @@ class Patches {
     return offsets;
   }
 
+  // What adjoins of a window, and how far it is from the window's first element.
+  struct Run {
+    int64_t offset, length;
+  };
+  const std::vector<Run>& runs() const { return runs_; }
+
   const TapShifts taps_h, taps_w;
 
  private:
-  struct Run {
-    int64_t offset, length;  // from a window's first element
-  };
 
   // Short ones in whole vectors: what follows is written later, or is slack.
   static void copy_run(Element* to, const Element* from, int64_t length) {
