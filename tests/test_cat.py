@@ -345,6 +345,7 @@ def test_bad_input(device):
         ([x, y], 4),
         ([x, None], 1),
         ([x, 2.0], 1),
+        ([x, y.detach().to_sparse()], 1),
         ([], 1),
         (x, 1),
         (None, 1),

@@ -117,16 +117,18 @@ bool wants_patches(const Conv2dProblem& problem) {
 }
 
 // Whether narrow_input is faster than copies of patches and implicit_gemm, as measured in float32
-// with images of one and three channels. Where dy has to be copied there have to be taps enough to
-// meet it.
+// with images of one and three channels. Where dy has to be copied there have to be taps and
+// filters enough to meet the copies; more weights than these are in nobody's first-level cache.
 bool narrow_input_wins(const Conv2dProblem& problem) {
   const Conv2dShape& s = problem.shape;
-  constexpr int64_t kMostChannels = 3, kLeastTaps = 16, kLanesOfFilters = 2;
-  if (s.dtype != DType::kFloat32 || s.c > kMostChannels || narrow_input_obstacle(problem)) {
+  constexpr int64_t kMostChannels = 3, kLeastFilters = 8, kMostWeights = 1 << 16;
+  constexpr int64_t kLeastTapsCopied = 16, kLeastFiltersCopied = 32;
+  if (s.dtype != DType::kFloat32 || s.c > kMostChannels || narrow_input_obstacle(problem) ||
+      s.c * s.r * s.s * s.k > kMostWeights) {
     return false;
   }
-  if (s.k < kLanesOfFilters * kLanes<float> || s.k % kLanes<float> != 0) return false;
-  return problem.y.c == 1 || s.r * s.s >= kLeastTaps;
+  if (problem.y.c == 1) return s.k >= kLeastFilters;
+  return s.r * s.s >= kLeastTapsCopied && s.k >= kLeastFiltersCopied;
 }
 
 // Whether the FFT is faster than the best of the others, as measured in float32 at stride 1 with

@@ -24,14 +24,14 @@ struct NarrowInputPlan {
   explicit NarrowInputPlan(const WeightGradient& g)
       : columns(g.h.taps() * g.w.taps() * g.channels),
         filters(round_up(g.filters, kL)),
-        in_place(std::is_same_v<T, Acc> && g.dy.c == 1 && g.filters % kL == 0) {
+        in_place(std::is_same_v<T, Acc> && g.dy.c == 1) {
     const auto slab = [&] {
       return Patches<T, Acc>::slab_size(g.h, g.w, g.channels, rows * g.w.out);
     };
     rows = g.h.out;
     while (rows > 1 && slab() > kSlab) rows = ceil_div(rows, 2);
     slab_size = round_up(slab(), 16);
-    dy_size = in_place ? 0 : kPixels * filters;
+    dy_size = kPixels * filters;
     parts = std::min(num_threads(), units(g));
   }
   int64_t units(const WeightGradient& g) const { return g.images * ceil_div(g.h.out, rows); }
@@ -95,7 +95,7 @@ class NarrowInput {
         const Acc* const window =
             slab + patches_.row_offset(row - first) + q * g_.w.step * g_.channels;
         if constexpr (std::is_same_v<T, Acc>) {
-          if (plan_.in_place) {
+          if (plan_.in_place && has_more(image, row, q + count)) {
             add_pixels({from, g_.dy.w, window, count}, sums);
             continue;
           }
@@ -104,6 +104,13 @@ class NarrowInput {
         add_pixels({copied, plan_.filters, window, count}, sums);
       }
     }
+  }
+
+  // Whether whole vectors may be read of the pixels before that one: where filters fill no vectors,
+  // the idle lanes have what follows, which is ignored, but has to be memory of dy's.
+  bool has_more(int64_t image, int64_t row, int64_t q) const {
+    const int64_t pixels = ((g_.images - image) * g_.h.out - row) * g_.w.out - q;
+    return g_.filters % kL == 0 || pixels * g_.filters >= kL;
   }
 
   void copy_dy(Acc* to, const T* from, int64_t count) const {

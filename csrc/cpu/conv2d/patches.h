@@ -120,7 +120,6 @@ class Patches {
   const TapShifts taps_h, taps_w;
 
  private:
-
   // Short ones in whole vectors: what follows is written later, or is slack.
   static void copy_run(Element* to, const Element* from, int64_t length) {
     char* const out = reinterpret_cast<char*>(to);

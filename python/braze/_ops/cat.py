@@ -15,6 +15,7 @@ from braze._ops._common import (
 )
 
 _ops = torch.ops.braze
+_STRIDED = torch.strided
 _HALF_DTYPES = torch.bfloat16, torch.float16
 
 #: On which devices :func:`cat` is the op, and from how many bytes of the result on. On a CPU the
@@ -102,7 +103,9 @@ def cat_takes(tensors, dim):
     tracing, channels = torch.compiler.is_compiling(), 0
     vector = 16 // first.element_size()
     for t in tensors:
-        if t is None or t.dtype is not dtype or t.is_nested or t.dim() != 4:
+        if t is None or t.dtype is not dtype or t.layout is not _STRIDED or t.is_nested:
+            return False
+        if t.dim() != 4:
             return False
         own, c, height, width = t.shape
         strides = t.stride()
