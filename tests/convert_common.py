@@ -100,6 +100,20 @@ def replaced(owner, name, new):
         setattr(owner, name, before) if had else delattr(owner, name)
 
 
+def seen_by_a_mode(function):
+    """The names of torch's functions that a mode of the user's sees while a function runs."""
+    seen = []
+
+    class Mode(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(getattr(func, "__name__", ""))
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        function()
+    return seen
+
+
 def _trained(model, x):
     """What a model returns, its gradients and its buffers."""
     x = x.clone(memory_format=torch.preserve_format).requires_grad_()

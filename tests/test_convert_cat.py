@@ -6,7 +6,7 @@ import io
 import pytest
 import torch
 import torch.nn.functional as stock
-from convert_common import assert_same, assert_trains_alike, call, replaced
+from convert_common import assert_same, assert_trains_alike, call, replaced, seen_by_a_mode
 from torch import nn
 
 import braze
@@ -232,15 +232,7 @@ def test_torchs_replaced_by_another_function(device):
 @pytest.mark.parametrize("kind", TAKEN)
 def test_modes_see_torchs_function(kind, device):
     model, _, x = pair(kind, device)
-    seen = []
-
-    class Mode(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            seen.append(getattr(func, "__name__", ""))
-            return func(*args, **(kwargs or {}))
-
-    with Mode():
-        model(x)
+    seen = seen_by_a_mode(lambda: model(x))
     assert {"cat", "concat", "concatenate"} & set(seen)
 
 

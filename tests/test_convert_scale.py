@@ -3,6 +3,7 @@ the bias."""
 
 import pytest
 import torch
+from convert_common import seen_by_a_mode
 from test_convert_mlp import CNBlock, Permute, StochasticDepth, assert_alike, gradients, pair
 from torch import nn
 
@@ -136,15 +137,7 @@ def test_added_in_place_to_a_narrower_type(device):
 
 def test_modes_see_torchs_product(device):
     model, _, x = pair(OneExpression, device, torch.contiguous_format)
-    seen = []
-
-    class Mode(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            seen.append(getattr(func, "__name__", ""))
-            return func(*args, **(kwargs or {}))
-
-    with Mode():
-        model(x)
+    seen = seen_by_a_mode(lambda: model(x))
     assert {"mul", "add"} <= {name.strip("_") for name in seen}
 
 
