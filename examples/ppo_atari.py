@@ -45,9 +45,14 @@ class Agent(nn.Module):
         self.actor = layer(nn.Linear(512, ACTIONS), 0.01)
         self.critic = layer(nn.Linear(512, 1), 1.0)
 
-    def forward(self, frames):
-        hidden = self.body(frames / 255.0)
+    def forward(self, images):
+        hidden = self.body(images)
         return self.actor(hidden), self.critic(hidden).squeeze(1)
+
+
+def images_of(frames):
+    """As the network takes them, from frames of uint8."""
+    return (frames / 255.0).contiguous(memory_format=torch.channels_last)
 
 
 @torch.no_grad()
@@ -59,7 +64,7 @@ def play(agent, steps, device):
     columns = torch.arange(84, device=device) * ACTIONS // 84
     bright = (columns == best[:, None])[:, None, None]
     frames = (frames + 128 * bright).to(torch.uint8)
-    logits, values = zip(*map(agent, frames.split(256)), strict=True)
+    logits, values = zip(*(agent(images_of(f)) for f in frames.split(256)), strict=True)
     logits, values = torch.cat(logits), torch.cat(values)
     actions = torch.multinomial(logits.softmax(1), 1).squeeze(1)
     returns = (actions == best).float()
@@ -87,8 +92,10 @@ def build(device, smoke=False, stock=False):
         agent = braze.convert(agent)
         optimizer = braze.optim.Adam(agent.parameters(), **settings, max_grad_norm=MAX_NORM)
 
-    def objective(frames, actions, old, advantages, returns, old_values):
-        logits, values = agent(frames)
+    def minibatch(frames, indices, *others):
+        return images_of(frames[indices]), *(tensor[indices] for tensor in others)
+
+    def losses(logits, values, actions, old, advantages, returns, old_values):
         log_probabilities = logits.log_softmax(1)
         new = log_probabilities.gather(1, actions[:, None]).squeeze(1)
         entropy = -(log_probabilities.exp() * log_probabilities).sum(1).mean()
@@ -103,12 +110,19 @@ def build(device, smoke=False, stock=False):
         loss = policy_loss - ENTROPY * entropy + VALUE * value_loss
         return loss, policy_loss, value_loss, entropy, kl
 
+    if device == "cuda" and not stock:  # the network is braze's, what surrounds it Inductor's
+        minibatch, losses = torch.compile(minibatch), torch.compile(losses)
+
+    def objective(indices, frames, *others):
+        images, *others = minibatch(frames, indices, *others)
+        return losses(*agent(images), *others)
+
     if stock:
         objective = torch.compile(objective)
 
     def update(indices):
         """One minibatch of the rollout, which a new one is copied into."""
-        loss, *parts = objective(*(tensor[indices] for tensor in rollout.values()))
+        loss, *parts = objective(indices, *rollout.values())
         optimizer.zero_grad()
         loss.backward()
         if stock:
@@ -126,7 +140,7 @@ def build(device, smoke=False, stock=False):
 
     @torch.no_grad()
     def report():
-        logits, _ = agent(rollout["frames"][:256])
+        logits, _ = agent(images_of(rollout["frames"][:256]))
         bright = rollout["frames"][:256].float().mean((1, 2))
         best = F.adaptive_max_pool1d(bright, ACTIONS).argmax(1)
         return f"({(logits.argmax(1) == best).float().mean():.0%} of the actions are the best)"

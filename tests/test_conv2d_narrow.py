@@ -38,6 +38,10 @@ CASES = [
     (3, 4, 32, 84, 84, 8, 4, 0, 1),  # Nature-CNN
     (9, 1, 6, 28, 28, 5, 1, 2, 1),  # LeNet
     (9, 1, 32, 28, 28, 3, 1, 1, 1),
+    (9, 6, 16, 14, 14, 5, 1, 0, 1),  # the second layer of LeNet
+    (2, 8, 40, 21, 18, 3, 1, 1, 1),
+    (2, 5, 24, 19, 23, 3, 2, 1, 1),
+    (2, 7, 33, 12, 40, 4, (3, 1), 2, 1),
     (5, 3, 24, 31, 31, 2, 1, 0, 1),  # airbench
     (2, 3, 64, 99, 97, 11, 4, 2, 1),  # AlexNet
     (2, 3, 80, 32, 48, 16, 16, 0, 1),  # ViT
@@ -104,7 +108,7 @@ def test_layers_and_kernels(device, dtype, form):
 @pytest.mark.parametrize(
     ("why", "shape", "weight", "arguments"),
     [
-        ("four channels", (2, 5, 12, 12), (8, 5, 3, 3), {}),
+        ("eight channels", (2, 9, 12, 12), (8, 9, 3, 3), {}),
         ("one group", (2, 4, 12, 12), (8, 2, 3, 3), {"groups": 2}),
         ("no dilation", (2, 3, 12, 12), (8, 3, 3, 3), {"dilation": 2}),
         ("up to 64", (1, 3, 12, 70), (8, 3, 3, 65), {}),
@@ -120,12 +124,47 @@ def test_refuses_by_name_and_leaves_the_rest_to_others(gpu, why, shape, weight, 
     assert_by_rule(out, stock.conv2d(x, w, **arguments), exact)
 
 
-def test_input_gradients_are_refused(gpu):
-    case = (2, 3, 16, 12, 12, 3, 1, 1, 1)
+# of up to eight filters: both gradients, with the result's for an image
+FEW_FILTERS = [
+    (2, 32, 2, 64, 64, 1, 1, 0, 1),  # a U-Net's end
+    (2, 64, 3, 40, 48, 3, 1, 1, 1),
+    (1, 128, 3, 33, 37, 9, 1, 4, 1),
+    (3, 24, 8, 17, 12, 5, 1, 0, 1),
+    (2, 20, 1, 12, 19, 4, 1, (2, 0), 1),
+    (2, 9, 7, 8, 6, 3, 1, 5, 1),  # padding over the filter
+    (150, 16, 5, 6, 7, 3, 1, 1, 1),
+    (1, 70, 4, 5, 300, 3, 1, 1, 1),
+]
+
+
+@pytest.mark.parametrize("tf32", [False, True], ids=["ieee", "tf32"])
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("case", FEW_FILTERS, ids=str)
+def test_gradients_of_few_filters(device, dtype, case, form, tf32):
+    if refuses(device, dtype):
+        pytest.skip("not the kernel's")
+    if tf32 and (device == "cpu" or dtype != torch.float32):
+        pytest.skip("as without TF32")
+    skip_large(device, case)
+    set_tf32(device, tf32)
+    x, w, b = drawn(case, device, dtype, form)
+    dy = gradient(case, x, w, form)
+    for which in ("dgrad", "wgrad"):
+        actual = run(which, case, x, w, b, dy, tf32, **own(device, NAME))
+        assert actual.is_contiguous(memory_format=FORMATS[form])
+        check(actual, which, case, (x, w, b, dy), tf32)
+
+
+@pytest.mark.parametrize(
+    ("which", "case"),
+    [("dgrad", (2, 3, 8, 12, 12, 3, 2, 1, 1)), ("wgrad", (2, 16, 8, 12, 12, 3, 2, 1, 1))],
+    ids=str,
+)
+def test_strided_gradients_of_few_filters_are_refused(gpu, which, case):
     x, w, b = drawn(case, "cuda", torch.bfloat16, "nhwc")
     dy = gradient(case, x, w, "nhwc")
-    with pytest.raises(RuntimeError, match="no input gradient"):
-        run("dgrad", case, x, w, b, dy, backend=NAME)
+    with pytest.raises(RuntimeError, match="a stride of 1"):
+        run(which, case, x, w, b, dy, backend=NAME)
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -313,7 +352,7 @@ def fuzz(data, device):
     size, stride, padding = draw(1, 9), (draw(1, 5), draw(1, 5)), (draw(0, 5), draw(0, 5))
     least = [max(1, size - 2 * p) for p in padding]
     h, w = (low + draw(0, 60) for low in least)
-    case = (draw(1, 5), draw(1, 4), draw(1, 130), h, w, size, stride, padding, 1)
+    case = (draw(1, 5), draw(1, 8), draw(1, 130), h, w, size, stride, padding, 1)
     dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
     tf32 = device == "cuda" and dtype == torch.float32 and data.draw(st.booleans())
     set_tf32(device, tf32)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import braze
+from braze.step.casts import SharedCasts
 from step_common import CALLS, assert_same, batches, loss_fn, plain_loop, recorded_ops
 
 pytestmark = pytest.mark.usefixtures("deterministic")
@@ -158,6 +159,65 @@ def test_parameters_are_cast_together(device):
         optimizer.zero_grad()
     if device == "cpu":  # a captured step calls nothing
         assert [name for name, _ in ops].count("cast_") == 2
+
+
+class TwoInputs(torch.nn.Module):
+    """Casts both inputs, one of them twice, and changes the other first where it is to."""
+
+    def __init__(self, writes):
+        super().__init__()
+        self.left, self.right = braze.nn.Linear(6, 3), braze.nn.Linear(6, 3)
+        self.writes = writes
+
+    def forward(self, x, y):
+        if self.writes:
+            y.mul_(0.5)
+        return self.left(x) + self.right(y) + self.right(x)
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_inputs_are_cast_with_the_parameters(device, writes):
+    torch.manual_seed(0)
+    model = TwoInputs(writes).to(device)
+    model.left.weight.requires_grad_(False)
+    plain = copy.deepcopy(model)
+    optimizers = [
+        braze.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1)
+        for m in (model, plain)
+    ]
+    step = braze.TrainStep(model, loss_fn, optimizers[0], autocast=torch.bfloat16)
+    for _ in range(5):
+        batch = torch.randn(8, 6, device=device), torch.randn(8, 6, device=device)
+        target = torch.randint(3, (8,), device=device)
+        loss = step(*(t.clone() for t in batch), target)
+        with torch.autocast(device, torch.bfloat16):
+            expected = loss_fn(plain(*(t.clone() for t in batch)), target)
+        expected.backward()
+        assert torch.equal(loss, expected)
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None)
+            assert p.grad is None or torch.equal(p.grad, q.grad)
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+
+
+def test_casts_of_inputs(device):
+    """Each once, behind the first pass, and nobody makes the gradient of one."""
+    casts, to = SharedCasts(), torch.bfloat16
+    weight, frozen = (torch.nn.Parameter(torch.ones(3, device=device)) for _ in range(2))
+    frozen.requires_grad_(False)
+    for i in range(3):
+        x, y, z = (torch.ones(4, device=device) for _ in range(3))
+        z.requires_grad_()
+        casts.cast_together((x, y, x, z, "other"))
+        found = [casts.take(t, to) for t in (weight, frozen, x, z)]
+        assert casts.take(x, to) is None  # the second use
+        casts.drop()
+        if i == 0:
+            assert found == [None] * 4
+            continue
+        assert [f is not None and f.dtype == to for f in found] == [True, True, True, False]
+        assert [f.requires_grad for f in found[:3]] == [True, False, False]
 
 
 class Clamping(torch.nn.Module):

@@ -9,6 +9,7 @@
 #include "cuda/conv2d/halo/halo.h"
 #include "cuda/conv2d/im2col/im2col.h"
 #include "cuda/conv2d/narrow/narrow.h"
+#include "cuda/conv2d/narrow/output.h"
 #include "cuda/conv2d/pointwise/pointwise.h"
 #include "gather.cuh"
 #include "kernels.h"
@@ -114,6 +115,11 @@ const char* narrow_input_obstacle(const Conv2dArgs& args) {
   return narrow::obstacle(args);
 }
 
+const char* narrow_output_obstacle(const Conv2dArgs& args) {
+  if (const char* why = direct_obstacle(args)) return why;
+  return narrow::output_obstacle(args);
+}
+
 struct Kernel {
   KernelInfo info;
   const char* (*obstacle)(const Conv2dArgs&);
@@ -164,11 +170,17 @@ constexpr Kernel kKernels[] = {
      im2col::plan,
      im2col::run},
     {{"conv2d", "narrow_input", "float32 bfloat16 float16", "sm_80+", true,
-      "images of up to four channels, forward and weight gradient: products of patches in shared "
-      "memory; float32 as TF32 or in parts of TF32"},
+      "images of up to eight channels, forward and weight gradient, and gradients of up to eight "
+      "filters: products of patches in shared memory; float32 as TF32 or in parts of TF32"},
      narrow_input_obstacle,
      narrow::plan,
      narrow::run},
+    {{"conv2d", "narrow_output", "float32 bfloat16 float16", "sm_80+", true,
+      "up to eight filters, or input gradients of up to eight channels: pixels of a tile in shared "
+      "memory times one product's columns; float32 as TF32 or in parts of TF32"},
+     narrow_output_obstacle,
+     narrow::plan_output,
+     narrow::run_output},
     // By name only: infinities and NaN spread over its tiles, and it has not been measured.
     {{"conv2d", "fft", "float64 float32 bfloat16 float16", "sm_80+", false,
       "large filters: products of spectra, by torch's FFT, whole images or overlap-save tiles"},
@@ -186,6 +198,7 @@ constexpr int kDirect = kernel_number(kKernels, "direct"),
               kPointwise = kernel_number(kKernels, "pointwise"),
               kIm2col = kernel_number(kKernels, "implicit_gemm_wgmma"),
               kNarrowInput = kernel_number(kKernels, "narrow_input"),
+              kNarrowOutput = kernel_number(kKernels, "narrow_output"),
               kFft = kernel_number(kKernels, "fft");
 const KernelEntries kEntries(kKernels, kCount);
 
@@ -218,17 +231,30 @@ bool im2col_beats_halo(const Conv2dArgs& args) {
 }
 
 // Whether narrow_input is faster than cuDNN and than the others of ours, as measured on an H200
-// (benchmarks/convolutions.py, first layers at batch 64): channels last, bf16 and TF32. Long
-// filters leave its tiles no room in shared memory.
+// (benchmarks/convolutions.py, first layers at batch 64, and LeNet's and Nature-CNN's at 32 to
+// 1024): channels last, bf16 and TF32. Long filters leave its tiles no room in shared memory.
 bool narrow_input_wins(const Conv2dArgs& args) {
   const Conv2dShape& s = args.shape;
-  const bool wgrad = args.pass == Conv2dPass::kWgrad;
+  const bool wgrad = args.pass == Conv2dPass::kWgrad, is_16_bit = size_of(s.dtype) == 2;
   const Tensor4dRef &x = args.gathered, &y = wgrad ? args.other : args.out;
+  if (args.pass == Conv2dPass::kDgrad || s.c > 8) return false;  // of few filters: not measured
   if (is_plain_fp32(s) || (x.c != 1 && s.c > 1) || y.c != 1) return false;
-  if (s.n * s.p * s.q < 64 * 20 * 20) return false;  // not measured
+  if (s.n * s.p * s.q < (is_16_bit ? 64 * 10 * 10 : 64 * 20 * 20)) return false;  // not measured
+  if (s.c == 8 && (wgrad || !is_16_bit) && !halo_obstacle(args)) return false;
   const int64_t terms = s.c * s.r * s.s;
-  if (wgrad) return terms <= 3 * 7 * 7;
-  return terms <= 3 * 11 * 11 && (size_of(s.dtype) == 2 || s.c < 4);
+  if (wgrad) return terms <= (is_16_bit ? 4 * 8 * 8 : 6 * 5 * 5);
+  return terms <= 3 * 11 * 11 && (is_16_bit || s.c < 4 || terms <= 6 * 5 * 5);
+}
+
+// The same of narrow_output (the ends of networks, 3 x 3 to 5 x 5; gradients of 3 and 6 channels):
+// 16 bits. With eight results, or in TF32, halo_wgmma is ahead; sums of thousands of terms are
+// cuDNN's.
+bool narrow_output_wins(const Conv2dArgs& args) {
+  const Conv2dShape& s = args.shape;
+  const bool dgrad = args.pass == Conv2dPass::kDgrad;
+  const int64_t results = dgrad ? s.c : s.k, terms = (dgrad ? s.k : s.c) * s.r * s.s;
+  return size_of(s.dtype) == 2 && results < 8 && !is_pointwise(s) && terms <= 128 * 3 * 3 &&
+         s.n * s.p * s.q >= 64 * 10 * 10;
 }
 
 // The fastest of our own.
@@ -236,7 +262,11 @@ int choose(const Conv2dArgs& args) {
   const Conv2dShape& s = args.shape;
   if (!depthwise_obstacle(args)) return kDepthwise;
   if (narrow_input_wins(args) && !narrow_input_obstacle(args)) return kNarrowInput;
-  if (is_thin(args)) return kDirect;
+  if (narrow_output_wins(args) && !narrow_output_obstacle(args)) return kNarrowOutput;
+  if (is_thin(args)) {
+    const bool tf32 = s.dtype == DType::kFloat32 && s.allow_tf32 && !is_pointwise(s);
+    return tf32 && args.pass != Conv2dPass::kWgrad && !halo_obstacle(args) ? kHalo : kDirect;
+  }
   // Three of four input gradients of a stride of 2 are zeros, which a product need not compute;
   // weight gradients have one product of long sums.
   const bool product = args.pass == Conv2dPass::kWgrad ||
@@ -320,7 +350,7 @@ bool beats_cudnn(const Conv2dProblem& problem, int kernel) {
   const bool is_channels_last = problem.x.c == 1 && s.c > 1, is_16_bit = size_of(s.dtype) == 2;
   const bool wgrad = problem.pass == Conv2dPass::kWgrad;
   if (kernel == kDepthwise) return depthwise_beats_cudnn(problem);
-  if (kernel == kNarrowInput) return true;  // else it is not chosen
+  if (kernel == kNarrowInput || kernel == kNarrowOutput) return true;  // else it is not chosen
   if (s.dtype == DType::kFloat64) {
     return problem.pass != Conv2dPass::kDgrad && s.c / s.groups * s.r * s.s <= 32;
   }

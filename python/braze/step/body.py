@@ -66,7 +66,7 @@ class Body:
         # A cast weight that an enclosing autocast remembers would be that of an earlier step.
         torch.clear_autocast_cache()
         with torch.enable_grad(), parts.ranks.micro_step(last):
-            with self._autocast(), self._forward_scope():
+            with self._autocast(), self._forward_scope(() if gather else batch[:-1]):
                 if gather:
                     batch = self.batches.gather(*batch, prefetch)
                 *inputs, target = batch
@@ -92,14 +92,14 @@ class Body:
         return loss.detach()
 
     @contextlib.contextmanager
-    def _forward_scope(self):
+    def _forward_scope(self, inputs):
         # The gradient that the loss will be given, where nothing comes between.
         direct = self._parts.accumulate == 1 and not self._parts.scales()
         casts, moments = self.casts, self.batches.moments
         ones = self._ones if direct else None
         with StepScope(casts=casts, moments=moments, unit_gradients=ones):
             try:
-                casts.cast_together()
+                casts.cast_together(inputs)
                 yield
             finally:
                 casts.drop()

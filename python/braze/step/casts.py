@@ -1,4 +1,4 @@
-"""Autocast's casts of a model's parameters in one launch."""
+"""Autocast's casts of a model's parameters and inputs in one launch."""
 
 import torch
 
@@ -14,7 +14,11 @@ class _Casts(torch.autograd.Function):
     def forward(ctx, dtype, made, *tensors):
         ctx.dtype = tensors[0].dtype
         ctx.set_materialize_grads(False)
-        return tuple(_cast(tensors, dtype) if made is None else made)
+        casts = tuple(_cast(tensors, dtype) if made is None else made)
+        # Nobody is to make the gradient of a batch, or of a frozen parameter.
+        needed = zip(casts, ctx.needs_input_grad[2:], strict=True)
+        ctx.mark_non_differentiable(*(cast for cast, needs in needed if not needs))
+        return casts
 
     @staticmethod
     def backward(ctx, *grads):
@@ -44,13 +48,15 @@ def _cast(tensors, dtype):
 
 
 class SharedCasts:
-    """Learns in one forward pass which parameters autocast casts, and casts them together in the
-    next ones. The results are those of separate casts, bit for bit: where a parameter is used more
-    than once, the later uses cast it again, so that its gradients add up in its own dtype; so does
-    the first use of one that the forward pass has written to before."""
+    """Learns in one forward pass which parameters and inputs autocast casts, and casts them together
+    in the next ones. The results are those of separate casts, bit for bit: where a parameter is
+    used more than once, the later uses cast it again, so that its gradients add up in its own
+    dtype; so does the first use of one that the forward pass has written to before."""
 
     def __init__(self):
         self._wanted = {}  # (id of a parameter, dtype) -> parameter
+        self._wanted_inputs = set()  # (which one, dtype)
+        self._inputs = {}  # id of an input of this pass -> which one it is
         self._ready, self._made = {}, {}
 
     def wanted(self):
@@ -61,22 +67,44 @@ class SharedCasts:
             together.setdefault((dtype, p.dtype, p.device), []).append(p)
         return together
 
-    def cast_together(self):
-        """At the beginning of a forward pass, which ends with :meth:`drop`."""
+    def cast_together(self, inputs=()):
+        """At the beginning of a forward pass, which ends with :meth:`drop`.
+
+        Args:
+            inputs: what the model is called with.
+        """
+        for i, t in enumerate(inputs):
+            if type(t) is torch.Tensor and not t.requires_grad:
+                self._inputs[id(t)] = i
         for key, parameters in self.wanted().items():
-            casts = _Casts.apply(key[0], self._made.pop(key, None), *parameters)
-            for p, cast in zip(parameters, casts, strict=True):
-                self._ready[id(p), key[0]] = p._version, cast
+            made = self._made.pop(key, None)
+            tensors = parameters if made else [*parameters, *self._inputs_for(inputs, *key)]
+            casts = _Casts.apply(key[0], made, *tensors)
+            for t, cast in zip(tensors, casts, strict=True):
+                self._ready[id(t), key[0]] = t._version, cast
+
+    def _inputs_for(self, inputs, to, dtype, device):
+        """Those that the passes before cast, once each, and that may share a launch."""
+        found = {id(t): t for t in inputs if id(t) in self._inputs}
+        return [
+            t
+            for t in found.values()
+            if (self._inputs[id(t)], to) in self._wanted_inputs
+            and (t.dtype, t.device) == (dtype, device)
+        ]
 
     def drop(self):
         """Forgets casts that nobody has taken."""
+        self._inputs.clear()
         self._ready.clear()
         self._made.clear()
 
     def take(self, tensor, dtype):
-        """The cast parameter, or None where the caller has to cast."""
+        """The cast parameter or input, or None where the caller has to cast."""
         key = id(tensor), dtype
-        if key not in self._wanted and isinstance(tensor, torch.nn.Parameter):
+        if id(tensor) in self._inputs:
+            self._wanted_inputs.add((self._inputs[id(tensor)], dtype))
+        elif key not in self._wanted and isinstance(tensor, torch.nn.Parameter):
             self._wanted[key] = tensor
         version, cast = self._ready.pop(key, (None, None))
         return cast if cast is not None and version == tensor._version else None

@@ -9,8 +9,9 @@
 namespace braze::cuda::narrow {
 
 constexpr int kWarps = 4, kThreads = 32 * kWarps;
-constexpr int kWarpPixels = 64;  // of a tile of fprop, for each warp
+constexpr int kWarpPixels = 64;  // of a tile of fprop, for each warp, at most
 constexpr int kTilePixels = kWarps * kWarpPixels;
+constexpr int kPlanePart = 4;  // words of a plane that a thread of wgrad makes
 
 // Elements of `size` bytes in a word of shared memory.
 __host__ __device__ constexpr int per_word(int size) { return 4 / size; }
@@ -39,10 +40,11 @@ struct Args {
   int row_terms, steps;
   FastDiv by_row_terms;
 
-  // wgrad: planes of the patch, of a row, a channel and a column's remainder by the stride, in
+  // wgrad: planes of the patch, of a row, a column's remainder by the stride and a channel, in
   // which neighbouring output pixels meet neighbouring elements.
-  int plane_pitch, plane_words, warps_across, gradient_width, gradient_words;
-  FastDiv by_plane_words, by_planes_of_row, by_stride, by_steps, by_taps_w;
+  int plane_pitch, plane_used, plane_words;  // elements; words of a plane that are, and of all
+  int warps_across, gradient_width, gradient_words;
+  FastDiv by_parts, by_step, by_stride, by_steps, by_taps_w;
 };
 
 // What is decided when a pass is planned.

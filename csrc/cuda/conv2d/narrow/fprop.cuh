@@ -47,7 +47,7 @@ class Fprop {
   BlockMoments<kGroups * 8> moments_;
   uint32_t* patches_;
   const int lane_ = threadIdx.x % 32, g_ = lane_ / 4, t_ = lane_ % 4;
-  const int warp_pixel_ = threadIdx.x / 32 * kWarpPixels, k0_ = blockIdx.y * kGroups * 8;
+  const int k0_ = blockIdx.y * kGroups * 8;
   int base_[kPixelGroups];  // bytes of the patches where this lane's pixels begin
   float acc_[4 * kGroups][4];
 
@@ -57,10 +57,17 @@ class Fprop {
     if (!kPixelRows) return j * 8 + n;
     return j / (kRun / 2) * (4 * kRun) + n / 2 * kRun + j % (kRun / 2) * 2 + n % 2;
   }
-  // The pixel, of the tile's, of group i and row or column n: as columns likewise, eight.
+  // The pixel, of the tile's, of group i and row or column n. As rows two groups are dealt out to
+  // the warps in turns, so that tiles of few pixels have all of them work. As columns likewise such
+  // that a thread gets eight side by side.
   __device__ __forceinline__ int pixel_of(int i, int n) const {
-    if (kPixelRows) return warp_pixel_ + i * 8 + n;
-    return warp_pixel_ + i / 4 * 32 + n / 2 * 8 + i % 4 * 2 + n % 2;
+    const int warp = threadIdx.x / 32;
+    if (kPixelRows) return (i / 2 * kWarps + warp) * 16 + i % 2 * 8 + n;
+    return warp * kWarpPixels + i / 4 * 32 + n / 2 * 8 + i % 4 * 2 + n % 2;
+  }
+  // Whether group i has pixels of the tile.
+  __device__ __forceinline__ bool has_group(int i) const {
+    return !kPixelRows || pixel_of(i & ~1, 0) < a_.tile_rows * a_.tile_columns;
   }
 
   // A term's filter row and its element there; whether there is one.
@@ -70,13 +77,19 @@ class Fprop {
     return r < a_.taps_h && e >= 0 && e < a_.taps_w * a_.channels;
   }
 
-  // Loaded wherever it is not there too: loads behind branches would wait for each other.
-  __device__ __forceinline__ uint32_t weight(int filter, int term) const {
+  // Where a term's weight lies in a filter, whose taps may run backwards; kNone if there is none.
+  static constexpr int64_t kNone = INT64_MIN;
+  __device__ __forceinline__ int64_t weight_offset(int term) const {
     int r, e, c;
-    const bool there = find(term, r, e) && filter < a_.filters;
+    const bool there = find(term, r, e);
     const int s = a_.by_channels.div(there ? e : 0, c);
-    const int64_t offset = filter * a_.w_k + r * a_.w_r + s * a_.w_s + c * a_.w_c;
-    const T v = static_cast<const T*>(a_.other)[there ? offset : 0];
+    return there ? r * a_.w_r + s * a_.w_s + c * a_.w_c : kNone;
+  }
+
+  // Loaded wherever it is not there too: loads behind branches would wait for each other.
+  __device__ __forceinline__ uint32_t weight(int filter, int64_t offset) const {
+    const bool there = offset != kNone && filter < a_.filters;
+    const T v = static_cast<const T*>(a_.other)[there ? filter * a_.w_k + offset : 0];
     if constexpr (kPer == 2) return there ? *reinterpret_cast<const uint16_t*>(&v) : 0;
     return there ? product_word<T, kSplit>(__float_as_uint(v)) : 0;
   }
@@ -86,20 +99,27 @@ class Fprop {
     return step * kStep + half * (kStep / 2) + t * kPer;
   }
 
-  __device__ __forceinline__ uint32_t filter_word(int filter, int term) const {
-    uint32_t word = weight(filter, term);
-    if constexpr (kPer == 2) word |= weight(filter, term + 1) << 16;
+  __device__ __forceinline__ uint32_t filter_word(int filter, const int64_t (&offsets)[kPer]) const {
+    uint32_t word = weight(filter, offsets[0]);
+    if constexpr (kPer == 2) word |= weight(filter, offsets[1]) << 16;
     return word;
   }
 
   __device__ __forceinline__ void prepare() {
-#pragma unroll 2
-    for (int i = threadIdx.x; i < a_.steps * kPairs * 32; i += kThreads) {
-      const int lane = i % 32, j = i / 32 % kPairs * 2, step = i / 32 / kPairs;
-      const int low = term_of(step, 0, lane % 4), high = term_of(step, 1, lane % 4);
-      const int first = k0_ + filter_of(j, lane / 4), second = k0_ + filter_of(j + 1, lane / 4);
-      filters_[i] = {filter_word(first, low), filter_word(first, high), filter_word(second, low),
-                     filter_word(second, high)};
+    for (int step = threadIdx.x / 32; step < a_.steps; step += kWarps) {
+      int64_t low[kPer], high[kPer];
+#pragma unroll
+      for (int e = 0; e < kPer; ++e) {
+        low[e] = weight_offset(term_of(step, 0, t_) + e);
+        high[e] = weight_offset(term_of(step, 1, t_) + e);
+      }
+#pragma unroll
+      for (int j = 0; j < kPairs; ++j) {
+        const int first = k0_ + filter_of(2 * j, g_), second = k0_ + filter_of(2 * j + 1, g_);
+        filters_[(step * kPairs + j) * 32 + lane_] = {
+            filter_word(first, low), filter_word(first, high), filter_word(second, low),
+            filter_word(second, high)};
+      }
     }
     for (int i = threadIdx.x; i < a_.steps * 4; i += kThreads) {
       uint32_t offset[2], mask[2];
@@ -153,6 +173,7 @@ class Fprop {
       Fragment<kSplit, 2> pixels[kPixelGroups];
 #pragma unroll
       for (int i = 0; i < kPixelGroups; ++i) {
+        if (!has_group(i)) break;
         pixels[i].set(0, product_word<T, kSplit>(patch_word(i, term.x) & term.z));
         pixels[i].set(1, product_word<T, kSplit>(patch_word(i, term.y) & term.w));
       }
@@ -164,6 +185,7 @@ class Fprop {
         if constexpr (kPixelRows) {
 #pragma unroll
           for (int m = 0; m < kPixelGroups / 2; ++m) {
+            if (!has_group(2 * m)) break;
             const auto rows = rows_of(pixels[2 * m], pixels[2 * m + 1]);
             narrow::multiply<T>(acc_[m * kGroups + 2 * j], rows, first);
             narrow::multiply<T>(acc_[m * kGroups + 2 * j + 1], rows, second);
@@ -209,6 +231,7 @@ class Fprop {
     T* const image = static_cast<T*>(a_.out) + place.image * a_.y_n;
 #pragma unroll
     for (int i = 0; i < kOwnPixels; ++i) {
+      if (!has_group(i)) break;
       int p, q;
       if (!locate(place, own_pixel(i), p, q)) continue;
       T* const to = image + p * a_.y_h + q * a_.y_w;

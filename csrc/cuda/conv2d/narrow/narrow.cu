@@ -11,10 +11,44 @@
 namespace braze::cuda::narrow {
 namespace {
 
-constexpr int kMaxChannels = 4, kMaxExtent = 1 << 24, kMaxTaps = 64;
+constexpr int kMaxChannels = 8, kMaxExtent = 1 << 24, kMaxTaps = 64;
 constexpr int kMaxFilters = 1 << 19;  // a grid has 65535 blocks of 16, at least, in a column
 
 bool is_wgrad(const Conv2dArgs& args) { return args.pass == Conv2dPass::kWgrad; }
+
+// Whether it is the result of the convolution that has few channels: of an input gradient, and of a
+// weight gradient if it is not the image.
+bool is_of_few_results(const Conv2dArgs& args) {
+  if (is_wgrad(args)) return args.shape.c > kMaxChannels && args.shape.k <= kMaxChannels;
+  return args.pass == Conv2dPass::kDgrad;
+}
+
+// Elements from a filter's first tap to its last.
+int64_t last_tap(const Conv2dArgs& args) {
+  const Tensor4dRef& w = is_wgrad(args) ? args.out : args.other;
+  return (args.shape.r - 1) * w.h + (args.shape.s - 1) * w.w;
+}
+
+// The pass as one of an image of few channels. With a stride of 1 the input's gradient is the
+// convolution of the result's with the turned filters, and the weights' gradient is that of this
+// convolution: the result's gradient is its image.
+Conv2dArgs in_terms_of_images(const Conv2dArgs& args) {
+  if (!is_of_few_results(args)) return args;
+  const Conv2dShape& s = args.shape;
+  Conv2dArgs turned = args;
+  Conv2dShape& to = turned.shape;
+  to.c = s.k, to.h = s.p, to.w = s.q, to.k = s.c, to.p = s.h, to.q = s.w;
+  to.pad_h = s.r - 1 - s.pad_h, to.pad_w = s.s - 1 - s.pad_w;
+  const Tensor4dRef& w = is_wgrad(args) ? args.out : args.other;
+  const char* const last = static_cast<const char*>(w.data) + last_tap(args) * size_of(s.dtype);
+  const Tensor4dRef filters{last, w.c, w.n, -w.h, -w.w};
+  if (is_wgrad(args)) {
+    turned.gathered = args.other, turned.other = args.gathered, turned.out = filters;
+  } else {
+    turned.pass = Conv2dPass::kFprop, turned.other = filters;
+  }
+  return turned;
+}
 // Whether it is fp32 at its own accuracy.
 bool is_split(const Conv2dArgs& args) {
   return args.shape.dtype == DType::kFloat32 && !args.shape.allow_tf32;
@@ -101,7 +135,7 @@ bool set_tile(const Conv2dArgs& args, const Tile& tile, Args* a) {
   const bool even = a->is_linear && divides(2, {s.w * s.c, a->x_h, a->x_n}) &&
                     (across == 1 || tile.columns * step % 2 == 0) && is_aligned(a->x, 4);
   a->has_words = per == 1 || even;
-  a->lead = per == 2 && even ? a->pad_w * a->channels % 2 : 0;
+  a->lead = per == 2 && even ? std::abs(a->pad_w * a->channels) % 2 : 0;
   a->row_terms = rounded_up(a->taps_w * a->channels + a->lead, per);
   a->by_row_terms = FastDiv(a->row_terms);
   a->pitch = rounded_up((tile.columns - 1) * step + a->row_terms, per);
@@ -119,7 +153,8 @@ bool set_tile(const Conv2dArgs& args, const Tile& tile, Args* a) {
   const int plane_words = words + (12 - words % 8) % 8;
   a->plane_pitch = plane_words * per;
   a->plane_words = a->patch_rows * step * plane_words;
-  a->by_plane_words = FastDiv(plane_words), a->by_planes_of_row = FastDiv(step);
+  a->plane_used = words;
+  a->by_parts = FastDiv(ceil_div(words, kPlanePart)), a->by_step = FastDiv(step);
   a->by_steps = FastDiv(tile.columns / pixel_step(size));
   a->copies = per == 2 && shift > 0 ? 2 : 1;
   a->warps_across = tile.warps_across;
@@ -141,7 +176,10 @@ double cost_of(const Conv2dArgs& args, const Tile& tile, const Args& a) {
     cycles += steps * (tile.filters / 16) * tile.taps * tile.warps_across * product +
               kArrangedWord * a.plane_words + kStagedWord / 4 * a.gradient_words;
   } else {
-    cycles += a.steps * kTilePixels / 16.0 * (tile.filters / 8) * product;
+    const int warp_pixels = is_channels_last(args.out)
+                                ? ceil_div(tile.rows * tile.columns, 16 * kWarps) * 16
+                                : kWarpPixels;
+    cycles += a.steps * warp_pixels * kWarps / 16.0 * (tile.filters / 8) * product;
   }
   const int blocks = most_shared_memory() / (tile.shared_bytes + 1024);
   // A tile's lines of contiguous results had better be whole sectors of memory, and more.
@@ -249,21 +287,26 @@ bool is_dense(const Tensor4dRef& t, const Conv2dShape& s) {
 
 }  // namespace
 
-const char* obstacle(const Conv2dArgs& args) {
+const char* obstacle(const Conv2dArgs& given) {
+  if (given.shape.dtype == DType::kFloat64) return "it takes float32, bfloat16 and float16";
+  const bool strided = given.shape.stride_h > 1 || given.shape.stride_w > 1;
+  if (is_of_few_results(given) && strided) {
+    return "it has gradients of results of up to eight channels for a stride of 1";
+  }
+  const Conv2dArgs args = in_terms_of_images(given);
   const Conv2dShape& s = args.shape;
-  if (args.pass == Conv2dPass::kDgrad) return "it has no input gradient";
-  if (s.dtype == DType::kFloat64) return "it takes float32, bfloat16 and float16";
   const bool few = s.c <= kMaxChannels && s.groups == 1 && s.dilation_h == 1 && s.dilation_w == 1;
   const bool small = std::max({s.r, s.s, s.stride_h, s.stride_w}) <= kMaxTaps &&
                      s.k <= kMaxFilters &&
                      std::max({s.h, s.w, s.p, s.q, s.pad_h, s.pad_w}) < kMaxExtent;
-  if (!few || !small || (is_wgrad(args) && !is_dense(args.out, s))) {
-    return "it takes up to four channels, one group, no dilation, filters and strides of up to 64";
+  if (!few || !small || (is_wgrad(args) && !is_dense(given.out, given.shape))) {
+    return "it takes up to eight channels, one group, no dilation, filters and strides of up to 64";
   }
   return tile_for(args) ? nullptr : "its tiles do not fit shared memory";
 }
 
-void plan(const Conv2dArgs& args, Conv2dPlan* plan) {
+void plan(const Conv2dArgs& given, Conv2dPlan* plan) {
+  const Conv2dArgs args = in_terms_of_images(given);
   Tile tile = *tile_for(args);
   Args a = problem_of(args);
   set_tile(args, tile, &a);
@@ -272,18 +315,21 @@ void plan(const Conv2dArgs& args, Conv2dPlan* plan) {
   const int most = std::clamp(all / (tile.filter_blocks * tile.tap_blocks), 1, a.tiles);
   tile.blocks = static_cast<int>(ceil_div(a.tiles, ceil_div(a.tiles, most)));
   plan->tiling.set(tile);
-  plan->moment_sets = is_wgrad(args) ? 0 : tile.blocks;
+  plan->moment_sets = given.pass == Conv2dPass::kFprop ? tile.blocks : 0;
   if (is_wgrad(args)) {
     const Conv2dShape& s = args.shape;
     plan->workspace_bytes = int64_t{tile.blocks} * s.k * s.c * s.r * s.s * 4;
   }
 }
 
-void run(Stream stream, const Conv2dArgs& args, const Conv2dPlan& plan, void* workspace) {
+void run(Stream stream, const Conv2dArgs& given, const Conv2dPlan& plan, void* workspace) {
   const Tile& tile = plan.tiling.get<Tile>();
+  const Conv2dArgs args = in_terms_of_images(given);
   Args a = problem_of(args);
   set_tile(args, tile, &a);
-  if (is_wgrad(args)) a.out = workspace;
+  if (is_wgrad(args)) {
+    a.out = static_cast<float*>(workspace) + (is_of_few_results(given) ? last_tap(given) : 0);
+  }
   const Function function = function_of(args, tile);
   if (tile.shared_bytes > 48 << 10) {
     cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, tile.shared_bytes);
@@ -297,7 +343,7 @@ void run(Stream stream, const Conv2dArgs& args, const Conv2dPlan& plan, void* wo
     using T = typename decltype(tag)::type;
     if constexpr (!std::is_same_v<T, double>) {
       launch_ordered_sum(stream, static_cast<const float*>(workspace), tile.blocks,
-                         s.k * s.c * s.r * s.s, static_cast<T*>(const_cast<void*>(args.out.data)));
+                         s.k * s.c * s.r * s.s, static_cast<T*>(const_cast<void*>(given.out.data)));
     }
   });
 }

@@ -1,5 +1,6 @@
-// Convolutions of images of up to four channels, the first layers of networks: forward and weight
-// gradient.
+// Convolutions of images of up to eight channels, the first layers of networks: forward and weight
+// gradient. And, with a stride of 1, both gradients of convolutions with up to eight filters, the
+// last layers: the same with the result's gradient for an image.
 #pragma once
 
 #include "cuda/conv2d/args.h"

@@ -38,6 +38,7 @@ __device__ __forceinline__ void stage_words(const Args& a, const Place& place, u
     const int h = place.p * a.stride_h - a.pad_h + row;
     const bool in_image = h >= 0 && h < a.height;
     const T* const from = image + (in_image ? h * a.x_h : 0);
+#pragma unroll 4
     for (int i = threadIdx.x % 32; i < words; i += 32) {
       const int e = first + i * kPer;
       const bool inside = in_image && e >= 0 && e < width;

@@ -75,7 +75,7 @@ class Wgrad {
       const Tap at = tap_of(tap < taps() ? tap : 0);
       int phase;
       const int shift = a_.by_stride.div(at.s, phase);
-      const int plane = (at.r * a_.channels + at.c) * a_.stride_w + phase;
+      const int plane = (at.r * a_.stride_w + phase) * a_.channels + at.c;
       base_[i] = plane * (a_.plane_pitch / kPer) + shift / kPer + t_;
       if (kPer == 2 && shift % 2) base_[i] += a_.plane_words;
     }
@@ -124,26 +124,38 @@ class Wgrad {
     stage_patch<T>(a_, place, patches_ + buffer * a_.patch_words);
   }
 
-  // The planes from a patch, and 16 bits' copy that begins an element later.
+  // The planes from a patch, and 16 bits' copy that begins an element later. A thread makes a few
+  // words of one plane, which share elements; neighbouring lanes read neighbouring ones.
   __device__ __forceinline__ void arrange(const uint32_t* patch) const {
     using Bits = typename RawAccess<sizeof(T)>::type;
-    const Bits* const from = reinterpret_cast<const Bits*>(patch);
+    const Bits* const from = reinterpret_cast<const Bits*>(patch) + a_.lead;
+    const int step = a_.stride_w * a_.channels, parts = a_.by_parts.divisor();
     const int columns = (a_.tile_columns - 1) * a_.stride_w + a_.taps_w;
-    for (int i = threadIdx.x; i < a_.plane_words; i += kThreads) {
-      int at, plane, phase;
-      const int row = a_.by_planes_of_row.div(a_.by_plane_words.div(i, at), plane);
-      const int channel = a_.by_stride.div(plane, phase);
-      const Bits* const line = from + row * a_.pitch + a_.lead + channel;
-      const auto element = [&](int index) -> uint32_t {
-        const int column = index * a_.stride_w + phase;
-        return column < columns ? line[column * a_.channels] : 0;
+    for (int i = threadIdx.x; i < a_.patch_rows * step * parts; i += kThreads) {
+      int plane, part;  // the plane is an element of a step
+      const int row = a_.by_parts.div(a_.by_step.div(i, plane), part);
+      const Bits* next = from + row * a_.pitch + part * (kPlanePart * kPer * step) + plane;
+      const Bits* const end = from + row * a_.pitch + columns * a_.channels;
+      const auto element = [&]() -> uint32_t {
+        const uint32_t value = next < end ? *next : 0;
+        next += step;
+        return value;
       };
-      if constexpr (kPer == 1) {
-        planes_[i] = product_word<T, kSplit>(element(at));
-      } else {
-        const uint32_t middle = element(2 * at + 1);
-        planes_[i] = element(2 * at) | middle << 16;
-        if (a_.copies > 1) planes_[a_.plane_words + i] = middle | element(2 * at + 2) << 16;
+      uint32_t* const to =
+          planes_ + (row * step + plane) * (a_.plane_pitch / kPer) + part * kPlanePart;
+      uint32_t first = element();
+#pragma unroll
+      for (int at = 0; at < kPlanePart; ++at) {
+        if (part * kPlanePart + at >= a_.plane_used) break;
+        if constexpr (kPer == 1) {
+          to[at] = product_word<T, kSplit>(first);
+          first = element();
+        } else {
+          const uint32_t middle = element();
+          to[at] = first | middle << 16;
+          first = element();
+          if (a_.copies > 1) to[a_.plane_words + at] = middle | first << 16;
+        }
       }
     }
   }
