@@ -48,10 +48,10 @@ def _cast(tensors, dtype):
 
 
 class SharedCasts:
-    """Learns in one forward pass which parameters and inputs autocast casts, and casts them together
-    in the next ones. The results are those of separate casts, bit for bit: where a parameter is
-    used more than once, the later uses cast it again, so that its gradients add up in its own
-    dtype; so does the first use of one that the forward pass has written to before."""
+    """Learns in one forward pass which parameters and inputs autocast casts, and casts them
+    together in the next ones. The results are those of separate casts, bit for bit: where a
+    parameter is used more than once, the later uses cast it again, so that its gradients add up in
+    its own dtype; so does the first use of one that the forward pass has written to before."""
 
     def __init__(self):
         self._wanted = {}  # (id of a parameter, dtype) -> parameter
