@@ -99,7 +99,8 @@ class Fprop {
     return step * kStep + half * (kStep / 2) + t * kPer;
   }
 
-  __device__ __forceinline__ uint32_t filter_word(int filter, const int64_t (&offsets)[kPer]) const {
+  __device__ __forceinline__ uint32_t filter_word(int filter,
+                                                  const int64_t (&offsets)[kPer]) const {
     uint32_t word = weight(filter, offsets[0]);
     if constexpr (kPer == 2) word |= weight(filter, offsets[1]) << 16;
     return word;

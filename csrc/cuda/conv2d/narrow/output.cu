@@ -96,8 +96,9 @@ double cost_of(const Conv2dArgs& args, const OutputArgs& a, int shared_bytes) {
   const int row_tiles = ceil_div(a.tile_rows * a.tile_columns, 16 * kOutputWarps);  // of a warp
   const double products = double{1} * a.taps_h * a.taps_w * a.steps * a.chunks * row_tiles;
   const int blocks = most_shared_memory() / (shared_bytes + 1024);
-  return (kStart + kStagedUnit * units + product * products) *
-         (blocks < 2 ? 1.6 : blocks < 3 ? 1.1 : 1);
+  return (kStart + kStagedUnit * units + product * products) * (blocks < 2   ? 1.6
+                                                                : blocks < 3 ? 1.1
+                                                                             : 1);
 }
 
 std::optional<OutputTile> tile_for(const Conv2dArgs& args) {
@@ -162,7 +163,8 @@ void plan_output(const Conv2dArgs& args, Conv2dPlan* plan) {
   const OutputFunction function = function_of(args);
   cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, tile.shared_bytes);
   int at_once = 0;
-  cudaOccupancyMaxActiveBlocksPerMultiprocessor(&at_once, function, kOutputThreads, tile.shared_bytes);
+  cudaOccupancyMaxActiveBlocksPerMultiprocessor(&at_once, function, kOutputThreads,
+                                                tile.shared_bytes);
   // As many blocks as run at once, or fewer with as many tiles for the busiest.
   const int most = std::min(std::max(1, at_once) * sm_count(), a.tiles);
   tile.blocks = ceil_div(a.tiles, ceil_div(a.tiles, most));

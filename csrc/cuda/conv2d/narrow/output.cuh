@@ -53,7 +53,9 @@ class NarrowOutput {
   int base_[kRowTiles];  // bytes of a patch where this lane's row for ldmatrix begins
   float acc_[kRowTiles][4];
 
-  __device__ __forceinline__ int first_pixel(int m) const { return (m * kOutputWarps + warp_) * 16; }
+  __device__ __forceinline__ int first_pixel(int m) const {
+    return (m * kOutputWarps + warp_) * 16;
+  }
 
   __device__ __forceinline__ Place place_of_tile(int tile) const {
     int rest, right;
@@ -74,8 +76,7 @@ class NarrowOutput {
       const int pixel = a_.by_units.div(i, unit);
       const int row = a_.by_patch_columns.div(pixel, column);
       const int h = h0 + row, w = w0 + column, c = (chunk * units + unit) * kUnit;
-      const bool inside =
-          h >= 0 && h < a_.height && w >= 0 && w < a_.width && c < a_.channels;
+      const bool inside = h >= 0 && h < a_.height && w >= 0 && w < a_.width && c < a_.channels;
       const int64_t offset = inside ? h * a_.x_h + w * a_.x_w + c : 0;
       cp_async<16>(to + pixel * a_.pitch + unit * 16, image + offset, inside);
     }
@@ -184,8 +185,8 @@ class NarrowOutput {
   __device__ __forceinline__ NarrowOutput(const OutputArgs& a, uint4* shared)
       : a_(a),
         weights_(reinterpret_cast<uint2*>(shared)),
-        patches_(reinterpret_cast<char*>(weights_ + a.chunks * a.steps * a.taps_h * a.taps_w * 32)) {
-  }
+        patches_(
+            reinterpret_cast<char*>(weights_ + a.chunks * a.steps * a.taps_h * a.taps_w * 32)) {}
 
   __device__ __forceinline__ void run() {
     const int bytes = a_.patch_rows * a_.patch_columns * a_.pitch;
