@@ -1,8 +1,9 @@
 """``python -m braze bench products``: matrix products beside the best of 32 cuBLASLt algorithms.
 
-Two groups. "square": 4096 and 8192 cubed, every transposition, every precision. "network": 60
-small, skinny, odd and batched products of real networks' layers. On a CPU the small ones run, and
-stock torch stands in the vendor's place.
+Three groups. "square": 4096 and 8192 cubed, every transposition, every precision. "network": 60
+small, skinny, odd and batched products of real networks' layers. "warm": small ones, a hundred in
+one CUDA graph with their operands in the caches, as most are in a training step; the others begin
+with cold caches. On a CPU the small ones run, and stock torch stands in the vendor's place.
 """
 
 import dataclasses
@@ -48,6 +49,8 @@ class Product:
     batch: int = 1
     #: what braze.backend(matmul=...) is given for our own kernels
     own: tuple = ("braze",)
+    #: that are timed together, with warm caches if they are several
+    launches: int = 1
 
     @property
     def name(self):
@@ -133,9 +136,22 @@ NETWORKS = [
 ]
 
 
+WARM = [
+    Product("warm", "forward", "bfloat16", m, n, k, layout="NT", launches=100)
+    for m, n, k in (
+        (64, 10, 128),
+        (100, 4096, 16),
+        (512, 64, 64),
+        (2000, 64, 64),
+        (2000, 10, 128),
+        (2000, 256, 27),
+    )
+]
+
+
 def wanted(device, args):
     """The products to run."""
-    for group in (SQUARES, NETWORKS):
+    for group in (SQUARES, NETWORKS, WARM):
         chosen = [p for p in group if any(part in p.name for part in args.case or [""])]
         chosen = [p for p in chosen if not args.dtype or p.dtype in args.dtype]
         if device.type == "cpu":
@@ -173,15 +189,23 @@ def same_bits(own, names, a, b):
     return [name for name in names if torch.equal(result_of(name, a, b), expected)]
 
 
-def maker_of(name, a, b):
+def maker_of(name, a, b, launches):
     """Makes the function to time; "stock" is torch's own product."""
-    if name == "stock":
-        return lambda: lambda: torch.matmul(a, b)
-    return under("matmul", name, lambda: lambda: braze.matmul(a, b))
+    product = torch.matmul if name == "stock" else braze.matmul
+
+    def make():
+        def several():
+            for _ in range(launches):
+                out = product(a, b)
+            return out
+
+        return several
+
+    return make if name == "stock" else under("matmul", name, make)
 
 
-def makers_of(names, a, b):
-    return {name: maker_of(name, a, b) for name in names}
+def makers_of(names, a, b, launches=1):
+    return {name: maker_of(name, a, b, launches) for name in names}
 
 
 def vendors_of(device):
@@ -193,8 +217,9 @@ def time_product(product, timer, device, quick):
     """Yields a row per own kernel of the product."""
     a, b = product.inputs(device)
     vendors = vendors_of(device)
-    vendor_screen = screen(timer, makers_of(vendors, a, b))
-    own_screen = screen(timer, makers_of(shipped("matmul", device, a.dtype), a, b))
+    launches = product.launches
+    vendor_screen = screen(timer, makers_of(vendors, a, b, launches))
+    own_screen = screen(timer, makers_of(shipped("matmul", device, a.dtype), a, b, launches))
     default = vendors[0] if vendors[0] in vendor_screen else None
     finalists = {*fastest(vendor_screen, FINALISTS), *([default] if default else [])}
 
@@ -204,7 +229,11 @@ def time_product(product, timer, device, quick):
     right = [name for name in ours if name not in errors]
     names = [*right, *sorted(finalists)]
     budget = (QUICK_BUDGET if quick else BUDGET)[device.type]
-    times = interleaved(timer, makers_of(names, a, b), device, budget=budget)
+    makers, warm = makers_of(names, a, b, launches), launches > 1
+    times = interleaved(timer, makers, device, warm, budget=budget)
+    if warm:  # the floor is that of one launch by itself
+        times.pop("floor", None)
+        times = {name: [us / launches for us in parts] for name, parts in times.items()}
     medians = {name: us for name, (us, *_) in times.items() if name != "floor"}
     vendor = min(finalists, key=medians.get, default=None)
     others = {name: us for name, us in medians.items() if name != "auto"}
@@ -212,7 +241,8 @@ def time_product(product, timer, device, quick):
 
     for candidate in own:
         row = dict.fromkeys(COLUMNS, "")
-        row |= {"op": "products", "group": product.group, "case": product.name, "cache": "cold"}
+        row |= {"op": "products", "group": product.group, "case": product.name}
+        row["cache"] = "warm" if warm else "cold"
         row |= {"pass": product.pass_name, "dtype": product.dtype, "candidate": candidate}
         row |= {"vendor_name": vendor or "", "vendor_count": len(vendor_screen)}
         row |= {"own_best_name": own_best or ""}
