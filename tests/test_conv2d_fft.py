@@ -1,4 +1,4 @@
-"""Convolution by FFT, by name on both devices, and where the CPU's "auto" takes it."""
+"""Convolution by FFT, by name on both devices, and where "auto" takes it."""
 
 import json
 import math
@@ -8,10 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as stock
 from conv2d_common import FORMATS, PASSES, geometry, reference
+from test_conv2d import cuda_kernels_of
 
 import braze
 import braze.nn.functional as F
-from common import check_against_stock, compile
+from common import assert_by_rule, check_against_stock, compile
+from conftest import cuda_only
 
 # n, c, h, w, k, (r, s), stride, padding, dilation, groups
 SMALL = [
@@ -36,10 +38,11 @@ TILED = [
     (1, 4, 300, 120, 6, (3, 3), (2, 3), (1, 1), 1, 2),
     (1, 2, 200, 190, 2, (5, 5), (1, 1), (8, 8), 4, 1),
 ]
-# Which take several blocks of groups, or of filters in float64.
+# Which take several blocks: of groups; in float64 of filters; of filters, or of channels for dgrad.
 MANY = [
     (1, 2600, 16, 16, 2600, (17, 17), (1, 1), (8, 8), 1, 2600),
     (1, 128, 6, 6, 96, (11, 11), (1, 1), (5, 5), 1, 1),
+    (1, 250, 6, 6, 264, (11, 11), (1, 1), (5, 5), 1, 1),
 ]
 
 
@@ -86,6 +89,14 @@ def test_matches_stock(device, dtype, case, form):
 @pytest.mark.parametrize("case", MANY, ids=str)
 def test_blocks_of_groups_and_of_filters(device, dtype, case):
     tensors = drawn(case, device, dtype)
+    for which in PASSES:
+        check(which, case, tensors)
+
+
+@cuda_only
+def test_blocks_beyond_the_bound_of_a_gpu():
+    case = (1, 640, 6, 6, 512, (11, 11), (1, 1), (5, 5), 1, 1)
+    tensors = drawn(case, "cuda", torch.float64)
     for which in PASSES:
         check(which, case, tensors)
 
@@ -205,30 +216,64 @@ def test_compiled_and_autocast(device):
         assert torch.equal(half, F.conv2d(x.bfloat16(), w.bfloat16(), padding=3))
 
 
+def check_specials(which, case, tensors, name="fft"):
+    """Against a kernel that adds term by term: the same infinities and NaN, the rest by the rule.
+    Returns the result."""
+    plain_name = "implicit_gemm" if tensors[0].device.type == "cpu" else "direct"
+    actual, plain = run(which, case, *tensors, name), run(which, case, *tensors, plain_name)
+    assert torch.equal(actual.isnan(), plain.isnan()), which
+    infinite, finite = plain.isinf(), plain.isfinite()
+    assert torch.equal(actual.isinf(), infinite), which
+    assert torch.equal(actual[infinite], plain[infinite]), which
+    exact = reference(which, case, *(t.double() for t in tensors))
+    parts = [torch.where(finite, t, 0) for t in (actual, plain, exact)]
+    terms = max(t.numel() for t in tensors)
+    assert_by_rule(*parts, 8, f"{name} {which}", terms)
+    return actual
+
+
+@pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("special", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("where", ["x", "w", "dy"])
-@pytest.mark.parametrize("case", [SMALL[1], *((2, *case[1:]) for case in TILED[:3])], ids=str)
-def test_specials(device, case, where, special):
-    """They spread over their tile, and nowhere else; on the CPU it is made again directly."""
-    x, w, b, dy = drawn(case, device, torch.float32)
-    # (Where no window has padding, from which stock keeps it away.)
+@pytest.mark.parametrize("case", [SMALL[1], *((2, *case[1:]) for case in TILED)], ids=str)
+def test_specials(device, case, where, special, form):
+    """They would spread over their tile; it is made again directly."""
+    x, w, b, dy = drawn(case, device, torch.float32, form)
     place = (1, 2) if where == "w" else (12, 13)
     {"x": x, "w": w, "dy": dy}[where][(1, 0, *place)] = special
     for which in PASSES:
-        actual = run(which, case, x, w, b, dy)
+        actual = check_specials(which, case, (x, w, b, dy))
         read = {"fprop": "xw", "dgrad": "dyw", "wgrad": "xdy"}[which]
         assert actual.isfinite().all() == (where not in read)
-        exact = reference(which, case, *(t.double() for t in (x, w, b, dy)))
-        if device == "cpu":
-            plain = run(which, case, x, w, b, dy, "implicit_gemm")
-            assert torch.equal(actual.isnan(), plain.isnan())
-            assert torch.equal(actual.isinf(), plain.isinf())
-            if where != "w":
-                check(which, case, (x, w, b, dy))
-        else:
-            assert (~actual.isfinite() | exact.isfinite()).all()
-            if which != "wgrad" and where != "w":  # the other image
-                assert actual[0].isfinite().all()
+        if which != "wgrad" and where != "w":  # the other image
+            assert actual[0].isfinite().all()
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("case", [SMALL[1], SMALL[7], SMALL[9], SMALL[11], *TILED[1:]], ids=str)
+def test_specials_of_every_dtype(device, dtype, case, form):
+    """Strides, dilations, groups; several at once, of both signs."""
+    tensors = drawn(case, device, dtype, form)
+    for which in PASSES:
+        some = [t.clone(memory_format=torch.preserve_format) for t in tensors]
+        for t in (some[0], some[3]):
+            for value, where in ((math.inf, 0), (-math.inf, 0.4), (math.nan, 0.9)):
+                t[(-1, -1, int(where * t.shape[2]), int(where * t.shape[3]))] = value
+        check_specials(which, case, some)
+
+
+def test_specials_of_views(device):
+    """Elements that no convolution wrote down in one piece."""
+    case = (2, 6, 21, 20, 4, (5, 7), (1, 1), (2, 3), 1, 1)
+    x, w, b, dy = drawn(case, device, torch.float32)
+    x[1, 3, 10, 11] = math.inf
+    for form in FORMATS.values():
+        wide = torch.randn(4, 9, 21, 20, device=device).to(memory_format=form)
+        wide[::2, 2:-1] = x
+        for which in PASSES:
+            check_specials(which, case, (wide[::2, 2:-1], w, b, dy))
+    for which in PASSES:
+        check_specials(which, case, (x[1:].expand_as(x), w, b, dy))
 
 
 def test_overflow_of_a_transform(device):
@@ -237,7 +282,7 @@ def test_overflow_of_a_transform(device):
     w[0, 0, 2, 2] = 1
     with braze.backend(conv2d="fft"):
         out = F.conv2d(x, w, padding=2)
-    assert torch.equal(out, x) if device == "cpu" else not out.isfinite().any()
+    assert torch.equal(out, x)
 
 
 def difficult(x, w):
@@ -331,13 +376,112 @@ def test_what_auto_takes(case, takes):
     assert not torch.equal(auto, run("fprop", case, *in_double))
 
 
+# Of those that "auto" takes on a GPU.
+LARGE = (1, 1, 512, 512, 1, (31, 31), (1, 1), (15, 15), 1, 1)
+
+
+def takes_fft(function):
+    function()  # what is only needed once
+    return "fft_results" in cuda_kernels_of(function)
+
+
+@cuda_only
+@pytest.mark.parametrize("name", ["auto", "braze"])
+@pytest.mark.parametrize(
+    ("case", "takes"),
+    [
+        (LARGE, True),
+        ((1, 1, 500, 530, 1, (40, 33), (1, 1), (0, 0), 1, 1), True),
+        ((1, 1, 1024, 1024, 1, (63, 63), (1, 1), (31, 31), 1, 1), True),
+        ((1, 1, 512, 512, 1, (15, 15), (1, 1), (7, 7), 1, 1), False),
+        ((1, 1, 512, 512, 1, (3, 3), (1, 1), (1, 1), 1, 1), False),
+        ((1, 1, 200, 200, 1, (31, 31), (1, 1), (15, 15), 1, 1), False),  # too little work
+        ((1, 1, 1024, 1024, 1, (31, 31), (2, 2), (15, 15), 1, 1), False),
+        ((1, 1, 1024, 1024, 1, (31, 31), (1, 1), (30, 30), 2, 1), False),
+        ((4, 16, 64, 64, 16, (31, 31), (1, 1), (15, 15), 1, 1), False),  # not measured
+        ((2, 128, 56, 56, 128, (31, 31), (1, 1), (15, 15), 1, 128), False),
+    ],
+    ids=str,
+)
+def test_what_auto_takes_on_a_gpu(case, takes, name):
+    for dtype in (torch.bfloat16, torch.float32):
+        tensors = drawn(case, "cuda", dtype)
+        for which in PASSES:
+            assert takes_fft(lambda: run(which, case, *tensors, name)) == takes, which  # noqa: B023
+            if takes:
+                assert torch.equal(run(which, case, *tensors, name), run(which, case, *tensors))
+                check(which, case, tensors, name)
+    in_double = drawn(case, "cuda", torch.float64)
+    assert not takes_fft(lambda: run("fprop", case, *in_double, name))
+
+
+@cuda_only
+@pytest.mark.parametrize("special", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("case", [LARGE, (3, *LARGE[1:])], ids=str)
+def test_specials_under_auto_on_a_gpu(case, special):
+    for dtype in (torch.bfloat16, torch.float32):
+        tensors = drawn(case, "cuda", dtype)
+        for t in (tensors[0], tensors[3]):
+            t[-1, 0, 100, 200] = special
+        for which in PASSES:
+            assert takes_fft(lambda: run(which, case, *tensors, "auto"))  # noqa: B023
+            actual = check_specials(which, case, tensors, "auto")
+            spoilt = 1 - actual.isfinite().float().mean()
+            assert spoilt > 0 if which == "wgrad" else 0 < spoilt < 0.01
+
+
+@cuda_only
+def test_specials_in_a_cuda_graph():
+    """A graph that was captured while all was finite does again what no longer is."""
+    x, w, b, dy = drawn(LARGE, "cuda", torch.float32)
+    clean = x.clone()
+
+    def passes():
+        return [run(which, LARGE, x, w, b, dy, "auto") for which in PASSES]
+
+    passes()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = passes()
+    for value in (0.5, math.nan, math.inf, 0.5):
+        x.copy_(clean)
+        x[0, 0, 77, 88] = value
+        graph.replay()
+        for result, expected in zip(results, passes(), strict=True):
+            assert torch.equal(result.isnan(), expected.isnan())
+            assert torch.equal(result.nan_to_num(), expected.nan_to_num())
+        assert all(result.isfinite().all() for result in results) == (value == 0.5)
+
+
+@cuda_only
+def test_without_memory_for_transforms():
+    """What is left is enough for the result alone: "auto" takes a kernel that needs no more."""
+    case = (1, 1, 2048, 2048, 1, (31, 31), (1, 1), (15, 15), 1, 1)
+    x, w, b, dy = drawn(case, "cuda", torch.float32)
+    exact = reference("fprop", case, *(t.double() for t in (x, w, b, dy)))
+    stock_result = reference("fprop", case, x, w, b, dy)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    room = torch.cuda.memory_reserved() + stock_result.nbytes + (8 << 20)
+    torch.cuda.set_per_process_memory_fraction(room / total)
+    try:
+        with pytest.raises(RuntimeError):
+            run("fprop", case, x, w, b, dy)
+        torch.cuda.empty_cache()
+        actual = run("fprop", case, x, w, b, dy, "auto")
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert_by_rule(actual, stock_result, exact, ulps=8, terms=31 * 31)
+
+
 def test_it_is_listed(device):
     on_cpu = device == "cpu"
     (row,) = [
         k for k in braze.kernels("conv2d") if k["name"] == "fft" and (k["arch"] == "cpu") == on_cpu
     ]
-    # On CUDA nothing takes it by itself: what is not finite spreads.
-    assert row["shipped"] == on_cpu
+    assert row["shipped"]
 
 
 def test_the_tests_reject_a_wrong_kernel(device, dtype):

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <algorithm>
+#include <utility>
 #include <vector>
 
 #include "launchers/conv2d.h"
@@ -23,10 +24,11 @@ struct FftAxis {
 
 struct FftPlan {
   FftAxis h, w;
-  int64_t groups, filters;  // at once; of a group, and all of them where there are several groups
+  int64_t groups, results;  // groups at once; result channels of each (of wgrad: filters), all of
+                            // them where there are several groups
   int64_t units;            // tiles of images at once
   bool by_elements;         // products one channel after the other, not as those of matrices
-  int again;                // the kernel that repairs tiles; kAnyKernel: they stay as they are
+  int again;                // CPU: the kernel that does tiles again that are not finite
 };
 
 // One dimension of a pass, as correlation of a source on the grid with the taps.
@@ -105,8 +107,8 @@ class FftCost {
   explicit FftCost(const Conv2dProblem& problem) : is_wgrad_(problem.pass == Conv2dPass::kWgrad) {
     const Conv2dShape& s = problem.shape;
     images_ = s.n, groups_ = s.groups;
-    channels_ = s.c / s.groups, filters_ = s.k / s.groups;
-    is_dgrad_ = problem.pass == Conv2dPass::kDgrad;
+    sources_ = s.c / s.groups, results_ = s.k / s.groups;
+    if (problem.pass == Conv2dPass::kDgrad) std::swap(sources_, results_);
     complex_ = s.dtype == DType::kFloat64 ? 16 : 8;
   }
 
@@ -117,53 +119,49 @@ class FftCost {
     const int64_t units = images_ * plan->h.tiles * plan->w.tiles;
     // Bytes for a group's filters, spectra and what they are rearranged to, and for a tile of an
     // image: what is transformed, its spectrum, what that is rearranged to.
-    const auto filter_bytes = [&](int64_t filters) {
-      return 3 * filters * channels_ * frequencies * complex_;
+    const auto filter_bytes = [&](int64_t results) {
+      return 3 * results * sources_ * frequencies * complex_;
     };
-    const auto unit_bytes = [&](int64_t filters) {
-      const int64_t sources = is_dgrad_ ? filters : channels_;
-      const int64_t results = is_dgrad_ ? channels_ : filters;
-      return (is_wgrad_ ? 3 : 4) * (sources + results) * frequencies * complex_;
+    const auto unit_bytes = [&](int64_t results) {
+      return (is_wgrad_ ? 3 : 4) * (sources_ + results) * frequencies * complex_;
     };
-    plan->groups = groups_, plan->filters = filters_;
+    plan->groups = groups_, plan->results = results_;
     const auto fits = [&] {
-      return plan->groups * (filter_bytes(plan->filters) + unit_bytes(plan->filters)) <=
+      return plan->groups * (filter_bytes(plan->results) + unit_bytes(plan->results)) <=
              kWorkspaceBytes;
     };
     while (!fits() && plan->groups > 1) plan->groups = ceil_div(plan->groups, 2);
-    while (!fits() && plan->filters > 1) plan->filters = ceil_div(plan->filters, 2);
-    const int64_t rest = kWorkspaceBytes - plan->groups * filter_bytes(plan->filters);
-    plan->units = std::clamp<int64_t>(rest / (plan->groups * unit_bytes(plan->filters)), 1, units);
-    const int64_t terms = is_wgrad_ ? plan->units : is_dgrad_ ? plan->filters : channels_;
-    const int64_t rows = is_wgrad_ ? plan->filters : plan->units;
-    const int64_t columns = is_wgrad_ || is_dgrad_ ? channels_ : plan->filters;
+    while (!fits() && plan->results > 1) plan->results = ceil_div(plan->results, 2);
+    const int64_t rest = kWorkspaceBytes - plan->groups * filter_bytes(plan->results);
+    plan->units = std::clamp<int64_t>(rest / (plan->groups * unit_bytes(plan->results)), 1, units);
+    const int64_t terms = is_wgrad_ ? plan->units : sources_;
+    const int64_t rows = is_wgrad_ ? plan->results : plan->units;
+    const int64_t columns = is_wgrad_ ? sources_ : plan->results;
     // Matrix products want their operands rearranged, and two of three extents.
     plan->by_elements = is_wgrad_ ? rows * columns <= 4 : terms <= 4 || rows * columns <= 4;
 
     // Copies included, which for many filters, all of them at once, go through memory.
     constexpr double kCached = 8 << 20;
     const double forward = 3. * points, back = 5. * points;
-    const double at_once = 1. * plan->groups * channels_ * plan->filters * frequencies * complex_;
+    const double at_once = 1. * plan->groups * sources_ * plan->results * frequencies * complex_;
     const double of_taps = (is_wgrad_ ? back : forward) * (at_once > kCached ? 2 : 1);
-    const double blocks = ceil_div(filters_, plan->filters), all = groups_ * channels_ * filters_;
-    const double of_channels = groups_ * channels_ * units, of_filters = groups_ * filters_ * units;
+    const double blocks = ceil_div(results_, plan->results), all = groups_ * sources_ * results_;
+    // The source is transformed anew for each block of results.
+    const double sources = groups_ * sources_ * units * blocks,
+                 results = groups_ * results_ * units;
     const double multiplied = (plan->by_elements ? 0.7 : 0.25) * frequencies * all * units;
     const double moved = plan->by_elements ? 0 : 3. * frequencies;
     constexpr double kOverhead = 30e3;  // of a round of calls
-    double time = multiplied + all * (moved + of_taps);
-    if (is_wgrad_) {
-      time += (of_channels * blocks + of_filters) * (forward + moved);
-    } else {
-      const double sources = is_dgrad_ ? of_filters : of_channels * blocks;
-      const double results = is_dgrad_ ? of_channels * blocks : of_filters;
-      time += sources * (forward + moved) + results * (back + moved);
-    }
+    const double time = multiplied + all * (moved + of_taps) + sources * (forward + moved) +
+                        results * ((is_wgrad_ ? forward : back) + moved);
     return time + kOverhead * blocks * ceil_div(units, plan->units) + 1e3 * units * blocks;
   }
 
  private:
-  bool is_wgrad_, is_dgrad_;
-  int64_t images_, groups_, channels_, filters_, complex_;
+  bool is_wgrad_;
+  int64_t images_, groups_, complex_;
+  // Channels of a group that are transformed and transformed back; of wgrad those of x and of dy.
+  int64_t sources_, results_;
 };
 
 // Why it cannot take a problem, or nullptr. Strides cost the transforms of the stride of 1.
@@ -201,5 +199,25 @@ inline void plan_by_fft(const Conv2dProblem& problem, int again, Conv2dPlan* pla
   plan->by_fft = true;
   plan->adds_bias = true;
 }
+
+#ifdef BRAZE_CUDA
+namespace cuda {
+
+// What of a pass has been transformed back.
+struct FftPart {
+  int64_t group, groups;    // the first one and how many
+  int64_t result, results;  // likewise, as in FftPlan; of each group
+  int64_t unit, units;      // likewise; wgrad: of no meaning
+};
+
+// Writes that part of the result: crops `back`, of [groups, units, results, h.length, w.length] (of
+// wgrad [groups, results, channels, ...]) dense elements in the accumulation type, adds the bias of
+// the result's channels, unless it is nullptr, and converts. What is not finite is computed again,
+// directly.
+void store_fft_results(Stream stream, const Conv2dProblem& problem, const FftPlan& plan,
+                       const FftPart& part, const void* back, const void* bias);
+
+}  // namespace cuda
+#endif
 
 }  // namespace braze

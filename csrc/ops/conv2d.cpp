@@ -216,15 +216,19 @@ Workspace run(Stream stream, const Conv2dProblem& problem, Tensor& result,
   Decision decision = choice.measure
                           ? benchmarked(stream, problem, result, bias_data, wants_moments)
                           : decided(result, problem, choice.wish, bias_data, wants_moments);
+  // In the place of a decision for which there was no memory.
+  const auto do_without_workspace = [&] {
+    const auto smaller = choice.wish.kind == Wish::kAuto
+                             ? decision_without_workspace(problem, bias_data)
+                             : std::nullopt;
+    if (smaller) decision = *smaller;
+    return smaller.has_value();
+  };
   Workspace workspace;
   try {
     workspace = Workspace(decision.workspace_bytes, result);
   } catch (const std::runtime_error&) {  // out of memory
-    const auto smaller = choice.wish.kind == Wish::kAuto
-                             ? decision_without_workspace(problem, bias_data)
-                             : std::nullopt;
-    if (!smaller) throw;
-    decision = *smaller;
+    if (!do_without_workspace()) throw;
   }
   // Not before: deterministic algorithms fill what is allocated, on the main stream. torch's own
   // transforms run on that too.
@@ -236,7 +240,13 @@ Workspace run(Stream stream, const Conv2dProblem& problem, Tensor& result,
     sets = static_cast<Moments*>(moments->memory.mutable_data_ptr());
     moments->view = {sets, decision.plan.moment_sets};
   }
-  launch(stream, problem, decision, bias_data, sets, workspace.data(), result);
+  try {
+    launch(stream, problem, decision, bias_data, sets, workspace.data(), result);
+  } catch (const std::runtime_error&) {
+    // Transforms allocate as they go.
+    if (!decision.plan.by_fft || !do_without_workspace()) throw;
+    launch(stream, problem, decision, bias_data, sets, workspace.data(), result);
+  }
   if (bias && !decision.bias_fused) add_bias(stream, *bias, result);
   return workspace;
 }

@@ -14,6 +14,10 @@
 #include "launchers/transpose.h"
 #include "ops/backend.h"
 
+#ifdef BRAZE_CUDA
+#include "libraries/loader.h"
+#endif
+
 namespace braze {
 namespace {
 
@@ -53,11 +57,6 @@ Range source_range(int64_t from, int64_t limit, int64_t extent, int64_t stride) 
   return {first, std::max<int64_t>(end - first, 0), first * stride - from};
 }
 
-Range result_range(int64_t from, int64_t step, int64_t extent, int64_t stride) {
-  const int64_t first = from / stride;
-  return {first, std::min(extent - first, step / stride), 0};
-}
-
 class ByFft {
  public:
   ByFft(Stream stream, const Conv2dProblem& problem, const FftPlan& plan, const void* bias,
@@ -72,17 +71,23 @@ class ByFft {
         bias_(bias),
         channels_(shape_.c / shape_.groups),
         filters_(shape_.k / shape_.groups),
-        frequencies_(plan.h.length * (plan.w.length / 2 + 1)) {
+        frequencies_(plan.h.length * (plan.w.length / 2 + 1)),
+        channel_block_(channels_),
+        filter_block_(filters_) {
     type_ = like.scalar_type();
     real_ = type_ == ScalarType::Double ? type_ : ScalarType::Float;
   }
 
   void run() {
     const int64_t units = shape_.n * plan_.h.tiles * plan_.w.tiles;
+    const bool is_dgrad = problem_.pass == Conv2dPass::kDgrad;
+    const int64_t results = is_dgrad ? channels_ : filters_;
     for (group_ = 0; group_ < shape_.groups; group_ += plan_.groups) {
       groups_ = std::min(plan_.groups, shape_.groups - group_);
-      for (filter_ = 0; filter_ < filters_; filter_ += plan_.filters) {
-        block_ = std::min(plan_.filters, filters_ - filter_);
+      for (int64_t first = 0; first < results; first += plan_.results) {
+        const int64_t block = std::min(plan_.results, results - first);
+        (is_dgrad ? channel_ : filter_) = first;
+        (is_dgrad ? channel_block_ : filter_block_) = block;
         if (problem_.pass == Conv2dPass::kWgrad) {
           weight_gradient(units);
         } else {
@@ -117,9 +122,9 @@ class ByFft {
   // x's channels, or y's filters, of the groups at work.
   const Tensor4dRef& ref(bool of_x) const { return of_x ? problem_.x : problem_.y; }
   int64_t first_channel(bool of_x) const {
-    return of_x ? group_ * channels_ : group_ * filters_ + filter_;
+    return of_x ? group_ * channels_ + channel_ : group_ * filters_ + filter_;
   }
-  int64_t count(bool of_x) const { return of_x ? channels_ : block_; }  // of a group
+  int64_t count(bool of_x) const { return of_x ? channel_block_ : filter_block_; }  // of a group
 
   // The tiles of a unit (of all, where images are of one tile each: then that is one copy), in
   // memory of tiles of `channels` a group: [groups, units, channels, rows, columns]. h, w: which
@@ -210,39 +215,41 @@ class ByFft {
   // The weights at work as a tensor of `type` memory at `data`.
   Tensor weights(const void* data) const {
     const Tensor4dRef& w = problem_.w;
-    const int64_t first = group_ * filters_ + filter_;
-    return blob(shifted(data, first * w.n, type_), {groups_, block_, channels_, shape_.r, shape_.s},
+    const int64_t first = (group_ * filters_ + filter_) * w.n + channel_ * w.c;
+    return blob(shifted(data, first, type_),
+                {groups_, filter_block_, channel_block_, shape_.r, shape_.s},
                 {filters_ * w.n, w.n, w.c, w.h, w.w}, type_);
   }
 
   // The taps of filters that were padded to transforms: [groups, filters, channels, r, s].
   Tensor in_filters(const Tensor& memory) const {
     const int64_t row = plan_.w.length, plane = plan_.h.length * row;
-    return blob(memory.const_data_ptr(), {groups_, block_, channels_, shape_.r, shape_.s},
-                {block_ * channels_ * plane, channels_ * plane, plane, shape_.dilation_h * row,
-                 shape_.dilation_w},
+    return blob(memory.const_data_ptr(),
+                {groups_, filter_block_, channel_block_, shape_.r, shape_.s},
+                {filter_block_ * channel_block_ * plane, channel_block_ * plane, plane,
+                 shape_.dilation_h * row, shape_.dilation_w},
                 real_);
   }
 
   // Conjugate spectra of the filters: [groups, filters, channels, frequencies].
   Tensor filter_spectra() const {
-    const Tensor padded =
-        zeros({groups_, block_, channels_, plan_.h.length, plan_.w.length}, like_, real_);
+    const Tensor padded = zeros(
+        {groups_, filter_block_, channel_block_, plan_.h.length, plan_.w.length}, like_, real_);
     Tensor taps = in_filters(padded);
     const Tensor given = weights(problem_.w.data);
     const bool turned = problem_.pass == Conv2dPass::kDgrad;
     torch::stable::copy_(taps, turned ? call("aten::flip", "", given, Sizes{3, 4}) : given);
     return torch::stable::view(call("aten::conj_physical_", "", spectrum(padded)),
-                               Sizes{groups_, block_, channels_, frequencies_});
+                               Sizes{groups_, filter_block_, channel_block_, frequencies_});
   }
 
   // fprop and dgrad.
   void convolve(int64_t all_units) {
     const bool is_dgrad = problem_.pass == Conv2dPass::kDgrad;
-    const int64_t results = is_dgrad ? channels_ : block_;
+    const int64_t results = count(is_dgrad);
     Tensor w = filter_spectra();
     if (!plan_.by_elements) {
-      w = matrices(w, block_, channels_);
+      w = matrices(w, filter_block_, channel_block_);
       if (!is_dgrad) w = torch::stable::transpose(w, 1, 2);
     }
     for (int64_t first = 0; first < all_units; first += plan_.units) {
@@ -274,6 +281,22 @@ class ByFft {
     return spectra_of(call("aten::bmm", "", matrices(x, x.size(1), x.size(2)), w));
   }
 
+#ifdef BRAZE_CUDA
+  // What came back to where it belongs, finite or done again.
+  void store(const Tensor& back, int64_t first, int64_t units) const {
+    const bool of_x = problem_.pass == Conv2dPass::kDgrad;
+    dev::store_fft_results(stream_, problem_, plan_,
+                           {group_, groups_, of_x ? channel_ : filter_, count(of_x), first, units},
+                           back.const_data_ptr(), bias_);
+  }
+  void store_weights(const Tensor& back) const { store(back, 0, 1); }
+  void repair() const {}
+#else
+  static Range result_range(int64_t from, int64_t step, int64_t extent, int64_t stride) {
+    const int64_t first = from / stride;
+    return {first, std::min(extent - first, step / stride), 0};
+  }
+
   // What came back, cropped, with the bias, to where it belongs.
   void store(const Tensor& back, int64_t first, int64_t units) {
     const bool of_x = problem_.pass == Conv2dPass::kDgrad;
@@ -299,34 +322,7 @@ class ByFft {
     }
   }
 
-  void weight_gradient(int64_t all_units) {
-    Tensor all;
-    const FftExtents &h = rows_, &w = columns_;
-    for (int64_t first = 0; first < all_units; first += plan_.units) {
-      const int64_t units = std::min(plan_.units, all_units - first);
-      const Tensor dy =
-          call("aten::conj_physical_", "",
-               spectra(false, tiles(false, first, units, h.result_stride, w.result_stride, 0, 0,
-                                    plan_.h.step, plan_.w.step)));
-      const Tensor x = spectra(
-          true, tiles(true, first, units, 1, 1, h.lead, w.lead, plan_.h.length, plan_.w.length));
-      Tensor part;
-      if (plan_.by_elements) {
-        part = product(torch::stable::unsqueeze(dy, 3), torch::stable::unsqueeze(x, 2));
-        part = units == 1 ? torch::stable::select(part, 1, 0)
-                          : call("aten::sum", "dim_IntList", part, std::optional<Sizes>(Sizes{1}),
-                                 false, std::optional<ScalarType>());
-      } else {
-        part = call("aten::bmm", "", torch::stable::transpose(matrices(dy, units, block_), 1, 2),
-                    matrices(x, units, channels_));
-      }
-      all = first == 0 ? part : sum(all, part);
-    }
-    if (!plan_.by_elements) all = spectra_of(all);
-    const int64_t row = plan_.w.length;
-    const Tensor back = spectrum_back(
-        torch::stable::view(all, Sizes{groups_ * block_ * channels_, plan_.h.length, row / 2 + 1}),
-        plan_.h.length, row);
+  void store_weights(const Tensor& back) {
     const Tensor taps = in_filters(back);
     Tensor to = weights(problem_.w.data);
     torch::stable::copy_(to, taps);
@@ -334,10 +330,8 @@ class ByFft {
   }
 
   // Takes down whether all results of a unit are finite (a sum of finite numbers that overflows
-  // costs a second run). Only where that can be asked without waiting for a device.
-  void note([[maybe_unused]] const Tensor& results, [[maybe_unused]] int64_t unit) {
-#ifndef BRAZE_CUDA
-    if (plan_.again == kAnyKernel) return;
+  // costs a second run).
+  void note(const Tensor& results, int64_t unit) {
     const Tensor all = call("aten::sum", "", results, std::optional<ScalarType>());
     const bool is_finite = real_ == ScalarType::Double
                                ? std::isfinite(*static_cast<const double*>(all.const_data_ptr()))
@@ -345,7 +339,6 @@ class ByFft {
     if (is_finite) return;
     spoilt_.resize(shape_.n * plan_.h.tiles * plan_.w.tiles);
     spoilt_[unit] = 1;
-#endif
   }
 
   // Does spoilt tiles again directly, of a weight gradient all.
@@ -387,6 +380,42 @@ class ByFft {
     return part;
   }
 
+  std::vector<char> spoilt_;  // units
+#endif
+
+  void weight_gradient(int64_t all_units) {
+    Tensor all;
+    const FftExtents &h = rows_, &w = columns_;
+    for (int64_t first = 0; first < all_units; first += plan_.units) {
+      const int64_t units = std::min(plan_.units, all_units - first);
+      const Tensor dy =
+          call("aten::conj_physical_", "",
+               spectra(false, tiles(false, first, units, h.result_stride, w.result_stride, 0, 0,
+                                    plan_.h.step, plan_.w.step)));
+      const Tensor x = spectra(
+          true, tiles(true, first, units, 1, 1, h.lead, w.lead, plan_.h.length, plan_.w.length));
+      Tensor part;
+      if (plan_.by_elements) {
+        part = product(torch::stable::unsqueeze(dy, 3), torch::stable::unsqueeze(x, 2));
+        part = units == 1 ? torch::stable::select(part, 1, 0)
+                          : call("aten::sum", "dim_IntList", part, std::optional<Sizes>(Sizes{1}),
+                                 false, std::optional<ScalarType>());
+      } else {
+        part = call("aten::bmm", "",
+                    torch::stable::transpose(matrices(dy, units, filter_block_), 1, 2),
+                    matrices(x, units, channel_block_));
+      }
+      all = first == 0 ? part : sum(all, part);
+    }
+    if (!plan_.by_elements) all = spectra_of(all);
+    const int64_t row = plan_.w.length;
+    const Tensor back = spectrum_back(
+        torch::stable::view(
+            all, Sizes{groups_ * filter_block_ * channel_block_, plan_.h.length, row / 2 + 1}),
+        plan_.h.length, row);
+    store_weights(back);
+  }
+
   Stream stream_;
   const Conv2dProblem& problem_;
   const Conv2dShape& shape_;
@@ -396,15 +425,19 @@ class ByFft {
   const void* bias_;
   const int64_t channels_, filters_;  // of a group
   const int64_t frequencies_;
-  ScalarType type_, real_;  // of the tensors, and what is computed in
-  int64_t group_ = 0, groups_ = 0, filter_ = 0, block_ = 0;  // at work: first and count
-  std::vector<char> spoilt_;                                 // units
+  ScalarType type_, real_;               // of the tensors, and what is computed in
+  int64_t group_ = 0, groups_ = 0;       // at work: first and count
+  int64_t channel_ = 0, channel_block_;  // the same, of each group's channels
+  int64_t filter_ = 0, filter_block_;    // and filters
 };
 
 }  // namespace
 
 void run_conv2d_by_fft(Stream stream, const Conv2dProblem& problem, const Conv2dPlan& plan,
                        const void* bias, const Tensor& like) {
+#ifdef BRAZE_CUDA
+  const vendor::AllowSetupInCapture allow;  // torch may have to make plans of cuFFT's
+#endif
   ByFft(stream, problem, plan.tiling.get<FftPlan>(), bias, like).run();
 }
 

@@ -129,6 +129,10 @@ std::vector<std::pair<Wish, Decision>> candidates_of(const Conv2dProblem& proble
   for (int i = 0; const KernelInfo* const info = dev::conv2d_kernel(i); ++i) {
     if (i != favourite && (!info->shipped || std::string(info->name) == "direct")) continue;
     const Conv2dPlan plan = dev::plan_conv2d(problem, i);
+#ifdef BRAZE_CUDA
+    // Its products of matrices follow another setting of TF32 than convolutions do.
+    if (plan.by_fft && i != favourite) continue;
+#endif
     if (!plan.obstacle) found.push_back({{Wish::kKernel, i}, own_decision(plan)});
   }
   return found;

@@ -181,8 +181,7 @@ constexpr Kernel kKernels[] = {
      narrow_output_obstacle,
      narrow::plan_output,
      narrow::run_output},
-    // By name only: infinities and NaN spread over its tiles, and it has not been measured.
-    {{"conv2d", "fft", "float64 float32 bfloat16 float16", "sm_80+", false,
+    {{"conv2d", "fft", "float64 float32 bfloat16 float16", "sm_80+", true,
       "large filters: products of spectra, by torch's FFT, whole images or overlap-save tiles"},
      nullptr,
      nullptr,
@@ -257,7 +256,30 @@ bool narrow_output_wins(const Conv2dArgs& args) {
          s.n * s.p * s.q >= 64 * 10 * 10;
 }
 
-// The fastest of our own.
+// Whether the FFT is faster than cuDNN and than the others of ours, as measured on an H200
+// (benchmarks/large_filters.py, bf16): one channel and one filter, images of 512 x 512 to 2048 x
+// 2048 with filters of 31 x 31 and 63 x 63. fprop took 60 to 193 us (cuDNN's best engine 140 to
+// 2124), dgrad 56 to 108 (262 to 3271), wgrad 80 to 117 (1004 to 8776). float32 is transformed as
+// bf16 is, and multiplies no faster. float64 and several channels, depthwise ones too, were not
+// measured; matrices of spectra would not follow cuDNN's setting of TF32 either.
+bool fft_wins(const Conv2dProblem& problem) {
+  const Conv2dShape& s = problem.shape;
+  constexpr int64_t kLeastExtent = 31, kMostChannels = 1;
+  if (s.dtype == DType::kFloat64 || std::min(s.r, s.s) < kLeastExtent) return false;
+  if (std::max(s.c, s.k) > kMostChannels) return false;
+  if (is_strided(s) || s.dilation_h > 1 || s.dilation_w > 1 || fft_obstacle(problem)) return false;
+  // Of those figures: the launches of small transforms, and what the device takes for a nanosecond
+  // of the cost model; cuDNN's multiplications per nanosecond, at most (fprop at 63 x 63; 1400 to
+  // 1900 at 31 x 31, wgrad 220 to 470); and by how much the FFT has to be ahead of them.
+  constexpr double kLaunches = 60e3, kPerModelled = 3.5e-3, kDirectRate = 2000, kMargin = 1.5;
+  const double terms = static_cast<double>(s.n) * s.p * s.q * s.k * s.c * s.r * s.s;
+  if (terms / kDirectRate < kMargin * kLaunches) return false;
+  FftPlan plan;
+  const double fft = kLaunches + kPerModelled * plan_fft(problem, kAnyKernel, &plan);
+  return plan.by_elements && kMargin * fft < terms / kDirectRate;
+}
+
+// The fastest of our own, but for the FFT.
 int choose(const Conv2dArgs& args) {
   const Conv2dShape& s = args.shape;
   if (!depthwise_obstacle(args)) return kDepthwise;
@@ -431,11 +453,13 @@ const KernelInfo* conv2d_kernel(int number) {
 Conv2dPlan plan_conv2d(const Conv2dProblem& problem, int wish) {
   const Conv2dArgs args = args_of(problem);
   if (is_empty(args)) return {};
-  if (wish == kFft) {  // it is planned from the problem, and parts the batch by itself
+  // The FFT is planned from the problem, and parts the batch by itself.
+  if (wish == kFft || (wish == kAnyKernel && fft_wins(problem))) {
     Conv2dPlan plan;
-    plan.kernel = wish;
+    plan.kernel = kFft;
     plan.obstacle = fft_obstacle(problem);
     if (!plan.obstacle) plan_by_fft(problem, kAnyKernel, &plan);
+    plan.beats_library = wish == kAnyKernel;
     return plan;
   }
   const Conv2dShape& s = problem.shape;
