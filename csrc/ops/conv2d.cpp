@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "launchers/bias_activation.h"
+#include "launchers/column_sum.h"
 #include "launchers/relu.h"
 #include "launchers/transpose.h"
 #include "ops/side_stream.h"
@@ -183,6 +184,13 @@ class Branch {
     return outlasts_ ? stream : fork_.emplace(main_).branch();
   }
   bool outlasts() const { return outlasts_; }
+  // The same for what little is left of a bias' gradient, beyond the op, on a stream that neither
+  // the weight's gradient nor the input's waits for; if there is one.
+  std::optional<Stream> begin_sums() const {
+    Stream stream;
+    if (!is_small_ || !dev::fork_side_stream(main_, !is_urgent_, &stream)) return std::nullopt;
+    return stream;
+  }
   void join() {
     if (fork_) fork_->join();
   }
@@ -265,10 +273,19 @@ Workspace run(Stream stream, const Conv2dProblem& problem, Tensor& result, const
 }
 
 // The gradient that passes a ReLU behind a convolution, and the sums of its channels, if the same
-// pass makes them.
+// pass makes them or their parts.
 struct PassedGradient {
   Tensor grad;
   std::optional<Tensor> bias;
+  ColumnSumArgs sum;
+  Workspace parts;  // with none, `bias` is done
+
+  void add_up_parts(Stream stream, const Branch& branch) const {
+    if (!bias || !parts.data()) return;
+    const std::optional<Stream> aside = branch.begin_sums();
+    dev::finish_column_sum(aside.value_or(stream), sum, parts.data());
+    if (aside) keep_until_join({parts.memory()}, {*bias});
+  }
 };
 
 // result: the ReLU's, in the convolution's own format if the convolution made it, as the gradient
@@ -277,7 +294,7 @@ PassedGradient behind_relu(Stream stream, const Tensor& grad_output, const Tenso
                            bool channels_last, bool with_bias) {
   const Operand y = dense(stream, Operand(result, channels_last), channels_last);
   const Operand dy = dense(stream, Operand(grad_output, channels_last), channels_last);
-  PassedGradient passed{empty_like_4d(result, channels_last), std::nullopt};
+  PassedGradient passed{empty_like_4d(result, channels_last), std::nullopt, {}, {}};
   if (result.numel() == 0) return passed;
   const DType dtype = dtype_of("conv2d", "result", result);
   if (!channels_last) {
@@ -287,15 +304,15 @@ PassedGradient behind_relu(Stream stream, const Tensor& grad_output, const Tenso
   }
   const int64_t channels = result.size(1);
   if (with_bias) passed.bias = empty({channels}, result);
-  const ColumnSumArgs sum{dtype,
-                          result.numel() / channels,
-                          channels,
-                          dy.ref.data,
-                          y.ref.data,
-                          passed.grad.mutable_data_ptr(),
-                          with_bias ? passed.bias->mutable_data_ptr() : nullptr};
-  const Workspace workspace(dev::column_sum_workspace_bytes(sum), result);
-  dev::column_sum(stream, sum, workspace.data());
+  passed.sum = {dtype,
+                result.numel() / channels,
+                channels,
+                dy.ref.data,
+                y.ref.data,
+                passed.grad.mutable_data_ptr(),
+                with_bias ? passed.bias->mutable_data_ptr() : nullptr};
+  passed.parts = Workspace(dev::column_sum_workspace_bytes(passed.sum), result);
+  dev::begin_column_sum(stream, passed.sum, passed.parts.data());
   return passed;
 }
 
@@ -471,16 +488,17 @@ std::tuple<Tensor, Tensor, Tensor> run_conv2d_gradients(
                      : transposed ? dense(stream, given, within)
                                   : operand(stream, input, within, choice.wish);
   const Operand w = dense(stream, Operand(weight, within), within);
+  Branch branch(stream, shape);
   std::optional<PassedGradient> passed;
   if (relu_result) {
     passed = behind_relu(stream, grad_output, *relu_result, channels_last, output_mask[2]);
+    passed->add_up_parts(stream, branch);
   }
   const Tensor& dy = passed ? passed->grad : grad_output;
   const Operand grad = reformat ? dense(stream, Operand(dy, within), within, memory[1])
                                 : output_gradient(stream, dy, within);
   const Operand &x = transposed ? grad : in, &y = transposed ? in : grad;
   // The two convolutions need nothing of each other. The branch's memory is kept until they join.
-  Branch branch(stream, shape);
   Workspace kept;
   if (output_mask[1]) {
     grad_weight = empty_weight_gradient(weight, channels_last);
