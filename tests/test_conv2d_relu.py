@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as stock
 from hypothesis import strategies as st
+from matmul_common import cuda_kernels_of
 
 import braze
 import braze.nn.functional as F
@@ -83,6 +84,34 @@ def test_every_kernel(device, dtype, case, channels_last):
     for name in ran:
         with braze.backend(conv2d=name):
             assert_by_rule(ours(*inputs), *expected, what=name)
+
+
+# On a GPU: what has the ReLU in it, of (case, format, dtype).
+FUSING = {
+    "narrow_input": ("8x8 stride 4", CHANNELS_LAST, torch.bfloat16),
+    "implicit_gemm_wgmma": ("second layer", CHANNELS_LAST, torch.bfloat16),
+    "halo_wgmma": ("second layer", CHANNELS_LAST, torch.float32),
+    "pointwise": ("1x1", CHANNELS_LAST, torch.float32),
+    "implicit_gemm_simt": ("odd", torch.contiguous_format, torch.float32),
+    "direct": ("first layer", torch.contiguous_format, torch.float64),
+}
+
+
+@pytest.mark.parametrize("kernel", FUSING)
+def test_launches(device, kernel):
+    """No ReLU of its own forward; backward one pass for its gradient and the bias'."""
+    case, form, dtype = FUSING[kernel]
+    inputs = operands(*CASES[case][:2], device, dtype, channels_last=form == CHANNELS_LAST)
+    ours = call(F.conv2d_relu, case)
+    if on_cpu(device) or not takes(kernel, ours, inputs):
+        pytest.skip("the kernel is not for this device")
+    with braze.backend(conv2d=kernel):
+        assert "Relu" not in cuda_kernels_of(lambda: ours(*inputs))
+    out = ours(*inputs)
+    grad = torch.ones_like(out)
+    names = cuda_kernels_of(lambda: torch.autograd.grad(out, inputs, grad))
+    assert ("Relu" in names) == (form != CHANNELS_LAST)
+    assert ("column_sum" in names) == (form == CHANNELS_LAST)
 
 
 def on_cpu(device):
