@@ -349,6 +349,7 @@ def test_not_a_tensor(device, name, no_tensor):
 BLOCKS = {
     "conv_bn_relu2d": lambda f: f(rand(2, 3, 5, 5), [1.0], training=True),
     "conv_bn_relu_max_pool2d": lambda f: f([1.0], rand(4, 3, 3, 3), training=True),
+    "conv2d_relu": lambda f: f(rand(2, 3, 5, 5), [1.0]),
     "linear_relu": lambda f: f([1.0], rand(5, 4)),
     "linear_add": lambda f: f(rand(3, 4), rand(5, 4), None, [1.0]),
     "linear_relu_linear": lambda f: f(rand(3, 4), "weight", None, rand(2, 5)),
@@ -360,6 +361,7 @@ BLOCKS = {
 BLOCKS_WITHOUT_WEIGHT = {
     "conv_bn_relu2d": lambda f: f(rand(2, 3, 5, 5), None, training=True),
     "conv_bn_relu_max_pool2d": lambda f: f(rand(2, 3, 5, 5), None, training=True),
+    "conv2d_relu": lambda f: f(rand(2, 3, 5, 5), None),
     "linear_relu": lambda f: f(rand(3, 4), None),
     "linear_add": lambda f: f(rand(3, 4), None, None, rand(3, 5)),
     "linear_relu_linear": lambda f: f(rand(3, 4), rand(5, 4), None, None),

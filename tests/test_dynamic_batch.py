@@ -37,6 +37,7 @@ CASES = {
     "avg_pool2d": (lambda x: F.avg_pool2d(x, 2), [], rand(4, 3, 6, 6, memory_format=CHANNELS_LAST)),
     "softmax": (lambda x: F.softmax(x, 1), [], rand(4, 3)),
     "linear": (F.linear, [rand(3, 5), rand(3)], rand(4, 2, 5)),
+    "conv2d_relu": (F.conv2d_relu, [rand(4, 3, 2, 2), rand(4)], rand(4, 3, 6, 6)),
     "linear_relu": (F.linear_relu, [rand(3, 5), rand(3)], rand(4, 5)),
     "linear_add": (lambda x, w, b: F.linear_add(x, w, b, x), [rand(5, 5), rand(5)], rand(4, 5)),
     "linear_relu_linear": (

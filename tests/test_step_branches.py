@@ -38,15 +38,40 @@ class EarlyReader(torch.nn.Module):
         return self.last((self.conv(x) if self.how == "twice" else x).flatten(1))
 
 
+class EarlyBiasReader(EarlyReader):
+    """The same of a bias before a ReLU, whose gradient is a sum over too many pixels for one
+    launch."""
+
+    def __init__(self, how):
+        super().__init__(how)
+        self.conv = braze.nn.ConvReLU2d(4, 4, 3, padding=1)
+        self.last = braze.nn.Linear(4, 5)
+        if how == "hooked":
+            self.conv.bias.register_hook(lambda grad: grad * 2)
+
+    def forward(self, x):
+        self.forwards += 1
+        x = x.expand(-1, 4, -1, -1).repeat(1, 1, 5, 5)
+        x = x.contiguous(memory_format=torch.channels_last)
+        if self.how == "scaled":
+            bias = self.conv.bias * self.scale
+            x = braze.nn.functional.conv2d_relu(x, self.conv.weight, bias, padding=1)
+        else:
+            x = self.conv(x)
+        return self.last((self.conv(x) if self.how == "twice" else x).mean((2, 3)))
+
+
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 @pytest.mark.parametrize("how", ["plain", "twice", "scaled", "hooked"])
-def test_gradients_on_a_side_stream(device, how, autocast):
-    """A weight's gradient may be made on a branch of the graph, unless something reads it in the
-    backward pass: a hook, which is seen before, or a sum, which has the step captured again."""
+@pytest.mark.parametrize("kind", [EarlyReader, EarlyBiasReader])
+def test_gradients_on_a_side_stream(device, kind, how, autocast):
+    """A weight's gradient may be made on a branch of the graph, and a bias', unless something reads
+    it in the backward pass: a hook, which is seen before, or a sum, which has the step captured
+    again."""
     results = []
     for captured in (False, True):
         torch.manual_seed(0)
-        model = EarlyReader(how).to(device)
+        model = kind(how).to(device)
         optimizer = braze.optim.SGD(model.parameters(), lr=0.1)
         data = batches(device)
         if captured:

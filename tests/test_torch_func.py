@@ -54,6 +54,11 @@ CASES = {
         for pool in (False, True)
         for training in (False, True)
     },
+    "conv2d_relu": (
+        F.conv2d_relu,
+        lambda *a: stock.conv2d(*a).relu(),
+        [rand(2, 3, 5, 5), rand(4, 3, 3, 3), rand(4)],
+    ),
     "linear_relu": (
         F.linear_relu,
         lambda *a: stock.linear(*a).relu(),

@@ -62,6 +62,15 @@ STABLE_TORCH_LIBRARY(braze, m) {
       "conv2d_backward(Tensor grad_output, Tensor input, Tensor weight, int[2] stride, "
       "int[2] padding, int[2] dilation, int groups, bool[3] output_mask, bool allow_tf32=False, "
       "bool deterministic=False, str backend=\"auto\") -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "conv2d_relu(Tensor input, Tensor weight, Tensor? bias=None, int[2] stride=1, "
+      "int[2] padding=0, int[2] dilation=1, int groups=1, bool allow_tf32=False, "
+      "bool deterministic=False, str backend=\"auto\") -> Tensor");
+  m.def(
+      "conv2d_relu_backward(Tensor grad_output, Tensor result, Tensor input, Tensor weight, "
+      "int[2] stride, int[2] padding, int[2] dilation, int groups, bool[3] output_mask, "
+      "bool allow_tf32=False, bool deterministic=False, str backend=\"auto\") "
+      "-> (Tensor, Tensor, Tensor)");
 
   // conv_transpose2d: the same passes, the gradient of the input being the result
   m.def(

@@ -47,16 +47,24 @@ struct Conv2dProblem {
   }
 };
 
+// What fprop does to its results before it stores them, and takes down about them.
+struct Conv2dEpilogue {
+  const void* bias = nullptr;  // of the result's channels, where the plan adds_bias
+  bool relu = false;           // max(y, 0) after the bias, where it applies_relu; NaN stays NaN
+  Moments* moments = nullptr;  // room for the plan's moment_sets (not 0) of them for each filter
+};
+
 // All that is decided about a pass before it runs. It holds for every problem of the same shape and
 // strides whose tensors are aligned alike, on the same device (on the CPU: for as many threads).
 struct Conv2dPlan {
   int kernel = 0;                  // its number
   const char* obstacle = nullptr;  // why it cannot take the problem; nullptr where it can
   int64_t workspace_bytes = 0;
-  int64_t images = 0;     // of the batch, for one run of the kernel
-  int wish = kAnyKernel;  // that the plan was made for
-  int moment_sets = 0;    // that fprop leaves of each filter's results; 0: none
-  bool adds_bias = true;  // if it is given one; always for fprop
+  int64_t images = 0;         // of the batch, for one run of the kernel
+  int wish = kAnyKernel;      // that the plan was made for
+  int moment_sets = 0;        // that fprop leaves of each filter's results; 0: none
+  bool adds_bias = true;      // if it is given one; always for fprop
+  bool applies_relu = false;  // if it is asked to; of fprop only
   // Measured rules, where any kernel would do: whether this one is faster than the vendor's
   // library, whether it is where moments are wanted, and whether it is worth transposing contiguous
   // tensors for, to channels_last and back.
@@ -75,10 +83,8 @@ const KernelInfo* conv2d_kernel(int number);
 // kernel: a number, or kAnyKernel.
 Conv2dPlan plan_conv2d(const Conv2dProblem& problem, int kernel);
 
-// bias: of the result's channels where plan.adds_bias, or nullptr. moments: nullptr, or room for
-// plan.moment_sets (not 0) of them for each filter.
 void run_conv2d(Stream stream, const Conv2dProblem& problem, const Conv2dPlan& plan,
-                const void* bias, Moments* moments, void* workspace);
+                const Conv2dEpilogue& epilogue, void* workspace);
 
 // out[k] = sum over n, p, q of dy[n, k, p, q]: the bias gradient. Deterministic.
 int64_t channel_sum_workspace_bytes(DType dtype, int64_t n, int64_t c, int64_t h, int64_t w);

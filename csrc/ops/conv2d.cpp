@@ -5,6 +5,8 @@
 #include <algorithm>
 
 #include "launchers/bias_activation.h"
+#include "launchers/column_sum.h"
+#include "launchers/relu.h"
 #include "launchers/transpose.h"
 #include "ops/side_stream.h"
 #include "ops/conv2d_decision.h"
@@ -182,6 +184,13 @@ class Branch {
     return outlasts_ ? stream : fork_.emplace(main_).branch();
   }
   bool outlasts() const { return outlasts_; }
+  // The same for what little is left of a bias' gradient, beyond the op, on a stream that neither
+  // the weight's gradient nor the input's waits for; if there is one.
+  std::optional<Stream> begin_sums() const {
+    Stream stream;
+    if (!is_small_ || !dev::fork_side_stream(main_, !is_urgent_, &stream)) return std::nullopt;
+    return stream;
+  }
   void join() {
     if (fork_) fork_->join();
   }
@@ -192,25 +201,39 @@ class Branch {
   std::optional<dev::Fork> fork_;
 };
 
-// Adds what a kernel without a bias left out; rounded twice, as by torch.
-void add_bias(Stream stream, const Tensor& bias, Tensor& result) {
+// max(y, 0) in place, of a dense tensor.
+void apply_relu(Stream stream, const Tensor& y) {
+  void* const data = y.mutable_data_ptr();
+  dev::relu(stream, dtype_of("conv2d", "input", y), data, data, y.numel());
+}
+
+// Adds what a kernel without a bias left out, rounded twice, as by torch; and the ReLU.
+void add_bias(Stream stream, const Tensor& bias, bool relu, Tensor& result) {
   const int64_t channels = bias.size(0);
   if (!Operand(result, true).is_dense) {
     result = torch::stable::subtract(result, torch::stable::view(bias, {1, channels, 1, 1}), -1.0);
+    if (relu) apply_relu(stream, result);
     return;
   }
   const DType dtype = dtype_of("conv2d", "bias", bias);
   void* const data = result.mutable_data_ptr();
-  dev::bias_activation(stream, {dtype, dtype, result.numel() / channels, channels}, kIdentity, data,
-                       bias.const_data_ptr(), data);
+  dev::bias_activation(stream, {dtype, dtype, result.numel() / channels, channels},
+                       relu ? kReLU : kIdentity, data, bias.const_data_ptr(), data);
 }
 
-// Runs one pass; `result` is the tensor that it writes. bias: of the result's channels. moments: as
-// in conv2d_forward. branch: runs it, unless null. Returns the memory that the kernels work in:
-// only for the stream that runs it may it be anything else's from now on.
-Workspace run(Stream stream, const Conv2dProblem& problem, Tensor& result,
-              const std::optional<Tensor>& bias, const Choice& choice,
-              OutputMoments* moments = nullptr, Branch* branch = nullptr) {
+// What is to be done to a pass's result, beside the convolution.
+struct Epilogue {
+  std::optional<Tensor> bias;  // of the result's channels
+  bool relu = false;
+  OutputMoments* moments = nullptr;  // as in conv2d_forward
+};
+
+// Runs one pass; `result` is the tensor that it writes. branch: runs it, unless null. Returns the
+// memory that the kernels work in: only for the stream that runs it may it be anything else's from
+// now on.
+Workspace run(Stream stream, const Conv2dProblem& problem, Tensor& result, const Choice& choice,
+              const Epilogue& epilogue = {}, Branch* branch = nullptr) {
+  const auto& [bias, relu, moments] = epilogue;
   const void* const bias_data = bias ? bias->const_data_ptr() : nullptr;
   const bool wants_moments = moments != nullptr;
   Decision decision = choice.measure
@@ -240,15 +263,70 @@ Workspace run(Stream stream, const Conv2dProblem& problem, Tensor& result,
     sets = static_cast<Moments*>(moments->memory.mutable_data_ptr());
     moments->view = {sets, decision.plan.moment_sets};
   }
+  // A bias that is still to be added comes before the ReLU.
+  const auto bias_is_left = [&] { return bias && !decision.bias_fused; };
+  const auto relu_is_left = [&] { return relu && (bias_is_left() || !decision.relu_fused); };
+  const auto start = [&] {
+    launch(stream, problem, decision, {bias_data, relu && !relu_is_left(), sets}, workspace.data(),
+           result);
+  };
   try {
-    launch(stream, problem, decision, bias_data, sets, workspace.data(), result);
+    start();
   } catch (const std::runtime_error&) {
     // Transforms allocate as they go.
     if (!decision.plan.by_fft || !do_without_workspace()) throw;
-    launch(stream, problem, decision, bias_data, sets, workspace.data(), result);
+    start();
   }
-  if (bias && !decision.bias_fused) add_bias(stream, *bias, result);
+  if (bias_is_left()) {
+    add_bias(stream, *bias, relu_is_left(), result);
+  } else if (relu_is_left()) {
+    apply_relu(stream, result);
+  }
   return workspace;
+}
+
+// The gradient that passes a ReLU behind a convolution, and the sums of its channels, if the same
+// pass makes them or their parts.
+struct PassedGradient {
+  Tensor grad;
+  std::optional<Tensor> bias;
+  ColumnSumArgs sum;
+  Workspace parts;  // with none, `bias` is done
+
+  void add_up_parts(Stream stream, const Branch& branch) const {
+    if (!bias || !parts.data()) return;
+    const std::optional<Stream> aside = branch.begin_sums();
+    dev::finish_column_sum(aside.value_or(stream), sum, parts.data());
+    if (aside) keep_until_join({parts.memory()}, {*bias});
+  }
+};
+
+// result: the ReLU's, in the convolution's own format if the convolution made it, as the gradient
+// will be. with_bias: the sums are wanted.
+PassedGradient behind_relu(Stream stream, const Tensor& grad_output, const Tensor& result,
+                           bool channels_last, bool with_bias) {
+  const Operand y = dense(stream, Operand(result, channels_last), channels_last);
+  const Operand dy = dense(stream, Operand(grad_output, channels_last), channels_last);
+  PassedGradient passed{empty_like_4d(result, channels_last), std::nullopt, {}, {}};
+  if (result.numel() == 0) return passed;
+  const DType dtype = dtype_of("conv2d", "result", result);
+  if (!channels_last) {
+    dev::relu_backward(stream, dtype, dy.ref.data, y.ref.data, passed.grad.mutable_data_ptr(),
+                       result.numel());
+    return passed;
+  }
+  const int64_t channels = result.size(1);
+  if (with_bias) passed.bias = empty({channels}, result);
+  passed.sum = {dtype,
+                result.numel() / channels,
+                channels,
+                dy.ref.data,
+                y.ref.data,
+                passed.grad.mutable_data_ptr(),
+                with_bias ? passed.bias->mutable_data_ptr() : nullptr};
+  passed.parts = Workspace(dev::column_sum_workspace_bytes(passed.sum), result);
+  dev::begin_column_sum(stream, passed.sum, passed.parts.data());
+  return passed;
 }
 
 // The pass as a caller has its tensors in mind: dense in the memory format, but for x, if given.
@@ -315,7 +393,8 @@ void check_grad_output(const char* op, const Tensor& grad_output, const Tensor& 
 }
 
 Tensor conv2d_forward(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
-                      const Arguments& args, OutputMoments* moments, bool to_channels_last) {
+                      const Arguments& args, OutputMoments* moments, bool to_channels_last,
+                      bool relu) {
   check_arguments(input, weight, args);
   const Conv2dShape shape = shape_of(input, weight, args);
   if (bias) {
@@ -326,13 +405,13 @@ Tensor conv2d_forward(const Tensor& input, const Tensor& weight, const std::opti
                 " elements, but got bias of size ", shape_string(*bias), " instead");
   }
   return run_conv2d_forward(Conv2dPass::kFprop, shape, input, weight, bias, args.backend, moments,
-                            to_channels_last);
+                            to_channels_last, relu);
 }
 
 Tensor run_conv2d_forward(Conv2dPass forward, const Conv2dShape& shape, const Tensor& input,
                           const Tensor& weight, const std::optional<Tensor>& bias,
-                          const std::string& backend, OutputMoments* moments,
-                          bool to_channels_last) {
+                          const std::string& backend, OutputMoments* moments, bool to_channels_last,
+                          bool relu) {
   const bool transposed = forward == Conv2dPass::kDgrad;
   std::optional<Tensor> dense_bias;
   if (bias) dense_bias = as_contiguous(*bias);
@@ -348,6 +427,7 @@ Tensor run_conv2d_forward(Conv2dPass forward, const Conv2dShape& shape, const Te
   if (shape.c == 0) {
     torch::stable::zero_(out);
     if (bias) torch::stable::copy_(out, torch::stable::view(*dense_bias, {1, shape.k, 1, 1}));
+    if (relu) apply_relu(context.stream(), out);
     return out;
   }
   std::vector<Tensor> memory;
@@ -366,7 +446,7 @@ Tensor run_conv2d_forward(Conv2dPass forward, const Conv2dShape& shape, const Te
   Tensor result = reformat ? memory[1] : out;
   const Operand to(result, within);
   const Operand &x = transposed ? to : from, &y = transposed ? from : to;
-  run(stream, {forward, shape, x.ref, w.ref, y.ref}, result, dense_bias, choice, moments);
+  run(stream, {forward, shape, x.ref, w.ref, y.ref}, result, choice, {dense_bias, relu, moments});
   // (A kernel that leaves moments is not for tuning to replace.)
   if (!moments || moments->view.sets == 0) {
     record(input.get_device_index(), as_x, channels_last, forward, shape, with_bias, choice);
@@ -376,17 +456,19 @@ Tensor run_conv2d_forward(Conv2dPass forward, const Conv2dShape& shape, const Te
 
 std::tuple<Tensor, Tensor, Tensor> conv2d_gradients(const Tensor& grad_output, const Tensor& input,
                                                     const Tensor& weight, const Arguments& args,
-                                                    const std::vector<bool>& output_mask) {
+                                                    const std::vector<bool>& output_mask,
+                                                    const Tensor* relu_result) {
   check_arguments(input, weight, args);
   const Conv2dShape shape = shape_of(input, weight, args);
   check_grad_output("conv2d_backward", grad_output, input, {shape.n, shape.k, shape.p, shape.q});
   return run_conv2d_gradients(Conv2dPass::kFprop, shape, grad_output, input, weight, args.backend,
-                              output_mask);
+                              output_mask, relu_result);
 }
 
 std::tuple<Tensor, Tensor, Tensor> run_conv2d_gradients(
     Conv2dPass forward, const Conv2dShape& shape, const Tensor& grad_output, const Tensor& input,
-    const Tensor& weight, const std::string& backend, const std::vector<bool>& output_mask) {
+    const Tensor& weight, const std::string& backend, const std::vector<bool>& output_mask,
+    const Tensor* relu_result) {
   const bool transposed = forward == Conv2dPass::kDgrad;
   const Conv2dPass to_input = transposed ? Conv2dPass::kFprop : Conv2dPass::kDgrad;
   const DeviceContext context(input);
@@ -419,11 +501,17 @@ std::tuple<Tensor, Tensor, Tensor> run_conv2d_gradients(
                      : transposed ? dense(stream, given, within)
                                   : operand(stream, input, within, choice.wish);
   const Operand w = dense(stream, Operand(weight, within), within);
-  const Operand grad = reformat ? dense(stream, Operand(grad_output, within), within, memory[1])
-                                : output_gradient(stream, grad_output, within);
+  Branch branch(stream, shape);
+  std::optional<PassedGradient> passed;
+  if (relu_result) {
+    passed = behind_relu(stream, grad_output, *relu_result, channels_last, output_mask[2]);
+    passed->add_up_parts(stream, branch);
+  }
+  const Tensor& dy = passed ? passed->grad : grad_output;
+  const Operand grad = reformat ? dense(stream, Operand(dy, within), within, memory[1])
+                                : output_gradient(stream, dy, within);
   const Operand &x = transposed ? grad : in, &y = transposed ? in : grad;
   // The two convolutions need nothing of each other. The branch's memory is kept until they join.
-  Branch branch(stream, shape);
   Workspace kept;
   if (output_mask[1]) {
     grad_weight = empty_weight_gradient(weight, channels_last);
@@ -431,8 +519,8 @@ std::tuple<Tensor, Tensor, Tensor> run_conv2d_gradients(
       torch::stable::zero_(grad_weight);
     } else {
       const Operand dw(grad_weight, channels_last);
-      kept = run(stream, {Conv2dPass::kWgrad, shape, x.ref, dw.ref, y.ref}, grad_weight,
-                 std::nullopt, choice, nullptr, &branch);
+      kept = run(stream, {Conv2dPass::kWgrad, shape, x.ref, dw.ref, y.ref}, grad_weight, choice, {},
+                 &branch);
       if (branch.outlasts()) keep_until_join({x.tensor, y.tensor, kept.memory()}, {grad_weight});
     }
   }
@@ -440,12 +528,14 @@ std::tuple<Tensor, Tensor, Tensor> run_conv2d_gradients(
     Tensor result = reformat ? memory[2] : grad_input;
     const Operand to(result, within);
     const Operand &to_x = transposed ? grad : to, &to_y = transposed ? to : grad;
-    run(stream, {to_input, shape, to_x.ref, w.ref, to_y.ref}, result, std::nullopt, choice);
+    run(stream, {to_input, shape, to_x.ref, w.ref, to_y.ref}, result, choice);
     grad_input =
         reformat ? dense(stream, Operand(result, false), false, grad_input).tensor : result;
   }
   branch.join();
-  if (output_mask[2]) {
+  if (passed && passed->bias) {
+    grad_bias = *passed->bias;
+  } else if (output_mask[2]) {
     const int64_t n = shape.n, c = grad_output.size(1), h = grad_output.size(2),
                   width = grad_output.size(3);
     grad_bias = n > 0 ? empty({c}, input) : zeros({c}, input);
@@ -484,11 +574,35 @@ std::tuple<Tensor, Tensor, Tensor> conv2d_backward(const Tensor& grad_output, co
                           output_mask);
 }
 
+Tensor conv2d_relu(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
+                   const Sizes& stride, const Sizes& padding, const Sizes& dilation, int64_t groups,
+                   bool allow_tf32, bool deterministic, const std::string& backend) {
+  return conv2d_forward(input, weight, bias,
+                        {stride, padding, dilation, groups, allow_tf32, deterministic, backend},
+                        nullptr, false, true);
+}
+
+std::tuple<Tensor, Tensor, Tensor> conv2d_relu_backward(
+    const Tensor& grad_output, const Tensor& result, const Tensor& input, const Tensor& weight,
+    const Sizes& stride, const Sizes& padding, const Sizes& dilation, int64_t groups,
+    const std::vector<bool>& output_mask, bool allow_tf32, bool deterministic,
+    const std::string& backend) {
+  constexpr const char* kOp = "conv2d_relu_backward";
+  check_same_device(kOp, "result", result, "input", input);
+  check_same_dtype(kOp, "result", result, "input", input);
+  check_same_shape(kOp, "result", result, "grad_output", grad_output);
+  return conv2d_gradients(grad_output, input, weight,
+                          {stride, padding, dilation, groups, allow_tf32, deterministic, backend},
+                          output_mask, &result);
+}
+
 }  // namespace
 
 BRAZE_IMPL(m) {
   m.impl("conv2d", TORCH_BOX(&conv2d));
   m.impl("conv2d_backward", TORCH_BOX(&conv2d_backward));
+  m.impl("conv2d_relu", TORCH_BOX(&conv2d_relu));
+  m.impl("conv2d_relu_backward", TORCH_BOX(&conv2d_relu_backward));
 }
 
 }  // namespace braze

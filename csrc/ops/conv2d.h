@@ -21,26 +21,31 @@ struct OutputMoments {
 };
 
 // moments: nullptr, or filled in where a kernel leaves them (view.sets is not 0 then).
-// to_channels_last: the result is channels_last whatever its operands are.
+// to_channels_last: the result is channels_last whatever its operands are. relu: max(y, 0) of it,
+// not beside moments.
 Tensor conv2d_forward(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
                       const Conv2dArguments& args, OutputMoments* moments,
-                      bool to_channels_last = false);
+                      bool to_channels_last = false, bool relu = false);
 
 // The gradients that output_mask asks for, of input, weight and bias; empty tensors for the rest.
+// relu_result: of a ReLU behind the convolution, whose result grad_output is the gradient of; or
+// nullptr.
 std::tuple<Tensor, Tensor, Tensor> conv2d_gradients(const Tensor& grad_output, const Tensor& input,
                                                     const Tensor& weight,
                                                     const Conv2dArguments& args,
-                                                    const std::vector<bool>& output_mask);
+                                                    const std::vector<bool>& output_mask,
+                                                    const Tensor* relu_result = nullptr);
 
 // The same two with all arguments checked, of a convolution (forward: kFprop) or of the transposed
 // one of that shape, whose result has the part of x, its input that of y (kDgrad).
 Tensor run_conv2d_forward(Conv2dPass forward, const Conv2dShape& shape, const Tensor& input,
                           const Tensor& weight, const std::optional<Tensor>& bias,
                           const std::string& backend, OutputMoments* moments,
-                          bool to_channels_last = false);
+                          bool to_channels_last = false, bool relu = false);
 std::tuple<Tensor, Tensor, Tensor> run_conv2d_gradients(
     Conv2dPass forward, const Conv2dShape& shape, const Tensor& grad_output, const Tensor& input,
-    const Tensor& weight, const std::string& backend, const std::vector<bool>& output_mask);
+    const Tensor& weight, const std::string& backend, const std::vector<bool>& output_mask,
+    const Tensor* relu_result = nullptr);
 
 // Whether a convolution's result is channels_last, as torch has it; else it is contiguous.
 bool conv2d_is_channels_last(const Tensor& input, const Tensor& weight);

@@ -15,7 +15,8 @@ namespace {
 // What runs a pass: an algorithm of cuDNN's (library is not negative), or a kernel of ours.
 struct Decision {
   int library = -1;
-  bool bias_fused = true;  // what runs adds it; else it is still to be added
+  bool bias_fused = true;   // what runs adds it; else it is still to be added
+  bool relu_fused = false;  // what runs applies it to fprop's results, if it is asked to
   int64_t workspace_bytes = 0;
   Conv2dPlan plan;
 };
@@ -43,7 +44,7 @@ std::optional<Decision> library_decision([[maybe_unused]] const Conv2dProblem& p
 }
 
 Decision own_decision(const Conv2dPlan& plan) {
-  return {-1, plan.adds_bias, plan.workspace_bytes, plan};
+  return {-1, plan.adds_bias, plan.applies_relu, plan.workspace_bytes, plan};
 }
 
 // What tuning found to be the fastest, where it knows the pass and that takes it: another version

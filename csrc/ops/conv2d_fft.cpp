@@ -348,7 +348,7 @@ class ByFft {
       const Conv2dProblem part = part_of(i);
       const Conv2dPlan plan = dev::plan_conv2d(part, plan_.again);
       const Workspace workspace(plan.workspace_bytes, like_);
-      dev::run_conv2d(stream_, part, plan, bias_, nullptr, workspace.data());
+      dev::run_conv2d(stream_, part, plan, {bias_}, workspace.data());
     }
   }
 

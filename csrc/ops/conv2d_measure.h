@@ -38,11 +38,11 @@ constexpr int kMeasuredRuns = 3;
 // By how much, at least, something has to be faster than what the rules choose.
 constexpr double kLeastGain = 0.03, kLeastMicroseconds = 2;
 
-// Enqueues a decision's work. workspace: of as many bytes as it says. sets: as in run_conv2d. like:
-// a tensor on the device, in the problem's dtype.
-void launch(Stream stream, const Conv2dProblem& problem, const Decision& decision, const void* bias,
-            Moments* sets, void* workspace, const Tensor& like) {
-  if (!decision.bias_fused) bias = nullptr;
+// Enqueues a decision's work, with as much of the epilogue as it has fused. workspace: of as many
+// bytes as it says. like: a tensor on the device, in the problem's dtype.
+void launch(Stream stream, const Conv2dProblem& problem, const Decision& decision,
+            const Conv2dEpilogue& wanted, void* workspace, const Tensor& like) {
+  const void* const bias = decision.bias_fused ? wanted.bias : nullptr;
 #ifdef BRAZE_CUDA
   if (decision.library >= 0) {
     vendor::cudnn_conv2d(stream, problem, workspace, bias, decision.library);
@@ -53,7 +53,8 @@ void launch(Stream stream, const Conv2dProblem& problem, const Decision& decisio
     run_conv2d_by_fft(stream, problem, decision.plan, bias, like);
     return;
   }
-  dev::run_conv2d(stream, problem, decision.plan, bias, sets, workspace);
+  const bool relu = wanted.relu && decision.relu_fused;
+  dev::run_conv2d(stream, problem, decision.plan, {bias, relu, wanted.moments}, workspace);
 }
 
 #ifdef BRAZE_CUDA
@@ -147,7 +148,7 @@ double time_of(Stream stream, const Conv2dProblem& problem, const Decision& deci
   double least = 0;
   for (int i = 0; i <= kMeasuredRuns; ++i) {
     watch.start();
-    launch(stream, problem, decision, bias, nullptr, workspace.data(), result);
+    launch(stream, problem, decision, {bias}, workspace.data(), result);
     const double us = watch.stop();
     least = i <= 1 ? us : std::min(least, us);
     if (i > 0 && us > limit) break;

@@ -196,9 +196,9 @@ Conv2dPlan plan_conv2d(const Conv2dProblem& problem, int kernel) {
   return plan;
 }
 
-void run_conv2d(Stream, const Conv2dProblem& problem, const Conv2dPlan& plan, const void* bias,
-                Moments*, void* workspace) {
-  kKernels[plan.kernel].run(problem, plan, bias, workspace);
+void run_conv2d(Stream, const Conv2dProblem& problem, const Conv2dPlan& plan,
+                const Conv2dEpilogue& epilogue, void* workspace) {
+  kKernels[plan.kernel].run(problem, plan, epilogue.bias, workspace);
 }
 
 }  // namespace braze::cpu

@@ -1,6 +1,7 @@
 // Matrix product: the operands packed into panels (gemm.h), blocked for the second-level cache,
 // after K. Goto and R. van de Geijn, "Anatomy of high-performance matrix multiplication" (2008).
 // The rungs below it are in matmul_rungs.h.
+#include "launchers/column_sum.h"
 #include "launchers/matmul.h"
 
 #include <algorithm>
@@ -362,7 +363,13 @@ int64_t column_sum_workspace_bytes(const ColumnSumArgs& args) {
   return column_sum_parts(args.m) * args.n * acc_size(args.dtype);
 }
 
-void column_sum(Stream, const ColumnSumArgs& args, void* workspace) {
+void column_sum(Stream stream, const ColumnSumArgs& args, void* workspace) {
+  begin_column_sum(stream, args, workspace);
+}
+
+// All of it: there is one stream.
+void finish_column_sum(Stream, const ColumnSumArgs&, void*) {}
+void begin_column_sum(Stream, const ColumnSumArgs& args, void* workspace) {
   dispatch(args.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     using Acc = acc_t<T>;

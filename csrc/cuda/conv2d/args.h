@@ -12,6 +12,7 @@ struct Conv2dArgs {
   Tensor4dRef gathered, other, out;
   const void* bias;
   Moments* moments = nullptr;  // of fprop's result
+  bool relu = false;           // fprop's
 };
 
 // Channels are the fastest dimension of the gathered tensor.
@@ -20,10 +21,9 @@ inline bool is_channels_last(const Conv2dArgs& p) {
   return p.gathered.c == 1 && channels / p.shape.groups > 1;
 }
 
-inline Conv2dArgs args_of(const Conv2dProblem& p, const void* bias = nullptr,
-                          Moments* moments = nullptr) {
+inline Conv2dArgs args_of(const Conv2dProblem& p, const Conv2dEpilogue& e = {}) {
   switch (p.pass) {
-    case Conv2dPass::kFprop: return {p.pass, p.shape, p.x, p.w, p.y, bias, moments};
+    case Conv2dPass::kFprop: return {p.pass, p.shape, p.x, p.w, p.y, e.bias, e.moments, e.relu};
     case Conv2dPass::kDgrad: return {p.pass, p.shape, p.y, p.w, p.x, nullptr};
     case Conv2dPass::kWgrad: break;
   }

@@ -474,6 +474,8 @@ Conv2dPlan plan_conv2d(const Conv2dProblem& problem, int wish) {
     }
   }
   plan.adds_bias = problem.pass == Conv2dPass::kFprop;
+  // (Of a batch in parts, the last one may be another kernel's.)
+  plan.applies_relu = plan.adds_bias && plan.kernel != kDepthwise && images == s.n;
   if (wish != kAnyKernel || plan.obstacle) return plan;
   plan.beats_library = beats_cudnn(problem, plan.kernel);
   // Moments save a pass over the result: more than cuDNN is ahead anywhere.
@@ -483,8 +485,8 @@ Conv2dPlan plan_conv2d(const Conv2dProblem& problem, int wish) {
 }
 
 void run_conv2d(Stream stream, const Conv2dProblem& problem, const Conv2dPlan& plan,
-                const void* bias, Moments* moments, void* workspace) {
-  const Conv2dArgs args = args_of(problem, bias, moments);
+                const Conv2dEpilogue& epilogue, void* workspace) {
+  const Conv2dArgs args = args_of(problem, epilogue);
   if (is_empty(args)) return;
   const int64_t n = args.shape.n;
   for (int64_t first = 0; first < n; first += plan.images) {

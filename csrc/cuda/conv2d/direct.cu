@@ -72,6 +72,10 @@ __global__ void __launch_bounds__(kThreads)
     }
     if (p.k == 0) __syncthreads();  // the bias
     if (!inside) continue;
+    const auto result = [&](int c) {
+      const Acc v = sum[c] + bias[c];
+      return convert<T>(p.out.relu && v < Acc(0) ? Acc(0) : v);  // NaN stays NaN
+    };
     T* const to = out + p.out.rows.at(m).offset;
     constexpr int kStore = kChannels % 4 != 0 ? 1 : sizeof(T) == 8 ? 2 : 4;
     if (kStore > 1 && p.out.vectors && n0 + kChannels <= p.n) {
@@ -79,13 +83,13 @@ __global__ void __launch_bounds__(kThreads)
       for (int c = 0; c < kChannels; c += kStore) {
         Vec<T, kStore> v;
 #pragma unroll
-        for (int j = 0; j < kStore; ++j) v.v[j] = convert<T>(sum[c + j] + bias[c + j]);
+        for (int j = 0; j < kStore; ++j) v.v[j] = result(c + j);
         *reinterpret_cast<Vec<T, kStore>*>(to + c) = v;
       }
     } else {
 #pragma unroll
       for (int c = 0; c < kChannels; ++c) {
-        if (n0 + c < p.n) to[c * step] = convert<T>(sum[c] + bias[c]);
+        if (n0 + c < p.n) to[c * step] = result(c);
       }
     }
   }

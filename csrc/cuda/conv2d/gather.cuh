@@ -207,7 +207,7 @@ Output<T> conv_output(const Conv2dArgs& a, bool exchange) {
   if (exchange) std::swap(out.rows, out.columns);
   out.vectors = out.columns.has_vectors(4) && out.rows.steps_divide(4, 3) &&
                 (p.groups == 1 || out.batch % 4 == 0) && is_vec_aligned(out.data);
-  out.bias = static_cast<const T*>(a.bias);
+  out.bias = static_cast<const T*>(a.bias), out.relu = a.relu;
   out.bias_by_row = exchange;
   out.bias_batch = p.k / p.groups;
   return out;

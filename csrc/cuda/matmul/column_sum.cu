@@ -6,7 +6,7 @@
 
 #include "cuda/common/cluster.cuh"
 #include "cuda/common/ordered_sum.cuh"
-#include "launchers/matmul.h"
+#include "launchers/column_sum.h"
 
 namespace braze::cuda {
 namespace {
@@ -128,9 +128,6 @@ void launch(Stream stream, const ColumnSumArgs& args, void* workspace) {
   launch_early(column_sum_kernel<T, N>, static_cast<unsigned>(blocks), kThreads, 0, stream, x,
                result, masked, out, args.m, args.n, p.splits, p.finish, partial);
   check_launch("column_sum");
-  if (p.finish == Finish::kPartials && args.out) {
-    launch_ordered_sum(stream, partial, p.splits, args.n, static_cast<T*>(args.out));
-  }
 }
 
 }  // namespace
@@ -143,6 +140,11 @@ int64_t column_sum_workspace_bytes(const ColumnSumArgs& args) {
 }
 
 void column_sum(Stream stream, const ColumnSumArgs& args, void* workspace) {
+  begin_column_sum(stream, args, workspace);
+  finish_column_sum(stream, args, workspace);
+}
+
+void begin_column_sum(Stream stream, const ColumnSumArgs& args, void* workspace) {
   if (args.n == 0) return;
   dispatch(args.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
@@ -151,6 +153,17 @@ void column_sum(Stream stream, const ColumnSumArgs& args, void* workspace) {
     } else {
       launch<T, 1>(stream, args, workspace);
     }
+  });
+}
+
+void finish_column_sum(Stream stream, const ColumnSumArgs& args, void* workspace) {
+  if (args.n == 0 || !args.out) return;
+  const Plan p = plan(args);
+  if (p.finish != Finish::kPartials) return;
+  dispatch(args.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    launch_ordered_sum(stream, static_cast<const acc_t<T>*>(workspace), p.splits, args.n,
+                       static_cast<T*>(args.out));
   });
 }
 

@@ -1,6 +1,16 @@
 """What linear and conv2d share: both are bilinear in input and weight, so that the derivatives of
 their backward are made of the same ops again."""
 
+import typing
+
+
+class Saved(typing.NamedTuple):
+    """What double_backward() reads of a ctx."""
+
+    saved_tensors: tuple
+    output_mask: tuple
+    needs_input_grad: tuple
+
 
 def masked(grads, mask):
     """The gradients that were asked for; None in the place of the others."""

@@ -74,14 +74,19 @@ class Conv2dBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        d = double_backward(
-            ctx,
-            grads,
-            lambda x, w, b: _conv2d(x, w, b, *ctx.geometry, *ctx.settings),
-            lambda g, x, w, mask: _conv2d_backward(g, x, w, *ctx.geometry, mask, *ctx.settings),
-            lambda b, like: b.view(-1, 1, 1).expand_as(like),
-        )
+        d = conv2d_double_backward(ctx, grads, ctx.geometry, ctx.settings)
         return *d, None, None, None, None, None, None, None, None
+
+
+def conv2d_double_backward(ctx, grads, geometry, settings):
+    """:func:`braze._ops._bilinear.double_backward` of conv2d."""
+    return double_backward(
+        ctx,
+        grads,
+        lambda x, w, b: _conv2d(x, w, b, *geometry, *settings),
+        lambda g, x, w, mask: _conv2d_backward(g, x, w, *geometry, mask, *settings),
+        lambda b, like: b.view(-1, 1, 1).expand_as(like),
+    )
 
 
 def _formula(
@@ -238,6 +243,16 @@ def geometry(input, weight, stride, padding, dilation):
     return input, stride, padding, dilation
 
 
+def op_arguments(input, weight, bias, stride, padding, dilation, groups):
+    """A public function's arguments, of a 4-D input, as the op takes them."""
+    input, stride, padding, dilation = geometry(input, weight, stride, padding, dilation)
+    dtype = autocast_dtype(input)
+    if dtype is not None:
+        input, weight, bias = cast_to(dtype, input, weight, bias)
+    settings = _config.conv2d_settings(input)
+    return input, weight, bias, stride, padding, dilation, groups, *settings
+
+
 def conv2d(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
     """2-D cross-correlation, as ``torch.nn.functional.conv2d``.
 
@@ -269,11 +284,5 @@ def conv2d(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
     if input.dim() == 3:
         batch = conv2d(input.unsqueeze(0), weight, bias, stride, padding, dilation, groups)
         return batch.squeeze(0)
-    input, stride, padding, dilation = geometry(input, weight, stride, padding, dilation)
-    dtype = autocast_dtype(input)
-    if dtype is not None:
-        input, weight, bias = cast_to(dtype, input, weight, bias)
     function = _ops.conv2d if torch.compiler.is_compiling() else _conv2d
-    return function(
-        input, weight, bias, stride, padding, dilation, groups, *_config.conv2d_settings(input)
-    )
+    return function(*op_arguments(input, weight, bias, stride, padding, dilation, groups))

@@ -2,12 +2,11 @@
 csrc/cuda/matmul/."""
 
 import math
-import typing
 
 import torch
 
 from braze import _config
-from braze._ops._bilinear import double_backward, masked
+from braze._ops._bilinear import Saved, double_backward, masked
 from braze._ops._common import autocast_dtype, below_autograd, cast_to, eager, plain, register
 from braze._ops.relu import relu, relu_backward
 
@@ -154,7 +153,7 @@ class LinearReLUBackward(torch.autograd.Function):
     def backward(ctx, *grads):
         grad_output, result, input, weight = ctx.saved_tensors
         wanted = ctx.needs_input_grad
-        passed = _Saved(
+        passed = Saved(
             (relu_backward(grad_output, result), input, weight),
             ctx.output_mask,
             (wanted[0], *wanted[2:4]),
@@ -162,14 +161,6 @@ class LinearReLUBackward(torch.autograd.Function):
         d_passed, *d = _linear_double_backward(passed, grads, ctx.settings)
         d_grad = None if d_passed is None else relu_backward(d_passed, result)
         return d_grad, None, *d, None, None, None, None
-
-
-class _Saved(typing.NamedTuple):
-    """What double_backward() reads of a LinearBackward's ctx."""
-
-    saved_tensors: tuple
-    output_mask: tuple
-    needs_input_grad: tuple
 
 
 def _linear_double_backward(ctx, grads, settings):

@@ -24,8 +24,13 @@ def worth_splicing(module, kinds_of):
         if code is not None:
             names.update(code.co_names)
             todo += [c for c in code.co_consts if isinstance(c, types.CodeType)]
-    pairs = {"Conv2d", "BatchNorm2d"}, {"BatchNorm2d", "ReLU"}, {"Linear", "ReLU"}
-    fused = any(pair <= kinds for pair in pairs)
+    pairs = (
+        ("Conv2d", "BatchNorm2d"),
+        ("BatchNorm2d", "ReLU"),
+        ("Conv2d", "ReLU"),
+        ("Linear", "ReLU"),
+    )
+    fused = any(kinds.issuperset(pair) for pair in pairs)
     # Not for a concatenation alone: most go along other dimensions than braze's.
     return fused or bool(names & {*F.__all__, "relu_"} - {"cat"})
 

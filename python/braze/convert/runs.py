@@ -39,7 +39,7 @@ from braze.convert.programs import KINDS as PROGRAM_KINDS
 from braze.convert.programs import LONGEST_STRETCH, by_program
 from braze.convert.quiet import are_quiet, asks, overwrites
 from braze.nn import functional as F
-from braze.nn.modules import batch_norm_act, conv_bn_relu_as_one
+from braze.nn.modules import batch_norm_act, conv2d_settings, conv_bn_relu_as_one
 
 _any_global_hook = torch.nn.modules.module._has_any_global_hook
 _FLAT = (1,), {}  # the arguments of a Flatten that keeps the first dimension
@@ -357,6 +357,14 @@ def _goes_with(residual, input):
     )
 
 
+def _conv_relu(links, input):
+    if type(input) not in TENSORS:
+        return one_by_one(links, input)
+    conv = links[-1]
+    input, settings = conv2d_settings(input, conv)
+    return F.conv2d_relu(input, conv.weight, conv.bias, *settings)
+
+
 def _linear_relu(links, input):
     if type(input) not in TENSORS:
         return one_by_one(links, input)
@@ -485,6 +493,7 @@ RUNS = {
     ("Linear", "Flatten", *_POOLED): _block_flat_linear,
     ("ReLU", "Linear", "Flatten", *_POOLED): _block_flat_linear,
     ("BatchNorm2d",): _norm_alone,  # of a module that adds nothing to it at present
+    ("ReLU", "Conv2d"): _conv_relu,
     ("ReLU", "Linear"): _linear_relu,
     ("Add", "Scale"): _scale_add,
     **dict.fromkeys(_LAYER_NORM_RUNS, _layer_norm_product),
@@ -501,6 +510,7 @@ STRETCH_KINDS = frozenset(("Add", *PROGRAM_KINDS))
 BLOCKS = {
     _POOLED[::-1]: "ConvBnReLUMaxPool2d",
     _CONV[::-1]: "ConvBnReLU2d",
+    ("Conv2d", "ReLU"): "ConvReLU2d",
     ("Linear", "ReLU"): "LinearReLU",
     **{kinds[::-1]: "BatchNormAct2d" for kinds in _NORM_RUNS},
     ("LayerNorm", "Linear"): "LayerNormLinear",

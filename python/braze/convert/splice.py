@@ -282,9 +282,14 @@ class _Function(Names, Calls, Branches, additions.Surroundings):
             if not all(self._goes_on(chain, part, at) for part in inner):
                 break
         links, owners = chain.links, chain.owners
+        end = 0  # of what is a run within the first statement
         for start in range(owners.count(first)):
+            if start < end:
+                continue
             length = stretch_length(links[start : start + WINDOW])
             run, last = links[start : start + length], owners[start + length - 1]
+            if last == first:
+                end = start + length
             taken = any(k.number in self.taken for k in run)
             if not length or last == first or taken or self._added_first(run, owners[start:]):
                 continue

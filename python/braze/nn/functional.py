@@ -26,6 +26,7 @@ from braze._ops.bias_activation import bias_activation
 from braze._ops.cat import cat
 from braze._ops.channel_scale import channel_scale, squeeze_excite
 from braze._ops.conv2d import conv2d
+from braze._ops.conv2d_relu import conv2d_relu
 from braze._ops.conv_transpose2d import conv_transpose2d
 from braze._ops.cross_entropy import cross_entropy
 from braze._ops.fused import conv_bn_relu2d, conv_bn_relu_max_pool2d
@@ -48,6 +49,7 @@ __all__ = [
     "celu",
     "channel_scale",
     "conv2d",
+    "conv2d_relu",
     "conv_bn_relu2d",
     "conv_bn_relu_max_pool2d",
     "conv_transpose2d",

@@ -177,6 +177,17 @@ class BatchNormAct2d(BatchNorm2d):
         return f"{super().extra_repr()}, activation={shown}"
 
 
+def conv2d_settings(input, conv):
+    """The input of a convolution, padded where that pads it with anything but zeros, and what
+    follows the bias in :func:`braze.nn.functional.conv2d`."""
+    padding = conv.padding
+    if conv.padding_mode != "zeros":
+        sides = conv._reversed_padding_repeated_twice
+        input = torch.nn.functional.pad(input, sides, mode=conv.padding_mode)
+        padding = 0
+    return input, (conv.stride, padding, conv.dilation, conv.groups)
+
+
 @calls("conv2d", also=("_conv_forward",))
 class Conv2d(torch.nn.Conv2d):
     """``torch.nn.Conv2d`` on :func:`braze.nn.functional.conv2d`."""
@@ -184,13 +195,43 @@ class Conv2d(torch.nn.Conv2d):
     def _conv_forward(self, input, weight, bias):
         if self._gives_way():
             return super()._conv_forward(input, weight, bias)
-        padding = self.padding
-        if self.padding_mode != "zeros":
-            sides = self._reversed_padding_repeated_twice
-            input = torch.nn.functional.pad(input, sides, mode=self.padding_mode)
-            padding = 0
-        settings = self.stride, padding, self.dilation, self.groups
+        input, settings = conv2d_settings(input, self)
         return with_casts(F.conv2d, (input, weight, bias), settings)
+
+
+class ConvReLU2d(Conv2d):
+    """A convolution and ReLU as one op: :func:`braze.nn.functional.conv2d_relu`. Constructor and
+    state are ``torch.nn.Conv2d``'s."""
+
+    @classmethod
+    def from_modules(cls, conv, relu):
+        """The layer made of an existing convolution, torch's or braze's, whose parameters it
+        shares, and the ReLU that follows it.
+
+        Raises:
+            TypeError: modules of other classes.
+        """
+        for module, kind in ((conv, torch.nn.Conv2d), (relu, torch.nn.ReLU)):
+            if not isinstance(module, kind):
+                raise TypeError(f"expected a torch.nn.{kind.__name__}, not {type(module).__name__}")
+        layer = cls.__new__(cls)
+        torch.nn.Module.__init__(layer)
+        for name in _CONV2D_SETTINGS:
+            setattr(layer, name, getattr(conv, name))
+        layer.weight, layer.bias = conv.weight, conv.bias
+        layer.training = conv.training
+        return layer
+
+    def _conv_forward(self, input, weight, bias):
+        input, settings = conv2d_settings(input, self)
+        return with_casts(F.conv2d_relu, (input, weight, bias), settings)
+
+
+#: What a ``torch.nn.Conv2d`` has beside its parameters.
+_CONV2D_SETTINGS = (
+    *("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation"),
+    *("transposed", "output_padding", "groups", "padding_mode", "_reversed_padding_repeated_twice"),
+)
 
 
 def _block_arguments(conv, bn):

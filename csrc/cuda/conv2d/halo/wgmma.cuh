@@ -37,7 +37,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     conv_kernel(const __grid_constant__ CUtensorMap x_map,
                 const __grid_constant__ CUtensorMap w_map,
                 const __grid_constant__ CUtensorMap y_map, const __grid_constant__ Args a,
-                const T* w, const T* bias, T* __restrict__ y, Moments* __restrict__ moments) {
+                const T* w, const T* bias, bool relu, T* __restrict__ y,
+                Moments* __restrict__ moments) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL  // as has_wgmma() asks
   using Op = operand_t<T, kPlanes>;
   using L = Layout<Op, kChannelBlock, kPlanes>;
@@ -196,6 +197,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (bias) {
 #pragma unroll
       for (int i = 0; i < kAcc; ++i) acc[i] += bias_values[i / 2 % 2];
+    }
+    if (relu) {
+#pragma unroll
+      for (int i = 0; i < kAcc; ++i) acc[i] = acc[i] < 0 ? 0.0f : acc[i];  // NaN stays NaN
     }
     if (moments && j == group) {  // position 0 is an output
       row_moments[0].shift = __shfl_sync(~0u, convert<float>(convert<T>(acc[0])), lane & ~3);

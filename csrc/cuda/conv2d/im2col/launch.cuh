@@ -34,7 +34,7 @@ inline MatmulArgs result_matrix(const Conv2dArgs& args, const Pass& pass) {
   p.batch = 1, p.m = pass.pixels, p.n = pass.filters;
   p.k = pass.taps * pass.windows.blocks * hopper::kSwizzle / size_of(p.dtype);
   p.c = const_cast<void*>(args.out.data);
-  p.bias = args.bias;
+  p.bias = args.bias, p.relu = args.relu;
   return p;
 }
 

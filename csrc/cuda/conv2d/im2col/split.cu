@@ -185,7 +185,7 @@ void run_split(Stream stream, const Conv2dArgs& args, const Conv2dPlan& planned,
     a.row.special = rows.special, a.row.blocks = rows.blocks;
     a.column.special = columns.special, a.column.blocks = columns.blocks;
     a.partial = partial;
-    a.c = const_cast<void*>(args.out.data), a.bias = args.bias;
+    a.c = const_cast<void*>(args.out.data), a.bias = args.bias, a.relu = args.relu;
     a.plain.image = image_parts.data, a.plain.other = other_parts.data;
     a.plain.images = static_cast<int>(s.n);
     a.plain.height = static_cast<int>(dgrad ? s.p : s.h);
@@ -198,7 +198,7 @@ void run_split(Stream stream, const Conv2dArgs& args, const Conv2dPlan& planned,
   Output<float> out{};  // of the parts' sum
   out.data = static_cast<float*>(const_cast<void*>(args.out.data));
   out.batch = e.rows * e.columns, out.row_stride = e.columns;
-  out.bias = static_cast<const float*>(args.bias);
+  out.bias = static_cast<const float*>(args.bias), out.relu = args.relu;
   switch (args.pass) {
     case Conv2dPass::kFprop: {
       SplitWindowArgs a{};

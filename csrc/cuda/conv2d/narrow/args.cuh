@@ -35,6 +35,7 @@ struct Args {
   bool has_words;  // and in aligned words, or elements are words
   int copies;      // 2: another one that begins an element later, for what begins at odd ones
   bool vectors;    // fprop: results are stored in vectors
+  bool relu;       // fprop: of results, NaN stays NaN
 
   // fprop: a filter row's terms, padded to whole words, and steps of the sum over all of them.
   int row_terms, steps;

@@ -225,7 +225,8 @@ class Fprop {
     const int tile =
         kPixelRows ? pixel / 2 * kGroups + filter / 2 : filter / 2 * kPixelGroups + pixel / 2;
     const int row = (kPixelRows ? pixel : filter) % 2, column = (kPixelRows ? filter : pixel) % 2;
-    return convert<T>(acc_[tile][row * 2 + column] + bias_[own_filter(filter)]);
+    const float v = acc_[tile][row * 2 + column] + bias_[own_filter(filter)];
+    return convert<T>(a_.relu && v < 0 ? 0.0f : v);
   }
 
   __device__ __forceinline__ void store_rows(const Place& place) const {

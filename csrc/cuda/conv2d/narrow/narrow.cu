@@ -80,7 +80,7 @@ Args problem_of(const Conv2dArgs& args) {
   Args a{};
   a.x = x.data, a.other = args.other.data, a.bias = args.bias;
   a.out = const_cast<void*>(args.out.data);
-  a.moments = args.moments;
+  a.moments = args.moments, a.relu = args.relu;
   const auto set = [](int& to, int64_t from) { to = static_cast<int>(from); };
   set(a.channels, s.c), set(a.height, s.h), set(a.width, s.w), set(a.filters, s.k);
   set(a.taps_h, s.r), set(a.taps_w, s.s), set(a.rows, s.p), set(a.columns, s.q);

@@ -64,7 +64,7 @@ OutputArgs problem_of(const Conv2dArgs& args) {
   }
   a.by_taps = FastDiv(s.r * s.s), a.by_taps_w = FastDiv(s.s);
   const bool even = a.results % 2 == 0 && y.c == 1 && (y.n | y.h | y.w) % 2 == 0;
-  a.pairs = even && is_aligned(y.data, 2 * size);
+  a.pairs = even && is_aligned(y.data, 2 * size), a.relu = args.relu;
   return a;
 }
 

@@ -31,6 +31,7 @@ struct OutputArgs {
   int patch_rows, patch_columns, pitch, steps, chunks;  // steps: of the sum, in a chunk
   FastDiv by_units, by_patch_columns, by_taps, by_taps_w;
   bool pairs;  // results are stored in twos
+  bool relu;   // of results, NaN stays NaN
 };
 
 constexpr int channel_step(int size) { return 32 / size; }  // of the sum, in one product
@@ -169,7 +170,10 @@ class NarrowOutput {
         if (pixel >= pixels_ || p >= a_.rows || q >= a_.columns) continue;
         Vec<T, 2> v;
 #pragma unroll
-        for (int e = 0; e < 2; ++e) v.v[e] = convert<T>(acc_[m][half * 2 + e] + bias[e]);
+        for (int e = 0; e < 2; ++e) {
+          const float value = acc_[m][half * 2 + e] + bias[e];
+          v.v[e] = convert<T>(a_.relu && value < 0 ? 0.0f : value);
+        }
         T* const to = image + p * a_.y_h + q * a_.y_w + first * a_.y_c;
         if (a_.pairs) {
           store_vec<2>(to, v);

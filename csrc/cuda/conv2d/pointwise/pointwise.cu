@@ -166,16 +166,17 @@ bool is_for_stream_k(const MatmulArgs& p) {
   return hopper::make_plan(p, true).cost < hopper::make_plan(p).cost;
 }
 
-// y[i] += bias of the plane that element i is in: of contiguous tensors, whose rows are filters,
-// where the product adds by columns.
+// y[i] += bias of the plane that element i is in, perhaps through a ReLU: of contiguous tensors,
+// whose rows are filters, where the product adds by columns.
 template <typename T>
-__global__ void add_bias_kernel(T* y, const T* bias, int64_t count, int64_t pixels,
+__global__ void add_bias_kernel(T* y, const T* bias, bool relu, int64_t count, int64_t pixels,
                                 int64_t filters) {
   wait_for_earlier_kernels();
   const int64_t stride = int64_t{gridDim.x} * blockDim.x;
   for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < count; i += stride) {
     using A = acc_t<T>;
-    y[i] = convert<T>(convert<A>(y[i]) + convert<A>(bias[i / pixels % filters]));
+    const A v = convert<A>(y[i]) + convert<A>(bias[i / pixels % filters]);
+    y[i] = convert<T>(relu && v < A(0) ? A(0) : v);  // NaN stays NaN
   }
 }
 
@@ -187,7 +188,7 @@ void add_bias(Stream stream, const Conv2dArgs& args) {
     using T = typename decltype(tag)::type;
     launch_early(add_bias_kernel<T>, grid_stride_blocks(count, kThreads), kThreads, 0, stream,
                  static_cast<T*>(const_cast<void*>(y.data)), static_cast<const T*>(args.bias),
-                 count, y.pixels, y.channels);
+                 args.relu, count, y.pixels, y.channels);
     check_launch("conv2d pointwise bias");
   });
 }
@@ -239,10 +240,12 @@ void run(Stream stream, const Conv2dArgs& given, const Conv2dPlan& plan, void* w
   void* const rest = static_cast<char*>(workspace) + small_bytes(given);
   if (strided && !dgrad) move_pixels(stream, given, workspace, false);
   if (plan.variant == kFolded) return run_folded(stream, folded_of(args), rest);
-  const MatmulArgs p = product_of(args);
+  MatmulArgs p = product_of(args);
+  const bool bias_is_left = args.bias && !p.bias;
+  p.relu = args.relu && !bias_is_left;
   if (plan.variant == kStreamK) return hopper::run(stream, p, plan.product, rest);
   run_matmul(stream, p, plan.product, rest);
-  if (args.bias && !p.bias) add_bias(stream, args);
+  if (bias_is_left) add_bias(stream, args);
   if (strided && dgrad) move_pixels(stream, given, workspace, true);
 }
 
