@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from braze._ops._common import plain
 from braze._ops.batch_norm import batch_norm_counting
+from braze._ops.conv_bn_act import conv_bn_act as one_conv_bn_act
 from braze._ops.fused import as_one_op
 from braze._ops.sync_batch_norm import sync_batch_norm
 from braze._programs import with_casts
@@ -138,6 +139,32 @@ def batch_norm_act(input, bn, residual=None, activation="identity", settings=())
         activation=activation,
         settings=settings,
         num_batches_tracked=statistics.batches,
+    )
+
+
+def conv_bn_act(input, conv, bn, residual=None, activation="identity", settings=()):
+    """:func:`braze._ops.conv_bn_act.conv_bn_act` on the parameters, buffers and settings of two
+    layers."""
+    statistics = batch_norm_state(bn)
+    return one_conv_bn_act(
+        input,
+        conv.weight,
+        conv.bias,
+        residual,
+        bn.weight,
+        bn.bias,
+        statistics.mean,
+        statistics.var,
+        statistics.batches,
+        conv.stride,
+        conv.padding,
+        conv.dilation,
+        conv.groups,
+        statistics.training,
+        bn.momentum,
+        bn.eps,
+        activation,
+        settings,
     )
 
 
