@@ -125,7 +125,7 @@ STABLE_TORCH_LIBRARY(braze, m) {
       "Tensor? bn_weight, Tensor? bn_bias, Tensor conv_output, Tensor codes, Tensor statistics, "
       "int[2] stride, int[2] padding, int[2] dilation, int groups, bool training, bool max_pool, "
       "bool[5] output_mask, bool allow_tf32=False, bool deterministic=False, "
-      "str backend=\"auto\") -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+      "str backend=\"auto\", Tensor? added=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "conv_bn_relu_max_pool2d(Tensor input, Tensor weight, Tensor? conv_bias, Tensor? bn_weight, "
       "Tensor? bn_bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, "

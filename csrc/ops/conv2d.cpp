@@ -6,6 +6,7 @@
 
 #include "launchers/bias_activation.h"
 #include "launchers/transpose.h"
+#include "launchers/vector_add.h"
 #include "ops/side_stream.h"
 #include "ops/conv2d_decision.h"
 #include "ops/conv2d_measure.h"
@@ -205,17 +206,33 @@ void add_bias(Stream stream, const Tensor& bias, Tensor& result) {
                        bias.const_data_ptr(), data);
 }
 
+// An input gradient by a plan of plan_conv2d_added().
+void add_on_the_way([[maybe_unused]] Stream stream, [[maybe_unused]] const Conv2dProblem& problem,
+                    [[maybe_unused]] const Conv2dPlan& plan, [[maybe_unused]] const Tensor& added,
+                    [[maybe_unused]] void* workspace) {
+#ifdef BRAZE_CUDA
+  dev::run_conv2d_added(stream, problem, plan, added.const_data_ptr(), workspace);
+#endif
+}
+
 // Runs one pass; `result` is the tensor that it writes. bias: of the result's channels. moments: as
-// in conv2d_forward. branch: runs it, unless null. Returns the memory that the kernels work in:
-// only for the stream that runs it may it be anything else's from now on.
+// in conv2d_forward. branch: runs it, unless null. added: to the result, in whose format it is
+// dense, unless null. Returns the memory that the kernels work in: only for the stream that runs it
+// may it be anything else's from now on.
 Workspace run(Stream stream, const Conv2dProblem& problem, Tensor& result,
               const std::optional<Tensor>& bias, const Choice& choice,
-              OutputMoments* moments = nullptr, Branch* branch = nullptr) {
+              OutputMoments* moments = nullptr, Branch* branch = nullptr,
+              const Tensor* added = nullptr) {
   const void* const bias_data = bias ? bias->const_data_ptr() : nullptr;
   const bool wants_moments = moments != nullptr;
   Decision decision = choice.measure
                           ? benchmarked(stream, problem, result, bias_data, wants_moments)
                           : decided(result, problem, choice.wish, bias_data, wants_moments);
+  bool adds = added && decision.adding && alignment_of(added->const_data_ptr()) >= 16;
+  if (adds) {
+    decision.plan = *decision.adding;
+    decision.workspace_bytes = decision.plan.workspace_bytes;
+  }
   Workspace workspace;
   try {
     workspace = Workspace(decision.workspace_bytes, result);
@@ -225,6 +242,7 @@ Workspace run(Stream stream, const Conv2dProblem& problem, Tensor& result,
                              : std::nullopt;
     if (!smaller) throw;
     decision = *smaller;
+    adds = false;
   }
   // Not before: deterministic algorithms fill what is allocated, on the main stream. torch's own
   // transforms run on that too.
@@ -236,8 +254,16 @@ Workspace run(Stream stream, const Conv2dProblem& problem, Tensor& result,
     sets = static_cast<Moments*>(moments->memory.mutable_data_ptr());
     moments->view = {sets, decision.plan.moment_sets};
   }
+  if (adds) {
+    add_on_the_way(stream, problem, decision.plan, *added, workspace.data());
+    return workspace;
+  }
   launch(stream, problem, decision, bias_data, sets, workspace.data(), result);
   if (bias && !decision.bias_fused) add_bias(stream, *bias, result);
+  if (added) {
+    dev::vector_add(stream, problem.shape.dtype, result.const_data_ptr(), added->const_data_ptr(),
+                    result.mutable_data_ptr(), result.numel(), kAnyKernel);
+  }
   return workspace;
 }
 
@@ -366,17 +392,24 @@ Tensor run_conv2d_forward(Conv2dPass forward, const Conv2dShape& shape, const Te
 
 std::tuple<Tensor, Tensor, Tensor> conv2d_gradients(const Tensor& grad_output, const Tensor& input,
                                                     const Tensor& weight, const Arguments& args,
-                                                    const std::vector<bool>& output_mask) {
+                                                    const std::vector<bool>& output_mask,
+                                                    const std::optional<Tensor>& added) {
   check_arguments(input, weight, args);
   const Conv2dShape shape = shape_of(input, weight, args);
   check_grad_output("conv2d_backward", grad_output, input, {shape.n, shape.k, shape.p, shape.q});
+  if (added) {
+    check_same_device("conv2d_backward", "added", *added, "input", input);
+    check_same_dtype("conv2d_backward", "added", *added, "input", input);
+    check_same_shape("conv2d_backward", "added", *added, "input", input);
+  }
   return run_conv2d_gradients(Conv2dPass::kFprop, shape, grad_output, input, weight, args.backend,
-                              output_mask);
+                              output_mask, added);
 }
 
 std::tuple<Tensor, Tensor, Tensor> run_conv2d_gradients(
     Conv2dPass forward, const Conv2dShape& shape, const Tensor& grad_output, const Tensor& input,
-    const Tensor& weight, const std::string& backend, const std::vector<bool>& output_mask) {
+    const Tensor& weight, const std::string& backend, const std::vector<bool>& output_mask,
+    const std::optional<Tensor>& added) {
   const bool transposed = forward == Conv2dPass::kDgrad;
   const Conv2dPass to_input = transposed ? Conv2dPass::kFprop : Conv2dPass::kDgrad;
   const DeviceContext context(input);
@@ -430,7 +463,10 @@ std::tuple<Tensor, Tensor, Tensor> run_conv2d_gradients(
     Tensor result = reformat ? memory[2] : grad_input;
     const Operand to(result, within);
     const Operand &to_x = transposed ? grad : to, &to_y = transposed ? to : grad;
-    run(stream, {to_input, shape, to_x.ref, w.ref, to_y.ref}, result, std::nullopt, choice);
+    std::optional<Tensor> more;
+    if (added) more = dense(stream, Operand(*added, within), within).tensor;
+    run(stream, {to_input, shape, to_x.ref, w.ref, to_y.ref}, result, std::nullopt, choice, nullptr,
+        nullptr, more ? &*more : nullptr);
     grad_input =
         reformat ? dense(stream, Operand(result, false), false, grad_input).tensor : result;
   }

@@ -27,10 +27,12 @@ Tensor conv2d_forward(const Tensor& input, const Tensor& weight, const std::opti
                       bool to_channels_last = false);
 
 // The gradients that output_mask asks for, of input, weight and bias; empty tensors for the rest.
+// added: what is added to the input's.
 std::tuple<Tensor, Tensor, Tensor> conv2d_gradients(const Tensor& grad_output, const Tensor& input,
                                                     const Tensor& weight,
                                                     const Conv2dArguments& args,
-                                                    const std::vector<bool>& output_mask);
+                                                    const std::vector<bool>& output_mask,
+                                                    const std::optional<Tensor>& added = {});
 
 // The same two with all arguments checked, of a convolution (forward: kFprop) or of the transposed
 // one of that shape, whose result has the part of x, its input that of y (kDgrad).
@@ -40,7 +42,8 @@ Tensor run_conv2d_forward(Conv2dPass forward, const Conv2dShape& shape, const Te
                           bool to_channels_last = false);
 std::tuple<Tensor, Tensor, Tensor> run_conv2d_gradients(
     Conv2dPass forward, const Conv2dShape& shape, const Tensor& grad_output, const Tensor& input,
-    const Tensor& weight, const std::string& backend, const std::vector<bool>& output_mask);
+    const Tensor& weight, const std::string& backend, const std::vector<bool>& output_mask,
+    const std::optional<Tensor>& added = {});
 
 // Whether a convolution's result is channels_last, as torch has it; else it is contiguous.
 bool conv2d_is_channels_last(const Tensor& input, const Tensor& weight);

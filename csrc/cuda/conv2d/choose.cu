@@ -1,5 +1,6 @@
 // The convolution's kernels, and the choice among them.
 #include "launchers/conv2d.h"
+#include "launchers/conv2d_added.h"
 
 #include <algorithm>
 #include <climits>
@@ -456,6 +457,24 @@ void run_conv2d(Stream stream, const Conv2dProblem& problem, const Conv2dPlan& p
       kKernels[last.kernel].run(stream, part, last, workspace);
     }
   }
+}
+
+bool plan_conv2d_added(const Conv2dProblem& problem, Conv2dPlan* plan) {
+  const Conv2dArgs args = args_of(problem);
+  if (problem.pass != Conv2dPass::kDgrad || is_empty(args) || plan->images < args.shape.n) {
+    return false;
+  }
+  if (plan->kernel == kPointwise) return pointwise::plan_added(args, plan);
+  return plan->kernel == kIm2col && im2col::takes_added(args);
+}
+
+void run_conv2d_added(Stream stream, const Conv2dProblem& problem, const Conv2dPlan& plan,
+                      const void* added, void* workspace) {
+  const Conv2dArgs args = args_of(problem);
+  if (plan.kernel == kPointwise) {
+    return pointwise::run_added(stream, args, plan, added, workspace);
+  }
+  im2col::run_added(stream, args, plan, added, workspace);
 }
 
 }  // namespace braze::cuda

@@ -23,6 +23,7 @@ from braze._ops.fused import is_2x2
 from braze._ops.layer_norm import layer_norm_for_product
 from braze._ops.scale_add import scale_add_takes, scaled_dim
 from braze._ops.transpose import transpose_copy
+from braze._step_scope import current
 from braze._stock import gives_way
 from braze.convert.kinds import (
     ACTIVATIONS,
@@ -278,10 +279,38 @@ def _in_turn(links, input, *added):
                 input, end = output, after
                 continue
         part, of_part = links[start:end], added if "Add" in kinds[start:end] else ()
+        if end == len(links) and added and added[0] is input and tuple(kinds[start:end]) == _CONV:
+            pair = _forked(part, input)
+            if pair is not None:
+                input, *added = pair
+                end = start
+                continue
         function = RUNS.get(tuple(kinds[start:end]))
         input = (function or one_by_one)(part, input, *of_part)
         end = start
     return input
+
+
+#: On which devices the gradients of a block's input, by its first convolution and by the shortcut,
+#: are one sum on the way out of the former's kernel.
+FORKED_ON = ("cuda",)
+
+
+def _forked(links, input):
+    """The block of convolution, batch norm and ReLU, and an alias of the input for the addition
+    behind it, within a TrainStep; or None."""
+    conv, norm = links[-1], _norm(links[-2])
+    if (
+        current.scope is None
+        or type(input) not in TENSORS
+        or input.device.type not in FORKED_ON
+        or not (torch.is_grad_enabled() and input.requires_grad)
+        or autocast_dtype(input) not in (None, input.dtype)
+        or isinstance(conv.padding, str)
+        or not conv_fits(conv, norm)
+    ):
+        return None
+    return conv_bn_relu_as_one(input, conv, norm, forked=True)
 
 
 #: On which devices convolutions leave batch norm's statistics, for what follows that.

@@ -242,15 +242,17 @@ def conv_bn_relu2d(input, conv, bn):
     return F.conv_bn_relu2d(input, *tensors, **settings)
 
 
-def conv_bn_relu_as_one(input, conv, bn, max_pool=False, contiguous=False):
+def conv_bn_relu_as_one(input, conv, bn, max_pool=False, contiguous=False, forked=False):
     """The fused block on two layers, and perhaps 2x2 max pooling, or None where no op takes them
     all.
 
     Args:
         contiguous: return the pooled result so, whatever the layout of the input.
+        forked: without pooling: return an alias of the input beside the result, whose gradient is
+            added where the convolution's is made.
     """
     tensors, settings = _block_arguments(conv, bn)
-    return as_one_op(max_pool, contiguous, input, *tensors, **settings)
+    return as_one_op(max_pool, contiguous, input, *tensors, **settings, forked=forked)
 
 
 def conv_bn_relu_max_pool2d(input, conv, bn, pool):

@@ -109,4 +109,13 @@ void run(Stream stream, const Conv2dArgs& args, const Conv2dPlan& plan, void* wo
   }
 }
 
+bool takes_added(const Conv2dArgs& args) {
+  return args.shape.dtype == DType::kFloat32 && !in_parts(args.shape) && !has_phases(args);
+}
+
+void run_added(Stream stream, const Conv2dArgs& args, const Conv2dPlan& plan, const void* added,
+               void* workspace) {
+  run_tf32(stream, args, plan.variant, workspace, added);
+}
+
 }  // namespace braze::cuda::im2col

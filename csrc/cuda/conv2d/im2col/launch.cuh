@@ -1,6 +1,7 @@
 // From a pass to the kernel: tensor maps, tile counts, launch. Each .cu beside compiles one type.
 #pragma once
 
+#include "added.cuh"
 #include "copies.cuh"
 #include "cuda/matmul/hopper/launch.cuh"
 #include "launchers/transpose.h"
@@ -26,7 +27,9 @@ constexpr int kWgradRows = 128;
 // tile: its number in hopper::kTileKinds, or in kWgradTiles.
 void run_bf16(Stream stream, const Conv2dArgs& args, int tile, void* workspace);
 void run_fp16(Stream stream, const Conv2dArgs& args, int tile, void* workspace);
-void run_tf32(Stream stream, const Conv2dArgs& args, int tile, void* workspace);
+// added: what is added to an input gradient of stride 1, or nullptr.
+void run_tf32(Stream stream, const Conv2dArgs& args, int tile, void* workspace,
+              const void* added = nullptr);
 
 // The result as a matrix of pixels by filters, which is what hopper/launch.cuh stores.
 inline MatmulArgs result_matrix(const Conv2dArgs& args, const Pass& pass) {
@@ -154,7 +157,8 @@ void with_wgrad_tile(int tile, F&& f) {
 }
 
 template <typename T>
-void run(Stream stream, const Conv2dArgs& args, int number, void* workspace) {
+void run(Stream stream, const Conv2dArgs& args, int number, void* workspace,
+         [[maybe_unused]] const void* added = nullptr) {
   if (args.pass == Conv2dPass::kWgrad) {
     return with_wgrad_tile(
         number, [&](auto tile) { launch_wgrad<T, tile.value>(stream, args, workspace); });
@@ -172,6 +176,11 @@ void run(Stream stream, const Conv2dArgs& args, int number, void* workspace) {
       }
       const Pass pass = pass_of(args);
       if (args.pass == Conv2dPass::kDgrad) {
+        if constexpr (sizeof(T) == 4) {
+          AddedArgs a{};
+          a.added = added;
+          if (added) return launch<Tile, kDgradMajor>(stream, args, a, pass, workspace);
+        }
         return launch<Tile, kDgradMajor>(stream, args, WindowArgs{}, pass, workspace);
       }
       if constexpr (sizeof(T) == 4) {
