@@ -198,7 +198,7 @@ ADDED = [
     (3, 64, 32, 9, 7, 3, ("implicit_gemm_wgmma",)),
     (2, 72, 40, 13, 11, 3, ("implicit_gemm_wgmma",)),
     (8, 320, 64, 20, 20, 3, ("implicit_gemm_wgmma",)),
-    (5, 256, 64, 14, 14, 1, ("implicit_gemm_wgmma", "pointwise")),
+    (5, 256, 64, 14, 14, 1, ("implicit_gemm_wgmma", "pointwise", "halo_wgmma")),
     (3, 40, 136, 8, 12, 1, ("implicit_gemm_wgmma", "pointwise")),
     (16, 1024, 256, 14, 14, 1, ("implicit_gemm_wgmma", "pointwise")),
     (3, 5, 6, 7, 8, 3, ()),

@@ -465,6 +465,10 @@ bool plan_conv2d_added(const Conv2dProblem& problem, Conv2dPlan* plan) {
     return false;
   }
   if (plan->kernel == kPointwise) return pointwise::plan_added(args, plan);
+  if (is_halo(plan->kernel) && im2col_is_known(args.shape) && !im2col_obstacle(args) &&
+      im2col::takes_added(args)) {
+    *plan = plan_part(args, kIm2col);  // it is ahead by less than the pass takes
+  }
   return plan->kernel == kIm2col && im2col::takes_added(args);
 }
 

@@ -15,7 +15,7 @@ struct AddedArgs : WindowArgs {
 template <typename T, int kCount>
 __device__ __forceinline__ void scatter_direct(const AddedArgs& a, int, const float (&acc)[kCount],
                                                int row, int column) {
-  constexpr int kBatch = 8;  // loads in flight
+  constexpr int kBatch = kCount % 64 == 0 ? 16 : 8;  // loads in flight
   static_assert(kCount / 4 % kBatch == 0);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
