@@ -303,6 +303,24 @@ def test_partial_gradients(device):
                 assert torch.equal(alone, everything[i])
 
 
+def test_gradients_in_other_layouts(device, dtype):
+    """Those that come are brought to the input's, by a transposition where they are contiguous."""
+    for shape in ((4, 24, 5, 7), (3, 8, 1, 9), (2, 2056, 7, 7)):
+        args = inputs(shape, device, dtype, fmt=torch.channels_last)
+        y = ours("relu", True, *args)
+        dy = torch.randn(*shape, device=device).to(dtype)
+        expected = torch.autograd.grad(
+            y, args[:4], dy.contiguous(memory_format=torch.channels_last), retain_graph=True
+        )
+        wide = torch.randn(*shape[:3], 2 * shape[3], device=device).to(dtype)
+        wide[..., ::2] = dy
+        for other in (dy, dy.mT.contiguous().mT, wide[..., ::2]):
+            for a, b in zip(
+                torch.autograd.grad(y, args[:4], other, retain_graph=True), expected, strict=True
+            ):
+                assert torch.equal(a, b)
+
+
 def test_repeatable_and_the_same_for_any_number_of_threads():
     args = inputs((16, 24, 15, 16), "cpu", torch.float32)
     threads = torch.get_num_threads()

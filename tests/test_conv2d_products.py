@@ -7,11 +7,14 @@ import pytest
 import torch
 import torch.nn.functional as stock
 from hypothesis import strategies as st
+from test_conv2d import cuda_kernels_of
 
+import braze
 import braze.nn.functional as F
 from braze.testing import WAYS, mover
 from common import assert_by_rule, fuzzed
 
+NAME = "implicit_gemm_wgmma"
 FORMATS = {"nchw": torch.contiguous_format, "nhwc": torch.channels_last}
 PASSES = ["fprop", "dgrad", "wgrad"]
 # n, c, k, h, w, filter, stride, padding, dilation
@@ -197,6 +200,51 @@ def test_implicit_gemm_wgmma(device, dtype, case, tf32):
             actual = run(which, case, x, w, b, dy, tf32, **own(device, "implicit_gemm_wgmma"))
             assert actual.is_contiguous(memory_format=torch.channels_last)
             check(actual, which, case, (x, w, b, dy), tf32)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        (3, 64, 64, 14, 14, 3, 1, 1, 1),
+        (2, 72, 40, 13, 11, 3, 1, 1, 1),  # rows that fill no warp, columns that fill no tile
+        (1, 64, 64, 1, 3, 3, 1, 1, 1),
+        (2, 128, 256, 28, 28, 3, 2, 1, 1),
+        (40, 256, 320, 7, 7, 3, 1, 1, 1),
+        (4, 64, 1000, 14, 14, 1, 1, 0, 1),
+        (32, 64, 192, 56, 56, 3, 1, 1, 1),  # several tiles for each block
+        (64, 64, 64, 56, 56, 3, 1, 1, 1),
+        (64, 128, 512, 28, 28, 1, 1, 0, 1),
+        (64, 512, 2048, 9, 7, 1, 1, 0, 1),
+    ],
+    ids=str,
+)
+def test_moments(device, case):
+    """Batch norm's statistics of what the kernel stores, which it leaves itself in TF32."""
+    if device == "cuda" and not hopper():
+        pytest.skip("needs compute capability 9.0")
+    skip_large(device, case)
+    set_tf32(device, True)
+    x, w, b = drawn(case, device, torch.float32, "nhwc")
+    b *= 30  # a mean much larger than the deviation
+    k, geometry = case[2], {"stride": case[6], "padding": case[7]}
+    mean, var = (torch.full((k,), v, device=device) for v in (0.0, 1.0))
+
+    def block():
+        affine = mean, var, torch.ones_like(mean), torch.zeros_like(mean)
+        return F.conv_bn_relu2d(x, w, b, *affine, training=True, momentum=1.0, **geometry)
+
+    with braze.backend(conv2d=NAME) if device == "cuda" else contextlib.nullcontext():
+        z = F.conv2d(x, w, b, **geometry)
+        if device == "cuda":
+            assert "given_moments" in cuda_kernels_of(block)
+        result = block()
+    z = z.double()
+    for actual, exact in ((mean, z.mean((0, 2, 3))), (var, z.var((0, 2, 3)))):
+        # In the place of stock's the exact values, rounded; deviations were summed in fp32.
+        assert_by_rule(actual, exact.float(), exact, ulps=64, terms=z.numel() // k)
+    exact = stock.relu(stock.batch_norm(z, None, None, training=True))
+    stocks = stock.relu(stock.batch_norm(z.float(), None, None, training=True))
+    assert_by_rule(result, stocks, exact, ulps=64, terms=z.numel() // k)
 
 
 @pytest.mark.parametrize(

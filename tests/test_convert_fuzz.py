@@ -264,7 +264,7 @@ def gradients(model, result):
 @pytest.fixture(autouse=True, scope="module")
 def _on_every_device():
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("ACTIVATION_WITH_BIAS_ON", "SCALE_ADD_ON"):
+        for name in ("ACTIVATION_WITH_BIAS_ON", "CONV_BN_ACT_ON", "SCALE_ADD_ON"):
             patch.setattr(runs, name, ("cpu", "cuda"))
         yield
 

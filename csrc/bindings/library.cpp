@@ -35,6 +35,15 @@ STABLE_TORCH_LIBRARY(braze, m) {
       "str activation, float first, float second, bool[4] output_mask) "
       "-> (Tensor, Tensor, Tensor, Tensor)");
 
+  // conv_bn_act: batch_norm_act of conv2d's result, whose gradients are those of the two
+  m.def(
+      "conv_bn_act(Tensor input, Tensor weight, Tensor? conv_bias, Tensor? residual, "
+      "Tensor? bn_weight, Tensor? bn_bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
+      "Tensor(c!)? num_batches_tracked, int[2] stride, int[2] padding, int[2] dilation, "
+      "int groups, bool training, float? momentum, float eps, str activation, float first, "
+      "float second, bool allow_tf32=False, bool deterministic=False, str backend=\"auto\") "
+      "-> (Tensor output, Tensor conv_output, Tensor mask, Tensor statistics)");
+
   // bias_activation: activation(input + bias), the bias along the last dimension
   m.def(
       "bias_activation(Tensor input, Tensor bias, str activation, float first, float second) "
@@ -125,7 +134,7 @@ STABLE_TORCH_LIBRARY(braze, m) {
       "Tensor? bn_weight, Tensor? bn_bias, Tensor conv_output, Tensor codes, Tensor statistics, "
       "int[2] stride, int[2] padding, int[2] dilation, int groups, bool training, bool max_pool, "
       "bool[5] output_mask, bool allow_tf32=False, bool deterministic=False, "
-      "str backend=\"auto\") -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+      "str backend=\"auto\", Tensor? added=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "conv_bn_relu_max_pool2d(Tensor input, Tensor weight, Tensor? conv_bias, Tensor? bn_weight, "
       "Tensor? bn_bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, "

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "launchers/batch_norm.h"
+#include "launchers/transpose.h"
 #include "ops/backend.h"
 #include "ops/common.h"
 
@@ -80,12 +81,19 @@ inline bool is_aligned([[maybe_unused]] const Tensor& t) {
 #endif
 }
 
-// With that layout and aligned, by copy where it is not.
+// With that layout and aligned, by copy where it is not. A mean over pixels has a contiguous
+// gradient, whatever its input was: that copy is a transposition of each image.
 inline Tensor in_layout(const BatchNormShape& shape, const Tensor& t) {
   const bool fits = keeps_channels_last(shape) ? is_channels_last(t) : t.is_contiguous();
   if (fits && is_aligned(t)) return t;
   Tensor copy = empty_like_input(shape, t);
-  torch::stable::copy_(copy, t);
+  if (!fits && keeps_channels_last(shape) && t.is_contiguous() && t.numel() > 0) {
+    const DeviceContext context(t);
+    dev::transpose_copy(context.stream(), shape.dtype, t.const_data_ptr(), copy.mutable_data_ptr(),
+                        t.size(0), t.size(1), t.numel() / (t.size(0) * t.size(1)));
+  } else {
+    torch::stable::copy_(copy, t);
+  }
   return copy;
 }
 

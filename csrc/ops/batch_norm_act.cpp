@@ -1,8 +1,10 @@
-// batch_norm_act: activation(batch_norm(input) + residual), where there is a residual.
+// batch_norm_act: activation(batch_norm(input) + residual), where there is a residual; and
+// conv_bn_act, the same of a convolution's result.
 #include "launchers/batch_norm.h"
 
 #include "ops/activation.h"
 #include "ops/batch_norm.h"
+#include "ops/conv2d.h"
 
 namespace braze {
 namespace {
@@ -14,19 +16,16 @@ void check_residual(const char* op, const std::optional<Tensor>& residual, const
   check_same_shape(op, "residual", *residual, "input", input);
 }
 
-std::tuple<Tensor, Tensor, Tensor> batch_norm_act(
-    const Tensor& input, const std::optional<Tensor>& residual, const std::optional<Tensor>& weight,
-    const std::optional<Tensor>& bias, const std::optional<Tensor>& running_mean,
-    const std::optional<Tensor>& running_var, const std::optional<Tensor>& num_batches_tracked,
-    bool training, std::optional<double> momentum, double eps, const std::string& activation,
-    double first, double second) {
-  const char* op = "batch_norm_act";
+// Results in the order of batch_norm_act's schema. moments: of the input, where what made it left
+// them.
+std::tuple<Tensor, Tensor, Tensor> forward(const char* op, const Tensor& input,
+                                           const std::optional<Tensor>& residual,
+                                           const ChannelMoments& moments, const Norm& norm,
+                                           const Activation& activation) {
   const BatchNormShape shape = batch_norm_shape(op, input);
-  const Norm norm{weight,   bias,     running_mean, running_var, num_batches_tracked,
-                  training, momentum, eps};
   norm.check(op, shape, input);
   check_residual(op, residual, input);
-  BatchNormTail tail{activation_of(op, activation, first, second), nullptr};
+  BatchNormTail tail{activation, nullptr};
   const DeviceContext context(input);
   Tensor out = empty_like_input(shape, input);
   if (input.numel() == 0) {  // as in torch, the buffers stay as they are
@@ -40,11 +39,45 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_act(
   Tensor mask = empty({dev::batch_norm_mask_bytes(shape, tail)}, input, ScalarType::Byte);
   const Tensor statistics = empty_statistics(input);
   const BatchNormStatistics results = statistics_of(statistics);
-  norm.coefficients(context, shape, x, {}, results);
+  norm.coefficients(context, shape, x, moments, results);
   dev::batch_norm_apply(context.stream(), shape, x.const_data_ptr(), tail, results,
                         out.mutable_data_ptr(),
                         mask.numel() > 0 ? mask.mutable_data_ptr() : nullptr);
   return {out, mask, statistics};
+}
+
+std::tuple<Tensor, Tensor, Tensor> batch_norm_act(
+    const Tensor& input, const std::optional<Tensor>& residual, const std::optional<Tensor>& weight,
+    const std::optional<Tensor>& bias, const std::optional<Tensor>& running_mean,
+    const std::optional<Tensor>& running_var, const std::optional<Tensor>& num_batches_tracked,
+    bool training, std::optional<double> momentum, double eps, const std::string& activation,
+    double first, double second) {
+  const char* op = "batch_norm_act";
+  const Norm norm{weight,   bias,     running_mean, running_var, num_batches_tracked,
+                  training, momentum, eps};
+  return forward(op, input, residual, {}, norm, activation_of(op, activation, first, second));
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> conv_bn_act(
+    const Tensor& input, const Tensor& weight, const std::optional<Tensor>& conv_bias,
+    const std::optional<Tensor>& residual, const std::optional<Tensor>& bn_weight,
+    const std::optional<Tensor>& bn_bias, const std::optional<Tensor>& running_mean,
+    const std::optional<Tensor>& running_var, const std::optional<Tensor>& num_batches_tracked,
+    const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
+    const std::vector<int64_t>& dilation, int64_t groups, bool training,
+    std::optional<double> momentum, double eps, const std::string& activation, double first,
+    double second, bool allow_tf32, bool deterministic, const std::string& backend) {
+  const char* op = "conv_bn_act";
+  const Activation act = activation_of(op, activation, first, second);
+  const Norm norm{bn_weight,           bn_bias,  running_mean, running_var,
+                  num_batches_tracked, training, momentum,     eps};
+  OutputMoments moments;
+  const Tensor z =
+      conv2d_forward(input, weight, conv_bias,
+                     {stride, padding, dilation, groups, allow_tf32, deterministic, backend},
+                     training ? &moments : nullptr);
+  const auto [out, mask, statistics] = forward(op, z, residual, moments.view, norm, act);
+  return {out, z, mask, statistics};
 }
 
 // weight and bias: None, or their gradients come in their dtype. Those that are not wanted are
@@ -116,6 +149,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_act_backward(
 BRAZE_IMPL(m) {
   m.impl("batch_norm_act", TORCH_BOX(&batch_norm_act));
   m.impl("batch_norm_act_backward", TORCH_BOX(&batch_norm_act_backward));
+  m.impl("conv_bn_act", TORCH_BOX(&conv_bn_act));
 }
 
 }  // namespace braze

@@ -8,6 +8,7 @@
 #include "launchers/column_sum.h"
 #include "launchers/relu.h"
 #include "launchers/transpose.h"
+#include "launchers/vector_add.h"
 #include "ops/side_stream.h"
 #include "ops/conv2d_decision.h"
 #include "ops/conv2d_measure.h"
@@ -221,11 +222,21 @@ void add_bias(Stream stream, const Tensor& bias, bool relu, Tensor& result) {
                        relu ? kReLU : kIdentity, data, bias.const_data_ptr(), data);
 }
 
+// An input gradient by a plan of plan_conv2d_added().
+void add_on_the_way([[maybe_unused]] Stream stream, [[maybe_unused]] const Conv2dProblem& problem,
+                    [[maybe_unused]] const Conv2dPlan& plan, [[maybe_unused]] const Tensor& added,
+                    [[maybe_unused]] void* workspace) {
+#ifdef BRAZE_CUDA
+  dev::run_conv2d_added(stream, problem, plan, added.const_data_ptr(), workspace);
+#endif
+}
+
 // What is to be done to a pass's result, beside the convolution.
 struct Epilogue {
   std::optional<Tensor> bias;  // of the result's channels
   bool relu = false;
   OutputMoments* moments = nullptr;  // as in conv2d_forward
+  const Tensor* added = nullptr;     // to it, in whose format it is dense
 };
 
 // Runs one pass; `result` is the tensor that it writes. branch: runs it, unless null. Returns the
@@ -233,18 +244,26 @@ struct Epilogue {
 // now on.
 Workspace run(Stream stream, const Conv2dProblem& problem, Tensor& result, const Choice& choice,
               const Epilogue& epilogue = {}, Branch* branch = nullptr) {
-  const auto& [bias, relu, moments] = epilogue;
+  const std::optional<Tensor>& bias = epilogue.bias;
+  const bool relu = epilogue.relu;
+  OutputMoments* const moments = epilogue.moments;
+  const Tensor* const added = epilogue.added;
   const void* const bias_data = bias ? bias->const_data_ptr() : nullptr;
   const bool wants_moments = moments != nullptr;
   Decision decision = choice.measure
                           ? benchmarked(stream, problem, result, bias_data, wants_moments)
                           : decided(result, problem, choice.wish, bias_data, wants_moments);
+  bool adds = added && decision.adding && alignment_of(added->const_data_ptr()) >= 16;
+  if (adds) {
+    decision.plan = *decision.adding;
+    decision.workspace_bytes = decision.plan.workspace_bytes;
+  }
   // In the place of a decision for which there was no memory.
   const auto do_without_workspace = [&] {
     const auto smaller = choice.wish.kind == Wish::kAuto
                              ? decision_without_workspace(problem, bias_data)
                              : std::nullopt;
-    if (smaller) decision = *smaller;
+    if (smaller) decision = *smaller, adds = false;
     return smaller.has_value();
   };
   Workspace workspace;
@@ -262,6 +281,10 @@ Workspace run(Stream stream, const Conv2dProblem& problem, Tensor& result, const
         empty({problem.shape.k, decision.plan.moment_sets, 3}, result, ScalarType::Float);
     sets = static_cast<Moments*>(moments->memory.mutable_data_ptr());
     moments->view = {sets, decision.plan.moment_sets};
+  }
+  if (adds) {
+    add_on_the_way(stream, problem, decision.plan, *added, workspace.data());
+    return workspace;
   }
   // A bias that is still to be added comes before the ReLU.
   const auto bias_is_left = [&] { return bias && !decision.bias_fused; };
@@ -281,6 +304,10 @@ Workspace run(Stream stream, const Conv2dProblem& problem, Tensor& result, const
     add_bias(stream, *bias, relu_is_left(), result);
   } else if (relu_is_left()) {
     apply_relu(stream, result);
+  }
+  if (added) {
+    dev::vector_add(stream, problem.shape.dtype, result.const_data_ptr(), added->const_data_ptr(),
+                    result.mutable_data_ptr(), result.numel(), kAnyKernel);
   }
   return workspace;
 }
@@ -457,18 +484,24 @@ Tensor run_conv2d_forward(Conv2dPass forward, const Conv2dShape& shape, const Te
 std::tuple<Tensor, Tensor, Tensor> conv2d_gradients(const Tensor& grad_output, const Tensor& input,
                                                     const Tensor& weight, const Arguments& args,
                                                     const std::vector<bool>& output_mask,
-                                                    const Tensor* relu_result) {
+                                                    const Tensor* relu_result,
+                                                    const std::optional<Tensor>& added) {
   check_arguments(input, weight, args);
   const Conv2dShape shape = shape_of(input, weight, args);
   check_grad_output("conv2d_backward", grad_output, input, {shape.n, shape.k, shape.p, shape.q});
+  if (added) {
+    check_same_device("conv2d_backward", "added", *added, "input", input);
+    check_same_dtype("conv2d_backward", "added", *added, "input", input);
+    check_same_shape("conv2d_backward", "added", *added, "input", input);
+  }
   return run_conv2d_gradients(Conv2dPass::kFprop, shape, grad_output, input, weight, args.backend,
-                              output_mask, relu_result);
+                              output_mask, relu_result, added);
 }
 
 std::tuple<Tensor, Tensor, Tensor> run_conv2d_gradients(
     Conv2dPass forward, const Conv2dShape& shape, const Tensor& grad_output, const Tensor& input,
     const Tensor& weight, const std::string& backend, const std::vector<bool>& output_mask,
-    const Tensor* relu_result) {
+    const Tensor* relu_result, const std::optional<Tensor>& added) {
   const bool transposed = forward == Conv2dPass::kDgrad;
   const Conv2dPass to_input = transposed ? Conv2dPass::kFprop : Conv2dPass::kDgrad;
   const DeviceContext context(input);
@@ -528,7 +561,13 @@ std::tuple<Tensor, Tensor, Tensor> run_conv2d_gradients(
     Tensor result = reformat ? memory[2] : grad_input;
     const Operand to(result, within);
     const Operand &to_x = transposed ? grad : to, &to_y = transposed ? to : grad;
-    run(stream, {to_input, shape, to_x.ref, w.ref, to_y.ref}, result, choice);
+    Epilogue epilogue;
+    std::optional<Tensor> more;
+    if (added) {
+      more = dense(stream, Operand(*added, within), within).tensor;
+      epilogue.added = &*more;
+    }
+    run(stream, {to_input, shape, to_x.ref, w.ref, to_y.ref}, result, choice, epilogue);
     grad_input =
         reformat ? dense(stream, Operand(result, false), false, grad_input).tensor : result;
   }

@@ -29,12 +29,13 @@ Tensor conv2d_forward(const Tensor& input, const Tensor& weight, const std::opti
 
 // The gradients that output_mask asks for, of input, weight and bias; empty tensors for the rest.
 // relu_result: of a ReLU behind the convolution, whose result grad_output is the gradient of; or
-// nullptr.
+// nullptr. added: what is added to the input's.
 std::tuple<Tensor, Tensor, Tensor> conv2d_gradients(const Tensor& grad_output, const Tensor& input,
                                                     const Tensor& weight,
                                                     const Conv2dArguments& args,
                                                     const std::vector<bool>& output_mask,
-                                                    const Tensor* relu_result = nullptr);
+                                                    const Tensor* relu_result = nullptr,
+                                                    const std::optional<Tensor>& added = {});
 
 // The same two with all arguments checked, of a convolution (forward: kFprop) or of the transposed
 // one of that shape, whose result has the part of x, its input that of y (kDgrad).
@@ -45,7 +46,7 @@ Tensor run_conv2d_forward(Conv2dPass forward, const Conv2dShape& shape, const Te
 std::tuple<Tensor, Tensor, Tensor> run_conv2d_gradients(
     Conv2dPass forward, const Conv2dShape& shape, const Tensor& grad_output, const Tensor& input,
     const Tensor& weight, const std::string& backend, const std::vector<bool>& output_mask,
-    const Tensor* relu_result = nullptr);
+    const Tensor* relu_result = nullptr, const std::optional<Tensor>& added = {});
 
 // Whether a convolution's result is channels_last, as torch has it; else it is contiguous.
 bool conv2d_is_channels_last(const Tensor& input, const Tensor& weight);

@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "launchers/conv2d.h"
+#include "launchers/conv2d_added.h"
 #include "ops/backend.h"
 #include "ops/plan_cache.h"
 #include "ops/tuned.h"
@@ -19,6 +20,7 @@ struct Decision {
   bool relu_fused = false;  // what runs applies it to fprop's results, if it is asked to
   int64_t workspace_bytes = 0;
   Conv2dPlan plan;
+  std::optional<Conv2dPlan> adding;  // of an input gradient that the kernel can add something to
 };
 
 // An engine of cuDNN's, if that is there and has it. It fuses no bias with groups: what it lists
@@ -107,7 +109,17 @@ Decision decide(const Conv2dProblem& problem, const Wish& wish, const void* bias
   return own_decision(plan);
 }
 
-// The same, found again where the problem is not new.
+// What a decision's kernel would add something to its result by.
+std::optional<Conv2dPlan> adding_plan([[maybe_unused]] const Conv2dProblem& problem,
+                                      [[maybe_unused]] const Decision& decision) {
+#ifdef BRAZE_CUDA
+  Conv2dPlan plan = decision.plan;
+  if (decision.library < 0 && !plan.by_fft && dev::plan_conv2d_added(problem, &plan)) return plan;
+#endif
+  return std::nullopt;
+}
+
+// decide(), found again where the problem is not new.
 // like: a tensor on the device.
 Decision decided(const Tensor& like, const Conv2dProblem& problem, const Wish& wish,
                  const void* bias, bool wants_moments) {
@@ -155,8 +167,11 @@ Decision decided(const Tensor& like, const Conv2dProblem& problem, const Wish& w
                        y.w,
                        alignment_of(y.data),
                        bias ? alignment_of(bias) : 0};
-  return cache.get(
-      key, [&] { return decide(problem, wish, bias, wants_moments, like.get_device_index()); });
+  return cache.get(key, [&] {
+    Decision decision = decide(problem, wish, bias, wants_moments, like.get_device_index());
+    decision.adding = adding_plan(problem, decision);
+    return decision;
+  });
 }
 
 }  // namespace

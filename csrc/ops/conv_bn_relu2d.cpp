@@ -194,7 +194,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> conv_bn_relu2d_backward(
     const Tensor& codes, const Tensor& statistics, const Ints& stride, const Ints& padding,
     const Ints& dilation, int64_t groups, bool training, bool max_pool,
     const std::vector<bool>& output_mask, bool allow_tf32, bool deterministic,
-    const std::string& backend) {
+    const std::string& backend, const std::optional<Tensor>& added) {
   const char* op = "conv_bn_relu2d_backward";
   BRAZE_CHECK(output_mask.size() == 5, op, ": expected output_mask of 5 entries, but got ",
               output_mask.size());
@@ -207,7 +207,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> conv_bn_relu2d_backward(
   const auto [grad_input, grad_weight, none] =
       conv2d_gradients(has_conv ? norm.input : z, input, weight,
                        {stride, padding, dilation, groups, allow_tf32, deterministic, backend},
-                       {output_mask[0], output_mask[1], false});
+                       {output_mask[0], output_mask[1], false}, nullptr, added);
   return {grad_input, grad_weight, norm.constant, norm.weight, norm.bias};
 }
 

@@ -1,5 +1,6 @@
 // The convolution's kernels, and the choice among them.
 #include "launchers/conv2d.h"
+#include "launchers/conv2d_added.h"
 
 #include <algorithm>
 #include <climits>
@@ -213,6 +214,7 @@ bool is_thin(const Conv2dArgs& args) {
 bool is_pointwise(const Conv2dShape& s) { return s.r == 1 && s.s == 1; }
 bool is_strided(const Conv2dShape& s) { return s.stride_h > 1 || s.stride_w > 1; }
 bool is_plain_fp32(const Conv2dShape& s) { return s.dtype == DType::kFloat32 && !s.allow_tf32; }
+bool is_tf32(const Conv2dShape& s) { return s.dtype == DType::kFloat32 && s.allow_tf32; }
 
 // Where both take a problem, whether implicit_gemm_wgmma is faster than halo_wgmma, which reads
 // each input once and wins while filters are few.
@@ -221,7 +223,10 @@ bool im2col_beats_halo(const Conv2dArgs& args) {
   if (std::min(s.c, s.k) < 64 || s.groups > 1) return false;
   const int64_t filters = s.c * s.k;
   switch (args.pass) {
-    case Conv2dPass::kFprop: return is_pointwise(s) || s.c > 64 || s.k > 192;
+    case Conv2dPass::kFprop:
+      if (s.c > 64 || s.k > 192) return !(is_tf32(s) && is_pointwise(s) && s.c == 64);
+      // Taps of TF32 leave room for tiles of 64 positions only.
+      return is_tf32(s) != is_pointwise(s);
     case Conv2dPass::kDgrad: return filters > 64 * 64;
     case Conv2dPass::kWgrad: break;
   }
@@ -339,16 +344,19 @@ bool halo_beats_cudnn(const Conv2dProblem& problem) {
   return plane <= 14 * 14 ? s.c <= 32 : plane >= 28 * 28 && plane <= 80 * 80;
 }
 
+// Whether implicit_gemm_wgmma was measured for the like: else there may be too little work.
+bool im2col_is_known(const Conv2dShape& s) {
+  const bool known = is_pointwise(s) || (s.r == 3 && s.s == 3);
+  return known && s.dilation_h == 1 && s.dilation_w == 1 && std::max(s.stride_h, s.stride_w) <= 2 &&
+         std::min(s.c, s.k) >= 64 && s.n * s.p * s.q >= 64 * 7 * 7;
+}
+
 // The same of implicit_gemm_wgmma.
 bool im2col_beats_cudnn(const Conv2dProblem& problem) {
   const Conv2dShape& s = problem.shape;
   const int64_t plane = s.p * s.q, pixels = s.n * plane;
   const bool one = is_pointwise(s), strided = is_strided(s), is_16_bit = size_of(s.dtype) == 2;
-  const bool known = one || (s.r == 3 && s.s == 3);
-  if (!known || s.dilation_h > 1 || s.dilation_w > 1 || std::max(s.stride_h, s.stride_w) > 2 ||
-      std::min(s.c, s.k) < 64 || pixels < 64 * 7 * 7) {
-    return false;  // not measured, or too little work
-  }
+  if (!im2col_is_known(s)) return false;
   if (is_plain_fp32(s)) return problem.pass != Conv2dPass::kWgrad || !one;
   switch (problem.pass) {
     case Conv2dPass::kFprop:
@@ -395,6 +403,13 @@ bool beats_cudnn(const Conv2dProblem& problem, int kernel) {
   }
   return wgrad && s.dtype == DType::kFloat32 && s.allow_tf32 && !is_strided(s) && s.c <= 32 &&
          s.k <= 64;
+}
+
+// Whether it is where it leaves moments, which saves a pass over the result: more than cuDNN is
+// ahead anywhere.
+bool beats_cudnn_with_moments(const Conv2dShape& s, int kernel) {
+  const bool in_tf32 = is_tf32(s) && im2col_is_known(s) && s.p * s.q <= 80 * 80;
+  return in_tf32 || (kernel != kIm2col && s.c <= 128 && s.k <= 128);
 }
 
 // Whether contiguous tensors had better be transposed for a kernel that beats cuDNN's in
@@ -478,8 +493,8 @@ Conv2dPlan plan_conv2d(const Conv2dProblem& problem, int wish) {
   plan.applies_relu = plan.adds_bias && plan.kernel != kDepthwise && images == s.n;
   if (wish != kAnyKernel || plan.obstacle) return plan;
   plan.beats_library = beats_cudnn(problem, plan.kernel);
-  // Moments save a pass over the result: more than cuDNN is ahead anywhere.
-  plan.beats_library_with_moments = s.c <= 128 && s.k <= 128 && plan.moment_sets > 0;
+  plan.beats_library_with_moments =
+      plan.moment_sets > 0 && beats_cudnn_with_moments(s, plan.kernel);
   plan.pays_transposes = plan.beats_library && pays_transposes(s, plan.kernel);
   return plan;
 }
@@ -498,6 +513,28 @@ void run_conv2d(Stream stream, const Conv2dProblem& problem, const Conv2dPlan& p
       kKernels[last.kernel].run(stream, part, last, workspace);
     }
   }
+}
+
+bool plan_conv2d_added(const Conv2dProblem& problem, Conv2dPlan* plan) {
+  const Conv2dArgs args = args_of(problem);
+  if (problem.pass != Conv2dPass::kDgrad || is_empty(args) || plan->images < args.shape.n) {
+    return false;
+  }
+  if (plan->kernel == kPointwise) return pointwise::plan_added(args, plan);
+  if (is_halo(plan->kernel) && im2col_is_known(args.shape) && !im2col_obstacle(args) &&
+      im2col::takes_added(args)) {
+    *plan = plan_part(args, kIm2col);  // it is ahead by less than the pass takes
+  }
+  return plan->kernel == kIm2col && im2col::takes_added(args);
+}
+
+void run_conv2d_added(Stream stream, const Conv2dProblem& problem, const Conv2dPlan& plan,
+                      const void* added, void* workspace) {
+  const Conv2dArgs args = args_of(problem);
+  if (plan.kernel == kPointwise) {
+    return pointwise::run_added(stream, args, plan, added, workspace);
+  }
+  im2col::run_added(stream, args, plan, added, workspace);
 }
 
 }  // namespace braze::cuda

@@ -10,6 +10,7 @@ from braze._ops._common import (
     eager_backward,
     is_channels_last,
     overwrite,
+    plain,
     register,
 )
 from braze._ops.batch_norm import empty_like_input
@@ -121,6 +122,33 @@ class ConvBnReLU2d(torch.autograd.Function):
         grads = _conv_bn_relu2d_backward(
             ctx.conv_bias, grad_output, *ctx.saved_tensors, *ctx.geometry, mask, *ctx.settings
         )
+        return *masked(grads, mask), *(None,) * 15
+
+
+class ForkedConvBnReLU2d(ConvBnReLU2d):
+    """Returns an alias of the input behind the result, for what else reads the input: as far as
+    backward is concerned, what is made of it is made of this op, and both gradients of the input
+    come here, to be one sum on the way out of the convolution's kernel."""
+
+    @staticmethod
+    def forward(ctx, input, *args):
+        output, *saved = ConvBnReLU2d.forward(ctx, input, *args)
+        return output, input, *saved  # autograd makes an alias of an input
+
+    @staticmethod
+    def backward(ctx, grad_output, grad_alias, *_):
+        wants_input = ctx.needs_input_grad[0]
+        if grad_output is None or grad_alias is None or not wants_input:
+            grads = ConvBnReLU2d.backward(ctx, grad_output)
+            return (grad_alias, *grads[1:]) if grad_output is None and wants_input else grads
+        if torch.is_grad_enabled() or not plain(grad_output, grad_alias):
+            dx, *grads = ConvBnReLU2d.backward(ctx, grad_output)
+            return dx + grad_alias, *grads
+        mask = ctx.needs_input_grad[:5]
+        with below_autograd():
+            grads = _ops.conv_bn_relu2d_backward.default(
+                grad_output, *ctx.saved_tensors, *ctx.geometry, mask, *ctx.settings, grad_alias
+            )
         return *masked(grads, mask), *(None,) * 15
 
 
@@ -276,6 +304,15 @@ def _backward_flops(
     return conv2d_backward_flops(z, input, weight, output_mask)
 
 
+def _raw_conv_backward(*args):
+    """The op of the same name with derivatives; those by `added`, its last argument, are plain."""
+    *args, added = args if len(args) > _CONV_BACKWARD_ARGUMENTS else (*args, None)
+    dx, *grads = _conv_bn_relu2d_backward(None, *args)
+    return dx + added if added is not None and dx.numel() > 0 else dx, *grads
+
+
+_CONV_BACKWARD_ARGUMENTS = 18  # without `added`
+
 register("bn_relu2d", fake=_fake, autograd=_bn_relu2d)
 register("bn_relu2d_backward", fake=_fake_backward, autograd=_bn_relu2d_backward)
 register(
@@ -287,9 +324,15 @@ register(
 register(
     "conv_bn_relu2d_backward",
     fake=_fake_conv_backward,
-    autograd=lambda *args: _conv_bn_relu2d_backward(None, *args),
+    autograd=_raw_conv_backward,
     flops=_backward_flops,
 )
+
+
+def forked_conv_bn_relu2d(*args):
+    """The op's result, and an alias of its input for what else reads that; its arguments. Where
+    autograd records."""
+    return ForkedConvBnReLU2d.apply(*args)[:2]
 
 
 def conv_bn_relu2d(*args):

@@ -227,9 +227,13 @@ def _exceeds(size, limit):
 
 def as_one_op(
     max_pool, contiguous, input, weight, bias, running_mean, running_var, bn_weight, bn_bias,
-    stride, padding, dilation, groups, training, momentum, eps, num_batches_tracked
+    stride, padding, dilation, groups, training, momentum, eps, num_batches_tracked, forked=False
 ):  # fmt: skip
-    """The block's result where one op makes it, else None."""
+    """The block's result where one op makes it, else None.
+
+    Args:
+        forked: return an alias of the input beside it, see :class:`bn_relu.ForkedConvBnReLU2d`.
+    """
     others = weight, bias, running_mean, running_var, bn_weight, bn_bias
     if weight is None or not plain(input, *others):
         return None
@@ -256,7 +260,8 @@ def as_one_op(
         if small_k:
             return _small_k(tensors, buffers, padding, norm)
         how = max_pool, contiguous, *_config.conv2d_settings(input)
-        return bn_relu.conv_bn_relu2d(*tensors, *buffers, *geometry, *norm, *how)
+        op = bn_relu.forked_conv_bn_relu2d if forked else bn_relu.conv_bn_relu2d
+        return op(*tensors, *buffers, *geometry, *norm, *how)
     except RuntimeError:
         # The convolution would have done its part before batch norm refuses the others.
         of_norm = running_mean, running_var, bn_weight, bn_bias

@@ -8,7 +8,7 @@ import torch
 from braze.convert.kinds import KINDS, kind_of
 from braze.convert.parts import PARTS, Sequence, expanded, unchanged
 from braze.convert.programs import LAYERS, by_program
-from braze.convert.runs import are_plain
+from braze.convert.runs import are_plain, conv_and_norm
 from braze.convert.through import WINDOW, run_length, run_through, runner_through
 
 
@@ -78,6 +78,10 @@ def _walk(modules, children, segments, stretches):
 
 @by_program
 def _one_after_another(layers, input):
+    if [kind_of(layer) for layer in layers] == ["Conv2d", "BatchNorm2d"]:
+        output = conv_and_norm(layers[::-1], input)
+        if output is not None:
+            return output
     for layer in _callables(layers, _known_segments(tuple(map(_kinds, layers)))):
         input = layer(input)
     return input

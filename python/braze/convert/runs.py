@@ -23,6 +23,7 @@ from braze._ops.fused import is_2x2
 from braze._ops.layer_norm import layer_norm_for_product
 from braze._ops.scale_add import scale_add_takes, scaled_dim
 from braze._ops.transpose import transpose_copy
+from braze._step_scope import current
 from braze._stock import gives_way
 from braze.convert.kinds import (
     ACTIVATIONS,
@@ -39,7 +40,7 @@ from braze.convert.programs import KINDS as PROGRAM_KINDS
 from braze.convert.programs import LONGEST_STRETCH, by_program
 from braze.convert.quiet import are_quiet, asks, overwrites
 from braze.nn import functional as F
-from braze.nn.modules import batch_norm_act, conv2d_settings, conv_bn_relu_as_one
+from braze.nn.modules import batch_norm_act, conv2d_settings, conv_bn_act, conv_bn_relu_as_one
 
 _any_global_hook = torch.nn.modules.module._has_any_global_hook
 _FLAT = (1,), {}  # the arguments of a Flatten that keeps the first dimension
@@ -270,11 +271,67 @@ def _in_turn(links, input, *added):
     kinds, end = [kind_of(link) for link in links], len(links)
     while end > 0:
         start = end - max(1, run_length(kinds[:end][::-1]))
+        if kinds[start:end] == ["Conv2d"] and kinds[start - 1 : start] == ["BatchNorm2d"]:
+            after = start - max(1, run_length(kinds[:start][::-1]))
+            of_part = added if "Add" in kinds[after:start] else ()
+            output = conv_and_norm(links[after:end], input, *of_part)
+            if output is not None:
+                input, end = output, after
+                continue
         part, of_part = links[start:end], added if "Add" in kinds[start:end] else ()
+        if end == len(links) and added and added[0] is input and tuple(kinds[start:end]) == _CONV:
+            pair = _forked(part, input)
+            if pair is not None:
+                input, *added = pair
+                end = start
+                continue
         function = RUNS.get(tuple(kinds[start:end]))
         input = (function or one_by_one)(part, input, *of_part)
         end = start
     return input
+
+
+#: On which devices the gradients of a block's input, by its first convolution and by the shortcut,
+#: are one sum on the way out of the former's kernel.
+FORKED_ON = ("cuda",)
+
+
+def _forked(links, input):
+    """The block of convolution, batch norm and ReLU, and an alias of the input for the addition
+    behind it, within a TrainStep; or None."""
+    conv, norm = links[-1], _norm(links[-2])
+    if (
+        current.scope is None
+        or type(input) not in TENSORS
+        or input.device.type not in FORKED_ON
+        or not (torch.is_grad_enabled() and input.requires_grad)
+        or autocast_dtype(input) not in (None, input.dtype)
+        or isinstance(conv.padding, str)
+        or not conv_fits(conv, norm)
+    ):
+        return None
+    return conv_bn_relu_as_one(input, conv, norm, forked=True)
+
+
+#: On which devices convolutions leave batch norm's statistics, for what follows that.
+CONV_BN_ACT_ON = ("cuda",)
+
+
+def conv_and_norm(links, input, *added):
+    """Convolution, batch norm, an addition and an activation where there are any, or None where no
+    op takes them all."""
+    *rest, norm, conv = links
+    norm = _norm(norm)
+    if (
+        type(input) not in TENSORS
+        or input.device.type not in CONV_BN_ACT_ON
+        or not conv_fits(conv, norm)
+    ):
+        return None
+    activation, settings = activation_of(rest[0]) if rest else ("identity", ())
+    if settings and not fits(activation, settings):
+        return None
+    return conv_bn_act(input, conv, norm, *added, activation=activation, settings=settings)
 
 
 def conv_fits(conv, bn):

@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from braze._ops._common import plain
 from braze._ops.batch_norm import batch_norm_counting
+from braze._ops.conv_bn_act import conv_bn_act as one_conv_bn_act
 from braze._ops.fused import as_one_op
 from braze._ops.sync_batch_norm import sync_batch_norm
 from braze._programs import with_casts
@@ -141,6 +142,32 @@ def batch_norm_act(input, bn, residual=None, activation="identity", settings=())
     )
 
 
+def conv_bn_act(input, conv, bn, residual=None, activation="identity", settings=()):
+    """:func:`braze._ops.conv_bn_act.conv_bn_act` on the parameters, buffers and settings of two
+    layers."""
+    statistics = batch_norm_state(bn)
+    return one_conv_bn_act(
+        input,
+        conv.weight,
+        conv.bias,
+        residual,
+        bn.weight,
+        bn.bias,
+        statistics.mean,
+        statistics.var,
+        statistics.batches,
+        conv.stride,
+        conv.padding,
+        conv.dilation,
+        conv.groups,
+        statistics.training,
+        bn.momentum,
+        bn.eps,
+        activation,
+        settings,
+    )
+
+
 class BatchNormAct2d(BatchNorm2d):
     """Batch norm, an addition and an activation as one op:
     :func:`braze.nn.functional.batch_norm_act`. State is ``torch.nn.BatchNorm2d``'s.
@@ -256,15 +283,17 @@ def conv_bn_relu2d(input, conv, bn):
     return F.conv_bn_relu2d(input, *tensors, **settings)
 
 
-def conv_bn_relu_as_one(input, conv, bn, max_pool=False, contiguous=False):
+def conv_bn_relu_as_one(input, conv, bn, max_pool=False, contiguous=False, forked=False):
     """The fused block on two layers, and perhaps 2x2 max pooling, or None where no op takes them
     all.
 
     Args:
         contiguous: return the pooled result so, whatever the layout of the input.
+        forked: without pooling: return an alias of the input beside the result, whose gradient is
+            added where the convolution's is made.
     """
     tensors, settings = _block_arguments(conv, bn)
-    return as_one_op(max_pool, contiguous, input, *tensors, **settings)
+    return as_one_op(max_pool, contiguous, input, *tensors, **settings, forked=forked)
 
 
 def conv_bn_relu_max_pool2d(input, conv, bn, pool):

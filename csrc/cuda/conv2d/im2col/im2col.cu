@@ -93,8 +93,10 @@ void plan(const Conv2dArgs& args, Conv2dPlan* plan) {
     plan->workspace_bytes = wgrad_workspace_bytes(args, kWgradTiles[plan->variant]);
     return;
   }
-  plan->variant = choose_tile(result_matrix(args, pass_of(args)));
+  const MatmulArgs p = result_matrix(args, pass_of(args));
+  plan->variant = choose_tile(p);
   plan->workspace_bytes = weight_bytes(args);
+  plan->moment_sets = moment_rows(args, p, hopper::kTileKinds[plan->variant]) / 64;
 }
 
 void run(Stream stream, const Conv2dArgs& args, const Conv2dPlan& plan, void* workspace) {
@@ -105,6 +107,15 @@ void run(Stream stream, const Conv2dArgs& args, const Conv2dPlan& plan, void* wo
     case DType::kFloat32: return run_tf32(stream, args, plan.variant, workspace);
     case DType::kFloat64: break;  // an obstacle
   }
+}
+
+bool takes_added(const Conv2dArgs& args) {
+  return args.shape.dtype == DType::kFloat32 && !in_parts(args.shape) && !has_phases(args);
+}
+
+void run_added(Stream stream, const Conv2dArgs& args, const Conv2dPlan& plan, const void* added,
+               void* workspace) {
+  run_tf32(stream, args, plan.variant, workspace, added);
 }
 
 }  // namespace braze::cuda::im2col

@@ -11,6 +11,11 @@ const char* obstacle(const Conv2dArgs& args);
 void plan(const Conv2dArgs& args, Conv2dPlan* plan);
 void run(Stream stream, const Conv2dArgs& args, const Conv2dPlan& plan, void* workspace);
 
+// Whether an input gradient that it takes can have another tensor added.
+bool takes_added(const Conv2dArgs& args);
+void run_added(Stream stream, const Conv2dArgs& args, const Conv2dPlan& plan, const void* added,
+               void* workspace);
+
 // Of float32 in parts.
 const char* split_obstacle(const Conv2dArgs& args);
 void plan_split(const Conv2dArgs& args, Conv2dPlan* plan);

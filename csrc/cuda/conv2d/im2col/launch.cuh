@@ -1,9 +1,11 @@
 // From a pass to the kernel: tensor maps, tile counts, launch. Each .cu beside compiles one type.
 #pragma once
 
+#include "added.cuh"
 #include "copies.cuh"
 #include "cuda/matmul/hopper/launch.cuh"
 #include "launchers/transpose.h"
+#include "moments.cuh"
 #include "wgrad.cuh"
 
 namespace braze::cuda::im2col {
@@ -25,7 +27,9 @@ constexpr int kWgradRows = 128;
 // tile: its number in hopper::kTileKinds, or in kWgradTiles.
 void run_bf16(Stream stream, const Conv2dArgs& args, int tile, void* workspace);
 void run_fp16(Stream stream, const Conv2dArgs& args, int tile, void* workspace);
-void run_tf32(Stream stream, const Conv2dArgs& args, int tile, void* workspace);
+// added: what is added to an input gradient of stride 1, or nullptr.
+void run_tf32(Stream stream, const Conv2dArgs& args, int tile, void* workspace,
+              const void* added = nullptr);
 
 // The result as a matrix of pixels by filters, which is what hopper/launch.cuh stores.
 inline MatmulArgs result_matrix(const Conv2dArgs& args, const Pass& pass) {
@@ -36,6 +40,17 @@ inline MatmulArgs result_matrix(const Conv2dArgs& args, const Pass& pass) {
   p.c = const_cast<void*>(args.out.data);
   p.bias = args.bias, p.relu = args.relu;
   return p;
+}
+
+// Of fprop that leaves moments: the rows of all clusters' first tiles, of which each goes down a
+// column of tiles. 0 where that would leave multiprocessors idle, or it has no such kernel.
+inline int moment_rows(const Conv2dArgs& args, const MatmulArgs& p, const hopper::TileKind& t) {
+  if (args.pass != Conv2dPass::kFprop || size_of(p.dtype) != 4) return 0;
+  const int64_t cluster_rows = t.rows * t.blocks, clusters = sm_count() / t.blocks;
+  const int64_t columns = ceil_div(p.n, t.columns), rows = ceil_div(p.m, cluster_rows);
+  const int64_t down = std::min(clusters / columns, rows);
+  if (down < rows && 10 * down * columns < 9 * clusters) return 0;
+  return static_cast<int>(down * cluster_rows);
 }
 
 // Weights as matrices of filters by channels, one for each tap. The filters of fprop are outermost,
@@ -68,7 +83,7 @@ inline int64_t weight_bytes(const Conv2dArgs& args) {
 
 template <typename Tile, int kColumnMajor, typename A>
 void launch(Stream stream, const Conv2dArgs& args, A a, const Pass& pass, void* workspace) {
-  constexpr bool kScattered = A::kScattered;
+  constexpr bool kScattered = A::kScattered, kMoments = std::is_same_v<A, MomentArgs>;
   const Conv2dShape& s = args.shape;
   const void* transposed = nullptr;
   if (weight_bytes(args) > 0) {
@@ -76,14 +91,19 @@ void launch(Stream stream, const Conv2dArgs& args, A a, const Pass& pass, void* 
     transposed = workspace;
   }
   MatmulArgs p = result_matrix(args, pass);
-  if (kScattered) p.batch = s.stride_h * s.stride_w;
+  if constexpr (std::is_same_v<A, PhaseArgs>) p.batch = s.stride_h * s.stride_w;
   hopper::set_tiles<Tile>(a, p, hopper::operand_a(p), hopper::operand_b(p));
   a.windows = pass.windows;
   const CUtensorMap row_map = window_map(args, Tile::kRows);
   const CUtensorMap column_map = weight_map<Tile, kColumnMajor>(args, transposed);
   const CUtensorMap c_map = kScattered ? row_map : hopper::output_map<Tile>(a, p, row_map);
+  int clusters = a.tiles;
+  if constexpr (kMoments) {
+    a.tile_columns = FastDiv(ceil_div(p.n, Tile::kColumns));
+    clusters = a.first_rows / a.cluster_rows * a.tile_columns.divisor();
+  }
   hopper::launch_persistent<Tile, hopper::persistent_kernel<Tile, 0, kColumnMajor, false, A>>(
-      stream, a.tiles, true, row_map, column_map, c_map, a);
+      stream, clusters, !kMoments, row_map, column_map, c_map, a);
 }
 
 // The weight gradient as a product for each tap: C's rows are filters.
@@ -137,7 +157,8 @@ void with_wgrad_tile(int tile, F&& f) {
 }
 
 template <typename T>
-void run(Stream stream, const Conv2dArgs& args, int number, void* workspace) {
+void run(Stream stream, const Conv2dArgs& args, int number, void* workspace,
+         [[maybe_unused]] const void* added = nullptr) {
   if (args.pass == Conv2dPass::kWgrad) {
     return with_wgrad_tile(
         number, [&](auto tile) { launch_wgrad<T, tile.value>(stream, args, workspace); });
@@ -155,7 +176,21 @@ void run(Stream stream, const Conv2dArgs& args, int number, void* workspace) {
       }
       const Pass pass = pass_of(args);
       if (args.pass == Conv2dPass::kDgrad) {
+        if constexpr (sizeof(T) == 4) {
+          AddedArgs a{};
+          a.added = added;
+          if (added) return launch<Tile, kDgradMajor>(stream, args, a, pass, workspace);
+        }
         return launch<Tile, kDgradMajor>(stream, args, WindowArgs{}, pass, workspace);
+      }
+      if constexpr (sizeof(T) == 4) {
+        if (args.moments) {
+          MomentArgs a{};
+          a.moments = args.moments;
+          a.cluster_rows = kKind.rows * kKind.blocks;
+          a.first_rows = moment_rows(args, result_matrix(args, pass), kKind);
+          return launch<Tile, 0>(stream, args, a, pass, workspace);
+        }
       }
       launch<Tile, 0>(stream, args, WindowArgs{}, pass, workspace);
     }

@@ -249,4 +249,21 @@ void run(Stream stream, const Conv2dArgs& given, const Conv2dPlan& plan, void* w
   if (strided && dgrad) move_pixels(stream, given, workspace, true);
 }
 
+bool plan_added(const Conv2dArgs& args, Conv2dPlan* plan) {
+  if (has_stride(args.shape) || !input_of(args).channels_last()) return false;
+  MatmulArgs p = product_of(args);
+  p.residual = p.c;                                       // any: whether there is one decides
+  if (p.batch != 1 || hopper::obstacle(p)) return false;  // others have not been timed
+  plan->product = plan_matmul(p, kAnyKernel);
+  plan->workspace_bytes = plan->product.workspace_bytes;
+  return true;
+}
+
+void run_added(Stream stream, const Conv2dArgs& args, const Conv2dPlan& plan, const void* added,
+               void* workspace) {
+  MatmulArgs p = product_of(args);
+  p.residual = added;
+  run_matmul(stream, p, plan.product, workspace);
+}
+
 }  // namespace braze::cuda::pointwise

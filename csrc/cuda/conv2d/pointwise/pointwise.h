@@ -12,4 +12,9 @@ const char* obstacle(const Conv2dArgs& args);
 void plan(const Conv2dArgs& args, Conv2dPlan* plan);
 void run(Stream stream, const Conv2dArgs& args, const Conv2dPlan& plan, void* workspace);
 
+// Whether an input gradient that it takes can have another tensor added: the plan for that.
+bool plan_added(const Conv2dArgs& args, Conv2dPlan* plan);
+void run_added(Stream stream, const Conv2dArgs& args, const Conv2dPlan& plan, const void* added,
+               void* workspace);
+
 }  // namespace braze::cuda::pointwise

@@ -1,0 +1,182 @@
+"""Convolution, batch norm, an addition and an activation as one op, for braze.convert: autograd
+Function, fake kernel. Front end: csrc/ops/batch_norm_act.cpp."""
+
+import torch
+
+from braze import _config
+from braze._ops._bilinear import masked
+from braze._ops._common import (
+    autocast_dtype,
+    below_autograd,
+    cast_to,
+    eager,
+    is_channels_last,
+    overwrite,
+    plain,
+    register,
+)
+from braze._ops.activation import activation as activation_of
+from braze._ops.batch_norm import check_settings
+from braze._ops.batch_norm_act import _batch_norm_act_backward, _fake
+from braze._ops.conv2d import _conv2d, _conv2d_backward, conv2d_flops, fake_conv2d, memory_format
+
+_ops = torch.ops.braze
+
+
+def _run(*args):
+    buffers, training = args[6:9], args[13]
+    return overwrite(buffers if training else (), _ops.conv_bn_act.default, *args)
+
+
+class ConvBnAct(torch.autograd.Function):
+    """Returns the result and, not differentiable, the convolution's output and the rest as
+    :class:`braze._ops.batch_norm_act.BatchNormAct`."""
+
+    @staticmethod
+    def forward(ctx, *args):
+        input, weight, conv_bias, residual, bn_weight, bn_bias, *_ = args
+        geometry, training, act, settings = args[9:13], args[13], args[16:19], args[19:]
+        with below_autograd():
+            output, z, mask, statistics = _run(*args)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(z, mask, statistics)
+        # The gradient does not depend on what an identity or a mask makes up for.
+        reads = residual is not None and act[0] != "identity" and mask.numel() == 0
+        kept = residual if reads else None
+        ctx.save_for_backward(input, weight, kept, bn_weight, bn_bias, z, mask, statistics)
+        ctx.conv_bias = conv_bias
+        ctx.geometry, ctx.norm, ctx.settings = geometry, (training, *act), settings
+        return output, z, mask, statistics
+
+    @staticmethod
+    def backward(ctx, grad_output, *_):
+        absent = (None,) * (len(ctx.needs_input_grad) - 6)
+        if grad_output is None:
+            return *(None,) * 6, *absent
+        input, weight, residual, *norm, z, mask, statistics = ctx.saved_tensors
+        of_conv, of_norm = ctx.needs_input_grad[:3], ctx.needs_input_grad[3:6]
+        if torch.is_grad_enabled() and any(of_conv):  # for its derivatives
+            z = _conv2d(input, weight, ctx.conv_bias, *ctx.geometry, *ctx.settings)
+        identity = ctx.norm[1] == "identity"
+        asked = any(of_conv), of_norm[0] and not identity, *of_norm[1:]
+        grads = _batch_norm_act_backward(
+            grad_output, z, residual, *norm, mask, statistics, *ctx.norm, asked
+        )
+        dz, dresidual, *dnorm = masked(grads, asked)
+        if identity and of_norm[0]:
+            dresidual = grad_output
+        dconv = (None,) * 3
+        if any(of_conv):
+            grads = _conv2d_backward(dz, input, weight, *ctx.geometry, of_conv, *ctx.settings)
+            dconv = masked(grads, of_conv)
+        return *dconv, dresidual, *dnorm, *absent
+
+
+_conv_bn_act = eager(ConvBnAct, _run, tensors=9)
+
+
+def _fake_conv_bn_act(
+    input, weight, conv_bias, residual, bn_weight, bn_bias, mean, var, batches, stride, padding,
+    dilation, groups, training, momentum, eps, activation, first, second, *settings
+):  # fmt: skip
+    z = fake_conv2d(input, weight, conv_bias, stride, padding, dilation, groups)
+    norm = bn_weight, bn_bias, mean, var, batches, training, momentum, eps
+    output, mask, statistics = _fake(z, residual, *norm, activation, first, second)
+    return output, z, mask, statistics
+
+
+register(
+    "conv_bn_act",
+    fake=_fake_conv_bn_act,
+    autograd=_conv_bn_act,
+    flops=lambda *args, out_shape: conv2d_flops(*args, out_shape=out_shape[1]),
+)
+
+
+def conv_bn_act(
+    input, weight, bias, residual, bn_weight, bn_bias, running_mean, running_var,
+    num_batches_tracked, stride, padding, dilation, groups, training, momentum, eps, activation,
+    settings
+):  # fmt: skip
+    """``activation(batch_norm(conv2d(input, weight, bias)) + residual)`` as one op in training, or
+    None where it is better left to the three, which raise what is to be raised.
+
+    The convolution leaves batch norm's statistics where its kernel can, so that no pass over its
+    result is needed for them.
+    """
+    others = weight, bias, residual, bn_weight, bn_bias, running_mean, running_var
+    if (
+        not training
+        or torch.compiler.is_compiling()
+        or isinstance(padding, str)
+        or weight is None
+        or not plain(input, *others)
+    ):
+        return None
+    dtype = autocast_dtype(input)
+    if dtype is not None:
+        input, weight, bias = cast_to(dtype, input, weight, bias)
+    shape = _shape(input, weight, bias, stride, padding, dilation, groups)
+    if shape is None or not _goes_with(residual, input, weight, shape):
+        return None
+    of_channels = {input.dtype}
+    if input.dtype in (torch.bfloat16, torch.float16):
+        of_channels.add(torch.float32)
+    for vector in (bn_weight, bn_bias, running_mean, running_var):
+        if vector is not None and (
+            vector.numel() != shape[1]
+            or vector.dtype not in of_channels
+            or vector.device != input.device
+        ):
+            return None
+    pairs = (bn_weight, bn_bias), (running_mean, running_var)
+    if any(a is not None and b is not None and a.dtype != b.dtype for a, b in pairs):
+        return None
+    try:
+        check_settings(running_mean, running_var, training, eps, momentum)
+    except (RuntimeError, TypeError, ValueError):
+        return None
+    if momentum is None and num_batches_tracked is None:
+        momentum = 0.0
+    act = activation_of(activation, *settings)
+    tensors = input, weight, bias, residual, bn_weight, bn_bias, running_mean, running_var
+    geometry = stride, padding, dilation, groups
+    norm = training, momentum, eps
+    how = _config.conv2d_settings(input)
+    return _conv_bn_act(*tensors, num_batches_tracked, *geometry, *norm, *act, *how)[0]
+
+
+def _shape(input, weight, bias, stride, padding, dilation, groups):
+    """That of the convolution's result, or None of arguments that it refuses, and of results that
+    have few elements, which may be of either memory format."""
+    others = weight if bias is None else bias
+    if (
+        input.dim() != 4
+        or weight.dim() != 4
+        or not input.dtype == weight.dtype == others.dtype
+        or not input.device == weight.device == others.device
+        or input.shape[1] != weight.shape[1] * groups
+        or weight.shape[0] % groups != 0
+        or (bias is not None and bias.shape != weight.shape[:1])
+        or input.numel() == 0
+        or weight.numel() == 0
+    ):
+        return None
+    p, q = (
+        (extent + 2 * pad - d * (size - 1) - 1) // step + 1
+        for extent, size, step, pad, d in zip(
+            input.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True
+        )
+    )
+    shape = input.shape[0], weight.shape[0], p, q
+    return shape if p > 0 and q > 0 and p * q > 1 and shape[1] > 1 else None
+
+
+def _goes_with(residual, input, weight, shape):
+    """Whether what is added is a tensor like the convolution's result."""
+    return residual is None or (
+        residual.dtype == input.dtype
+        and residual.device == input.device
+        and residual.shape == shape
+        and is_channels_last(residual) == (memory_format(input, weight) == torch.channels_last)
+    )
