@@ -16,9 +16,9 @@ from braze._programs.program import Program
 from braze._programs.record import Unrecordable
 from braze._step_scope import current
 
-#: Of all that a program makes: larger ones are not bound by the host, and hold longer in memory
-#: what op by op is freed on the way.
-MOST_BYTES = 256 << 20
+#: Of what is saved for its backward: a program frees it, and may hold what is only for second
+#: derivatives, to within about as many. To read them takes a GPU longer than the host a program.
+PART_BYTES = 64 << 20
 #: Circumstances that are remembered, and programs for other strides and dtypes under the same ones.
 _MOST_KNOWN, _MOST_VARIANTS = 2048, 4
 #: "1": programs; "first": recorded at the first call; "0": none, as under BRAZE_NVTX, which shows
@@ -66,6 +66,8 @@ def run(name, function, tensors, buffers):
         tensors: what it reads; the first one is its input.
         buffers: what it may write to.
     """
+    if len(set(map(id, tensors))) < len(tensors):
+        tensors, function = _once(tensors, function, name)
     input = tensors[0]
     device = input.device
     key = [*name, torch.is_grad_enabled(), device, input.dtype, input.stride(), len(tensors)]
@@ -104,6 +106,21 @@ def run(name, function, tensors, buffers):
     return None if program is None else program(tensors, buffers)
 
 
+def _once(tensors, function, name):
+    """Tensors of which some come more than once, each once, and the function of those; where each
+    has stood is added to the name."""
+    different = {id(t): t for t in tensors}
+    at = {key: i for i, key in enumerate(different)}
+    order = tuple([at[id(t)] for t in tensors])
+    name.append(order)
+
+    def of_different(own, buffers):
+        made = function([own[i] for i in order], buffers)
+        return lambda *own: made(*[own[i] for i in order])
+
+    return list(different.values()), of_different
+
+
 def with_casts(function, tensors, settings=()):
     """``function(*tensors, *settings)``; under autocast the op and its casts are one program.
 
@@ -134,8 +151,9 @@ def _recorded(function, tensors, buffers):
     nobody's buffers, gradients and hooks notice."""
     own = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
     copies = [b.detach().clone() for b in buffers]
+    fleeting = [not t.is_leaf for t in tensors]
     try:
-        return Program(function(own, copies), own, copies, MOST_BYTES)
+        return Program(function(own, copies), own, copies, PART_BYTES, fleeting)
     except Unrecordable:
         return None
     except Exception:
