@@ -4,6 +4,7 @@ A run is recorded when it comes for the second time under the same circumstances
 is one op forward and one backward, with one autograd node. docs/eager.md
 """
 
+import operator
 import os
 
 import torch
@@ -30,6 +31,9 @@ _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 #: where they came once; None: never to be tried.
 _known = {}
 
+_is_nested, _requires_grad, _shape = map(
+    operator.attrgetter, ("is_nested", "requires_grad", "shape")
+)
 _functorch_is_active = torch._C._are_functorch_transforms_active
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _saved_tensors_hook = torch._C._autograd._top_saved_tensors_default_hooks
@@ -70,13 +74,15 @@ def run(name, function, tensors, buffers):
         tensors, function = _once(tensors, function, name)
     input = tensors[0]
     device = input.device
-    key = [*name, torch.is_grad_enabled(), device, input.dtype, input.stride(), len(tensors)]
-    for tensor in tensors:
-        if type(tensor) not in _TENSORS or tensor.is_nested:
-            return None
-        key += (tensor.shape, tensor.requires_grad)
-    key += _config.settings(device.type)
-    key = tuple(key)
+    if not _TENSORS.issuperset(map(type, tensors)) or any(map(_is_nested, tensors)):
+        return None
+    key = (
+        *name,
+        *(torch.is_grad_enabled(), device, input.dtype, input.stride(), len(tensors)),
+        *map(_shape, tensors),
+        *map(_requires_grad, tensors),
+        *_config.settings(device.type),
+    )
     try:
         known = _known.get(key, 0)
     except TypeError:

@@ -2,6 +2,7 @@
 one autograd node."""
 
 import math
+import operator
 
 import torch
 from torch.autograd import forward_ad
@@ -13,6 +14,7 @@ from braze._programs.record import Instruction, Recorder, Register, Unrecordable
 _ops = torch.ops.braze
 _run = _ops.run_program.default
 _functorch_is_active = torch._C._are_functorch_transforms_active
+_version = operator.attrgetter("_version")
 _is_batched = torch._C._functorch.is_legacy_batchedtensor  # of autograd.grad(is_grads_batched=True)
 
 
@@ -132,7 +134,7 @@ class Program:
         # For second derivatives only, so that what is written to later is an error only there.
         ctx.others = [None if i in kept else t for i, t in enumerate(tensors)]
         ctx.buffers = buffers
-        ctx.versions = [_version(t) for t in (*ctx.others, *buffers)]
+        ctx.versions = _versions((*tensors, *buffers))
 
     def gradients(self, ctx, grad):
         """The gradients of the tensors; None for those that have none."""
@@ -150,7 +152,7 @@ class Program:
         tensors, buffers = list(ctx.others), ctx.buffers
         unwritten = [None if i in self._written else b for i, b in enumerate(buffers)]
         for tensor, version in zip((*tensors, *unwritten), ctx.versions, strict=True):
-            if tensor is not None and _version(tensor) != version:
+            if tensor is not None and _versions((tensor,)) != [version]:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an "
                     "inplace operation: with create_graph=True the layers of a program are run "
@@ -222,9 +224,12 @@ class ProgramFunction(torch.autograd.Function):
 _record = super(torch.autograd.Function, ProgramFunction).apply
 
 
-def _version(tensor):
-    """How often a tensor has been written to; None where torch does not count that."""
-    return None if tensor is None or tensor.is_inference() else tensor._version
+def _versions(tensors):
+    """How often tensors have been written to; None for those of which torch does not count that."""
+    try:
+        return [*map(_version, tensors)]
+    except RuntimeError:
+        return [None if t.is_inference() else t._version for t in tensors]
 
 
 def _alias(layouts, register, of):
