@@ -463,13 +463,50 @@ def test_weights_that_are_the_same(device):
     assert torch.equal(found, expected)
 
 
-def test_inputs_that_are_overwritten(device):
-    model = on(device, lambda: nn.Sequential(nn.ReLU(inplace=True), nn.Tanh()))
+@pytest.mark.parametrize("first", [nn.ReLU(inplace=True), nn.SiLU(inplace=True)], ids=str)
+def test_inputs_that_are_overwritten(device, first):
+    model = on(device, lambda: nn.Sequential(copy.deepcopy(first), nn.Tanh()))
     for _ in range(3):
         x = torch.randn(5, device=device)
+        expected = first(x.clone())
         model(x)
-        assert (x >= 0).all()
+        torch.testing.assert_close(x, expected)
         assert x._version == 1
+
+
+class Gate(nn.Module):
+    """As torchvision's squeeze-and-excitation has it."""
+
+    def __init__(self, first=None, activation=nn.SiLU):
+        super().__init__()
+        self.first = nn.Conv2d(3, 2, 1) if first is None else first
+        self.activation = activation(inplace=True)
+        self.second, self.last = nn.Conv2d(2, 3, 1), nn.Sigmoid()
+
+    def forward(self, x):
+        x = self.activation(self.first(x))
+        return self.last(self.second(x))
+
+
+@pytest.mark.parametrize("activation", [nn.SiLU, nn.Mish, nn.Hardswish, nn.Hardsigmoid])
+def test_what_overwrites_what_nobody_sees(device, activation):
+    model, x = on(device, lambda: Gate(activation=activation)), images(device)
+    found = trained(model, x, 3)
+    assert nodes(found[0]).count(_NODE) == 1
+    assert_equal(found, trained(model, x, 3, by_programs=False))
+
+
+@pytest.mark.parametrize("first", [nn.Flatten(3), nn.ReLU(inplace=True)], ids=str)
+def test_what_overwrites_what_somebody_sees(device, first):
+    """Activations that were given the input itself, or a view of it."""
+    model = on(device, lambda: Gate(first))
+    for _ in range(3):
+        x = images(device, 2)[:, :2]
+        mine, theirs = x.clone(), x.clone()
+        model(mine)
+        stock.silu(first(theirs), inplace=True)
+        torch.testing.assert_close(mine, theirs)
+        assert not torch.equal(mine, x)
 
 
 def test_functional_call(device):

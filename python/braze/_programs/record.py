@@ -132,6 +132,8 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            self._check_writes(func, args, kwargs)
         result = func(*args, **kwargs)
         if func not in _SAME:
             self._record(func, args, kwargs, result)
@@ -157,8 +159,6 @@ class Recorder(TorchDispatchMode):
         if form == "add_":
             del self.places[_place(results[0])]  # the sum is another value in the same place
             func = _aten.add.Tensor
-        else:
-            self._check_writes(func, args)
         like, ahead = None, 0
         if form in ("alias", "copy"):
             like = Layout.of(results[0])
@@ -166,11 +166,15 @@ class Recorder(TorchDispatchMode):
         made = tuple(self.add(r) for r in results)
         self.instructions.append(Instruction(form, func, registers, kwargs, made, like, ahead))
 
-    def _check_writes(self, func, args):
-        for argument, value in zip(func._schema.arguments, args, strict=False):
-            writes = argument.alias_info is not None and argument.alias_info.is_write
-            a_buffer = isinstance(value, torch.Tensor) and _storage(value) not in self.constant
-            if writes and value is not None and not a_buffer:
+    def _check_writes(self, func, args, kwargs):
+        """Before anything is written: what is recorded on is what is to be computed with."""
+        by_name = {a.name: a.alias_info for a in func._schema.arguments}
+        given = [*zip(by_name.values(), args, strict=False)]
+        given += [(by_name[name], value) for name, value in kwargs.items()]
+        for alias_info, value in given:
+            if alias_info is None or not alias_info.is_write or value is None:
+                continue
+            if not isinstance(value, torch.Tensor) or _storage(value) in self.constant:
                 raise Unrecordable(f"{func} writes to an input")
 
     def _argument(self, value):

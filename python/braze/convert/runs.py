@@ -272,9 +272,27 @@ def _in_turn(links, input, *added):
         start = end - max(1, run_length(kinds[:end][::-1]))
         part, of_part = links[start:end], added if "Add" in kinds[start:end] else ()
         function = RUNS.get(tuple(kinds[start:end]))
-        input = (function or one_by_one)(part, input, *of_part)
+        if function is None:
+            is_new = end < len(links) and kinds[end] in _MAKE
+            function = _on_new if is_new else one_by_one
+        input = function(part, input, *of_part)
         end = start
     return input
+
+
+#: What makes a new tensor, whatever its settings.
+_MAKE = frozenset(("AvgPool2d", "BatchNorm2d", "Conv2d", "Linear", "MaxPool2d"))
+#: Activations of which torch's autograd copies the input where they overwrite it.
+_COPIED = frozenset(("Hardsigmoid", "Hardswish", "Mish", "SiLU"))
+
+
+def _on_new(links, input, *added):
+    """:func:`one_by_one` of a link whose input nobody else sees: if it is to be overwritten, and
+    copied for that, braze's activation, which does neither, computes the same."""
+    link = links[0]
+    if kind_of(link) in _COPIED and torch.is_grad_enabled() and overwrites(link):
+        return getattr(F, ACTIVATIONS[kind_of(link)][0])(input)
+    return one_by_one(links, input, *added)
 
 
 def conv_fits(conv, bn):
