@@ -57,6 +57,98 @@ def small_nature_cnn():
     )
 
 
+def small_airbench94():
+    """The network of airbench94, with about a thirtieth of its width."""
+
+    def block(channels_in, channels):
+        return [
+            nn.Conv2d(channels_in, channels, 3, padding="same", bias=False),
+            *(nn.MaxPool2d(2), nn.BatchNorm2d(channels), nn.GELU()),
+            nn.Conv2d(channels, channels, 3, padding="same", bias=False),
+            *(nn.BatchNorm2d(channels), nn.GELU()),
+        ]
+
+    return nn.Sequential(
+        *(nn.Conv2d(3, 4, 2), nn.GELU(), *block(4, 4), *block(4, 8), *block(8, 8)),
+        *(nn.MaxPool2d(3), nn.Flatten(), nn.Linear(8, 10, bias=False)),
+    )
+
+
+class BasicBlock(nn.Module):
+    """Of ResNet-18 (He et al., 2016), with torchvision's forward."""
+
+    expansion = 1
+
+    def __init__(self, channels_in, channels, stride, shortcut):
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels_in, channels, 3, stride, padding=1, bias=False)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.bn1, self.bn2 = nn.BatchNorm2d(channels), nn.BatchNorm2d(channels)
+        self.relu, self.downsample = nn.ReLU(inplace=True), shortcut
+
+    def forward(self, x):
+        identity = x
+        out = self.conv1(x)
+        out = self.bn1(out)
+        out = self.relu(out)
+        out = self.conv2(out)
+        out = self.bn2(out)
+        if self.downsample is not None:
+            identity = self.downsample(x)
+        out += identity
+        return self.relu(out)
+
+
+class Bottleneck(nn.Module):
+    """Of ResNet-50, with torchvision's forward."""
+
+    expansion = 4
+
+    def __init__(self, channels_in, channels, stride, shortcut):
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels_in, channels, 1, bias=False)
+        self.conv2 = nn.Conv2d(channels, channels, 3, stride, padding=1, bias=False)
+        self.conv3 = nn.Conv2d(channels, 4 * channels, 1, bias=False)
+        self.bn1, self.bn2 = nn.BatchNorm2d(channels), nn.BatchNorm2d(channels)
+        self.bn3 = nn.BatchNorm2d(4 * channels)
+        self.relu, self.downsample = nn.ReLU(inplace=True), shortcut
+
+    def forward(self, x):
+        identity = x
+        out = self.conv1(x)
+        out = self.bn1(out)
+        out = self.relu(out)
+        out = self.conv2(out)
+        out = self.bn2(out)
+        out = self.relu(out)
+        out = self.conv3(out)
+        out = self.bn3(out)
+        if self.downsample is not None:
+            identity = self.downsample(x)
+        out += identity
+        return self.relu(out)
+
+
+def small_resnet(kind, counts, width):
+    """A ResNet of such blocks for 64x64 pixels, whose first stage has `width` channels."""
+    layers = [nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False), nn.BatchNorm2d(width)]
+    layers += [nn.ReLU(inplace=True), nn.MaxPool2d(3, stride=2, padding=1)]
+    before = width
+    for stage, count in enumerate(counts):
+        channels, stage_blocks = width << stage, []
+        after = kind.expansion * channels
+        for i in range(count):
+            stride, shortcut = 2 if stage and not i else 1, None
+            if stride > 1 or before != after:
+                conv = nn.Conv2d(before, after, 1, stride, bias=False)
+                shortcut = nn.Sequential(conv, nn.BatchNorm2d(after))
+            stage_blocks.append(kind(before, channels, stride, shortcut))
+            before = after
+        layers.append(nn.Sequential(*stage_blocks))
+    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, 10)]
+    return nn.Sequential(*layers).to(memory_format=torch.channels_last)
+
+
 def block():
     layers = nn.Conv2d(2, 2, 3, padding=1), nn.BatchNorm2d(2), nn.ReLU(), nn.MaxPool2d(2)
     return nn.Sequential(*layers, nn.Flatten())
@@ -83,6 +175,9 @@ CASES = [
     Case("Conv2d, BatchNorm2d, ReLU, MaxPool2d", block, (2, 2, 4, 4), 8),
     Case("LeNet-5, small", small_lenet, (2, 1, 8, 8), 10),
     Case("Nature-CNN, small", small_nature_cnn, (2, 4, 12, 12), 18),
+    Case("airbench94, small", small_airbench94, (2, 3, 32, 32), 10),
+    Case("ResNet-18, small", lambda: small_resnet(BasicBlock, (2, 2, 2, 2), 4), (2, 3, 64, 64), 10),
+    Case("ResNet-50, small", lambda: small_resnet(Bottleneck, (3, 4, 6, 3), 2), (2, 3, 64, 64), 10),
     Case("Nature-CNN", nature_cnn, (1, 4, 84, 84), 18),
 ]
 

@@ -9,10 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as stock
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import braze
-from braze._programs.program import Program, _results
+from braze import _programs
+from braze._programs import program
+from braze._programs.defined import _results
+from braze._programs.program import Program
 from convert_models import ops_run
 
 _NODE = "ProgramFunctionBackward"
@@ -48,6 +52,28 @@ class Residual(nn.Module):
         out = self.bn2(self.conv2(out))
         out += self.shortcut(x)
         return self.relu(out)
+
+
+class Block(nn.Module):
+    """What a residual network is made of: the shortcut is the input itself."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.conv2 = nn.Conv2d(channels, channels, 1, bias=False)
+        self.bn1, self.bn2 = nn.BatchNorm2d(channels), nn.BatchNorm2d(channels)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        identity = x
+        x = self.relu(self.bn1(self.conv1(x)))
+        x = self.bn2(self.conv2(x))
+        x += identity
+        return self.relu(x)
+
+
+def blocks():
+    return nn.Sequential(nn.Conv2d(3, 8, 3), *(Block(8) for _ in range(3)))
 
 
 def layers():
@@ -132,6 +158,59 @@ def test_is_what_its_ops_are(device, make, training, channels_last, autocast):
     assert_equal(found, trained(model, x, 3, by_programs=False, autocast=autocast))
 
 
+@pytest.fixture(params=[1, 1000], ids="parts of {} bytes".format)
+def in_parts(request, monkeypatch):
+    """Programs whose backward is cut into many parts."""
+    monkeypatch.setattr(_programs, "PART_BYTES", request.param)
+    monkeypatch.setattr(_programs, "_known", {})
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["as they are", "autocast"])
+@pytest.mark.parametrize("make", [*MODELS, blocks])
+def test_parts_are_what_its_ops_are(device, make, autocast, in_parts):
+    model, x = on(device, make), images(device)
+    found = trained(model, x, 3, autocast=autocast)
+    assert_equal(found, trained(model, x, 3, by_programs=False, autocast=autocast))
+
+
+def test_parts_free_what_they_have_read(device, in_parts, monkeypatch):
+    model, x = on(device, layers), images(device, requires_grad=True)
+    for _ in range(3):
+        output = model(x)
+    left, run = [], program._run
+
+    def watched(inputs, buffers, number):
+        if not left:
+            left.append([StorageWeakRef(t.untyped_storage()) for t in inputs])
+        left.append(sum(not s.expired() for s in saved))
+        return run(inputs, buffers, number)
+
+    node = output.grad_fn
+    kept = {t.untyped_storage()._cdata for t in model.parameters()}
+    saved = [StorageWeakRef(t.untyped_storage()) for t in node.saved_tensors]
+    saved = [s for s in saved if s.cdata not in kept]
+    del node
+    monkeypatch.setattr(program, "_run", watched)
+    first = torch.autograd.grad(output.sum(), x, retain_graph=True)
+    assert left[-1] == left[1] > 3
+    left.clear()
+    assert torch.equal(*first, *torch.autograd.grad(output.sum(), x))
+    assert left[-1] < left[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("autocast", [False, True], ids=["as they are", "autocast"])
+def test_shortcuts(device, dtype, autocast):
+    """A block's input is read twice; its gradient is the sum of two, and so is that of its second
+    derivatives."""
+    model = on(device, blocks).to(dtype).to(memory_format=torch.channels_last)
+    x = images(device, dtype=dtype).to(memory_format=torch.channels_last)
+    found = trained(model, x, 3, autocast=autocast)
+    assert_equal(found, trained(model, x, 3, by_programs=False, autocast=autocast))
+    assert "ConvBnReLU2dBackward" not in nodes(found[0])
+    assert nodes(found[0]).count(_NODE) >= 3
+
+
 @pytest.mark.parametrize("make", MODELS)
 def test_without_gradients(device, make):
     model, x = on(device, make), images(device)
@@ -179,7 +258,7 @@ def test_recording_touches_nobodys_gradients_or_hooks(device):
     assert len(calls) == 1
 
 
-@pytest.mark.parametrize("make", MODELS)
+@pytest.mark.parametrize("make", [*MODELS, blocks])
 def test_second_derivatives(device, make):
     model, x = on(device, make).double(), images(device, dtype=torch.float64).requires_grad_()
 
@@ -376,17 +455,58 @@ def test_weights_that_are_the_same(device):
     x = torch.randn(2, 4, device=device)
     for _ in range(3):
         output = model(x)
+    assert _NODE in nodes(output)
+    (found,) = torch.autograd.grad(output.sum(), model[0].weight)
     with OneByOne():
         assert torch.equal(output, model(x))
+        (expected,) = torch.autograd.grad(model(x).sum(), model[0].weight)
+    assert torch.equal(found, expected)
 
 
-def test_inputs_that_are_overwritten(device):
-    model = on(device, lambda: nn.Sequential(nn.ReLU(inplace=True), nn.Tanh()))
+@pytest.mark.parametrize("first", [nn.ReLU(inplace=True), nn.SiLU(inplace=True)], ids=str)
+def test_inputs_that_are_overwritten(device, first):
+    model = on(device, lambda: nn.Sequential(copy.deepcopy(first), nn.Tanh()))
     for _ in range(3):
         x = torch.randn(5, device=device)
+        expected = first(x.clone())
         model(x)
-        assert (x >= 0).all()
+        torch.testing.assert_close(x, expected)
         assert x._version == 1
+
+
+class Gate(nn.Module):
+    """As torchvision's squeeze-and-excitation has it."""
+
+    def __init__(self, first=None, activation=nn.SiLU):
+        super().__init__()
+        self.first = nn.Conv2d(3, 2, 1) if first is None else first
+        self.activation = activation(inplace=True)
+        self.second, self.last = nn.Conv2d(2, 3, 1), nn.Sigmoid()
+
+    def forward(self, x):
+        x = self.activation(self.first(x))
+        return self.last(self.second(x))
+
+
+@pytest.mark.parametrize("activation", [nn.SiLU, nn.Mish, nn.Hardswish, nn.Hardsigmoid])
+def test_what_overwrites_what_nobody_sees(device, activation):
+    model, x = on(device, lambda: Gate(activation=activation)), images(device)
+    found = trained(model, x, 3)
+    assert nodes(found[0]).count(_NODE) == 1
+    assert_equal(found, trained(model, x, 3, by_programs=False))
+
+
+@pytest.mark.parametrize("first", [nn.Flatten(3), nn.ReLU(inplace=True)], ids=str)
+def test_what_overwrites_what_somebody_sees(device, first):
+    """Activations that were given the input itself, or a view of it."""
+    model = on(device, lambda: Gate(first))
+    for _ in range(3):
+        x = images(device, 2)[:, :2]
+        mine, theirs = x.clone(), x.clone()
+        model(mine)
+        stock.silu(first(theirs), inplace=True)
+        torch.testing.assert_close(mine, theirs)
+        assert not torch.equal(mine, x)
 
 
 def test_functional_call(device):
@@ -447,7 +567,7 @@ def test_programs_that_nobody_has_are_dropped(device):
         return Program(torch.ops.braze.relu, tensors, [], 1 << 20)
 
     first = define()
-    numbers = [first._defined.number, first._backward.number]
+    numbers = [first._defined.number, *(part.number for part in first._parts)]
     assert all((device, number) in _results for number in numbers)
     del first
     gc.collect()

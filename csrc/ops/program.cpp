@@ -5,6 +5,8 @@
 #include <mutex>
 #include <unordered_map>
 
+#include "launchers/vector_add.h"
+
 namespace braze {
 namespace {
 
@@ -97,6 +99,23 @@ Run alias(const std::vector<std::string>& tokens, int64_t result) {
   };
 }
 
+// Of two tensors of the same shape, strides and dtype. in_place: in the first one's memory.
+Run sum(const std::vector<std::string>& tokens, int64_t result, bool in_place) {
+  const int64_t a = std::stoll(tokens.at(0).substr(1)), b = std::stoll(tokens.at(1).substr(1));
+  return [=](Registers& registers) {
+    const Tensor first = at(registers, a), second = at(registers, b);
+    if (!is_dense(first) || !same_layout(first, second)) {
+      registers.at(result) = torch::stable::subtract(first, second, -1.0);
+      return;
+    }
+    const Tensor out = in_place ? first : dense_like(first);
+    const DeviceContext context(first);
+    dev::vector_add(context.stream(), dtype_of("add", "a", first), first.const_data_ptr(),
+                    second.const_data_ptr(), out.mutable_data_ptr(), out.numel(), kAnyKernel);
+    registers.at(result) = out;
+  };
+}
+
 struct Copied {
   int64_t source, result;
   ScalarType dtype;
@@ -170,6 +189,7 @@ Instruction parse_instruction(const std::string& line, size_t max_arguments) {
   while (in >> token) dead.push_back(std::stoll(token));
   if (op == "alias") return {alias(tokens, results.at(0)), dead};
   if (op == "copy") return {copies(tokens, results), dead};
+  if (op == "add" || op == "add_") return {sum(tokens, results.at(0), op == "add_"), dead};
   BRAZE_CHECK(tokens.size() <= max_arguments && results.size() <= max_arguments,
               "define_program: too many arguments of ", op);
   return {call(op, tokens, results), dead};

@@ -34,7 +34,8 @@ std::vector<int64_t> signature_of(const std::vector<Tensor>& tensors);
 //   <op> <arguments> > <registers of its results> ; <registers that are dead then>
 // An op is a front end's name, or one of
 //   alias: a view of a tensor, with sizes, strides and the distance to its first element;
-//   copy: tensors, each followed by the dtype, the sizes and the strides of its copy.
+//   copy: tensors, each followed by the dtype, the sizes and the strides of its copy;
+//   add: the sum of two that are alike; add_: the same in the memory of the first.
 // An argument is t5 (the tensor in register 5), *1,2 (a list of them), i5, d0x1p-1, b1, sauto,
 // l1,2 (integers), m101 (booleans), kfloat32 (a dtype); where the op's is optional, with a ? before
 // it, or - for None.

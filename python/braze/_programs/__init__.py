@@ -4,6 +4,7 @@ A run is recorded when it comes for the second time under the same circumstances
 is one op forward and one backward, with one autograd node. docs/eager.md
 """
 
+import operator
 import os
 
 import torch
@@ -16,9 +17,9 @@ from braze._programs.program import Program
 from braze._programs.record import Unrecordable
 from braze._step_scope import current
 
-#: Of all that a program makes: larger ones are not bound by the host, and hold longer in memory
-#: what op by op is freed on the way.
-MOST_BYTES = 256 << 20
+#: Of what is saved for its backward: a program frees it, and may hold what is only for second
+#: derivatives, to within about as many. To read them takes a GPU longer than the host a program.
+PART_BYTES = 64 << 20
 #: Circumstances that are remembered, and programs for other strides and dtypes under the same ones.
 _MOST_KNOWN, _MOST_VARIANTS = 2048, 4
 #: "1": programs; "first": recorded at the first call; "0": none, as under BRAZE_NVTX, which shows
@@ -30,6 +31,9 @@ _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 #: where they came once; None: never to be tried.
 _known = {}
 
+_is_nested, _requires_grad, _shape = map(
+    operator.attrgetter, ("is_nested", "requires_grad", "shape")
+)
 _functorch_is_active = torch._C._are_functorch_transforms_active
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _saved_tensors_hook = torch._C._autograd._top_saved_tensors_default_hooks
@@ -66,15 +70,19 @@ def run(name, function, tensors, buffers):
         tensors: what it reads; the first one is its input.
         buffers: what it may write to.
     """
+    if len(set(map(id, tensors))) < len(tensors):
+        tensors, function = _once(tensors, function, name)
     input = tensors[0]
     device = input.device
-    key = [*name, torch.is_grad_enabled(), device, input.dtype, input.stride(), len(tensors)]
-    for tensor in tensors:
-        if type(tensor) not in _TENSORS or tensor.is_nested:
-            return None
-        key += (tensor.shape, tensor.requires_grad)
-    key += _config.settings(device.type)
-    key = tuple(key)
+    if not _TENSORS.issuperset(map(type, tensors)) or any(map(_is_nested, tensors)):
+        return None
+    key = (
+        *name,
+        *(torch.is_grad_enabled(), device, input.dtype, input.stride(), len(tensors)),
+        *map(_shape, tensors),
+        *map(_requires_grad, tensors),
+        *_config.settings(device.type),
+    )
     try:
         known = _known.get(key, 0)
     except TypeError:
@@ -102,6 +110,21 @@ def run(name, function, tensors, buffers):
     else:
         known.append(program)
     return None if program is None else program(tensors, buffers)
+
+
+def _once(tensors, function, name):
+    """Tensors of which some come more than once, each once, and the function of those; where each
+    has stood is added to the name."""
+    different = {id(t): t for t in tensors}
+    at = {key: i for i, key in enumerate(different)}
+    order = tuple([at[id(t)] for t in tensors])
+    name.append(order)
+
+    def of_different(own, buffers):
+        made = function([own[i] for i in order], buffers)
+        return lambda *own: made(*[own[i] for i in order])
+
+    return list(different.values()), of_different
 
 
 def with_casts(function, tensors, settings=()):
@@ -134,8 +157,9 @@ def _recorded(function, tensors, buffers):
     nobody's buffers, gradients and hooks notice."""
     own = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
     copies = [b.detach().clone() for b in buffers]
+    fleeting = [not t.is_leaf for t in tensors]
     try:
-        return Program(function(own, copies), own, copies, MOST_BYTES)
+        return Program(function(own, copies), own, copies, PART_BYTES, fleeting)
     except Unrecordable:
         return None
     except Exception:

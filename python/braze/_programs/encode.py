@@ -29,6 +29,9 @@ class _Step:
         if self.form == "call":
             self.words = [instruction.op._opname, *_arguments(instruction)]
             return
+        if self.form in ("add", "add_"):
+            self.words = [self.form, *(f"t{r}" for r in self.reads)]
+            return
         self.reads, self.dtype = self.reads[:1], instruction.like.dtype
         self.words = [self.form, f"t{self.reads[0]}"]
         if self.form == "copy":
@@ -41,11 +44,15 @@ def _with_copies_merged(steps, constant, results):
     """Copies of inputs go first, and those that are results only last, each a step for all of a
     dtype: in a launch or two, where autocast has one for each weight and each gradient."""
     read = {r for step in steps for r in step.reads}
+    # What becomes something else later is copied where it stands.
+    changing = {step.reads[0] for step in steps if step.form == "add_"}
     first, last, rest = {}, {}, []
     for step in steps:
-        if step.form == "copy" and step.reads[0] < constant:
+        if step.form != "copy" or step.reads[0] in changing:
+            rest.append(step)
+        elif step.reads[0] < constant:
             _merge(first, step)
-        elif step.form == "copy" and step.results[0] not in read:
+        elif step.results[0] not in read:
             _merge(last, step)
         else:
             rest.append(step)
@@ -70,8 +77,8 @@ def _dead_after(steps, results):
     return dead[::-1]
 
 
-def _layout(tensor):
-    return _integers(tensor.shape), _integers(tensor.stride())
+def _layout(like):
+    return _integers(like.shape), _integers(like.strides)
 
 
 def _integers(values):

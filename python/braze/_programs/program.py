@@ -1,20 +1,20 @@
 """Programs: a function of tensors that has been recorded, as one op forward and one backward, with
 one autograd node."""
 
-import collections
-import threading
-import weakref
+import math
+import operator
 
 import torch
 from torch.autograd import forward_ad
 
-from braze._ops._common import below_autograd, derivatives, register
-from braze._programs.encode import encode
+from braze._ops._common import below_autograd, derivatives
+from braze._programs.defined import Defined, parts
 from braze._programs.record import Instruction, Recorder, Register, Unrecordable
 
 _ops = torch.ops.braze
 _run = _ops.run_program.default
 _functorch_is_active = torch._C._are_functorch_transforms_active
+_version = operator.attrgetter("_version")
 _is_batched = torch._C._functorch.is_legacy_batchedtensor  # of autograd.grad(is_grads_batched=True)
 
 
@@ -26,18 +26,20 @@ class Program:
             depend on all of the tensors but their values. It is run once, with its backward.
         tensors: what it reads. Those that require gradients are leaves.
         buffers: further tensors, known to the function, that it reads and may write to.
-        most_bytes: of all tensors that are made; a function that makes more is refused.
+        part_bytes: the backward is cut into parts behind each of which about as many bytes of what
+            was saved for it are free again, as they are behind the node of each op.
+        fleeting: of which of the tensors nobody has to be expected to keep the memory.
 
     Raises:
         Unrecordable: the function does something else.
     """
 
-    def __init__(self, function, tensors, buffers, most_bytes):
+    def __init__(self, function, tensors, buffers, part_bytes, fleeting=()):
         wanted = [t for t in tensors if t.requires_grad]
         self._differentiates = torch.is_grad_enabled() and bool(wanted)
         inputs = [*tensors, *buffers]
         self._constant = len(tensors)
-        recorder = Recorder(inputs, len(tensors), most_bytes)
+        recorder = Recorder(inputs, len(tensors))
         with recorder:
             output = function(*tensors)
         self._output = recorder.register(output)
@@ -53,18 +55,26 @@ class Program:
         if self._differentiates:
             self._like_output = output.shape, output.stride()
             grads, instructions = _record_backward(recorder, output, wanted)
-            kept, saved = self._define_backward(recorder, grads, instructions, made_by, tensors)
+            kept, saved = self._define_backward(
+                (recorder, made_by), grads, instructions, tensors, part_bytes
+            )
+            held = [t for i, t in enumerate(tensors) if any(fleeting[i : i + 1]) and i not in kept]
+            if sum(t.numel() * t.element_size() for t in held) > part_bytes:
+                raise Unrecordable("inputs that only second derivatives would read")
         results = [self._output, *(r for r in saved if r != self._output)]
         self._kept = kept
         self._saved = [results.index(r) for r in saved]
-        self._defined = Defined(
-            self._forward, recorder.tensors, (len(tensors), len(buffers)), results
-        )
-        self._forward = _without_tensors(self._forward)
+        self._defined = Defined(self._forward, recorder.layouts, (tensors, buffers), results)
+        self._forward = tuple(i._replace(like=None) for i in self._forward)
 
-    def _define_backward(self, recorder, grads, instructions, made_by, tensors):
-        """Defines the program of the gradients; which of the inputs and of the forward's registers
-        it reads beside the output's gradient."""
+    def _define_backward(self, recorded, grads, instructions, tensors, part_bytes):
+        """Defines the programs of the gradients; which of the inputs and of the forward's registers
+        they read beside the output's gradient.
+
+        Args:
+            recorded: the recorder, and by registers the instructions of the forward that make them.
+        """
+        recorder, made_by = recorded
         if any(i.writes() for i in instructions):
             raise Unrecordable("a backward that writes to its inputs")
         grad = recorder.add(recorder.grad)
@@ -83,10 +93,10 @@ class Program:
             r = todo.pop(0)
             by = made_by.get(r)
             if r == source != self._output:
-                views = {r: _alias(recorder.tensors, self._output, r), **views}
+                views[r] = _alias(recorder.layouts, self._output, r)
                 todo.append(self._output)
             elif by is not None and by.form == "alias" and r != self._output:
-                views = {r: by, **views}
+                views[r] = by
                 todo.append(by.args[0])
             elif r not in needed:
                 needed.append(r)
@@ -94,18 +104,10 @@ class Program:
         saved = [r for r in needed if r >= len(tensors)]
         if any(r not in made_by for r in saved):
             raise Unrecordable("a buffer is read in the backward")
-        numbers = {r: Register(i) for i, r in enumerate([grad, *kept, *saved])}
-        by_number = [recorder.tensors[r] for r in numbers]
-
-        def change(r):
-            if r not in numbers:
-                numbers[r] = Register(len(numbers))
-                by_number.append(recorder.tensors[r])
-            return numbers[r]
-
-        mapped = [i.mapped(change) for i in (*views.values(), *instructions)]
-        count = 1 + len(needed)
-        self._backward = Defined(mapped, by_number, (count, 0), [change(r) for r in found])
+        given = [grad, *kept, *saved]
+        self._parts, self._found = parts(
+            _with_views(instructions, views, found), (given, found), recorder, part_bytes
+        )
         wanted = iter(grads)
         self._grads = [t.requires_grad and next(wanted) is not None for t in tensors]
         return kept, saved
@@ -132,11 +134,10 @@ class Program:
         # For second derivatives only, so that what is written to later is an error only there.
         ctx.others = [None if i in kept else t for i, t in enumerate(tensors)]
         ctx.buffers = buffers
-        ctx.versions = [_version(t) for t in (*ctx.others, *buffers)]
+        ctx.versions = _versions((*tensors, *buffers))
 
     def gradients(self, ctx, grad):
         """The gradients of the tensors; None for those that have none."""
-        saved = ctx.saved_tensors
         one_by_one = (
             torch.is_grad_enabled()
             or _functorch_is_active()
@@ -144,18 +145,14 @@ class Program:
             or _is_batched(grad)
         )
         if not one_by_one:
-            with below_autograd():
-                found = _run([grad, *saved], (), self._backward.number)
-                if not found:  # a gradient of other strides
-                    copy = grad.new_empty_strided(*self._like_output).copy_(grad)
-                    found = _run([copy, *saved], (), self._backward.number)
-            if found:
-                found = iter(found)
-                return [next(found) if has else None for has in self._grads]
+            found = self._by_parts(ctx, grad)
+            if found is not None:
+                return found
+        saved = ctx.saved_tensors
         tensors, buffers = list(ctx.others), ctx.buffers
         unwritten = [None if i in self._written else b for i, b in enumerate(buffers)]
         for tensor, version in zip((*tensors, *unwritten), ctx.versions, strict=True):
-            if tensor is not None and _version(tensor) != version:
+            if tensor is not None and _versions((tensor,)) != [version]:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an "
                     "inplace operation: with create_graph=True the layers of a program are run "
@@ -168,6 +165,28 @@ class Program:
         return derivatives(
             lambda *tensors: self.replayed(tensors, buffers), tensors, self._grads, (), [grad]
         )
+
+    def _by_parts(self, ctx, grad):
+        """:meth:`gradients` by the programs, or None where they do not take such tensors."""
+        first, *others = self._parts
+        saved = ctx.saved_tensors
+        with below_autograd():
+            found = _run([*first.of((grad, *saved))], (), first.number)
+            if not found:  # a gradient of other strides
+                grad = grad.new_empty_strided(*self._like_output).copy_(grad)
+                found = _run([*first.of((grad, *saved))], (), first.number)
+            if not found:
+                return None
+            if others:
+                values = dict(enumerate((grad, *saved)))
+                del saved
+                ctx.maybe_clear_saved_tensors()  # unless the graph is to be kept
+                first.leave(values, found)
+                for part in others:
+                    part.leave(values, _run([*part.of(values)], (), part.number))
+                found = [values[r] for r in self._found]
+        found = iter(found)
+        return [next(found) if has else None for has in self._grads]
 
     def replayed(self, tensors, buffers):
         """The same, op by op, each with its own node."""
@@ -205,18 +224,40 @@ class ProgramFunction(torch.autograd.Function):
 _record = super(torch.autograd.Function, ProgramFunction).apply
 
 
-def _version(tensor):
-    """How often a tensor has been written to; None where torch does not count that."""
-    return None if tensor is None or tensor.is_inference() else tensor._version
+def _versions(tensors):
+    """How often tensors have been written to; None for those of which torch does not count that."""
+    try:
+        return [*map(_version, tensors)]
+    except RuntimeError:
+        return [None if t.is_inference() else t._version for t in tensors]
 
 
-def _alias(tensors, register, of):
+def _alias(layouts, register, of):
     """The instruction that makes, of the tensor in a register, a view that is like another one."""
-    tensor, like = tensors[register], tensors[of]
-    if tensor.numel() != like.numel():
+    own, like = layouts[register], layouts[of]
+    if math.prod(own.shape) != math.prod(like.shape):
         raise Unrecordable("a result that shows a part of what the backward needs")
-    ahead = like.storage_offset() - tensor.storage_offset()
+    ahead = like.offset - own.offset
     return Instruction("alias", None, (register,), {}, (of,), like, ahead)
+
+
+def _with_views(instructions, views, results):
+    """Instructions and those that make views, by register, each where it is read first."""
+    left, found = dict(views), []
+
+    def make(register):
+        view = left.pop(register, None)
+        if view is not None:
+            make(view.args[0])
+            found.append(view)
+
+    for instruction in instructions:
+        for register in instruction.registers():
+            make(register)
+        found.append(instruction)
+    for register in results:
+        make(register)
+    return found
 
 
 def _source(register, made_by):
@@ -231,63 +272,8 @@ def _record_backward(recorder, output, wanted):
     first = len(recorder.instructions)
     recorder.grad = torch.ones_like(output)
     recorder.add(recorder.grad)
+    recorder.in_backward = True
     with recorder, torch.autocast(output.device.type, enabled=False):
         found = torch.autograd.grad(output, wanted, recorder.grad, allow_unused=True)
     grads = [None if g is None else recorder.register(g) for g in found]
     return grads, recorder.instructions[first:]
-
-
-def _without_tensors(instructions):
-    return tuple(i._replace(like=None) for i in instructions)
-
-
-#: What programs return, by device type and number: shape, strides and dtype of each result.
-_results = {}
-#: By device type, the numbers of programs that nobody will run any more; the next definition drops
-#: them.
-_dropped = collections.defaultdict(list)
-_lock = threading.Lock()
-
-
-class Defined:
-    """A program that the library keeps as long as this lives.
-
-    Args:
-        tensors: by register.
-        inputs: how many of the registers are inputs that are read, and buffers.
-    """
-
-    def __init__(self, instructions, tensors, inputs, results):
-        constant, buffers = inputs
-        text = encode(instructions, len(tensors), constant, results)
-        given = tensors[:constant], tensors[constant : constant + buffers]
-        device = tensors[0].device.type
-        queue = _dropped[device]
-        with _lock:
-            dropped = queue[:]
-            del queue[: len(dropped)]  # others may come meanwhile
-        for number in dropped:
-            del _results[device, number]
-        with below_autograd():
-            self.number = _ops.define_program.default(*given, text, dropped)
-        made = [tensors[r] for r in results]
-        _results[device, self.number] = [(t.shape, t.stride(), t.dtype) for t in made]
-        weakref.finalize(self, _drop, device, self.number).atexit = False
-
-
-def _drop(device, number):
-    _dropped[device].append(number)
-
-
-def _fake_run(inputs, buffers, program):
-    like = inputs[0]
-    made = _results[like.device.type, program]
-    return [like.new_empty_strided(size, stride, dtype=dtype) for size, stride, dtype in made]
-
-
-def _fake_define(inputs, buffers, text, dropped):
-    raise RuntimeError("braze::define_program keeps its program in memory: it cannot be traced")
-
-
-register("define_program", fake=_fake_define)
-register("run_program", fake=_fake_run)

@@ -4,6 +4,7 @@ as instructions on registers."""
 import typing
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _aten = torch.ops.aten
@@ -11,6 +12,9 @@ _aten = torch.ops.aten
 _SAME = frozenset({_aten.detach.default, _aten.alias.default})
 #: What a new tensor with the elements of the first argument comes from.
 _COPIES = frozenset({_aten._to_copy.default, _aten.clone.default, _aten.contiguous.default})
+#: How autograd adds up the gradients of a tensor that was read more than once; the second one where
+#: nobody else has the first of them.
+_SUMS = {_aten.add.Tensor: "add", _aten.add_.Tensor: "add_"}
 
 
 class Unrecordable(Exception):
@@ -21,16 +25,34 @@ class Register(int):
     """The number of a tensor, as an argument in the place of the tensor."""
 
 
+class Layout(typing.NamedTuple):
+    """All of a tensor but its elements."""
+
+    shape: tuple
+    strides: tuple
+    dtype: torch.dtype
+    offset: int
+
+    @classmethod
+    def of(cls, tensor):
+        return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.storage_offset())
+
+    def empty(self, device):
+        """A tensor of this shape, these strides and this dtype."""
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
+
+
 class Instruction(typing.NamedTuple):
     """A call of an op.
 
     Attributes:
-        form: "call" of a braze op, "alias" (the result is a view of the first argument) or "copy".
+        form: "call" of a braze op, "alias" (the result is a view of the first argument), "copy",
+            "add", or "add_" (the first argument becomes the result).
         op: the ``OpOverload``.
         args: all positional arguments, with a :class:`Register` for each tensor.
         kwargs: the others.
         results: registers.
-        like: the result as the recording had it, of an alias or a copy.
+        like: the :class:`Layout` of the result as the recording had it, of an alias or a copy.
         ahead: how many elements of its argument's dtype an alias begins behind it.
     """
 
@@ -39,7 +61,7 @@ class Instruction(typing.NamedTuple):
     args: tuple
     kwargs: dict
     results: tuple
-    like: torch.Tensor | None = None
+    like: Layout | None = None
     ahead: int = 0
 
     def registers(self):
@@ -74,7 +96,7 @@ def is_register(value):
 
 def _place(tensor):
     """What two tensor objects with the same elements in memory have in common."""
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+    return _storage(tensor), Layout.of(tensor)
 
 
 def _storage(tensor):
@@ -84,28 +106,34 @@ def _storage(tensor):
 class Recorder(TorchDispatchMode):
     """While entered, records the ops of this thread, and of the backwards that it starts.
 
+    Of the tensors that there are on the way it keeps none, so that a recording needs no more memory
+    than what it records.
+
     Args:
         inputs: the tensors that the first registers stand for.
         constant: how many of them, the first ones, nothing may write to.
-        most_bytes: of all that is made; more is refused.
     """
 
-    def __init__(self, inputs, constant, most_bytes):
+    def __init__(self, inputs, constant):
         super().__init__()
-        self.tensors = []  # by register: all that there was, so that no memory is used twice
+        self.layouts = []  # by register
         self.places = {}
+        self.storages = []  # weakly: their memory is given back, their identity is not
         for tensor in inputs:
             if not tensor.numel():
                 raise Unrecordable("an input without elements: all such have the same place")
             self.add(tensor)
-        if len(self.tensors) < len(inputs):
+        if len(self.layouts) < len(inputs):
             raise Unrecordable("inputs that are the same tensor")
-        self.constant = {_storage(t) for t in inputs[:constant] if t.numel()}
+        self.inputs = {_storage(t) for t in inputs}
+        self.constant = {_storage(t) for t in inputs[:constant]}
         self.instructions = []
-        self.bytes_left = most_bytes
+        self.in_backward = False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            self._check_writes(func, args, kwargs)
         result = func(*args, **kwargs)
         if func not in _SAME:
             self._record(func, args, kwargs, result)
@@ -124,21 +152,30 @@ class Recorder(TorchDispatchMode):
         )
         if not all(isinstance(r, torch.Tensor) for r in results):
             raise Unrecordable(f"{func} returns something else than tensors")
-        form = "call" if func.namespace == "braze" else _form_of(func, args, results)
-        for argument, value in zip(func._schema.arguments, args, strict=False):
-            writes = argument.alias_info is not None and argument.alias_info.is_write
-            a_buffer = isinstance(value, torch.Tensor) and _storage(value) not in self.constant
-            if writes and value is not None and not a_buffer:
-                raise Unrecordable(f"{func} writes to an input")
-        like, ahead = None, 0
-        if form != "call":
-            like = results[0]
-            ahead = like.storage_offset() - args[0].storage_offset()
         if any(isinstance(v, torch.Tensor) for v in kwargs.values()):
             raise Unrecordable(f"{func} takes tensors by name")
+        form = "call" if func.namespace == "braze" else self._form_of(func, args, kwargs, results)
         registers = tuple(self._argument(a) for a in args)
-        made = tuple(self._made(r) for r in results)
+        if form == "add_":
+            del self.places[_place(results[0])]  # the sum is another value in the same place
+            func = _aten.add.Tensor
+        like, ahead = None, 0
+        if form in ("alias", "copy"):
+            like = Layout.of(results[0])
+            ahead = like.offset - args[0].storage_offset()
+        made = tuple(self.add(r) for r in results)
         self.instructions.append(Instruction(form, func, registers, kwargs, made, like, ahead))
+
+    def _check_writes(self, func, args, kwargs):
+        """Before anything is written: what is recorded on is what is to be computed with."""
+        by_name = {a.name: a.alias_info for a in func._schema.arguments}
+        given = [*zip(by_name.values(), args, strict=False)]
+        given += [(by_name[name], value) for name, value in kwargs.items()]
+        for alias_info, value in given:
+            if alias_info is None or not alias_info.is_write or value is None:
+                continue
+            if not isinstance(value, torch.Tensor) or _storage(value) in self.constant:
+                raise Unrecordable(f"{func} writes to an input")
 
     def _argument(self, value):
         if isinstance(value, torch.Tensor):
@@ -147,25 +184,34 @@ class Recorder(TorchDispatchMode):
             return tuple(self._argument(v) for v in value)
         return value
 
-    def _made(self, tensor):
-        self.bytes_left -= tensor.numel() * tensor.element_size()
-        if self.bytes_left < 0:
-            raise Unrecordable("too large")
-        return self.add(tensor)
-
     def add(self, tensor):
         """The register of a tensor, a new one where it has none."""
         place = _place(tensor)
         if place not in self.places:
-            self.places[place] = Register(len(self.tensors))
-            self.tensors.append(tensor)
+            self.places[place] = Register(len(self.layouts))
+            self.layouts.append(place[1])
+            self.storages.append(StorageWeakRef(tensor.untyped_storage()))
         return self.places[place]
 
+    def _form_of(self, func, args, kwargs, results):
+        if len(results) == 1 and args and isinstance(args[0], torch.Tensor):
+            if func in _SUMS and self._is_plain_sum(func, args, kwargs, results[0]):
+                return _SUMS[func]
+            if _storage(results[0]) == _storage(args[0]) and not func._schema.is_mutable:
+                return "alias"
+            if func in _COPIES:
+                return "copy"
+        raise Unrecordable(f"{func} is none of braze's")
 
-def _form_of(func, args, results):
-    if len(results) == 1 and args and isinstance(args[0], torch.Tensor):
-        if _storage(results[0]) == _storage(args[0]) and not func._schema.is_mutable:
-            return "alias"
-        if func in _COPIES:
-            return "copy"
-    raise Unrecordable(f"{func} is none of braze's")
+    def _is_plain_sum(self, func, args, kwargs, result):
+        """Whether gradients that are all alike are added up."""
+        layouts = {Layout.of(t)[:3] for t in (*args, result) if isinstance(t, torch.Tensor)}
+        in_place = _SUMS[func] == "add_"
+        return (
+            self.in_backward
+            and len(args) == 2
+            and not kwargs
+            and len(layouts) == 1
+            and isinstance(args[1], torch.Tensor)
+            and not (in_place and _storage(result) in self.inputs)
+        )

@@ -286,7 +286,10 @@ def _in_turn(links, input, *added):
                 end = start
                 continue
         function = RUNS.get(tuple(kinds[start:end]))
-        input = (function or one_by_one)(part, input, *of_part)
+        if function is None:
+            is_new = end < len(links) and kinds[end] in _MAKE
+            function = _on_new if is_new else one_by_one
+        input = function(part, input, *of_part)
         end = start
     return input
 
@@ -332,6 +335,21 @@ def conv_and_norm(links, input, *added):
     if settings and not fits(activation, settings):
         return None
     return conv_bn_act(input, conv, norm, *added, activation=activation, settings=settings)
+
+
+#: What makes a new tensor, whatever its settings.
+_MAKE = frozenset(("AvgPool2d", "BatchNorm2d", "Conv2d", "Linear", "MaxPool2d"))
+#: Activations of which torch's autograd copies the input where they overwrite it.
+_COPIED = frozenset(("Hardsigmoid", "Hardswish", "Mish", "SiLU"))
+
+
+def _on_new(links, input, *added):
+    """:func:`one_by_one` of a link whose input nobody else sees: if it is to be overwritten, and
+    copied for that, braze's activation, which does neither, computes the same."""
+    link = links[0]
+    if kind_of(link) in _COPIED and torch.is_grad_enabled() and overwrites(link):
+        return getattr(F, ACTIVATIONS[kind_of(link)][0])(input)
+    return one_by_one(links, input, *added)
 
 
 def conv_fits(conv, bn):

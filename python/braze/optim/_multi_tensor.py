@@ -12,7 +12,7 @@ from braze.optim import _sharded
 
 _PLAIN = (torch.nn.Parameter, torch.Tensor)
 _TICKETS = 1024  # as csrc/launchers/common/update.h has it
-_dtype, _grad, _layout = map(operator.attrgetter, ("dtype", "grad", "layout"))
+_device, _dtype, _grad, _layout = map(operator.attrgetter, ("device", "dtype", "grad", "layout"))
 
 
 class Launch:
@@ -155,6 +155,10 @@ class MultiTensor:
             states.append(tensor)
         return states, step, None
 
+    def _repeats(self, launch):
+        """Whether a launch of the same parameters and states has the same in common."""
+        return bool(launch.steps)
+
     def _update(self, group, launch, shared):
         """Launches.
 
@@ -222,7 +226,7 @@ class MultiTensor:
         before.pop(id(group), None)
         if (
             launch.owners is launch.params
-            and launch.steps
+            and self._repeats(launch)
             and len(group["params"]) == len(launch.params)
         ):
             states = [self.state[p] for p in launch.params]
@@ -237,12 +241,15 @@ class MultiTensor:
         params = group["params"]
         if last_group is not group or last_wanted != wanted or len(params) != len(last.params):
             return None
-        kept = [("step", last.steps)]
+        if not self._repeats(last):
+            return None
+        kept = [("step", last.steps)] if last.steps else []
         kept += [pair for pair in zip(self._kinds, last.states, strict=True) if pair[1]]
         dtype = last.params[0].dtype
         grads = [*map(_grad, params)]
+        beside = kept[0][1] if kept else itertools.repeat(params[0])
         same = (
-            params[0].device == last.steps[0].device
+            all(map(operator.eq, map(_device, params), map(_device, beside)))
             and all(map(operator.is_, params, last.params))
             and all(map(operator.is_, map(_dtype, params), itertools.repeat(dtype)))
             and all(map(operator.is_, map(self.state.get, params), states))
@@ -255,7 +262,7 @@ class MultiTensor:
         )
         if not same:
             return None
-        launch = Launch(len(self._kinds), None, False)
+        launch = Launch(len(self._kinds), last.shared, False)
         launch.params.extend(params)
         launch.grads, launch.steps, launch.states = grads, last.steps, last.states
         return launch

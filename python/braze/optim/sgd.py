@@ -101,6 +101,10 @@ class SGD(MultiTensor, torch.optim.SGD):
         unwritten = None if buffer is None else self._unwritten.get(p)
         return [buffer], None, (first_step, id(unwritten))
 
+    def _repeats(self, launch):
+        first_step, _ = launch.shared
+        return not first_step and not self._unwritten
+
     def _update(self, group, launch, shared):
         params, owners, (buffers,) = launch.params, launch.owners, launch.states
         first_step = launch.shared[0]
