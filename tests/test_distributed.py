@@ -10,7 +10,10 @@ from pathlib import Path
 import distributed_workers
 import pytest
 import torch
+import torch.distributed as dist
 from processes import start
+
+from braze.step.ranks import forget_before_groups_end
 
 pytestmark = pytest.mark.skipif(
     not (torch.distributed.is_available() and torch.distributed.is_gloo_available()),
@@ -55,6 +58,28 @@ def test_mnist_under_torchrun(tmp_path, device):
     assert figures["ranks"] == 2
     assert len(figures["losses"]) == 2 * 1280 // 128
     assert sum(figures["losses"][-5:]) / 5 < figures["losses"][0]
+
+
+def test_graphs_go_before_their_group(monkeypatch):
+    """NCCL would wait for ever for graphs that have its kernels."""
+    happened = []
+
+    class Graphs:
+        def forget(self):
+            happened.append("graphs")
+
+    def destroy_process_group(group=None):
+        happened.append(group)
+
+    for module in (dist, dist.distributed_c10d):
+        monkeypatch.setattr(module, "destroy_process_group", destroy_process_group)
+    held, dropped = Graphs(), Graphs()
+    for graphs in (held, dropped, held):
+        forget_before_groups_end(graphs)
+    del dropped, graphs
+    dist.destroy_process_group("a group")
+    assert happened == ["graphs", "a group"]
+    assert dist.destroy_process_group.__name__ == "destroy_process_group"
 
 
 def test_example(tmp_path, device):

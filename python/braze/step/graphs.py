@@ -246,6 +246,7 @@ class Graphs:
             before.restore()
             cause = "another rank could not capture it"
             raise RuntimeError(_NOT_CAPTURED.format(parts.caller, work.noun, cause))
+        parts.ranks.keep(self)
         entry.graph, entry.kept = graph, kept
         entry.buffers = parts.buffer_addresses()
         return True

@@ -1,6 +1,7 @@
 """Models whose gradients are averaged over several processes, by torch.distributed."""
 
 import contextlib
+import functools
 import math
 import sys
 import weakref
@@ -27,6 +28,36 @@ def renew_reducer(replicas):
     replicas.__setstate__(state)
     for hook, of_hook in hooks:
         replicas.register_comm_hook(of_hook, hook)
+
+
+#: Graphs that have exchanges in them.
+_EXCHANGING = weakref.WeakSet()
+
+
+def forget_before_groups_end(graphs):
+    """Has ``destroy_process_group`` first drop the graphs that exchange gradients.
+
+    NCCL lets go of a communicator only when no graph has its kernels any more: it would wait for
+    ever for a script whose step is still there. torch has no hook for that: its function is
+    replaced.
+
+    Args:
+        graphs: has ``forget()``; no reference to it is kept.
+    """
+    _EXCHANGING.add(graphs)
+    module = dist.distributed_c10d
+    destroy = module.destroy_process_group
+    if getattr(destroy, "_forgets_graphs", False):
+        return
+
+    @functools.wraps(destroy)
+    def destroy_process_group(*args, **kwargs):
+        for graphs in list(_EXCHANGING):
+            graphs.forget()
+        return destroy(*args, **kwargs)
+
+    destroy_process_group._forgets_graphs = True
+    dist.destroy_process_group = module.destroy_process_group = destroy_process_group
 
 
 class Ranks:
@@ -74,6 +105,11 @@ class Ranks:
         flag = torch.tensor(int(succeeded), device=next(replicas.parameters()).device)
         dist.all_reduce(flag, dist.ReduceOp.MIN, group=replicas.process_group)
         return bool(flag)
+
+    def keep(self, graphs):
+        """To be called with graphs that may have exchanges in them."""
+        if self._replicated:
+            forget_before_groups_end(graphs)
 
     def eager_calls(self):
         """How many calls of a kind run eagerly before one is captured, at least.
