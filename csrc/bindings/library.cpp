@@ -270,7 +270,7 @@ STABLE_TORCH_LIBRARY(braze, m) {
       "bool maximize=False, bool first_step=False, Tensor? lr_tensor=None, "
       "Tensor? grad_scale=None, Tensor? found_inf=None, Tensor? unwritten=None, "
       "Tensor(d!)[]? averages=None, float average_weight=0.0, Tensor(e!)? averaged=None, "
-      "Tensor? grad_norm=None, float max_grad_norm=0.0) -> ()");
+      "Tensor? grad_norm=None, float max_grad_norm=0.0, bool grads_in_16_bits=False) -> ()");
 
   // side_stream: gradients of parameters made concurrently with the rest of a backward pass, during
   // a capture of the current stream. join_side_stream returns aliases of what was made since the

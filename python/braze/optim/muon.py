@@ -125,7 +125,7 @@ class Muon(MultiTensor, torch.optim.Muon):
         lr, lr_tensor = self._rate(group, params[0].device)
         for number, (ratio, (indices, steps)) in enumerate(parts.items()):
             casts = [], []
-            if steps[0].dtype != params[0].dtype:
+            if params[0].dtype not in (torch.float32, torch.bfloat16):
                 casts = [updates[i] for i in indices], steps
                 steps = casts[0]
             sgd_(
@@ -147,6 +147,9 @@ class Muon(MultiTensor, torch.optim.Muon):
                 averages and [averages[i] for i in indices],
                 weight,
                 averaged if number == 0 else None,
+                None,
+                0.0,
+                True,
             )
 
     def _orthogonalize(self, group, updates, shapes):
