@@ -304,6 +304,13 @@ def test_opcheck(device, dtype):
     )
     torch.library.opcheck(torch.ops.braze.sgd_.default, (params, grads, [], [], [], 0.1))
     torch.library.opcheck(torch.ops.braze.sgd_.default, (params, grads, buffers, [], [], 0.1, 0.9))
+    if dtype == torch.float32:
+        halves = [g.bfloat16() for g in grads]
+        torch.library.opcheck(
+            torch.ops.braze.sgd_.default,
+            (params, halves, [], [], [], 0.1),
+            {"grads_in_16_bits": True},
+        )
 
 
 def test_bad_input(device):
@@ -350,6 +357,38 @@ def test_bad_input(device):
     with pytest.raises(RuntimeError, match="expected unwritten to be one float32"):
         op([x], [y], [], [], [], 0.1, unwritten=y)
     assert torch.equal(x, torch.ones_like(x))
+
+
+@pytest.mark.parametrize("source", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("found", [None, 0.0, 1.0])
+def test_gradients_in_16_bits(device, source, found):
+    """As their casts; with momentum and averages, and in another layout than the parameter."""
+    generator = torch.Generator().manual_seed(5)
+    sizes = [(5000,), (33, 2, 3, 3), (7,), (1,), (4, 8), (0, 3)]
+    params = [torch.randn(s, generator=generator).to(device) for s in sizes]
+    params[1] = params[1].to(memory_format=torch.channels_last)
+    grads = [torch.randn_like(p).to(source) for p in params]
+    grads[2] = torch.randn(8, device=device).to(source)[1:]  # not aligned
+    grads[4] = torch.randn(8, 4, device=device).to(source).t()
+    kept, results = [g.clone() for g in grads], []
+    flag = None if found is None else torch.full((), found, device=device)
+    op = torch.ops.braze.sgd_
+    for taken in ([g.float() for g in grads], grads):
+        lists = [[p.clone() for p in params] for _ in range(3)]  # parameters, momentum, averages
+        settings = {"found_inf": flag, "averages": lists[2], "average_weight": 0.25}
+        op(*(lists[0], taken, lists[1], [], [], 0.1, 0.9), **settings, grads_in_16_bits=True)
+        results.append(lists)
+    for expected, actual in zip(*results, strict=True):
+        assert all(map(torch.equal, actual, expected))
+    assert all(map(torch.equal, grads, kept))
+    assert torch.equal(results[0][0][0], params[0]) == (found == 1.0)
+    other = torch.float16 if source == torch.bfloat16 else torch.bfloat16
+    lists = params, grads, [], [], []
+    mixed = params, [*grads[:-1], grads[-1].to(other)], [], [], []
+    doubles = [p.double() for p in params], *lists[1:]
+    for arguments, asked in ((lists, False), (mixed, True), (doubles, True)):
+        with pytest.raises(RuntimeError, match="same dtype"):
+            op(*arguments, 0.1, grads_in_16_bits=asked)
 
 
 @pytest.mark.parametrize("source", [torch.bfloat16, torch.float16])

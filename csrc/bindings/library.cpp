@@ -211,13 +211,16 @@ STABLE_TORCH_LIBRARY(braze, m) {
       "Tensor? bias2=None, bool allow_tf32=False, bool deterministic=False, "
       "str backend=\"auto\") -> (Tensor output, Tensor hidden)");
 
-  // muon: momentum, and square = a I + b gram + c square
+  // muon: momentum; matrices divided by their norms, with zeros around them, in bfloat16;
+  // square = a I + b gram + c square; the matrices without the zeros
   m.def(
       "muon_momentum_(Tensor(a!)[] updates, Tensor[] grads, Tensor(b!)[] momentum_buffers, "
       "Tensor(c!)[] cast_outputs, Tensor[] cast_inputs, float momentum=0.95, bool nesterov=True, "
       "Tensor? grad_scale=None, Tensor? found_inf=None, Tensor? grad_norm=None, "
       "float max_grad_norm=0.0) -> ()");
+  m.def("muon_normalize_(Tensor(a!)[] outputs, Tensor[] inputs, float eps) -> ()");
   m.def("muon_polynomial_(Tensor gram, Tensor(a!) square, float a, float b, float c) -> ()");
+  m.def("muon_unpad_(Tensor(a!)[] outputs, Tensor[] inputs) -> ()");
 
   // pool
   m.def(
@@ -285,7 +288,7 @@ STABLE_TORCH_LIBRARY(braze, m) {
       "bool maximize=False, bool first_step=False, Tensor? lr_tensor=None, "
       "Tensor? grad_scale=None, Tensor? found_inf=None, Tensor? unwritten=None, "
       "Tensor(d!)[]? averages=None, float average_weight=0.0, Tensor(e!)? averaged=None, "
-      "Tensor? grad_norm=None, float max_grad_norm=0.0) -> ()");
+      "Tensor? grad_norm=None, float max_grad_norm=0.0, bool grads_in_16_bits=False) -> ()");
 
   // side_stream: gradients of parameters made concurrently with the rest of a backward pass, during
   // a capture of the current stream. join_side_stream returns aliases of what was made since the

@@ -1,5 +1,7 @@
 #include "launchers/muon.h"
 
+#include <cmath>
+
 #include "cpu/common/multi_tensor.h"
 #include "launchers/common/registry.h"
 
@@ -10,6 +12,33 @@ const KernelEntry kMomentum({"muon_momentum", "simd", "float64 float32 bfloat16 
                              true, "vectorised; all parameters share the threads"});
 const KernelEntry kPolynomial({"muon_polynomial", "simd", "float64 float32 bfloat16 float16", "cpu",
                                true, "vectorised, threaded"});
+const KernelEntry kNormalize({"muon_normalize", "simd", "float64 float32 bfloat16 float16", "cpu",
+                              true, "vectorised; all matrices share the threads"});
+const KernelEntry kUnpad({"muon_unpad", "simd", "bfloat16", "cpu", true,
+                          "vectorised; all matrices share the threads"});
+
+// Elements [begin, end) of m.to.
+template <typename T>
+void write_matrix(const MuonMatrix& m, acc_t<T> norm, int64_t begin, int64_t end) {
+  using A = acc_t<T>;
+  BFloat16* const to = static_cast<BFloat16*>(m.to);
+  for (int64_t i = begin; i < end;) {
+    const int64_t row = i / m.to_pitch, column = i - row * m.to_pitch;
+    const int64_t row_end = std::min(end, (row + 1) * m.to_pitch);
+    int64_t values = 0;  // from here on in this row
+    if (row < m.rows) values = std::clamp<int64_t>(m.columns - column, 0, row_end - i);
+    if (values > 0) {
+      const T* const from = static_cast<const T*>(m.from) + row * m.from_pitch + column;
+      BFloat16* const out = to + i;
+#pragma omp simd
+      for (int64_t k = 0; k < values; ++k) {
+        out[k] = BFloat16(static_cast<float>(static_cast<A>(from[k]) / norm));
+      }
+    }
+    for (int64_t k = i + values; k < row_end; ++k) to[k] = BFloat16(0.0f);
+    i = row_end;
+  }
+}
 
 }  // namespace
 
@@ -35,6 +64,26 @@ void muon_polynomial(Stream, DType dtype, const void* gram, void* square, int64_
         to[row % n] = T(diagonal);
       }
     });
+  });
+}
+
+void muon_normalize(Stream, DType dtype, const MuonMatrix* matrices, int64_t count, double eps) {
+  dispatch(dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    using A = acc_t<T>;
+    for_each_part(matrices, count, [&](int64_t, int64_t i, int64_t begin, int64_t end) {
+      double sum = 0;
+      for (int64_t p = 0; p < matrices[i].parts; ++p) sum += matrices[i].squares[p];
+      const A norm = static_cast<A>(std::sqrt(sum)), least = static_cast<A>(eps);
+      // A norm that is NaN stays it.
+      write_matrix<T>(matrices[i], norm < least ? least : norm, begin, end);
+    });
+  });
+}
+
+void muon_unpad(Stream, const MuonMatrix* matrices, int64_t count) {
+  for_each_part(matrices, count, [&](int64_t, int64_t i, int64_t begin, int64_t end) {
+    write_matrix<BFloat16>(matrices[i], 1, begin, end);
   });
 }
 

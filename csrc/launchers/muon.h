@@ -38,6 +38,16 @@ struct MuonUpdate {
   }
 };
 
+// A matrix that is written in bfloat16 with zeros around it, or without those that were around it.
+struct MuonMatrix {
+  const void* from;  // rows x columns elements, rows from_pitch apart
+  void* to;          // bfloat16, rows to_pitch apart
+  int64_t rows, columns, from_pitch, to_pitch;
+  int64_t numel;          // of `to`, with what is around the matrix: whole rows
+  const double* squares;  // `parts` sums, which together are the sum of all squares; or null
+  int64_t parts;
+};
+
 }  // namespace braze
 
 namespace braze::BRAZE_DEVICE {
@@ -50,5 +60,14 @@ void muon_momentum(Stream stream, DType dtype, const MuonTensor* tensors, int64_
 // Newton-Schulz iteration, rounded once.
 void muon_polynomial(Stream stream, DType dtype, const void* gram, void* square, int64_t batch,
                      int64_t n, double a, double b, double c);
+
+// to = from / max(norm, eps) for `count` matrices of one dtype, and zeros around them. The norm is
+// the root of all `squares`, added in a fixed order, in the dtype of the division, which is
+// float32 for 16-bit matrices; its quotient is rounded to bfloat16.
+void muon_normalize(Stream stream, DType dtype, const MuonMatrix* matrices, int64_t count,
+                    double eps);
+
+// to = from for `count` matrices in bfloat16.
+void muon_unpad(Stream stream, const MuonMatrix* matrices, int64_t count);
 
 }  // namespace braze::BRAZE_DEVICE

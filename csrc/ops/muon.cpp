@@ -1,5 +1,6 @@
 #include "launchers/muon.h"
 
+#include "launchers/grad_norm.h"
 #include "ops/update.h"
 
 namespace braze {
@@ -45,11 +46,89 @@ void muon_polynomial_(const Tensor& gram, Tensor square, double a, double b, dou
                        gram.size(0), gram.size(1), a, b, c);
 }
 
+// What muon_normalize_ and muon_unpad_ take: matrices, by themselves and with more rows and columns
+// around them. The first are tensors of any more dimensions, flattened to a row for each index of
+// the first one, which is why each row has to have its own part of memory, in whatever order.
+std::vector<MuonMatrix> matrices_of(const char* op, const Tensors& outputs, const Tensors& inputs,
+                                    bool outputs_are_padded) {
+  BRAZE_CHECK(outputs.size() == inputs.size(), op, ": expected as many outputs as inputs, but got ",
+              outputs.size(), " and ", inputs.size());
+  const Tensors& padded = outputs_are_padded ? outputs : inputs;
+  const Tensors& others = outputs_are_padded ? inputs : outputs;
+  const char* const padded_name = outputs_are_padded ? "outputs" : "inputs";
+  const char* const name = outputs_are_padded ? "inputs" : "outputs";
+  std::vector<MuonMatrix> matrices;
+  matrices.reserve(inputs.size());
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    const Tensor &around = padded[i], &t = others[i];
+    check_same_device(op, padded_name, around, "inputs", inputs[0]);
+    check_same_device(op, name, t, "inputs", inputs[0]);
+    check_same_dtype(op, "inputs", inputs[i], "inputs", inputs[0]);
+    BRAZE_CHECK(around.dim() == 2 && around.is_contiguous() && t.dim() >= 2, op, ": expected ",
+                padded_name, " to be contiguous matrices, and ", name,
+                " of two and more dimensions, but got ", shape_string(around), " and ",
+                shape_string(t));
+    const int64_t rows = t.size(0), columns = rows == 0 ? 0 : t.numel() / rows;
+    BRAZE_CHECK(t.numel() == 0 || (is_dense(t) && (rows == 1 || t.stride(0) == columns)), op,
+                ": expected each row of ", name, " in its own part of dense memory");
+    BRAZE_CHECK(around.size(0) >= rows && around.size(1) >= columns, op, ": expected ", padded_name,
+                " to be at least as large as ", name, ", but got ", shape_string(around), " for ",
+                shape_string(t));
+    BRAZE_CHECK(around.size(1) < int64_t{1} << 31, op, ": expected fewer than 2^31 columns");
+    Tensor output = outputs[i];
+    BRAZE_CHECK(output.scalar_type() == ScalarType::BFloat16, op,
+                ": expected outputs in bfloat16, but got ", scalar_type_name(output.scalar_type()));
+    const int64_t pitch = around.size(1);
+    matrices.push_back({inputs[i].const_data_ptr(), output.mutable_data_ptr(), rows, columns,
+                        outputs_are_padded ? columns : pitch, outputs_are_padded ? pitch : columns,
+                        output.numel(), nullptr, 0});
+  }
+  return matrices;
+}
+
+void muon_normalize_(const Tensors& outputs, const Tensors& inputs, double eps) {
+  std::vector<MuonMatrix> matrices = matrices_of("muon_normalize_", outputs, inputs, true);
+  if (matrices.empty()) return;
+  const auto count = static_cast<int64_t>(matrices.size());
+  const DType dtype = dtype_of("muon_normalize_", "inputs", inputs[0]);
+  std::vector<NormTensor> list;
+  list.reserve(matrices.size());
+  for (const MuonMatrix& m : matrices) list.push_back({m.from, m.rows * m.columns});
+
+  const DeviceContext context(inputs[0]);
+  const int64_t sums = dev::grad_norm_workspace(list.data(), count);
+  Tensor workspace = empty({sums}, inputs[0], ScalarType::Double);
+  auto* const squares = static_cast<double*>(workspace.mutable_data_ptr());
+  if (sums > 0) {
+    dev::grad_norm(context.stream(), dtype, list.data(), count, squares, squares, sums, nullptr,
+                   nullptr, nullptr);
+  }
+  const double* own = squares;
+  for (int64_t i = 0; i < count; ++i) {
+    matrices[i].squares = own;
+    matrices[i].parts = dev::grad_norm_workspace(&list[i], 1);
+    own += matrices[i].parts;
+  }
+  dev::muon_normalize(context.stream(), dtype, matrices.data(), count, eps);
+}
+
+void muon_unpad_(const Tensors& outputs, const Tensors& inputs) {
+  const std::vector<MuonMatrix> matrices = matrices_of("muon_unpad_", outputs, inputs, false);
+  if (matrices.empty()) return;
+  BRAZE_CHECK(inputs[0].scalar_type() == ScalarType::BFloat16,
+              "muon_unpad_: expected inputs in bfloat16, but got ",
+              scalar_type_name(inputs[0].scalar_type()));
+  const DeviceContext context(inputs[0]);
+  dev::muon_unpad(context.stream(), matrices.data(), static_cast<int64_t>(matrices.size()));
+}
+
 }  // namespace
 
 BRAZE_IMPL(m) {
   m.impl("muon_momentum_", TORCH_BOX(&muon_momentum_));
+  m.impl("muon_normalize_", TORCH_BOX(&muon_normalize_));
   m.impl("muon_polynomial_", TORCH_BOX(&muon_polynomial_));
+  m.impl("muon_unpad_", TORCH_BOX(&muon_unpad_));
 }
 
 }  // namespace braze

@@ -11,12 +11,12 @@ void sgd_(const Tensors& params, const Tensors& grads, const Tensors& momentum_b
           std::optional<Tensor> lr_tensor, std::optional<Tensor> grad_scale,
           std::optional<Tensor> found_inf, std::optional<Tensor> unwritten,
           std::optional<Tensors> averages, double average_weight, std::optional<Tensor> averaged,
-          std::optional<Tensor> grad_norm, double max_grad_norm) {
+          std::optional<Tensor> grad_norm, double max_grad_norm, bool grads_in_16_bits) {
   const UpdateSettings settings{lr,       lr_tensor,      maximize, grad_scale, found_inf,
                                 averages, average_weight, averaged, grad_norm,  max_grad_norm,
                                 {}};
   UpdateList<1> list("sgd_", params, grads, {{"momentum_buffers", momentum_buffers, momentum != 0}},
-                     nullptr, cast_outputs, cast_inputs, settings);
+                     nullptr, cast_outputs, cast_inputs, settings, grads_in_16_bits);
   if (list.empty()) return;
   SgdOptions options{};
   enter_settings("sgd_", settings, params[0], &options);

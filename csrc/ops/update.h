@@ -42,12 +42,14 @@ void enter_settings(const char* op, const UpdateSettings& settings, const Tensor
                     UpdateOptions* options);
 
 // The lists of a launch. The constructor checks all of them; nothing is written before lay_out().
+// grads_in_16_bits: gradients may all be in one 16-bit dtype where parameters are float32.
 template <int kStates>
 class UpdateList {
  public:
   UpdateList(const char* op, const Tensors& params, const Tensors& grads,
              const StateList (&states)[kStates], const Tensors* steps, const Tensors& cast_outputs,
-             const Tensors& cast_inputs, const UpdateSettings& settings)
+             const Tensors& cast_inputs, const UpdateSettings& settings,
+             bool grads_in_16_bits = false)
       : params_(params),
         grads_(grads),
         steps_(steps),
@@ -70,23 +72,28 @@ class UpdateList {
     if (count == 0) return;
     const Tensor& like = params[0];
     dtype_ = dtype_of(op, "params", like);
+    if (grads_in_16_bits && dtype_ == DType::kFloat32 && cast_outputs.empty()) {
+      const DType grad_dtype = dtype_of(op, "grads", grads[0]);
+      if (size_of(grad_dtype) == 2) sources_dtype_ = grad_dtype;
+    }
     for (const Tensor& t : cast_outputs) {
       check_same_device(op, "cast_outputs", t, "params", like);
       check_same_dtype(op, "cast_outputs", t, "params", like);
     }
-    const auto check = [&](const char* arg, const Tensor& t, const Tensor& param, bool written) {
+    const auto check = [&](const char* arg, const Tensor& t, const Tensor& param, bool written,
+                           const Tensor& dtype) {
       check_same_device(op, arg, t, "params", like);
-      check_same_dtype(op, arg, t, "params", like);
+      check_same_dtype(op, arg, t, &dtype == &like ? "params" : arg, dtype);
       if (&t != &param) check_same_shape(op, arg, t, "its parameter", param);
       if (written) check_no_overlap(op, arg, t);
     };
     for (size_t i = 0; i < count; ++i) {
-      check("params", params[i], params[i], true);
-      check("grads", grads[i], params[i], false);
+      check("params", params[i], params[i], true, like);
+      check("grads", grads[i], params[i], false, sources_dtype_ ? grads[0] : like);
       for (const StateList& state : states) {
-        if (state.wanted) check(state.name, state.tensors[i], params[i], true);
+        if (state.wanted) check(state.name, state.tensors[i], params[i], true, like);
       }
-      if (averages_) check("averages", (*averages_)[i], params[i], true);
+      if (averages_) check("averages", (*averages_)[i], params[i], true, like);
       if (steps) scalar_on_device(op, "steps", (*steps)[i], like);
     }
   }
@@ -94,7 +101,7 @@ class UpdateList {
   bool empty() const { return params_.empty(); }
   DType dtype() const { return dtype_; }
   int64_t count() const { return static_cast<int64_t>(params_.size()); }
-  DType source_dtype() const { return casts_.from; }
+  DType source_dtype() const { return sources_dtype_.value_or(casts_.from); }
 
   // The tensors as the launcher takes them, in order. Casts that it does not do itself are done.
   const UpdateTensor<kStates>* lay_out(const DeviceContext& context) {
@@ -106,13 +113,17 @@ class UpdateList {
         param = in_layout(param, dense_like(param));
         to_copy_.emplace_back(param, &params_[i]);
       }
-      Tensor grad = in_layout(grads_[i], param);
       UpdateTensor<kStates> entry{};
       entry.param = param.mutable_data_ptr();
-      entry.grad = grad.mutable_data_ptr();
       entry.numel = param.numel();
-      const auto source = sources.find(entry.grad);
-      if (source != sources.end()) entry.source = source->second;
+      if (sources_dtype_ && kReadsSources && same_layout(grads_[i], param)) {
+        entry.source = grads_[i].const_data_ptr();
+      } else {
+        Tensor grad = in_layout(grads_[i], param, sources_dtype_.has_value());
+        entry.grad = grad.mutable_data_ptr();
+        const auto source = sources.find(entry.grad);
+        if (source != sources.end()) entry.source = source->second;
+      }
       for (int s = 0; s < kStates; ++s) {
         if (states_[s]) entry.states[s] = written((*states_[s])[i], param);
       }
@@ -135,11 +146,19 @@ class UpdateList {
   }
 
  private:
-  // The dense tensor that stands for t, laid out as `layout`.
-  Tensor in_layout(const Tensor& t, const Tensor& layout) {
-    if (same_layout(t, layout)) return t;
-    kept_alive_.push_back(with_layout_of(t, dense_like(layout)));
-    return kept_alive_.back();
+#ifdef BRAZE_CUDA
+  static constexpr bool kReadsSources = true;  // launchers, in 16 bits where parameters are float32
+#else
+  static constexpr bool kReadsSources = false;
+#endif
+
+  // The dense tensor that stands for t, laid out as `layout`, and in its dtype.
+  Tensor in_layout(const Tensor& t, const Tensor& layout, bool casts = false) {
+    if (same_layout(t, layout) && !casts) return t;
+    Tensor copy = dense_like(layout);
+    torch::stable::copy_(copy, t);
+    kept_alive_.push_back(copy);
+    return copy;
   }
 
   void* written(const Tensor& t, const Tensor& layout) {
@@ -150,11 +169,8 @@ class UpdateList {
 
   // Address of a gradient -> that of what the launch casts to it, while it reads it.
   std::map<const void*, const void*> do_casts(const DeviceContext& context) {
-#ifdef BRAZE_CUDA
-    const bool takes_sources = dtype_ == DType::kFloat32 && size_of(casts_.from) == 2;
-#else
-    const bool takes_sources = false;
-#endif
+    const bool takes_sources =
+        kReadsSources && dtype_ == DType::kFloat32 && size_of(casts_.from) == 2;
     std::map<const void*, const void*> sources;
     if (casts_may_wait_ && !casts_.tensors.empty() && takes_sources) {
       for (size_t i = 0; i < params_.size(); ++i) {
@@ -183,6 +199,7 @@ class UpdateList {
   Casts casts_;
   bool casts_may_wait_;
   DType dtype_{};
+  std::optional<DType> sources_dtype_;  // of gradients in 16 bits, which are not kept in float32
   std::vector<UpdateTensor<kStates>> tensors_;
   Tensors kept_alive_;                                     // copies in another layout
   std::vector<std::pair<Tensor, const Tensor*>> to_copy_;  // updated ones and where they belong

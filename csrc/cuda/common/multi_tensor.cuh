@@ -100,7 +100,7 @@ __device__ __forceinline__ void update_range(Update update, const LoadedValue& l
           const Vec<S, N> sources = from[b].unpacked();
 #pragma unroll
           for (int k = 0; k < N; ++k) grads.v[k] = convert<T>(convert<A>(sources.v[k]));
-          store_vec(grad + at, grads);
+          if (grad != nullptr) store_vec(grad + at, grads);
         } else {
           grads = g[b].unpacked();
         }

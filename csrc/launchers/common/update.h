@@ -25,12 +25,12 @@ namespace braze {
 
 // A parameter with its gradient and states (null where the update has none), all of `numel`
 // elements in the same order in memory. Where there is a `source`, of another dtype, the gradient
-// is cast from it first.
+// is cast from it first; it need not be kept then.
 template <int kCount>
 struct UpdateTensor {
   static constexpr int kStates = kCount;
   void* param;
-  void* grad;  // written where there is a source
+  void* grad;  // written where there is a source; null where nobody is to have it then
   void* states[kCount];
   const void* source;
   void* average;  // moving average of the parameter; or null

@@ -1,5 +1,5 @@
-"""The ops of braze.optim.Muon: momentum of all parameters, and the polynomial of a Newton-Schulz
-iteration. Kernels: csrc/cuda/muon/."""
+"""The ops of braze.optim.Muon: momentum of all parameters, their matrices into batches and out of
+them, and the polynomial of a Newton-Schulz iteration. Kernels: csrc/cuda/muon/."""
 
 import torch
 
@@ -9,7 +9,28 @@ from braze._ops._update import update_op
 
 muon_momentum_ = update_op("muon_momentum_", states=1, averages=None)
 
+_normalize = torch.ops.braze.muon_normalize_.default
 _polynomial = torch.ops.braze.muon_polynomial_.default
+_unpad = torch.ops.braze.muon_unpad_.default
+
+
+def muon_normalize_(outputs, inputs, eps):
+    """Writes inputs / max(norm, eps) into the upper left corners of `outputs`, and zeros elsewhere.
+
+    Args:
+        outputs: contiguous matrices in bfloat16, at least as large as the inputs.
+        inputs: of one dtype, dense, each index of the first dimension (a row) in its own part of
+            memory.
+    """
+    with below_autograd():
+        overwrite(outputs, _normalize, outputs, inputs, eps)
+
+
+def muon_unpad_(outputs, inputs):
+    """The inverse but for the norm: the corners of the contiguous matrices `inputs`; all of it is
+    in bfloat16."""
+    with below_autograd():
+        overwrite(outputs, _unpad, outputs, inputs)
 
 
 def muon_polynomial_(gram, square, a, b, c):
@@ -18,13 +39,22 @@ def muon_polynomial_(gram, square, a, b, c):
         overwrite([square], _polynomial, gram, square, a, b, c)
 
 
-def _autograd(gram, square, *coefficients):
-    if torch.is_grad_enabled() and (gram.requires_grad or square.requires_grad):
-        raise RuntimeError(
-            "braze::muon_polynomial_ is not differentiable; call it under torch.no_grad()"
-        )
-    muon_polynomial_(gram, square, *coefficients)
+def _register(function, tensors):
+    """tensors: a function of the op's arguments, which returns a list."""
+    name = function.__name__
+    function = ranged(name.removesuffix("_"), function)
+
+    def autograd(*args):
+        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors(*args)):
+            raise RuntimeError(
+                f"braze::{name} is not differentiable; call it under torch.no_grad()"
+            )
+        function(*args)
+
+    register(name, fake=lambda *args: None, autograd=autograd)
+    return function
 
 
-muon_polynomial_ = ranged("muon_polynomial", muon_polynomial_)
-register("muon_polynomial_", fake=lambda *args: None, autograd=_autograd)
+muon_normalize_ = _register(muon_normalize_, lambda outputs, inputs, *_: [*outputs, *inputs])
+muon_polynomial_ = _register(muon_polynomial_, lambda gram, square, *_: [gram, square])
+muon_unpad_ = _register(muon_unpad_, lambda outputs, inputs: [*outputs, *inputs])

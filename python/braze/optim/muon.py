@@ -1,13 +1,14 @@
-"""Muon: one launch for the momentum, products batched over equal shapes, one for the update."""
+"""Muon: one launch for the momentum, products batched over parameters, one for the update."""
 
 import functools
+import itertools
 import math
 
 import torch
 
 from braze._ops._common import is_channels_last
 from braze._ops.matmul import matmul
-from braze._ops.muon import muon_momentum_, muon_polynomial_
+from braze._ops.muon import muon_momentum_, muon_normalize_, muon_polynomial_, muon_unpad_
 from braze._ops.sgd import sgd_
 from braze.optim import _sharded
 from braze.optim._branches import Branches
@@ -18,7 +19,12 @@ from braze.optim._multi_tensor import MultiTensor
 _FULL = 132 * 128 * 128
 # What a launch in a chain costs in the place of these operations, other chains beside it: 5 us, at
 # 300 TFLOP/s.
-_LAUNCH_FLOPS = 1.5e9
+_CHAINED_FLOPS = 1.5e9
+# What one costs all chains together: kernels of a CUDA graph start one after the other, about one
+# in 1.6 us however many branches there are.
+_LAUNCH_FLOPS = 0.5e9
+# A GPU's fast kernels for products in bfloat16 want rows of 16 bytes.
+_MULTIPLE = 8
 
 
 class Muon(MultiTensor, torch.optim.Muon):
@@ -27,10 +33,10 @@ class Muon(MultiTensor, torch.optim.Muon):
     Those are flattened to matrices of one row for each output channel. Constructor, state dict,
     hooks and learning-rate schedulers are torch's. The momentum of all parameters is one launch,
     the Newton-Schulz iterations are braze's products in bfloat16, batched over parameters of one
-    shape, and the update is a launch for each adjustment of the learning rate. A 1-element float32
-    or float64 tensor as `lr` on the parameters' device is read by the kernel. Works with
-    ``torch.amp.GradScaler`` without waiting for the GPU; the gradients themselves stay scaled.
-    Formulas and sources: docs/optimizers.md.
+    shape and on a GPU of similar ones, and the update is a launch for each adjustment of the
+    learning rate. A 1-element float32 or float64 tensor as `lr` on the parameters' device is read
+    by the kernel. Works with ``torch.amp.GradScaler`` without waiting for the GPU; the gradients
+    themselves stay scaled. Formulas and sources: docs/optimizers.md.
 
     Args:
         params: of two and more dimensions; use another optimizer for all others.
@@ -95,15 +101,8 @@ class Muon(MultiTensor, torch.optim.Muon):
     def _update(self, group, launch, shared):
         grad_scale, found_inf, averages, weight, averaged, norm, max_norm, _ = shared
         params = launch.params
-        shapes = {}  # rows and columns -> which parameters
-        for i, p in enumerate(params):
-            shapes.setdefault((p.shape[0], p[0].numel() if len(p) else 0), []).append(i)
-        updates, batches = [None] * len(params), []
-        for (rows, columns), indices in shapes.items():
-            batch = params[0].new_empty(len(indices), rows, columns)
-            batches.append(batch)
-            for i, matrix in zip(indices, batch, strict=True):
-                updates[i] = _laid_out(matrix, params[i])
+        shapes = [(p.shape[0], math.prod(p.shape[1:])) for p in params]
+        updates = [_by_rows(p) for p in params]
         muon_momentum_(
             updates,
             launch.grads,
@@ -116,17 +115,17 @@ class Muon(MultiTensor, torch.optim.Muon):
             norm,
             max_norm,
         )
+        whitened = self._orthogonalize(group, updates, shapes)
         # By how the learning rate is adjusted.
         parts = {}
-        results = self._orthogonalize(group, batches)
-        for (shape, indices), whitened in zip(shapes.items(), results, strict=True):
+        for i, shape in enumerate(shapes):
             part = parts.setdefault(_adjustment(group["adjust_lr_fn"], *shape), ([], []))
-            part[0].extend(indices)
-            part[1].extend(_laid_out(m, params[i]) for i, m in zip(indices, whitened, strict=True))
+            part[0].append(i)
+            part[1].append(whitened[i])
         lr, lr_tensor = self._rate(group, params[0].device)
         for number, (ratio, (indices, steps)) in enumerate(parts.items()):
             casts = [], []
-            if steps[0].dtype != params[0].dtype:
+            if params[0].dtype not in (torch.float32, torch.bfloat16):
                 casts = [updates[i] for i in indices], steps
                 steps = casts[0]
             sgd_(
@@ -148,46 +147,139 @@ class Muon(MultiTensor, torch.optim.Muon):
                 averages and [averages[i] for i in indices],
                 weight,
                 averaged if number == 0 else None,
+                None,
+                0.0,
+                True,
             )
 
-    def _orthogonalize(self, group, batches):
-        """Of each batch :func:`orthogonalized`."""
-        settings = group["ns_coefficients"], group["ns_steps"], group["eps"]
+    def _orthogonalize(self, group, updates, shapes):
+        """Of each update, a matrix of this shape, :func:`orthogonalized`: in bfloat16, with the
+        update's strides."""
+        device, steps = updates[0].device, group["ns_steps"]
+        on_gpu, compiling = device.type == "cuda", torch.compiler.is_compiling()
+        costs = (_LAUNCH_FLOPS, _MULTIPLE) if on_gpu else (0, 1)
+        batched = (grouped if compiling else _grouped_before)(tuple(shapes), steps, *costs)
+        batches = _into_batches(updates, batched, group["eps"])
         parts = [
-            (functools.partial(orthogonalized, batch, *settings), *_cost(batch, group["ns_steps"]))
+            (
+                functools.partial(orthogonalized, batch, group["ns_coefficients"], steps),
+                *_cost(batch, steps),
+            )
             for batch in batches
         ]
-        device = batches[0].device
-        if device.type != "cuda" or torch.compiler.is_compiling():
-            return [function() for function, _, _ in parts]
-        branches = self.__dict__.setdefault("_branches", {})
-        if device not in branches:
-            branches[device] = Branches(device)
-        return branches[device].run(parts)
+        if on_gpu and not compiling:
+            branches = self.__dict__.setdefault("_branches", {})
+            if device not in branches:
+                branches[device] = Branches(device)
+            results = branches[device].run(parts)
+        else:
+            results = [function() for function, _, _ in parts]
+        return _out_of_batches(updates, batched, results)
 
 
-def orthogonalized(batch, coefficients, steps, eps):
+def grouped(shapes, steps, launch_flops, multiple):
+    """Which matrices share a batch: those of one shape, and others with zeros around them, which
+    stay zeros and change nothing else, where that saves launches which cost more.
+
+    Greedily: the two batches first of which one saves most. Tall matrices are not put together with
+    wide ones, whose products are in another order.
+
+    Args:
+        shapes: rows and columns of each matrix; those without elements are in no batch.
+        steps: how many iterations.
+        launch_flops: what a launch costs in the place of these operations.
+        multiple: of what the extents of a batch are.
+
+    Returns:
+        (numbers of the matrices, rows, columns) of each batch.
+    """
+    groups = {}  # tall or not, rows, columns -> numbers
+    for i, (rows, columns) in enumerate(shapes):
+        if rows and columns:
+            extents = (-(-extent // multiple) * multiple for extent in (rows, columns))
+            groups.setdefault((rows > columns, *extents), []).append(i)
+
+    def cost(number, rows, columns):
+        return _flops(number, rows, columns, steps) + 4 * steps * launch_flops
+
+    def together(one, other):
+        return one[0], max(one[1], other[1]), max(one[2], other[2])
+
+    def saved(one, other):
+        if one[0] != other[0]:
+            return 0
+        numbers = len(groups[one]), len(groups[other])
+        apart = cost(numbers[0], *one[1:]) + cost(numbers[1], *other[1:])
+        return apart - cost(sum(numbers), *together(one, other)[1:])
+
+    savings = {pair: saved(*pair) for pair in itertools.combinations(groups, 2)}
+    while savings:
+        pair = max(savings, key=savings.get)
+        if savings[pair] <= 0:
+            break
+        members = [i for key in pair for i in groups.pop(key)]
+        merged = together(*pair)
+        # Of one of the two, or of neither; a third may have had that shape.
+        groups[merged] = groups.get(merged, []) + members
+        savings = {p: s for p, s in savings.items() if not {*p} & {*pair, merged}}
+        for key in groups:
+            if key != merged:
+                savings[key, merged] = saved(key, merged)
+    return tuple((tuple(members), *key[1:]) for key, members in groups.items())
+
+
+_grouped_before = functools.lru_cache(maxsize=32)(grouped)
+
+
+def _into_batches(updates, batched, eps):
+    """The batches of :func:`grouped` in bfloat16, each matrix divided by its norm, or by `eps`."""
+    batches = [
+        torch.empty(
+            len(members), rows, columns, dtype=torch.bfloat16, device=updates[members[0]].device
+        )
+        for members, rows, columns in batched
+    ]
+    matrices = [matrix for batch in batches for matrix in batch.unbind()]
+    if matrices:
+        muon_normalize_(matrices, [updates[i] for members, *_ in batched for i in members], eps)
+    return batches
+
+
+def _out_of_batches(updates, batched, batches):
+    """For each update its matrix of the batches, without copies where no columns were added."""
+    results = [None] * len(updates)
+    padded = []
+    for (members, _, columns), batch in zip(batched, batches, strict=True):
+        for i, matrix in zip(members, batch.unbind(), strict=True):
+            update = updates[i]
+            if len(update) * columns == update.numel():  # its rows are the first, without gaps
+                strides, offset = update.stride(), matrix.storage_offset()
+                results[i] = matrix.as_strided(update.shape, strides, offset)
+            else:
+                results[i] = torch.empty_like(update, dtype=torch.bfloat16)
+                padded.append((results[i], matrix))
+    if padded:
+        muon_unpad_(*map(list, zip(*padded, strict=True)))
+    for i, update in enumerate(updates):
+        if results[i] is None:  # nothing in it
+            results[i] = torch.empty_like(update, dtype=torch.bfloat16)
+    return results
+
+
+def orthogonalized(x, coefficients, steps):
     """Newton-Schulz iterations towards the nearest orthogonal matrix of each of a batch.
 
     Jordan et al., Muon: An optimizer for hidden layers in neural networks (2024): of X, divided by
     its norm, X <- (a I + b A + c A A) X with A = X X'; of a tall one from the other side.
 
     Args:
-        batch: (number, rows, columns).
+        x: (number, rows, columns), in bfloat16, divided by their norms.
         coefficients: a, b, c.
         steps: how many iterations.
-        eps: the smallest norm.
 
     Returns:
-        The same shape in bfloat16, in which the products are taken.
+        The same shape.
     """
-    accumulated = torch.float32 if batch.element_size() == 2 else batch.dtype
-    norms = torch.linalg.vector_norm(batch, dim=(1, 2), keepdim=True, dtype=accumulated)
-    # In one pass: the division is in the norms' dtype, and rounded once.
-    x = torch.empty_like(batch, dtype=torch.bfloat16)
-    torch.div(batch, norms.clamp_(min=eps), out=x)
-    if not x.numel():
-        return x
     tall = x.shape[1] > x.shape[2]
     with torch.autocast(x.device.type, enabled=False):
         for _ in range(steps):
@@ -198,13 +290,17 @@ def orthogonalized(batch, coefficients, steps, eps):
     return x
 
 
+def _flops(number, rows, columns, steps):
+    """Operations of the iterations."""
+    less, more = sorted((rows, columns))
+    return steps * number * less * less * (4 * more + 2 * less)
+
+
 def _cost(batch, steps):
     """Of its iterations in operations, and whether their products fill a GPU."""
     number, rows, columns = batch.shape
-    less, more = sorted((rows, columns))
-    launches = 4 * (steps + 1)
-    flops = steps * number * less * less * (4 * more + 2 * less)
-    return flops + launches * _LAUNCH_FLOPS, number * less * less >= _FULL
+    cost = _flops(number, rows, columns, steps) + 4 * steps * _CHAINED_FLOPS
+    return cost, number * min(rows, columns) ** 2 >= _FULL
 
 
 def _adjustment(adjust_lr_fn, rows, columns):
@@ -216,9 +312,10 @@ def _adjustment(adjust_lr_fn, rows, columns):
     return math.sqrt(max(1, rows / columns))
 
 
-def _laid_out(matrix, p):
-    """The contiguous matrix as a tensor of the parameter's shape, and with its strides where each
-    row has its own part of memory: to orthogonalise, the order of columns does not matter."""
-    if p.dim() > 2 and p.numel() and is_channels_last(p):
-        return matrix.as_strided(p.shape, p.stride(), matrix.storage_offset())
-    return matrix.view(p.shape)
+def _by_rows(p):
+    """Memory for an update: with the parameter's strides where each row has its own part of it (to
+    orthogonalise, the order of columns does not matter), else contiguous."""
+    last = p.dim() > 2 and p.numel() and is_channels_last(p)
+    return torch.empty_like(
+        p, memory_format=torch.preserve_format if last else torch.contiguous_format
+    )
