@@ -119,7 +119,7 @@ def load(folder, name):
 
 def is_refused(row):
     """Whether one of our kernels was asked for that does not take the case, which it says."""
-    return row["error"].startswith(f"RuntimeError: {row['op']}: ")
+    return "op" in row and row["error"].startswith(f"RuntimeError: {row['op']}: ")
 
 
 def line(row):

@@ -21,15 +21,15 @@ FORWARD = [
     (4, 32, 2, 64, 64, 1, 1, 0, 1),  # a U-Net's end
     (2, 64, 3, 40, 48, 3, 1, 1, 1),  # an image
     (1, 320, 4, 32, 32, 3, 1, 1, 1),  # a diffusion model's
-    (2, 128, 3, 65, 37, 9, 1, 4, 1),  # super-resolution
+    (2, 32, 3, 65, 37, 9, 1, 4, 1),  # super-resolution
     (3, 16, 8, 20, 21, 3, 2, 1, 1),
     (2, 64, 5, 33, 17, 4, 3, (2, 1), 1),
     (2, 24, 1, 19, 23, 3, 1, 2, 2),
     (1, 8, 7, 1, 1, 1, 1, 0, 1),
-    (2, 40, 6, 5, 300, (5), 1, 2, 1),  # wide
+    (2, 40, 6, 5, 300, 5, 1, 2, 1),  # wide
     (2, 8, 3, 300, 3, 3, 1, 1, 1),  # tall
     (700, 16, 6, 7, 5, 3, 1, 1, 1),  # more tiles than blocks
-    (1, 1024, 3, 9, 9, 3, 1, 1, 1),  # many chunks of channels
+    (1, 512, 3, 9, 9, 3, 1, 1, 1),  # many chunks of channels
     (2, 16, 4, 4, 5, 3, 1, 4, 1),  # padding over the filter
 ]
 BACKWARD = [
@@ -203,7 +203,7 @@ def fuzz(data, device):
     stride = (draw(1, 4), draw(1, 4)) if which == "fprop" else 1
     least = [max(1, (size - 1) * dilation + 1 - 2 * p) for p in padding]
     h, w = (low + draw(0, 60) for low in least)
-    many, few = 8 * draw(1, 20), draw(1, 8)
+    many, few = 8 * draw(1, 8), draw(2, 8)  # of one channel the format may be open
     channels = (many, few) if which == "fprop" else (few, many)
     case = (draw(1, 5), *channels, h, w, size, stride, padding, dilation)
     dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))

@@ -99,7 +99,8 @@ FUSING = {
 
 @pytest.mark.parametrize("kernel", FUSING)
 def test_launches(device, kernel):
-    """No ReLU of its own forward; backward one pass for its gradient and the bias'."""
+    """No ReLU of its own forward; backward one pass for its gradient and the bias', where a pixel's
+    channels are whole vectors."""
     case, form, dtype = FUSING[kernel]
     inputs = operands(*CASES[case][:2], device, dtype, channels_last=form == CHANNELS_LAST)
     ours = call(F.conv2d_relu, case)
@@ -110,8 +111,9 @@ def test_launches(device, kernel):
     out = ours(*inputs)
     grad = torch.ones_like(out)
     names = cuda_kernels_of(lambda: torch.autograd.grad(out, inputs, grad))
-    assert ("Relu" in names) == (form != CHANNELS_LAST)
-    assert ("column_sum" in names) == (form == CHANNELS_LAST)
+    together = form == CHANNELS_LAST and out.shape[1] * out.element_size() % 16 == 0
+    assert ("Relu" in names) == (not together)
+    assert ("column_sum" in names) == together
 
 
 def on_cpu(device):

@@ -2,6 +2,7 @@
 that people train, written out here."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 
 import braze
 from braze._norm_rules import FASTER, Faster
+from braze.testing import WAYS, mover
 from common import assert_by_rule, compile
 
 
@@ -154,12 +156,26 @@ def gradients(model, x):
 
 
 def assert_alike(model, original, x):
-    """That two models have the same values and gradients, by the rule."""
+    """That two models have the same values and gradients, by the rule, with the condition
+    measured."""
     exact = gradients(copy.deepcopy(original).double(), x.double())
     found, expected = gradients(model, x), gradients(original, x)
+
+    @functools.cache
+    def moved():
+        results = []
+        for move in map(mover, WAYS):
+            other = copy.deepcopy(original).double()
+            with torch.no_grad():
+                for p in other.parameters():
+                    p.copy_(move(p))
+            results.append(gradients(other, move(x.double())))
+        return results
+
     for name, value in found.items():
         assert value.dtype == expected[name].dtype, name
-        assert_by_rule(value, expected[name], exact[name], what=name)
+        of_name = functools.partial(lambda name: [m[name] for m in moved()], name)
+        assert_by_rule(value, expected[name], exact[name], what=name, moved=of_name)
 
 
 def pair(kind, device, memory_format):

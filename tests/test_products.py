@@ -45,7 +45,14 @@ def test_the_cases():
 
 def test_rows(device):
     args = parse("products", "--quick", "--case", "64x10x128")
-    (row,) = products.run(torch.device(device), args)
+    rows = list(products.run(torch.device(device), args))
+    assert [row["cache"] for row in rows] == ["cold", "warm"]
+    for row in rows:
+        check_row(row, device)
+        assert bool(row["floor_us"]) == (row["cache"] == "cold" and device == "cuda")
+
+
+def check_row(row, device):
     assert list(row) == products.COLUMNS
     assert (row["case"], row["dtype"], row["error"]) == ("64x10x128 NT", "bfloat16", "")
     for name in products.TIMED:

@@ -119,8 +119,12 @@ class OneByOne(torch.utils._python_dispatch.TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
-def trained(model, x, calls, by_programs=True, autocast=False):
-    """The last call's result and gradients, with what the buffers have become."""
+def trained(model, x, calls, by_programs=True, autocast=False, refused=False):
+    """The last call's result and gradients, with what the buffers have become.
+
+    Args:
+        refused: its last stretch runs op by op all the same.
+    """
     model = copy.deepcopy(model)
     x = x.clone().requires_grad_()
     for _ in range(calls):
@@ -134,7 +138,7 @@ def trained(model, x, calls, by_programs=True, autocast=False):
                     output = model(x)
         output.float().square().sum().backward()
     used = _NODE in nodes(output)
-    assert used == (by_programs and calls > 1)
+    assert used == (by_programs and calls > 1 and not refused)
     return [output, x.grad, *(p.grad for p in model.parameters()), *model.buffers()]
 
 
@@ -169,7 +173,10 @@ def in_parts(request, monkeypatch):
 @pytest.mark.parametrize("make", [*MODELS, blocks])
 def test_parts_are_what_its_ops_are(device, make, autocast, in_parts):
     model, x = on(device, make), images(device)
-    found = trained(model, x, 3, autocast=autocast)
+    # Behind a mask of the signs only second derivatives would read the shortcut, which is larger
+    # than a part; a cast of it is the program's own.
+    refused = device == "cuda" and make is Residual and not autocast
+    found = trained(model, x, 3, autocast=autocast, refused=refused)
     assert_equal(found, trained(model, x, 3, by_programs=False, autocast=autocast))
 
 

@@ -45,6 +45,8 @@ class EarlyBiasReader(EarlyReader):
     def __init__(self, how):
         super().__init__(how)
         self.conv = braze.nn.ConvReLU2d(4, 4, 3, padding=1)
+        # Else autograd copies the weight's gradient to that format: another early reader.
+        self.conv.to(memory_format=torch.channels_last)
         self.last = braze.nn.Linear(4, 5)
         if how == "hooked":
             self.conv.bias.register_hook(lambda grad: grad * 2)

@@ -9,7 +9,7 @@
 namespace braze::cuda::narrow {
 
 constexpr int kWarps = 4, kThreads = 32 * kWarps;
-constexpr int kWarpPixels = 64;  // of a tile of fprop, for each warp, at most
+constexpr int kWarpPixels = 64;  // of a tile of fprop, for each warp
 constexpr int kTilePixels = kWarps * kWarpPixels;
 constexpr int kPlanePart = 4;  // words of a plane that a thread of wgrad makes
 
@@ -47,6 +47,15 @@ struct Args {
   int warps_across, gradient_width, gradient_words;
   FastDiv by_parts, by_step, by_stride, by_steps, by_taps_w;
 };
+
+// Before a launch with that much dynamic shared memory. Never less than what every kernel may have:
+// another plan of the same kernel, which has only that, would not be launched.
+template <typename Kernel>
+void allow_shared_memory(Kernel kernel, int bytes) {
+  if (bytes > 48 << 10) {
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  }
+}
 
 // What is decided when a pass is planned.
 struct Tile {

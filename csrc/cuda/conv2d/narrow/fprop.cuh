@@ -47,7 +47,7 @@ class Fprop {
   BlockMoments<kGroups * 8> moments_;
   uint32_t* patches_;
   const int lane_ = threadIdx.x % 32, g_ = lane_ / 4, t_ = lane_ % 4;
-  const int k0_ = blockIdx.y * kGroups * 8;
+  const int warp_pixel_ = threadIdx.x / 32 * kWarpPixels, k0_ = blockIdx.y * kGroups * 8;
   int base_[kPixelGroups];  // bytes of the patches where this lane's pixels begin
   float acc_[4 * kGroups][4];
 
@@ -57,17 +57,10 @@ class Fprop {
     if (!kPixelRows) return j * 8 + n;
     return j / (kRun / 2) * (4 * kRun) + n / 2 * kRun + j % (kRun / 2) * 2 + n % 2;
   }
-  // The pixel, of the tile's, of group i and row or column n. As rows two groups are dealt out to
-  // the warps in turns, so that tiles of few pixels have all of them work. As columns likewise such
-  // that a thread gets eight side by side.
+  // The pixel, of the tile's, of group i and row or column n: as columns likewise, eight.
   __device__ __forceinline__ int pixel_of(int i, int n) const {
-    const int warp = threadIdx.x / 32;
-    if (kPixelRows) return (i / 2 * kWarps + warp) * 16 + i % 2 * 8 + n;
-    return warp * kWarpPixels + i / 4 * 32 + n / 2 * 8 + i % 4 * 2 + n % 2;
-  }
-  // Whether group i has pixels of the tile.
-  __device__ __forceinline__ bool has_group(int i) const {
-    return !kPixelRows || pixel_of(i & ~1, 0) < a_.tile_rows * a_.tile_columns;
+    if (kPixelRows) return warp_pixel_ + i * 8 + n;
+    return warp_pixel_ + i / 4 * 32 + n / 2 * 8 + i % 4 * 2 + n % 2;
   }
 
   // A term's filter row and its element there; whether there is one.
@@ -174,7 +167,6 @@ class Fprop {
       Fragment<kSplit, 2> pixels[kPixelGroups];
 #pragma unroll
       for (int i = 0; i < kPixelGroups; ++i) {
-        if (!has_group(i)) break;
         pixels[i].set(0, product_word<T, kSplit>(patch_word(i, term.x) & term.z));
         pixels[i].set(1, product_word<T, kSplit>(patch_word(i, term.y) & term.w));
       }
@@ -186,7 +178,6 @@ class Fprop {
         if constexpr (kPixelRows) {
 #pragma unroll
           for (int m = 0; m < kPixelGroups / 2; ++m) {
-            if (!has_group(2 * m)) break;
             const auto rows = rows_of(pixels[2 * m], pixels[2 * m + 1]);
             narrow::multiply<T>(acc_[m * kGroups + 2 * j], rows, first);
             narrow::multiply<T>(acc_[m * kGroups + 2 * j + 1], rows, second);
@@ -233,7 +224,6 @@ class Fprop {
     T* const image = static_cast<T*>(a_.out) + place.image * a_.y_n;
 #pragma unroll
     for (int i = 0; i < kOwnPixels; ++i) {
-      if (!has_group(i)) break;
       int p, q;
       if (!locate(place, own_pixel(i), p, q)) continue;
       T* const to = image + p * a_.y_h + q * a_.y_w;

@@ -176,15 +176,12 @@ double cost_of(const Conv2dArgs& args, const Tile& tile, const Args& a) {
     cycles += steps * (tile.filters / 16) * tile.taps * tile.warps_across * product +
               kArrangedWord * a.plane_words + kStagedWord / 4 * a.gradient_words;
   } else {
-    const int warp_pixels = is_channels_last(args.out)
-                                ? ceil_div(tile.rows * tile.columns, 16 * kWarps) * 16
-                                : kWarpPixels;
-    cycles += a.steps * warp_pixels * kWarps / 16.0 * (tile.filters / 8) * product;
+    cycles += a.steps * kTilePixels / 16.0 * (tile.filters / 8) * product;
   }
   const int blocks = most_shared_memory() / (tile.shared_bytes + 1024);
   // A tile's lines of contiguous results had better be whole sectors of memory, and more.
   const bool short_lines = !is_channels_last(result_of(args)) && tile.columns * bytes_of(args) < 64;
-  return cycles * (blocks < 2 ? 1.6 : blocks < 3 ? 1.1 : 1) * (short_lines ? 1.2 : 1);
+  return cycles * (blocks < 2 ? 2.4 : blocks < 3 ? 1.3 : 1) * (short_lines ? 1.2 : 1);
 }
 
 // The best tile, of as many filters as `tile` has and, in wgrad, taps.
@@ -273,7 +270,7 @@ Function function_of(const Conv2dArgs& args, const Tile& tile) {
 
 // Asks for the shared memory, and how many blocks a multiprocessor then has.
 int blocks_of_sm(Function function, const Tile& tile) {
-  cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, tile.shared_bytes);
+  allow_shared_memory(function, tile.shared_bytes);
   int blocks = 0;
   cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, function, kThreads, tile.shared_bytes);
   return std::max(1, blocks);
@@ -331,9 +328,7 @@ void run(Stream stream, const Conv2dArgs& given, const Conv2dPlan& plan, void* w
     a.out = static_cast<float*>(workspace) + (is_of_few_results(given) ? last_tap(given) : 0);
   }
   const Function function = function_of(args, tile);
-  if (tile.shared_bytes > 48 << 10) {
-    cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, tile.shared_bytes);
-  }
+  allow_shared_memory(function, tile.shared_bytes);
   launch_early(function, dim3(tile.blocks, tile.filter_blocks, tile.tap_blocks), dim3(kThreads),
                tile.shared_bytes, stream, a);
   check_launch("conv2d narrow_input");

@@ -161,7 +161,7 @@ void plan_output(const Conv2dArgs& args, Conv2dPlan* plan) {
   OutputArgs a = problem_of(args);
   set_tile(args, tile, &a);
   const OutputFunction function = function_of(args);
-  cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, tile.shared_bytes);
+  allow_shared_memory(function, tile.shared_bytes);
   int at_once = 0;
   cudaOccupancyMaxActiveBlocksPerMultiprocessor(&at_once, function, kOutputThreads,
                                                 tile.shared_bytes);
@@ -176,9 +176,7 @@ void run_output(Stream stream, const Conv2dArgs& args, const Conv2dPlan& plan, v
   OutputArgs a = problem_of(args);
   set_tile(args, tile, &a);
   const OutputFunction function = function_of(args);
-  if (tile.shared_bytes > 48 << 10) {
-    cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, tile.shared_bytes);
-  }
+  allow_shared_memory(function, tile.shared_bytes);
   launch_early(function, dim3(tile.blocks), dim3(kOutputThreads), tile.shared_bytes, stream, a);
   check_launch("conv2d narrow_output");
 }
