@@ -48,15 +48,6 @@ struct Args {
   FastDiv by_parts, by_step, by_stride, by_steps, by_taps_w;
 };
 
-// Before a launch with that much dynamic shared memory. Never less than what every kernel may have:
-// another plan of the same kernel, which has only that, would not be launched.
-template <typename Kernel>
-void allow_shared_memory(Kernel kernel, int bytes) {
-  if (bytes > 48 << 10) {
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  }
-}
-
 // What is decided when a pass is planned.
 struct Tile {
   int rows, columns;

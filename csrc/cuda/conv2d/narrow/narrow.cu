@@ -4,6 +4,7 @@
 #include <optional>
 
 #include "fprop.cuh"
+#include "plan.cuh"
 #include "wgrad.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/common/ordered_sum.cuh"
@@ -49,11 +50,6 @@ Conv2dArgs in_terms_of_images(const Conv2dArgs& args) {
   }
   return turned;
 }
-// Whether it is fp32 at its own accuracy.
-bool is_split(const Conv2dArgs& args) {
-  return args.shape.dtype == DType::kFloat32 && !args.shape.allow_tf32;
-}
-int bytes_of(const Conv2dArgs& args) { return static_cast<int>(size_of(args.shape.dtype)); }
 const Tensor4dRef& result_of(const Conv2dArgs& args) {  // y or its gradient
   return is_wgrad(args) ? args.other : args.out;
 }
@@ -66,10 +62,6 @@ int rounded_up(Int n, int multiple) {
 
 bool divides(int64_t width, std::initializer_list<int64_t> steps) {
   return std::all_of(steps.begin(), steps.end(), [&](int64_t s) { return s % width == 0; });
-}
-
-bool is_aligned(const void* p, int64_t bytes) {
-  return reinterpret_cast<uintptr_t>(p) % bytes == 0;
 }
 
 // All that does not depend on the tile.

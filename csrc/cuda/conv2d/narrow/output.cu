@@ -4,6 +4,7 @@
 #include <optional>
 
 #include "output.cuh"
+#include "plan.cuh"
 #include "cuda/common/launch.cuh"
 
 namespace braze::cuda::narrow {
@@ -18,13 +19,6 @@ struct OutputTile {
 using OutputFunction = void (*)(OutputArgs);
 
 bool is_dgrad(const Conv2dArgs& args) { return args.pass == Conv2dPass::kDgrad; }
-bool is_split(const Conv2dArgs& args) {
-  return args.shape.dtype == DType::kFloat32 && !args.shape.allow_tf32;
-}
-int bytes_of(const Conv2dArgs& args) { return static_cast<int>(size_of(args.shape.dtype)); }
-bool is_aligned(const void* p, int64_t bytes) {
-  return reinterpret_cast<uintptr_t>(p) % bytes == 0;
-}
 
 OutputFunction function_of(const Conv2dArgs& args) {
   switch (args.shape.dtype) {
