@@ -404,6 +404,6 @@ def test_ctrl_c(environment, data, tmp_path):
     time.sleep(1)
     process.send_signal(signal.SIGINT)
     out, error = process.communicate(timeout=60)
-    assert process.returncode == 130
+    assert process.returncode == 130, out + error
     assert "braze mnist: interrupted" in error
     assert "Traceback" not in out + error
