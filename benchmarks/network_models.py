@@ -66,8 +66,13 @@ def resnet9():
     )
 
 
-def airbench94():
-    """The network of airbench94 (Jordan, 2024)."""
+def airbench94(first=24, widths=(64, 256, 256)):
+    """The network of airbench94 (Jordan, 2024).
+
+    Args:
+        first: filters of the first layer.
+        widths: of the three blocks.
+    """
 
     def block(channels_in, channels):
         return [
@@ -77,10 +82,12 @@ def airbench94():
             *(nn.BatchNorm2d(channels), nn.GELU()),
         ]
 
-    return nn.Sequential(
-        *(nn.Conv2d(3, 24, 2), nn.GELU(), *block(24, 64), *block(64, 256), *block(256, 256)),
-        *(nn.MaxPool2d(3), nn.Flatten(), nn.Linear(256, 10, bias=False)),
-    )
+    layers, channels = [nn.Conv2d(3, first, 2), nn.GELU()], first
+    for width in widths:
+        layers += block(channels, width)
+        channels = width
+    layers += nn.MaxPool2d(3), nn.Flatten(), nn.Linear(channels, 10, bias=False)
+    return nn.Sequential(*layers)
 
 
 class UNet(nn.Module):

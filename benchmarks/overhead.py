@@ -19,7 +19,7 @@ from torch import nn
 import braze
 from benchmarks.harness import set_precision
 from benchmarks.markdown import op_sections, table
-from benchmarks.network_models import nature_cnn
+from benchmarks.network_models import airbench94, nature_cnn
 from benchmarks.networks import LR, MOMENTUM, PRECISIONS, wait
 from benchmarks.results import ENVIRONMENT
 
@@ -59,19 +59,7 @@ def small_nature_cnn():
 
 def small_airbench94():
     """The network of airbench94, with about a thirtieth of its width."""
-
-    def block(channels_in, channels):
-        return [
-            nn.Conv2d(channels_in, channels, 3, padding="same", bias=False),
-            *(nn.MaxPool2d(2), nn.BatchNorm2d(channels), nn.GELU()),
-            nn.Conv2d(channels, channels, 3, padding="same", bias=False),
-            *(nn.BatchNorm2d(channels), nn.GELU()),
-        ]
-
-    return nn.Sequential(
-        *(nn.Conv2d(3, 4, 2), nn.GELU(), *block(4, 4), *block(4, 8), *block(8, 8)),
-        *(nn.MaxPool2d(3), nn.Flatten(), nn.Linear(8, 10, bias=False)),
-    )
+    return airbench94(4, (4, 8, 8))
 
 
 class BasicBlock(nn.Module):

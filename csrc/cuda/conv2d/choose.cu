@@ -302,7 +302,7 @@ int choose(const Conv2dArgs& args) {
   if (narrow_input_wins(args) && !narrow_input_obstacle(args)) return kNarrowInput;
   if (narrow_output_wins(args) && !narrow_output_obstacle(args)) return kNarrowOutput;
   if (is_thin(args)) {
-    const bool tf32 = s.dtype == DType::kFloat32 && s.allow_tf32 && !is_pointwise(s);
+    const bool tf32 = is_tf32(s) && !is_pointwise(s);
     return tf32 && args.pass != Conv2dPass::kWgrad && !halo_obstacle(args) ? kHalo : kDirect;
   }
   // Three of four input gradients of a stride of 2 are zeros, which a product need not compute;
@@ -412,8 +412,7 @@ bool beats_cudnn(const Conv2dProblem& problem, int kernel) {
     }
     return !is_strided(s) && is_halo(kernel) && halo_beats_cudnn(problem);
   }
-  return wgrad && s.dtype == DType::kFloat32 && s.allow_tf32 && !is_strided(s) && s.c <= 32 &&
-         s.k <= 64;
+  return wgrad && is_tf32(s) && !is_strided(s) && s.c <= 32 && s.k <= 64;
 }
 
 // Whether it is where it leaves moments, which saves a pass over the result: more than cuDNN is

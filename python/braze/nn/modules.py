@@ -226,6 +226,22 @@ class Conv2d(torch.nn.Conv2d):
         return with_casts(F.conv2d, (input, weight, bias), settings)
 
 
+def _with_relu(cls, of_kind, relu, settings):
+    """The layer of class `cls` made of a module of a kind, whose parameters and attributes
+    `settings` it takes, and a ReLU."""
+    module, _ = of_kind
+    for given, expected in (of_kind, (relu, torch.nn.ReLU)):
+        if not isinstance(given, expected):
+            raise TypeError(f"expected a torch.nn.{expected.__name__}, not {type(given).__name__}")
+    layer = cls.__new__(cls)
+    torch.nn.Module.__init__(layer)
+    for name in settings:
+        setattr(layer, name, getattr(module, name))
+    layer.weight, layer.bias = module.weight, module.bias
+    layer.training = module.training
+    return layer
+
+
 class ConvReLU2d(Conv2d):
     """A convolution and ReLU as one op: :func:`braze.nn.functional.conv2d_relu`. Constructor and
     state are ``torch.nn.Conv2d``'s."""
@@ -238,16 +254,7 @@ class ConvReLU2d(Conv2d):
         Raises:
             TypeError: modules of other classes.
         """
-        for module, kind in ((conv, torch.nn.Conv2d), (relu, torch.nn.ReLU)):
-            if not isinstance(module, kind):
-                raise TypeError(f"expected a torch.nn.{kind.__name__}, not {type(module).__name__}")
-        layer = cls.__new__(cls)
-        torch.nn.Module.__init__(layer)
-        for name in _CONV2D_SETTINGS:
-            setattr(layer, name, getattr(conv, name))
-        layer.weight, layer.bias = conv.weight, conv.bias
-        layer.training = conv.training
-        return layer
+        return _with_relu(cls, (conv, torch.nn.Conv2d), relu, _CONV2D_SETTINGS)
 
     def _conv_forward(self, input, weight, bias):
         input, settings = conv2d_settings(input, self)
@@ -499,15 +506,7 @@ class LinearReLU(Linear):
         Raises:
             TypeError: modules of other classes.
         """
-        for module, kind in ((linear, torch.nn.Linear), (relu, torch.nn.ReLU)):
-            if not isinstance(module, kind):
-                raise TypeError(f"expected a torch.nn.{kind.__name__}, not {type(module).__name__}")
-        layer = cls.__new__(cls)
-        torch.nn.Module.__init__(layer)
-        layer.in_features, layer.out_features = linear.in_features, linear.out_features
-        layer.weight, layer.bias = linear.weight, linear.bias
-        layer.training = linear.training
-        return layer
+        return _with_relu(cls, (linear, torch.nn.Linear), relu, ("in_features", "out_features"))
 
     def forward(self, input):
         return with_casts(F.linear_relu, (input, self.weight, self.bias))

@@ -24,31 +24,18 @@ bool is_of_few_results(const Conv2dArgs& args) {
   return args.pass == Conv2dPass::kDgrad;
 }
 
-// Elements from a filter's first tap to its last.
-int64_t last_tap(const Conv2dArgs& args) {
-  const Tensor4dRef& w = is_wgrad(args) ? args.out : args.other;
-  return (args.shape.r - 1) * w.h + (args.shape.s - 1) * w.w;
-}
-
-// The pass as one of an image of few channels. With a stride of 1 the input's gradient is the
-// convolution of the result's with the turned filters, and the weights' gradient is that of this
-// convolution: the result's gradient is its image.
+// The pass as one of an image of few channels: where it is the result that has few, its gradient is
+// the image.
 Conv2dArgs in_terms_of_images(const Conv2dArgs& args) {
   if (!is_of_few_results(args)) return args;
-  const Conv2dShape& s = args.shape;
-  Conv2dArgs turned = args;
-  Conv2dShape& to = turned.shape;
-  to.c = s.k, to.h = s.p, to.w = s.q, to.k = s.c, to.p = s.h, to.q = s.w;
-  to.pad_h = s.r - 1 - s.pad_h, to.pad_w = s.s - 1 - s.pad_w;
-  const Tensor4dRef& w = is_wgrad(args) ? args.out : args.other;
-  const char* const last = static_cast<const char*>(w.data) + last_tap(args) * size_of(s.dtype);
-  const Tensor4dRef filters{last, w.c, w.n, -w.h, -w.w};
+  Conv2dArgs to = args;
+  to.shape = turned(args.shape);
   if (is_wgrad(args)) {
-    turned.gathered = args.other, turned.other = args.gathered, turned.out = filters;
+    to.gathered = args.other, to.other = args.gathered, to.out = turned(args.out, args.shape);
   } else {
-    turned.pass = Conv2dPass::kFprop, turned.other = filters;
+    to.pass = Conv2dPass::kFprop, to.other = turned(args.other, args.shape);
   }
-  return turned;
+  return to;
 }
 const Tensor4dRef& result_of(const Conv2dArgs& args) {  // y or its gradient
   return is_wgrad(args) ? args.other : args.out;
@@ -317,7 +304,8 @@ void run(Stream stream, const Conv2dArgs& given, const Conv2dPlan& plan, void* w
   Args a = problem_of(args);
   set_tile(args, tile, &a);
   if (is_wgrad(args)) {
-    a.out = static_cast<float*>(workspace) + (is_of_few_results(given) ? last_tap(given) : 0);
+    a.out = static_cast<float*>(workspace) +
+            (is_of_few_results(given) ? last_tap(given.out, given.shape) : 0);
   }
   const Function function = function_of(args, tile);
   allow_shared_memory(function, tile.shared_bytes);

@@ -29,36 +29,26 @@ OutputFunction function_of(const Conv2dArgs& args) {
   return is_split(args) ? narrow_output_kernel<float, true> : narrow_output_kernel<float, false>;
 }
 
-// All that does not depend on the tile. A gradient is a convolution with the turned filter.
+// All that does not depend on the tile.
 OutputArgs problem_of(const Conv2dArgs& args) {
-  const Conv2dShape& s = args.shape;
-  const Tensor4dRef &x = args.gathered, &w = args.other, &y = args.out;
-  const int64_t size = bytes_of(args);
+  const bool dgrad = is_dgrad(args);
+  const Conv2dShape s = dgrad ? turned(args.shape) : args.shape;
+  const Tensor4dRef w = dgrad ? turned(args.other, args.shape) : args.other;
+  const Tensor4dRef &x = args.gathered, &y = args.out;
   OutputArgs a{};
-  const auto set = [](int& to, int64_t from) { to = static_cast<int>(from); };
-  set(a.taps_h, s.r), set(a.taps_w, s.s);
-  set(a.dilation_h, s.dilation_h), set(a.dilation_w, s.dilation_w);
   a.source = x.data, a.weights = w.data, a.bias = args.bias, a.out = const_cast<void*>(y.data);
+  const auto set = [](int& to, int64_t from) { to = static_cast<int>(from); };
+  set(a.results, s.k), set(a.channels, s.c), set(a.height, s.h), set(a.width, s.w);
+  set(a.taps_h, s.r), set(a.taps_w, s.s), set(a.rows, s.p), set(a.columns, s.q);
+  set(a.stride_h, s.stride_h), set(a.stride_w, s.stride_w);
+  set(a.pad_h, s.pad_h), set(a.pad_w, s.pad_w);
+  set(a.dilation_h, s.dilation_h), set(a.dilation_w, s.dilation_w);
   a.x_n = x.n, a.x_h = x.h, a.x_w = x.w;
   a.y_n = y.n, a.y_c = y.c, a.y_h = y.h, a.y_w = y.w;
   a.w_k = w.n, a.w_c = w.c, a.w_r = w.h, a.w_s = w.w;
-  if (is_dgrad(args)) {
-    set(a.results, s.c), set(a.channels, s.k), set(a.height, s.p), set(a.width, s.q);
-    set(a.rows, s.h), set(a.columns, s.w);
-    a.stride_h = a.stride_w = 1;
-    set(a.pad_h, (s.r - 1) * s.dilation_h - s.pad_h);
-    set(a.pad_w, (s.s - 1) * s.dilation_w - s.pad_w);
-    a.weights = static_cast<const char*>(w.data) + ((s.r - 1) * w.h + (s.s - 1) * w.w) * size;
-    a.w_k = w.c, a.w_c = w.n, a.w_r = -w.h, a.w_s = -w.w;
-  } else {
-    set(a.results, s.k), set(a.channels, s.c), set(a.height, s.h), set(a.width, s.w);
-    set(a.rows, s.p), set(a.columns, s.q);
-    set(a.stride_h, s.stride_h), set(a.stride_w, s.stride_w);
-    set(a.pad_h, s.pad_h), set(a.pad_w, s.pad_w);
-  }
   a.by_taps = FastDiv(s.r * s.s), a.by_taps_w = FastDiv(s.s);
   const bool even = a.results % 2 == 0 && y.c == 1 && (y.n | y.h | y.w) % 2 == 0;
-  a.pairs = even && is_aligned(y.data, 2 * size), a.relu = args.relu;
+  a.pairs = even && is_aligned(y.data, 2 * bytes_of(args)), a.relu = args.relu;
   return a;
 }
 

@@ -18,6 +18,23 @@ inline bool is_aligned(const void* p, int64_t bytes) {
   return reinterpret_cast<uintptr_t>(p) % bytes == 0;
 }
 
+// With a stride of 1 the input's gradient is a convolution too: of the result's, with the filter
+// turned by 180 degrees. Its shape, and that filter, of which each tap's strides are negative.
+inline Conv2dShape turned(const Conv2dShape& s) {
+  Conv2dShape to = s;
+  to.c = s.k, to.h = s.p, to.w = s.q, to.k = s.c, to.p = s.h, to.q = s.w;
+  to.pad_h = (s.r - 1) * s.dilation_h - s.pad_h, to.pad_w = (s.s - 1) * s.dilation_w - s.pad_w;
+  return to;
+}
+// Elements from a filter's first tap to its last.
+inline int64_t last_tap(const Tensor4dRef& w, const Conv2dShape& s) {
+  return (s.r - 1) * w.h + (s.s - 1) * w.w;
+}
+inline Tensor4dRef turned(const Tensor4dRef& w, const Conv2dShape& s) {
+  const char* const last = static_cast<const char*>(w.data) + last_tap(w, s) * size_of(s.dtype);
+  return {last, w.c, w.n, -w.h, -w.w};
+}
+
 // Before a launch with that much dynamic shared memory. Never less than what every kernel may have:
 // another plan of the same kernel, which has only that, would not be launched.
 template <typename Kernel>
