@@ -48,6 +48,7 @@ def benchmark(part, cases):
 UNET = [(64, 128), (128, 64), (256, 32), (512, 16)]
 DENSENET = [((64, *[32] * 6), 56), ((128, *[32] * 12), 28), ((256, *[32] * 24), 14)]
 GOOGLENET = [((64, 128, 32, 32), 28), ((192, 208, 48, 64), 14)]
+SHUFFLENET = [((58, 58), 28), ((116, 116), 14)]  # accesses of 4 and 8 bytes in 16 bits
 BENCHMARKS = [
     benchmark(
         False,
@@ -55,7 +56,7 @@ BENCHMARKS = [
             *(case(4, (c, c), s) for c, s in UNET),
             *(case(32, (c, c), s, gpu_only=True) for c, s in UNET),
             *(case(8, c, s) for c, s in (*DENSENET[1:], *GOOGLENET)),
-            *(case(128, c, s, gpu_only=True) for c, s in (*DENSENET, *GOOGLENET)),
+            *(case(128, c, s, gpu_only=True) for c, s in (*DENSENET, *GOOGLENET, *SHUFFLENET)),
         ],
     ),
     benchmark(True, [case(32, (88, 88), 28), case(256, (88, 88), 28, gpu_only=True)]),
