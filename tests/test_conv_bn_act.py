@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as stock
 from convert_common import assert_trains_alike
+from matmul_common import cuda_kernels_of
 from test_convert_residual import BasicBlock, Bottleneck
 from torch import nn
 
@@ -251,6 +252,32 @@ def test_added(device, dtype, case, form, tf32):
             for other in (added.contiguous(), added.permute(0, 1, 3, 2).clone().mT):
                 again = run(lambda t: t, settings, other)
                 assert_by_rule(again, separate, alone + added.double(), ulps, backend, k * size**2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_products_in_16_bits_add_on_the_way(gpu, dtype):
+    """Also where cuDNN would make the gradient alone."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernel is for compute capability 9.0")
+    x, added = (
+        torch.randn(64, 256, 14, 14, device="cuda").to(dtype, memory_format=torch.channels_last)
+        for _ in range(2)
+    )
+    weight = torch.randn(64, 256, 1, 1, device="cuda").to(dtype)
+    gamma, beta = torch.ones(64, device="cuda"), torch.zeros(64, device="cuda")
+    where = ([1, 1], [0, 0], [1, 1], 1)
+    y, *saved = torch.ops.braze.conv_bn_relu2d(
+        x, weight, None, gamma, beta, None, None, None, *where, True, 0.1, 1e-5, False, False
+    )
+
+    def gradient():
+        torch.ops.braze.conv_bn_relu2d_backward(
+            *(torch.ones_like(y), x, weight, gamma, beta, *saved, *where, True, False),
+            *([True, False, False, False, False], False, False, "auto", added),
+        )
+
+    gradient()
+    assert "vector_add" not in cuda_kernels_of(gradient)
 
 
 def test_added_has_derivatives(device):

@@ -109,12 +109,17 @@ Decision decide(const Conv2dProblem& problem, const Wish& wish, const void* bias
   return own_decision(plan);
 }
 
-// What a decision's kernel would add something to its result by.
+// What would add something to the result: the decision's kernel, or one in a library's place.
 std::optional<Conv2dPlan> adding_plan([[maybe_unused]] const Conv2dProblem& problem,
+                                      [[maybe_unused]] const Wish& wish,
                                       [[maybe_unused]] const Decision& decision) {
 #ifdef BRAZE_CUDA
-  Conv2dPlan plan = decision.plan;
-  if (decision.library < 0 && !plan.by_fft && dev::plan_conv2d_added(problem, &plan)) return plan;
+  const bool from_library = decision.library >= 0;
+  if (from_library && (wish.kind != Wish::kAuto || problem.pass != Conv2dPass::kDgrad)) {
+    return std::nullopt;
+  }
+  Conv2dPlan plan = from_library ? dev::plan_conv2d(problem, kAnyKernel) : decision.plan;
+  if (!plan.by_fft && dev::plan_conv2d_added(problem, from_library, &plan)) return plan;
 #endif
   return std::nullopt;
 }
@@ -169,7 +174,7 @@ Decision decided(const Tensor& like, const Conv2dProblem& problem, const Wish& w
                        bias ? alignment_of(bias) : 0};
   return cache.get(key, [&] {
     Decision decision = decide(problem, wish, bias, wants_moments, like.get_device_index());
-    decision.adding = adding_plan(problem, decision);
+    decision.adding = adding_plan(problem, wish, decision);
     return decision;
   });
 }

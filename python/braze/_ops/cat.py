@@ -144,7 +144,7 @@ def cat(tensors, dim=0, *, out=None):
     Along the channels of channels_last images on a GPU it is an op of one launch, forward and
     backward: the gradients are dense tensors, where torch's are parts of a larger one, which what
     comes next has to copy, or reads more slowly. Bitwise equal to torch's. Everything else is
-    torch's: other dimensions and formats, 16-bit tensors of an odd number of channels, mixed dtypes,
+    torch's: other dimensions and formats, 16-bit tensors of odd numbers of channels, mixed dtypes,
     results of less than 1 MiB, and `out`.
 
     Args:
