@@ -106,6 +106,22 @@ def test_running_statistics(device, dtype, momentum, channels_last, pool):
         assert buffer._version > version
 
 
+def test_statistics_of_large_images(device, dtype):
+    """Where the convolution's kernel leaves moments, as on a GPU, it leaves many sets of them."""
+    n, size = (48, 100) if device == "cuda" else (2, 20)
+    tensors = inputs((n, 16, size, size, 32, 3, {}), device, dtype)
+    x, weight, bias, gamma, beta = leaves(tensors, channels_last=True)
+    x = x.detach()
+    z, exact = (stock.conv2d(*(t.to(d) for t in tensors[:3])) for d in (dtype, torch.float64))
+    kept = torch.promote_types(dtype, torch.float32)
+    mean, var = (f(32, device=device, dtype=kept) for f in (torch.zeros, torch.ones))
+    fused(x, weight, bias, gamma, beta, mean, var, pool=False, momentum=1.0)
+    stocks = torch.zeros_like(mean), torch.ones_like(var)
+    stock.batch_norm(z.to(kept), *stocks, None, None, True, 1.0)
+    assert_by_rule(mean, stocks[0], exact.mean((0, 2, 3)))
+    assert_by_rule(var, stocks[1], exact.var((0, 2, 3)))
+
+
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_constant_output(device, dtype, channels_last, pool):
     """A channel of one value has no variance, whatever its value rounds to."""

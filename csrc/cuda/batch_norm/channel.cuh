@@ -79,6 +79,17 @@ __device__ __forceinline__ A warp_sum(A v) {
   return team_sum<32>(v);
 }
 
+// The same over the kLanes threads of a whole block.
+template <int kLanes>
+__device__ __forceinline__ double block_sum(double v) {
+  __shared__ double warps[kLanes / 32];
+  v = warp_sum(v);
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = v;
+  __syncthreads();
+  return warp_sum(threadIdx.x % 32 < kLanes / 32 ? warps[threadIdx.x % 32] : 0.0);
+}
+
 // Calls f(item) for items[lane], items[lane + kLanes], ... below count, in this order; the loads of
 // kAtOnce of them are in flight together. Beyond count f is called with zeros.
 template <int kLanes, int kAtOnce, typename Item, typename F>
@@ -146,30 +157,35 @@ __device__ void batch_coefficients(const ForwardArgs& args, double count, double
   store_statistics<A>(args.statistics, c, mean, rstd, rstd * weight, bias - rest * rstd * weight);
 }
 
-// A whole warp merges `count` elements' moments. In one pass: deviations are from the first part's
-// mean, which the spread of the parts' means bounds.
-template <typename Part, typename F>
+// A whole warp, or a block of kLanes threads, merges `count` elements' moments. In one pass:
+// deviations are from the first part's mean, which the spread of the parts' means bounds.
+template <int kLanes = 32, typename Part, typename F>
 __device__ MomentsPartial merged_parts(const Part* parts, int number, double count, const F& read) {
   const double origin = parts->mean;
   double sum = 0, squares = 0;
-  for_each_item<32, 9>(parts, number, [&](const Part& part) {
+  for_each_item<kLanes, kLanes == 32 ? 9 : 4>(parts, number, [&](const Part& part) {
     const MomentsPartial p = read(part);
     const double delta = p.count > 0 ? p.mean - origin : 0;
     sum += delta * p.count;
     squares += p.squares + delta * delta * p.count;
   });
-  sum = warp_sum(sum);
-  squares = warp_sum(squares);
+  if constexpr (kLanes > 32) {
+    sum = block_sum<kLanes>(sum);
+    squares = block_sum<kLanes>(squares);
+  } else {
+    sum = warp_sum(sum);
+    squares = warp_sum(squares);
+  }
   const double offset = sum / count;
   return {origin + offset, squares - sum * offset, count};
 }
 
 // Lane 0 stores what follows from them.
-template <typename A, typename Part, typename F>
+template <typename A, int kLanes = 32, typename Part, typename F>
 __device__ void merge_parts(const ForwardArgs& args, const Part* parts, int number, double count,
                             int64_t c, const F& read) {
-  const MomentsPartial merged = merged_parts(parts, number, count, read);
-  if (threadIdx.x % 32 == 0) batch_coefficients<A>(args, count, merged.mean, merged.squares, c);
+  const MomentsPartial merged = merged_parts<kLanes>(parts, number, count, read);
+  if (threadIdx.x % kLanes == 0) batch_coefficients<A>(args, count, merged.mean, merged.squares, c);
 }
 
 // Evaluation, one thread.

@@ -7,7 +7,13 @@
 namespace braze::cuda {
 namespace {
 
+constexpr int kManySets = 640;
+constexpr int kManySetsThreads = 256;
+
 __device__ __forceinline__ MomentsPartial as_is(const MomentsPartial& part) { return part; }
+__device__ __forceinline__ MomentsPartial as_partial(const Moments& set) {
+  return {set.mean, set.m2, set.count};
+}
 
 template <typename A>
 __global__ void __launch_bounds__(kCoefficientThreads)
@@ -38,9 +44,20 @@ __global__ void __launch_bounds__(kCoefficientThreads)
   order_earlier_kernels();
   if (batches && blockIdx.x == 0 && threadIdx.x == 0) ++*batches;
   for_each_channel(channels, [&](int64_t c) {
-    merge_parts<A>(args, moments.data + c * moments.sets, moments.sets, count, c,
-                   [](const Moments& set) { return MomentsPartial{set.mean, set.m2, set.count}; });
+    merge_parts<A>(args, moments.data + c * moments.sets, moments.sets, count, c, as_partial);
   });
+}
+
+// The same with a block for each channel: large images leave thousands of sets of few channels, and
+// a warp would wait for memory a dozen times.
+template <typename A>
+__global__ void __launch_bounds__(kManySetsThreads)
+    many_moments_kernel(ChannelMoments moments, double count, ForwardArgs args, int64_t* batches) {
+  order_earlier_kernels();
+  if (batches && blockIdx.x == 0 && threadIdx.x == 0) ++*batches;
+  const int64_t c = blockIdx.x;
+  merge_parts<A, kManySetsThreads>(args, moments.data + c * moments.sets, moments.sets, count, c,
+                                   as_partial);
 }
 
 // Of several processes: what each of them exchanges, and what follows from all of it.
@@ -96,10 +113,17 @@ void coefficients_of_moments(cudaStream_t s, const BatchNormShape& shape,
     count_batch(s, batches);
     batches = nullptr;
   }
-  const auto kernel =
-      shape.dtype == DType::kFloat64 ? given_moments_kernel<double> : given_moments_kernel<float>;
-  launch_early(kernel, coefficient_blocks(shape.c), kCoefficientThreads, 0, s, shape.c, moments,
-               static_cast<double>(shape.count()), args, batches);
+  const bool is_double = shape.dtype == DType::kFloat64;
+  const double count = static_cast<double>(shape.count());
+  if (moments.sets >= kManySets) {
+    launch_early(is_double ? many_moments_kernel<double> : many_moments_kernel<float>,
+                 static_cast<unsigned>(shape.c), kManySetsThreads, 0, s, moments, count, args,
+                 batches);
+  } else {
+    launch_early(is_double ? given_moments_kernel<double> : given_moments_kernel<float>,
+                 coefficient_blocks(shape.c), kCoefficientThreads, 0, s, shape.c, moments, count,
+                 args, batches);
+  }
   check_launch("batch_norm_coefficients");
 }
 
