@@ -374,14 +374,16 @@ def fuzz(data, device):
         *(size, stride, padding, dilation),
     )
     dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
-    set_tf32(device, False)
+    may_be_tf32 = device == "cuda" and dtype == torch.float32 and not pointwise
+    tf32 = may_be_tf32 and data.draw(st.booleans())
+    set_tf32(device, tf32)
     x, w, b = drawn(case, device, dtype, form)
     dy = gradient(case, x, w, form)
     for which in PASSES:
         if pointwise and device == "cuda" and pointwise_refuses(which, case, dtype, form, False):
             continue
-        actual = run(which, case, x, w, b, dy, **own(device, name))
-        check(actual, which, case, (x, w, b, dy))
+        actual = run(which, case, x, w, b, dy, tf32, **own(device, name))
+        check(actual, which, case, (x, w, b, dy), tf32)
 
 
 test_fuzzed_on_cpu, test_fuzzed_on_cuda = fuzzed(fuzz)
