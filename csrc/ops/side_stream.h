@@ -8,9 +8,10 @@
 
 namespace braze {
 
-// What a side stream reads or works in stays allocated until the join, and what it makes is on
-// record as pending: whoever reads that earlier reads it unfinished. Undefined tensors may be among
-// `read`.
+// What a side stream reads or works in stays allocated until it has been read: until the join, or,
+// where that comes to many bytes, until the main stream has waited for it. What it makes is on
+// record as pending up to the join: whoever reads that earlier reads it unfinished. Undefined
+// tensors may be among `read`.
 void keep_until_join(const std::vector<Tensor>& read, const std::vector<Tensor>& made);
 
 }  // namespace braze
