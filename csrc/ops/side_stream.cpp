@@ -22,7 +22,16 @@ struct Record {
   // `older` has been read where the side stream has come to its mark.
   Kept older, younger;
   std::vector<Tensor> made;
+  // Of the streams that fork_side_stream() has for `main`, by whether they are urgent.
+  Stream main = nullptr;
+  Tensor workspaces[2];
 };
+
+void add(Kept& kept, const Tensor& t) {
+  if (!t.defined()) return;
+  kept.tensors.push_back(t);
+  kept.bytes += t.numel() * static_cast<int64_t>(t.element_size());
+}
 
 std::mutex mutex;  // one thread opens and joins, autograd's launches
 std::map<int32_t, Record> records;
@@ -44,15 +53,30 @@ std::vector<Tensor> join_side_stream(const Tensor& device_of, bool close) {
 
 }  // namespace
 
+Tensor side_stream_workspace(Stream main, bool urgent, int64_t bytes, const Tensor& like) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto found = records.find(like.get_device_index());
+  if (found == records.end() || found->second.main != main) return Tensor();
+  const Tensor& memory = found->second.workspaces[urgent];
+  return memory.defined() && memory.numel() >= bytes ? memory : Tensor();
+}
+
+void keep_workspace(Stream main, bool urgent, const Tensor& memory) {
+  if (!memory.defined()) return;
+  const std::lock_guard<std::mutex> lock(mutex);
+  Record& record = records[memory.get_device_index()];
+  record.main = main;
+  Tensor& last = record.workspaces[urgent];
+  if (last.defined() && last.get() == memory.get()) return;
+  add(record.younger, last);
+  last = memory;
+}
+
 void keep_until_join(const std::vector<Tensor>& read, const std::vector<Tensor>& made) {
   Kept done;  // freed behind the lock
   const std::lock_guard<std::mutex> lock(mutex);
   Record& record = records[made.at(0).get_device_index()];
-  for (const Tensor& t : read) {
-    if (!t.defined()) continue;
-    record.younger.tensors.push_back(t);
-    record.younger.bytes += t.numel() * static_cast<int64_t>(t.element_size());
-  }
+  for (const Tensor& t : read) add(record.younger, t);
   for (const Tensor& t : made) {
     // Not the tensor itself, nor what torch knows as a view of it: autograd takes a tensor over
     // where nobody else has it.

@@ -14,4 +14,10 @@ namespace braze {
 // tensors may be among `read`.
 void keep_until_join(const std::vector<Tensor>& read, const std::vector<Tensor>& made);
 
+// What the ops on a side stream of `main` work in, one after the other: at least so many bytes that
+// one of them has left there since the last join, for the next; undefined where there are none.
+// `memory` may be undefined.
+Tensor side_stream_workspace(Stream main, bool urgent, int64_t bytes, const Tensor& like);
+void keep_workspace(Stream main, bool urgent, const Tensor& memory);
+
 }  // namespace braze
