@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import braze
 from fake_cuda import FakeCuda
@@ -104,6 +105,42 @@ def test_a_step_equals_the_plain_loop(fake, options):
 def test_a_bound_step_equals_the_plain_loop(fake):
     step = check_bound("cuda", make)
     assert [entry.kept.prefetch is not None for entry in entries(step)] == [True, True]
+
+
+def test_no_second_set_of_gradients(fake):
+    """Neither in an eager call nor while one is captured are those of the call before in memory;
+    a replay leaves its own where it has been."""
+    model, optimizer = make_plain("cuda")
+    before, alive = [], []
+
+    def loss_of(x, y):
+        alive.append(sum(not storage.expired() for storage in before))
+        return loss_fn(x, y)
+
+    step = braze.TrainStep(model, loss_of, optimizer)
+    for x, y in batches("cuda", 3):
+        step(x, y)
+        before = [StorageWeakRef(p.grad.untyped_storage()) for p in model.parameters()]
+    assert alive == [0, 0, 0]
+    kept = [p.grad for p in model.parameters()]
+    step(x, y)
+    assert all(p.grad is grad for p, grad in zip(model.parameters(), kept, strict=True))
+
+
+def test_gradients_after_a_refused_capture(fake):
+    """There are none, as at the beginning of every call, so that the plain loop may go on."""
+    model, optimizer = make_plain("cuda")
+    waits = lambda x, y: loss_fn(x, y) * float(x.sum() * 0 + 1)  # noqa: E731
+    step, (x, y) = braze.TrainStep(model, waits, optimizer), batches("cuda", 1)[0]
+    for _ in range(2):
+        step(x, y)
+        assert all(p.grad is not None for p in model.parameters())
+    weights = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(RuntimeError, match="cannot be captured"):
+        step(x, y)
+    assert all(p.grad is None for p in model.parameters())
+    for p, weight in zip(model.parameters(), weights, strict=True):
+        assert torch.equal(p, weight)
 
 
 def test_what_the_gpu_is_given(fake):

@@ -19,6 +19,7 @@ from optim_common import (
     steps_with_rates,
     train,
 )
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import braze
 from common import assert_by_rule
@@ -310,6 +311,20 @@ def test_what_changes_between_steps(device, name):
     p.grad = p.grad.double()
     with pytest.raises(RuntimeError, match="dtype"):
         mine.step()
+
+
+@pytest.mark.parametrize("name", [*OPTIONS, "SGD"])
+def test_gradients_are_not_kept(device, name):
+    """Once they are dropped, their memory is free, however many steps were alike."""
+    weights = [torch.nn.Parameter(torch.ones(5, device=device)) for _ in range(2)]
+    optimizer = getattr(braze.optim, name)(weights, lr=0.1)
+    for _ in range(4):
+        for p in weights:
+            p.grad = torch.ones_like(p)
+        grads = [StorageWeakRef(p.grad.untyped_storage()) for p in weights]
+        optimizer.step()
+        optimizer.zero_grad()
+        assert all(grad.expired() for grad in grads)
 
 
 @pytest.mark.parametrize("name", NAMES)

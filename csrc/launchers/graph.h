@@ -44,6 +44,9 @@ bool fork_side_stream(Stream main, bool urgent, Stream* branch);
 // What `main` is given from now on waits for what the side stream has been given.
 void join_side_stream(Stream main);
 void close_side_stream(Stream main);
+// What `main` is given from now on waits for what the side stream had been given at the last call
+// of this since the last join, if any. A wait for what was given long ago is a short one.
+void move_side_stream_mark(Stream main);
 
 }  // namespace cuda
 #else
@@ -57,6 +60,7 @@ class Fork {
 };
 
 inline bool fork_side_stream(Stream, bool, Stream*) { return false; }
+inline void move_side_stream_mark(Stream) {}
 
 }  // namespace cpu
 #endif

@@ -71,6 +71,7 @@ class Workspace {
     memory_ = empty({bytes}, like, ScalarType::Byte);
     data_ = memory_.mutable_data_ptr();
   }
+  explicit Workspace(const Tensor& memory) : memory_(memory), data_(memory.mutable_data_ptr()) {}
   void* data() const { return data_; }
   const Tensor& memory() const { return memory_; }  // undefined where there is none
 

@@ -289,7 +289,7 @@ std::tuple<Tensor, Tensor, Tensor> run_conv2d_gradients(
       const Operand dw(grad_weight, channels_last);
       kept = run(stream, {Conv2dPass::kWgrad, shape, x.ref, dw.ref, y.ref}, grad_weight, choice, {},
                  &branch);
-      if (branch.outlasts()) keep_until_join({x.tensor, y.tensor, kept.memory()}, {grad_weight});
+      if (branch.outlasts()) branch.keep({x.tensor, y.tensor}, kept, grad_weight);
     }
   }
   if (output_mask[0] && !no_terms) {

@@ -32,6 +32,21 @@ class Branch {
     return outlasts_ ? stream : fork_.emplace(main_).branch();
   }
   bool outlasts() const { return outlasts_; }
+  // For launches behind begin(), before it: that of the op before on the same side stream, which
+  // works in it no longer when they do, or new memory.
+  Workspace workspace(int64_t bytes, const Tensor& like) const {
+#ifdef BRAZE_CUDA
+    const Tensor memory =
+        is_small_ && bytes > 0 ? side_stream_workspace(main_, is_urgent_, bytes, like) : Tensor();
+    if (memory.defined()) return Workspace(memory);
+#endif
+    return Workspace(bytes, like);
+  }
+  // Behind the launches of an op that outlasts it: what they read, work in and make.
+  void keep(const std::vector<Tensor>& read, const Workspace& workspace, const Tensor& made) const {
+    keep_workspace(main_, is_urgent_, workspace.memory());
+    keep_until_join(read, {made});
+  }
   // The same for what little is left of a bias' gradient, beyond the op, on a stream that neither
   // the weight's gradient nor the input's waits for; if there is one.
   std::optional<Stream> begin_sums() const {
@@ -115,7 +130,9 @@ Workspace run(Stream stream, const Conv2dProblem& problem, Tensor& result, const
   };
   Workspace workspace;
   try {
-    workspace = Workspace(decision.workspace_bytes, result);
+    const int64_t bytes = decision.workspace_bytes;
+    const bool aside = branch && !decision.plan.by_fft;
+    workspace = aside ? branch->workspace(bytes, result) : Workspace(bytes, result);
   } catch (const std::runtime_error&) {  // out of memory
     if (!do_without_workspace()) throw;
   }

@@ -8,9 +8,16 @@
 
 namespace braze {
 
-// What a side stream reads or works in stays allocated until the join, and what it makes is on
-// record as pending: whoever reads that earlier reads it unfinished. Undefined tensors may be among
-// `read`.
+// What a side stream reads or works in stays allocated until it has been read: until the join, or,
+// where that comes to many bytes, until the main stream has waited for it. What it makes is on
+// record as pending up to the join: whoever reads that earlier reads it unfinished. Undefined
+// tensors may be among `read`.
 void keep_until_join(const std::vector<Tensor>& read, const std::vector<Tensor>& made);
+
+// What the ops on a side stream of `main` work in, one after the other: at least so many bytes that
+// one of them has left there since the last join, for the next; undefined where there are none.
+// `memory` may be undefined.
+Tensor side_stream_workspace(Stream main, bool urgent, int64_t bytes, const Tensor& like);
+void keep_workspace(Stream main, bool urgent, const Tensor& memory);
 
 }  // namespace braze

@@ -17,13 +17,14 @@ void check(cudaError_t error) {
 
 struct SideStream {
   cudaStream_t stream = nullptr;
-  cudaEvent_t forked = nullptr, joined = nullptr;
+  cudaEvent_t forked = nullptr, joined = nullptr, marked = nullptr;
 
   // Never destroyed: the CUDA context may be gone first.
   void create(int priority) {
     if (stream) return;
     check(cudaEventCreateWithFlags(&forked, cudaEventDisableTiming));
     check(cudaEventCreateWithFlags(&joined, cudaEventDisableTiming));
+    check(cudaEventCreateWithFlags(&marked, cudaEventDisableTiming));
     check(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, priority));
   }
 };
@@ -49,6 +50,7 @@ void order(cudaStream_t from, cudaEvent_t event, cudaStream_t to) {
 struct BackwardStreams {
   SideStream streams[2];  // the second one urgent
   bool pending[2] = {};   // whether it has been given what nobody has joined
+  bool marked[2] = {};    // whether there is a mark that `main` has not waited for
   Stream main = nullptr;
   bool open = false;
 };
@@ -116,7 +118,19 @@ void join_side_stream(Stream main) {
   for (int urgent = 0; urgent < 2; ++urgent) {
     const SideStream& side = b.streams[urgent];
     if (b.pending[urgent]) order(side.stream, side.joined, as_cuda(main));
-    b.pending[urgent] = false;
+    b.pending[urgent] = b.marked[urgent] = false;
+  }
+}
+
+void move_side_stream_mark(Stream main) {
+  const std::lock_guard<std::mutex> lock(backward_mutex);
+  BackwardStreams& b = backward_streams();
+  if (!b.open || b.main != main) return;
+  for (int urgent = 0; urgent < 2; ++urgent) {
+    const SideStream& side = b.streams[urgent];
+    if (b.marked[urgent]) check(cudaStreamWaitEvent(as_cuda(main), side.marked));
+    b.marked[urgent] = b.pending[urgent];
+    if (b.pending[urgent]) check(cudaEventRecord(side.marked, side.stream));
   }
 }
 

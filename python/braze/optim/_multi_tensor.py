@@ -27,6 +27,13 @@ class Launch:
         #: what the parameters of a launch have in common: see :meth:`MultiTensor._state_of`
         self.shared = shared
 
+    def with_gradients(self, grads):
+        """The same of another step; neither sharded nor with averages."""
+        launch = Launch(len(self.states), self.shared, False)
+        launch.params.extend(self.params)
+        launch.grads, launch.steps, launch.states = grads, self.steps, self.states
+        return launch
+
 
 class MultiTensor:
     """A base beside torch's class: ``class Adam(MultiTensor, torch.optim.Adam)``.
@@ -230,7 +237,8 @@ class MultiTensor:
             and len(group["params"]) == len(launch.params)
         ):
             states = [self.state[p] for p in launch.params]
-            before[id(group)] = group, wanted, states, launch
+            # Nobody is to keep the memory of gradients that zero_grad() has dropped.
+            before[id(group)] = group, wanted, states, launch.with_gradients([])
 
     def _as_before(self, group, wanted):
         """The launch of the step before with this one's gradients, if all else is the same object:
@@ -262,10 +270,7 @@ class MultiTensor:
         )
         if not same:
             return None
-        launch = Launch(len(self._kinds), last.shared, False)
-        launch.params.extend(params)
-        launch.grads, launch.steps, launch.states = grads, last.steps, last.states
-        return launch
+        return last.with_gradients(grads)
 
     def _check(self, launch):
         """Raises where the op would refuse what these optimizers promise to find beforehand."""

@@ -96,12 +96,19 @@ class PopulationBody:
     def clean_scaler(self):
         """There is none."""
 
+    def drop_gradients(self):
+        """As :meth:`braze.step.body.Body.drop_gradients`."""
+        self.window_grads = []
+        for member in self.members:
+            member.drop_gradients()
+
     def run(self, batch, gather, first, last, branches=None):
         """One step, as :meth:`braze.step.body.Body.run` of each member.
 
         Returns:
             The losses ``[n]``, and the norms of the gradients ``[n]`` or None.
         """
+        self.drop_gradients()
         n, norms, kept = len(self.members), [], []
         losses, prefetch, side_streams = branches or (None, None, [None] * n)
         with contextlib.ExitStack() as stack:

@@ -36,6 +36,12 @@ class Body:
         self._accumulated = {p: grad for p, grad in self._accumulated.items() if p in kept}
         self.window_grads = [(p, grad) for p, grad in self.window_grads if p in kept]
 
+    def drop_gradients(self):
+        """Before a window, which makes them anew: no two sets of them lie in memory."""
+        self.window_grads = []
+        for p in self._parts.params:
+            p.grad = None
+
     def run(self, batch, gather, first, last, branches=None):
         """Forward and backward of one batch; the update if it is the window's last.
 
@@ -58,9 +64,11 @@ class Body:
         """Forward and backward of one batch, as :meth:`run`; returns the loss."""
         parts = self._parts
         _, losses, prefetch, side_stream = branches or (None,) * 4
-        for p in parts.params:
-            p.grad = None
-        if not first:
+        if first:
+            self.drop_gradients()
+        else:
+            for p in parts.params:
+                p.grad = None
             for p, grad in self.window_grads:
                 p.grad = grad
         # A cast weight that an enclosing autocast remembers would be that of an earlier step.

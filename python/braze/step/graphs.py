@@ -79,6 +79,9 @@ class Work:
         """How to record it; where the first way proves unfit the next is tried."""
         return (None,)
 
+    def before_capture(self, call):
+        """Frees what nobody will read: a capture's memory lies beside that of eager calls."""
+
     def prepare(self, entry, call, way):
         """Before a capture: memory and streams that the graph needs. Returns what :meth:`record`
         and :meth:`finish` are given."""
@@ -202,6 +205,7 @@ class Graphs:
         return kind, self._work.key(call, kind)
 
     def _capture(self, entry, call):
+        self._work.before_capture(call)
         for way in self._work.ways():
             if self._record(entry, call, way):
                 return

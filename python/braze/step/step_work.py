@@ -80,6 +80,10 @@ class StepWork(Work):
             yield SideStream(self._parts.update_takes_casts())
         yield None
 
+    def before_capture(self, call):
+        if call.first:  # as the step itself begins
+            self._body.drop_gradients()
+
     def prepare(self, entry, call, way):
         parts, batches = self._parts, self._body.batches
         batch = entry.arguments()
