@@ -83,6 +83,7 @@ struct ProductArgs {
   bool padded;        // runs have padding, which has to be zeros
   bool relu;          // of results, NaN stays NaN
 
+  int buffers;  // of the source's tile: 2, or 1 that is filled while results are stored
   int granules_at, pixels_at, weights_at, out_at, tiles_at;  // in shared memory, bytes
 };
 

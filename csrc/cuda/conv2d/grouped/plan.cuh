@@ -21,8 +21,10 @@ struct Tile {
   int images, rows, columns;  // of cells
   int slab;                   // groups or units of a block
   int parts;                  // of a group or unit
-  int column_tiles, passes;   // product: eights of results side by side, how often
-  int warp_tile, warps_across, pixel_parts;  // wgrad
+  int warp_tile;              // the number of a warp's tile
+  int buffers;                // product: of the source's tile
+  int passes;                 // product: warps' tiles of a group's, or a part's, results
+  int warps_across, pixel_parts;  // wgrad
   int blocks, slabs, shared_bytes;
 };
 
@@ -133,8 +135,32 @@ void for_each_tile(const Cells& c, int most_pixels, const F& f) {
   }
 }
 
-// What limits a multiprocessor of an H200, per cycle: bytes of memory and of L2 for each, about.
-constexpr double kMemoryRate = 17, kCacheRate = 32;
+// What a tile asks of a multiprocessor: bytes of memory, of L2 and of shared memory, lines that
+// copies touch, products of mma.sync, warps' instructions.
+struct Work {
+  double memory, cache, lines, shared, products, instructions;
+};
+
+// Of a run of contiguous bytes, which begins anywhere in a sector of 32 bytes if it does not fill
+// some. Short runs are less of what memory reads at a time.
+inline double cache_bytes(int run) { return run % 32 == 0 ? run : round_up(run, 32) + 16; }
+inline double memory_bytes(int run) { return run + 24; }
+inline double lines_of(int run) { return std::max(1.0, run / 128.0); }
+
+// In cycles, of which an H200 has 1.755e9 a second, on one of `blocks` that share the
+// multiprocessor: the fewer, the less of one hides behind another's.
+inline double cycles_of(const Work& work, int blocks, int buffers = 2) {
+  constexpr double kMemory = 18, kCache = 32, kShared = 128, kProduct = 1.6, kIssue = 3;
+  const double each[] = {work.memory / kMemory, work.cache / kCache,         work.lines,
+                         work.shared / kShared, work.products * kProduct, work.instructions / kIssue};
+  double sum = 0, most = 0;
+  for (const double cycles : each) sum += cycles, most = std::max(most, cycles);
+  const double apart = blocks == 1 ? 0.3 : blocks == 2 ? 0.15 : 0.1;
+  // With one buffer a block computes and copies in turns.
+  const double in_turns = buffers == 1 ? (work.memory / kMemory + 900) / blocks : 0;
+  return most + apart * (sum - most) + 900.0 / blocks + in_turns;
+}
+
 constexpr double kStart = 3000;  // cycles of a block, and of the launch
 
 // The number of blocks for each slab that is done first, and the cycles it takes. tile_cycles: of a

@@ -13,28 +13,35 @@ namespace braze::cuda::grouped {
 
 using ProductFunction = void (*)(ProductArgs);
 
-// columns: eights of filters side by side, one of columns_of(). granule: bytes of one, 16, or of
-// 16-bit types 8.
-ProductFunction product_bf16(int columns, int granule);
-ProductFunction product_fp16(int columns, int granule);
-ProductFunction product_tf32(int columns);
-ProductFunction product_fp32(int columns);
+// What a warp multiplies at a time: sixteens of pixels and eights of results, of one group.
+struct ProductTile {
+  int rows, columns;
+};
+constexpr ProductTile kProductTiles[] = {{4, 1}, {4, 2}, {4, 3}, {4, 4}, {2, 4}, {4, 5},
+                                         {2, 7}, {4, 7}, {2, 1}, {2, 2}};
+constexpr int kProductTileCount = 10;
+
+// granule: bytes of one.
+constexpr bool has_product_tile(bool split, int size, int granule, int tile) {
+  if (split) return tile >= 8;
+  return tile < (granule == 8 ? 4 : size == 4 ? 5 : 8);
+}
+// Blocks of a multiprocessor that there are registers for.
+constexpr int product_blocks(int tile) {
+  return tile == 5 || tile == 7 ? 1 : tile < 2 ? 3 : 2;
+}
+
+// granule: 16, or of 16-bit types 8.
+ProductFunction product_bf16(int tile, int granule);
+ProductFunction product_fp16(int tile, int granule);
+ProductFunction product_tf32(int tile);
+ProductFunction product_fp32(int tile);
 
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
 
-// Tiles of 16 pixels of each warp.
-constexpr int product_rows(bool split) { return split ? 2 : 4; }
-constexpr int most_product_columns(bool split, int granule) {
-  return split ? 2 : granule == 8 ? 4 : 7;
-}
-// Blocks of a multiprocessor that there are registers for.
-constexpr int product_blocks(bool split, int columns) {
-  return split ? 2 : columns <= 2 ? 3 : columns <= 4 ? 2 : 1;
-}
-
-template <typename T, bool kSplit, int kColumns, int kGranule>
+template <typename T, bool kSplit, int kRows, int kColumns, int kGranule>
 class Product {
-  static constexpr int kRows = product_rows(kSplit), kPer = 4 / sizeof(T);
+  static constexpr int kPer = 4 / sizeof(T);
   static constexpr int kGranules = 32 / kGranule;  // of a step
   static constexpr int kBases = kGranule == 16 ? 1 : 2;
   static constexpr int kResults = kColumns * 8;
@@ -93,7 +100,7 @@ class Product {
       pixels_[i] = inside ? offset_in_tile(a_.source, place_in_tile(a_.cells, i), a_.cells.step_h)
                           : 0;
     }
-    if (a_.padded) clear(tiles_, tiles_ + 2 * a_.source.bytes());
+    if (a_.padded) clear(tiles_, tiles_ + a_.buffers * a_.source.bytes());
   }
 
   // The weights as the products' lanes hold them.
@@ -289,46 +296,54 @@ class Product {
   __device__ __forceinline__ void run() const {
     prepare_tables();
     __syncthreads();
-    int buffer = 0;
     stage_tile(blockIdx.x, 0);
     cp_async_commit();
     stage_weights();
+    const bool is_double = a_.buffers == 2;
+    int buffer = 0;
     for (int tile = blockIdx.x; tile < a_.cells.tiles; tile += gridDim.x) {
       const int next = tile + gridDim.x;
-      if (next < a_.cells.tiles) stage_tile(next, buffer ^ 1);
-      cp_async_commit();
-      cp_async_wait<1>();
+      const bool has_next = next < a_.cells.tiles;
+      if (is_double) {
+        if (has_next) stage_tile(next, buffer ^ 1);
+        cp_async_commit();
+        cp_async_wait<1>();
+      } else {
+        cp_async_wait<0>();
+      }
       __syncthreads();  // and the last tile's results have been stored
       compute(tiles_ + buffer * a_.source.bytes());
       __syncthreads();  // the buffer is filled anew
+      if (is_double) {
+        buffer ^= 1;
+      } else if (has_next) {
+        stage_tile(next, 0);
+        cp_async_commit();
+      }
       store(tile);
-      buffer ^= 1;
     }
   }
 };
 
-template <typename T, bool kSplit, int kColumns, int kGranule>
-__global__ void __launch_bounds__(kThreads, product_blocks(kSplit, kColumns))
+template <typename T, bool kSplit, int kTile, int kGranule>
+__global__ void __launch_bounds__(kThreads, product_blocks(kTile))
     grouped_product_kernel(const __grid_constant__ ProductArgs a) {
   extern __shared__ uint4 shared[];
   wait_for_earlier_kernels();
-  Product<T, kSplit, kColumns, kGranule>(a, shared).run();
+  constexpr ProductTile kShape = kProductTiles[kTile];
+  Product<T, kSplit, kShape.rows, kShape.columns, kGranule>(a, shared).run();
 }
 
-// 6 eights are two times 3.
-template <typename T, bool kSplit, int kGranule>
-ProductFunction product_function(int columns) {
-  constexpr int kMost = most_product_columns(kSplit, kGranule);
-  if constexpr (kMost >= 7) {
-    if (columns == 7) return grouped_product_kernel<T, kSplit, 7, kGranule>;
-    if (columns == 5) return grouped_product_kernel<T, kSplit, 5, kGranule>;
+template <typename T, bool kSplit, int kGranule, int kTile = 0>
+ProductFunction product_function(int tile) {
+  if constexpr (kTile == kProductTileCount) {
+    return nullptr;
+  } else {
+    if constexpr (has_product_tile(kSplit, sizeof(T), kGranule, kTile)) {
+      if (tile == kTile) return grouped_product_kernel<T, kSplit, kTile, kGranule>;
+    }
+    return product_function<T, kSplit, kGranule, kTile + 1>(tile);
   }
-  if constexpr (kMost >= 4) {
-    if (columns == 4) return grouped_product_kernel<T, kSplit, 4, kGranule>;
-    if (columns == 3) return grouped_product_kernel<T, kSplit, 3, kGranule>;
-  }
-  if (columns == 2) return grouped_product_kernel<T, kSplit, 2, kGranule>;
-  return grouped_product_kernel<T, kSplit, 1, kGranule>;
 }
 
 }  // namespace braze::cuda::grouped

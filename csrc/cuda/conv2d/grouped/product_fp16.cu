@@ -2,9 +2,9 @@
 
 namespace braze::cuda::grouped {
 
-ProductFunction product_fp16(int columns, int granule) {
-  return granule == 8 ? product_function<__half, false, 8>(columns)
-                      : product_function<__half, false, 16>(columns);
+ProductFunction product_fp16(int tile, int granule) {
+  return granule == 8 ? product_function<__half, false, 8>(tile)
+                      : product_function<__half, false, 16>(tile);
 }
 
 }  // namespace braze::cuda::grouped

@@ -2,6 +2,6 @@
 
 namespace braze::cuda::grouped {
 
-ProductFunction product_fp32(int columns) { return product_function<float, true, 16>(columns); }
+ProductFunction product_fp32(int tile) { return product_function<float, true, 16>(tile); }
 
 }  // namespace braze::cuda::grouped

@@ -5,7 +5,8 @@
 namespace braze::cuda::grouped {
 namespace {
 
-constexpr int kMostPixels = 512;   // of a tile
+constexpr int kMostPixels = 512;     // of a tile, and of all classes
+constexpr int kMostParts = 32;
 constexpr int kMostSlabBytes = 512;  // of a pixel, where there are several groups
 
 bool is_dgrad(const Conv2dArgs& args) { return args.pass == Conv2dPass::kDgrad; }
@@ -35,21 +36,6 @@ void set_classes(const Conv2dShape& s, const Axis& down, const Axis& across, Pro
       to.columns = static_cast<int>(j < s.s ? ceil_div(s.s - j, s.stride_w) : 0);
       to.out_row = static_cast<int>(s.stride_h * down.first_cell + i - s.pad_h);
       to.out_column = static_cast<int>(s.stride_w * across.first_cell + j - s.pad_w);
-    }
-  }
-}
-
-// Eights of results side by side that there are kernels for, and how often, for so many.
-void set_columns(const Conv2dArgs& args, int granule, int eights, Tile* tile) {
-  const int most = most_product_columns(is_split(args), granule);
-  const int wide = bytes_of(args) == 4 ? std::min(most, 4) : most;
-  double least = 0;
-  for (const int columns : {1, 2, 3, 4, 5, 7}) {
-    if (columns > wide) break;
-    const int passes = static_cast<int>(ceil_div(eights, columns));
-    const double cost = passes * (columns * 3.5 + 5);
-    if (least == 0 || cost < least) {
-      least = cost, tile->column_tiles = columns, tile->passes = passes;
     }
   }
 }
@@ -126,7 +112,8 @@ bool set_tile(const Conv2dArgs& args, Tile* tile, ProductArgs* a) {
   set_extents(&a->source, tile->images, static_cast<int>(rows), static_cast<int>(columns),
               a->cells.step_w);
   a->slab_groups = tile->slab, a->parts = tile->parts, a->passes = tile->passes;
-  const int columns_of_block = tile->passes * tile->column_tiles;
+  const ProductTile of_warp = kProductTiles[tile->warp_tile];
+  const int columns_of_block = tile->passes * of_warp.columns;
   a->part_results = tile->parts > 1 ? columns_of_block * 8 : a->results;
   a->out_slab = tile->parts > 1 ? a->part_results : a->results * tile->slab;
   // (A part is a multiple of eight results.)
@@ -135,7 +122,7 @@ bool set_tile(const Conv2dArgs& args, Tile* tile, ProductArgs* a) {
   a->by_out_copies = FastDiv(copies), a->by_pixels = FastDiv(a->cells.pixels);
   a->out_pitch = static_cast<int>(round_up(a->out_slab * size, 16));
   if (a->out_pitch / 16 % 2 == 0) a->out_pitch += 16;
-  const int rows_of_warp = 16 * product_rows(is_split(args));
+  const int rows_of_warp = 16 * of_warp.rows;
   a->chunks = static_cast<int>(ceil_div(a->cells.pixels, rows_of_warp));
   a->items = a->chunks * a->class_count * tile->slab * tile->passes;
   a->by_chunks = FastDiv(a->chunks), a->by_products = FastDiv(tile->slab * tile->passes);
@@ -152,58 +139,51 @@ bool set_tile(const Conv2dArgs& args, Tile* tile, ProductArgs* a) {
   a->pixels_at = room(int64_t{a->chunks} * rows_of_warp * 4);
   a->weights_at = room(int64_t{tile->slab} * columns_of_block * a->steps * 32 * sizeof(uint2));
   a->out_at = room(int64_t{a->class_count} * a->cells.pixels * a->out_pitch);
-  a->tiles_at = room(2 * int64_t{a->source.pixels()} * a->source.pitch);
+  a->buffers = tile->buffers;
+  a->tiles_at = room(tile->buffers * int64_t{a->source.pixels()} * a->source.pitch);
   if (at > most_shared_memory()) return false;
   tile->shared_bytes = static_cast<int>(at);
   tile->slabs = static_cast<int>(ceil_div(a->groups, tile->slab)) * tile->parts;
   return tile->slabs <= 65535;
 }
 
-int blocks_at_once(const Conv2dArgs& args, const Tile& tile) {
+int blocks_at_once(const Tile& tile) {
   const int by_memory = (most_shared_memory() + 1024) / (tile.shared_bytes + 1024);
-  return std::clamp(product_blocks(is_split(args), tile.column_tiles), 1, std::max(1, by_memory));
+  return std::clamp(product_blocks(tile.warp_tile), 1, std::max(1, by_memory));
 }
 
 // How long a tile keeps a multiprocessor busy, about, in cycles.
 double cost_of(const Conv2dArgs& args, const Tile& tile, const ProductArgs& a) {
-  const int size = bytes_of(args), granule = granule_of(args), columns = tile.column_tiles;
-  const int rows = product_rows(is_split(args));
-  const double slab = double{1} * a.source.slab * size, out = double{1} * a.out_slab * size;
+  const int size = bytes_of(args), granule = granule_of(args);
+  const auto [rows, columns] = kProductTiles[tile.warp_tile];
+  const int slab = a.source.slab * size, out = a.out_slab * size;
   const double pixels = double{1} * a.cells.pixels, results = pixels * a.class_count;
   const double patch = double{1} * a.source.images * a.source.rows * a.source.columns;
   const double copies = patch * a.source.by_copies.divisor();
+  const double stores = results * a.by_out_copies.divisor();
   const double own = std::min(patch, pixels * a.cells.step_h * a.cells.step_w);
-  const double memory = (own * slab / tile.parts + results * out) / kMemoryRate;
-  const double cache = (patch * slab + results * out) / kCacheRate;
+  Work work;
+  work.memory = own * memory_bytes(slab) / tile.parts + results * memory_bytes(out);
+  work.cache = patch * cache_bytes(slab) + results * cache_bytes(out);
+  work.lines = patch * lines_of(slab) + results * lines_of(out);
   // Warps that have no item wait for those that have.
   const double idle = double{1} * round_up(a.items, kWarps) / a.items;
   const double steps = double{1} * a.steps * a.chunks * tile.slab * tile.passes * idle;
-  const double product = is_split(args) ? 13 : 3.2;
-  const double tensor = steps * rows * columns * product;
-  const double parts_of_row = is_split(args) ? 40 : size == 4 ? 9 : granule == 16 ? 4 : 7;
-  const double instructions = steps * (6 + columns * 2 + rows * (parts_of_row + columns)) +
-                              copies * 24 / 32 +
-                              results * a.by_out_copies.divisor() * 30 / 32 +
-                              a.items * (60 + rows * columns * 20);
-  const double issue = instructions / 4 * 1.3;
-  const double shared = (steps * (rows * 512 + columns * 256) + 2 * patch * slab +
-                         2 * results * out) / 128;
-  const double sum = memory + cache + tensor + issue + shared;
-  const double most = std::max({memory, cache, tensor, issue, shared});
-  // The fewer blocks, the less hides behind another's work.
-  const int blocks = blocks_at_once(args, tile);
-  const double apart = blocks == 1 ? 0.5 : blocks == 2 ? 0.25 : 0.15;
-  return most + apart * (sum - most) + 900.0 / blocks;
+  work.products = steps * rows * columns * (is_split(args) ? 4 : 1);
+  const double row = is_split(args) ? 40 : size == 4 ? 9 : granule == 16 ? 4 : 7;
+  work.instructions = steps * (6 + columns * 2 + rows * (row + columns)) + copies * 24 / 32 +
+                      stores * 30 / 32 + a.items * (60 + rows * columns * 20);
+  work.shared = steps * (rows * 512 + columns * 256) + 2 * patch * slab + 2 * results * out;
+  return cycles_of(work, blocks_at_once(tile), tile.buffers);
 }
 
 ProductFunction function_of(const Conv2dArgs& args, const Tile& tile) {
-  const int columns = tile.column_tiles;
   switch (args.shape.dtype) {
-    case DType::kBFloat16: return product_bf16(columns, granule_of(args));
-    case DType::kFloat16: return product_fp16(columns, granule_of(args));
+    case DType::kBFloat16: return product_bf16(tile.warp_tile, granule_of(args));
+    case DType::kFloat16: return product_fp16(tile.warp_tile, granule_of(args));
     default: break;
   }
-  return is_split(args) ? product_fp32(columns) : product_tf32(columns);
+  return is_split(args) ? product_fp32(tile.warp_tile) : product_tf32(tile.warp_tile);
 }
 
 }  // namespace
@@ -218,27 +198,33 @@ std::optional<Tile> product_tile(const Conv2dArgs& given) {
   const auto consider = [&](Tile tile) {
     ProductArgs a = problem;
     if (!set_tile(args, &tile, &a)) return;
-    const double weights = double{1} * tile.slab * tile.passes * tile.column_tiles * a.steps * 32;
-    const Schedule s = schedule(a.cells.tiles, tile.slabs, blocks_at_once(args, tile), sms,
+    const double weights =
+        double{1} * tile.slab * tile.passes * kProductTiles[tile.warp_tile].columns * a.steps * 32;
+    const Schedule s = schedule(a.cells.tiles, tile.slabs, blocks_at_once(tile), sms,
                                 cost_of(args, tile, a), kStart + weights / kThreads * 60, 0);
     tile.blocks = s.blocks;
     if (!best || s.cycles < least) best = tile, least = s.cycles;
   };
-  for (int parts = 1; parts <= eights; ++parts) {
+  const int64_t widest = std::max(problem.channels, problem.results) * int64_t{size};
+  for (int i = 0; i < kProductTileCount; ++i) {
+    if (!has_product_tile(is_split(args), size, granule, i)) continue;
     Tile tile{};
-    set_columns(args, granule, static_cast<int>(ceil_div(eights, parts)), &tile);
-    tile.parts = parts > 1 ? static_cast<int>(ceil_div(eights, tile.passes * tile.column_tiles)) : 1;
-    const int64_t widest = std::max(problem.channels, problem.results) * int64_t{size};
-    for (int groups = 1; groups <= problem.groups; groups *= 2) {
-      if (groups > 1 && (parts > 1 || groups * widest > kMostSlabBytes)) break;
-      tile.slab = groups;
-      for_each_tile(problem.cells, kMostPixels / problem.class_count,
-                    [&](int images, int rows, int columns) {
-                      tile.images = images, tile.rows = rows, tile.columns = columns;
-                      consider(tile);
-                    });
+    tile.warp_tile = i;
+    const int columns = kProductTiles[i].columns;
+    for (int parts = 1; parts <= std::min(eights, kMostParts); ++parts) {
+      tile.passes = static_cast<int>(ceil_div(ceil_div(eights, parts), columns));
+      tile.parts = parts > 1 ? static_cast<int>(ceil_div(eights, tile.passes * columns)) : 1;
+      if (tile.parts < parts) continue;  // that many are not needed
+      for (int groups = 1; groups <= problem.groups; groups *= 2) {
+        if (groups > 1 && (parts > 1 || groups * widest > kMostSlabBytes)) break;
+        tile.slab = groups;
+        for_each_tile(problem.cells, kMostPixels / problem.class_count,
+                      [&](int images, int rows, int columns) {
+                        tile.images = images, tile.rows = rows, tile.columns = columns;
+                        for (tile.buffers = 1; tile.buffers <= 2; ++tile.buffers) consider(tile);
+                      });
+      }
     }
-    if (best) break;
   }
   return best;
 }

@@ -2,6 +2,6 @@
 
 namespace braze::cuda::grouped {
 
-ProductFunction product_tf32(int columns) { return product_function<float, false, 16>(columns); }
+ProductFunction product_tf32(int tile) { return product_function<float, false, 16>(tile); }
 
 }  // namespace braze::cuda::grouped

@@ -86,34 +86,28 @@ int blocks_at_once(const Tile& tile) {
 // How long a tile keeps a multiprocessor busy, about, in cycles.
 double cost_of(const Conv2dArgs& args, const Tile& tile, const WgradArgs& a) {
   const int size = bytes_of(args);
-  const WarpTile of_warp = kWarpTiles[tile.warp_tile];
-  const double x_slab = double{1} * a.x.slab * size, dy_slab = double{1} * a.dy.slab * size;
+  const auto [rows, columns] = kWarpTiles[tile.warp_tile];
+  const int x_slab = a.x.slab * size, dy_slab = a.dy.slab * size;
   const double pixels = double{1} * a.cells.pixels;
   const double patch = double{1} * a.x.images * a.x.rows * a.x.columns;
   const double own = std::min(patch, pixels * a.cells.step_h * a.cells.step_w);
-  const double memory = (own * x_slab + pixels * dy_slab) / tile.parts / kMemoryRate;
-  const double cache = (patch * x_slab + pixels * dy_slab) / kCacheRate;
+  Work work;
+  work.memory = (own * memory_bytes(x_slab) + pixels * memory_bytes(dy_slab)) / tile.parts;
+  work.cache = patch * cache_bytes(x_slab) + pixels * cache_bytes(dy_slab);
+  work.lines = patch * lines_of(x_slab) + pixels * lines_of(dy_slab);
   const int warps = tile.warps_across * tile.pixel_parts;
-  const double each = static_cast<double>(
-      ceil_div(ceil_div(a.cells.pixels, wgrad_step(size)), tile.pixel_parts));
-  const double steps = each * warps;
-  const double sums = double{1} * of_warp.rows * of_warp.columns;
-  const double product = is_split(args) ? 13 : 3.2;
+  const int64_t all_steps = ceil_div(a.cells.pixels, wgrad_step(size));
+  const double steps = static_cast<double>(ceil_div(all_steps, tile.pixel_parts)) * warps;
   // Warps are spread over four schedulers, of which the busiest decides.
-  const double uneven = 4.0 * static_cast<double>(ceil_div(warps, 4)) / warps;
-  const double tensor = steps * sums * product * (blocks_at_once(tile) > 1 ? 1 : uneven);
-  const double loads = size == 2 ? of_warp.rows + of_warp.columns * 1.5
-                                 : of_warp.rows * 8 + of_warp.columns * (is_split(args) ? 24 : 8);
+  const double uneven =
+      blocks_at_once(tile) > 1 ? 1 : 4.0 * static_cast<double>(ceil_div(warps, 4)) / warps;
+  work.products = steps * rows * columns * uneven * (is_split(args) ? 4 : 1);
+  const double loads =
+      size == 2 ? rows + columns * 1.5 : rows * 8 + columns * (is_split(args) ? 24 : 8);
   const double copies = patch * a.x.by_copies.divisor() + pixels * a.dy.by_copies.divisor();
-  const double instructions = steps * (12 + loads + sums) + copies * 24 / 32;
-  const double issue = instructions / 4 * 1.3;
-  const double shared =
-      (steps * (of_warp.rows * 512 + of_warp.columns * 256) + patch * x_slab + pixels * dy_slab) /
-      128;
-  const double sum = memory + cache + tensor + issue + shared;
-  const double most = std::max({memory, cache, tensor, issue, shared});
-  const double apart = blocks_at_once(tile) == 1 ? 0.4 : 0.2;
-  return most + apart * (sum - most) + 700.0 / blocks_at_once(tile);
+  work.instructions = steps * (12 + loads + rows * columns) + copies * 24 / 32;
+  work.shared = steps * (rows * 512 + columns * 256) + patch * x_slab + pixels * dy_slab;
+  return cycles_of(work, blocks_at_once(tile));
 }
 
 WgradFunction function_of(const Conv2dArgs& args, const Tile& tile) {
