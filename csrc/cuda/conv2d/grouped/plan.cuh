@@ -151,8 +151,9 @@ inline double lines_of(int run) { return std::max(1.0, run / 128.0); }
 // multiprocessor: the fewer, the less of one hides behind another's.
 inline double cycles_of(const Work& work, int blocks, int buffers = 2) {
   constexpr double kMemory = 18, kCache = 32, kShared = 128, kProduct = 1.6, kIssue = 3;
-  const double each[] = {work.memory / kMemory, work.cache / kCache,         work.lines,
-                         work.shared / kShared, work.products * kProduct, work.instructions / kIssue};
+  const double each[] = {work.memory / kMemory, work.cache / kCache,       work.lines,
+                         work.shared / kShared, work.products * kProduct,
+                         work.instructions / kIssue};
   double sum = 0, most = 0;
   for (const double cycles : each) sum += cycles, most = std::max(most, cycles);
   const double apart = blocks == 1 ? 0.3 : blocks == 2 ? 0.15 : 0.1;

@@ -64,8 +64,8 @@ class Product {
     const Cells& c = a_.cells;
     Place at = place_of(c, tile);
     at.row = at.row * c.step_h + c.first_h, at.column = at.column * c.step_w + c.first_w;
-    stage<T>(a_.source, c.batch, at, first_group_ * a_.channels,
-             tiles_ + buffer * a_.source.bytes());
+    stage<T, 4>(a_.source, c.batch, at, first_group_ * a_.channels,
+                tiles_ + buffer * a_.source.bytes());
   }
 
   __device__ __forceinline__ Granule granule_of(int i) const {

@@ -40,13 +40,13 @@ __device__ __forceinline__ int offset_of_tap(const Source& s, int rows, int colu
 
 // The channels from c on of the rectangle from (h, w) on. Asynchronously: the caller commits. Zeros
 // outside of the images and beyond the channels.
-template <int kBytes, typename T>
+template <int kBytes, int kUnroll, typename T>
 __device__ __forceinline__ void stage_copies(const Source& s, int batch, const Place& first, int c0,
                                              char* to) {
   constexpr int kCount = kBytes / sizeof(T);
   const T* const data = static_cast<const T*>(s.data);
   const int all = s.images * s.rows * s.columns * s.by_copies.divisor();
-#pragma unroll 4
+#pragma unroll kUnroll
   for (int i = threadIdx.x; i < all; i += blockDim.x) {
     int part, column, row, within, phase;
     const int line = s.by_columns.div(s.by_copies.div(i, part), column);
@@ -68,15 +68,16 @@ __device__ __forceinline__ void stage_copies(const Source& s, int batch, const P
   }
 }
 
-template <typename T>
+// kUnroll: copies whose addresses are worked out together, as far as there are registers.
+template <typename T, int kUnroll>
 __device__ __forceinline__ void stage(const Source& s, int batch, const Place& first, int c0,
                                       char* to) {
   if (s.copy == 16) {
-    stage_copies<16, T>(s, batch, first, c0, to);
+    stage_copies<16, kUnroll, T>(s, batch, first, c0, to);
   } else if (s.copy == 8) {
-    stage_copies<8, T>(s, batch, first, c0, to);
+    stage_copies<8, kUnroll, T>(s, batch, first, c0, to);
   } else {
-    stage_copies<sizeof(T), T>(s, batch, first, c0, to);
+    stage_copies<sizeof(T), kUnroll, T>(s, batch, first, c0, to);
   }
 }
 

@@ -44,7 +44,7 @@ class Wgrad {
   const int across_ = threadIdx.x / 32 % a_.warps_across;
   const int part_ = threadIdx.x / 32 / a_.warps_across;
   const int first_unit_ = blockIdx.y / a_.parts * a_.slab_units;
-  int unit_, row0_, column0_;  // of the block's units; the first sixteen of filters, eight of columns
+  int unit_, row0_, column0_;  // of the block's; the first sixteen of filters, eight of columns
   bool has_sums_;
   int offsets_[kOffsets];
   float acc_[kRows * kColumns * 4];
@@ -89,8 +89,8 @@ class Wgrad {
     Place at = place;
     at.row = at.row * c.step_h + c.first_h, at.column = at.column * c.step_w + c.first_w;
     const int unit = first_unit_ * a_.unit_groups;
-    stage<T>(a_.x, c.batch, at, unit * a_.channels, x_ + buffer * a_.x.bytes());
-    stage<T>(a_.dy, c.batch, place, unit * a_.filters, dy_ + buffer * a_.dy_bytes);
+    stage<T, 2>(a_.x, c.batch, at, unit * a_.channels, x_ + buffer * a_.x.bytes());
+    stage<T, 2>(a_.dy, c.batch, place, unit * a_.filters, dy_ + buffer * a_.dy_bytes);
     const int all = steps() * kStep;
     for (int i = threadIdx.x; i < all; i += blockDim.x) {
       const Place cell = place_in_tile(c, i);
