@@ -20,7 +20,7 @@ struct Source {
   int step, phase_columns;    // the stride, and the columns of each of its remainders
   // A pixel's slab: runs of channels, each padded to run_pitch bytes.
   int slab, run, run_pitch, runs, pitch;  // pitch: bytes from a pixel to the next
-  int copy;                               // bytes of each copy
+  int copy, lanes;  // bytes of each copy; pixels that a block copies side by side
   FastDiv by_copies, by_run_copies, by_columns, by_rows, by_step;
 
   __host__ __device__ int pixels() const { return images * rows * step * phase_columns; }
@@ -76,7 +76,7 @@ struct ProductArgs {
 
   int64_t out_n, out_h, out_w;
   int out_height, out_width, out_channels, out_step_h, out_step_w;
-  int out_slab, out_copy, out_pitch;  // channels of a block; bytes, in shared memory the pitch
+  int out_slab, out_copy, out_lanes, out_pitch;  // as those of a Source
   FastDiv by_out_copies, by_pixels;
   bool pairs;         // results are written in twos
   bool weight_pairs;  // weights are read in twos

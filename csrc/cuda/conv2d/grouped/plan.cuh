@@ -61,10 +61,15 @@ inline int copy_of(const Tensor4dRef& t, int64_t channels, int64_t run, int size
   return size;
 }
 
+// Pixels that so many threads copy side by side.
+inline int lanes_of(int threads, int64_t copies) {
+  return static_cast<int>(std::max<int64_t>(1, threads / copies));
+}
+
 // The channels of a tensor for each block: `count` runs of `run`, padded to multiples of `granule`
-// bytes. The tile's extents are set later.
+// bytes, by blocks of so many threads. The tile's extents are set later.
 inline Source source_of(const Tensor4dRef& t, int64_t h, int64_t w, int64_t channels, int64_t run,
-                        int count, int granule, int size) {
+                        int count, int granule, int size, int threads) {
   Source s{};
   s.data = t.data;
   s.n = t.n, s.h = t.h, s.w = t.w;
@@ -78,6 +83,7 @@ inline Source source_of(const Tensor4dRef& t, int64_t h, int64_t w, int64_t chan
   s.copy = copy_of(t, channels, s.run, size);
   const int64_t copies = ceil_div(s.run * size, s.copy);
   s.by_run_copies = FastDiv(copies), s.by_copies = FastDiv(copies * s.runs);
+  s.lanes = lanes_of(threads, copies * s.runs);
   s.pitch = static_cast<int>(round_up(s.runs * s.run_pitch, 16));
   return s;
 }

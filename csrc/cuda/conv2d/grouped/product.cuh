@@ -255,22 +255,21 @@ class Product {
     T* const out = static_cast<T*>(a_.out);
     const int first = first_group_ * a_.results + first_result_;
     const int end = a_.parts > 1 ? first + own_results_ : a_.out_channels;
-    const int all = a_.class_count * a_.cells.pixels * a_.by_out_copies.divisor();
-#pragma unroll 2
-    for (int i = threadIdx.x; i < all; i += kThreads) {
-      int part, pixel;
-      const int line = a_.by_out_copies.div(i, part), number = a_.by_pixels.div(line, pixel);
+    const int lines = a_.class_count * a_.cells.pixels;
+    for_each_copy<2>(a_.by_out_copies, a_.out_lanes, lines, [&](int part, int line) {
+      int pixel;
+      const int number = a_.by_pixels.div(line, pixel);
       const Place at = place_in_tile(a_.cells, pixel);
       const int n = place.image + at.image, c = first + part * kCount;
       const int h = (place.row + at.row) * a_.out_step_h + a_.classes[number].out_row;
       const int w = (place.column + at.column) * a_.out_step_w + a_.classes[number].out_column;
       const bool inside = n < a_.cells.batch && h >= 0 && h < a_.out_height && w >= 0 &&
                           w < a_.out_width && c < end;
-      if (!inside) continue;
+      if (!inside) return;
       const T* const from = reinterpret_cast<const T*>(out_ + line * a_.out_pitch) + part * kCount;
       store_vec<kCount>(out + n * a_.out_n + h * a_.out_h + w * a_.out_w + c,
                         load_vec<kCount>(from));
-    }
+    });
   }
 
   __device__ __forceinline__ void store(int tile) const {

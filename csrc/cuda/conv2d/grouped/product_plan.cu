@@ -103,7 +103,7 @@ bool set_tile(const Conv2dArgs& args, Tile* tile, ProductArgs* a) {
   const int reach_h = a->source.rows, reach_w = a->source.columns;
   if (!set_tile(&a->cells, *tile)) return false;
   a->source = source_of(args.gathered, dgrad ? s.p : s.h, dgrad ? s.q : s.w, dgrad ? s.k : s.c,
-                        a->channels, tile->slab, granule, size);
+                        a->channels, tile->slab, granule, size, kThreads);
   spread_banks(&a->source, false);
   a->padded = a->source.runs > 1 || a->source.run_pitch != a->source.run * size;
   const int64_t rows = int64_t{tile->rows - 1} * a->cells.step_h + reach_h;
@@ -120,6 +120,7 @@ bool set_tile(const Conv2dArgs& args, Tile* tile, ProductArgs* a) {
   a->out_copy = copy_of(args.out, a->out_channels, a->results * tile->slab, size);
   const int64_t copies = ceil_div(a->out_slab * size, a->out_copy);
   a->by_out_copies = FastDiv(copies), a->by_pixels = FastDiv(a->cells.pixels);
+  a->out_lanes = lanes_of(kThreads, copies);
   a->out_pitch = static_cast<int>(round_up(a->out_slab * size, 16));
   if (a->out_pitch / 16 % 2 == 0) a->out_pitch += 16;
   const int rows_of_warp = 16 * of_warp.rows;

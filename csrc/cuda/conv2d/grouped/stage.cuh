@@ -38,34 +38,51 @@ __device__ __forceinline__ int offset_of_tap(const Source& s, int rows, int colu
   return ((rows * s.step + phase) * s.phase_columns + across) * s.pitch;
 }
 
-// The channels from c on of the rectangle from (h, w) on. Asynchronously: the caller commits. Zeros
-// outside of the images and beyond the channels.
+// Calls f(part, pixel) for all copies of all pixels, shared out among the block's threads: lanes of
+// a warp have neighbouring parts, and a thread the same part of many pixels.
+template <int kUnroll, typename F>
+__device__ __forceinline__ void for_each_copy(const FastDiv& by_copies, int lanes, int pixels,
+                                              const F& f) {
+  int part;
+  const int first = by_copies.div(threadIdx.x, part);
+  if (first >= lanes) return;
+  for (; part < by_copies.divisor(); part += blockDim.x) {
+#pragma unroll kUnroll
+    for (int pixel = first; pixel < pixels; pixel += lanes) f(part, pixel);
+  }
+}
+
+// The channels from c0 on of the rectangle from (first.row, first.column) on. Asynchronously: the
+// caller commits. Zeros outside of the images and beyond the channels.
 template <int kBytes, int kUnroll, typename T>
 __device__ __forceinline__ void stage_copies(const Source& s, int batch, const Place& first, int c0,
                                              char* to) {
   constexpr int kCount = kBytes / sizeof(T);
   const T* const data = static_cast<const T*>(s.data);
-  const int all = s.images * s.rows * s.columns * s.by_copies.divisor();
-#pragma unroll kUnroll
-  for (int i = threadIdx.x; i < all; i += blockDim.x) {
-    int part, column, row, within, phase;
-    const int line = s.by_columns.div(s.by_copies.div(i, part), column);
+  const int all = s.images * s.rows * s.columns;
+  for_each_copy<kUnroll>(s.by_copies, s.lanes, all, [&](int part, int pixel) {
+    int column, row, within;
+    const int run = s.by_run_copies.div(part, within);
+    const int line = s.by_columns.div(pixel, column);
     const int image = first.image + s.by_rows.div(line, row);
-    const int run = s.by_run_copies.div(part, within), across = s.by_step.div(column, phase);
     const int h = first.row + row, w = first.column + column;
     const int c = c0 + run * s.run + within * kCount;
     const bool inside = image < batch && h >= 0 && h < s.height && w >= 0 && w < s.width &&
                         c < s.channels;
     const T* const from = data + (inside ? image * s.n + h * s.h + w * s.w + c : 0);
-    char* const at = to + ((line * s.step + phase) * s.phase_columns + across) * s.pitch +
-                     run * s.run_pitch + within * kBytes;
+    if (s.step > 1) {
+      int phase;
+      const int across = s.by_step.div(column, phase);
+      pixel = (line * s.step + phase) * s.phase_columns + across;
+    }
+    char* const at = to + pixel * s.pitch + run * s.run_pitch + within * kBytes;
     if constexpr (kBytes >= 4) {
       cp_async<kBytes>(at, from, inside);
     } else {
       *reinterpret_cast<uint16_t*>(at) =
           load_inside<1>(reinterpret_cast<const uint16_t*>(from), inside).v[0];
     }
-  }
+  });
 }
 
 // kUnroll: copies whose addresses are worked out together, as far as there are registers.

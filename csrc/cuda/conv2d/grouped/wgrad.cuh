@@ -231,7 +231,7 @@ class Wgrad {
 };
 
 template <typename T, bool kSplit, int kTile>
-__global__ void __launch_bounds__(32 * wgrad_warps(kTile))
+__global__ void __launch_bounds__(32 * wgrad_warps(kTile), 1)
     grouped_wgrad_kernel(const __grid_constant__ WgradArgs a) {
   extern __shared__ uint4 shared[];
   wait_for_earlier_kernels();

@@ -43,14 +43,15 @@ bool set_tile(const Conv2dArgs& args, Tile* tile, WgradArgs* a) {
   if (rows * columns * tile->images > 1 << 14) return false;
   const int64_t channels = int64_t{a->channels} * a->unit_groups;
   const int64_t filters = int64_t{a->filters} * a->unit_groups;
-  a->x = source_of(args.gathered, s.h, s.w, s.c, channels, tile->slab, 8 * size, size);
-  a->dy = source_of(args.other, s.p, s.q, s.k, filters, tile->slab, 8 * size, size);
+  const int granule = 8 * size, threads = 32 * tile->warps_across * tile->pixel_parts;
+  a->x = source_of(args.gathered, s.h, s.w, s.c, channels, tile->slab, granule, size, threads);
+  a->dy = source_of(args.other, s.p, s.q, s.k, filters, tile->slab, granule, size, threads);
   spread_banks(&a->x, size == 4), spread_banks(&a->dy, size == 4);
   set_extents(&a->x, tile->images, static_cast<int>(rows), static_cast<int>(columns),
               static_cast<int>(s.stride_w));
   set_extents(&a->dy, tile->images, tile->rows, tile->columns, 1);
-  a->x_unit_pitch = static_cast<int>(round_up(channels * size, 8 * size));
-  a->dy_unit_pitch = static_cast<int>(round_up(filters * size, 8 * size));
+  a->x_unit_pitch = static_cast<int>(round_up(channels * size, granule));
+  a->dy_unit_pitch = static_cast<int>(round_up(filters * size, granule));
   a->slab_units = tile->slab, a->parts = tile->parts;
   a->warps_across = tile->warps_across, a->pixel_parts = tile->pixel_parts;
   a->tiles_down = static_cast<int>(ceil_div(filters, 16 * of_warp.rows));
