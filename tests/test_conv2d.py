@@ -324,6 +324,7 @@ def test_every_kernel_by_name(device, dtype, case):
                     "implicit_gemm_wgmma",
                     "narrow_input",
                     "narrow_output",
+                    "grouped",
                 )
                 or (kernel["name"] == "winograd" and case != "groups")
             ):

@@ -7,6 +7,7 @@
 #include <iterator>
 
 #include "cuda/conv2d/depthwise/depthwise.h"
+#include "cuda/conv2d/grouped/grouped.h"
 #include "cuda/conv2d/halo/halo.h"
 #include "cuda/conv2d/im2col/im2col.h"
 #include "cuda/conv2d/narrow/narrow.h"
@@ -121,6 +122,11 @@ const char* narrow_output_obstacle(const Conv2dArgs& args) {
   return narrow::output_obstacle(args);
 }
 
+const char* grouped_obstacle(const Conv2dArgs& args) {
+  if (const char* why = direct_obstacle(args)) return why;
+  return grouped::obstacle(args);
+}
+
 struct Kernel {
   KernelInfo info;
   const char* (*obstacle)(const Conv2dArgs&);
@@ -182,6 +188,12 @@ constexpr Kernel kKernels[] = {
      narrow_output_obstacle,
      narrow::plan_output,
      narrow::run_output},
+    {{"conv2d", "grouped", "float32 bfloat16 float16", "sm_80+", true,
+      "groups of a few to some hundred channels: products of each group's pixels in shared memory; "
+      "float32 as TF32 or in parts of TF32"},
+     grouped_obstacle,
+     grouped::plan,
+     grouped::run},
     {{"conv2d", "fft", "float64 float32 bfloat16 float16", "sm_80+", true,
       "large filters: products of spectra, by torch's FFT, whole images or overlap-save tiles"},
      nullptr,
@@ -199,6 +211,7 @@ constexpr int kDirect = kernel_number(kKernels, "direct"),
               kIm2col = kernel_number(kKernels, "implicit_gemm_wgmma"),
               kNarrowInput = kernel_number(kKernels, "narrow_input"),
               kNarrowOutput = kernel_number(kKernels, "narrow_output"),
+              kGrouped = kernel_number(kKernels, "grouped"),
               kFft = kernel_number(kKernels, "fft");
 const KernelEntries kEntries(kKernels, kCount);
 
@@ -295,10 +308,17 @@ bool fft_wins(const Conv2dProblem& problem) {
   return plan.by_elements && kMargin * fft < terms / kDirectRate;
 }
 
+// Groups whose channels fill at least a quarter of a product's rows and columns.
+bool is_grouped(const Conv2dShape& s) {
+  constexpr int64_t kLeast = 4;
+  return s.groups > 1 && std::min(s.c, s.k) >= kLeast * s.groups;
+}
+
 // The fastest of our own, but for the FFT.
 int choose(const Conv2dArgs& args) {
   const Conv2dShape& s = args.shape;
   if (!depthwise_obstacle(args)) return kDepthwise;
+  if (is_grouped(s) && !grouped_obstacle(args)) return kGrouped;
   if (narrow_input_wins(args) && !narrow_input_obstacle(args)) return kNarrowInput;
   if (narrow_output_wins(args) && !narrow_output_obstacle(args)) return kNarrowOutput;
   if (is_thin(args)) {
@@ -335,6 +355,18 @@ bool depthwise_beats_cudnn(const Conv2dProblem& problem) {
   }
   if (s.r == 7) return is_16_bit;
   return !(fprop && s.stride_h == 2 && (!is_16_bit || s.h < 28));
+}
+
+// Whether the grouped kernel is faster than cuDNN. It has not been measured: no width is known.
+bool grouped_beats_cudnn(const Conv2dProblem& problem) {
+  const Conv2dShape& s = problem.shape;
+  constexpr int64_t kWidest16Bit = 0, kWidestTF32 = 0, kWidestFP32 = 0;  // channels of a group
+  constexpr int64_t kLeastElements = 1 << 20;                            // else launches decide
+  if (s.n * std::min(s.c * s.h * s.w, s.k * s.p * s.q) < kLeastElements) return false;
+  const int64_t widest = size_of(s.dtype) == 2 ? kWidest16Bit
+                         : s.allow_tf32        ? kWidestTF32
+                                               : kWidestFP32;
+  return std::max(s.c, s.k) <= widest * s.groups;
 }
 
 // Whether halo_wgmma is faster than cuDNN's, as measured on an H200 (benchmarks/convolutions.py at
@@ -391,6 +423,7 @@ bool beats_cudnn(const Conv2dProblem& problem, int kernel) {
   const bool is_channels_last = problem.x.c == 1 && s.c > 1, is_16_bit = size_of(s.dtype) == 2;
   const bool wgrad = problem.pass == Conv2dPass::kWgrad;
   if (kernel == kDepthwise) return depthwise_beats_cudnn(problem);
+  if (kernel == kGrouped) return grouped_beats_cudnn(problem);
   if (kernel == kNarrowInput || kernel == kNarrowOutput) return true;  // else it is not chosen
   if (s.dtype == DType::kFloat64) {
     return problem.pass != Conv2dPass::kDgrad && s.c / s.groups * s.r * s.s <= 32;
