@@ -39,6 +39,7 @@ OPS = [
     "scale_add",
     "cat",
     "pool",
+    "relu_max_pool2d",
     "softmax",
     "cross_entropy",
     "sgd",

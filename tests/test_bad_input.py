@@ -354,6 +354,7 @@ BLOCKS = {
     "linear_add": lambda f: f(rand(3, 4), rand(5, 4), None, [1.0]),
     "linear_relu_linear": lambda f: f(rand(3, 4), "weight", None, rand(2, 5)),
     "bias_activation": lambda f: f(rand(3, 4), [1.0] * 4),
+    "relu_max_pool2d": lambda f: f(rand(2, 3, 4, 4), [1.0] * 3, 2),
     "scale_add": lambda f: f(rand(3, 4), 2.0, rand(3, 4)),
 }
 

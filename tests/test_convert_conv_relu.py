@@ -13,6 +13,7 @@ from test_convert_mlp import assert_alike, gradients, pair
 from torch import nn
 
 import braze
+from braze.convert import runs
 from common import compile
 from convert_models import LeNet, ops_run
 
@@ -154,12 +155,13 @@ FORMATS = [torch.contiguous_format, torch.channels_last]
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
 @pytest.mark.parametrize("kind", MODELS)
-def test_values_gradients_and_ops(kind, fmt, device):
+def test_values_gradients_and_ops(kind, fmt, device, monkeypatch):
     model, original, x = pair(kind, device, fmt)
     fused = [e.after for e in braze.convert_report(model).fused]
     assert fused.count("ConvReLU2d") == MODELS[kind]
     for training in (True, False):
         assert_alike(model.train(training), original.train(training), x)
+    monkeypatch.setattr(runs, "RELU_POOL_ON", ())
     ran = ops_run(lambda: gradients(model, x))
     assert ran.count("conv2d_relu") == ran.count("conv2d_relu_backward") == MODELS[kind]
     assert not {"conv2d", "conv2d_backward", "relu", "relu_", "relu_backward"} & set(ran)
@@ -170,6 +172,102 @@ def test_pooling_stays_an_op_of_its_own(device):
     model = braze.convert(LeNet().to(device).eval())
     ran = ops_run(lambda: model(torch.randn(4, 1, 16, 16, device=device)))
     assert ran[:4] == ["conv2d_relu", "max_pool2d"] * 2
+
+
+class Pooled(Network):
+    """Every kind of pooling behind a ReLU: with a bias and without, of windows that the op has and
+    of others."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 6, 5)
+        self.conv2 = nn.Conv2d(6, 16, 3, padding=1, bias=False)
+        self.conv3, self.conv4 = nn.Conv2d(16, 8, 3, padding=1), nn.Conv2d(8, 8, 2)
+        self.relu, self.pool = nn.ReLU(inplace=True), nn.MaxPool2d(2)
+
+    def forward(self, x):
+        x = self.pool(stock.relu(self.conv1(x)))
+        x = stock.max_pool2d(torch.relu(self.conv2(x)), (3, 2), stride=2, padding=(1, 0))
+        x = stock.max_pool2d(self.relu(self.conv3(x)), 2, ceil_mode=True)
+        return stock.max_pool2d(self.conv4(x).relu(), 2, 1)
+
+
+class Classifier(Network):
+    """A network that ends as LeNet and tutorials' do, of a batch smaller and larger than its linear
+    layer."""
+
+    def __init__(self, batch=2):
+        super().__init__()
+        self.batch = batch
+        self.features = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.MaxPool2d(2, 2))
+        self.classifier = nn.Sequential(
+            nn.Flatten(), nn.Linear(16 * 11 * 11, 8), nn.ReLU(), nn.Linear(8, 4)
+        )
+
+    def input(self):
+        return torch.randn(self.batch, 3, 24, 24)
+
+    def forward(self, x):
+        return self.classifier(self.features(x))
+
+
+@pytest.fixture
+def pools_everywhere(monkeypatch):
+    monkeypatch.setattr(runs, "RELU_POOL_ON", ("cpu", "cuda"))
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+@pytest.mark.parametrize("kind", [Pooled, AlexNet, SqueezeNet, VGG, Classifier])
+def test_pooling_behind_relu(kind, fmt, device, pools_everywhere):
+    model, original, x = pair(kind, device, fmt)
+    for training in (True, False):
+        assert_alike(model.train(training), original.train(training), x)
+    ran = ops_run(lambda: gradients(model, x))
+    pooled = {Pooled: 3, AlexNet: 1, SqueezeNet: 1, VGG: 3, Classifier: 1}[kind]
+    if fmt == torch.contiguous_format:
+        pooled = 0
+    assert ran.count("relu_max_pool2d") == ran.count("relu_max_pool2d_backward") == pooled
+    assert ran.count("conv2d") == ran.count("conv2d_backward") == pooled
+    assert not {"relu", "relu_", "relu_backward"} & set(ran)
+    if kind is Classifier and pooled:
+        assert "transpose_copy" not in ran
+    assert model(x).stride() == original(x).stride()
+
+
+def test_pooling_before_a_smaller_weight(device, pools_everywhere):
+    model, original, x = pair(lambda: Classifier(batch=9), device, torch.channels_last)
+    assert_alike(model, original, x)
+    ran = ops_run(lambda: gradients(model, x))
+    assert "relu_max_pool2d" in ran
+
+
+def test_pooling_under_autocast(device, pools_everywhere):
+    model, original, x = pair(Classifier, device, torch.channels_last)
+    with torch.autocast(device, torch.bfloat16):
+        ran = ops_run(lambda: model(x).sum().backward())
+        expected = original(x)
+        torch.testing.assert_close(model(x), expected, rtol=0.05, atol=0.05)
+    assert "relu_max_pool2d_backward" in ran
+    assert all(p.grad is not None and p.grad.dtype == p.dtype for p in model.parameters())
+
+
+def test_pooling_refuses_as_torch_does(device, pools_everywhere):
+    model, original, x = pair(Classifier, device, torch.channels_last)
+    for change in (
+        lambda m: setattr(m.features[0], "bias", nn.Parameter(torch.zeros(1, device=device))),
+        lambda m: setattr(m.features[0], "bias", nn.Parameter(torch.zeros(16).double())),
+        lambda m: setattr(m.features[2], "padding", 2),
+        lambda m: setattr(m.features[2], "stride", 0),
+    ):
+        for m in (copy.deepcopy(model), copy.deepcopy(original)):
+            change(m)
+            with pytest.raises((RuntimeError, ValueError)):
+                m(x)
+
+
+def test_pooling_compiles(device, pools_everywhere):
+    model, original, x = pair(Classifier, device, torch.channels_last)
+    torch.testing.assert_close(compile(model)(x), original(x), rtol=1e-4, atol=1e-4)
 
 
 def test_batch_norm_takes_its_convolution(device):

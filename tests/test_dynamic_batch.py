@@ -58,6 +58,11 @@ CASES = {
         rand(4, 3, 6, 6, memory_format=CHANNELS_LAST),
     ),
     "bias_activation": (F.bias_activation, [rand(5)], rand(4, 2, 5)),
+    "relu_max_pool2d": (
+        lambda x, b: F.relu_max_pool2d(x, b, 2),
+        [rand(3)],
+        rand(4, 3, 6, 6, memory_format=CHANNELS_LAST),
+    ),
     "scale_add": (lambda x, s: F.scale_add(x, s, x), [rand(5)], rand(4, 2, 5)),
     "scale_add of channels": (
         lambda x, s: F.scale_add(x, s, x),

@@ -80,6 +80,11 @@ CASES = {
         lambda x, b: stock.gelu(x + b),
         [rand(2, 3, 4), rand(4)],
     ),
+    "relu_max_pool2d": (
+        lambda x, b: F.relu_max_pool2d(x, b, 2),
+        lambda x, b: stock.max_pool2d((x + b.view(-1, 1, 1)).relu(), 2),
+        [rand(2, 3, 4, 4), rand(3)],
+    ),
     "transpose_copy": (braze.transpose_copy, lambda x: x.mT.contiguous(), [rand(2, 3, 4)]),
     "vector_add": (braze.vector_add, torch.add, [rand(3), rand(3)]),
 }

@@ -233,6 +233,14 @@ STABLE_TORCH_LIBRARY(braze, m) {
   m.def(
       "max_pool2d_indices(Tensor taps, SymInt[] input_size, int[] kernel_size, int[] stride, "
       "int[] padding, int[] dilation, bool ceil_mode) -> Tensor");
+  // relu_max_pool2d: max_pool2d(relu(input + bias)) for windows of up to 3 x 3, stride 2
+  m.def(
+      "relu_max_pool2d(Tensor input, Tensor? bias, int[] kernel_size, int[] stride, "
+      "int[] padding, bool ceil_mode, bool contiguous=False) -> (Tensor output, Tensor taps)");
+  m.def(
+      "relu_max_pool2d_backward(Tensor grad_output, Tensor taps, SymInt[] input_size, "
+      "int[] kernel_size, int[] stride, int[] padding, bool ceil_mode, ScalarType? bias_dtype) "
+      "-> (Tensor, Tensor)");
   m.def(
       "avg_pool2d(Tensor input, int[] kernel_size, int[] stride, int[] padding, bool ceil_mode, "
       "bool count_include_pad, int? divisor_override) -> Tensor");

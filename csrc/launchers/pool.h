@@ -32,6 +32,29 @@ struct Pool2dShape {
 // Max pooling remembers the tap i * s + j that won: in a byte where that suffices.
 inline bool has_byte_taps(const Pool2dShape& shape) { return shape.r * shape.s <= 256; }
 
+// The tap of a window whose gradient goes nowhere, since ReLU stops it.
+constexpr uint8_t kNoTap = 255;
+
+// max_pool2d(relu(x + bias)) and its gradients, which are one pass each: windows of up to 3 x 3
+// that begin in every second row and column, channels_last.
+struct ReluPoolShape {
+  Pool2dShape pool;
+  DType
+      bias;  // of the bias and its gradient: the tensors' dtype, or float32 where that has 16 bits
+  bool turned;  // y and dy in NCHW order, all else channels_last
+
+  // Rows and columns of pairs of inputs, of which the first pair begins with the first window.
+  int64_t pair_rows() const { return ceil_div(pool.h + pool.pad_h, 2); }
+  int64_t pair_columns() const { return ceil_div(pool.w + pool.pad_w, 2); }
+  int64_t pairs() const { return pool.n * pair_rows() * pair_columns(); }
+  bool is_supported() const {
+    constexpr int64_t kMost = int64_t{1} << 31;
+    return pool.channels_last && pool.r <= 3 && pool.s <= 3 && pool.stride_h == 2 &&
+           pool.stride_w == 2 && pool.dilation_h == 1 && pool.dilation_w == 1 && pairs() < kMost &&
+           pool.output_count() < kMost;
+  }
+};
+
 struct AvgPoolDivisor {
   bool count_include_pad;
   int64_t divisor_override;  // 0: none
@@ -62,6 +85,17 @@ void max_pool2d(Stream stream, const Pool2dShape& shape, const void* x, void* y,
 // dx = sum of dy over the windows that chose the element.
 void max_pool2d_backward(Stream stream, const Pool2dShape& shape, const void* dy, const void* taps,
                          void* dx);
+
+// y = max_pool2d(relu(x + bias)), with the sum rounded to x's dtype; bias may be nullptr. taps: as
+// above, or kNoTap where y is not above zero and no NaN. A supported shape, as below.
+void relu_max_pool2d(Stream stream, const ReluPoolShape& shape, const void* x, const void* bias,
+                     void* y, uint8_t* taps);
+
+// dx = sum of dy over the windows that chose the element, dbias (or nullptr) that of dx over all
+// but the channels.
+void relu_max_pool2d_backward(Stream stream, const ReluPoolShape& shape, const void* dy,
+                              const uint8_t* taps, void* dx, void* dbias, void* workspace);
+int64_t relu_max_pool2d_workspace_bytes(const ReluPoolShape& shape);
 
 // indices = row * w + column, in the plane, of each window's chosen tap.
 void max_pool2d_indices(Stream stream, const Pool2dShape& shape, const void* taps,

@@ -1,6 +1,6 @@
 #include "launchers/pool.h"
 
-#include "ops/common.h"
+#include "ops/backend.h"
 
 namespace braze {
 namespace {
@@ -166,6 +166,91 @@ Tensor max_pool2d_indices(const Tensor& taps, const Ints& input_size, const Ints
   return indices;
 }
 
+// Elements of a gradient that is read, one by one, from another order.
+constexpr int64_t kMostTurned = int64_t{1} << 20;
+
+ReluPoolShape relu_pool_shape(const char* op, const Tensor& like, const Ints& input_size,
+                              const Ints& kernel_size, const Ints& stride, const Ints& padding,
+                              bool ceil_mode) {
+  BRAZE_CHECK(input_size.size() == 4, op, ": expected input to be 4D, but got ", input_size.size(),
+              "D");
+  ReluPoolShape shape{
+      make_shape(op, input_size, kernel_size, stride, padding, {1}, ceil_mode), {}, false};
+  shape.pool.dtype = shape.bias = dtype_of(op, "input", like);
+  shape.pool.channels_last = true;
+  BRAZE_CHECK(shape.is_supported(), op,
+              ": expected windows of up to 3 x 3 with a stride of 2, and fewer than 2^31 elements");
+  return shape;
+}
+
+// The result is channels_last, or contiguous where asked for; the taps are channels_last.
+std::tuple<Tensor, Tensor> relu_max_pool2d(const Tensor& input, const std::optional<Tensor>& bias,
+                                           const Ints& kernel_size, const Ints& stride,
+                                           const Ints& padding, bool ceil_mode, bool contiguous) {
+  const char* op = "relu_max_pool2d";
+  ReluPoolShape shape =
+      relu_pool_shape(op, input, sizes_of(input), kernel_size, stride, padding, ceil_mode);
+  const Pool2dShape& pool = shape.pool;
+  shape.turned = contiguous;
+  if (bias) {
+    check_same_device(op, "bias", *bias, "input", input);
+    shape.bias = dtype_of(op, "bias", *bias);
+    BRAZE_CHECK(
+        shape.bias == pool.dtype || (size_of(pool.dtype) == 2 && shape.bias == DType::kFloat32), op,
+        ": expected bias of input's dtype, or float32 for a 16-bit input, but got ",
+        scalar_type_name(bias->scalar_type()), " for ", scalar_type_name(input.scalar_type()));
+    BRAZE_CHECK(bias->dim() == 1 && bias->size(0) == pool.c, op, ": expected bias of shape [",
+                pool.c, "], but got ", shape_string(*bias));
+  }
+  const DeviceContext context(input);
+  const Ints sizes{pool.n, pool.c, pool.p, pool.q};
+  Tensor out = empty_4d(sizes, input, !contiguous);
+  Tensor taps = empty_4d(sizes, input, true, ScalarType::Byte);
+  const Tensor x = in_layout(pool, input);
+  std::optional<Tensor> b;
+  if (bias) b = as_contiguous(*bias);
+  dev::relu_max_pool2d(context.stream(), shape, x.const_data_ptr(),
+                       b ? b->const_data_ptr() : nullptr, out.mutable_data_ptr(),
+                       static_cast<uint8_t*>(taps.mutable_data_ptr()));
+  return {out, taps};
+}
+
+// bias_dtype: of the bias, whose gradient is empty without.
+std::tuple<Tensor, Tensor> relu_max_pool2d_backward(const Tensor& grad_output, const Tensor& taps,
+                                                    const Ints& input_size, const Ints& kernel_size,
+                                                    const Ints& stride, const Ints& padding,
+                                                    bool ceil_mode,
+                                                    std::optional<ScalarType> bias_dtype) {
+  const char* op = "relu_max_pool2d_backward";
+  ReluPoolShape shape =
+      relu_pool_shape(op, grad_output, input_size, kernel_size, stride, padding, ceil_mode);
+  const Pool2dShape& pool = shape.pool;
+  check_same_device(op, "taps", taps, "grad_output", grad_output);
+  check_output_sizes(op, "grad_output", pool, grad_output, input_size);
+  check_output_sizes(op, "taps", pool, taps, input_size);
+  check_taps(op, pool, taps);
+  // A large one had better be transposed.
+  shape.turned = grad_output.is_contiguous() && pool.output_count() <= kMostTurned;
+  const DeviceContext context(grad_output);
+  Tensor grad_input = empty_planes(pool, grad_output, pool.h, pool.w);
+  const Ints channels{bias_dtype ? pool.c : 0};
+  if (bias_dtype && pool.n == 0) return {grad_input, zeros(channels, grad_output, *bias_dtype)};
+  Tensor grad_bias = empty(channels, grad_output, bias_dtype);
+  if (bias_dtype) shape.bias = dtype_of(op, "bias", grad_bias);
+  BRAZE_CHECK(
+      shape.bias == pool.dtype || (size_of(pool.dtype) == 2 && shape.bias == DType::kFloat32), op,
+      ": expected a bias of grad_output's dtype, or float32 for a 16-bit one");
+  const Tensor dy = shape.turned ? grad_output : in_layout(pool, grad_output);
+  const Tensor chosen = in_layout(pool, taps);
+  const Workspace workspace(bias_dtype ? dev::relu_max_pool2d_workspace_bytes(shape) : 0,
+                            grad_output);
+  dev::relu_max_pool2d_backward(
+      context.stream(), shape, dy.const_data_ptr(),
+      static_cast<const uint8_t*>(chosen.const_data_ptr()), grad_input.mutable_data_ptr(),
+      bias_dtype ? grad_bias.mutable_data_ptr() : nullptr, workspace.data());
+  return {grad_input, grad_bias};
+}
+
 AvgPoolDivisor make_divisor(bool count_include_pad, std::optional<int64_t> divisor_override) {
   BRAZE_CHECK(divisor_override != 0, "divisor must be not zero");
   return {count_include_pad, divisor_override.value_or(0)};
@@ -212,6 +297,8 @@ BRAZE_IMPL(m) {
   m.impl("max_pool2d", TORCH_BOX(&max_pool2d));
   m.impl("max_pool2d_backward", TORCH_BOX(&max_pool2d_backward));
   m.impl("max_pool2d_indices", TORCH_BOX(&max_pool2d_indices));
+  m.impl("relu_max_pool2d", TORCH_BOX(&relu_max_pool2d));
+  m.impl("relu_max_pool2d_backward", TORCH_BOX(&relu_max_pool2d_backward));
   m.impl("avg_pool2d", TORCH_BOX(&avg_pool2d));
   m.impl("avg_pool2d_backward", TORCH_BOX(&avg_pool2d_backward));
 }

@@ -200,6 +200,10 @@ bool beats_cublas(const MatmulArgs& args, int kernel) {
   }
   if (args.dtype == DType::kFloat64 || args.k > 4096) return false;
   const bool small = args.batch == 1 && args.m * args.n <= 1 << 15;
+  // Behind cuBLASLt's a ReLU is a launch of its own (libraries/cublas.cpp).
+  if (args.relu && small && kernel == kMma && size_of(args.dtype) == 2 && args.k <= 1024) {
+    return true;
+  }
   if (small && args.k >= 2048 && std::min(args.m, args.n) >= 32) return true;
   return args.dtype == DType::kFloat32 && !args.allow_tf32 && std::min(args.m, args.n) <= 16 &&
          std::max(args.m, args.n) >= 64 && args.k >= 512;

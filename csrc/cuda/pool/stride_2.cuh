@@ -17,20 +17,13 @@ inline bool takes_stride_2(const Window& w) {
 // with the first window.
 inline int64_t pairs_along(int64_t extent, int64_t pad) { return ceil_div(extent + pad, 2); }
 
-// kReach: windows along an axis that reach a pair of inputs, 2 if any has three taps. `count`
-// vectors of N elements for each pair of rows and columns.
-template <typename T, int N, int kReach, typename Split>
-__global__ void __launch_bounds__(kPoolThreads)
-    max_pool2d_stride_2_backward_kernel(const T* __restrict__ dy, const uint8_t* __restrict__ taps,
-                                        T* __restrict__ dx, int64_t count, Split split,
-                                        Window window) {
-  constexpr uint8_t kNoTap = 255;
-  const int64_t i = global_thread();
-  if (i >= count) return;
-  int64_t image;
-  int a, b, group;
-  split(i, &image, &a, &b, &group);
-
+// The gradients of 2 x 2 inputs, of N channels from `channel` on, in block (a, b) of an image:
+// f(offset, sums) for each that lies in the plane. load_grads(p, q) has those of a window's result.
+// kReach: windows along an axis that reach a pair of inputs, 2 if any has three taps.
+template <typename T, int N, int kReach, typename Load, typename F>
+__device__ __forceinline__ void stride_2_gradients(const Window& window, const uint8_t* taps,
+                                                   int64_t image, int a, int b, int64_t channel,
+                                                   const Load& load_grads, const F& f) {
   // Of windows p = a - up, q = b - left.
   Vec<T, N> grads[kReach][kReach];
   Vec<uint8_t, N> chosen[kReach][kReach];
@@ -40,9 +33,8 @@ __global__ void __launch_bounds__(kPoolThreads)
     for (int left = 0; left < kReach; ++left) {
       const int p = a - up, q = b - left;
       if (p >= 0 && p < window.p && q >= 0 && q < window.q) {
-        const int64_t offset = window.output_offset(image, p, q) + group * N;
-        grads[up][left] = load_vec<N>(dy + offset);
-        chosen[up][left] = load_vec<N>(taps + offset);
+        grads[up][left] = load_grads(p, q);
+        chosen[up][left] = load_vec<N>(taps + window.output_offset(image, p, q) + channel);
       } else {
 #pragma unroll
         for (int k = 0; k < N; ++k) {
@@ -71,11 +63,35 @@ __global__ void __launch_bounds__(kPoolThreads)
         }
       }
     }
-    Vec<T, N> result;
-#pragma unroll
-    for (int k = 0; k < N; ++k) result.v[k] = convert<T>(sum[k]);
-    store_vec(dx + window.input_offset(image, h, w) + group * N, result);
+    f(window.input_offset(image, h, w) + channel, sum);
   }
+}
+
+template <typename T, int N>
+__device__ __forceinline__ void store_sums(T* to, const acc_t<T> (&sum)[N]) {
+  Vec<T, N> result;
+#pragma unroll
+  for (int k = 0; k < N; ++k) result.v[k] = convert<T>(sum[k]);
+  store_vec(to, result);
+}
+
+// `count` vectors of N elements for each pair of rows and columns.
+template <typename T, int N, int kReach, typename Split>
+__global__ void __launch_bounds__(kPoolThreads)
+    max_pool2d_stride_2_backward_kernel(const T* __restrict__ dy, const uint8_t* __restrict__ taps,
+                                        T* __restrict__ dx, int64_t count, Split split,
+                                        Window window) {
+  const int64_t i = global_thread();
+  if (i >= count) return;
+  int64_t image;
+  int a, b, group;
+  split(i, &image, &a, &b, &group);
+  const auto load_grads = [&](int p, int q) {
+    return load_vec<N>(dy + window.output_offset(image, p, q) + group * N);
+  };
+  stride_2_gradients<T, N, kReach>(
+      window, taps, image, a, b, group * N, load_grads,
+      [&](int64_t offset, const acc_t<T>(&sum)[N]) { store_sums<T>(dx + offset, sum); });
 }
 
 // aligned: all three, to 16 bytes.

@@ -107,8 +107,8 @@ def _empty_planes(like, size, channels_last, dtype=None):
     )
 
 
-def _pooled(input, kernel_size, stride, padding, dilation, ceil_mode, dtype=None):
-    """An empty tensor like the result. C++ checks the settings; the fake trusts them."""
+def pooled_size(input, kernel_size, stride, padding, dilation, ceil_mode):
+    """Of the result. C++ checks the settings; the fake trusts them."""
     stride = stride or kernel_size
     height, width = (
         _output_extent(
@@ -118,8 +118,12 @@ def _pooled(input, kernel_size, stride, padding, dilation, ceil_mode, dtype=None
         )
         for axis in (-2, -1)
     )  # fmt: skip
-    size = (*input.shape[:-2], height, width)
-    return _empty_planes(input, size, is_channels_last(input), dtype)
+    return (*input.shape[:-2], height, width)
+
+
+def _pooled(input, *settings, dtype=None):
+    """An empty tensor like the result."""
+    return _empty_planes(input, pooled_size(input, *settings), is_channels_last(input), dtype)
 
 
 def _max_pool2d_fake(input, kernel_size, stride, padding, dilation, ceil_mode):

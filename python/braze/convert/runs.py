@@ -17,10 +17,12 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 import braze.nn
 from braze._C import unwatched
-from braze._ops._common import TENSORS, autocast_dtype, cast_to, is_channels_last
+from braze._ops._common import TENSORS, autocast_dtype, cast_to, is_channels_last, plain
 from braze._ops.activation import fits
+from braze._ops.conv2d import memory_format
 from braze._ops.fused import is_2x2
 from braze._ops.layer_norm import layer_norm_for_product
+from braze._ops.relu_max_pool2d import pools_behind_relu, takes_bias
 from braze._ops.scale_add import scale_add_takes, scaled_dim
 from braze._ops.transpose import transpose_copy
 from braze._step_scope import current
@@ -368,7 +370,7 @@ def _block(links, input, then=None):
         return one_by_one(links, input)
     pool = output = None
     if len(links) > len(_CONV):
-        pool = links[0] if type(links[0]) is not tuple else Pooling(*links[0][1], **links[0][2])
+        pool = _pooling(links[0])
         if is_2x2(pool.kernel_size, pool.stride, pool.padding, pool.dilation, pool.ceil_mode):
             contiguous = then is not None and not _weight_is_smaller(input, then)
             output = conv_bn_relu_as_one(input, conv, bn, max_pool=True, contiguous=contiguous)
@@ -378,6 +380,11 @@ def _block(links, input, then=None):
     if output is None:
         return one_by_one(links, input)
     return output if pool is None else call(links[0], output)
+
+
+def _pooling(link):
+    """What has the settings of a max pool."""
+    return link if type(link) is not tuple else Pooling(*link[1], **link[2])
 
 
 def _batch_norm_act(links, input, *added):
@@ -438,6 +445,57 @@ def _conv_relu(links, input):
     conv = links[-1]
     input, settings = conv2d_settings(input, conv)
     return F.conv2d_relu(input, conv.weight, conv.bias, *settings)
+
+
+#: On which devices max pooling takes the bias and the ReLU of the convolution before it, whose
+#: backward then is one pass, if tensors are channels_last.
+RELU_POOL_ON = ("cuda",)
+#: Elements that pooling leaves, at most, in another order than they are in.
+_MOST_TURNED = 1 << 20
+
+
+def _conv_relu_pool(links, input, then=None):
+    """Convolution, ReLU and max pooling.
+
+    Args:
+        then: as in :func:`_block`.
+    """
+    conv, pool = links[-1], _pooling(links[0])
+    if (
+        type(input) not in TENSORS
+        or input.device.type not in RELU_POOL_ON
+        or pool.return_indices
+        or not pools_behind_relu(
+            pool.kernel_size, pool.stride, pool.padding, pool.dilation, pool.ceil_mode
+        )
+        or not _leaves_channels_last(input, conv)
+    ):
+        return call(links[0], _conv_relu(links[1:], input))
+    input, settings = conv2d_settings(input, conv)
+    output = F.conv2d(input, conv.weight, None, *settings)
+    contiguous = (
+        then is not None
+        and not _weight_is_smaller(input, then)
+        and statically_known_true(output.numel() <= 4 * _MOST_TURNED)
+    )
+    windows = pool.kernel_size, pool.stride, pool.padding, pool.ceil_mode
+    return F.relu_max_pool2d(output, conv.bias, *windows, contiguous)
+
+
+def _leaves_channels_last(input, conv):
+    """Whether a convolution's result is channels_last, and its bias may be added by another op."""
+    weight, bias = conv.weight, conv.bias
+    if weight is None or not plain(input, weight, bias) or input.dim() != 4 or weight.dim() != 4:
+        return False
+    dtype = autocast_dtype(input)
+    return memory_format(input, weight) == torch.channels_last and (
+        bias is None
+        or (
+            bias.shape == weight.shape[:1]
+            and bias.device == input.device
+            and (bias.dtype == input.dtype if dtype is None else takes_bias(dtype, bias))
+        )
+    )
 
 
 def _linear_relu(links, input):
@@ -548,6 +606,13 @@ def _block_flat_linear(links, input):
     return _flat_linear(links[:first], _block(links[first:], input, then=links[first - 2]))
 
 
+def _conv_relu_pool_flat_linear(links, input):
+    first = len(links) - len(_CONV_POOLED)
+    pooled = _conv_relu_pool(links[first:], input, then=links[first - 2])
+    return _flat_linear(links[:first], pooled)
+
+
+_CONV_POOLED = "MaxPool2d", "ReLU", "Conv2d"
 _CONV = "ReLU", "BatchNorm2d", "Conv2d"
 _POOLED = "MaxPool2d", *_CONV
 _NORM_RUNS = [
@@ -569,6 +634,9 @@ RUNS = {
     ("ReLU", "Linear", "Flatten", *_POOLED): _block_flat_linear,
     ("BatchNorm2d",): _norm_alone,  # of a module that adds nothing to it at present
     ("ReLU", "Conv2d"): _conv_relu,
+    _CONV_POOLED: _conv_relu_pool,
+    ("Linear", "Flatten", *_CONV_POOLED): _conv_relu_pool_flat_linear,
+    ("ReLU", "Linear", "Flatten", *_CONV_POOLED): _conv_relu_pool_flat_linear,
     ("ReLU", "Linear"): _linear_relu,
     ("Add", "Scale"): _scale_add,
     **dict.fromkeys(_LAYER_NORM_RUNS, _layer_norm_product),

@@ -37,6 +37,7 @@ from braze._ops.matmul import linear, linear_relu
 from braze._ops.nll_loss import nll_loss
 from braze._ops.pool import avg_pool2d, max_pool2d
 from braze._ops.relu import relu
+from braze._ops.relu_max_pool2d import relu_max_pool2d
 from braze._ops.scale_add import scale_add
 from braze._ops.softmax import log_softmax, softmax
 
@@ -73,6 +74,7 @@ __all__ = [
     "nll_loss",
     "relu",
     "relu6",
+    "relu_max_pool2d",
     "scale_add",
     "sigmoid",
     "silu",
