@@ -28,8 +28,8 @@ from make_wheels import ROOT, find_python
 OP_TESTS = [
     *["activations", "batch_norm", "batch_norm_act", "bn_relu", "cast", "conv2d", "conv2d_relu"],
     *["conv_bn_relu", "conv_transpose2d", "cross_entropy", "fused", "gather", "linear_fused"],
-    *["linear_relu", "matmul", "matmul_epilogue", "pool", "relu", "sgd", "softmax", "transpose"],
-    *["vector_add"],
+    *["linear_relu", "matmul", "matmul_epilogue", "pool", "relu", "relu_max_pool2d", "sgd"],
+    *["softmax", "transpose", "vector_add"],
 ]
 # torch's name for the CPU's vector level, as ATEN_CPU_CAPABILITY takes it -> the CPU library
 ISAS = {"default": "generic", "avx2": "avx2", "avx512": "avx512"}
