@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "cpu/conv2d/kernels.h"
+#include "cpu/matmul/amx.h"
 #include "cpu/matmul/dot_bf16.h"
 #include "cpu/matmul/gemm.h"
 #include "launchers/common/registry.h"
@@ -66,8 +67,14 @@ constexpr Kernel kKernels[] = {
      fft_obstacle,
      plan_fft_repaired,
      nullptr},
+    {{"conv2d", "amx", "bfloat16", "cpu", true,
+      "tile registers on shifted windows of a padded copy, threads"},
+     amx_obstacle,
+     plan_amx,
+     run_amx},
 };
-constexpr int kCount = std::size(kKernels);
+// The last one is listed where the machine has it.
+const int kCount = static_cast<int>(std::size(kKernels)) - !amx_available();
 constexpr int kImplicitGemm = kernel_number(kKernels, "implicit_gemm");
 constexpr int kPointwise = kernel_number(kKernels, "pointwise");
 constexpr int kWinograd = kernel_number(kKernels, "winograd");
@@ -75,6 +82,7 @@ constexpr int kBlockedIm2col = kernel_number(kKernels, "blocked_im2col");
 constexpr int kDepthwise = kernel_number(kKernels, "depthwise");
 constexpr int kNarrowInput = kernel_number(kKernels, "narrow_input");
 constexpr int kFft = kernel_number(kKernels, "fft");
+constexpr int kAmx = kernel_number(kKernels, "amx");
 const KernelEntries kEntries(kKernels, kCount);
 
 // What is not finite is made again by a kernel that takes everything.
