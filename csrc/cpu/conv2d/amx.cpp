@@ -1,6 +1,7 @@
 // Convolutions in bf16 on AMX (amx.h, amx_wgrad.h).
 #include "cpu/conv2d/amx.h"
 
+#include "cpu/conv2d/amx_wgrad.h"
 #include "cpu/conv2d/convolution_pool.h"
 #include "cpu/conv2d/convolve.h"
 #include "cpu/conv2d/kernels.h"
@@ -12,7 +13,6 @@ const char* amx_obstacle(const Conv2dProblem& problem) {
   if (problem.shape.dtype != DType::kBFloat16 || !amx_available()) {
     return "amx takes bfloat16, on a processor and a system with AMX";
   }
-  if (problem.pass == Conv2dPass::kWgrad) return "amx has no weight gradient";
   return nullptr;
 }
 
@@ -21,6 +21,13 @@ const char* amx_obstacle(const Conv2dProblem& problem) {
 using AmxConvolutions = ConvolutionPool<float, AmxPlan, AmxConvolution>;
 
 void plan_amx(const Conv2dProblem& problem, Conv2dPlan* plan) {
+  if (problem.pass == Conv2dPass::kWgrad) {
+    const WeightGradient g = wgrad_of(problem);
+    const AmxWgradPlan tiling(g);
+    plan->tiling.set(tiling);
+    plan->workspace_bytes = std::max(tiling.bytes(g), WeightGradientPlan<float>(g).bytes(g));
+    return;
+  }
   plan->workspace_bytes = AmxConvolutions(problem, nullptr).bytes();
   with_convolutions(problem, nullptr, [&](const Convolution& conv) {
     const ConvolutionPlan<float> again(image_of(conv, 0, problem.shape.dtype));
@@ -28,7 +35,13 @@ void plan_amx(const Conv2dProblem& problem, Conv2dPlan* plan) {
   });
 }
 
-void run_amx(const Conv2dProblem& problem, const Conv2dPlan&, const void* bias, void* workspace) {
+void run_amx(const Conv2dProblem& problem, const Conv2dPlan& plan, const void* bias,
+             void* workspace) {
+  if (problem.pass == Conv2dPass::kWgrad) {
+    const WeightGradient g = wgrad_of(problem);
+    if (AmxWgrad(g, plan.tiling.get<AmxWgradPlan>(), workspace).run()) return;
+    return ComputeWeightGradient<BFloat16>(g, WeightGradientPlan<float>(g), workspace).run();
+  }
   const AmxConvolutions pool(problem, bias);
   std::vector<Convolution> again;
   for (const AmxConvolution& part : pool.run(workspace)) {
