@@ -284,13 +284,6 @@ class AmxConvolution {
     if (!finite) spoilt_[image] = 1;
   }
 
-  static bool all_finite(const float* values, int64_t count) {
-    float odd = 0;  // NaN where one is not
-#pragma omp simd reduction(+ : odd)
-    for (int64_t i = 0; i < count; ++i) odd += values[i] * 0.0f;
-    return odd == 0;
-  }
-
   const Convolution& conv_;
   const Plan plan_;
   const AmxWindows whole_;

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "cpu/conv2d/passes.h"
+#include "cpu/conv2d/store.h"
 #include "cpu/matmul/amx.h"
 #include "cpu/matmul/dot_bf16.h"
 #include "cpu/matmul/gemm.h"
@@ -27,7 +28,7 @@ struct AmxWgradPlan {
   static constexpr int64_t kPanel = 32, kStep = 32, kBlock = kPanel * kPanel;
   // Positions of a chunk, of which a panel of either operand fits into the first-level cache about;
   // bytes of the sums of a task, which the second-level one keeps.
-  static constexpr int64_t kPositions = 512, kSumsBytes = int64_t{640} << 10;
+  static constexpr int64_t kPositions = 256, kSumsBytes = int64_t{640} << 10;
 
   explicit AmxWgradPlan(const WeightGradient& g)
       : taps(g.h.taps() * g.w.taps()),
@@ -118,10 +119,11 @@ class AmxWgrad {
               std::min(plan_.channels, g_.channels - channel)});
     });
     std::atomic<bool> finite{true};
-    parallel_for(0, g_.groups * g_.filters, ceil_div(16384, g_.channels * plan_.taps + 1),
+    const int64_t panels = ceil_div(g_.filters, kPanel);
+    parallel_for(0, g_.groups * panels, ceil_div(512, g_.channels * plan_.taps),
                  [&](int64_t first, int64_t last) {
                    for (int64_t i = first; i < last; ++i) {
-                     if (!store(i / g_.filters, i % g_.filters)) finite = false;
+                     if (!store(i / panels, i % panels * kPanel)) finite = false;
                    }
                  });
     return finite;
@@ -265,37 +267,42 @@ class AmxWgrad {
                 reinterpret_cast<const float*>(pairs), 1, kPanel, kPanel, size);
   }
 
-  // One filter's gradients. Returns whether they are finite.
+  // The gradients of a panel of filters. Returns whether they are finite.
   bool store(int64_t group, int64_t filter) const {
-    const int64_t block = (group * plan_.filter_blocks + filter / plan_.filters) *
-                          plan_.channel_blocks;
+    const int64_t filters = std::min(kPanel, g_.filters - filter);
+    const int64_t row = filter % plan_.filters / kPanel;
+    const int64_t block =
+        (group * plan_.filter_blocks + filter / plan_.filters) * plan_.channel_blocks;
     BFloat16* const dw = static_cast<BFloat16*>(const_cast<void*>(g_.dw.data)) +
                          (group * g_.filters + filter) * g_.dw.n;
-    float odd = 0;  // NaN where one is not finite
+    bool finite = true;
     for (int64_t c = 0; c < g_.channels; c += kPanel) {
-      const int64_t inner = c % plan_.channels, count = std::min(kPanel, g_.channels - c);
+      const int64_t inner = c % plan_.channels;
       const int64_t panels = ceil_div(std::min(plan_.channels, g_.channels - c + inner), kPanel);
-      const int64_t row = filter % plan_.filters;
-      const float* from = sums_ + (block + c / plan_.channels) * plan_.task_sums() +
-                          (row / kPanel * panels + inner / kPanel) * plan_.taps * kBlock +
-                          row % kPanel * kPanel;
+      float* sums = sums_ + (block + c / plan_.channels) * plan_.task_sums() +
+                    (row * panels + inner / kPanel) * plan_.taps * kBlock;
       for (int64_t th = 0; th < g_.h.taps(); ++th) {
-        for (int64_t tw = 0; tw < g_.w.taps(); ++tw, from += kBlock) {
-          float sum[kPanel];
-          std::copy(from, from + kPanel, sum);
+        for (int64_t tw = 0; tw < g_.w.taps(); ++tw, sums += kBlock) {
           for (int64_t part = 1; part < plan_.parts; ++part) {
-            const float* const more = from + part * plan_.sums_size(g_);
-            for (int64_t i = 0; i < kPanel; ++i) sum[i] += more[i];
+            const float* const more = sums + part * plan_.sums_size(g_);
+            for (int64_t i = 0; i < filters * kPanel; ++i) sums[i] += more[i];
           }
-          BFloat16* const to = dw + c * g_.dw.c + th * g_.dw.h + tw * g_.dw.w;
-          for (int64_t i = 0; i < count; ++i) {
-            odd += sum[i] * 0.0f;
-            to[i * g_.dw.c] = BFloat16(sum[i]);
-          }
+          const int64_t columns = std::min(kPanel, g_.channels - c);
+          if (columns < kPanel) clear_behind(sums, filters, columns);
+          finite &= all_finite(sums, filters * kPanel);
+          store_pixels(sums, kPanel, filters, columns, nullptr, 0,
+                       dw + c * g_.dw.c + th * g_.dw.h + tw * g_.dw.w, g_.dw.n, g_.dw.c);
         }
       }
     }
-    return odd == 0;
+    return finite;
+  }
+
+  // Columns that nobody has computed.
+  static void clear_behind(float* sums, int64_t rows, int64_t columns) {
+    for (int64_t i = 0; i < rows; ++i) {
+      std::fill(sums + i * kPanel + columns, sums + (i + 1) * kPanel, 0.0f);
+    }
   }
 
   const WeightGradient& g_;

@@ -9,6 +9,13 @@
 
 namespace braze::cpu {
 
+inline bool all_finite(const float* values, int64_t count) {
+  float odd = 0;  // NaN where one is not
+#pragma omp simd reduction(+ : odd)
+  for (int64_t i = 0; i < count; ++i) odd += values[i] * 0.0f;
+  return odd == 0;
+}
+
 // pixels x filters sums (64 filters at most), rows `width` apart, plus the bias from `filter` on
 // (or nullptr), to a result of those strides.
 template <typename T>
