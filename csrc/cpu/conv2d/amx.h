@@ -14,6 +14,7 @@
 
 #include "cpu/conv2d/passes.h"
 #include "cpu/conv2d/patches.h"
+#include "cpu/conv2d/pixel_runs.h"
 #include "cpu/conv2d/store.h"
 #include "cpu/matmul/amx.h"
 
@@ -55,35 +56,60 @@ struct AmxWindows {
 };
 
 struct AmxPlan {
-  static constexpr int64_t kPanel = 32, kStep = 32;
-  // Of slabs: they and a panel of weights are to stay in a second-level cache of 2 MiB.
+  static constexpr int64_t kPanel = 32, kStep = 32, kBlock = 32;  // filters, elements, positions
+  // Of slabs, or of pixels read in place: they and a panel of weights are to stay in a second-level
+  // cache of 2 MiB.
   static constexpr int64_t kSlabBytes = int64_t{768} << 10;
 
   explicit AmxPlan(const Convolution& conv)
-      : panels(ceil_div(conv.filters, kPanel)), rows(conv.h.out) {
+      : panels(ceil_div(conv.filters, kPanel)),
+        rows(conv.h.out),
+        runs(conv.images, conv.h, conv.w, conv.src, conv.dst_strides) {
     // Pixels a multiple of half a page apart would meet in a few sets of the first-level cache.
     const bool meet = conv.channels * conv.w.step % 1024 == 0;
     ld = meet ? conv.channels + kStep : conv.channels;
     const bool adjoin = !meet && adjacent(conv.w);
-    const int64_t run = adjoin ? conv.w.taps() * conv.channels : conv.channels;
+    run_length = adjoin ? conv.w.taps() * conv.channels : conv.channels;
     runs_of_row = adjoin ? 1 : conv.w.taps();
-    steps = conv.h.taps() * runs_of_row * ceil_div(run, kStep);
-    run_length = run;
+    steps = conv.h.taps() * runs_of_row * ceil_div(run_length, kStep);
+    // Half a panel that the first-level cache holds is worth visiting the sums twice.
+    constexpr int64_t kHeld = 24;
+    steps_at_once = steps > kHeld && steps <= 2 * kHeld ? ceil_div(steps, 2) : steps;
     packed_weights = conv.groups * panels * steps * 16 * kPanel;
     packed_size = round_up(packed_weights + ceil_div(conv.images, 4), 16);
     if (conv.taps() == 0) return;
-    const int64_t row_bytes = AmxWindows(conv, 1).pitch * conv.h.step * ld * 2;
-    const int64_t most = std::max<int64_t>(1, kSlabBytes / row_bytes);
-    rows = std::min(conv.h.out, most);
-    blocks = ceil_div(conv.h.out, rows);
-    together = blocks > 1 ? 1 : std::clamp<int64_t>(most / conv.h.out, 1, conv.images);
+
     const int64_t wanted = 2 * num_threads();
-    while (num_threads() > 1 && tasks(conv) < wanted && together > 1) together = (together + 1) / 2;
-    while (num_threads() > 1 && tasks(conv) < wanted && conv.h.out / blocks > 8) ++blocks;
-    while (num_threads() > 1 && tasks(conv) < wanted && filter_blocks < panels) ++filter_blocks;
-    rows = ceil_div(conv.h.out, blocks);
-    blocks = ceil_div(conv.h.out, rows);
-    slab_size = round_up(AmxWindows(conv, rows).pixels() * ld + 2 * kStep, kStep);
+    constexpr int64_t kLongRun = 4 * kBlock;
+    // Only whole steps: nothing may be read behind the last pixel.
+    in_place = conv.taps() == 1 && conv.src.c == 1 && run_length % kStep == 0 &&
+               runs.from % 1024 != 0 && runs.length >= kLongRun && stays_inside(conv.h) &&
+               stays_inside(conv.w);
+    int64_t positions;  // of a segment
+    if (in_place) {
+      pieces = ceil_div(runs.length * runs.from * 2, kSlabBytes);
+      while (num_threads() > 1 && tasks(conv) < wanted && runs.length / pieces >= kLongRun) {
+        ++pieces;
+      }
+      while (num_threads() > 1 && tasks(conv) < wanted && filter_blocks < panels) ++filter_blocks;
+      positions = ceil_div(runs.length, pieces);
+    } else {
+      const int64_t row_bytes = AmxWindows(conv, 1).pitch * conv.h.step * ld * 2;
+      const int64_t most = std::max<int64_t>(1, kSlabBytes / row_bytes);
+      rows = std::min(conv.h.out, most);
+      blocks = ceil_div(conv.h.out, rows);
+      together = blocks > 1 ? 1 : std::clamp<int64_t>(most / conv.h.out, 1, conv.images);
+      const bool is_shared = num_threads() > 1;
+      while (is_shared && tasks(conv) < wanted && together > 1) together = (together + 1) / 2;
+      while (is_shared && tasks(conv) < wanted && conv.h.out / blocks > 8) ++blocks;
+      while (is_shared && tasks(conv) < wanted && filter_blocks < panels) ++filter_blocks;
+      rows = ceil_div(conv.h.out, blocks);
+      blocks = ceil_div(conv.h.out, rows);
+      const AmxWindows windows(conv, rows);
+      slab_size = round_up(windows.pixels() * ld + 2 * kStep, kStep);
+      positions = windows.positions();
+    }
+    if (steps_at_once < steps) sums_size = round_up(positions, kBlock) * kPanel;
   }
   // Whether the taps of a row are one run of the slab.
   static bool adjacent(const Axis& w) {
@@ -94,22 +120,28 @@ struct AmxPlan {
     return true;
   }
   int64_t tasks(const Convolution& conv) const {
-    return conv.groups * ceil_div(conv.images, together) * blocks * filter_blocks;
+    const int64_t blocks_of_filters = conv.groups * filter_blocks;
+    return in_place ? blocks_of_filters * runs.count() * pieces
+                    : blocks_of_filters * ceil_div(conv.images, together) * blocks;
   }
-  // Bytes of a worker: slabs, a block of sums.
-  int64_t scratch() const { return together * slab_size * 2 + 32 * kPanel * 4; }
+  // Bytes of a worker: slabs, sums.
+  int64_t scratch() const { return together * slab_size * 2 + sums_size * 4; }
 
   int64_t panels, rows;  // of filters; of a task's part of an image
   int64_t ld;            // of a slab's pixels
-  int64_t run_length, runs_of_row, steps;
+  int64_t run_length, runs_of_row, steps, steps_at_once;
   int64_t packed_weights, packed_size;  // pairs; with a flag for each image
   int64_t together = 1, blocks = 1, filter_blocks = 1;
-  int64_t slab_size = 0;
+  int64_t slab_size = 0, sums_size = kBlock * kPanel;
+  // Pixels of 1 x 1 filters are read where they are, a piece of a run for each task.
+  PixelRuns runs;
+  bool in_place = false;
+  int64_t pieces = 1;
 };
 
 class AmxConvolution {
   using Plan = AmxPlan;
-  static constexpr int64_t kPanel = Plan::kPanel, kStep = Plan::kStep;
+  static constexpr int64_t kPanel = Plan::kPanel, kStep = Plan::kStep, kBlock = Plan::kBlock;
 
  public:
   // packed: room for plan.packed_size pairs.
@@ -161,13 +193,14 @@ class AmxConvolution {
 
   int64_t tasks() const { return plan_.tasks(conv_); }
   void run(char* scratch, int64_t task) const {
-    const int64_t part = task % plan_.filter_blocks, block = task / plan_.filter_blocks;
-    const int64_t place = block / conv_.groups, image = place / plan_.blocks * plan_.together;
-    const int64_t row = place % plan_.blocks * plan_.rows;
-    multiply(scratch, {block % conv_.groups, image, std::min(plan_.together, conv_.images - image),
-                       row, std::min(plan_.rows, conv_.h.out - row),
-                       part * plan_.panels / plan_.filter_blocks,
-                       (part + 1) * plan_.panels / plan_.filter_blocks});
+    const int64_t part = task % plan_.filter_blocks, place = task / plan_.filter_blocks;
+    const Task filters{place % conv_.groups, part * plan_.panels / plan_.filter_blocks,
+                       (part + 1) * plan_.panels / plan_.filter_blocks};
+    uint16_t* const slabs = reinterpret_cast<uint16_t*>(scratch);
+    float* const sums = reinterpret_cast<float*>(slabs + plan_.together * plan_.slab_size);
+    const WholeTiles tiles;
+    if (plan_.in_place) return multiply_pixels(sums, filters, place / conv_.groups);
+    multiply_windows(slabs, sums, filters, place / conv_.groups);
   }
 
   const Convolution& convolution() const { return conv_; }
@@ -181,43 +214,101 @@ class AmxConvolution {
   }
 
  private:
-  // Rows [row, row + rows) of some images, panels [first_panel, last_panel) of filters.
+  // Panels [first_panel, last_panel) of filters of a group.
   struct Task {
-    int64_t group, image, images, row, rows, first_panel, last_panel;
+    int64_t group, first_panel, last_panel;
+  };
+  // Evenly spaced positions: rows of `pitch`, of which the first `width` are results.
+  struct Segment {
+    const uint16_t* first;
+    int64_t ld, count, pitch, width;
+    BFloat16* to;
+    int64_t row_stride, pixel_stride;  // of results
+    int64_t image;
+  };
+  // Rows [row, row + rows) of an image.
+  struct Part {
+    int64_t image, row, rows;
   };
 
-  void multiply(char* scratch, const Task& task) const {
-    uint16_t* const slabs = reinterpret_cast<uint16_t*>(scratch);
-    float* const sums = reinterpret_cast<float*>(slabs + plan_.together * plan_.slab_size);
-    const AmxWindows windows(conv_, task.rows);
+  void multiply_windows(uint16_t* slabs, float* sums, const Task& task, int64_t place) const {
+    const int64_t row = place % plan_.blocks * plan_.rows;
+    const int64_t rows = std::min(plan_.rows, conv_.h.out - row);
+    const int64_t image = place / plan_.blocks * plan_.together;
+    const int64_t images = std::min(plan_.together, conv_.images - image);
+    const AmxWindows windows(conv_, rows);
+    const Tensor4dRef& d = conv_.dst_strides;
+    const int64_t pitch = conv_.taps() ? windows.pitch / windows.step : conv_.w.out;
     // Pixels of the image, and so tiles of 32 channels, begin at a cache line.
     const int64_t skew = round_up(windows.lead * plan_.ld, kStep) - windows.lead * plan_.ld;
-    for (int64_t i = 0; conv_.taps() > 0 && i < task.images; ++i) {
-      fill(slabs + i * plan_.slab_size + skew, windows, task, task.image + i);
+    std::vector<Segment> segments;
+    for (int64_t i = 0; i < images; ++i) {
+      uint16_t* const slab = slabs + i * plan_.slab_size + skew;
+      if (conv_.taps() > 0) fill(slab, windows, task.group, {image + i, row, rows});
+      segments.push_back(
+          {slab, windows.step * plan_.ld, (rows - 1) * pitch + conv_.w.out, pitch, conv_.w.out,
+           static_cast<BFloat16*>(conv_.dst) + (image + i) * d.n + row * d.h, d.h, d.w, image + i});
     }
     const std::vector<int64_t> offsets = step_offsets(windows);
-    const int64_t positions =
-        conv_.taps() > 0 ? windows.positions() : task.rows * conv_.w.out;  // the last are not needed
-    const int64_t last =
-        positions - (conv_.taps() > 0 ? windows.pitch / windows.step - conv_.w.out : 0);
-    const WholeTiles tiles;
     for (int64_t j = task.first_panel; j < task.last_panel; ++j) {
-      const int64_t filters = std::min(kPanel, conv_.filters - j * kPanel);
-      const uint32_t* const panel =
-          packed_ + (task.group * plan_.panels + j) * plan_.steps * 16 * kPanel;
-      for (int64_t i = 0; i < task.images; ++i) {
-        const uint16_t* const slab = slabs + i * plan_.slab_size + skew;
-        for (int64_t p = 0; p < last; p += 32) {
-          const uint16_t* const first = slab + p * windows.step * plan_.ld;
-          multiply_block(
-              last - p, filters, plan_.steps,
-              [&](int64_t s) { return first + offsets[s]; }, windows.step * plan_.ld,
-              [=](int64_t s) { return panel + s * 16 * kPanel; }, kPanel, sums, kPanel, false);
-          store(sums, task, task.image + i, p, std::min(last, p + 32),
-                conv_.taps() > 0 ? windows.pitch / windows.step : conv_.w.out, j, filters);
+      for (const Segment& segment : segments) multiply(segment, offsets, sums, task.group, j);
+    }
+  }
+
+  void multiply_pixels(float* sums, const Task& task, int64_t place) const {
+    const PixelRuns& runs = plan_.runs;
+    const int64_t run = place / plan_.pieces, piece = place % plan_.pieces;
+    const int64_t begin = piece * runs.length / plan_.pieces;
+    const int64_t count = (piece + 1) * runs.length / plan_.pieces - begin;
+    const Tensor4dRef &x = conv_.src, &d = conv_.dst_strides;
+    const int64_t image = run / runs.rows, row = run % runs.rows;
+    const uint16_t* const from = static_cast<const uint16_t*>(x.data) +
+                                 first_pixel(conv_.h, conv_.w, x) + image * x.n +
+                                 row * conv_.h.step * x.h + begin * runs.from;
+    const Segment segment{
+        from + task.group * conv_.channels,
+        runs.from,
+        count,
+        count,
+        count,
+        static_cast<BFloat16*>(conv_.dst) + image * d.n + row * d.h + begin * runs.to,
+        0,
+        runs.to,
+        image};
+    std::vector<int64_t> offsets;
+    for (int64_t s = 0; s < plan_.steps; ++s) offsets.push_back(s * kStep);
+    for (int64_t j = task.first_panel; j < task.last_panel; ++j) {
+      multiply(segment, offsets, sums, task.group, j);
+    }
+  }
+
+  // A segment times panel j.
+  void multiply(const Segment& segment, const std::vector<int64_t>& offsets, float* sums,
+                int64_t group, int64_t j) const {
+    const int64_t filters = std::min(kPanel, conv_.filters - j * kPanel);
+    const uint32_t* const panel = packed_ + (group * plan_.panels + j) * plan_.steps * 16 * kPanel;
+    const bool at_once = plan_.steps_at_once == plan_.steps;
+    int64_t first = 0;
+    do {  // once without steps, too
+      const int64_t steps = std::min(plan_.steps_at_once, plan_.steps - first);
+      const int64_t* const at = offsets.data() + first;
+      const uint32_t* const part = panel + first * 16 * kPanel;
+      for (int64_t p = 0; p < segment.count; p += kBlock) {
+        // Of pixels in place the last block is a whole one, too: it overlaps the one before.
+        const int64_t position = plan_.in_place ? std::min(p, segment.count - kBlock) : p;
+        const uint16_t* const rows = segment.first + position * segment.ld;
+        float* const block = at_once ? sums : sums + p * kPanel;
+        multiply_block(
+            segment.count - position, filters, steps, [=](int64_t s) { return rows + at[s]; },
+            segment.ld, [=](int64_t s) { return part + s * 16 * kPanel; }, kPanel, block, kPanel,
+            first > 0);
+        if (first + steps == plan_.steps) {
+          store(block, segment, position, std::min(segment.count, position + kBlock),
+                group * conv_.filters + j * kPanel, filters);
         }
       }
-    }
+      first += steps;
+    } while (first < plan_.steps);
   }
 
   // From a position's first element: where the steps' elements are.
@@ -234,17 +325,16 @@ class AmxConvolution {
   }
 
   // Fills a slab with the rows that a task's windows of an image meet.
-  void fill(uint16_t* slab, const AmxWindows& windows, const Task& task, int64_t image) const {
+  void fill(uint16_t* slab, const AmxWindows& windows, int64_t group, const Part& part) const {
     const BFloat16* const src = static_cast<const BFloat16*>(conv_.src.data) +
-                                image * conv_.src.n + task.group * conv_.channels * conv_.src.c;
+                                part.image * conv_.src.n + group * conv_.channels * conv_.src.c;
     const int64_t ld = plan_.ld, width = conv_.w.extent, row_size = windows.pitch * ld;
     uint16_t* const end = slab + windows.pixels() * ld;
     std::fill_n(slab, windows.lead * ld, 0);
     uint16_t* to = slab + windows.lead * ld;
     for (int64_t phase = 0; phase < windows.phases; ++phase) {
       for (int64_t row = 0; row < windows.slab_rows; ++row, to += row_size) {
-        const int64_t y =
-            (task.row + row) * conv_.h.step + windows.taps_h.first() + phase;
+        const int64_t y = (part.row + row) * conv_.h.step + windows.taps_h.first() + phase;
         if (y < 0 || y >= conv_.h.extent) {
           std::fill_n(to, row_size, 0);
           continue;
@@ -262,26 +352,26 @@ class AmxConvolution {
     std::fill(to, end, 0);
   }
 
-  // Positions [begin, end), `pitch` a row, of panel j.
-  void store(const float* sums, const Task& task, int64_t image, int64_t begin, int64_t end,
-             int64_t pitch, int64_t j, int64_t filters) const {
-    const Tensor4dRef& d = conv_.dst_strides;
-    const int64_t filter = task.group * conv_.filters + j * kPanel;
-    BFloat16* const to = static_cast<BFloat16*>(conv_.dst) + image * d.n + filter * d.c;
+  // Positions [begin, end) of a segment, filters from `filter` on.
+  void store(const float* sums, const Segment& segment, int64_t begin, int64_t end, int64_t filter,
+             int64_t filters) const {
+    const int64_t stride = conv_.dst_strides.c;
     bool finite = true;
     for (int64_t p = begin; p < end;) {
-      const int64_t row = p / pitch, column = p % pitch;
-      const int64_t next = std::min(end, (row + 1) * pitch);
-      const int64_t count = std::min(next, row * pitch + conv_.w.out) - p;
+      const int64_t row = p / segment.pitch, column = p % segment.pitch;
+      const int64_t next = std::min(end, (row + 1) * segment.pitch);
+      const int64_t count = std::min(next, row * segment.pitch + segment.width) - p;
       if (count > 0) {
         const float* const from = sums + (p - begin) * kPanel;
         finite &= plan_.run_length % kStep == 0 || all_finite(from, count * kPanel);
-        store_pixels(from, kPanel, count, filters, conv_.bias, filter,
-                     to + (task.row + row) * d.h + column * d.w, d.w, d.c);
+        store_pixels(
+            from, kPanel, count, filters, conv_.bias, filter,
+            segment.to + filter * stride + row * segment.row_stride + column * segment.pixel_stride,
+            segment.pixel_stride, stride);
       }
       p = next;
     }
-    if (!finite) spoilt_[image] = 1;
+    if (!finite) spoilt_[segment.image] = 1;
   }
 
   const Convolution& conv_;

@@ -90,7 +90,7 @@ struct AmxWgradPlan {
   int64_t taps, planes;
   int64_t filters, channels, filter_blocks, channel_blocks;  // of a task; tasks of a group
   int64_t pitch;                                             // of the grid
-  int64_t rows, blocks, together;  // rows of an image in a chunk, or images of one
+  int64_t rows, blocks, together;        // rows of an image in a chunk, or images of one
   int64_t image_pairs, image_positions;  // of x, of dy
   bool adjoin;
   int64_t parts, steps, dy_ld, plane_pairs, pairs_size;
@@ -158,9 +158,8 @@ class AmxWgrad {
                         std::min(plan_.rows, g_.h.out - row)};
       for (int64_t c = 0; c < task.channels; c += kPanel) fill_x(x, task, chunk, c);
       for (int64_t f = 0; f < task.filters; f += kPanel) fill_dy(dy, pairs, task, chunk, f);
-      const int64_t steps = plan_.adjoin
-                                ? ceil_div(chunk.images * plan_.image_positions + 1, kStep)
-                                : chunk.images * each;
+      const int64_t steps = plan_.adjoin ? ceil_div(chunk.images * plan_.image_positions + 1, kStep)
+                                         : chunk.images * each;
       multiply(x, dy, task, steps, dy_at, x_at, sums, i > first);
     }
   }
@@ -174,8 +173,8 @@ class AmxWgrad {
         for (int64_t th = 0; th < g_.h.taps(); ++th) {
           for (int64_t tw = 0; tw < g_.w.taps(); ++tw, sums += kBlock) {
             const int64_t offset = g_.h.offset_of(th) * plan_.pitch + g_.w.offset_of(tw);
-            const int64_t plane = g_.h.phase_of(th) * static_cast<int64_t>(g_.w.phases.size()) +
-                                  g_.w.phase_of(tw);
+            const int64_t plane =
+                g_.h.phase_of(th) * static_cast<int64_t>(g_.w.phases.size()) + g_.w.phase_of(tw);
             const uint16_t* const rows = dy + f * plan_.dy_ld + kStep - offset % 2;
             const uint32_t* const pairs =
                 x + (c * plan_.planes / kPanel + plane) * plan_.plane_pairs * kPanel +
@@ -248,11 +247,10 @@ class AmxWgrad {
     for (int64_t i = 0; i < chunk.images; ++i) {
       uint32_t* const next = at + plan_.image_positions / 2 * kPanel;
       for (int64_t r = 0; r < chunk.rows; ++r, at += plan_.pitch / 2 * kPanel) {
-        const uint16_t* const row =
-            from + (chunk.image + i) * g_.dy.n + (chunk.row + r) * g_.dy.h;
+        const uint16_t* const row = from + (chunk.image + i) * g_.dy.n + (chunk.row + r) * g_.dy.h;
         pack_pairs(at, kPanel, row, g_.dy.c, g_.dy.w, filters, out);
-        std::fill(at + ceil_div(out, 2) * kPanel,
-                  std::min(next, at + plan_.pitch / 2 * kPanel), 0u);
+        std::fill(at + ceil_div(out, 2) * kPanel, std::min(next, at + plan_.pitch / 2 * kPanel),
+                  0u);
       }
       at = std::min(at, next);
       std::fill(at, next, 0u);

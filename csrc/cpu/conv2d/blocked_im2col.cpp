@@ -11,8 +11,7 @@ namespace braze::cpu {
 namespace {
 
 template <typename T, typename Step>
-using Convolutions =
-    ConvolutionPool<acc_t<T>, BlockedIm2colPlan<T, Step>, BlockedIm2col<T, Step>>;
+using Convolutions = ConvolutionPool<acc_t<T>, BlockedIm2colPlan<T, Step>, BlockedIm2col<T, Step>>;
 
 }  // namespace
 

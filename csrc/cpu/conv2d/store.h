@@ -27,8 +27,8 @@ void store_pixels(const acc_t<T>* sums, int64_t width, int64_t pixels, int64_t f
   constexpr int64_t kChunk = 64, kMostFilters = 64;
   if constexpr (std::is_same_v<T, BFloat16>) {
     if (filter_stride == 1 && dot_bf16_available()) {
-      Acc shift[kMostFilters] = {};
-      for (int64_t f = 0; bias && f < filters; ++f) shift[f] = bias[f];
+      Acc shift[kMostFilters];
+      for (int64_t f = 0; f < filters; ++f) shift[f] = bias ? Acc(bias[f]) : Acc(0);
       return store_rounded(sums, width, pixels, filters, shift, to, pixel_stride);
     }
   }

@@ -76,8 +76,8 @@ class WholeTiles {
   asm volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #sums ::)
 
 // kRowTiles x kColumnTiles tiles of sums at `out`, rows `ld` floats apart, = or += `steps` steps,
-// each 32 deep, of rows of A times a panel of B. At step s the first row of A is at a(s), the others
-// `a_ld` values apart; b(s) are 16 rows of pairs, `b_ld` pairs apart.
+// each 32 deep, of rows of A times a panel of B. At step s the first row of A is at a(s), the
+// others `a_ld` values apart; b(s) are 16 rows of pairs, `b_ld` pairs apart.
 template <int kRowTiles, int kColumnTiles, typename A, typename B>
 inline void multiply_tiles(int64_t steps, const A& a, int64_t a_ld, const B& b, int64_t b_ld,
                            float* out, int64_t ld, bool accumulate) {
