@@ -132,7 +132,7 @@ struct AmxPlan {
   int64_t run_length, runs_of_row, steps, steps_at_once;
   int64_t packed_weights, packed_size;  // pairs; with a flag for each image
   int64_t together = 1, blocks = 1, filter_blocks = 1;
-  int64_t slab_size = 0, sums_size = kBlock * kPanel;
+  int64_t slab_size = 0, sums_size = 2 * kBlock * kPanel;
   // Pixels of 1 x 1 filters are read where they are, a piece of a run for each task.
   PixelRuns runs;
   bool in_place = false;
@@ -226,6 +226,12 @@ class AmxConvolution {
     int64_t row_stride, pixel_stride;  // of results
     int64_t image;
   };
+  // 32 positions of a segment and 32 filters.
+  struct Block {
+    const Segment* segment;
+    int64_t position, panel;
+    float* sums = nullptr;
+  };
   // Rows [row, row + rows) of an image.
   struct Part {
     int64_t image, row, rows;
@@ -250,9 +256,7 @@ class AmxConvolution {
            static_cast<BFloat16*>(conv_.dst) + (image + i) * d.n + row * d.h, d.h, d.w, image + i});
     }
     const std::vector<int64_t> offsets = step_offsets(windows);
-    for (int64_t j = task.first_panel; j < task.last_panel; ++j) {
-      for (const Segment& segment : segments) multiply(segment, offsets, sums, task.group, j);
-    }
+    multiply(segments, offsets, sums, task);
   }
 
   void multiply_pixels(float* sums, const Task& task, int64_t place) const {
@@ -277,38 +281,74 @@ class AmxConvolution {
         image};
     std::vector<int64_t> offsets;
     for (int64_t s = 0; s < plan_.steps; ++s) offsets.push_back(s * kStep);
-    for (int64_t j = task.first_panel; j < task.last_panel; ++j) {
-      multiply(segment, offsets, sums, task.group, j);
+    multiply({segment}, offsets, sums, task);
+  }
+
+  // Segments times panels. What is less, the weights or the positions, stays in the caches: a
+  // block of positions meets all panels, and results are stored by whole pixels, or a panel meets
+  // all blocks.
+  void multiply(const std::vector<Segment>& segments, const std::vector<int64_t>& offsets,
+                float* sums, const Task& task) const {
+    constexpr int64_t kHeld = int64_t{256} << 10;
+    const int64_t bytes = (task.last_panel - task.first_panel) * plan_.steps * 16 * kPanel * 4;
+    if (plan_.steps_at_once < plan_.steps) {
+      for (int64_t j = task.first_panel; j < task.last_panel; ++j) {
+        for (const Segment& segment : segments) multiply_twice(segment, offsets, sums, task, j);
+      }
+      return;
+    }
+    // Sums are stored while the next block is multiplied.
+    Block before{};
+    const auto multiply_next = [&](const Block& next) {
+      float* const block = sums == before.sums ? sums + kBlock * kPanel : sums;
+      multiply_block_of(next, offsets, 0, plan_.steps, block, task.group);
+      if (before.sums) store(before, task.group);
+      before = next;
+      before.sums = block;
+    };
+    const auto each_block = [&](const Segment& segment, int64_t begin, int64_t end) {
+      for (int64_t p = 0; p < segment.count; p += kBlock) {
+        for (int64_t j = begin; j < end; ++j) multiply_next({&segment, place(segment, p), j});
+      }
+    };
+    for (const Segment& segment : segments) {
+      if (bytes <= kHeld) each_block(segment, task.first_panel, task.last_panel);
+    }
+    for (int64_t j = task.first_panel; bytes > kHeld && j < task.last_panel; ++j) {
+      for (const Segment& segment : segments) each_block(segment, j, j + 1);
+    }
+    if (before.sums) store(before, task.group);
+  }
+
+  // A segment times a panel, half of the steps at once.
+  void multiply_twice(const Segment& segment, const std::vector<int64_t>& offsets, float* sums,
+                      const Task& task, int64_t j) const {
+    for (int64_t first = 0; first < plan_.steps; first += plan_.steps_at_once) {
+      const int64_t steps = std::min(plan_.steps_at_once, plan_.steps - first);
+      for (int64_t p = 0; p < segment.count; p += kBlock) {
+        const Block block{&segment, place(segment, p), j, sums + p * kPanel};
+        multiply_block_of(block, offsets, first, steps, block.sums, task.group);
+        if (first + steps == plan_.steps) store(block, task.group);
+      }
     }
   }
 
-  // A segment times panel j.
-  void multiply(const Segment& segment, const std::vector<int64_t>& offsets, float* sums,
-                int64_t group, int64_t j) const {
-    const int64_t filters = std::min(kPanel, conv_.filters - j * kPanel);
-    const uint32_t* const panel = packed_ + (group * plan_.panels + j) * plan_.steps * 16 * kPanel;
-    const bool at_once = plan_.steps_at_once == plan_.steps;
-    int64_t first = 0;
-    do {  // once without steps, too
-      const int64_t steps = std::min(plan_.steps_at_once, plan_.steps - first);
-      const int64_t* const at = offsets.data() + first;
-      const uint32_t* const part = panel + first * 16 * kPanel;
-      for (int64_t p = 0; p < segment.count; p += kBlock) {
-        // Of pixels in place the last block is a whole one, too: it overlaps the one before.
-        const int64_t position = plan_.in_place ? std::min(p, segment.count - kBlock) : p;
-        const uint16_t* const rows = segment.first + position * segment.ld;
-        float* const block = at_once ? sums : sums + p * kPanel;
-        multiply_block(
-            segment.count - position, filters, steps, [=](int64_t s) { return rows + at[s]; },
-            segment.ld, [=](int64_t s) { return part + s * 16 * kPanel; }, kPanel, block, kPanel,
-            first > 0);
-        if (first + steps == plan_.steps) {
-          store(block, segment, position, std::min(segment.count, position + kBlock),
-                group * conv_.filters + j * kPanel, filters);
-        }
-      }
-      first += steps;
-    } while (first < plan_.steps);
+  void multiply_block_of(const Block& block, const std::vector<int64_t>& offsets, int64_t first,
+                         int64_t steps, float* sums, int64_t group) const {
+    const Segment& segment = *block.segment;
+    const uint16_t* const rows = segment.first + block.position * segment.ld;
+    const int64_t* const at = offsets.data() + first;
+    const uint32_t* const panel =
+        packed_ + ((group * plan_.panels + block.panel) * plan_.steps + first) * 16 * kPanel;
+    multiply_block(
+        segment.count - block.position, conv_.filters - block.panel * kPanel, steps,
+        [=](int64_t s) { return rows + at[s]; }, segment.ld,
+        [=](int64_t s) { return panel + s * 16 * kPanel; }, kPanel, sums, kPanel, first > 0);
+  }
+
+  // Of pixels in place the last block is a whole one, too: it overlaps the one before.
+  int64_t place(const Segment& segment, int64_t p) const {
+    return plan_.in_place ? std::min(p, segment.count - kBlock) : p;
   }
 
   // From a position's first element: where the steps' elements are.
@@ -352,9 +392,11 @@ class AmxConvolution {
     std::fill(to, end, 0);
   }
 
-  // Positions [begin, end) of a segment, filters from `filter` on.
-  void store(const float* sums, const Segment& segment, int64_t begin, int64_t end, int64_t filter,
-             int64_t filters) const {
+  void store(const Block& block, int64_t group) const {
+    const Segment& segment = *block.segment;
+    const int64_t filter = group * conv_.filters + block.panel * kPanel;
+    const int64_t filters = std::min(kPanel, conv_.filters - block.panel * kPanel);
+    const int64_t begin = block.position, end = std::min(segment.count, begin + kBlock);
     const int64_t stride = conv_.dst_strides.c;
     bool finite = true;
     for (int64_t p = begin; p < end;) {
@@ -362,7 +404,7 @@ class AmxConvolution {
       const int64_t next = std::min(end, (row + 1) * segment.pitch);
       const int64_t count = std::min(next, row * segment.pitch + segment.width) - p;
       if (count > 0) {
-        const float* const from = sums + (p - begin) * kPanel;
+        const float* const from = block.sums + (p - begin) * kPanel;
         finite &= plan_.run_length % kStep == 0 || all_finite(from, count * kPanel);
         store_pixels(
             from, kPanel, count, filters, conv_.bias, filter,

@@ -161,7 +161,11 @@ int choose(const Conv2dProblem& problem) {
   // Fewer channels leave most lanes idle.
   constexpr int64_t kLeastGroups = kLanes<float> / 2;
   if (s.groups >= kLeastGroups && !depthwise_obstacle(problem)) return kDepthwise;
-  if (!amx_obstacle(problem)) return kAmx;
+  // With fewer weights most of what tiles multiply are zeros.
+  constexpr int64_t kLeastWeights = 512;
+  if (s.r * s.s * (s.c / s.groups) * (s.k / s.groups) >= kLeastWeights && !amx_obstacle(problem)) {
+    return kAmx;
+  }
   if (!pointwise_obstacle(problem)) {
     // Every s-th pixel of contiguous images has to be copied one by one.
     const bool skips = problem.pass == Conv2dPass::kFprop && is_strided(s) && problem.x.c != 1;
@@ -185,8 +189,8 @@ int choose(const Conv2dProblem& problem) {
   // With fewer channels or filters transformations take longer than they save.
   constexpr int64_t kLeastChannels = 16;
   // A weight gradient transforms both operands. Against AVX2's products it gains later.
-  constexpr int64_t kLeastWeights = kLanes<float> == 8 ? 64 * 64 : 32 * 32;
-  const bool is_wide = std::min(c, k) >= kLeastChannels && (!is_wgrad || c * k >= kLeastWeights);
+  constexpr int64_t kLeastSums = kLanes<float> == 8 ? 64 * 64 : 32 * 32;
+  const bool is_wide = std::min(c, k) >= kLeastChannels && (!is_wgrad || c * k >= kLeastSums);
   if (is_wide && !winograd_obstacle(problem)) return kWinograd;
   return wants_patches(problem) ? kBlockedIm2col : kImplicitGemm;
 }
