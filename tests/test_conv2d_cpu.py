@@ -68,7 +68,19 @@ NARROW = [
     (2, 16, 9, 8, 6, (2, 3), (3, 2), (0, 4), 2, 1),
     (1, 3, 130, 120, 48, (3, 3), (1, 1), (1, 1), 1, 1),  # several blocks of rows
 ]
+AMX = [
+    *POINTWISE,
+    *BLOCKED,
+    *NARROW,
+    (3, 32, 7, 7, 48, (3, 3), (1, 1), (1, 1), 1, 1),  # rows that share their zeros
+    (40, 16, 2, 3, 40, (3, 3), (1, 1), (1, 1), 1, 1),  # images one behind the other
+    (2, 512, 6, 5, 64, (3, 3), (2, 2), (1, 1), 1, 1),  # pixels half a page apart
+    (2, 64, 60, 61, 32, (3, 3), (2, 1), (2, 0), 1, 1),  # several tasks of an image
+    (2, 8, 11, 12, 70, (3, 2), (1, 3), (2, 1), 2, 2),
+    (2, 4, 1, 9, 6, (1, 3), (1, 1), (2, 7), 3, 1),  # padding over filter and image
+]
 BY_NAME = {
+    "amx": AMX,
     "depthwise": DEPTHWISE,
     "narrow_input": NARROW,
     "pointwise": POINTWISE,
@@ -87,8 +99,18 @@ def drawn(case, dtype, form="nchw"):
     return x, weight, torch.randn(k).to(dtype), dy.to(memory_format=FORMATS[form])
 
 
+HAS_AMX = any(kernel["name"] == "amx" for kernel in braze.kernels("conv2d"))
+
+
 def takes(name, dtype):
+    if name == "amx":
+        return HAS_AMX and dtype == torch.bfloat16
     return name != "winograd" or dtype != torch.float64
+
+
+def dtype_of(name):
+    """One that it takes."""
+    return torch.bfloat16 if name == "amx" else torch.float32
 
 
 def passes_of(name):
@@ -99,7 +121,7 @@ def passes_of(name):
 @pytest.mark.parametrize(("name", "case"), CASES, ids=str)
 def test_by_name(dtype, name, case, form):
     if not takes(name, dtype):
-        pytest.skip("not for float64")
+        pytest.skip("not for this dtype, or not on this processor")
     tensors = drawn(case, dtype, form)
     for which in passes_of(name):
         actual = check(which, case, tensors, name)
@@ -108,7 +130,7 @@ def test_by_name(dtype, name, case, form):
 
 
 def check_fuzzed(data, device):
-    name = data.draw(st.sampled_from(sorted(BY_NAME)))
+    name = data.draw(st.sampled_from([n for n in sorted(BY_NAME) if takes(n, dtype_of(n))]))
     number = st.integers
     n, groups = data.draw(number(1, 4)), data.draw(st.sampled_from([1, 1, 2, 5]))
     c, k = groups * data.draw(number(1, 40)), groups * data.draw(number(1, 40))
@@ -120,13 +142,14 @@ def check_fuzzed(data, device):
         stride = data.draw(number(1, 3)), data.draw(number(1, 3))
     if name == "depthwise":
         groups = k = c
-    if name in ("im2col", "blocked_im2col", "depthwise", "narrow_input"):
+    if name in ("amx", "im2col", "blocked_im2col", "depthwise", "narrow_input"):
         size, dilation = (data.draw(number(1, 3)), data.draw(number(1, 4))), data.draw(number(1, 2))
     if name == "winograd":
         size = 3, 3
     if name != "pointwise":
         padding = data.draw(number(0, 4)), data.draw(number(0, 4))
     dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+    dtype = dtype if takes(name, dtype) else dtype_of(name)
     case = n, c, h, w, k, size, stride, padding, dilation, groups
     tensors = drawn(case, dtype, data.draw(st.sampled_from(sorted(FORMATS))))
     for which in passes_of(name):
@@ -139,10 +162,12 @@ test_fuzzed_on_cpu, _ = fuzzed(check_fuzzed)
 @pytest.mark.parametrize("name", sorted(BY_NAME))
 def test_strides_of_views(name):
     """Every second image, and a few of the channels, of a larger tensor."""
+    if not takes(name, dtype_of(name)):
+        pytest.skip("not on this processor")
     n, c, h, w, k, *rest = BY_NAME[name][1]
-    x, weight, b, dy = drawn((n, c, h, w, k, *rest), torch.float32)
+    x, weight, b, dy = drawn((n, c, h, w, k, *rest), dtype_of(name))
     for form in FORMATS.values():
-        wide = torch.randn(2 * n, c + 3, h, w).to(memory_format=form)
+        wide = torch.randn(2 * n, c + 3, h, w).to(x.dtype, memory_format=form)
         wide[::2, 2:-1] = x
         for which in passes_of(name):
             check(which, (n, c, h, w, k, *rest), (wide[::2, 2:-1], weight, b, dy), name)
@@ -152,8 +177,10 @@ def test_strides_of_views(name):
 @pytest.mark.parametrize("forms", [("nchw", "nhwc"), ("nhwc", "nchw")], ids="-".join)
 def test_formats_may_differ(name, forms):
     """The gradients of a convolution whose result has another format than its input."""
+    if not takes(name, dtype_of(name)):
+        pytest.skip("not on this processor")
     case = BY_NAME.get(name, IM2COL)[1]
-    x, weight, b, dy = drawn(case, torch.float32, forms[0])
+    x, weight, b, dy = drawn(case, dtype_of(name), forms[0])
     dy = dy.contiguous(memory_format=FORMATS[forms[1]])
     for which in passes_of(name)[-2:]:
         actual = check(which, case, (x, weight, b, dy), name)
@@ -170,10 +197,14 @@ def test_formats_may_differ(name, forms):
         ("blocked_im2col", 20, torch.float32),
         ("blocked_im2col", 21, torch.bfloat16),  # an odd number of values: half a pair
         ("narrow_input", 3, torch.float32),
+        ("amx", 20, torch.bfloat16),  # a part of a step
+        ("amx", 32, torch.bfloat16),
     ],
 )
 def test_specials_stay_where_they_belong(form, where, special, name, channels, dtype):
     """A transformed tile would spread them over all of its results, half a pair to a neighbour."""
+    if not takes(name, dtype):
+        pytest.skip("not on this processor")
     case = (3, channels, 9, 10, 24, (3, 3), (1, 1), (1, 1), 1, 1)
     x, w, b, dy = drawn(case, dtype, form)
     {"x": x, "w": w, "dy": dy}[where][1, 0, 1, 2] = special
@@ -214,9 +245,12 @@ def test_winograd_overflows_where_the_sum_does():
         ("depthwise", "one filter a channel", WINOGRAD[1], torch.float32),
         ("narrow_input", "up to 16 channels", WINOGRAD[2], torch.float32),
         ("narrow_input", "one group", WINOGRAD[4], torch.float32),
+        ("amx", "bfloat16", WINOGRAD[1], torch.float32),
     ],
 )
 def test_refusals(name, why, case, dtype):
+    if name == "amx" and not HAS_AMX:
+        pytest.skip("not on this processor")
     tensors = drawn(case, dtype)
     for which in passes_of(name):
         with pytest.raises(RuntimeError, match=f"{name} cannot take these arguments: .*{why}"):
@@ -269,10 +303,21 @@ def test_what_auto_takes(case, names):
         assert len(same) < len(results), which
 
 
+@pytest.mark.skipif(not HAS_AMX, reason="not on this processor")
+@pytest.mark.parametrize("case", [BLOCKED[6], POINTWISE[1], NARROW[1]], ids=str)
+def test_auto_takes_amx(case):
+    tensors = drawn(case, torch.bfloat16, "nhwc")
+    for which in PASSES:
+        actual, by_name = (run(which, case, *tensors, name) for name in ("auto", "amx"))
+        assert torch.equal(actual, by_name)
+
+
 @pytest.mark.parametrize("name", sorted(BY_NAME))
 def test_no_images(name):
+    if not takes(name, dtype_of(name)):
+        pytest.skip("not on this processor")
     case = (0, *BY_NAME[name][1][1:])
-    x, w, b, dy = drawn(case, torch.float32)
+    x, w, b, dy = drawn(case, dtype_of(name))
     for which, like in (("fprop", dy), ("dgrad", x)):
         if which in passes_of(name):
             assert run(which, case, x, w, b, dy, name).shape == like.shape

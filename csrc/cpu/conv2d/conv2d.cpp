@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "cpu/conv2d/kernels.h"
+#include "cpu/matmul/amx.h"
 #include "cpu/matmul/dot_bf16.h"
 #include "cpu/matmul/gemm.h"
 #include "launchers/common/registry.h"
@@ -66,8 +67,14 @@ constexpr Kernel kKernels[] = {
      fft_obstacle,
      plan_fft_repaired,
      nullptr},
+    {{"conv2d", "amx", "bfloat16", "cpu", true,
+      "tile registers on shifted windows of a padded copy, threads"},
+     amx_obstacle,
+     plan_amx,
+     run_amx},
 };
-constexpr int kCount = std::size(kKernels);
+// The last one is listed where the machine has it.
+const int kCount = static_cast<int>(std::size(kKernels)) - !amx_available();
 constexpr int kImplicitGemm = kernel_number(kKernels, "implicit_gemm");
 constexpr int kPointwise = kernel_number(kKernels, "pointwise");
 constexpr int kWinograd = kernel_number(kKernels, "winograd");
@@ -75,6 +82,7 @@ constexpr int kBlockedIm2col = kernel_number(kKernels, "blocked_im2col");
 constexpr int kDepthwise = kernel_number(kKernels, "depthwise");
 constexpr int kNarrowInput = kernel_number(kKernels, "narrow_input");
 constexpr int kFft = kernel_number(kKernels, "fft");
+constexpr int kAmx = kernel_number(kKernels, "amx");
 const KernelEntries kEntries(kKernels, kCount);
 
 // What is not finite is made again by a kernel that takes everything.
@@ -153,6 +161,11 @@ int choose(const Conv2dProblem& problem) {
   // Fewer channels leave most lanes idle.
   constexpr int64_t kLeastGroups = kLanes<float> / 2;
   if (s.groups >= kLeastGroups && !depthwise_obstacle(problem)) return kDepthwise;
+  // With fewer weights most of what tiles multiply are zeros.
+  constexpr int64_t kLeastWeights = 512;
+  if (s.r * s.s * (s.c / s.groups) * (s.k / s.groups) >= kLeastWeights && !amx_obstacle(problem)) {
+    return kAmx;
+  }
   if (!pointwise_obstacle(problem)) {
     // Every s-th pixel of contiguous images has to be copied one by one.
     const bool skips = problem.pass == Conv2dPass::kFprop && is_strided(s) && problem.x.c != 1;
@@ -176,8 +189,8 @@ int choose(const Conv2dProblem& problem) {
   // With fewer channels or filters transformations take longer than they save.
   constexpr int64_t kLeastChannels = 16;
   // A weight gradient transforms both operands. Against AVX2's products it gains later.
-  constexpr int64_t kLeastWeights = kLanes<float> == 8 ? 64 * 64 : 32 * 32;
-  const bool is_wide = std::min(c, k) >= kLeastChannels && (!is_wgrad || c * k >= kLeastWeights);
+  constexpr int64_t kLeastSums = kLanes<float> == 8 ? 64 * 64 : 32 * 32;
+  const bool is_wide = std::min(c, k) >= kLeastChannels && (!is_wgrad || c * k >= kLeastSums);
   if (is_wide && !winograd_obstacle(problem)) return kWinograd;
   return wants_patches(problem) ? kBlockedIm2col : kImplicitGemm;
 }

@@ -17,6 +17,9 @@ BRAZE_CONV2D_KERNEL(direct)
 BRAZE_CONV2D_KERNEL(implicit_gemm)
 BRAZE_CONV2D_KERNEL(blocked_im2col)
 
+const char* amx_obstacle(const Conv2dProblem& problem);
+BRAZE_CONV2D_KERNEL(amx)
+
 const char* depthwise_obstacle(const Conv2dProblem& problem);
 BRAZE_CONV2D_KERNEL(depthwise)
 

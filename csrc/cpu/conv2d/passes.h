@@ -27,6 +27,15 @@ struct Convolution {
   int64_t taps() const { return h.taps() * w.taps(); }
 };
 
+// One image of a convolution, for what is done again.
+inline Convolution image_of(const Convolution& conv, int64_t image, DType dtype) {
+  Convolution one = conv;
+  one.images = 1;
+  one.src.data = static_cast<const char*>(conv.src.data) + image * conv.src.n * size_of(dtype);
+  one.dst = static_cast<char*>(conv.dst) + image * conv.dst_strides.n * size_of(dtype);
+  return one;
+}
+
 struct WeightGradient {
   int64_t images, groups, channels, filters;  // channels and filters of one group
   Axis h, w;

@@ -39,6 +39,26 @@ class TapShifts {
   std::vector<int64_t> order, shifts;  // taps by their shifts
 };
 
+// `channels` of some pixels in a row, of a tensor of those strides, to rows `ld` apart.
+// Element: T, or what T accumulates in.
+template <typename T, typename Element>
+void copy_pixels(Element* to, int64_t ld, const T* from, const Tensor4dRef& strides, int64_t pixels,
+                 int64_t channels) {
+  const int64_t stride = strides.w, between = strides.c;
+  if constexpr (std::is_same_v<Element, acc_t<T>>) {
+    copy_matrix(to, ld, from, stride, between, pixels, channels);
+  } else if (between == 1 && stride == channels && ld == channels) {
+    std::memcpy(&to->bits, &from->bits, pixels * channels * sizeof(T));
+  } else if (channels % 2 == 0 && ld % 2 == 0) {
+    copy_pairs(reinterpret_cast<uint32_t*>(to), ld / 2, reinterpret_cast<const uint16_t*>(from),
+               stride, between, pixels, channels);
+  } else {
+    for (int64_t i = 0; i < pixels; ++i) {
+      for (int64_t c = 0; c < channels; ++c) to[i * ld + c] = from[i * stride + c * between];
+    }
+  }
+}
+
 // Element: T, or what T accumulates in.
 template <typename T, typename Element>
 class Patches {
@@ -145,26 +165,9 @@ class Patches {
       std::fill_n(slab, begin * channels_, Element(0.0f));
       std::fill_n(slab + end * channels_, (width_ - end) * channels_, Element(0.0f));
       if (begin == end) continue;
-      copy_pixels(slab + begin * channels_,
-                  src + y * strides_.h + (taps_w.first() + begin) * strides_.w, end - begin);
-    }
-  }
-
-  void copy_pixels(Element* to, const T* from, int64_t pixels) const {
-    const int64_t stride = strides_.w, between = strides_.c;
-    if constexpr (std::is_same_v<Element, acc_t<T>>) {
-      copy_matrix(to, channels_, from, stride, between, pixels, channels_);
-    } else if (between == 1 && stride == channels_) {
-      std::memcpy(&to->bits, &from->bits, pixels * channels_ * sizeof(T));
-    } else if (channels_ % 2 == 0) {
-      copy_pairs(reinterpret_cast<uint32_t*>(to), channels_ / 2,
-                 reinterpret_cast<const uint16_t*>(from), stride, between, pixels, channels_);
-    } else {
-      for (int64_t i = 0; i < pixels; ++i) {
-        for (int64_t c = 0; c < channels_; ++c) {
-          to[i * channels_ + c] = from[i * stride + c * between];
-        }
-      }
+      copy_pixels(slab + begin * channels_, channels_,
+                  src + y * strides_.h + (taps_w.first() + begin) * strides_.w, strides_,
+                  end - begin, channels_);
     }
   }
 

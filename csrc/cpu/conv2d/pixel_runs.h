@@ -25,6 +25,12 @@ struct PixelRuns {
   int64_t from, to;  // elements from pixel to pixel
 };
 
+// Whether every output position meets a source position, and no padding.
+inline bool stays_inside(const Axis& axis) {
+  const int64_t last = (axis.out - 1 + axis.first) * axis.step + axis.phases[0];
+  return axis.first >= 0 && last < axis.extent;
+}
+
 // The element that the filter meets at output position (0, 0), from the image's first.
 inline int64_t first_pixel(const Axis& h, const Axis& w, const Tensor4dRef& from) {
   return (h.first * h.step + h.phases[0]) * from.h + (w.first * w.step + w.phases[0]) * from.w;

@@ -38,12 +38,6 @@ void store_bias(const Convolution& conv) {
                });
 }
 
-// Whether every output position meets a source position, and no padding.
-bool stays_inside(const Axis& axis) {
-  const int64_t last = (axis.out - 1 + axis.first) * axis.step + axis.phases[0];
-  return axis.first >= 0 && last < axis.extent;
-}
-
 }  // namespace
 
 const char* pointwise_obstacle(const Conv2dProblem& problem) {

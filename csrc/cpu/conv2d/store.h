@@ -9,6 +9,13 @@
 
 namespace braze::cpu {
 
+inline bool all_finite(const float* values, int64_t count) {
+  float odd = 0;  // NaN where one is not
+#pragma omp simd reduction(+ : odd)
+  for (int64_t i = 0; i < count; ++i) odd += values[i] * 0.0f;
+  return odd == 0;
+}
+
 // pixels x filters sums (64 filters at most), rows `width` apart, plus the bias from `filter` on
 // (or nullptr), to a result of those strides.
 template <typename T>
@@ -20,8 +27,8 @@ void store_pixels(const acc_t<T>* sums, int64_t width, int64_t pixels, int64_t f
   constexpr int64_t kChunk = 64, kMostFilters = 64;
   if constexpr (std::is_same_v<T, BFloat16>) {
     if (filter_stride == 1 && dot_bf16_available()) {
-      Acc shift[kMostFilters] = {};
-      for (int64_t f = 0; bias && f < filters; ++f) shift[f] = bias[f];
+      Acc shift[kMostFilters];
+      for (int64_t f = 0; f < filters; ++f) shift[f] = bias ? Acc(bias[f]) : Acc(0);
       return store_rounded(sums, width, pixels, filters, shift, to, pixel_stride);
     }
   }

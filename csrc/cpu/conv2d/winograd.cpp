@@ -16,15 +16,6 @@ void with_type(DType dtype, const F& f) {
   });
 }
 
-// One image of a convolution, for what is done again.
-Convolution image_of(const Convolution& conv, int64_t image, DType dtype) {
-  Convolution one = conv;
-  one.images = 1;
-  one.src.data = static_cast<const char*>(conv.src.data) + image * conv.src.n * size_of(dtype);
-  one.dst = static_cast<char*>(conv.dst) + image * conv.dst_strides.n * size_of(dtype);
-  return one;
-}
-
 }  // namespace
 
 const char* winograd_obstacle(const Conv2dProblem& problem) {

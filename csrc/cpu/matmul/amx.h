@@ -76,13 +76,13 @@ class WholeTiles {
   asm volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #sums ::)
 
 // kRowTiles x kColumnTiles tiles of sums at `out`, rows `ld` floats apart, = or += `steps` steps,
-// each 32 deep, of rows of A, `a_ld` values apart, times a panel of B: per step 16 rows of 32
-// pairs.
-template <int kRowTiles, int kColumnTiles>
-inline void multiply_tiles(int64_t steps, const uint16_t* a, int64_t a_ld, const uint32_t* b,
+// each 32 deep, of rows of A times a panel of B. At step s the first row of A is at a(s), the
+// others `a_ld` values apart; b(s) are 16 rows of pairs, `b_ld` pairs apart.
+template <int kRowTiles, int kColumnTiles, typename A, typename B>
+inline void multiply_tiles(int64_t steps, const A& a, int64_t a_ld, const B& b, int64_t b_ld,
                            float* out, int64_t ld, bool accumulate) {
   constexpr bool kTwoRows = kRowTiles == 2, kTwoColumns = kColumnTiles == 2;
-  const int64_t stride = ld * 4, a_stride = a_ld * 2, b_stride = 32 * 4;
+  const int64_t stride = ld * 4, a_stride = a_ld * 2, b_stride = b_ld * 4;
   float* const below = out + 16 * ld;
   if (accumulate) {
     BRAZE_TILE_LOAD(0, out, stride);
@@ -95,16 +95,18 @@ inline void multiply_tiles(int64_t steps, const uint16_t* a, int64_t a_ld, const
     if constexpr (kTwoRows) BRAZE_TILE_ZERO(2);
     if constexpr (kTwoRows && kTwoColumns) BRAZE_TILE_ZERO(3);
   }
-  for (int64_t s = 0; s < steps; ++s, a += 32, b += 16 * 32) {
-    BRAZE_TILE_LOAD(4, a, a_stride);
-    BRAZE_TILE_LOAD(6, b, b_stride);
+  for (int64_t s = 0; s < steps; ++s) {
+    const uint16_t* const rows = a(s);
+    const uint32_t* const pairs = b(s);
+    BRAZE_TILE_LOAD(4, rows, a_stride);
+    BRAZE_TILE_LOAD(6, pairs, b_stride);
     BRAZE_TILE_MULTIPLY(0, 4, 6);
     if constexpr (kTwoRows) {
-      BRAZE_TILE_LOAD(5, a + 16 * a_ld, a_stride);
+      BRAZE_TILE_LOAD(5, rows + 16 * a_ld, a_stride);
       BRAZE_TILE_MULTIPLY(2, 5, 6);
     }
     if constexpr (kTwoColumns) {
-      BRAZE_TILE_LOAD(7, b + 16, b_stride);
+      BRAZE_TILE_LOAD(7, pairs + 16, b_stride);
       BRAZE_TILE_MULTIPLY(1, 4, 7);
       if constexpr (kTwoRows) BRAZE_TILE_MULTIPLY(3, 5, 7);
     }
@@ -113,6 +115,20 @@ inline void multiply_tiles(int64_t steps, const uint16_t* a, int64_t a_ld, const
   if constexpr (kTwoColumns) BRAZE_TILE_STORE(1, out + 16, stride);
   if constexpr (kTwoRows) BRAZE_TILE_STORE(2, below, stride);
   if constexpr (kTwoRows && kTwoColumns) BRAZE_TILE_STORE(3, below + 16, stride);
+}
+
+// The same for up to 32 rows of A and 32 columns of B, of which those tiles are left out that have
+// none of `rows` and `columns`.
+template <typename A, typename B>
+inline void multiply_block(int64_t rows, int64_t columns, int64_t steps, const A& a, int64_t a_ld,
+                           const B& b, int64_t b_ld, float* out, int64_t ld, bool accumulate) {
+  if (rows > 16) {
+    columns > 16 ? multiply_tiles<2, 2>(steps, a, a_ld, b, b_ld, out, ld, accumulate)
+                 : multiply_tiles<2, 1>(steps, a, a_ld, b, b_ld, out, ld, accumulate);
+  } else {
+    columns > 16 ? multiply_tiles<1, 2>(steps, a, a_ld, b, b_ld, out, ld, accumulate)
+                 : multiply_tiles<1, 1>(steps, a, a_ld, b, b_ld, out, ld, accumulate);
+  }
 }
 
 #undef BRAZE_TILE_ZERO

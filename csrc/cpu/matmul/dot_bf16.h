@@ -52,6 +52,16 @@ inline void store_rounded(const float* sums, int64_t width, int64_t rows, int64_
                           const float* bias, BFloat16* to, int64_t ld) {
   using V = vec_t<float>;
   constexpr int64_t kL = kLanes<float>;
+  if (columns == 2 * kL) {
+    const V low = load<V>(bias), high = load<V>(bias + kL);
+    for (int64_t i = 0; i < rows; ++i, sums += width, to += ld) {
+      const V first = load<V>(sums) + low, second = load<V>(sums + kL) + high;
+      __m512i rounded;
+      asm("vcvtne2ps2bf16 %1, %2, %0" : "=v"(rounded) : "v"(first), "v"(second));
+      std::memcpy(&to->bits, &rounded, sizeof(rounded));
+    }
+    return;
+  }
   for (int64_t i = 0; i < rows; ++i, sums += width, to += ld) {
     int64_t j = 0;
     for (; j + kL <= columns; j += kL) {

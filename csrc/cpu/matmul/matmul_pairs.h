@@ -25,16 +25,13 @@ class AmxTiles {
 
   void multiply(const uint16_t* a, int64_t ld, int64_t rows, int64_t depth, const uint32_t* panel,
                 int64_t columns, float* out, bool accumulate) const {
-    const bool wide = columns > 16;
     const int64_t steps = depth / kStep;
+    const auto pairs = [=](int64_t s) { return panel + s * 16 * 32; };
     for (int64_t i = 0; i < rows; i += 32, a += 32 * ld, out += 32 * 32) {
-      if (rows - i > 16) {
-        wide ? multiply_tiles<2, 2>(steps, a, ld, panel, out, 32, accumulate)
-             : multiply_tiles<2, 1>(steps, a, ld, panel, out, 32, accumulate);
-      } else {
-        wide ? multiply_tiles<1, 2>(steps, a, ld, panel, out, 32, accumulate)
-             : multiply_tiles<1, 1>(steps, a, ld, panel, out, 32, accumulate);
-      }
+      const uint16_t* const first = a;
+      multiply_block(
+          rows - i, columns, steps, [=](int64_t s) { return first + s * 32; }, ld, pairs, 32, out,
+          32, accumulate);
     }
   }
 

@@ -1,0 +1,428 @@
+// fprop and dgrad in bf16 on AMX (cpu/matmul/amx.h), without patches. A task's part of an image is
+// copied into a slab, zero-padded and with channels adjacent, in which the windows of one output
+// pixel after the other are evenly spaced, on into the next row: a tile of A is 16 of them, read
+// where they are, for each tap from another element on. Positions behind a row's last pixel are
+// computed and not stored. Of a stride the slab's rows are sorted by their remainder.
+//
+// A step is 32 elements of the channels of a tap, or of adjacent taps' together; what the last one
+// reads beyond meets weights of zero. So a finite result is right; an image with one that is not
+// finite is to be done again.
+#pragma once
+
+#include <atomic>
+#include <vector>
+
+#include "cpu/conv2d/passes.h"
+#include "cpu/conv2d/patches.h"
+#include "cpu/conv2d/pixel_runs.h"
+#include "cpu/conv2d/store.h"
+#include "cpu/matmul/amx.h"
+
+namespace braze::cpu {
+
+#ifdef BRAZE_HAS_AMX
+
+// Where windows and taps lie in a slab of `rows` output rows; in pixels, from the slab's first.
+struct AmxWindows {
+  AmxWindows(const Convolution& conv, int64_t rows)
+      : taps_h(conv.h), taps_w(conv.w), rows(rows), step(conv.w.step) {
+    if (conv.taps() == 0) return;
+    const int64_t leftmost = taps_w.shifts.front(), rightmost = taps_w.shifts.back();
+    const int64_t width = conv.w.extent;
+    lead = std::max<int64_t>(0, -leftmost);
+    // A row's zeros at the right are the next one's at the left.
+    const int64_t right = std::max<int64_t>(0, (conv.w.out - 1) * step + rightmost - (width - 1));
+    pitch = round_up(std::max(width + std::max(lead, right), conv.w.out * step), step);
+    for (const int64_t shift : taps_h.shifts) {
+      const int64_t distance = shift - taps_h.first();
+      slab_rows = std::max(slab_rows, rows + distance / conv.h.step);
+      phases = std::max(phases, distance % conv.h.step + 1);
+    }
+  }
+  int64_t positions() const { return rows * pitch / step; }
+  int64_t pixels() const {
+    // Tiles are whole; what they read beyond the last window is anything.
+    return lead + phases * slab_rows * pitch + 32 * step;
+  }
+  int64_t offset(const Convolution& conv, int64_t th, int64_t tw) const {
+    const int64_t distance = taps_h.shifts[th] - taps_h.first();
+    return lead + (distance % conv.h.step * slab_rows + distance / conv.h.step) * pitch +
+           taps_w.shifts[tw];
+  }
+
+  TapShifts taps_h, taps_w;
+  int64_t rows, step;
+  int64_t lead = 0, pitch = 0, slab_rows = 0, phases = 0;
+};
+
+struct AmxPlan {
+  static constexpr int64_t kPanel = 32, kStep = 32, kBlock = 32;  // filters, elements, positions
+  // Of slabs, or of pixels read in place: they and a panel of weights are to stay in a second-level
+  // cache of 2 MiB.
+  static constexpr int64_t kSlabBytes = int64_t{768} << 10;
+
+  explicit AmxPlan(const Convolution& conv)
+      : panels(ceil_div(conv.filters, kPanel)),
+        rows(conv.h.out),
+        runs(conv.images, conv.h, conv.w, conv.src, conv.dst_strides) {
+    // Pixels a multiple of half a page apart would meet in a few sets of the first-level cache.
+    const bool meet = conv.channels * conv.w.step % 1024 == 0;
+    ld = meet ? conv.channels + kStep : conv.channels;
+    const bool adjoin = !meet && adjacent(conv.w);
+    run_length = adjoin ? conv.w.taps() * conv.channels : conv.channels;
+    runs_of_row = adjoin ? 1 : conv.w.taps();
+    steps = conv.h.taps() * runs_of_row * ceil_div(run_length, kStep);
+    // Half a panel that the first-level cache holds is worth visiting the sums twice.
+    constexpr int64_t kHeld = 24;
+    steps_at_once = steps > kHeld && steps <= 2 * kHeld ? ceil_div(steps, 2) : steps;
+    packed_weights = conv.groups * panels * steps * 16 * kPanel;
+    packed_size = round_up(packed_weights + ceil_div(conv.images, 4), 16);
+    if (conv.taps() == 0) return;
+
+    const int64_t wanted = 2 * num_threads();
+    constexpr int64_t kLongRun = 4 * kBlock;
+    // Only whole steps: nothing may be read behind the last pixel.
+    in_place = conv.taps() == 1 && conv.src.c == 1 && run_length % kStep == 0 &&
+               runs.from % 1024 != 0 && runs.length >= kLongRun && stays_inside(conv.h) &&
+               stays_inside(conv.w);
+    int64_t positions;  // of a segment
+    if (in_place) {
+      pieces = ceil_div(runs.length * runs.from * 2, kSlabBytes);
+      while (num_threads() > 1 && tasks(conv) < wanted && runs.length / pieces >= kLongRun) {
+        ++pieces;
+      }
+      while (num_threads() > 1 && tasks(conv) < wanted && filter_blocks < panels) ++filter_blocks;
+      positions = ceil_div(runs.length, pieces);
+    } else {
+      const int64_t row_bytes = AmxWindows(conv, 1).pitch * conv.h.step * ld * 2;
+      const int64_t most = std::max<int64_t>(1, kSlabBytes / row_bytes);
+      rows = std::min(conv.h.out, most);
+      blocks = ceil_div(conv.h.out, rows);
+      together = blocks > 1 ? 1 : std::clamp<int64_t>(most / conv.h.out, 1, conv.images);
+      const bool is_shared = num_threads() > 1;
+      while (is_shared && tasks(conv) < wanted && together > 1) together = (together + 1) / 2;
+      while (is_shared && tasks(conv) < wanted && conv.h.out / blocks > 8) ++blocks;
+      while (is_shared && tasks(conv) < wanted && filter_blocks < panels) ++filter_blocks;
+      rows = ceil_div(conv.h.out, blocks);
+      blocks = ceil_div(conv.h.out, rows);
+      const AmxWindows windows(conv, rows);
+      slab_size = round_up(windows.pixels() * ld + 2 * kStep, kStep);
+      positions = windows.positions();
+    }
+    if (steps_at_once < steps) sums_size = round_up(positions, kBlock) * kPanel;
+  }
+  // Whether the taps of a row are one run of the slab.
+  static bool adjacent(const Axis& w) {
+    const TapShifts taps(w);
+    for (size_t t = 1; t < taps.shifts.size(); ++t) {
+      if (taps.shifts[t] != taps.shifts[t - 1] + 1) return false;
+    }
+    return true;
+  }
+  int64_t tasks(const Convolution& conv) const {
+    const int64_t blocks_of_filters = conv.groups * filter_blocks;
+    return in_place ? blocks_of_filters * runs.count() * pieces
+                    : blocks_of_filters * ceil_div(conv.images, together) * blocks;
+  }
+  // Bytes of a worker: slabs, sums.
+  int64_t scratch() const { return together * slab_size * 2 + sums_size * 4; }
+
+  int64_t panels, rows;  // of filters; of a task's part of an image
+  int64_t ld;            // of a slab's pixels
+  int64_t run_length, runs_of_row, steps, steps_at_once;
+  int64_t packed_weights, packed_size;  // pairs; with a flag for each image
+  int64_t together = 1, blocks = 1, filter_blocks = 1;
+  int64_t slab_size = 0, sums_size = 2 * kBlock * kPanel;
+  // Pixels of 1 x 1 filters are read where they are, a piece of a run for each task.
+  PixelRuns runs;
+  bool in_place = false;
+  int64_t pieces = 1;
+};
+
+class AmxConvolution {
+  using Plan = AmxPlan;
+  static constexpr int64_t kPanel = Plan::kPanel, kStep = Plan::kStep, kBlock = Plan::kBlock;
+
+ public:
+  // packed: room for plan.packed_size pairs.
+  AmxConvolution(const Convolution& conv, const Plan& plan, float* packed)
+      : conv_(conv),
+        plan_(plan),
+        whole_(conv, plan.rows),
+        packed_(reinterpret_cast<uint32_t*>(packed)),
+        spoilt_(reinterpret_cast<std::atomic<char>*>(packed_ + plan.packed_weights)) {
+    for (int64_t i = 0; i < conv.images; ++i) new (spoilt_ + i) std::atomic<char>(0);
+  }
+
+  int64_t panels() const { return conv_.groups * plan_.panels; }
+  // Rows of pairs, 32 filters wide, whole steps for each run.
+  void pack(int64_t i) const {
+    const int64_t group = i / plan_.panels, j = i % plan_.panels;
+    const int64_t filters = std::min(kPanel, conv_.filters - j * kPanel), c = conv_.channels;
+    const uint16_t* const from = static_cast<const uint16_t*>(conv_.weight) +
+                                 group * conv_.weight_group + j * kPanel * conv_.weight_filter;
+    uint32_t* run = packed_ + i * plan_.steps * 16 * kPanel;
+    const int64_t padded = round_up(plan_.run_length, kStep);
+    for (const int64_t th : whole_.taps_h.order) {
+      for (int64_t first = 0; first < conv_.w.taps(); first += conv_.w.taps() / plan_.runs_of_row) {
+        const int64_t count = conv_.w.taps() / plan_.runs_of_row;
+        const auto tap = [&](int64_t t) {
+          return from + conv_.tap_h[th] * conv_.weight_h +
+                 conv_.tap_w[whole_.taps_w.order[first + t]] * conv_.weight_w;
+        };
+        if (c % 2 == 0) {
+          for (int64_t t = 0; t < count; ++t) {
+            pack_pairs(run + t * c / 2 * kPanel, kPanel, tap(t), conv_.weight_filter,
+                       conv_.weight_channel, filters, c);
+          }
+        } else {  // pairs reach from tap to tap
+          uint16_t* const values = reinterpret_cast<uint16_t*>(run);
+          std::fill_n(run, padded / 2 * kPanel, 0u);
+          for (int64_t p = 0; p < count * c; ++p) {
+            const uint16_t* const value = tap(p / c) + p % c * conv_.weight_channel;
+            uint16_t* const out = values + p / 2 * 2 * kPanel + p % 2;
+            for (int64_t f = 0; f < filters; ++f) out[2 * f] = value[f * conv_.weight_filter];
+          }
+        }
+        const int64_t used = ceil_div(plan_.run_length, 2) * kPanel;
+        std::fill(run + used, run + padded / 2 * kPanel, 0u);
+        run += padded / 2 * kPanel;
+      }
+    }
+  }
+
+  int64_t tasks() const { return plan_.tasks(conv_); }
+  void run(char* scratch, int64_t task) const {
+    const int64_t part = task % plan_.filter_blocks, place = task / plan_.filter_blocks;
+    const Task filters{place % conv_.groups, part * plan_.panels / plan_.filter_blocks,
+                       (part + 1) * plan_.panels / plan_.filter_blocks};
+    uint16_t* const slabs = reinterpret_cast<uint16_t*>(scratch);
+    float* const sums = reinterpret_cast<float*>(slabs + plan_.together * plan_.slab_size);
+    const WholeTiles tiles;
+    if (plan_.in_place) return multiply_pixels(sums, filters, place / conv_.groups);
+    multiply_windows(slabs, sums, filters, place / conv_.groups);
+  }
+
+  const Convolution& convolution() const { return conv_; }
+  // The images with results that are not finite: to be done again.
+  std::vector<int64_t> spoilt() const {
+    std::vector<int64_t> images;
+    for (int64_t i = 0; i < conv_.images; ++i) {
+      if (spoilt_[i]) images.push_back(i);
+    }
+    return images;
+  }
+
+ private:
+  // Panels [first_panel, last_panel) of filters of a group.
+  struct Task {
+    int64_t group, first_panel, last_panel;
+  };
+  // Evenly spaced positions: rows of `pitch`, of which the first `width` are results.
+  struct Segment {
+    const uint16_t* first;
+    int64_t ld, count, pitch, width;
+    BFloat16* to;
+    int64_t row_stride, pixel_stride;  // of results
+    int64_t image;
+  };
+  // 32 positions of a segment and 32 filters.
+  struct Block {
+    const Segment* segment;
+    int64_t position, panel;
+    float* sums = nullptr;
+  };
+  // Rows [row, row + rows) of an image.
+  struct Part {
+    int64_t image, row, rows;
+  };
+
+  void multiply_windows(uint16_t* slabs, float* sums, const Task& task, int64_t place) const {
+    const int64_t row = place % plan_.blocks * plan_.rows;
+    const int64_t rows = std::min(plan_.rows, conv_.h.out - row);
+    const int64_t image = place / plan_.blocks * plan_.together;
+    const int64_t images = std::min(plan_.together, conv_.images - image);
+    const AmxWindows windows(conv_, rows);
+    const Tensor4dRef& d = conv_.dst_strides;
+    const int64_t pitch = conv_.taps() ? windows.pitch / windows.step : conv_.w.out;
+    // Pixels of the image, and so tiles of 32 channels, begin at a cache line.
+    const int64_t skew = round_up(windows.lead * plan_.ld, kStep) - windows.lead * plan_.ld;
+    std::vector<Segment> segments;
+    for (int64_t i = 0; i < images; ++i) {
+      uint16_t* const slab = slabs + i * plan_.slab_size + skew;
+      if (conv_.taps() > 0) fill(slab, windows, task.group, {image + i, row, rows});
+      segments.push_back(
+          {slab, windows.step * plan_.ld, (rows - 1) * pitch + conv_.w.out, pitch, conv_.w.out,
+           static_cast<BFloat16*>(conv_.dst) + (image + i) * d.n + row * d.h, d.h, d.w, image + i});
+    }
+    const std::vector<int64_t> offsets = step_offsets(windows);
+    multiply(segments, offsets, sums, task);
+  }
+
+  void multiply_pixels(float* sums, const Task& task, int64_t place) const {
+    const PixelRuns& runs = plan_.runs;
+    const int64_t run = place / plan_.pieces, piece = place % plan_.pieces;
+    const int64_t begin = piece * runs.length / plan_.pieces;
+    const int64_t count = (piece + 1) * runs.length / plan_.pieces - begin;
+    const Tensor4dRef &x = conv_.src, &d = conv_.dst_strides;
+    const int64_t image = run / runs.rows, row = run % runs.rows;
+    const uint16_t* const from = static_cast<const uint16_t*>(x.data) +
+                                 first_pixel(conv_.h, conv_.w, x) + image * x.n +
+                                 row * conv_.h.step * x.h + begin * runs.from;
+    const Segment segment{
+        from + task.group * conv_.channels,
+        runs.from,
+        count,
+        count,
+        count,
+        static_cast<BFloat16*>(conv_.dst) + image * d.n + row * d.h + begin * runs.to,
+        0,
+        runs.to,
+        image};
+    std::vector<int64_t> offsets;
+    for (int64_t s = 0; s < plan_.steps; ++s) offsets.push_back(s * kStep);
+    multiply({segment}, offsets, sums, task);
+  }
+
+  // Segments times panels. What is less, the weights or the positions, stays in the caches: a
+  // block of positions meets all panels, and results are stored by whole pixels, or a panel meets
+  // all blocks.
+  void multiply(const std::vector<Segment>& segments, const std::vector<int64_t>& offsets,
+                float* sums, const Task& task) const {
+    constexpr int64_t kHeld = int64_t{256} << 10;
+    const int64_t bytes = (task.last_panel - task.first_panel) * plan_.steps * 16 * kPanel * 4;
+    if (plan_.steps_at_once < plan_.steps) {
+      for (int64_t j = task.first_panel; j < task.last_panel; ++j) {
+        for (const Segment& segment : segments) multiply_twice(segment, offsets, sums, task, j);
+      }
+      return;
+    }
+    // Sums are stored while the next block is multiplied.
+    Block before{};
+    const auto multiply_next = [&](const Block& next) {
+      float* const block = sums == before.sums ? sums + kBlock * kPanel : sums;
+      multiply_block_of(next, offsets, 0, plan_.steps, block, task.group);
+      if (before.sums) store(before, task.group);
+      before = next;
+      before.sums = block;
+    };
+    const auto each_block = [&](const Segment& segment, int64_t begin, int64_t end) {
+      for (int64_t p = 0; p < segment.count; p += kBlock) {
+        for (int64_t j = begin; j < end; ++j) multiply_next({&segment, place(segment, p), j});
+      }
+    };
+    for (const Segment& segment : segments) {
+      if (bytes <= kHeld) each_block(segment, task.first_panel, task.last_panel);
+    }
+    for (int64_t j = task.first_panel; bytes > kHeld && j < task.last_panel; ++j) {
+      for (const Segment& segment : segments) each_block(segment, j, j + 1);
+    }
+    if (before.sums) store(before, task.group);
+  }
+
+  // A segment times a panel, half of the steps at once.
+  void multiply_twice(const Segment& segment, const std::vector<int64_t>& offsets, float* sums,
+                      const Task& task, int64_t j) const {
+    for (int64_t first = 0; first < plan_.steps; first += plan_.steps_at_once) {
+      const int64_t steps = std::min(plan_.steps_at_once, plan_.steps - first);
+      for (int64_t p = 0; p < segment.count; p += kBlock) {
+        const Block block{&segment, place(segment, p), j, sums + p * kPanel};
+        multiply_block_of(block, offsets, first, steps, block.sums, task.group);
+        if (first + steps == plan_.steps) store(block, task.group);
+      }
+    }
+  }
+
+  void multiply_block_of(const Block& block, const std::vector<int64_t>& offsets, int64_t first,
+                         int64_t steps, float* sums, int64_t group) const {
+    const Segment& segment = *block.segment;
+    const uint16_t* const rows = segment.first + block.position * segment.ld;
+    const int64_t* const at = offsets.data() + first;
+    const uint32_t* const panel =
+        packed_ + ((group * plan_.panels + block.panel) * plan_.steps + first) * 16 * kPanel;
+    multiply_block(
+        segment.count - block.position, conv_.filters - block.panel * kPanel, steps,
+        [=](int64_t s) { return rows + at[s]; }, segment.ld,
+        [=](int64_t s) { return panel + s * 16 * kPanel; }, kPanel, sums, kPanel, first > 0);
+  }
+
+  // Of pixels in place the last block is a whole one, too: it overlaps the one before.
+  int64_t place(const Segment& segment, int64_t p) const {
+    return plan_.in_place ? std::min(p, segment.count - kBlock) : p;
+  }
+
+  // From a position's first element: where the steps' elements are.
+  std::vector<int64_t> step_offsets(const AmxWindows& windows) const {
+    std::vector<int64_t> offsets;
+    const int64_t taps = conv_.w.taps();
+    for (int64_t th = 0; th < conv_.h.taps(); ++th) {
+      for (int64_t tw = 0; tw < taps; tw += taps / plan_.runs_of_row) {
+        const int64_t begin = windows.offset(conv_, th, tw) * plan_.ld;
+        for (int64_t k = 0; k < plan_.run_length; k += kStep) offsets.push_back(begin + k);
+      }
+    }
+    return offsets;
+  }
+
+  // Fills a slab with the rows that a task's windows of an image meet.
+  void fill(uint16_t* slab, const AmxWindows& windows, int64_t group, const Part& part) const {
+    const BFloat16* const src = static_cast<const BFloat16*>(conv_.src.data) +
+                                part.image * conv_.src.n + group * conv_.channels * conv_.src.c;
+    const int64_t ld = plan_.ld, width = conv_.w.extent, row_size = windows.pitch * ld;
+    uint16_t* const end = slab + windows.pixels() * ld;
+    std::fill_n(slab, windows.lead * ld, 0);
+    uint16_t* to = slab + windows.lead * ld;
+    for (int64_t phase = 0; phase < windows.phases; ++phase) {
+      for (int64_t row = 0; row < windows.slab_rows; ++row, to += row_size) {
+        const int64_t y = (part.row + row) * conv_.h.step + windows.taps_h.first() + phase;
+        if (y < 0 || y >= conv_.h.extent) {
+          std::fill_n(to, row_size, 0);
+          continue;
+        }
+        copy_pixels(reinterpret_cast<BFloat16*>(to), ld, src + y * conv_.src.h, conv_.src, width,
+                    conv_.channels);
+        if (ld != conv_.channels) {
+          for (int64_t x = 0; x < width; ++x) {
+            std::fill_n(to + x * ld + conv_.channels, ld - conv_.channels, 0);
+          }
+        }
+        std::fill(to + width * ld, to + row_size, 0);
+      }
+    }
+    std::fill(to, end, 0);
+  }
+
+  void store(const Block& block, int64_t group) const {
+    const Segment& segment = *block.segment;
+    const int64_t filter = group * conv_.filters + block.panel * kPanel;
+    const int64_t filters = std::min(kPanel, conv_.filters - block.panel * kPanel);
+    const int64_t begin = block.position, end = std::min(segment.count, begin + kBlock);
+    const int64_t stride = conv_.dst_strides.c;
+    bool finite = true;
+    for (int64_t p = begin; p < end;) {
+      const int64_t row = p / segment.pitch, column = p % segment.pitch;
+      const int64_t next = std::min(end, (row + 1) * segment.pitch);
+      const int64_t count = std::min(next, row * segment.pitch + segment.width) - p;
+      if (count > 0) {
+        const float* const from = block.sums + (p - begin) * kPanel;
+        finite &= plan_.run_length % kStep == 0 || all_finite(from, count * kPanel);
+        store_pixels(
+            from, kPanel, count, filters, conv_.bias, filter,
+            segment.to + filter * stride + row * segment.row_stride + column * segment.pixel_stride,
+            segment.pixel_stride, stride);
+      }
+      p = next;
+    }
+    if (!finite) spoilt_[segment.image] = 1;
+  }
+
+  const Convolution& conv_;
+  const Plan plan_;
+  const AmxWindows whole_;
+  uint32_t* packed_;
+  std::atomic<char>* spoilt_;  // images with results that are not finite
+};
+
+#endif
+
+}  // namespace braze::cpu
