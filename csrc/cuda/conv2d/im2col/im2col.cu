@@ -24,30 +24,18 @@ int choose_tile(const MatmulArgs& p) {
   return best;
 }
 
-// Whether TMA reads the gradients of TF32's weight gradient as they are, and transposed.
-bool takes_filters(const Conv2dShape& s) { return s.k * size_of(s.dtype) % 16 == 0; }
-bool takes_pixels(const Conv2dShape& s) { return s.n * s.p * s.q * size_of(s.dtype) % 16 == 0; }
-
-// The same for the weight gradient, whose blocks all sum for as long; and whether TF32's gradients
-// are transposed in memory, by what that took in training steps of ResNets (33 us for 8M of them).
-int choose_wgrad_tile(const Conv2dArgs& args) {
-  const MatmulArgs p = gradient_matrices(args);
-  const bool tf32 = size_of(p.dtype) == 4;
-  const double stages = static_cast<double>(p.batch) * p.k * size_of(p.dtype) / hopper::kSwizzle;
+// The same for the weight gradient, whose blocks all sum for as long.
+int choose_wgrad_tile(const MatmulArgs& p) {
+  const bool swap = size_of(p.dtype) == 4;
+  const int64_t rows = swap ? p.n : p.m, columns = swap ? p.m : p.n;
   int best = 0;
   double least = hopper::kNoPlan;
-  const auto consider = [&](bool transposed, double scale, double start) {
-    const int64_t rows = transposed ? p.n : p.m, columns = transposed ? p.m : p.n;
-    for (int i = 0; i < kWgradTileCount; ++i) {
-      const WgradTile& t = kWgradTiles[i];
-      const int64_t tiles = ceil_div(rows, kWgradRows * t.blocks) * ceil_div(columns, t.columns);
-      const double stage = scale * t.blocks * t.stage / sm_count();
-      const double cost = start + static_cast<double>(tiles) * stage * stages;
-      if (cost < least) best = i + (transposed ? kTransposed : 0), least = cost;
-    }
-  };
-  if (!tf32 || takes_filters(args.shape)) consider(false, tf32 ? kTurning : 1, 0);
-  if (tf32 && takes_pixels(args.shape)) consider(true, 1, 1.9 + 4.0e-6 * p.k * p.m);
+  for (int i = 0; i < kWgradTileCount; ++i) {
+    const WgradTile& t = kWgradTiles[i];
+    const int64_t tiles = ceil_div(rows, kWgradRows * t.blocks) * ceil_div(columns, t.columns);
+    const double cost = static_cast<double>(tiles) * t.blocks * t.stage;
+    if (cost < least) best = i, least = cost;
+  }
   return best;
 }
 
@@ -70,8 +58,8 @@ const char* alignment_obstacle(const Conv2dArgs& args) {
     return "it takes channels-last tensors, aligned to 16 bytes, with a multiple of 16 bytes of "
            "channels";
   }
-  if (wgrad && !takes_filters(s) && (size != 4 || !takes_pixels(s))) {
-    return "its weight gradient takes a multiple of 8 filters, or of 4 filters or pixels in TF32";
+  if (wgrad && !whole(size == 4 ? s.n * s.p * s.q : s.k)) {
+    return "its weight gradient takes a multiple of 8 filters, or of 4 pixels in TF32";
   }
   return nullptr;
 }
@@ -101,8 +89,8 @@ const char* obstacle(const Conv2dArgs& args) {
 void plan(const Conv2dArgs& args, Conv2dPlan* plan) {
   if (in_parts(args.shape)) return plan_split(args, plan);
   if (args.pass == Conv2dPass::kWgrad) {
-    plan->variant = choose_wgrad_tile(args);
-    plan->workspace_bytes = wgrad_workspace_bytes(args, plan->variant);
+    plan->variant = choose_wgrad_tile(gradient_matrices(args));
+    plan->workspace_bytes = wgrad_workspace_bytes(args, kWgradTiles[plan->variant]);
     return;
   }
   const MatmulArgs p = result_matrix(args, pass_of(args));

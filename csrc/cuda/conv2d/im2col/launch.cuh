@@ -23,13 +23,8 @@ struct WgradTile {
 constexpr WgradTile kWgradTiles[] = {{256, 2, 4, 0.75}, {128, 1, 6, 0.51}, {64, 1, 8, 0.36}};
 constexpr int kWgradTileCount = static_cast<int>(std::size(kWgradTiles));
 constexpr int kWgradRows = 128;
-// In TF32 the image's pixels are turned in shared memory, and a stage takes this times as long (an
-// estimate by what that reads and writes); or the gradients are transposed in memory before, by a
-// tile's number plus kTransposed.
-constexpr double kTurning = 1.25;
-constexpr int kTransposed = kWgradTileCount;
 
-// tile: its number in hopper::kTileKinds, or of the weight gradient.
+// tile: its number in hopper::kTileKinds, or in kWgradTiles.
 void run_bf16(Stream stream, const Conv2dArgs& args, int tile, void* workspace);
 void run_fp16(Stream stream, const Conv2dArgs& args, int tile, void* workspace);
 // added: what is added to an input gradient of stride 1, or nullptr.
@@ -122,19 +117,19 @@ inline MatmulArgs gradient_matrices(const Conv2dArgs& args) {
   p.c = const_cast<void*>(args.out.data);
   return p;
 }
-// Parts of tiles, and transposed gradients behind them.
+// Parts of tiles, and TF32's transposed gradients behind them.
 inline int64_t wgrad_parts_bytes(const WgradTile& tile) {
   return int64_t{2} * sm_count() * kWgradRows * tile.columns * int64_t{sizeof(float)};
 }
-inline int64_t wgrad_workspace_bytes(const Conv2dArgs& args, int tile) {
+inline int64_t wgrad_workspace_bytes(const Conv2dArgs& args, const WgradTile& tile) {
   const MatmulArgs p = gradient_matrices(args);
-  return wgrad_parts_bytes(kWgradTiles[tile % kTransposed]) +
-         (tile >= kTransposed ? p.m * p.k * size_of(p.dtype) : 0);
+  return wgrad_parts_bytes(tile) + (size_of(p.dtype) == 4 ? p.m * p.k * 4 : 0);
 }
 
-template <typename T, int kTile, bool kSwap>
+template <typename T, int kTile>
 void launch_wgrad(Stream stream, const Conv2dArgs& args, void* workspace) {
   constexpr WgradTile kKind = kWgradTiles[kTile];
+  constexpr bool kSwap = sizeof(T) == 4;
   using Tile = hopper::StreamTile<T, kWgradRows, kKind.columns, kKind.stages, kKind.blocks>;
   MatmulArgs p = gradient_matrices(args);
   if constexpr (kSwap) {
@@ -165,14 +160,8 @@ template <typename T>
 void run(Stream stream, const Conv2dArgs& args, int number, void* workspace,
          [[maybe_unused]] const void* added = nullptr) {
   if (args.pass == Conv2dPass::kWgrad) {
-    return with_wgrad_tile(number % kTransposed, [&](auto tile) {
-      if constexpr (sizeof(T) == 4) {
-        if (number >= kTransposed) {
-          return launch_wgrad<T, tile.value, true>(stream, args, workspace);
-        }
-      }
-      launch_wgrad<T, tile.value, false>(stream, args, workspace);
-    });
+    return with_wgrad_tile(
+        number, [&](auto tile) { launch_wgrad<T, tile.value>(stream, args, workspace); });
   }
   hopper::with_tile(number, [&](auto tile) {
     constexpr hopper::TileKind kKind = hopper::kTileKinds[tile.value];

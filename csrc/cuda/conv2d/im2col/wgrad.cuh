@@ -3,9 +3,7 @@
 // every tile's sum is shared out to several blocks. Taps are the product's batch. A stage is a run
 // of pixels: their gradients, and the pixels of the image that the tap meets there, which TMA
 // gathers. Both operands lie across the depth. In 16 bits the tensor cores take them so. Of TF32
-// they take the rows so, through registers. Columns are turned in shared memory, which takes as
-// long for each tap again; or, where there are more products to a pixel, the columns are the
-// gradients, which come transposed.
+// they take one, through registers: the image, as rows; the gradients come transposed.
 #pragma once
 
 #include "cuda/common/multicast.cuh"
@@ -40,8 +38,7 @@ __device__ __forceinline__ void load_pixels(const CUtensorMap* map, uint64_t* fu
 
 namespace braze::cuda::hopper {
 
-// With kColumnMajor 1 rows are filters, columns channels; with 0 (transposed gradients) the other
-// way round.
+// With kColumnMajor 1 rows are filters, columns channels; with 0 (TF32) the other way round.
 template <typename Tile, int kColumnMajor>
 class Copies<im2col::WgradArgs, Tile, 1, kColumnMajor> {
  public:

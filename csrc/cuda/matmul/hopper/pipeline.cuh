@@ -197,46 +197,6 @@ __device__ __forceinline__ void load_fragment(uint32_t tile, int row, int k, uin
   }
 }
 
-// Turns TF32 columns that have come MN-major to K-major where they are, since wgmma takes them from
-// shared memory and so no other way. The blocks of 32 columns are square, and both majors swizzle
-// alike. A lane takes 4 x 4 elements, which registers transpose without an instruction, from block
-// (i, j) to (j, i), and eight lanes those of one i ^ j: they read places that they alone write, and
-// meet different banks both times. All consumers share the work, and wait for each other after it.
-template <typename Tile>
-__device__ __forceinline__ void turn_columns(uint32_t columns) {
-  constexpr int kHalves = Tile::kColumns / 16, kWarps = Tile::kConsumers * 4;  // of blocks
-  constexpr int kEach = kHalves < kWarps ? 1 : kHalves / kWarps;
-  static_assert(Tile::kColumns % 32 == 0 && (kHalves < kWarps || kHalves % kWarps == 0));
-  int thread = threadIdx.x;
-  asm volatile("" : "+r"(thread));  // addresses are worked out anew: registers are few
-  const int first = thread / 32 * kEach, i = thread % 8;
-  if (first >= kHalves) return;
-#pragma unroll
-  for (int h = first; h < first + kEach; ++h) {
-    const int j = i ^ (thread % 32 / 8 + h % 2 * 4);
-    const uint32_t block = columns + h / 2 * 32 * kSwizzle;
-    // Vector n is at place j ^ row of row 4 i + n: n flips bits of the place of vector 0.
-    const uint32_t from = i * 4 * kSwizzle + ((j ^ 4 * i) & 7) * 16;
-    const uint32_t to = j * 4 * kSwizzle + ((i ^ 4 * j) & 7) * 16;
-    uint32_t v[4][4];
-#pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(v[n][0]), "=r"(v[n][1]), "=r"(v[n][2]), "=r"(v[n][3])
-                   : "r"(block + (from ^ n * (kSwizzle + 16)))
-                   : "memory");
-    }
-    __syncwarp();
-#pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      asm volatile(
-          "st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(block + (to ^ n * (kSwizzle + 16))),
-          "r"(v[0][n]), "r"(v[1][n]), "r"(v[2][n]), "r"(v[3][n])
-          : "memory");
-    }
-  }
-}
-
 // acc += a slice of the tile: `rows` and `columns` are this consumer's operands in shared memory.
 template <typename Tile, int kRowMajor, int kColumnMajor>
 __device__ __forceinline__ void multiply(float (&acc)[Tile::kBlocks][Tile::kColumns / 2],
@@ -280,17 +240,11 @@ __device__ __forceinline__ void multiply_stage(float (&acc)[Tile::kBlocks][Tile:
                                                bool accumulate) {
   const int first_row = threadIdx.x / 128 * Tile::kBlocks * 64;  // of the tile
   const uint32_t columns = stage + Tile::kRowBytes;
-  constexpr bool kTurned = sizeof(typename Tile::T) == 4 && kColumnMajor == 1;
-  if constexpr (kTurned) turn_columns<Tile>(columns);
   if constexpr (sizeof(typename Tile::T) == 4 && kRowMajor == 1) {
     const int lane = threadIdx.x % 32;
     const int row = first_row + threadIdx.x % 128 / 32 * 16 + lane / 4;
 #pragma unroll
     for (int s = 0; s < 4; ++s) load_fragment(stage, row, s * 8 + lane % 4, fragments[s]);
-  }
-  if constexpr (kTurned) {
-    fence_async_proxy();
-    named_barrier(1 + Tile::kConsumers, Tile::kConsumers * 128);
   }
 #pragma unroll
   for (int b = 0; b < Tile::kBlocks; ++b) wgmma_touch(acc[b]);
@@ -298,8 +252,7 @@ __device__ __forceinline__ void multiply_stage(float (&acc)[Tile::kBlocks][Tile:
   if constexpr (sizeof(typename Tile::T) == 4 && kRowMajor == 1) {
     multiply_fragments<Tile>(acc, fragments, columns, accumulate);
   } else {
-    multiply<Tile, kRowMajor, kTurned ? 0 : kColumnMajor>(acc, stage + first_row * kSwizzle,
-                                                          columns, accumulate);
+    multiply<Tile, kRowMajor, kColumnMajor>(acc, stage + first_row * kSwizzle, columns, accumulate);
   }
   wgmma_commit();
 }
