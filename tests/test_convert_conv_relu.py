@@ -446,7 +446,9 @@ def test_compile_and_export(device):
     torch.backends.cudnn.allow_tf32 = False  # export reads the older flag
     exported = torch.export.export(model, (x,))
     ran = [str(node.target) for node in exported.graph.nodes]
-    assert sum("braze.conv2d_relu" in name for name in ran) == MODELS[SqueezeNet]
+    # On GPUs the one in front of a pooling leaves its ReLU to that.
+    made = ("braze.conv2d_relu", "braze.relu_max_pool2d")
+    assert sum(name.startswith(made) for name in ran) == MODELS[SqueezeNet]
     torch.testing.assert_close(exported.module()(x), original(x), atol=1e-5, rtol=1e-5)
 
 

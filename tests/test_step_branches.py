@@ -46,16 +46,16 @@ class EarlyBiasReader(EarlyReader):
 
     def __init__(self, how):
         super().__init__(how)
-        self.conv = braze.nn.ConvReLU2d(4, 4, 3, padding=1)
+        self.conv = braze.nn.ConvReLU2d(8, 8, 3, padding=1)  # whole vectors in 16 bits too
         # Else autograd copies the weight's gradient to that format: another early reader.
         self.conv.to(memory_format=torch.channels_last)
-        self.last = braze.nn.Linear(4, 5)
+        self.last = braze.nn.Linear(8, 5)
         if how == "hooked":
             self.conv.bias.register_hook(lambda grad: grad * 2)
 
     def forward(self, x):
         self.forwards += 1
-        x = x.expand(-1, 4, -1, -1).repeat(1, 1, 5, 5)
+        x = x.expand(-1, 8, -1, -1).repeat(1, 1, 5, 5)
         x = x.contiguous(memory_format=torch.channels_last)
         if self.how == "scaled":
             bias = self.conv.bias * self.scale
