@@ -108,7 +108,8 @@ def build(device, smoke=False, stock=False):
         value_loss = 0.5 * errors.mean()
         kl = ((ratio - 1) - (new - old)).mean()
         loss = policy_loss - ENTROPY * entropy + VALUE * value_loss
-        return loss, policy_loss, value_loss, entropy, kl
+        # Detached: the compiled backward would be given zeros for their gradients.
+        return loss, *(part.detach() for part in (policy_loss, value_loss, entropy, kl))
 
     if device == "cuda" and not stock:  # the network is braze's, what surrounds it Inductor's
         minibatch, losses = torch.compile(minibatch), torch.compile(losses)

@@ -57,6 +57,13 @@ WINDOWS = [
     (2, 16, 24, 9, 12, 4, (2, 3), (5, 0), (1, 2)),  # padding over the filter
     (32, 64, 192, 56, 56, 3, 1, 1, 1),  # several tiles for each block
     (64, 256, 128, 28, 28, 3, 2, 1, 1),
+    (2, 4, 32, 84, 84, 8, 4, 0, 1),  # a filter's row of pixels taken for one pixel
+    (3, 3, 24, 16, 20, 4, 4, 0, 1),  # in 16 bits these begin anywhere
+    (2, 32, 64, 20, 20, 4, 2, 0, 1),
+    (2, 96, 64, 9, 11, 3, 1, (2, 0), 1),
+    (5, 16, 8, 13, 14, 5, (3, 2), 0, (2, 1)),
+    (2, 8, 16, 12, 9, 2, 2, 0, 1),  # the last column is in no window
+    (4, 320, 136, 9, 9, 3, 1, 1, 1),  # taps side by side, the last tile half empty
 ]
 
 
@@ -169,7 +176,18 @@ def windows_refuse(which, case, dtype, tf32):
     if dtype == torch.float64:
         return "it takes float32"
     in_parts = dtype == torch.float32 and not tf32
-    if not in_parts and case[1] * dtype.itemsize % 16:
+    pixel, size, width = case[1] * dtype.itemsize, case[5], case[4]
+    (stride, padding, dilation) = (pair(v)[1] for v in case[6:9])
+    rows = lambda n: -(-n // 128)  # noqa: E731
+    by_rows = (
+        which != "dgrad"
+        and padding == 0
+        and dilation == 1
+        and stride * pixel % 16 == 0
+        and rows(size * pixel) < size * rows(pixel)
+    )
+    steps = (size * pixel, width * pixel) if by_rows else (pixel,)
+    if not in_parts and any(n % 16 for n in steps):
         return "multiple of 16 bytes"
     if which == "wgrad" and dtype == torch.float32 and tf32 and result_pixels(case) % 4:
         return "4 pixels in TF32"

@@ -65,13 +65,30 @@ class EarlyBiasReader(EarlyReader):
         return self.last((self.conv(x) if self.how == "twice" else x).mean((2, 3)))
 
 
+def capturing(model, optimizer, autocast):
+    """:func:`braze.capture` of what TrainStep does."""
+
+    def train(x, y):
+        optimizer.zero_grad()
+        with torch.autocast("cuda", autocast, enabled=autocast is not None):
+            loss = loss_fn(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return braze.capture(train)
+
+
+@pytest.mark.parametrize("by", ["TrainStep", "capture"])
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 @pytest.mark.parametrize("how", ["plain", "twice", "scaled", "hooked"])
 @pytest.mark.parametrize("kind", [EarlyReader, EarlyBiasReader])
-def test_gradients_on_a_side_stream(device, kind, how, autocast):
+def test_gradients_on_a_side_stream(device, kind, how, autocast, by):
     """A weight's gradient may be made on a branch of the graph, and a bias', unless something reads
     it in the backward pass: a hook, which is seen before, or a sum, which has the step captured
     again."""
+    if by == "capture" and device == "cpu":
+        pytest.skip("runs the function as it is")
     results = []
     for captured in (False, True):
         torch.manual_seed(0)
@@ -79,7 +96,10 @@ def test_gradients_on_a_side_stream(device, kind, how, autocast):
         optimizer = braze.optim.SGD(model.parameters(), lr=0.1)
         data = batches(device)
         if captured:
-            step = braze.TrainStep(model, loss_fn, optimizer, autocast=autocast)
+            if by == "TrainStep":
+                step = braze.TrainStep(model, loss_fn, optimizer, autocast=autocast)
+            else:
+                step = capturing(model, optimizer, autocast)
             with recorded_ops() as ops:
                 losses = [step(x, y) for x, y in data]
         else:
@@ -89,10 +109,45 @@ def test_gradients_on_a_side_stream(device, kind, how, autocast):
     opened = [name for name, _ in ops].count("open_side_stream")
     if device == "cuda":
         assert opened == (how != "hooked")
-        assert model.forwards == 2 + 1 + (how in ("twice", "scaled"))
+        casts = (
+            by == "capture" and autocast and how != "hooked"
+        )  # a weight at a time: early readers
+        assert model.forwards == 2 + 1 + bool(how in ("twice", "scaled") or casts)
     else:
         assert opened == 0
         assert model.forwards == CALLS
+
+
+@cuda_only
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_several_backward_passes_in_a_captured_function(accumulates):
+    """Each has a side stream; what a second one adds to gradients has the function captured again
+    without. torch's own backward is in its place afterwards."""
+    results, plain = [], torch.autograd.backward
+    for captured in (False, True):
+        torch.manual_seed(0)
+        models = [EarlyReader("plain").to("cuda") for _ in range(2)]
+        optimizers = [braze.optim.SGD(m.parameters(), lr=0.1) for m in models]
+
+        def train(x, y, models=models, optimizers=optimizers):
+            losses = []
+            for model, optimizer in zip(models, optimizers, strict=True):
+                optimizer.zero_grad()
+                for _ in range(1 + accumulates):
+                    losses.append(loss_fn(model(x), y))
+                    losses[-1].backward()
+                optimizer.step()
+            return torch.stack(losses)
+
+        function = braze.capture(train) if captured else train
+        with recorded_ops() as ops:
+            losses = [function(x, y).clone() for x, y in batches("cuda")]
+        results.append((losses, [m.state_dict() for m in models]))
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+    opened = [name for name, _ in ops].count("open_side_stream")
+    assert opened == (4 if accumulates else 2)
+    assert models[0].forwards == (2 + 1) * (1 + accumulates) + 2 * accumulates
+    assert torch.autograd.backward is plain
 
 
 @cuda_only

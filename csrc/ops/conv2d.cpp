@@ -269,7 +269,7 @@ std::tuple<Tensor, Tensor, Tensor> run_conv2d_gradients(
                      : transposed ? dense(stream, given, within)
                                   : operand(stream, input, within, choice.wish);
   const Operand w = dense(stream, Operand(weight, within), within);
-  Branch branch(stream, shape);
+  Branch branch = branch_for(stream, shape);
   std::optional<PassedGradient> passed;
   if (relu_result) {
     passed = behind_relu(stream, grad_output, *relu_result, channels_last, output_mask[2]);

@@ -6,63 +6,21 @@
 #include "launchers/column_sum.h"
 #include "launchers/relu.h"
 #include "launchers/vector_add.h"
+#include "ops/branch.h"
 #include "ops/conv2d.h"
 #include "ops/conv2d_measure.h"
 #include "ops/conv2d_operand.h"
-#include "ops/side_stream.h"
 
 namespace braze {
 namespace {
 
-// Where a weight's gradient is made while the main stream goes on: until join(), or, if it is small
-// and a side stream is open, beyond the op. A large one fills the device: there is nothing to
-// gain (H200, 14 x 14 pixels: batch 64 4 us, 8192 a loss of 1 %). In 16 bits the input's gradient
-// is there so soon that the update would wait for the weight's, if that had only what the others
-// leave (batch 64 of the MNIST step: 69.1 us against 71.9; in TF32 77.7 against 76.7).
-class Branch {
- public:
-  Branch(Stream main, const Conv2dShape& shape)
-      : main_(main),
-        is_small_(shape.n * shape.p * shape.q <= 1 << 16),
-        is_urgent_(size_of(shape.dtype) == 2) {}
-  // The branch's stream; it begins with what the main stream has been given so far.
-  Stream begin() {
-    Stream stream;
-    outlasts_ = is_small_ && dev::fork_side_stream(main_, is_urgent_, &stream);
-    return outlasts_ ? stream : fork_.emplace(main_).branch();
-  }
-  bool outlasts() const { return outlasts_; }
-  // For launches behind begin(), before it: that of the op before on the same side stream, which
-  // works in it no longer when they do, or new memory.
-  Workspace workspace(int64_t bytes, const Tensor& like) const {
-#ifdef BRAZE_CUDA
-    const Tensor memory =
-        is_small_ && bytes > 0 ? side_stream_workspace(main_, is_urgent_, bytes, like) : Tensor();
-    if (memory.defined()) return Workspace(memory);
-#endif
-    return Workspace(bytes, like);
-  }
-  // Behind the launches of an op that outlasts it: what they read, work in and make.
-  void keep(const std::vector<Tensor>& read, const Workspace& workspace, const Tensor& made) const {
-    keep_workspace(main_, is_urgent_, workspace.memory());
-    keep_until_join(read, {made});
-  }
-  // The same for what little is left of a bias' gradient, beyond the op, on a stream that neither
-  // the weight's gradient nor the input's waits for; if there is one.
-  std::optional<Stream> begin_sums() const {
-    Stream stream;
-    if (!is_small_ || !dev::fork_side_stream(main_, !is_urgent_, &stream)) return std::nullopt;
-    return stream;
-  }
-  void join() {
-    if (fork_) fork_->join();
-  }
-
- private:
-  Stream main_;
-  bool is_small_, is_urgent_, outlasts_ = false;
-  std::optional<dev::Fork> fork_;
-};
+// Of a convolution's weight gradient. A large one fills the device: there is nothing to gain (H200,
+// 14 x 14 pixels: batch 64 4 us, 8192 a loss of 1 %). In 16 bits the input's gradient is there so
+// soon that the update would wait for the weight's, if that had only what the others leave (batch
+// 64 of the MNIST step: 69.1 us against 71.9; in TF32 77.7 against 76.7).
+Branch branch_for(Stream main, const Conv2dShape& shape) {
+  return Branch(main, shape.n * shape.p * shape.q <= 1 << 16, size_of(shape.dtype) == 2);
+}
 
 // max(y, 0) in place, of a dense tensor.
 void apply_relu(Stream stream, const Tensor& y) {

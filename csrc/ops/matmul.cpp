@@ -120,8 +120,9 @@ Matrices rows_of(const Tensor& t) {
   return {dense, rows, cols, {dense.const_data_ptr(), 0, cols, 1}};
 }
 
-void multiply(const DeviceContext& context, DType dtype, int64_t batch, const Matrices& a,
-              const Matrices& b, Tensor& out, const Epilogue& epilogue, const Settings& settings) {
+Workspace multiply(const DeviceContext& context, DType dtype, int64_t batch, const Matrices& a,
+                   const Matrices& b, Tensor& out, const Epilogue& epilogue,
+                   const Settings& settings, Branch* branch) {
   MatmulArgs args = arguments(dtype, a, b, out.mutable_data_ptr(), settings);
   args.batch = batch;
   args.bias = epilogue.bias;
@@ -144,15 +145,19 @@ void multiply(const DeviceContext& context, DType dtype, int64_t batch, const Ma
     if (const auto found = product_of(args, out.get_device_index())) tuned_products.record(*found);
   }
   const Decision decision = decided(args, out, wish);
-  if (out.numel() == 0) return;
-  Workspace workspace(decision.workspace_bytes, out);
+  if (out.numel() == 0) return {};
+  const int64_t bytes = decision.workspace_bytes;
+  Workspace workspace = branch ? branch->workspace(bytes, out) : Workspace(bytes, out);
+  // Not before: deterministic algorithms fill what is allocated, on the main stream.
+  const Stream stream = branch ? branch->begin() : context.stream();
 #ifdef BRAZE_CUDA
   if (decision.library >= 0) {
-    vendor::cublas_matmul(context.stream(), args, workspace.data(), decision.library);
-    return;
+    vendor::cublas_matmul(stream, args, workspace.data(), decision.library);
+    return workspace;
   }
 #endif
-  dev::run_matmul(context.stream(), args, decision.plan, workspace.data());
+  dev::run_matmul(stream, args, decision.plan, workspace.data());
+  return workspace;
 }
 
 Sizes with_last(const Tensor& input, int64_t last) {
@@ -302,12 +307,22 @@ std::tuple<Tensor, Tensor, Tensor> gradients(const char* op, const Tensor& grad_
     if (in_one_launch(passed, nullptr, nullptr)) return {grad_input, grad_weight, grad_bias};
   }
   const Matrices dy = rows_of(passed);
+  // Nobody needs the weight's before the update. A large one would fill the device.
+  constexpr double kMostOperations = 2e9;
+  const bool is_small = 2.0 * dy.rows * dy.cols * weight.size(1) <= kMostOperations;
+  Branch branch(context.stream(), is_small, size_of(dtype) == 2);
+  Matrices x{};
+  Workspace kept;
+  if (output_mask[1]) {
+    x = rows_of(input);
+    kept = multiply(context, dtype, 1, dy.transposed(), x, grad_weight, {}, settings,
+                    is_small ? &branch : nullptr);
+    if (branch.outlasts()) branch.keep({x.tensor, dy.tensor}, kept, grad_weight);
+  }
   if (output_mask[0]) {
     multiply(context, dtype, 1, dy, rows_of(weight), grad_input, {}, settings);
   }
-  if (output_mask[1]) {
-    multiply(context, dtype, 1, dy.transposed(), rows_of(input), grad_weight, {}, settings);
-  }
+  branch.join();
   return {grad_input, grad_weight, grad_bias};
 }
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "launchers/matmul.h"
-#include "ops/common.h"
+#include "ops/branch.h"
 
 namespace braze {
 
@@ -35,9 +35,12 @@ struct Epilogue {
   void *column_sums = nullptr, *row_sums = nullptr;
 };
 
-// out = epilogue(a * b); `out` is dense, with batch * a.rows * b.cols elements.
-void multiply(const DeviceContext& context, DType dtype, int64_t batch, const Matrices& a,
-              const Matrices& b, Tensor& out, const Epilogue& epilogue, const Settings& settings);
+// out = epilogue(a * b); `out` is dense, with batch * a.rows * b.cols elements. branch: runs it,
+// unless null. Returns the memory that the kernels work in: only for the stream that runs it may it
+// be anything else's from now on.
+Workspace multiply(const DeviceContext& context, DType dtype, int64_t batch, const Matrices& a,
+                   const Matrices& b, Tensor& out, const Epilogue& epilogue,
+                   const Settings& settings, Branch* branch = nullptr);
 
 // The sizes of `input` with another last one.
 Sizes with_last(const Tensor& input, int64_t last);

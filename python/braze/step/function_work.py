@@ -1,5 +1,6 @@
 """A captured function as work for graphs: what it returns, and what it leaves behind."""
 
+import contextlib
 from typing import NamedTuple
 
 import torch
@@ -8,6 +9,7 @@ from torch.utils import _pytree as pytree
 from braze.step.branches import Slots
 from braze.step.gradients import Gradients
 from braze.step.graphs import Work
+from braze.step.side_stream import OfFunction
 from braze.step.surroundings import PLAIN
 
 
@@ -85,6 +87,13 @@ class FunctionWork(Work):
     def is_full(self, entry):
         return any(slots.full() for slots in entry.kept.slots.values())
 
+    def ways(self):
+        """With gradients on a side stream, and without, for where one of them is read too early."""
+        parts = self._parts
+        if not parts.ranks.read_gradients():
+            yield OfFunction(parts.device, parts.params)
+        yield None
+
     def prepare(self, entry, call, way):
         self.gradients.bring(call.known)
         counts = {}
@@ -95,11 +104,12 @@ class FunctionWork(Work):
         slots = {dtype: Slots(dtype, self._parts.device, count) for dtype, count in counts.items()}
         may_write = [t for t in (*self._parts.params, *self._parts.tensors())]
         versions = _versions(may_write), _versions(entry.leaves)
-        return slots, [p.grad for p in self._parts.params], may_write, versions
+        return way, slots, [p.grad for p in self._parts.params], may_write, versions
 
     def record(self, entry, call, prepared):
-        slots = prepared[0]
-        leaves, spec = pytree.tree_flatten(self._run(entry))
+        way, slots, *_ = prepared
+        with way.active() if way else contextlib.nullcontext():
+            leaves, spec = pytree.tree_flatten(self._run(entry))
         scalars = {}
         for leaf in leaves:
             if _is_scalar(_described(leaf)):
@@ -111,7 +121,9 @@ class FunctionWork(Work):
         return leaves, spec
 
     def finish(self, entry, prepared, recorded):
-        slots, grads, may_write, (versions, argument_versions) = prepared
+        way, slots, grads, may_write, (versions, argument_versions) = prepared
+        if way and not way.all_arrived():
+            return None
         leaves, spec = recorded
         self._check_result(entry.eager, [spec, *map(_described, leaves)])
         counts, kept = {}, []

@@ -5,6 +5,7 @@ C++: csrc/ops/side_stream.h.
 """
 
 import contextlib
+import threading
 
 import torch
 
@@ -85,6 +86,49 @@ class SideStream:
         for t in tensors:
             if t is not None and self._pending.get(t.data_ptr(), (-1,))[0] == t._version:
                 self._arrived.append(self._pending.pop(t.data_ptr()))
+
+
+class OfFunction:
+    """The side streams of a captured function: one for each of its calls of ``backward()``.
+
+    Args:
+        device: the device that is captured.
+        parameters: those that the function may train.
+    """
+
+    def __init__(self, device, parameters):
+        self._device, self._parameters = device, parameters
+        self._opened = []
+
+    @contextlib.contextmanager
+    def active(self):
+        """Within this block ``torch.autograd.backward``, and what calls it, makes gradients of
+        parameters on a side stream, which is joined before it returns."""
+        plain, thread = torch.autograd.backward, threading.get_ident()
+
+        def backward(
+            tensors, grad_tensors=None, retain_graph=None, create_graph=False, *rest, **named
+        ):
+            tensors = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
+            own_thread = threading.get_ident() == thread
+            # A gradient that has a graph of its own is read at once.
+            if own_thread and not create_graph and tensors and tensors[0].device == self._device:
+                side = SideStream(takes_casts=False)
+                self._opened.append(side)
+                scope = side.active(tensors[0], self._parameters)
+            else:
+                scope = contextlib.nullcontext()
+            with scope:
+                plain(tensors, grad_tensors, retain_graph, create_graph, *rest, **named)
+
+        torch.autograd.backward = backward
+        try:
+            yield
+        finally:
+            torch.autograd.backward = plain
+
+    def all_arrived(self):
+        return all(side.all_arrived() for side in self._opened)
 
 
 @contextlib.contextmanager

@@ -64,9 +64,41 @@ const char* alignment_obstacle(const Conv2dArgs& args) {
   return nullptr;
 }
 
+// Rows of shared memory that a pixel of so many channels takes.
+int64_t rows_of_pixel(const Conv2dShape& s, int64_t channels) {
+  return ceil_div(channels * size_of(s.dtype), kRowBytes);
+}
+
+// Whether the pixels that a filter's row meets are taken for one pixel of as many channels: they
+// lie side by side, and TMA minds no pixels that overlap. A filter of 8 x 8 taps of 4 channels is
+// one of 8 taps of 32 channels then. Where that makes fewer rows of shared memory, and nothing is
+// padded, since zeros come from outside of the image's rows only.
+bool goes_by_rows(const Conv2dArgs& args) {
+  const Conv2dShape& s = args.shape;
+  const Tensor4dRef& x = args.gathered;
+  if (args.pass == Conv2dPass::kDgrad || in_parts(s) || s.groups != 1) return false;
+  if (x.c != 1 || x.w != s.c || s.stride_w * s.c * size_of(s.dtype) % 16 != 0) return false;
+  if (s.pad_w != 0 || s.dilation_w != 1 || (s.q - 1) * s.stride_w + s.s > s.w) return false;
+  return rows_of_pixel(s, s.s * s.c) < s.s * rows_of_pixel(s, s.c);
+}
+
+// The same pass by rows, if it goes so.
+Conv2dArgs by_rows(const Conv2dArgs& args) {
+  if (!goes_by_rows(args)) return args;
+  const Conv2dShape& s = args.shape;
+  Conv2dArgs taken = args;
+  taken.shape.c = s.s * s.c, taken.shape.s = 1;
+  taken.shape.w = s.q, taken.shape.stride_w = 1;
+  taken.gathered.w = s.stride_w * s.c;
+  Tensor4dRef& w = args.pass == Conv2dPass::kWgrad ? taken.out : taken.other;
+  if (w.w == s.c) w.w = taken.shape.c;  // else not dense: an obstacle
+  return taken;
+}
+
 }  // namespace
 
-const char* obstacle(const Conv2dArgs& args) {
+const char* obstacle(const Conv2dArgs& given) {
+  const Conv2dArgs args = by_rows(given);
   const Conv2dShape& s = args.shape;
   if (!has_wgmma()) return "it needs a GPU of compute capability 9.0, and code made for sm_90a";
   if (s.dtype == DType::kFloat64) return "it takes float32, bfloat16 and float16";
@@ -86,7 +118,8 @@ const char* obstacle(const Conv2dArgs& args) {
   return nullptr;
 }
 
-void plan(const Conv2dArgs& args, Conv2dPlan* plan) {
+void plan(const Conv2dArgs& given, Conv2dPlan* plan) {
+  const Conv2dArgs args = by_rows(given);
   if (in_parts(args.shape)) return plan_split(args, plan);
   if (args.pass == Conv2dPass::kWgrad) {
     plan->variant = choose_wgrad_tile(gradient_matrices(args));
@@ -99,7 +132,8 @@ void plan(const Conv2dArgs& args, Conv2dPlan* plan) {
   plan->moment_sets = moment_rows(args, p, hopper::kTileKinds[plan->variant]) / 64;
 }
 
-void run(Stream stream, const Conv2dArgs& args, const Conv2dPlan& plan, void* workspace) {
+void run(Stream stream, const Conv2dArgs& given, const Conv2dPlan& plan, void* workspace) {
+  const Conv2dArgs args = by_rows(given);
   if (in_parts(args.shape)) return run_split(stream, args, plan, workspace);
   switch (args.shape.dtype) {
     case DType::kBFloat16: return run_bf16(stream, args, plan.variant, workspace);
@@ -107,6 +141,13 @@ void run(Stream stream, const Conv2dArgs& args, const Conv2dPlan& plan, void* wo
     case DType::kFloat32: return run_tf32(stream, args, plan.variant, workspace);
     case DType::kFloat64: break;  // an obstacle
   }
+}
+
+double rows_filled(const Conv2dArgs& args) {
+  if (!goes_by_rows(args)) return 0;
+  const Conv2dShape& s = args.shape;
+  const auto bytes = static_cast<double>(s.s * s.c * size_of(s.dtype));
+  return bytes / static_cast<double>(kRowBytes * rows_of_pixel(s, s.s * s.c));
 }
 
 bool takes_added(const Conv2dArgs& args) {

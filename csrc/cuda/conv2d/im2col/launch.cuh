@@ -106,12 +106,21 @@ void launch(Stream stream, const Conv2dArgs& args, A a, const Pass& pass, void* 
       stream, clusters, !kMoments, row_map, column_map, c_map, a);
 }
 
-// The weight gradient as a product for each tap: C's rows are filters.
+// Swizzled rows of channels of all taps of the weight gradient, if these lie side by side in one
+// product: if none is left unfilled.
+inline int64_t wgrad_boxes(const Conv2dShape& s) {
+  const int64_t bytes = s.c * size_of(s.dtype);
+  return bytes % kRowBytes == 0 ? s.r * s.s * bytes / kRowBytes : 0;
+}
+
+// The weight gradient as one product, or as one for each tap: C's rows are filters.
 inline MatmulArgs gradient_matrices(const Conv2dArgs& args) {
   const Conv2dShape& s = args.shape;
+  const bool side_by_side = wgrad_boxes(s) > 0;
   MatmulArgs p{};
   p.dtype = s.dtype;
-  p.batch = s.r * s.s, p.m = s.k, p.n = s.c, p.k = s.n * s.p * s.q;
+  p.batch = side_by_side ? 1 : s.r * s.s, p.n = side_by_side ? s.r * s.s * s.c : s.c;
+  p.m = s.k, p.k = s.n * s.p * s.q;
   p.a = {args.other.data, 0, 1, s.k};  // the gradients of the result, dense
   p.b = {args.gathered.data, 0, args.gathered.w, 1};
   p.c = const_cast<void*>(args.out.data);
@@ -142,6 +151,7 @@ void launch_wgrad(Stream stream, const Conv2dArgs& args, void* workspace) {
   hopper::set_tiles<Tile>(a, p, kSwap ? image : gradients, kSwap ? gradients : image);
   a.c_batch = p.n, a.c_ld = p.batch * p.n;
   a.windows = pass_of(args).windows;
+  a.boxes = static_cast<int>(wgrad_boxes(args.shape));
   const CUtensorMap pixels = window_map(args, Tile::kDepth);
   const CUtensorMap other = hopper::operand_map<T>(gradients, p.k, 1, Tile::kColumnBox);
   const CUtensorMap c_map = hopper::output_map<Tile>(a, p, other);

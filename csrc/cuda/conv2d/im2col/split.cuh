@@ -173,8 +173,13 @@ class PartCopies<im2col::SplitWgradArgs, Tile, 1, 1> {
     for (int plane = 0; plane < kPlanes; ++plane, from.n += images_) {
       load<typename Tile::T, 1, Tile::kRows, 1>(row_map_, full, rows + plane * Tile::kRowPlane,
                                                 row_, pixel, 0, plane);
-      im2col::load_pixels<Tile, Tile::kShare, Tile::kCluster>(
-          column_map_, full, columns + plane * Tile::kColumnPlane, column_, from, right_, down_);
+      constexpr int kWidth = kSwizzle / int{sizeof(typename Tile::T)};
+#pragma unroll
+      for (int i = 0; i < Tile::kShare; i += kWidth) {
+        const uint32_t to = columns + plane * Tile::kColumnPlane + i * kSwizzle;
+        im2col::load_pixels<Tile::kCluster>(column_map_, full, to, {column_ + i, right_, down_},
+                                            from);
+      }
     }
   }
 
