@@ -62,6 +62,9 @@ STABLE_TORCH_LIBRARY(braze, m) {
       "cat_channels_backward(Tensor grad_output, SymInt[] channels, bool[] output_mask) "
       "-> Tensor[]");
 
+  // channel_shuffle: channels_last whatever the input is
+  m.def("channel_shuffle(Tensor input, SymInt groups) -> Tensor");
+
   // conv2d
   m.def(
       "conv2d(Tensor input, Tensor weight, Tensor? bias=None, int[2] stride=1, int[2] padding=0, "

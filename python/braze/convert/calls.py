@@ -9,6 +9,7 @@ from braze.convert import kinds
 from braze.convert.chains import FUNCTIONS, function_name, takes
 from braze.convert.emit import is_super
 from braze.convert.modules import own_class
+from braze.convert.shuffles import SHUFFLE, is_shuffle
 from braze.convert.source import VARIABLE, Unknown, constant
 
 
@@ -50,7 +51,10 @@ class Calls:
                 self.functions.append(function_name(function))
             return
         called, has_self = self._called(node)
-        if called is not None and called not in self.analysis.open and not _is_librarys(called):
+        if called is not None and is_shuffle(called):
+            self.parts["calls"].append((node.number, called, SHUFFLE))
+            self.functions.append(SHUFFLE)
+        elif called is not None and called not in self.analysis.open and not _is_librarys(called):
             try:
                 found = self.analysis.function(called, has_self)
             except Unknown:

@@ -4,6 +4,7 @@ import ast
 
 from braze.convert import additions, kinds, loops, runs, through
 from braze.convert.branches import question
+from braze.convert.shuffles import SHUFFLE, instead_of
 from braze.convert.source import PREFIX, copy_tree, make
 
 #: Code of its own, which is left as it is.
@@ -35,7 +36,8 @@ def spliced(function, splices, known=None):
     for number, called, inner in splices.calls:
         key = called, id(inner)
         if key not in known:
-            known[key] = spliced(called, inner, known)
+            is_shuffle = inner == SHUFFLE
+            known[key] = instead_of(called) if is_shuffle else spliced(called, inner, known)
         values[f"{PREFIX}known_{number}"] = called
         values[f"{PREFIX}code_{number}"] = called.__code__
         values[f"{PREFIX}made_{number}"] = known[key]

@@ -25,6 +25,7 @@ from braze._ops.batch_norm_act import batch_norm_act
 from braze._ops.bias_activation import bias_activation
 from braze._ops.cat import cat
 from braze._ops.channel_scale import channel_scale, squeeze_excite
+from braze._ops.channel_shuffle import channel_shuffle
 from braze._ops.conv2d import conv2d
 from braze._ops.conv2d_relu import conv2d_relu
 from braze._ops.conv_transpose2d import conv_transpose2d
@@ -49,6 +50,7 @@ __all__ = [
     "cat",
     "celu",
     "channel_scale",
+    "channel_shuffle",
     "conv2d",
     "conv2d_relu",
     "conv_bn_relu2d",

@@ -40,10 +40,10 @@ struct Cells {
 // Pixels of the result that have the same taps: all, but for the input gradient of a strided
 // convolution, where those taps of a filter count that the stride brings there.
 struct Class {
-  int first_step, steps;     // of all classes' sums
-  int row, column;           // the filter's first tap
-  int rows, columns;         // how many there are
-  int out_row, out_column;   // of the result, for the first cell
+  int first_step, steps;    // of all classes' sums
+  int row, column;          // the filter's first tap
+  int rows, columns;        // how many there are
+  int out_row, out_column;  // of the result, for the first cell
 };
 
 // A tap and a few channels of a group: an entry of the table of the sums' terms.
@@ -92,13 +92,13 @@ struct ProductArgs {
 struct WgradArgs {
   Source x, dy;
   Cells cells;
-  float* out;                  // a part of the filters' gradient for each block
-  int64_t out_size;            // elements of the gradient
-  int units, unit_groups;      // in all; groups of a unit
-  int slab_units, parts;       // a block has slab_units units, or one of a unit's parts
-  int channels, filters;       // of a group
+  float* out;              // a part of the filters' gradient for each block
+  int64_t out_size;        // elements of the gradient
+  int units, unit_groups;  // in all; groups of a unit
+  int slab_units, parts;   // a block has slab_units units, or one of a unit's parts
+  int channels, filters;   // of a group
   int all_channels, all_filters;
-  int column_tiles;            // eights of columns of a unit: taps and eights of channels
+  int column_tiles;  // eights of columns of a unit: taps and eights of channels
   int taps_w, taps;
   int tap_row_step, tap_column_step;
   int w_filter, w_channel, w_row, w_column;

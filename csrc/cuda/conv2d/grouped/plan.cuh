@@ -18,12 +18,12 @@ using narrow::is_split;
 
 // What is decided when a pass is planned; the arguments follow from it.
 struct Tile {
-  int images, rows, columns;  // of cells
-  int slab;                   // groups or units of a block
-  int parts;                  // of a group or unit
-  int warp_tile;              // the number of a warp's tile
-  int buffers;                // product: of the source's tile
-  int passes;                 // product: warps' tiles of a group's, or a part's, results
+  int images, rows, columns;      // of cells
+  int slab;                       // groups or units of a block
+  int parts;                      // of a group or unit
+  int warp_tile;                  // the number of a warp's tile
+  int buffers;                    // product: of the source's tile
+  int passes;                     // product: warps' tiles of a group's, or a part's, results
   int warps_across, pixel_parts;  // wgrad
   int blocks, slabs, shared_bytes;
 };
@@ -157,9 +157,9 @@ inline double lines_of(int run) { return std::max(1.0, run / 128.0); }
 // multiprocessor: the fewer, the less of one hides behind another's.
 inline double cycles_of(const Work& work, int blocks, int buffers = 2) {
   constexpr double kMemory = 18, kCache = 32, kShared = 128, kProduct = 1.6, kIssue = 3;
-  const double each[] = {work.memory / kMemory, work.cache / kCache,       work.lines,
-                         work.shared / kShared, work.products * kProduct,
-                         work.instructions / kIssue};
+  const double each[] = {
+      work.memory / kMemory, work.cache / kCache,      work.lines,
+      work.shared / kShared, work.products * kProduct, work.instructions / kIssue};
   double sum = 0, most = 0;
   for (const double cycles : each) sum += cycles, most = std::max(most, cycles);
   const double apart = blocks == 1 ? 0.3 : blocks == 2 ? 0.15 : 0.1;

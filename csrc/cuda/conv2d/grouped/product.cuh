@@ -17,8 +17,8 @@ using ProductFunction = void (*)(ProductArgs);
 struct ProductTile {
   int rows, columns;
 };
-constexpr ProductTile kProductTiles[] = {{4, 1}, {4, 2}, {4, 3}, {4, 4}, {2, 4}, {4, 5},
-                                         {2, 7}, {4, 7}, {2, 1}, {2, 2}};
+constexpr ProductTile kProductTiles[] = {{4, 1}, {4, 2}, {4, 3}, {4, 4}, {2, 4},
+                                         {4, 5}, {2, 7}, {4, 7}, {2, 1}, {2, 2}};
 constexpr int kProductTileCount = 10;
 
 // granule: bytes of one.
@@ -27,9 +27,7 @@ constexpr bool has_product_tile(bool split, int size, int granule, int tile) {
   return tile < (granule == 8 ? 4 : size == 4 ? 5 : 8);
 }
 // Blocks of a multiprocessor that there are registers for.
-constexpr int product_blocks(int tile) {
-  return tile == 5 || tile == 7 ? 1 : tile < 2 ? 3 : 2;
-}
+constexpr int product_blocks(int tile) { return tile == 5 || tile == 7 ? 1 : tile < 2 ? 3 : 2; }
 
 // granule: 16, or of 16-bit types 8.
 ProductFunction product_bf16(int tile, int granule);
@@ -82,8 +80,7 @@ class Product {
                                  a_.tap_column + column * a_.tap_column_step) +
                    granule * kGranule;
     result.weight = (of.row + row * a_.w_row_step) * a_.w_row +
-                    (of.column + column * a_.w_column_step) * a_.w_column +
-                    channel * a_.w_channel;
+                    (of.column + column * a_.w_column_step) * a_.w_column + channel * a_.w_channel;
     result.channel = channel;
     return result;
   }
@@ -97,8 +94,8 @@ class Product {
     const int all = a_.chunks * kRows * 16;
     for (int i = threadIdx.x; i < all; i += kThreads) {
       const bool inside = i < a_.cells.pixels;
-      pixels_[i] = inside ? offset_in_tile(a_.source, place_in_tile(a_.cells, i), a_.cells.step_h)
-                          : 0;
+      pixels_[i] =
+          inside ? offset_in_tile(a_.source, place_in_tile(a_.cells, i), a_.cells.step_h) : 0;
     }
     if (a_.padded) clear(tiles_, tiles_ + a_.buffers * a_.source.bytes());
   }
@@ -125,8 +122,7 @@ class Product {
         const int left = is_result && granule.patch >= 0 ? a_.channels - granule.channel - own : 0;
         if constexpr (kPer == 1) {
           const float v = from[left > 0 ? at : 0];
-          word[half] =
-              left > 0 ? narrow::product_word<T, kSplit>(__float_as_uint(v)) : 0;
+          word[half] = left > 0 ? narrow::product_word<T, kSplit>(__float_as_uint(v)) : 0;
         } else {
           const uint16_t* const bits = reinterpret_cast<const uint16_t*>(from);
           if (a_.weight_pairs) {
@@ -182,8 +178,8 @@ class Product {
         } else {
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
-            const uint2 two = *reinterpret_cast<const uint2*>(
-                offset < 0 ? shared_ : tile + base[m][i] + offset);
+            const uint2 two =
+                *reinterpret_cast<const uint2*>(offset < 0 ? shared_ : tile + base[m][i] + offset);
             v[i] = two.x, v[i + 2] = two.y;
           }
         }
@@ -206,8 +202,8 @@ class Product {
       if (left <= 0) continue;
       float bias[2] = {};
       if (a_.bias) {
-        const T* const from = static_cast<const T*>(a_.bias) +
-                              (first_group_ + group) * a_.results + first_result_ + result;
+        const T* const from = static_cast<const T*>(a_.bias) + (first_group_ + group) * a_.results +
+                              first_result_ + result;
         bias[0] = convert<float>(from[0]);
         if (left > 1) bias[1] = convert<float>(from[1]);
       }

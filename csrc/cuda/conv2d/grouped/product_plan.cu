@@ -5,7 +5,7 @@
 namespace braze::cuda::grouped {
 namespace {
 
-constexpr int kMostPixels = 512;     // of a tile, and of all classes
+constexpr int kMostPixels = 512;  // of a tile, and of all classes
 constexpr int kMostParts = 32;
 constexpr int kMostSlabBytes = 512;  // of a pixel, where there are several groups
 

@@ -67,8 +67,8 @@ __device__ __forceinline__ void stage_copies(const Source& s, int batch, const P
     const int image = first.image + s.by_rows.div(line, row);
     const int h = first.row + row, w = first.column + column;
     const int c = c0 + run * s.run + within * kCount;
-    const bool inside = image < batch && h >= 0 && h < s.height && w >= 0 && w < s.width &&
-                        c < s.channels;
+    const bool inside =
+        image < batch && h >= 0 && h < s.height && w >= 0 && w < s.width && c < s.channels;
     const T* const from = data + (inside ? image * s.n + h * s.h + w * s.w + c : 0);
     if (s.step > 1) {
       int phase;

@@ -49,9 +49,7 @@ class Wgrad {
   int offsets_[kOffsets];
   float acc_[kRows * kColumns * 4];
 
-  __device__ __forceinline__ int steps() const {
-    return (a_.cells.pixels + kStep - 1) / kStep;
-  }
+  __device__ __forceinline__ int steps() const { return (a_.cells.pixels + kStep - 1) / kStep; }
 
   struct Column {
     int tap_h, tap_w, channel;  // the first of eight
@@ -107,8 +105,8 @@ class Wgrad {
       const int first = step * kStep;
       narrow::Fragment<kSplit, 4> rows[kRows];
       if constexpr (kSize == 2) {
-        const char* const from = dy + (first + lane_ / 16 * 8 + lane_ % 8) * a_.dy.pitch +
-                                 lane_ / 8 % 2 * 16;
+        const char* const from =
+            dy + (first + lane_ / 16 * 8 + lane_ % 8) * a_.dy.pitch + lane_ / 8 % 2 * 16;
 #pragma unroll
         for (int m = 0; m < kRows; ++m) {
           uint32_t v[4];
@@ -170,8 +168,8 @@ class Wgrad {
     for (int i = 0; i < kRows * 2; ++i) {
       const int filter = row0_ * 16 + i * 8 + g_;
       group[i] = a_.by_filters.div(filter);
-      const bool inside = group[i] < a_.unit_groups &&
-                          first_group * a_.filters + filter < a_.all_filters;
+      const bool inside =
+          group[i] < a_.unit_groups && first_group * a_.filters + filter < a_.all_filters;
       if (!inside) group[i] = -1;
     }
 #pragma unroll

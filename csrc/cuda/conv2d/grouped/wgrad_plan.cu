@@ -55,8 +55,7 @@ bool set_tile(const Conv2dArgs& args, Tile* tile, WgradArgs* a) {
   a->slab_units = tile->slab, a->parts = tile->parts;
   a->warps_across = tile->warps_across, a->pixel_parts = tile->pixel_parts;
   a->tiles_down = static_cast<int>(ceil_div(filters, 16 * of_warp.rows));
-  a->tiles_of_unit =
-      a->tiles_down * static_cast<int>(ceil_div(a->column_tiles, of_warp.columns));
+  a->tiles_of_unit = a->tiles_down * static_cast<int>(ceil_div(a->column_tiles, of_warp.columns));
   a->by_tiles_of_unit = FastDiv(a->tiles_of_unit), a->by_tiles_down = FastDiv(a->tiles_down);
 
   const int64_t pixels = round_up(a->cells.pixels, wgrad_step(size));
@@ -149,8 +148,8 @@ std::optional<Tile> wgrad_tile(const Conv2dArgs& given) {
     const int64_t of_unit = ceil_div(filters, 16 * kWarpTiles[i].rows) *
                             ceil_div(problem.column_tiles, kWarpTiles[i].columns);
     for (int units = 1; units <= problem.units; units *= 2) {
-      if (units > 1 && (units * of_unit > most ||
-                        units * std::max(channels, filters) * size > kMostSlabBytes)) {
+      if (units > 1 &&
+          (units * of_unit > most || units * std::max(channels, filters) * size > kMostSlabBytes)) {
         break;
       }
       tile.slab = units;

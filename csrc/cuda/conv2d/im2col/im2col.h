@@ -11,8 +11,8 @@ const char* obstacle(const Conv2dArgs& args);
 void plan(const Conv2dArgs& args, Conv2dPlan* plan);
 void run(Stream stream, const Conv2dArgs& args, const Conv2dPlan& plan, void* workspace);
 
-// Where it takes the pixels that a filter's row meets for one pixel: the share of its rows of shared
-// memory that is filled. Else 0.
+// Where it takes the pixels that a filter's row meets for one pixel: the share of its rows of
+// shared memory that is filled. Else 0.
 double rows_filled(const Conv2dArgs& args);
 
 // Whether an input gradient that it takes can have another tensor added.
