@@ -265,7 +265,8 @@ def test_refusals(name, why, case, dtype):
             dict.fromkeys(PASSES, "pointwise"),
         ),
         (POINTWISE[-1], {"fprop": "pointwise", "dgrad": "pointwise", "wgrad": "implicit_gemm"}),
-        ((1, 64, 6, 6, 128, (3, 3), (1, 1), (1, 1), 1, 1), dict.fromkeys(PASSES, "winograd")),
+        ((1, 64, 6, 6, 128, (3, 3), (1, 1), (1, 1), 1, 1), dict.fromkeys(PASSES, "blocked_im2col")),
+        ((4, 64, 6, 6, 128, (3, 3), (1, 1), (1, 1), 1, 1), dict.fromkeys(PASSES, "winograd")),
         (
             (2, 16, 9, 30, 32, (3, 3), (1, 1), (1, 1), 1, 1),
             {"fprop": "winograd", "dgrad": "winograd", "wgrad": "implicit_gemm"},

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "cpu/common/exp.h"
+#include "cpu/common/vector_math.h"
 #include "launchers/common/activation.h"
 
 namespace braze::cpu {
@@ -19,15 +19,15 @@ struct HostMath {
   }
   template <typename A>
   static A expm1(A v) {
-    return std::expm1(v);
+    return vector_expm1(v);
   }
   template <typename A>
   static A normal_cdf(A v) {
-    return normal_cdf_of_erf(std::erf(v * A(kSqrtHalf)));
+    return normal_cdf_of_erf(vector_erf(v * A(kSqrtHalf)));
   }
   template <typename A>
   static A tanh(A v) {
-    return std::tanh(v);
+    return vector_tanh(v);
   }
   template <typename A>
   static A divide(A a, A b) {

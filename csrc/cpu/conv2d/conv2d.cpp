@@ -191,6 +191,11 @@ int choose(const Conv2dProblem& problem) {
   // A weight gradient transforms both operands. Against AVX2's products it gains later.
   constexpr int64_t kLeastSums = kLanes<float> == 8 ? 64 * 64 : 32 * 32;
   const bool is_wide = std::min(c, k) >= kLeastChannels && (!is_wgrad || c * k >= kLeastSums);
+  // Of few tiles of 2 x 2 pixels the filters are most of what is read, and transformed they are
+  // nearly twice as large (64 to 512 channels, 3 x 3 to 11 x 11 pixels, batch 1 to 4).
+  constexpr int64_t kFewTiles = 32, kManyFilters = 64 * 64;
+  const int64_t tiles = s.n * ceil_div(s.p, 2) * ceil_div(s.q, 2);
+  if (tiles <= kFewTiles && c * k >= kManyFilters && wants_patches(problem)) return kBlockedIm2col;
   if (is_wide && !winograd_obstacle(problem)) return kWinograd;
   return wants_patches(problem) ? kBlockedIm2col : kImplicitGemm;
 }
