@@ -26,9 +26,9 @@ GEOMETRY = (1, 1), (1, 1), (1, 1), 1
 
 @pytest.fixture(autouse=True)
 def _on_every_device(monkeypatch):
-    runs = importlib.import_module("braze.convert.runs")
+    blocks = importlib.import_module("braze.convert.blocks")
     for name in ("CONV_BN_ACT_ON", "FORKED_ON"):
-        monkeypatch.setattr(runs, name, ("cpu", "cuda"))
+        monkeypatch.setattr(blocks, name, ("cpu", "cuda"))
 
 
 def inputs(device, dtype, form, residual=True, n=3, c=8, k=12, size=7):

@@ -16,7 +16,7 @@ from torch import nn
 import braze
 import braze.nn.functional as F
 import convert_models
-from braze.convert import runs
+from braze.convert import blocks
 from common import assert_by_rule
 from convert_models import BLOCK, MODELS, FunctionalBlock, LeNet, Switchable, images, ops_run
 
@@ -432,13 +432,13 @@ def test_block_before_flatten(device, monkeypatch):
     """What a small batch's block leaves is flat already, where a linear layer and nothing else
     takes it."""
     seen = []
-    block = runs.conv_bn_relu_as_one
+    block = blocks.conv_bn_relu_as_one
 
     def watched(*args, **kwargs):
         seen.append(block(*args, **kwargs))
         return seen[-1]
 
-    monkeypatch.setattr(runs, "conv_bn_relu_as_one", watched)
+    monkeypatch.setattr(blocks, "conv_bn_relu_as_one", watched)
     layers = [
         torch.nn.Conv2d(16, 8, 3, padding=1),
         torch.nn.BatchNorm2d(8),

@@ -13,7 +13,7 @@ from test_convert_mlp import assert_alike, gradients, pair
 from torch import nn
 
 import braze
-from braze.convert import runs
+from braze.convert import blocks
 from common import compile
 from convert_models import LeNet, ops_run
 
@@ -161,7 +161,7 @@ def test_values_gradients_and_ops(kind, fmt, device, monkeypatch):
     assert fused.count("ConvReLU2d") == MODELS[kind]
     for training in (True, False):
         assert_alike(model.train(training), original.train(training), x)
-    monkeypatch.setattr(runs, "RELU_POOL_ON", ())
+    monkeypatch.setattr(blocks, "RELU_POOL_ON", ())
     ran = ops_run(lambda: gradients(model, x))
     assert ran.count("conv2d_relu") == ran.count("conv2d_relu_backward") == MODELS[kind]
     assert not {"conv2d", "conv2d_backward", "relu", "relu_", "relu_backward"} & set(ran)
@@ -213,7 +213,7 @@ class Classifier(Network):
 
 @pytest.fixture
 def pools_everywhere(monkeypatch):
-    monkeypatch.setattr(runs, "RELU_POOL_ON", ("cpu", "cuda"))
+    monkeypatch.setattr(blocks, "RELU_POOL_ON", ("cpu", "cuda"))
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import braze
-from braze.convert import runs
+from braze.convert import blocks
 
 # Forwards put together at random.
 
@@ -265,7 +265,7 @@ def gradients(model, result):
 def _on_every_device():
     with pytest.MonkeyPatch.context() as patch:
         for name in ("ACTIVATION_WITH_BIAS_ON", "CONV_BN_ACT_ON", "SCALE_ADD_ON"):
-            patch.setattr(runs, name, ("cpu", "cuda"))
+            patch.setattr(blocks, name, ("cpu", "cuda"))
         yield
 
 

@@ -9,14 +9,14 @@ from torch import nn
 
 import braze
 from braze._norm_rules import FASTER, Faster
-from braze.convert import runs
+from braze.convert import blocks
 from convert_models import ops_run
 
 
 @pytest.fixture(autouse=True)
 def _on_every_device(monkeypatch):
     for name in ("ACTIVATION_WITH_BIAS_ON", "SCALE_ADD_ON"):
-        monkeypatch.setattr(runs, name, ("cpu", "cuda"))
+        monkeypatch.setattr(blocks, name, ("cpu", "cuda"))
 
 
 class Base(nn.Module):

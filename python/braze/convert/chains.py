@@ -10,6 +10,7 @@ import torch
 
 from braze._ops.activation import fits
 from braze.convert import kinds, runs, through
+from braze.convert.blocks import conv_fits
 from braze.convert.modules import is_container, own_class
 from braze.convert.parts import SOMETIMES, layers_in
 from braze.convert.recognise import part_of
@@ -104,7 +105,7 @@ def _go_together(links):
     for (conv, convs), (bn, norms) in itertools.pairwise(part for k in links for part in _parts(k)):
         if (conv, bn) == ("Conv2d", "BatchNorm2d"):
             pairs = zip(convs, norms, strict=False)
-            if not all(runs.conv_fits(a, b) for (_, a), (_, b) in pairs):
+            if not all(conv_fits(a, b) for (_, a), (_, b) in pairs):
                 return False
     return True
 

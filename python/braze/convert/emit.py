@@ -2,7 +2,7 @@
 
 import ast
 
-from braze.convert import additions, kinds, loops, runs, through
+from braze.convert import additions, kinds, link_calls, loops, runs, through
 from braze.convert.branches import question
 from braze.convert.shuffles import SHUFFLE, instead_of
 from braze.convert.source import PREFIX, copy_tree, make
@@ -12,8 +12,11 @@ SCOPES = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda
 #: What changed code calls.
 _CALLED = {
     **{PREFIX + f: getattr(kinds, f) for f in (*additions.FORMS, *additions.SCALE_FORMS)},
-    **{PREFIX + f.__name__: f for f in (loops.fused, runs.before_addition, runs.called)},
-    **{PREFIX + f.__name__: f for f in (runs.called_of_list, runs.inherited, runs.method)},
+    **{PREFIX + f.__name__: f for f in (loops.fused, runs.before_addition, link_calls.called)},
+    **{
+        PREFIX + f.__name__: f
+        for f in (link_calls.called_of_list, runs.inherited, link_calls.method)
+    },
     **{PREFIX + f.__name__: f for f in (runs.other, runs.run)},
     **{PREFIX + f.__name__: f for f in (runs.run_added, runs.run_radd)},
     **{PREFIX + f.__name__: f for f in (runs.runner, runs.runner_of)},

@@ -5,10 +5,11 @@ import itertools
 
 import torch
 
+from braze.convert.blocks import conv_and_norm
 from braze.convert.kinds import KINDS, kind_of
 from braze.convert.parts import PARTS, Sequence, expanded, unchanged
 from braze.convert.programs import LAYERS, by_program
-from braze.convert.runs import are_plain, conv_and_norm
+from braze.convert.runs import are_plain
 from braze.convert.through import WINDOW, run_length, run_through, runner_through
 
 

@@ -9,6 +9,7 @@ import torch
 
 from braze._ops._common import TENSORS
 from braze.convert.kinds import FUNCTION_KINDS, KINDS, own_norm
+from braze.convert.link_calls import one_by_one
 from braze.convert.parts import (
     PARTS,
     SOMETIMES,
@@ -19,7 +20,7 @@ from braze.convert.parts import (
 )
 from braze.convert.programs import LONGEST_STRETCH
 from braze.convert.quiet import are_quiet, overwrites
-from braze.convert.runs import LONGEST, RUNS, one_by_one, run_of, runner
+from braze.convert.runs import LONGEST, RUNS, run_of, runner
 from braze.convert.runs import run_length as length_of_run
 
 
