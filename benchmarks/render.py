@@ -11,7 +11,6 @@ Figures in the documents are never typed by hand.
 import json
 import re
 from operator import itemgetter
-from pathlib import Path
 
 from benchmarks import (
     ladder_chart,
@@ -169,7 +168,7 @@ def mnist_runs(folder, key):
         key: what the wanted files hold: "timings", "ops" (--profile) or "recipe" (--to-accuracy).
     """
     groups = {}
-    for path in sorted(Path(folder).glob("*/mnist*.json")):
+    for path in results.files(folder, "mnist*.json"):
         run = json.loads(path.read_text())
         if key not in run:
             continue

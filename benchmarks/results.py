@@ -108,10 +108,20 @@ def save(folder, device, name, rows, replaces=()):
     return path
 
 
+def files(folder, pattern):
+    """The files of all devices that fit a pattern: GPUs' first (an H200's before an H100's), then
+    by name."""
+    paths = sorted(Path(folder).glob(f"*/{pattern}"))
+    gpus = [p for p in paths if p.parent.name.startswith("nvidia-")]
+    names = sorted({p.parent.name for p in gpus}, reverse=True)
+    ordered = sorted(gpus, key=lambda p: names.index(p.parent.name))
+    return ordered + [p for p in paths if p not in gpus]
+
+
 def load(folder, name):
-    """All rows of an op over all devices, in the order of the folders' names."""
+    """All rows of an op over all devices, in the order of :func:`files`."""
     rows = []
-    for path in sorted(Path(folder).glob(f"*/{name}.csv")):
+    for path in files(folder, f"{name}.csv"):
         with path.open(newline="") as file:
             rows += csv.DictReader(file)
     return rows
