@@ -1,7 +1,7 @@
 // erf, tanh and expm1 for loops that the compiler vectorises, as exp.h has exp: no call, no branch.
-// Within 2.1 ulp; infinities, NaN and zeros as the standard library's. Polynomials are minimax fits of the
-// relative error, by Lawson's iteration (C. Lawson, "Contributions to the theory of linear least
-// maximum approximation", 1961), of 40-digit values.
+// Within 2.1 ulp; infinities, NaN and zeros as the standard library's. Polynomials are minimax fits
+// of the relative error, by Lawson's iteration (C. Lawson, "Contributions to the theory of linear
+// least maximum approximation", 1961), of 40-digit values.
 #pragma once
 
 #include <cmath>
