@@ -338,15 +338,15 @@ def test_backend_is_honoured_on_cpu():
     """Kernels that add in different orders give different bits: that shows which one ran."""
     x, w, b = tensors("many channels", "cpu", torch.float32)
     results = {}
-    for name in ("auto", "braze", "winograd", "direct"):
+    for name in ("auto", "braze", "blocked_im2col", "direct"):
         with braze.backend(conv2d=name):
             out = call(F.conv2d, "many channels")(x, w, b)
         # The choice holds for the backward too, which runs after the `with`.
         results[name] = (out, *torch.autograd.grad(out, x, torch.ones_like(out)))
-    for default, braze_, winograd, direct in zip(*results.values(), strict=True):
-        assert torch.equal(default, winograd)
-        assert torch.equal(braze_, winograd)
-        assert not torch.equal(direct, winograd)
+    for default, braze_, patches, direct in zip(*results.values(), strict=True):
+        assert torch.equal(default, patches)
+        assert torch.equal(braze_, patches)
+        assert not torch.equal(direct, patches)
 
 
 def cuda_kernels_of(function):

@@ -274,14 +274,14 @@ def test_backend_is_honoured_on_cpu():
     """Kernels that add in different orders give different bits: that shows which one ran."""
     x, w, b = tensors("many channels", "cpu", torch.float32)
     results = {}
-    for name in ("auto", "winograd", "direct"):
+    for name in ("auto", "blocked_im2col", "direct"):
         with braze.backend(conv2d=name):
             out = call(F.conv_transpose2d, "many channels")(x, w, b)
         # The choice holds for the backward too, which runs after the `with`.
         results[name] = (out, *torch.autograd.grad(out, x, torch.ones_like(out)))
-    for default, winograd, direct in zip(*results.values(), strict=True):
-        assert torch.equal(default, winograd)
-        assert not torch.equal(direct, winograd)
+    for default, patches, direct in zip(*results.values(), strict=True):
+        assert torch.equal(default, patches)
+        assert not torch.equal(direct, patches)
 
 
 @pytest.mark.parametrize("case", ["odd", "groups", "stride over kernel"])
