@@ -113,9 +113,8 @@ def files(folder, pattern):
     by name."""
     paths = sorted(Path(folder).glob(f"*/{pattern}"))
     gpus = [p for p in paths if p.parent.name.startswith("nvidia-")]
-    names = sorted({p.parent.name for p in gpus}, reverse=True)
-    ordered = sorted(gpus, key=lambda p: names.index(p.parent.name))
-    return ordered + [p for p in paths if p not in gpus]
+    others = [p for p in paths if p not in gpus]
+    return sorted(gpus, key=lambda p: p.parent.name, reverse=True) + others
 
 
 def load(folder, name):

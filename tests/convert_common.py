@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as stock
 from torch import nn
 
+import braze
 from braze.testing import WAYS, mover, moving_what_is_kept
 from common import assert_by_rule
 
@@ -150,3 +151,12 @@ def assert_trains_alike(converted, original, x):
             assert_by_rule(a, b, c, ulps=64, what=str(i), moved=others)
         else:
             assert torch.equal(a, b)
+
+
+def converted_pair(kind, device, channels):
+    """A converted model, the same as it was, and images of so many channels, all channels_last."""
+    torch.manual_seed(0)
+    original = kind().to(device, memory_format=torch.channels_last)
+    model = braze.convert(copy.deepcopy(original))
+    x = torch.randn(2, channels, 6, 6, device=device).to(memory_format=torch.channels_last)
+    return model, original, x

@@ -6,7 +6,14 @@ import io
 import pytest
 import torch
 import torch.nn.functional as stock
-from convert_common import assert_same, assert_trains_alike, call, replaced, seen_by_a_mode
+from convert_common import (
+    assert_same,
+    assert_trains_alike,
+    call,
+    converted_pair,
+    replaced,
+    seen_by_a_mode,
+)
 from torch import nn
 
 import braze
@@ -65,11 +72,7 @@ TAKEN = [InOneExpression, ByName, OfAList, Halves]
 
 
 def pair(kind, device):
-    torch.manual_seed(0)
-    original = kind().to(device, memory_format=torch.channels_last)
-    model = braze.convert(copy.deepcopy(original))
-    x = torch.randn(2, 4, 6, 6, device=device).to(memory_format=torch.channels_last)
-    return model, original, x
+    return converted_pair(kind, device, channels=4)
 
 
 def train(model, x):

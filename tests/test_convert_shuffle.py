@@ -1,11 +1,11 @@
 """Channel shuffles that are written out, in converted forwards."""
 
-import copy
 import io
+import types
 
 import pytest
 import torch
-from convert_common import assert_trains_alike, replaced, seen_by_a_mode
+from convert_common import assert_trains_alike, converted_pair, replaced, seen_by_a_mode
 from torch import nn
 
 import braze
@@ -101,6 +101,18 @@ def test_not_known(function):
     assert not is_shuffle(function)
 
 
+def test_code_that_changes():
+    """What was one is none any more."""
+
+    def function(x, groups):
+        n, c, h, w = x.size()
+        return x.view(n, groups, c // groups, h, w).transpose(1, 2).reshape(n, c, h, w)
+
+    assert is_shuffle(function)
+    function.__code__ = scaled.__code__
+    assert not is_shuffle(function)
+
+
 class Unit(nn.Module):
     """As ShuffleNetV2's."""
 
@@ -136,11 +148,7 @@ class Torchs(Unit):
 
 
 def pair(kind, device):
-    torch.manual_seed(0)
-    original = kind().to(device, memory_format=torch.channels_last)
-    model = braze.convert(copy.deepcopy(original))
-    x = torch.randn(2, 16, 6, 6, device=device).to(memory_format=torch.channels_last)
-    return model, original, x
+    return converted_pair(kind, device, channels=16)
 
 
 @pytest.mark.parametrize("kind", [Unit, ByKeyword, ByDefault, Torchs])
@@ -165,6 +173,9 @@ def test_asked_at_each_call(device, monkeypatch):
         patch.setitem(globals(), "as_torchvisions", lambda x, groups: x)
         assert not ran()
         torch.testing.assert_close(model(x), original(x))
+    with monkeypatch.context() as patch:
+        patch.setitem(globals(), "torch", types.SimpleNamespace(**vars(torch)))
+        assert not ran()
     with replaced(torch, "transpose", lambda *args: torch.swapaxes(*args)):
         assert not ran()
     assert "transpose" in seen_by_a_mode(lambda: model(x))

@@ -12,11 +12,9 @@ SCOPES = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda
 #: What changed code calls.
 _CALLED = {
     **{PREFIX + f: getattr(kinds, f) for f in (*additions.FORMS, *additions.SCALE_FORMS)},
-    **{PREFIX + f.__name__: f for f in (loops.fused, runs.before_addition, link_calls.called)},
-    **{
-        PREFIX + f.__name__: f
-        for f in (link_calls.called_of_list, runs.inherited, link_calls.method)
-    },
+    **{PREFIX + f.__name__: f for f in (link_calls.called, link_calls.called_of_list)},
+    **{PREFIX + f.__name__: f for f in (link_calls.method, loops.fused)},
+    **{PREFIX + f.__name__: f for f in (runs.before_addition, runs.inherited)},
     **{PREFIX + f.__name__: f for f in (runs.other, runs.run)},
     **{PREFIX + f.__name__: f for f in (runs.run_added, runs.run_radd)},
     **{PREFIX + f.__name__: f for f in (runs.runner, runs.runner_of)},

@@ -2,7 +2,6 @@
 of groups that view, transpose, copy and view again."""
 
 import ast
-import functools
 
 import torch
 
@@ -21,19 +20,19 @@ _VIEWED, _TURNED, _DENSE, _RESULT = "viewed", "turned", "dense", "result"
 _BATCH, _CHANNELS, *_IMAGE = ((_SIZE, i) for i in range(4))
 
 
-@functools.lru_cache(maxsize=256)
 def is_shuffle(function):
     """Whether a Python function of two arguments is a channel shuffle, by its code."""
+    code = function.__code__
+    if code.co_argcount != 2 or code.co_freevars or not _means_torch(function):
+        return False
     try:
         tree = tree_of(function)
     except Unknown:
         return False
     given = tree.node.args
-    names = [a.arg for a in (*given.posonlyargs, *given.args)]
-    if len(names) != 2 or given.vararg or given.kwarg or given.kwonlyargs or given.posonlyargs:
+    if given.vararg or given.kwarg or given.kwonlyargs or given.posonlyargs:
         return False
-    if function.__code__.co_freevars or function.__globals__.get("torch") is not torch:
-        return False
+    names = (a.arg for a in given.args)
     known = dict(zip(names, (_INPUT, _GROUPS), strict=True))
     *body, last = tree.node.body
     for statement in body:
@@ -51,12 +50,18 @@ def instead_of(function):
     def made(*args, **kwargs):
         if len(args) == 1 and list(kwargs) == [groups_name]:
             args, kwargs = (*args, kwargs[groups_name]), {}
-        if len(args) == 2 and not kwargs and shuffle_takes(*args) and not _torchs():
+        same = torch.compiler.is_compiling() or _means_torch(function)
+        if same and len(args) == 2 and not kwargs and shuffle_takes(*args) and not _torchs():
             return channel_shuffle(*args)
         return function(*args, **kwargs)
 
     made.__defaults__, made.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
     return made
+
+
+def _means_torch(function):
+    """Whether `torch` is that outside of the function."""
+    return function.__globals__.get("torch") is torch
 
 
 def _assign(statement, known):
