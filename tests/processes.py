@@ -5,6 +5,7 @@ import datetime
 import os
 import socket
 import sys
+import traceback
 
 import pytest
 import torch
@@ -38,12 +39,17 @@ def _run(rank, ranks, port, device, work):
         world_size=ranks,
         timeout=datetime.timedelta(minutes=1),  # where one fails, the other would wait for it
     )
+    # Each process leaves without the interpreter's end. Meshes that torch caches keep Gloo's threads,
+    # and these the tensors of their last work: one that lets go of a tensor while the interpreter
+    # ends aborts the process (pytorch#179291), one that does so while DDP's reducer lets go of the
+    # group waits for the lock that the reducer holds.
+    status = 0
     try:
         work(device)
-    finally:
         dist.destroy_process_group()
-    # Meshes that torch caches keep Gloo's threads, and these the tensors of their last work: one
-    # that lets go of a tensor while the interpreter ends aborts the process (pytorch#179291).
+    except BaseException:
+        traceback.print_exc()
+        status = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(status)
