@@ -39,8 +39,8 @@ def _run(rank, ranks, port, device, work):
         world_size=ranks,
         timeout=datetime.timedelta(minutes=1),  # where one fails, the other would wait for it
     )
-    # Each process leaves without the interpreter's end. Meshes that torch caches keep threads of Gloo
-    # and these the tensors of their last work: one that lets go of a tensor while the interpreter
+    # Each process leaves without the end of the interpreter. Meshes that torch caches keep threads
+    # of Gloo, these the tensors of their last work: one that lets go of them while the interpreter
     # ends aborts the process (pytorch#179291), one that does so while the reducer of DDP lets go of
     # the group waits for the lock that the reducer holds.
     status = 0
