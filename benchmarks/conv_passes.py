@@ -2,22 +2,21 @@
 
 import torch
 
-from braze._config import chosen_backend
-
 PASSES = ("fprop", "dgrad", "wgrad")
 LAYOUTS = {"channels_last": torch.channels_last, "contiguous": torch.contiguous_format}
 
 
-def own_pass(geometry, groups, pass_name, x, w, dy, tf32):
-    """By braze, with the backend that is set when it is called.
+def own_pass(geometry, groups, pass_name, x, w, dy, tf32, backend="auto"):
+    """By braze. The backend is an argument: entering ``with braze.backend`` takes as long as a
+    small convolution on a CPU whose caches are cold.
 
     Args:
         geometry: stride, padding and dilation, two values each.
         x, w, dy: input, filters, and the gradient of the result, which fprop has no use for.
     """
+    settings = tf32, False, backend
 
     def call():
-        settings = tf32, False, chosen_backend("conv2d")
         if pass_name == "fprop":
             return torch.ops.braze.conv2d(x, w, None, *geometry, groups, *settings)
         mask = [pass_name == "dgrad", pass_name == "wgrad", False]

@@ -5,10 +5,11 @@ To time all of them takes long. So it is done once per GPU and versions, and kep
 the results; later runs time the best two of each pass again, beside braze.
 """
 
+import functools
 from pathlib import Path
 
 from benchmarks import results
-from benchmarks.candidates import fastest, screen, under, vendor_names
+from benchmarks.candidates import fastest, screen, vendor_names
 from benchmarks.harness import rounded
 
 NAME = "convolutions_rivals"
@@ -26,7 +27,7 @@ TORCH, ELSEWHERE = "torch", "torch, transposed"
 def makers(problem, names):
     """name -> function that makes the function to time."""
     of_torch = {TORCH: problem.by_torch, ELSEWHERE: problem.by_torch_elsewhere}
-    return {name: of_torch.get(name) or under("conv2d", name, problem.own) for name in names}
+    return {name: of_torch.get(name) or functools.partial(problem.own, name) for name in names}
 
 
 def measured(problem, timer, error_of, engines=ENGINES):

@@ -6,6 +6,7 @@ error breaks the tolerance rule does not count. On a CPU, which has no cuDNN, ba
 """
 
 import contextlib
+import functools
 import math
 import os
 import time
@@ -13,7 +14,7 @@ import time
 import torch
 
 from benchmarks import conv_rivals
-from benchmarks.candidates import fastest, screen, shipped, under
+from benchmarks.candidates import fastest, screen, shipped
 from benchmarks.conv_passes import LAYOUTS, PASSES, own_pass, torch_pass
 from benchmarks.convolution_cases import BATCHES, cases
 from benchmarks.harness import DTYPES, interleaved, rounded, set_precision, timer_for
@@ -87,8 +88,9 @@ class Problem:
         of_pass = {"fprop": self.case.c * taps, "dgrad": self.case.k * taps}
         return of_pass.get(self.pass_name, self.case.n * p * q)
 
-    def own(self):
-        return own_pass(self.geometry, self.case.groups, self.pass_name, *self.tensors, self.tf32)
+    def own(self, backend="auto"):
+        what = self.geometry, self.case.groups, self.pass_name
+        return own_pass(*what, *self.tensors, self.tf32, backend)
 
     def stock(self, tensors=None, groups=None):
         what = self.geometry, groups or self.case.groups, self.pass_name
@@ -97,6 +99,8 @@ class Problem:
     def by_torch(self):
         """With the fastest of what torch tries."""
         call = self.stock()
+        if self.device.type == "cpu":
+            return call  # it has one choice, and the setting takes time
 
         def best():
             with torch_settings(benchmark=True):
@@ -154,7 +158,7 @@ class Problem:
         if self.device.type == "cpu" and case.kind == "large filter":
             # torch writes the patches down: gigabytes.
             what = self.geometry, groups, self.pass_name, *part, False
-            return under("conv2d", "implicit_gemm", lambda: own_pass(*what))()(), of
+            return own_pass(*what, "implicit_gemm")(), of
         with torch_settings(benchmark=False):
             return self.stock(part, groups)(), of
 
@@ -212,7 +216,7 @@ def own_names(problem, only=()):
 
 
 def own_maker(problem, name):
-    return under("conv2d", name, problem.own)
+    return functools.partial(problem.own, name)
 
 
 def what_ran(problem, times, us):

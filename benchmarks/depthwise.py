@@ -6,11 +6,12 @@ multiply-adds on CUDA cores, whichever is longer (`PEAKS`, an H200's).
 """
 
 import dataclasses
+import functools
 import time
 
 import torch
 
-from benchmarks.candidates import fastest, screen, under, vendor_names
+from benchmarks.candidates import fastest, screen, vendor_names
 from benchmarks.conv_passes import PASSES, own_pass, torch_pass
 from benchmarks.harness import DTYPES, interleaved, rounded, set_precision, timer_for
 from benchmarks.results import ENVIRONMENT
@@ -138,9 +139,10 @@ def time_pass(layer, pass_name, dtype_name, layout, device, quick, check=True):
     timer, tf32 = timer_for(device), dtype_name == "tf32"
     tensors = layer.tensors(device, DTYPES[dtype_name], layout)
     what = layer.geometry, layer.channels, pass_name
-    own, stock = own_pass(*what, *tensors, tf32), torch_pass(*what, *tensors)
-    makers = {name: under("conv2d", name, lambda: own) for name in vendor_names("conv2d")[:ENGINES]}
-    makers["own"] = under("conv2d", OWN, lambda: own)
+    own = functools.partial(own_pass, *what, *tensors, tf32)
+    stock = torch_pass(*what, *tensors)
+    makers = {name: functools.partial(own, name) for name in vendor_names("conv2d")[:ENGINES]}
+    makers["own"] = functools.partial(own, OWN)
     makers["torch"] = lambda: stock
     row = dict.fromkeys(COLUMNS, "")
     row |= {"op": "depthwise", "case": layer.name, "pass": pass_name}

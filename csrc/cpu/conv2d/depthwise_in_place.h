@@ -1,0 +1,261 @@
+// Convolutions of one filter a channel whose images are channels_last and in the accumulation type:
+// read where they are and in the order of memory, whose speed is the limit. A tile of results in a
+// row goes through the channels, vector by vector, before the next one begins.
+#pragma once
+
+#include <vector>
+
+#include "cpu/conv2d/passes.h"
+#include "cpu/conv2d/patches.h"
+
+namespace braze::cpu {
+
+// A tap as a tile of results meets it: from the tile's first window, and where its weights or sums
+// are. Of the tile's results those in [begin, end) have it within the image.
+struct InPlaceTap {
+  int64_t source, weight;
+  int begin, end;
+};
+
+// Results [first, first + pixels) of each row, and all taps, in the order of their shifts.
+struct InPlaceTile {
+  int64_t first;
+  int pixels;
+  std::vector<InPlaceTap> taps;
+};
+
+// How a convolution's rows are cut into tiles. pitch: from a tap's weights or sums to the next's.
+class InPlaceTiles {
+ public:
+  InPlaceTiles(const Axis& h, const Axis& w, const Tensor4dRef& strides, int64_t most,
+               int64_t pitch)
+      : h(h), w(w), out(h.out), step_h(h.step), step_w(w.step), extent_(h.extent) {
+    const int64_t width = w.out ? ceil_div(w.out, ceil_div(w.out, most)) : 1;
+    for (int64_t first = 0; first < w.out; first += width) {
+      tiles.push_back({first, static_cast<int>(std::min(width, w.out - first)), {}});
+      InPlaceTile& tile = tiles.back();
+      int64_t weight = 0;
+      for (const int64_t y : this->h.shifts) {
+        for (const int64_t x : this->w.shifts) {
+          const int64_t from = first * w.step + x;  // of the tile's first result
+          const int64_t begin = from < 0 ? ceil_div(-from, w.step) : 0;
+          const int64_t end = from < w.extent ? (w.extent - 1 - from) / w.step + 1 : 0;
+          tile.taps.push_back({y * strides.h + x * strides.w, weight,
+                               static_cast<int>(std::min<int64_t>(begin, tile.pixels)),
+                               static_cast<int>(std::min<int64_t>(end, tile.pixels))});
+          weight += pitch;
+        }
+      }
+    }
+  }
+  int64_t across() const { return static_cast<int64_t>(w.shifts.size()); }
+  int64_t taps() const { return static_cast<int64_t>(h.shifts.size()) * across(); }
+  // Those of a tile's taps that are within the image in row i of the results.
+  std::pair<int64_t, int64_t> taps_of_row(int64_t i) const {
+    const auto first = std::lower_bound(h.shifts.begin(), h.shifts.end(), -i * step_h);
+    const auto last = std::lower_bound(first, h.shifts.end(), extent_ - i * step_h);
+    return {(first - h.shifts.begin()) * across(), (last - h.shifts.begin()) * across()};
+  }
+
+  TapShifts h, w;
+  int64_t out, step_h, step_w;
+  std::vector<InPlaceTile> tiles;
+
+ private:
+  int64_t extent_;
+};
+
+// Channels in vectors: the last one begins early enough to be whole.
+template <typename Acc>
+struct ChannelVectors {
+  static constexpr int kL = kLanes<Acc>;
+
+  int64_t begin(int64_t vector) const { return std::min(vector * kL, channels - kL); }
+  int64_t count() const { return ceil_div(channels, kL); }
+  int64_t whole() const { return channels / kL; }
+  int64_t pitch() const { return count() * kL; }  // of packed channels, vector by vector
+
+  int64_t channels;
+};
+
+// Whether both tensors are channels_last, of a vector of channels at least.
+template <typename T>
+bool goes_in_place(const Tensor4dRef& from, const Tensor4dRef& to, int64_t channels) {
+  return std::is_same_v<T, acc_t<T>> && from.c == 1 && to.c == 1 &&
+         channels >= kLanes<acc_t<T>>;
+}
+
+// Has the image's lines that the next row's tile at this place is the first to meet come closer:
+// tiles go through more rows of the image at once than the processor foresees.
+template <typename Acc>
+void prefetch_next_row(const InPlaceTiles& tiles, const InPlaceTile& tile, const Acc* row,
+                       const Tensor4dRef& strides) {
+  if (tiles.h.shifts.empty()) return;
+  const Acc* from = row + tile.first * tiles.step_w * strides.w +
+                    (tiles.h.shifts.back() + 1) * strides.h;
+  const int64_t elements = tile.pixels * tiles.step_w * strides.w;
+  for (int64_t i = 0; i < tiles.step_h; ++i, from += strides.h) {
+    for (int64_t e = 0; e < elements; e += 64 / int64_t{sizeof(Acc)}) {
+      __builtin_prefetch(from + e, 0, 2);
+    }
+  }
+}
+
+// Rows of results in a task.
+inline int64_t in_place_rows(int64_t images, int64_t rows) {
+  constexpr int64_t kFewest = 4, kTasks = 8;  // a worker
+  const int64_t wanted = ceil_div(kTasks * num_threads(), std::max<int64_t>(1, images));
+  return std::max(kFewest, ceil_div(rows, wanted));
+}
+
+// All convolutions that a pass consists of: a row of each in turn, while what they read is near.
+template <typename Acc>
+class DepthwiseInPlace {
+  using V = vec_t<Acc>;
+  static constexpr int kL = kLanes<Acc>;
+
+ public:
+  static int64_t bytes(const std::vector<Convolution>& convolutions) {
+    int64_t taps = 1;  // the bias
+    for (const Convolution& conv : convolutions) taps += conv.taps();
+    return taps * ChannelVectors<Acc>{convolutions[0].groups}.pitch() * int64_t{sizeof(Acc)};
+  }
+
+  DepthwiseInPlace(const std::vector<Convolution>& convolutions, void* workspace)
+      : channels_{convolutions[0].groups}, bias_(static_cast<Acc*>(workspace)) {
+    const Acc* const bias = static_cast<const Acc*>(convolutions[0].bias);
+    pack(bias_, [&](int64_t c) { return bias ? bias[c] : Acc(0); });
+    Acc* weights = bias_ + channels_.pitch();
+    for (const Convolution& conv : convolutions) {
+      const InPlaceTiles tiles(conv.h, conv.w, conv.src, kMostPixels, channels_.pitch());
+      parts_.push_back({&conv, tiles, weights});
+      weights = pack_weights(parts_.back(), weights);
+    }
+  }
+
+  void run() const {
+    int64_t height = 0;
+    for (const Part& part : parts_) height = std::max(height, part.tiles.out);
+    const int64_t images = parts_[0].conv->images;
+    const int64_t rows = in_place_rows(images, height), blocks = ceil_div(height, rows);
+    parallel_for(0, images * blocks, 1, [&](int64_t first, int64_t last) {
+      for (int64_t task = first; task < last; ++task) {
+        const int64_t image = task / blocks, begin = task % blocks * rows;
+        for (int64_t i = begin; i < std::min(height, begin + rows); ++i) {
+          for (const Part& part : parts_) {
+            if (i < part.tiles.out) convolve_row(part, image, i);
+          }
+        }
+      }
+    });
+  }
+
+ private:
+  struct Part {
+    const Convolution* conv;
+    InPlaceTiles tiles;
+    const Acc* weights;  // [tap][channel], taps in the order of their shifts
+  };
+
+  template <typename Value>
+  void pack(Acc* to, const Value& value) const {
+    for (int64_t v = 0; v < channels_.count(); ++v) {
+      for (int64_t l = 0; l < kL; ++l) to[v * kL + l] = value(channels_.begin(v) + l);
+    }
+  }
+  Acc* pack_weights(const Part& part, Acc* to) const {
+    const Convolution& conv = *part.conv;
+    for (const int64_t th : part.tiles.h.order) {
+      for (const int64_t tw : part.tiles.w.order) {
+        const Acc* const tap = static_cast<const Acc*>(conv.weight) +
+                               conv.tap_h[th] * conv.weight_h + conv.tap_w[tw] * conv.weight_w;
+        pack(to, [&](int64_t c) { return tap[c * conv.weight_group]; });
+        to += channels_.pitch();
+      }
+    }
+    return to;
+  }
+
+  // Taps, of one tile and row.
+  struct Taps {
+    const InPlaceTap *begin, *end;
+  };
+
+  void convolve_row(const Part& part, int64_t image, int64_t i) const {
+    const Tensor4dRef &src = part.conv->src, &dst = part.conv->dst_strides;
+    const int64_t step = part.tiles.step_w * src.w;
+    const Acc* const from =
+        static_cast<const Acc*>(src.data) + image * src.n + i * part.tiles.step_h * src.h;
+    Acc* const to = static_cast<Acc*>(part.conv->dst) + image * dst.n + i * dst.h;
+    const auto [first, last] = part.tiles.taps_of_row(i);
+    for (const InPlaceTile& tile : part.tiles.tiles) {
+      if (&part == &parts_[0]) prefetch_next_row(part.tiles, tile, from, src);
+      const Taps taps{tile.taps.data() + first, tile.taps.data() + last};
+      with_pixels<1>(tile.pixels, 1, [&](auto pixels, auto) {
+        convolve_tile<pixels>(from + tile.first * step, step, taps, part.weights,
+                              to + tile.first * dst.w, dst.w);
+      });
+    }
+  }
+
+  // All channels of kPixels results, `step` apart in the image.
+  template <int kPixels>
+  void convolve_tile(const Acc* from, int64_t step, Taps taps, const Acc* weights, Acc* to,
+                     int64_t pitch) const {
+    // So many vectors at a time that products need not wait for sums.
+    constexpr int kVecs = kPixels < 4 ? 4 : kPixels < 8 ? 2 : 1;
+    int64_t v = 0;
+    for (; v + kVecs <= channels_.whole(); v += kVecs) {
+      convolve_vectors<kPixels, kVecs>(from + v * kL, step, taps, weights + v * kL, bias_ + v * kL,
+                                       to + v * kL, pitch);
+    }
+    for (; v < channels_.count(); ++v) {
+      const int64_t c = channels_.begin(v);
+      convolve_vectors<kPixels, 1>(from + c, step, taps, weights + v * kL, bias_ + v * kL, to + c,
+                                   pitch);
+    }
+  }
+
+  template <int kPixels, int kVecs>
+  __attribute__((noinline)) static void convolve_vectors(const Acc* from, int64_t step, Taps taps,
+                                                         const Acc* weights, const Acc* bias,
+                                                         Acc* to, int64_t pitch) {
+    V sums[kPixels][kVecs];
+#pragma GCC unroll 16
+    for (int i = 0; i < kPixels; ++i) {
+#pragma GCC unroll 4
+      for (int k = 0; k < kVecs; ++k) sums[i][k] = load<V>(bias + k * kL);
+    }
+    for (const InPlaceTap* tap = taps.begin; tap < taps.end; ++tap) {
+      V weight[kVecs];
+#pragma GCC unroll 4
+      for (int k = 0; k < kVecs; ++k) weight[k] = load<V>(weights + tap->weight + k * kL);
+      const Acc* const at = from + tap->source;
+      if (tap->begin == 0 && tap->end == kPixels) {
+#pragma GCC unroll 16
+        for (int i = 0; i < kPixels; ++i) {
+#pragma GCC unroll 4
+          for (int k = 0; k < kVecs; ++k) sums[i][k] += load<V>(at + i * step + k * kL) * weight[k];
+        }
+      } else {
+#pragma GCC unroll 16
+        for (int i = 0; i < kPixels; ++i) {
+          if (i < tap->begin || i >= tap->end) continue;
+#pragma GCC unroll 4
+          for (int k = 0; k < kVecs; ++k) sums[i][k] += load<V>(at + i * step + k * kL) * weight[k];
+        }
+      }
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < kPixels; ++i) {
+#pragma GCC unroll 4
+      for (int k = 0; k < kVecs; ++k) store(to + i * pitch + k * kL, sums[i][k]);
+    }
+  }
+
+  const ChannelVectors<Acc> channels_;
+  Acc* const bias_;
+  std::vector<Part> parts_;
+};
+
+}  // namespace braze::cpu

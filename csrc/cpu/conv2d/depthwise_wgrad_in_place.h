@@ -1,0 +1,202 @@
+// The weight gradient of convolutions of one filter a channel, of tensors that are read where they
+// are (depthwise_in_place.h). A tile of gradients in a row goes through the channels; its sums join
+// those of some rows, and these the ones of a part of the images, so that chains of additions stay
+// short. Parts are added in order.
+#pragma once
+
+#include <vector>
+
+#include "cpu/conv2d/depthwise_in_place.h"
+
+namespace braze::cpu {
+
+template <typename Acc>
+class DepthwiseWgradInPlace {
+  using V = vec_t<Acc>;
+  static constexpr int kL = kLanes<Acc>;
+  // Rows whose sums are made from zero; gradients in a row that are.
+  static constexpr int64_t kRowsTogether = 8, kPixels = 32;
+
+ public:
+  static int64_t bytes(const WeightGradient& g) {
+    const int64_t taps = g.h.taps() * g.w.taps();
+    const int64_t workers = std::min(num_threads(), blocks(g));
+    return 2 * workers * taps * ChannelVectors<Acc>{g.groups}.pitch() * int64_t{sizeof(Acc)};
+  }
+
+  DepthwiseWgradInPlace(const WeightGradient& g, void* workspace)
+      : g_(g),
+        channels_{g.groups},
+        tiles_(g.h, g.w, g.x, kPixels, channels_.pitch()),
+        size_(tiles_.taps() * channels_.pitch()),
+        sums_(static_cast<Acc*>(workspace)) {
+    for (const InPlaceTile& tile : tiles_.tiles) {
+      int begin = 0, end = tile.pixels;
+      for (const InPlaceTap& tap : tile.taps) {
+        begin = std::max(begin, tap.begin), end = std::min(end, tap.end);
+      }
+      cores_.push_back({begin, std::max(begin, end)});
+    }
+  }
+
+  void run() const {
+    const int64_t all = blocks(g_), parts = std::min(num_threads(), all);
+    parallel_for(0, parts, 1, [&](int64_t first, int64_t last) {
+      for (int64_t part = first; part < last; ++part) {
+        Acc* const sums = sums_ + 2 * part * size_;
+        std::fill_n(sums, size_, Acc(0));
+        for (int64_t i = part * all / parts; i < (part + 1) * all / parts; ++i) {
+          add_block(i, sums + size_);
+          for (int64_t e = 0; e < size_; e += kL) {
+            store(sums + e, load<V>(sums + e) + load<V>(sums + size_ + e));
+          }
+        }
+      }
+    });
+    store_sums(parts);
+  }
+
+ private:
+  // Of rows of all images.
+  static int64_t blocks(const WeightGradient& g) {
+    return g.images * ceil_div(g.h.out, kRowsTogether);
+  }
+
+  void add_block(int64_t number, Acc* sums) const {
+    std::fill_n(sums, size_, Acc(0));
+    const int64_t in_image = ceil_div(g_.h.out, kRowsTogether), image = number / in_image;
+    const int64_t begin = number % in_image * kRowsTogether;
+    const int64_t step = tiles_.step_w * g_.x.w;
+    for (int64_t i = begin; i < std::min(g_.h.out, begin + kRowsTogether); ++i) {
+      const Acc* const x = static_cast<const Acc*>(g_.x.data) + image * g_.x.n +
+                           i * tiles_.step_h * g_.x.h;
+      const Acc* const dy = static_cast<const Acc*>(g_.dy.data) + image * g_.dy.n + i * g_.dy.h;
+      const auto [first, last] = tiles_.taps_of_row(i);
+      for (size_t t = 0; t < tiles_.tiles.size(); ++t) {
+        const InPlaceTile& tile = tiles_.tiles[t];
+        prefetch_next_row(tiles_, tile, x, g_.x);
+        add_tile({tile.taps.data() + first, last - first, cores_[t].begin, cores_[t].end,
+                  tile.pixels, x + tile.first * step, step, dy + tile.first * g_.dy.w, g_.dy.w},
+                 sums);
+      }
+    }
+  }
+
+  // Gradients in a row and the taps that they meet: all of them those in [begin, end).
+  struct Tile {
+    const InPlaceTap* taps;
+    int64_t count;
+    int begin, end, pixels;
+    const Acc* x;
+    int64_t x_step;
+    const Acc* dy;
+    int64_t dy_step;
+  };
+
+  void add_tile(const Tile& tile, Acc* sums) const {
+    const int64_t across = tiles_.across();
+    for (int64_t v = 0; v < channels_.count(); ++v) {
+      const int64_t c = channels_.begin(v);
+      if (tile.count > kMostPixels) {
+        // By columns of the filter, whose taps all meet the same gradients.
+        for (int64_t s = 0; s < across; ++s) {
+          const InPlaceTap& tap = tile.taps[s];
+          add_taps(tile, s, across, tile.count / across, tap.begin, tap.end, c, sums + v * kL);
+        }
+        continue;
+      }
+      add_taps(tile, 0, 1, tile.count, tile.begin, tile.end, c, sums + v * kL);
+      for (int i = 0; i < tile.pixels; ++i) {
+        if (i < tile.begin || i >= tile.end) add_edge(tile, i, c, sums + v * kL);
+      }
+    }
+  }
+
+  // Gradients [begin, end) at `count` taps, every `stride`th from one on, as many at a time as there
+  // are registers for.
+  static void add_taps(const Tile& tile, int64_t first, int64_t stride, int64_t count, int begin,
+                       int end, int64_t channel, Acc* sums) {
+    if (begin >= end) return;
+    const int64_t together = even_height(count);
+    for (int64_t t = 0; t < count; t += together) {
+      with_pixels<1>(std::min(together, count - t), 1, [&](auto taps, auto) {
+        add_together<taps>(tile, tile.taps + first + t * stride, stride, begin, end, channel, sums);
+      });
+    }
+  }
+
+  template <int kTaps>
+  __attribute__((noinline)) static void add_together(const Tile& tile, const InPlaceTap* taps,
+                                                     int64_t stride, int begin, int end,
+                                                     int64_t channel, Acc* sums) {
+    // Of few taps several gradients at a time, so that products need not wait for sums.
+    constexpr int kTogether = kTaps <= kMostPixels / 2 ? 2 : 1;
+    int64_t source[kTaps];
+    V sum[kTogether][kTaps] = {};
+#pragma GCC unroll 16
+    for (int t = 0; t < kTaps; ++t) source[t] = taps[t * stride].source;
+    const Acc* x = tile.x + begin * tile.x_step + channel;
+    const Acc* dy = tile.dy + begin * tile.dy_step + channel;
+    const int64_t x_step = tile.x_step, dy_step = tile.dy_step;
+    if constexpr (kTogether > 1) {
+      for (; begin + 1 < end; begin += 2, x += 2 * x_step, dy += 2 * dy_step) {
+        const V gradient = load<V>(dy), next = load<V>(dy + dy_step);
+#pragma GCC unroll 16
+        for (int t = 0; t < kTaps; ++t) {
+          sum[0][t] += gradient * load<V>(x + source[t]);
+          sum[1][t] += next * load<V>(x + x_step + source[t]);
+        }
+      }
+    }
+    for (; begin < end; ++begin, x += x_step, dy += dy_step) {
+      const V gradient = load<V>(dy);
+#pragma GCC unroll 16
+      for (int t = 0; t < kTaps; ++t) sum[0][t] += gradient * load<V>(x + source[t]);
+    }
+#pragma GCC unroll 16
+    for (int t = 0; t < kTaps; ++t) {
+      Acc* const to = sums + taps[t * stride].weight;
+      store(to, load<V>(to) + (kTogether > 1 ? sum[0][t] + sum[kTogether - 1][t] : sum[0][t]));
+    }
+  }
+
+  static void add_edge(const Tile& tile, int i, int64_t channel, Acc* sums) {
+    const Acc* const x = tile.x + i * tile.x_step + channel;
+    const V gradient = load<V>(tile.dy + i * tile.dy_step + channel);
+    for (int64_t t = 0; t < tile.count; ++t) {
+      const InPlaceTap& tap = tile.taps[t];
+      if (i < tap.begin || i >= tap.end) continue;
+      Acc* const to = sums + tap.weight;
+      store(to, load<V>(to) + gradient * load<V>(x + tap.source));
+    }
+  }
+
+  void store_sums(int64_t parts) const {
+    Acc* const dw = static_cast<Acc*>(const_cast<void*>(g_.dw.data));
+    const Acc* from = sums_;
+    for (const int64_t th : tiles_.h.order) {
+      for (const int64_t tw : tiles_.w.order) {
+        for (int64_t c = 0; c < channels_.channels; ++c) {
+          const int64_t at = c / kL * kL + c - channels_.begin(c / kL);
+          Acc sum = 0;
+          for (int64_t part = 0; part < parts; ++part) sum += from[2 * part * size_ + at];
+          dw[c * g_.dw.n + th * g_.dw.h + tw * g_.dw.w] = sum;
+        }
+        from += channels_.pitch();
+      }
+    }
+  }
+
+  struct Core {
+    int begin, end;
+  };
+
+  const WeightGradient& g_;
+  const ChannelVectors<Acc> channels_;
+  const InPlaceTiles tiles_;
+  const int64_t size_;  // of a set of sums, [tap][channel]
+  Acc* const sums_;     // of each part two sets: its own, and those of some rows
+  std::vector<Core> cores_;
+};
+
+}  // namespace braze::cpu
