@@ -30,6 +30,15 @@ void plan_blocked_im2col(const Conv2dProblem& problem, Conv2dPlan* plan) {
   });
 }
 
+bool blocked_im2col_reads_in_place(const Conv2dProblem& problem) {
+  const Conv2dShape& s = problem.shape;
+  if (problem.pass != Conv2dPass::kWgrad || s.dtype != DType::kFloat32 || s.r * s.s != 1) {
+    return false;
+  }
+  const BlockedIm2colWgradPlan<float, float> plan(wgrad_of(problem));
+  return plan.is_inside && (plan.x_in_place || plan.dy_in_place);
+}
+
 void run_blocked_im2col(const Conv2dProblem& problem, const Conv2dPlan& plan, const void* bias,
                         void* workspace) {
   with_steps(problem.shape.dtype, [&](auto tag, auto step) {

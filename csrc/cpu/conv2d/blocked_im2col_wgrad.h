@@ -10,6 +10,7 @@
 
 #include "cpu/conv2d/passes.h"
 #include "cpu/conv2d/patches.h"
+#include "cpu/conv2d/pixel_runs.h"
 
 namespace braze::cpu {
 
@@ -37,15 +38,20 @@ struct BlockedIm2colWgradPlan {
         together(std::clamp<int64_t>(kPixels / round_up(pixels, kPairs ? 2 : 1), 1, g.images)),
         pieces(ceil_div(pixels, kPixels)),
         piece(round_up(ceil_div(pixels, pieces), kPairs ? 2 : 1)),
-        dy_rows_adjoin(g.dy.h == g.w.out * g.dy.w) {
+        dy_rows_adjoin(g.dy.h == g.w.out * g.dy.w),
+        is_inside(taps == 1 && stays_inside(g.h) && stays_inside(g.w) && g.h.step == 1 &&
+                  g.w.step == 1 && g.h.extent == g.h.out && g.w.extent == g.w.out),
+        x_in_place(!kPairs && std::is_same_v<T, Acc> && is_inside && channels % kL == 0 &&
+                   g.channels % channels == 0 && lies_in_rows(g, g.x)),
+        dy_in_place(!kPairs && std::is_same_v<T, Acc> && lies_in_rows(g, g.dy)) {
     const int64_t block = round_up(taps * channels + 1, kL);  // columns of a task
-    // Rows a multiple of a page apart would meet in one set of the first-level cache.
-    const auto apart = [](int64_t row) { return row * 4 % 512 == 0 ? row + kL : row; };
-    ld = apart(block), dy_ld = apart(round_up(filters, kL));
+    const auto apart = [](int64_t row) { return collide(row) ? row + kL : row; };
+    ld = x_in_place ? g.x.w : apart(block);
+    dy_ld = dy_in_place ? g.dy.w : apart(round_up(filters, kL));
     const int64_t tasks = g.groups * filter_blocks * channel_blocks;
     parts = tasks >= 4 * num_threads() ? 1 : std::min(num_threads(), chunks(g));
-    dy_size = kSteps * dy_ld;
-    x_size = kSteps * ld + kL;
+    dy_size = dy_in_place ? 0 : kSteps * dy_ld;
+    x_size = x_in_place ? 0 : kSteps * ld + kL;
     rows_size = kPairs ? kPixels * ld + kVecBytes : 0;
     slab_size = Patches<T, Element>::slab_size(g.h, g.w, channels, std::min(pixels, piece));
     slab_size = round_up(slab_size, 16);
@@ -65,11 +71,21 @@ struct BlockedIm2colWgradPlan {
     return round_up(parts * sums_size(g), 16) * sizeof(Acc) + num_threads() * scratch();
   }
 
+  // Rows of elements that would meet in a few sets of the first-level cache.
+  static bool collide(int64_t row) { return row * 4 % 512 == 0; }
+  // Whether a chunk of a tensor are rows of adjoining elements, evenly spaced.
+  bool lies_in_rows(const WeightGradient& g, const Tensor4dRef& t) const {
+    return t.c == 1 && t.h == g.w.out * t.w && (together == 1 || t.n == pixels * t.w) &&
+           !collide(t.w);
+  }
+
   int64_t pixels, taps;
   int64_t channels, channel_blocks, filter_blocks, filters;  // of a task; tasks of a group
   int64_t columns;                                           // of the sums
   int64_t together, pieces, piece;  // images of a chunk, or parts of one, of `piece` pixels
   bool dy_rows_adjoin;
+  bool is_inside;  // filters of one pixel that meet the one with the number of the result's
+  bool x_in_place, dy_in_place;
   int64_t ld, dy_ld;  // of rows
   int64_t parts;
   int64_t dy_size, x_size, rows_size, slab_size, copied_size;
@@ -130,13 +146,19 @@ class BlockedIm2colWgrad {
       const int64_t begin = chunk % plan_.pieces * plan_.piece;
       const int64_t end = std::min(plan_.pixels, begin + plan_.piece), pixels = end - begin;
       const int64_t padded = Plan::kPairs ? round_up(pixels, 2) : pixels;
+      const T* const x_from = static_cast<const T*>(g_.x.data) + image * g_.x.n +
+                              (task.group * g_.channels + task.channel) * g_.x.c;
+      const T* const dy_from = static_cast<const T*>(g_.dy.data) + image * g_.dy.n +
+                               (task.group * g_.filters + task.filter) * g_.dy.c;
       for (int64_t i = 0; i < images; ++i) {
-        patches.fill(slab,
-                     static_cast<const T*>(g_.x.data) + (image + i) * g_.x.n +
-                         (task.group * g_.channels + task.channel) * g_.x.c,
-                     begin, end);
-        patches.copy(slab, begin, end, rows + i * padded * plan_.ld, plan_.ld);
-        copy_dy(dy, copied, task, image + i, begin, end, i * padded / (Plan::kPairs ? 2 : 1));
+        if (!plan_.x_in_place) {
+          patches.fill(slab, x_from + i * g_.x.n, begin, end);
+          patches.copy(slab, begin, end, rows + i * padded * plan_.ld, plan_.ld);
+        }
+        if (!plan_.dy_in_place) {
+          copy_dy(dy, copied, task, dy_from + i * g_.dy.n, begin, end,
+                  i * padded / (Plan::kPairs ? 2 : 1));
+        }
       }
       const int64_t width = round_up(patches.depth(), kL);
       if constexpr (Plan::kPairs) {
@@ -146,17 +168,20 @@ class BlockedIm2colWgrad {
                      width, pixels);
         }
       }
-      multiply(dy, task.filters, x, width, images * padded / (Plan::kPairs ? 2 : 1), sums,
+      const Acc* const left = plan_.dy_in_place
+                                  ? reinterpret_cast<const Acc*>(dy_from) + begin * g_.dy.w
+                                  : dy;
+      const Acc* const right =
+          plan_.x_in_place ? reinterpret_cast<const Acc*>(x_from) + begin * g_.x.w : x;
+      multiply(left, task.filters, right, width, images * padded / (Plan::kPairs ? 2 : 1), sums,
                chunk > first);
     }
   }
 
-  // Rows of filters, from step `first` on.
-  void copy_dy(Acc* to, T* copied, const Task& task, int64_t image, int64_t begin, int64_t end,
+  // Rows of an image's filters, from step `first` on.
+  void copy_dy(Acc* to, T* copied, const Task& task, const T* from, int64_t begin, int64_t end,
                int64_t first) const {
     const Tensor4dRef& d = g_.dy;
-    const T* from =
-        static_cast<const T*>(d.data) + image * d.n + (task.group * g_.filters + task.filter) * d.c;
     int64_t pixel_stride = d.w, filter_stride = d.c;
     if (plan_.dy_rows_adjoin) {
       from += begin * d.w;
@@ -179,11 +204,19 @@ class BlockedIm2colWgrad {
     }
   }
 
-  // sums, plan_.columns apart, = or += the products of columns of dy's rows and of patches.
+  // sums, plan_.columns apart, = or += the products of columns of dy's rows and of patches. Behind
+  // rows that are read in place lie those of the next chunk, which come closer meanwhile.
   void multiply(const Acc* dy, int64_t filters, const Acc* x, int64_t width, int64_t steps,
                 Acc* sums, bool accumulate) const {
     const int64_t height = even_height(filters), vecs = width / kL;
     const int64_t ld = plan_.ld, dy_ld = plan_.dy_ld;
+    const int64_t tiles = ceil_div(vecs, 2) * ceil_div(filters, height);
+    const auto each = [&](bool in_place, int64_t row) {  // bytes in a step
+      return in_place ? ceil_div(row * int64_t{sizeof(Acc)}, tiles) : 0;
+    };
+    const int64_t dy_each = each(plan_.dy_in_place, dy_ld), x_each = each(plan_.x_in_place, ld);
+    const char* dy_next = reinterpret_cast<const char*>(dy + steps * dy_ld);
+    const char* x_next = reinterpret_cast<const char*>(x + steps * ld);
     for (int64_t j = 0; j < vecs; j += 2) {
       const Acc* const right = x + j * kL;
       for (int64_t i = 0; i < filters; i += height) {
@@ -191,10 +224,15 @@ class BlockedIm2colWgrad {
         const auto times = [&](auto rows_tag, auto vecs_tag) {
           outer_products<Acc, rows_tag, vecs_tag>(
               steps, [=](int64_t p) { return left + p * dy_ld; }, Adjacent{},
-              [=](int64_t p) { return right + p * ld; }, sums + i * plan_.columns + j * kL,
-              plan_.columns, accumulate);
+              [=](int64_t p) {
+                if (dy_each) __builtin_prefetch(dy_next + p * dy_each, 0, 2);
+                if (x_each) __builtin_prefetch(x_next + p * x_each, 0, 2);
+                return right + p * ld;
+              },
+              sums + i * plan_.columns + j * kL, plan_.columns, accumulate);
         };
         with_pixels<1>(std::min(height, filters - i), std::min<int64_t>(2, vecs - j), times);
+        dy_next += steps * dy_each, x_next += steps * x_each;
       }
     }
   }

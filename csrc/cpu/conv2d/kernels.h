@@ -16,6 +16,8 @@ namespace braze::cpu {
 BRAZE_CONV2D_KERNEL(direct)
 BRAZE_CONV2D_KERNEL(implicit_gemm)
 BRAZE_CONV2D_KERNEL(blocked_im2col)
+// Whether it reads an operand of a weight gradient of 1 x 1 filters where it is, in order.
+bool blocked_im2col_reads_in_place(const Conv2dProblem& problem);
 
 const char* amx_obstacle(const Conv2dProblem& problem);
 BRAZE_CONV2D_KERNEL(amx)
