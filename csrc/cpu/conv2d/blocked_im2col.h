@@ -2,7 +2,8 @@
 // second-level cache (patches.h) and multiplied with packed weights, filters across the lanes. A
 // value that is copied is multiplied with all filters, so that the copy costs little from some 32
 // of them on. A step of the reduction is a value, or a pair of them in bf16 where the processor
-// multiplies pairs.
+// multiplies pairs. Values of windows in rows long enough are read from the slab, where those of
+// neighbours overlap, without a copy.
 #pragma once
 
 #include <type_traits>
@@ -32,24 +33,37 @@ struct BlockedIm2colPlan {
     // Rows a multiple of a page apart would meet in one set of the first-level cache.
     const int64_t row = round_up(depth + 1, kL);
     ld = row * sizeof(Element) % 512 == 0 ? row + kL : row;
-    const int64_t most = std::clamp<int64_t>(kBlockBytes / (ld * int64_t{sizeof(Element)}),
-                                             4 * kMostPixels, 64 * kMostPixels);
+    const int64_t window_bytes = conv.w.step * conv.channels * int64_t{sizeof(Element)};
+    windows = !kPairs && conv.w.out >= kLeastPixels && window_bytes % 4096 != 0;
+    int64_t most = std::clamp<int64_t>(kBlockBytes / (ld * int64_t{sizeof(Element)}),
+                                       4 * kMostPixels, 64 * kMostPixels);
+    if (windows) {
+      int64_t rows = conv.h.out;
+      while (rows > 1 && slab_bytes(conv, rows) > kBlockBytes) rows = ceil_div(rows, 2);
+      most = std::max<int64_t>(1, rows * conv.w.out);
+    }
     together = std::clamp<int64_t>(most / std::max<int64_t>(1, pixels), 1, conv.images);
+    if (windows) together = 1;
     blocks = together > 1 ? 1 : ceil_div(pixels, most);
     const int64_t wanted = 2 * num_threads();
     while (num_threads() > 1 && tasks(conv) < wanted && together > 1) together /= 2;
     while (num_threads() > 1 && tasks(conv) < wanted && pixels / blocks > 4 * kMostPixels) ++blocks;
     while (num_threads() > 1 && tasks(conv) < wanted && filter_blocks < panels) ++filter_blocks;
-    // Whole tiles of rows.
-    block = together > 1 ? pixels : round_up(ceil_div(pixels, blocks), kMostPixels);
+    // Whole tiles of rows, or whole rows of the result.
+    const int64_t unit = windows ? conv.w.out : kMostPixels;
+    block = together > 1 ? pixels : round_up(ceil_div(pixels, blocks), unit);
     blocks = pixels ? ceil_div(pixels, block) : 0;
-    patches_size = round_up(together * block * ld + kVecBytes, 64);
+    patches_size = windows ? 0 : round_up(together * block * ld + kVecBytes, 64);
     slab_size = round_up(
         Patches<T, Element>::slab_size(conv.h, conv.w, conv.channels, std::min(block, pixels)), 64);
     tile_size = together * block * kPanel;
   }
   int64_t tasks(const Convolution& conv) const {
     return conv.groups * ceil_div(conv.images, together) * blocks * filter_blocks;
+  }
+  static int64_t slab_bytes(const Convolution& conv, int64_t rows) {
+    return Patches<T, Element>::slab_size(conv.h, conv.w, conv.channels, rows * conv.w.out) *
+           int64_t{sizeof(Element)};
   }
   // Bytes of a worker.
   int64_t scratch() const {
@@ -60,6 +74,7 @@ struct BlockedIm2colPlan {
   int64_t depth, steps;                         // of a patch
   int64_t panels, packed_filters, packed_size;  // of weights
   int64_t ld;                                   // of patches
+  bool windows;                                 // are not copied
   int64_t together, blocks, block;  // images of a task, or parts of one, of `block` pixels
   int64_t filter_blocks = 1;
   int64_t patches_size, slab_size, tile_size;
@@ -78,7 +93,12 @@ class BlockedIm2col {
       : conv_(conv),
         plan_(plan),
         patches_(conv.h, conv.w, conv.src, conv.channels),
-        packed_(packed) {}
+        packed_(packed) {
+    if (!plan.windows) return;
+    for (const int64_t tap : patches_.tap_offsets()) {
+      for (int64_t c = 0; c < conv.channels; ++c) offsets_.push_back(tap + c);
+    }
+  }
 
   // Panels of weights to pack, before the tasks; both in any order.
   int64_t panels() const { return conv_.groups * plan_.panels; }
@@ -156,7 +176,11 @@ class BlockedIm2col {
                     static_cast<const T*>(conv_.src.data) + (task.image + i) * conv_.src.n +
                         task.group * conv_.channels * conv_.src.c,
                     task.begin, task.end);
+      if (plan_.windows) continue;
       patches_.copy(slab, task.begin, task.end, patches + i * pixels * plan_.ld, plan_.ld);
+    }
+    if constexpr (!Plan::kPairs) {
+      if (plan_.windows) return multiply_windows(task, slab, tiles);
     }
     const Step* const rows_at = reinterpret_cast<const Step*>(patches);
     const int64_t rows_ld = plan_.ld / (Plan::kPairs ? 2 : 1);
@@ -176,6 +200,59 @@ class BlockedIm2col {
         store_pixels(tiles + first * width, width, count, filters, conv_.bias, filter,
                      to + filter * conv_.dst_strides.c, conv_.dst_strides.w, conv_.dst_strides.c);
       });
+    }
+  }
+
+  // The same from the slab itself. One image.
+  void multiply_windows(const Task& task, const Acc* slab, Acc* tiles) const {
+    const int64_t columns = conv_.w.out, first_row = task.begin / columns;
+    const int64_t rows = (task.end - task.begin) / columns;
+    const Tensor4dRef& d = conv_.dst_strides;
+    T* const to = static_cast<T*>(conv_.dst) + task.image * d.n + first_row * d.h;
+    for (int64_t j = task.first_panel; j < task.last_panel; ++j) {
+      const int64_t width = panel_width(j), filter = task.group * conv_.filters + j * kPanel;
+      const int64_t filters = std::min(width, conv_.filters - j * kPanel);
+      const bool direct = stores_to_result(filters == width);
+      Acc* const sums = direct ? reinterpret_cast<Acc*>(to + filter) : tiles;
+      const int64_t ld = direct ? d.w : width, row_ld = direct ? d.h : columns * width;
+      windows_times_panel(slab, rows, packed(task.group, j), width, sums, row_ld, ld);
+      for (int64_t i = 0; !direct && i < rows; ++i) {
+        store_pixels(tiles + i * row_ld, width, columns, filters, conv_.bias, filter,
+                     to + i * d.h + filter * d.c, d.w, d.c);
+      }
+    }
+  }
+
+  // rows_times_panel() of windows that begin `step` values apart: their values are at offsets_.
+  void windows_times_panel(const Acc* slab, int64_t rows, const Acc* panel, int64_t width, Acc* to,
+                           int64_t row_ld, int64_t ld) const {
+    const int64_t columns = conv_.w.out, height = even_height(columns);
+    const int64_t step = conv_.w.step * conv_.channels, depth = plan_.steps;
+    const int64_t tiles = rows * ceil_div(columns, height);
+    for (int64_t p = 0; p < depth; p += kDepth) {
+      const int64_t steps = std::min(kDepth, depth - p);
+      const int64_t each = width * int64_t{sizeof(Acc)} / tiles;  // bytes of what follows
+      const char* ahead = reinterpret_cast<const char*>(panel + (p + steps) * width);
+      const int64_t* const offsets = offsets_.data() + p;
+      for (int64_t i = 0; i < rows; ++i) {
+        for (int64_t j = 0; j < columns; j += height, ahead += each * steps) {
+          const Acc* const from = slab + patches_.row_offset(i) + j * step;
+          Acc* const out = to + i * row_ld + j * ld;
+          with_pixels<1>(std::min(height, columns - j), width / kL, [&](auto pixels, auto vecs) {
+            outer_products<Acc, pixels, vecs>(
+                steps, [=](int64_t q) { return from + offsets[q]; }, step,
+                [=, at = panel + p * width](int64_t q) {
+                  __builtin_prefetch(ahead + q * each, 0, 2);
+                  return at + q * vecs * kL;
+                },
+                out, ld, p > 0);
+          });
+        }
+      }
+    }
+    if (depth > 0) return;
+    for (int64_t i = 0; i < rows; ++i) {
+      for (int64_t j = 0; j < columns; ++j) std::fill_n(to + i * row_ld + j * ld, width, Acc(0));
     }
   }
 
@@ -206,6 +283,7 @@ class BlockedIm2col {
   const Convolution& conv_;
   const Plan plan_;
   const Patches<T, Element> patches_;
+  std::vector<int64_t> offsets_;  // of a window's values, if it is not copied
   Acc* packed_;
 };
 

@@ -168,9 +168,8 @@ class BlockedIm2colWgrad {
                      width, pixels);
         }
       }
-      const Acc* const left = plan_.dy_in_place
-                                  ? reinterpret_cast<const Acc*>(dy_from) + begin * g_.dy.w
-                                  : dy;
+      const Acc* const left =
+          plan_.dy_in_place ? reinterpret_cast<const Acc*>(dy_from) + begin * g_.dy.w : dy;
       const Acc* const right =
           plan_.x_in_place ? reinterpret_cast<const Acc*>(x_from) + begin * g_.x.w : x;
       multiply(left, task.filters, right, width, images * padded / (Plan::kPairs ? 2 : 1), sums,

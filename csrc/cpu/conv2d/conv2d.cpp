@@ -95,7 +95,7 @@ bool reads_pairs(const Conv2dShape& s) {
 }
 bool is_strided(const Conv2dShape& s) { return s.stride_h > 1 || s.stride_w > 1; }
 
-// Whether copies of patches pay: against implicit_gemm, or in bf16 in pairs against winograd too,
+// Whether blocked_im2col is faster: than implicit_gemm, or in bf16 in pairs than winograd too,
 // which both multiply in fp32.
 bool wants_patches(const Conv2dProblem& problem) {
   const Conv2dShape& s = problem.shape;
@@ -113,15 +113,19 @@ bool wants_patches(const Conv2dProblem& problem) {
     return filters >= kLeastFilters &&
            taps * c * k >= (is_slow_to_copy ? 4 * kLeastWeights : kLeastWeights);
   }
-  // In fp32 implicit_gemm is as fast but for short rows, of which its tiles waste a part, strides,
-  // which it has to take apart, weight gradients of few channels, and sums of weight gradients that
-  // no cache holds.
-  constexpr int64_t kLeastFilters = 32, kManyFilters = 128, kShortRow = 14;
-  constexpr int64_t kManyWeights = int64_t{1} << 20;
-  if (filters < (is_slow_to_copy && !is_wgrad ? kManyFilters : kLeastFilters)) return false;
-  if (s.q <= kShortRow || (!is_wgrad && is_strided(s))) return true;
+  // In fp32 windows are read where they are, in rows of eight pixels and more; shorter ones are
+  // copied, which is slow where channels do not lie side by side.
+  constexpr int64_t kLeastFilters = 32, kManyFilters = 128, kShortRow = 8;
+  if (!is_wgrad) {
+    return filters >= (is_slow_to_copy && s.q < kShortRow ? kManyFilters : kLeastFilters);
+  }
+  // Against implicit_gemm's weight gradients: those of rows of which its tiles waste a part, of few
+  // channels, and sums that no cache holds.
+  constexpr int64_t kWastedRow = 14, kManyWeights = int64_t{1} << 20;
+  if (filters < kLeastFilters) return false;
+  if (s.q <= kWastedRow) return true;
   const bool is_few = c < kLanes<float> && taps * c >= (is_slow_to_copy ? 64 : 16);
-  return is_wgrad && (is_few || taps * c * k >= kManyWeights);
+  return is_few || taps * c * k >= kManyWeights;
 }
 
 // Whether narrow_input is faster than copies of patches and implicit_gemm, as measured in float32

@@ -81,8 +81,7 @@ struct ChannelVectors {
 // Whether both tensors are channels_last, of a vector of channels at least.
 template <typename T>
 bool goes_in_place(const Tensor4dRef& from, const Tensor4dRef& to, int64_t channels) {
-  return std::is_same_v<T, acc_t<T>> && from.c == 1 && to.c == 1 &&
-         channels >= kLanes<acc_t<T>>;
+  return std::is_same_v<T, acc_t<T>> && from.c == 1 && to.c == 1 && channels >= kLanes<acc_t<T>>;
 }
 
 // Has the image's lines that the next row's tile at this place is the first to meet come closer:
@@ -91,8 +90,8 @@ template <typename Acc>
 void prefetch_next_row(const InPlaceTiles& tiles, const InPlaceTile& tile, const Acc* row,
                        const Tensor4dRef& strides) {
   if (tiles.h.shifts.empty()) return;
-  const Acc* from = row + tile.first * tiles.step_w * strides.w +
-                    (tiles.h.shifts.back() + 1) * strides.h;
+  const Acc* from =
+      row + tile.first * tiles.step_w * strides.w + (tiles.h.shifts.back() + 1) * strides.h;
   const int64_t elements = tile.pixels * tiles.step_w * strides.w;
   for (int64_t i = 0; i < tiles.step_h; ++i, from += strides.h) {
     for (int64_t e = 0; e < elements; e += 64 / int64_t{sizeof(Acc)}) {

@@ -68,8 +68,8 @@ class DepthwiseWgradInPlace {
     const int64_t begin = number % in_image * kRowsTogether;
     const int64_t step = tiles_.step_w * g_.x.w;
     for (int64_t i = begin; i < std::min(g_.h.out, begin + kRowsTogether); ++i) {
-      const Acc* const x = static_cast<const Acc*>(g_.x.data) + image * g_.x.n +
-                           i * tiles_.step_h * g_.x.h;
+      const Acc* const x =
+          static_cast<const Acc*>(g_.x.data) + image * g_.x.n + i * tiles_.step_h * g_.x.h;
       const Acc* const dy = static_cast<const Acc*>(g_.dy.data) + image * g_.dy.n + i * g_.dy.h;
       const auto [first, last] = tiles_.taps_of_row(i);
       for (size_t t = 0; t < tiles_.tiles.size(); ++t) {
@@ -112,8 +112,8 @@ class DepthwiseWgradInPlace {
     }
   }
 
-  // Gradients [begin, end) at `count` taps, every `stride`th from one on, as many at a time as there
-  // are registers for.
+  // Gradients [begin, end) at `count` taps, every `stride`th from one on, as many at a time as
+  // there are registers for.
   static void add_taps(const Tile& tile, int64_t first, int64_t stride, int64_t count, int begin,
                        int end, int64_t channel, Acc* sums) {
     if (begin >= end) return;
