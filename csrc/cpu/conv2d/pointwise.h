@@ -18,8 +18,7 @@ struct PointwisePlan {
   using Acc = acc_t<T>;
   static constexpr bool kPairs = std::is_same_v<Step, Bf16Pair>;
   static constexpr int kL = kLanes<Acc>, kPanel = 2 * kL;
-  // Elements of a block of pixels, read or written: 256 KiB of fp32, which the second-level cache
-  // keeps.
+  // Elements of a block of pixels: 256 KiB of fp32, which the second-level cache keeps.
   static constexpr int64_t kBlockElements = 65536;
   static constexpr int64_t kPage = 4096 / sizeof(T);
 
@@ -34,9 +33,8 @@ struct PointwisePlan {
         packed_filters(round_up(conv.filters, kL)),
         packed_size(round_up(conv.groups * packed_filters * steps, 16)),
         ld(steps % 64 == 0 ? steps + kL : steps) {
-    const int64_t most =
-        std::clamp<int64_t>(kBlockElements / std::max<int64_t>({1, steps, conv.filters}),
-                            2 * kMostPixels, 64 * kMostPixels);
+    const int64_t most = std::clamp<int64_t>(kBlockElements / std::max<int64_t>(1, steps),
+                                             2 * kMostPixels, 64 * kMostPixels);
     block = round_up(most, kMostPixels);
     const int64_t wanted = 4 * num_threads();
     while (num_threads() > 1 && tasks(conv) < wanted && block > 2 * kMostPixels) {
