@@ -22,8 +22,6 @@ ENGINES = 8
 #: how many rivals are timed beside braze
 BEST = 2
 TORCH, ELSEWHERE = "torch", "torch, transposed"
-#: the results of the checkout
-CHECKOUT = Path(__file__).parent / "results"
 
 
 def makers(problem, names):
@@ -59,10 +57,10 @@ class Book:
     results go to, where it has any."""
 
     def __init__(self, device, folder, keep):
-        self.device, self.folder, self.keep = device, folder or CHECKOUT, keep
+        self.device, self.folder, self.keep = device, folder or results.CHECKOUT, keep
         self.here = {k: str(v) for k, v in results.environment(device).items() if k in VERSIONS}
         self.rows, self.new = {}, []
-        for place in dict.fromkeys((CHECKOUT, Path(self.folder))):
+        for place in dict.fromkeys((results.CHECKOUT, Path(self.folder))):
             found = {}
             for row in results.load(place, NAME):
                 if all(row[k] == self.here[k] for k in VERSIONS):

@@ -96,17 +96,20 @@ class Problem:
         what = self.geometry, groups or self.case.groups, self.pass_name
         return torch_pass(*what, *(tensors or self.tensors))
 
-    def by_torch(self):
-        """With the fastest of what torch tries."""
-        call = self.stock()
+    def tried(self, call):
+        """`call` with the fastest of what torch tries. On a CPU it has one choice, and the setting
+        takes as long as a small convolution."""
         if self.device.type == "cpu":
-            return call  # it has one choice, and the setting takes time
+            return call
 
         def best():
             with torch_settings(benchmark=True):
                 return call()
 
         return best
+
+    def by_torch(self):
+        return self.tried(self.stock())
 
     def by_torch_elsewhere(self):
         """In the other memory format, transposed on the way in and out."""
@@ -116,16 +119,15 @@ class Problem:
         # Of a gradient, what it is of says which format it is wanted in.
         result = {"dgrad": 0, "wgrad": 1}.get(self.pass_name)
 
-        def best():
+        def call():
             tensors = list(self.tensors)
             for i in reads:
                 tensors[i] = tensors[i].contiguous(memory_format=there)
             if result is not None:
                 tensors[result] = torch.empty_like(tensors[result], memory_format=there)
-            with torch_settings(benchmark=True):
-                return self.stock(tensors)().contiguous(memory_format=here)
+            return self.stock(tensors)().contiguous(memory_format=here)
 
-        return best
+        return self.tried(call)
 
     def sample(self):
         """(The part's result in float64, a function that takes this part of a result.)

@@ -18,7 +18,6 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
@@ -255,7 +254,7 @@ def cells(args, device):
 def run(device, args):
     """Yields the rows."""
     torch.backends.cudnn.benchmark = True
-    known = recorded_stock(args.results or Path(__file__).parent / "results", device)
+    known = recorded_stock(args.results or results.CHECKOUT, device)
     deadline = args.seconds and time.monotonic() + args.seconds
     for name, batch, precision in cells(args, device):
         if deadline and time.monotonic() > deadline:

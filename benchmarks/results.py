@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+#: of the checkout
+CHECKOUT = Path(__file__).parent / "results"
 #: what was measured, with what
 ENVIRONMENT = ["device", "driver", "clocks", "torch", "cuda", "cudnn", "commit"]
 COLUMNS = [

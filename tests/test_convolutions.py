@@ -44,7 +44,7 @@ PARAMETERS = {
 @pytest.fixture(autouse=True)
 def no_recorded_rivals(monkeypatch, tmp_path):
     """The checkout may have rows of the machine at hand."""
-    monkeypatch.setattr(conv_rivals, "CHECKOUT", tmp_path / "checkout")
+    monkeypatch.setattr(results, "CHECKOUT", tmp_path / "checkout")
 
 
 def parse(*arguments):

@@ -31,10 +31,7 @@ void plan_blocked_im2col(const Conv2dProblem& problem, Conv2dPlan* plan) {
 }
 
 bool blocked_im2col_reads_in_place(const Conv2dProblem& problem) {
-  const Conv2dShape& s = problem.shape;
-  if (problem.pass != Conv2dPass::kWgrad || s.dtype != DType::kFloat32 || s.r * s.s != 1) {
-    return false;
-  }
+  if (problem.pass != Conv2dPass::kWgrad || problem.shape.dtype != DType::kFloat32) return false;
   const BlockedIm2colWgradPlan<float, float> plan(wgrad_of(problem));
   return plan.is_inside && (plan.x_in_place || plan.dy_in_place);
 }

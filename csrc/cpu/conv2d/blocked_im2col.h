@@ -35,15 +35,13 @@ struct BlockedIm2colPlan {
     ld = row * sizeof(Element) % 512 == 0 ? row + kL : row;
     const int64_t window_bytes = conv.w.step * conv.channels * int64_t{sizeof(Element)};
     windows = !kPairs && conv.w.out >= kLeastPixels && window_bytes % 4096 != 0;
-    int64_t most = std::clamp<int64_t>(kBlockBytes / (ld * int64_t{sizeof(Element)}),
-                                       4 * kMostPixels, 64 * kMostPixels);
-    if (windows) {
-      int64_t rows = conv.h.out;
-      while (rows > 1 && slab_bytes(conv, rows) > kBlockBytes) rows = ceil_div(rows, 2);
-      most = std::max<int64_t>(1, rows * conv.w.out);
-    }
-    together = std::clamp<int64_t>(most / std::max<int64_t>(1, pixels), 1, conv.images);
-    if (windows) together = 1;
+    constexpr int64_t kBlockElements = kBlockBytes / int64_t{sizeof(Element)};
+    const int64_t most =
+        windows ? conv.w.out * Patches<T, Element>::rows_within(conv.h, conv.w, conv.channels,
+                                                                kBlockElements)
+                : std::clamp<int64_t>(kBlockElements / ld, 4 * kMostPixels, 64 * kMostPixels);
+    together =
+        windows ? 1 : std::clamp<int64_t>(most / std::max<int64_t>(1, pixels), 1, conv.images);
     blocks = together > 1 ? 1 : ceil_div(pixels, most);
     const int64_t wanted = 2 * num_threads();
     while (num_threads() > 1 && tasks(conv) < wanted && together > 1) together /= 2;
@@ -60,10 +58,6 @@ struct BlockedIm2colPlan {
   }
   int64_t tasks(const Convolution& conv) const {
     return conv.groups * ceil_div(conv.images, together) * blocks * filter_blocks;
-  }
-  static int64_t slab_bytes(const Convolution& conv, int64_t rows) {
-    return Patches<T, Element>::slab_size(conv.h, conv.w, conv.channels, rows * conv.w.out) *
-           int64_t{sizeof(Element)};
   }
   // Bytes of a worker.
   int64_t scratch() const {

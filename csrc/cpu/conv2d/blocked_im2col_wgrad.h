@@ -53,8 +53,11 @@ struct BlockedIm2colWgradPlan {
     dy_size = dy_in_place ? 0 : kSteps * dy_ld;
     x_size = x_in_place ? 0 : kSteps * ld + kL;
     rows_size = kPairs ? kPixels * ld + kVecBytes : 0;
-    slab_size = Patches<T, Element>::slab_size(g.h, g.w, channels, std::min(pixels, piece));
-    slab_size = round_up(slab_size, 16);
+    slab_size =
+        x_in_place
+            ? 0
+            : round_up(Patches<T, Element>::slab_size(g.h, g.w, channels, std::min(pixels, piece)),
+                       16);
     copied_size = dy_rows_adjoin ? 0 : kPixels * filters;
   }
   int64_t chunks(const WeightGradient& g) const { return ceil_div(g.images, together) * pieces; }

@@ -113,8 +113,8 @@ bool wants_patches(const Conv2dProblem& problem) {
     return filters >= kLeastFilters &&
            taps * c * k >= (is_slow_to_copy ? 4 * kLeastWeights : kLeastWeights);
   }
-  // In fp32 windows are read where they are, in rows of eight pixels and more; shorter ones are
-  // copied, which is slow where channels do not lie side by side.
+  // In fp32 windows are read where they are, in rows of eight pixels and more (without AVX-512 of
+  // four); shorter ones are copied, which is slow where channels do not lie side by side.
   constexpr int64_t kLeastFilters = 32, kManyFilters = 128, kShortRow = 8;
   if (!is_wgrad) {
     return filters >= (is_slow_to_copy && s.q < kShortRow ? kManyFilters : kLeastFilters);

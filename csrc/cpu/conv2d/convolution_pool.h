@@ -14,8 +14,8 @@ namespace braze::cpu {
 template <typename Acc, typename Plan, typename Kernel>
 class ConvolutionPool {
  public:
-  ConvolutionPool(const Conv2dProblem& problem, const void* bias) {
-    with_convolutions(problem, bias, [&](const Convolution& c) { convolutions_.push_back(c); });
+  ConvolutionPool(const Conv2dProblem& problem, const void* bias)
+      : convolutions_(convolutions_of(problem, bias)) {
     std::stable_sort(
         convolutions_.begin(), convolutions_.end(),
         [](const Convolution& a, const Convolution& b) { return a.taps() > b.taps(); });

@@ -1,4 +1,5 @@
-// Convolutions of one filter a channel (depthwise.h, depthwise_wgrad.h).
+// Convolutions of one filter a channel: depthwise_in_place.h, depthwise_wgrad_in_place.h, and with
+// copies depthwise.h, depthwise_wgrad.h.
 #include "cpu/conv2d/depthwise.h"
 
 #include "cpu/conv2d/depthwise_in_place.h"
@@ -9,17 +10,11 @@
 namespace braze::cpu {
 namespace {
 
-std::vector<Convolution> convolutions_of(const Conv2dProblem& problem, const void* bias) {
-  std::vector<Convolution> result;
-  with_convolutions(problem, bias, [&](const Convolution& conv) { result.push_back(conv); });
-  return result;
-}
-
+// Whether tensors are in the accumulation type and channels_last, of a vector of channels at least.
 template <typename T>
-bool all_go_in_place(const std::vector<Convolution>& convolutions) {
-  if (convolutions.empty()) return false;
-  const Convolution& conv = convolutions[0];
-  return goes_in_place<T>(conv.src, conv.dst_strides, conv.groups);
+bool goes_in_place(const Conv2dProblem& problem) {
+  return std::is_same_v<T, acc_t<T>> && problem.x.c == 1 && problem.y.c == 1 &&
+         problem.shape.groups >= kLanes<acc_t<T>>;
 }
 
 }  // namespace
@@ -34,7 +29,7 @@ void plan_depthwise(const Conv2dProblem& problem, Conv2dPlan* plan) {
     using T = typename decltype(tag)::type;
     if (problem.pass == Conv2dPass::kWgrad) {
       const WeightGradient gradient = wgrad_of(problem);
-      if (goes_in_place<T>(gradient.x, gradient.dy, gradient.groups)) {
+      if (goes_in_place<T>(problem)) {
         plan->workspace_bytes = DepthwiseWgradInPlace<acc_t<T>>::bytes(gradient);
         return;
       }
@@ -44,7 +39,7 @@ void plan_depthwise(const Conv2dProblem& problem, Conv2dPlan* plan) {
       return;
     }
     const auto convolutions = convolutions_of(problem, nullptr);
-    if (all_go_in_place<T>(convolutions)) {
+    if (goes_in_place<T>(problem)) {
       plan->workspace_bytes = DepthwiseInPlace<acc_t<T>>::bytes(convolutions);
       return;
     }
@@ -60,14 +55,14 @@ void run_depthwise(const Conv2dProblem& problem, const Conv2dPlan& plan, const v
     using T = typename decltype(tag)::type;
     if (problem.pass == Conv2dPass::kWgrad) {
       const WeightGradient gradient = wgrad_of(problem);
-      if (goes_in_place<T>(gradient.x, gradient.dy, gradient.groups)) {
+      if (goes_in_place<T>(problem)) {
         return DepthwiseWgradInPlace<acc_t<T>>(gradient, workspace).run();
       }
       const auto& tiling = plan.tiling.get<DepthwiseWgradPlan<T>>();
       return DepthwiseWgrad<T>(gradient, tiling, workspace).run();
     }
     const auto convolutions = convolutions_of(problem, bias);
-    if (all_go_in_place<T>(convolutions)) {
+    if (goes_in_place<T>(problem)) {
       return DepthwiseInPlace<acc_t<T>>(convolutions, workspace).run();
     }
     for (const Convolution& conv : convolutions) {

@@ -22,10 +22,8 @@ struct DepthwiseBlocks {
   DepthwiseBlocks(const Axis& h, const Axis& w, int64_t groups, bool are_adjacent)
       : channel_blocks(ceil_div(groups, are_adjacent ? kMostAdjacent : kMostChannels)),
         channels(std::min(groups, round_up(ceil_div(groups, channel_blocks), kLanes<Acc>))),
-        rows(h.out) {
+        rows(Patches<T, Acc>::rows_within(h, w, channels, kSlabBytes / int64_t{sizeof(Acc)})) {
     channel_blocks = ceil_div(groups, channels);
-    while (rows > 1 && slab_size(h, w) * int64_t{sizeof(Acc)} > kSlabBytes)
-      rows = ceil_div(rows, 2);
   }
   int64_t row_blocks(const Axis& h) const { return ceil_div(h.out, rows); }
   int64_t slab_size(const Axis& h, const Axis& w) const {

@@ -17,10 +17,11 @@ struct InPlaceTap {
   int begin, end;
 };
 
-// Results [first, first + pixels) of each row, and all taps, in the order of their shifts.
+// Results [first, first + pixels) of each row, and all taps, in the order of their shifts. Of the
+// results those in [begin, end), if there are any, have all taps of their row within the image.
 struct InPlaceTile {
   int64_t first;
-  int pixels;
+  int pixels, begin, end;
   std::vector<InPlaceTap> taps;
 };
 
@@ -30,9 +31,10 @@ class InPlaceTiles {
   InPlaceTiles(const Axis& h, const Axis& w, const Tensor4dRef& strides, int64_t most,
                int64_t pitch)
       : h(h), w(w), out(h.out), step_h(h.step), step_w(w.step), extent_(h.extent) {
-    const int64_t width = w.out ? ceil_div(w.out, ceil_div(w.out, most)) : 1;
+    const int64_t width = even_height(w.out, most);
     for (int64_t first = 0; first < w.out; first += width) {
-      tiles.push_back({first, static_cast<int>(std::min(width, w.out - first)), {}});
+      const int pixels = static_cast<int>(std::min(width, w.out - first));
+      tiles.push_back({first, pixels, 0, pixels, {}});
       InPlaceTile& tile = tiles.back();
       int64_t weight = 0;
       for (const int64_t y : this->h.shifts) {
@@ -40,9 +42,11 @@ class InPlaceTiles {
           const int64_t from = first * w.step + x;  // of the tile's first result
           const int64_t begin = from < 0 ? ceil_div(-from, w.step) : 0;
           const int64_t end = from < w.extent ? (w.extent - 1 - from) / w.step + 1 : 0;
-          tile.taps.push_back({y * strides.h + x * strides.w, weight,
-                               static_cast<int>(std::min<int64_t>(begin, tile.pixels)),
-                               static_cast<int>(std::min<int64_t>(end, tile.pixels))});
+          const InPlaceTap tap{y * strides.h + x * strides.w, weight,
+                               static_cast<int>(std::min<int64_t>(begin, pixels)),
+                               static_cast<int>(std::min<int64_t>(end, pixels))};
+          tile.taps.push_back(tap);
+          tile.begin = std::max(tile.begin, tap.begin), tile.end = std::min(tile.end, tap.end);
           weight += pitch;
         }
       }
@@ -77,12 +81,6 @@ struct ChannelVectors {
 
   int64_t channels;
 };
-
-// Whether both tensors are channels_last, of a vector of channels at least.
-template <typename T>
-bool goes_in_place(const Tensor4dRef& from, const Tensor4dRef& to, int64_t channels) {
-  return std::is_same_v<T, acc_t<T>> && from.c == 1 && to.c == 1 && channels >= kLanes<acc_t<T>>;
-}
 
 // Has the image's lines that the next row's tile at this place is the first to meet come closer:
 // tiles go through more rows of the image at once than the processor foresees.

@@ -4,8 +4,6 @@
 // short. Parts are added in order.
 #pragma once
 
-#include <vector>
-
 #include "cpu/conv2d/depthwise_in_place.h"
 
 namespace braze::cpu {
@@ -29,15 +27,7 @@ class DepthwiseWgradInPlace {
         channels_{g.groups},
         tiles_(g.h, g.w, g.x, kPixels, channels_.pitch()),
         size_(tiles_.taps() * channels_.pitch()),
-        sums_(static_cast<Acc*>(workspace)) {
-    for (const InPlaceTile& tile : tiles_.tiles) {
-      int begin = 0, end = tile.pixels;
-      for (const InPlaceTap& tap : tile.taps) {
-        begin = std::max(begin, tap.begin), end = std::min(end, tap.end);
-      }
-      cores_.push_back({begin, std::max(begin, end)});
-    }
-  }
+        sums_(static_cast<Acc*>(workspace)) {}
 
   void run() const {
     const int64_t all = blocks(g_), parts = std::min(num_threads(), all);
@@ -72,11 +62,10 @@ class DepthwiseWgradInPlace {
           static_cast<const Acc*>(g_.x.data) + image * g_.x.n + i * tiles_.step_h * g_.x.h;
       const Acc* const dy = static_cast<const Acc*>(g_.dy.data) + image * g_.dy.n + i * g_.dy.h;
       const auto [first, last] = tiles_.taps_of_row(i);
-      for (size_t t = 0; t < tiles_.tiles.size(); ++t) {
-        const InPlaceTile& tile = tiles_.tiles[t];
+      for (const InPlaceTile& tile : tiles_.tiles) {
         prefetch_next_row(tiles_, tile, x, g_.x);
-        add_tile({tile.taps.data() + first, last - first, cores_[t].begin, cores_[t].end,
-                  tile.pixels, x + tile.first * step, step, dy + tile.first * g_.dy.w, g_.dy.w},
+        add_tile({tile.taps.data() + first, last - first, tile.begin, tile.end, tile.pixels,
+                  x + tile.first * step, step, dy + tile.first * g_.dy.w, g_.dy.w},
                  sums);
       }
     }
@@ -187,16 +176,11 @@ class DepthwiseWgradInPlace {
     }
   }
 
-  struct Core {
-    int begin, end;
-  };
-
   const WeightGradient& g_;
   const ChannelVectors<Acc> channels_;
   const InPlaceTiles tiles_;
   const int64_t size_;  // of a set of sums, [tap][channel]
   Acc* const sums_;     // of each part two sets: its own, and those of some rows
-  std::vector<Core> cores_;
 };
 
 }  // namespace braze::cpu

@@ -24,13 +24,9 @@ struct NarrowInputPlan {
   explicit NarrowInputPlan(const WeightGradient& g)
       : columns(g.h.taps() * g.w.taps() * g.channels),
         filters(round_up(g.filters, kL)),
-        in_place(std::is_same_v<T, Acc> && g.dy.c == 1) {
-    const auto slab = [&] {
-      return Patches<T, Acc>::slab_size(g.h, g.w, g.channels, rows * g.w.out);
-    };
-    rows = g.h.out;
-    while (rows > 1 && slab() > kSlab) rows = ceil_div(rows, 2);
-    slab_size = round_up(slab(), 16);
+        in_place(std::is_same_v<T, Acc> && g.dy.c == 1),
+        rows(Patches<T, Acc>::rows_within(g.h, g.w, g.channels, kSlab)) {
+    slab_size = round_up(Patches<T, Acc>::slab_size(g.h, g.w, g.channels, rows * g.w.out), 16);
     dy_size = kPixels * filters;
     parts = std::min(num_threads(), units(g));
   }

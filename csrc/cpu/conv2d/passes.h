@@ -122,6 +122,12 @@ void with_convolutions(const Conv2dProblem& problem, const void* bias, const F& 
   for_each_dgrad(problem, bias, f);
 }
 
+inline std::vector<Convolution> convolutions_of(const Conv2dProblem& problem, const void* bias) {
+  std::vector<Convolution> result;
+  with_convolutions(problem, bias, [&](const Convolution& conv) { result.push_back(conv); });
+  return result;
+}
+
 inline WeightGradient wgrad_of(const Conv2dProblem& problem) {
   const auto& [pass, s, x, dw, dy] = problem;
   return {s.n,

@@ -93,6 +93,14 @@ class Patches {
     return TapShifts::reach(h, rows) * TapShifts::reach(w, w.out) * channels + kSlack;
   }
 
+  // Rows of output, all of them or a half, a quarter, ..., so that their slab has `most` elements
+  // at most; one row where none has.
+  static int64_t rows_within(const Axis& h, const Axis& w, int64_t channels, int64_t most) {
+    int64_t rows = h.out;
+    while (rows > 1 && slab_size(h, w, channels, rows * w.out) > most) rows = ceil_div(rows, 2);
+    return rows;
+  }
+
   // Fills a slab with what pixels [begin, end) of an image at `src` meet. It is written up to
   // kSlack beyond its end.
   void fill(Element* slab, const T* src, int64_t begin, int64_t end) const {

@@ -233,9 +233,9 @@ void rows_times_panel(const Step* a, int64_t a_ld, int64_t rows, const Acc* pane
 }
 
 // Columns of the left operand of columns_times_columns in a panel: even tiles of kMostPixels at
-// most.
-inline int64_t even_height(int64_t columns) {
-  return columns ? ceil_div(columns, ceil_div(columns, kMostPixels)) : 1;
+// most, or of as many as the caller says.
+inline int64_t even_height(int64_t columns, int64_t most = kMostPixels) {
+  return columns ? ceil_div(columns, ceil_div(columns, most)) : 1;
 }
 
 // rows x columns sums, `ld` apart, = or += the products of columns of A and columns of B, over
