@@ -189,8 +189,8 @@ def windows_refuse(which, case, dtype, tf32):
     steps = (size * pixel, width * pixel) if by_rows else (pixel,)
     if not in_parts and any(n % 16 for n in steps):
         return "multiple of 16 bytes"
-    if which == "wgrad" and dtype == torch.float32 and tf32 and result_pixels(case) % 4:
-        return "4 pixels in TF32"
+    if which == "wgrad" and not in_parts and case[2] * dtype.itemsize % 16:
+        return "16 bytes of filters"
     return None
 
 

@@ -125,6 +125,36 @@ def test_stream_k_shares_out_the_depth(device, dtype):
     torch.backends.cuda.matmul.fp32_precision = "ieee"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("m", "n", "k"),
+    [
+        (64, 64, 20000),  # boxes of columns that are not loaded
+        (24, 144, 6001),  # of rows, too, and a last stage that is not full
+        (144, 24, 6000),
+        (512, 256, 12544),
+        (2048, 512, 3136),  # a part of each tile
+        (40, 1000, 9000),
+        (200, 4096, 2000),
+        (1536, 1032, 1000),  # tiles that other tiles' parts go on in
+        (8, 16, 70),
+    ],
+)
+@cuda_only
+def test_stream_k_across_the_depth(device, dtype, m, n, k):
+    """Both operands as a weight gradient's are; small integers, whose products are exact."""
+    hopper_only(device)
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    a, b = (torch.randint(-2, 3, (k, count), device=device).to(dtype) for count in (m, n))
+    with braze.backend(matmul="stream_k"):
+        out = braze.matmul(a.mT, b)
+        assert torch.equal(out, (a.double().mT @ b.double()).to(dtype))
+        wide = braze.matmul(a.repeat(1, 2)[:, m:].mT, b)  # rows that do not begin where a row does
+        assert torch.equal(wide, out)
+        assert "stream_k_kernel" in cuda_kernels_of(lambda: braze.matmul(a.mT, b))
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
+
+
 @pytest.mark.parametrize(
     ("backend", "dtype"),
     [

@@ -25,16 +25,13 @@ int choose_tile(const MatmulArgs& p) {
 }
 
 // The same for the weight gradient, whose blocks all sum for as long.
-int choose_wgrad_tile(const MatmulArgs& p) {
-  const bool swap = size_of(p.dtype) == 4;
-  const int64_t rows = swap ? p.n : p.m, columns = swap ? p.m : p.n;
-  int best = 0;
-  double least = hopper::kNoPlan;
-  for (int i = 0; i < kWgradTileCount; ++i) {
-    const WgradTile& t = kWgradTiles[i];
-    const int64_t tiles = ceil_div(rows, kWgradRows * t.blocks) * ceil_div(columns, t.columns);
-    const double cost = static_cast<double>(tiles) * t.blocks * t.stage;
-    if (cost < least) best = i, least = cost;
+hopper::Plan choose_wgrad_plan(const MatmulArgs& p) {
+  hopper::Plan best{};
+  best.cost = hopper::kNoPlan;
+  for (hopper::Plan plan{}; plan.tile < hopper::kTileKindCount; ++plan.tile) {
+    if (!has_wgrad_tile(plan.kind())) continue;
+    plan.cost = hopper::stream_cost_of(p, plan, sm_count());
+    if (plan.cost < best.cost) best = plan;
   }
   return best;
 }
@@ -51,15 +48,14 @@ bool in_parts(const Conv2dShape& s) { return s.dtype == DType::kFloat32 && !s.al
 const char* alignment_obstacle(const Conv2dArgs& args) {
   const Conv2dShape& s = args.shape;
   const int64_t size = size_of(s.dtype);
-  const bool wgrad = args.pass == Conv2dPass::kWgrad;
   const auto whole = [&](int64_t count) { return count * size % 16 == 0; };
   if (!halo::tma_takes(s.dtype, args.gathered) || !whole(s.c) || !is_aligned(args.other) ||
       !is_aligned(args.out)) {
     return "it takes channels-last tensors, aligned to 16 bytes, with a multiple of 16 bytes of "
            "channels";
   }
-  if (wgrad && !whole(size == 4 ? s.n * s.p * s.q : s.k)) {
-    return "its weight gradient takes a multiple of 8 filters, or of 4 pixels in TF32";
+  if (args.pass == Conv2dPass::kWgrad && !whole(s.k)) {
+    return "its weight gradient takes a multiple of 16 bytes of filters";
   }
   return nullptr;
 }
@@ -122,8 +118,9 @@ void plan(const Conv2dArgs& given, Conv2dPlan* plan) {
   const Conv2dArgs args = by_rows(given);
   if (in_parts(args.shape)) return plan_split(args, plan);
   if (args.pass == Conv2dPass::kWgrad) {
-    plan->variant = choose_wgrad_tile(gradient_matrices(args));
-    plan->workspace_bytes = wgrad_workspace_bytes(args, kWgradTiles[plan->variant]);
+    const hopper::Plan chosen = choose_wgrad_plan(gradient_matrices(args));
+    plan->variant = chosen.tile;
+    plan->workspace_bytes = hopper::stream_bytes(chosen);
     return;
   }
   const MatmulArgs p = result_matrix(args, pass_of(args));

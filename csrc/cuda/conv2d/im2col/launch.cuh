@@ -15,16 +15,12 @@ constexpr bool has_tile(const hopper::TileKind& t) {
   return t.depth == hopper::Depth::kWhole && t.plain && t.rows == 128;
 }
 
-// Those of the weight gradient, with microseconds that a stage takes.
-struct WgradTile {
-  int columns, blocks, stages;
-  double stage;
-};
-constexpr WgradTile kWgradTiles[] = {{256, 2, 4, 0.75}, {128, 1, 6, 0.51}, {64, 1, 8, 0.36}};
-constexpr int kWgradTileCount = static_cast<int>(std::size(kWgradTiles));
-constexpr int kWgradRows = 128;
+// And those of the weight gradient.
+constexpr bool has_wgrad_tile(const hopper::TileKind& t) {
+  return t.depth == hopper::Depth::kShares;
+}
 
-// tile: its number in hopper::kTileKinds, or in kWgradTiles.
+// tile: its number in hopper::kTileKinds.
 void run_bf16(Stream stream, const Conv2dArgs& args, int tile, void* workspace);
 void run_fp16(Stream stream, const Conv2dArgs& args, int tile, void* workspace);
 // added: what is added to an input gradient of stride 1, or nullptr.
@@ -126,52 +122,33 @@ inline MatmulArgs gradient_matrices(const Conv2dArgs& args) {
   p.c = const_cast<void*>(args.out.data);
   return p;
 }
-// Parts of tiles, and TF32's transposed gradients behind them.
-inline int64_t wgrad_parts_bytes(const WgradTile& tile) {
-  return int64_t{2} * sm_count() * kWgradRows * tile.columns * int64_t{sizeof(float)};
-}
-inline int64_t wgrad_workspace_bytes(const Conv2dArgs& args, const WgradTile& tile) {
-  const MatmulArgs p = gradient_matrices(args);
-  return wgrad_parts_bytes(tile) + (size_of(p.dtype) == 4 ? p.m * p.k * 4 : 0);
-}
-
 template <typename T, int kTile>
 void launch_wgrad(Stream stream, const Conv2dArgs& args, void* workspace) {
-  constexpr WgradTile kKind = kWgradTiles[kTile];
-  constexpr bool kSwap = sizeof(T) == 4;
-  using Tile = hopper::StreamTile<T, kWgradRows, kKind.columns, kKind.stages, kKind.blocks>;
-  MatmulArgs p = gradient_matrices(args);
-  if constexpr (kSwap) {
-    void* const transposed = static_cast<char*>(workspace) + wgrad_parts_bytes(kKind);
-    transpose_copy(stream, p.dtype, p.a.data, transposed, 1, p.k, p.m);
-    p.a = {transposed, 0, p.k, 1};
-  }
+  constexpr hopper::TileKind kKind = hopper::kTileKinds[kTile];
+  constexpr int kStages = kKind.stages(sizeof(T), false);
+  using Tile = hopper::StreamTile<T, kKind.rows, kKind.columns, kStages, kKind.blocks>;
+  const MatmulArgs p = gradient_matrices(args);
   const hopper::Operand gradients = hopper::operand_a(p), image = hopper::operand_b(p);
   WgradArgs a{};
-  hopper::set_tiles<Tile>(a, p, kSwap ? image : gradients, kSwap ? gradients : image);
+  hopper::set_tiles<Tile>(a, p, gradients, image);
   a.c_batch = p.n, a.c_ld = p.batch * p.n;
   a.windows = pass_of(args).windows;
   a.boxes = static_cast<int>(wgrad_boxes(args.shape));
   const CUtensorMap pixels = window_map(args, Tile::kDepth);
-  const CUtensorMap other = hopper::operand_map<T>(gradients, p.k, 1, Tile::kColumnBox);
+  const CUtensorMap other = hopper::operand_map<T>(gradients, p.k, 1, Tile::kRows);
   const CUtensorMap c_map = hopper::output_map<Tile>(a, p, other);
-  hopper::launch_shares<Tile, 1, kSwap ? 0 : 1, kSwap>(stream, a, kSwap ? pixels : other,
-                                                       kSwap ? other : pixels, c_map, workspace);
-}
-
-template <int kTile = 0, typename F>
-void with_wgrad_tile(int tile, F&& f) {
-  if constexpr (kTile < kWgradTileCount) {
-    tile == kTile ? f(std::integral_constant<int, kTile>{}) : with_wgrad_tile<kTile + 1>(tile, f);
-  }
+  hopper::launch_shares<Tile, 1, 1, false>(stream, a, other, pixels, c_map, workspace);
 }
 
 template <typename T>
 void run(Stream stream, const Conv2dArgs& args, int number, void* workspace,
          [[maybe_unused]] const void* added = nullptr) {
   if (args.pass == Conv2dPass::kWgrad) {
-    return with_wgrad_tile(
-        number, [&](auto tile) { launch_wgrad<T, tile.value>(stream, args, workspace); });
+    return hopper::with_tile(number, [&](auto tile) {
+      if constexpr (has_wgrad_tile(hopper::kTileKinds[tile.value])) {
+        launch_wgrad<T, tile.value>(stream, args, workspace);
+      }
+    });
   }
   hopper::with_tile(number, [&](auto tile) {
     constexpr hopper::TileKind kKind = hopper::kTileKinds[tile.value];

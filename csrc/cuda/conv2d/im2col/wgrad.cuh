@@ -32,8 +32,7 @@ __device__ __forceinline__ ChannelBox channel_box(const WgradArgs& a, int tap, i
     const int box = first / kWidth;
     tap = box / windows.blocks;
     first -= tap * windows.blocks * kWidth;
-    // Behind the last tap zeros are to be read: from behind the last channel.
-    if (box >= a.boxes) tap = 0, first = windows.blocks * kWidth;
+    if (box >= a.boxes) tap = 0;  // outside: not loaded
   }
   int tap_w;
   const int tap_h = windows.taps_w.div(tap, tap_w);
@@ -59,9 +58,9 @@ __device__ __forceinline__ void load_pixels(const CUtensorMap* map, uint64_t* fu
 
 namespace braze::cuda::hopper {
 
-// With kColumnMajor 1 rows are filters, columns channels; with 0 (TF32) the other way round.
-template <typename Tile, int kColumnMajor>
-class Copies<im2col::WgradArgs, Tile, 1, kColumnMajor> {
+// Rows are filters, columns channels.
+template <typename Tile>
+class Copies<im2col::WgradArgs, Tile, 1, 1> {
  public:
   __device__ __forceinline__ Copies(const CUtensorMap* row_map, const CUtensorMap* column_map,
                                     const im2col::WgradArgs& a, const Place& p, int rank)
@@ -69,9 +68,9 @@ class Copies<im2col::WgradArgs, Tile, 1, kColumnMajor> {
         column_map_(column_map),
         windows_(a.windows),
         row_((p.row * Tile::kCluster + rank) * Tile::kRows),
-        column_(p.column * Tile::kColumns),
-        rank_(rank) {
-    const int first = kImageRows ? row_ : column_ + rank * Tile::kColumnBox;
+        rank_(rank),
+        inside_(a, row_, p.column * Tile::kColumns) {
+    const int first = p.column * Tile::kColumns + rank * Tile::kColumnBox;
 #pragma unroll
     for (int i = 0; i < kBoxes; ++i) {
       boxes_[i] =
@@ -79,47 +78,39 @@ class Copies<im2col::WgradArgs, Tile, 1, kColumnMajor> {
     }
   }
 
+  __device__ __forceinline__ uint32_t bytes() const { return inside_.bytes(); }
   __device__ __forceinline__ void copy(int d, uint64_t* full, uint32_t to) {
+    constexpr int kBoxBytes = Tile::kDepth * kSwizzle;
     const int pixel = d * Tile::kDepth;
     const im2col::Corner from = im2col::corner_of(windows_, pixel);
-    if constexpr (kImageRows) {
-      load_boxes<1>(row_map_, full, to, 0, from);
-    } else {
-      load<T, 1, Tile::kRows, 1>(row_map_, full, to, row_, pixel, 0);
+#pragma unroll
+    for (int i = 0; i < Tile::kRows / kWidth; ++i) {
+      if (i >= inside_.rows) break;
+      load<T, 1, kWidth, 1>(row_map_, full, to + i * kBoxBytes, row_ + i * kWidth, pixel, 0);
     }
-    for_column_boxes<Tile>(rank_, to, [&](int i, uint32_t box) {
-      if constexpr (kImageRows) {
-        load<T, 0, Tile::kColumnBox, Tile::kCluster>(column_map_, full, box, column_ + i, pixel, 0);
-      } else {
-        const int place = (i - rank_ * Tile::kColumnBox) / kApart;
-        load_boxes<Tile::kCluster>(column_map_, full, box, place * kAtOnce, from);
+    for_column_boxes<Tile>(rank_, to, [&](int first, uint32_t box) {
+      const int place = (first - rank_ * Tile::kColumnBox) / kApart * kAtOnce;
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (first / kWidth + i >= inside_.columns) break;
+        im2col::load_pixels<Tile::kCluster>(column_map_, full, box + i * kBoxBytes,
+                                            boxes_[place + i], from);
       }
     });
   }
 
  private:
   using T = typename Tile::T;
-  static constexpr bool kImageRows = kColumnMajor == 0;
   static constexpr int kWidth = kSwizzle / int{sizeof(T)};
   // Of the image a block loads so many boxes at a time, and the next ones so much further on.
-  static constexpr int kAtOnce = (kImageRows ? Tile::kRows : int{Tile::kColumnBox}) / kWidth;
-  static constexpr int kApart = kImageRows ? Tile::kRows : Tile::kCluster * Tile::kColumnBox;
-  static constexpr int kBoxes =
-      kImageRows ? kAtOnce : (Tile::kLoadedColumns + kApart - 1) / kApart * kAtOnce;
-
-  template <int kCopies>
-  __device__ __forceinline__ void load_boxes(const CUtensorMap* map, uint64_t* full, uint32_t to,
-                                             int first, const im2col::Corner& from) {
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const uint32_t address = to + i * Tile::kDepth * kSwizzle;
-      im2col::load_pixels<kCopies>(map, full, address, boxes_[first + i], from);
-    }
-  }
+  static constexpr int kAtOnce = int{Tile::kColumnBox} / kWidth;
+  static constexpr int kApart = Tile::kCluster * Tile::kColumnBox;
+  static constexpr int kBoxes = (Tile::kLoadedColumns + kApart - 1) / kApart * kAtOnce;
 
   const CUtensorMap *row_map_, *column_map_;
   const im2col::Windows& windows_;
-  int row_, column_, rank_;
+  int row_, rank_;
+  BoxesInside<Tile> inside_;
   im2col::ChannelBox boxes_[kBoxes];
 };
 

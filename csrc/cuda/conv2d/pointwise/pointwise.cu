@@ -159,11 +159,11 @@ const char* stride_obstacle(const Conv2dArgs& args) {
              : "of a stride its images are channels last, or one stride apart";
 }
 
-// Long sums of small results: the product's own choice, whose rules are measured on products of
-// other proportions, splits them less far than stream_k does.
+// Long sums of small results: the rules of matmul's own choice among kernels are measured on
+// products of other proportions.
 bool is_for_stream_k(const MatmulArgs& p) {
-  if (size_of(p.dtype) != 2 || hopper::stream_k_obstacle(p)) return false;
-  return hopper::make_plan(p, true).cost < hopper::make_plan(p).cost;
+  if (hopper::stream_k_obstacle(p)) return false;
+  return hopper::make_plan(p, true).cost <= hopper::make_plan(p).cost;
 }
 
 // y[i] += bias of the plane that element i is in, perhaps through a ReLU: of contiguous tensors,

@@ -150,19 +150,30 @@ void launch_shares(Stream stream, A args, const CUtensorMap& row_map, const CUte
   constexpr auto kKernel = stream_k_kernel<Tile, kRowMajor, kColumnMajor, kSwap, A>;
   const int resident =
       resident_clusters<kKernel>(Tile::kCluster, Tile::kThreads, Tile::kSharedBytes);
-  args.stream_tiles = tiles_to_share(args.tiles, resident);
+  args.splits = splits_of_tiles(args.tiles, args.depth_tiles, resident);
+  args.stream_tiles = args.splits ? args.tiles : tiles_to_share(args.tiles, resident);
   const int shared_stages = args.stream_tiles * args.depth_tiles;
-  args.clusters = std::min(resident, args.stream_tiles ? shared_stages : args.tiles);
+  args.clusters = args.splits ? args.splits * args.tiles
+                              : std::min(resident, args.stream_tiles ? shared_stages : args.tiles);
   args.share = shared_stages / args.clusters, args.longer = shared_stages % args.clusters;
   args.parts = static_cast<float4*>(workspace);
   launch_early_in_clusters(kKernel, static_cast<unsigned>(args.clusters * Tile::kCluster),
                            Tile::kThreads, Tile::kSharedBytes, stream, Tile::kCluster, row_map,
                            column_map, c_map, static_cast<const A&>(args));
   check_launch("matmul stream_k");
-  if (args.stream_tiles == 0) return;
-  const dim3 grid(args.stream_tiles * Tile::kCluster, Tile::kPieces);
-  launch_early(stream_k_sum_kernel<Tile, kSwap>, grid, Tile::kConsumerThreads, 0, stream,
-               static_cast<const StreamArgs&>(args));
+  if (args.stream_tiles == 0 || args.splits == 1) return;
+  const auto sum = [&](auto groups, auto kernel) {
+    constexpr int kThreads = kSumThreads<Tile, groups.value>;
+    const int blocks = Tile::kPieces * groups.value * Tile::kConsumerThreads / kThreads;
+    launch_early(kernel, dim3(args.stream_tiles * Tile::kCluster, blocks), kThreads, 0, stream,
+                 static_cast<const StreamArgs&>(args));
+  };
+  constexpr int kMany = 8;
+  if (args.clusters >= kMany * args.stream_tiles) {
+    sum(std::integral_constant<int, kMany>{}, stream_k_sum_kernel<Tile, kSwap, kMany>);
+  } else {
+    sum(std::integral_constant<int, 1>{}, stream_k_sum_kernel<Tile, kSwap, 1>);
+  }
   check_launch("matmul stream_k_sum");
 }
 
@@ -181,14 +192,13 @@ void launch_stream_k(Stream stream, const MatmulArgs& p, void* workspace) {
 }
 
 // Calls f(std::bool_constant, std::bool_constant): whether the rows' operand and the columns' one
-// are MN-major. TF32 takes columns K-major only.
-template <typename T, typename F>
+// are MN-major.
+template <typename F>
 void dispatch_mn_majors(const MatmulArgs& p, bool swap, F&& f) {
   const bool a = operand_a(p).mn_major(), b = operand_b(p).mn_major();
   const bool rows = swap ? b : a, columns = swap ? a : b;
-  if constexpr (sizeof(T) == 2) {
-    if (columns)
-      return rows ? f(std::true_type{}, std::true_type{}) : f(std::false_type{}, std::true_type{});
+  if (columns) {
+    return rows ? f(std::true_type{}, std::true_type{}) : f(std::false_type{}, std::true_type{});
   }
   rows ? f(std::true_type{}, std::false_type{}) : f(std::false_type{}, std::false_type{});
 }
@@ -225,10 +235,10 @@ void launch_kind(Stream stream, const MatmulArgs& p, const Plan& plan, void* wor
 template <typename T, bool kSwap, typename A>
 void launch_plan(Stream stream, const MatmulArgs& p, const Plan& plan, void* workspace,
                  const A& epilogue) {
-  dispatch_mn_majors<T>(p, kSwap, [&](auto row_major, auto column_major) {
+  dispatch_mn_majors(p, kSwap, [&](auto row_major, auto column_major) {
     with_tile(plan.tile, [&](auto tile) {
       constexpr bool kR = row_major.value, kC = column_major.value;
-      if constexpr (kTileKinds[tile.value].compiled(sizeof(T), kSwap, kC, A::kFull)) {
+      if constexpr (kTileKinds[tile.value].compiled(sizeof(T), kSwap, kR, kC, A::kFull)) {
         launch_kind<T, tile.value, kR, kC, kSwap>(stream, p, plan, workspace, epilogue);
       } else {
         throw std::runtime_error("matmul: no kernel of this tile shape");

@@ -67,6 +67,11 @@ __device__ __forceinline__ void start_ring(const CUtensorMap* row_map,
   wait_for_earlier_kernels();
 }
 
+// The barriers of a ring's stages. turned: of columns that are transposed first (turn_columns.cuh).
+struct Ring {
+  uint64_t *full, *empty, *turned;
+};
+
 struct Args {
   static constexpr bool kFull = false;       // of FullArgs (hopper/epilogue.cuh) it is true
   static constexpr bool kScattered = false;  // whether rows of C lie anywhere (hopper/scatter.cuh)
@@ -185,12 +190,20 @@ class Copies {
   int row_, column_, row_batch_, column_batch_, rank_;
 };
 
+// Whether columns are transposed in shared memory (turn_columns.cuh).
+template <typename T, int kColumnMajor>
+constexpr bool are_turned = sizeof(T) == 4 && kColumnMajor == 1;
+
 // The A operand of one wgmma for TF32 from an MN-major tile, which the instruction takes from
-// registers only: element (row, k) is word row % 32 of row k of block row / 32.
-__device__ __forceinline__ void load_fragment(uint32_t tile, int row, int k, uint32_t (&a)[4]) {
+// registers only: element (row, k) is word row % 32 of row k of block row / 32. Of the 8 depths
+// from `first` on the lane has two: beside turned columns, of which the even ones come first, two
+// that follow each other.
+template <bool kTurned>
+__device__ __forceinline__ void load_fragment(uint32_t tile, int row, int first, uint32_t (&a)[4]) {
+  const int k = first + threadIdx.x % 4 * (kTurned ? 2 : 1);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const int r = row + i % 2 * 8, d = k + i / 2 * 4;
+    const int r = row + i % 2 * 8, d = k + i / 2 * (kTurned ? 1 : 4);
     const uint32_t from =
         tile + r / 32 * 32 * kSwizzle + d * kSwizzle + (((r / 4) ^ d) & 7) * 16 + r % 4 * 4;
     asm volatile("ld.shared.b32 %0, [%1];" : "=r"(a[i]) : "r"(from));
@@ -244,7 +257,9 @@ __device__ __forceinline__ void multiply_stage(float (&acc)[Tile::kBlocks][Tile:
     const int lane = threadIdx.x % 32;
     const int row = first_row + threadIdx.x % 128 / 32 * 16 + lane / 4;
 #pragma unroll
-    for (int s = 0; s < 4; ++s) load_fragment(stage, row, s * 8 + lane % 4, fragments[s]);
+    for (int s = 0; s < 4; ++s) {
+      load_fragment<are_turned<float, kColumnMajor>>(stage, row, s * 8, fragments[s]);
+    }
   }
 #pragma unroll
   for (int b = 0; b < Tile::kBlocks; ++b) wgmma_touch(acc[b]);
@@ -273,16 +288,18 @@ __device__ __forceinline__ void release_stage(uint64_t* empty, int stage) {
 template <typename Tile, int kRowMajor, int kColumnMajor>
 __device__ __forceinline__ int multiply_depths(float (&acc)[Tile::kBlocks][Tile::kColumns / 2],
                                                Cursor<Tile::kStages>& at, uint32_t stages,
-                                               uint64_t* full, uint64_t* empty, int first,
-                                               int last) {
+                                               const Ring& ring, int first, int last) {
   int before = -1;  // the stage whose products may still run
   [[maybe_unused]] uint32_t fragments[2][4][4];
   const auto step = [&](int d, auto& fragment) {
-    mbarrier_wait(&full[at.stage], at.phase);
+    mbarrier_wait(&ring.full[at.stage], at.phase);
+    if constexpr (are_turned<typename Tile::T, kColumnMajor>) {
+      mbarrier_wait(&ring.turned[at.stage], at.phase);
+    }
     multiply_stage<Tile, kRowMajor, kColumnMajor>(acc, fragment,
                                                   stages + at.stage * Tile::kStageBytes, d > first);
     wgmma_wait<1>();
-    if (before >= 0) release_stage<Tile>(empty, before);
+    if (before >= 0) release_stage<Tile>(ring.empty, before);
     before = at.stage;
     at.next();
   };

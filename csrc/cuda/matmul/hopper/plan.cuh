@@ -52,18 +52,25 @@ struct TileKind {
   Depth depth;
   int full_stages16, full_stages32;  // with the full epilogue; 0: there is none
   bool plain;                        // 16 bits: whether as it is; TF32: at all, either way
+  bool across;                       // only of operands that both lie across the depth
   // Of the transposed product, in 16 bits: columns that are loaded where they are K-major, and
   // where they are MN-major, which come by 64; 0: there is none.
   int swapped_columns, swapped_mn_columns;
   double start, tile, stage;  // of the kernel, of a tile, of a stage
   double fragments;           // added to a stage by rows that come from registers
   double stage_kib;           // from L2 to a multiprocessor
+  // Of shares of operands that both lie across the depth: of a stage in 16 bits, and in TF32.
+  double across16, across32;
 
   constexpr int stages(int size, bool full) const {
     return size == 2 ? (full ? full_stages16 : stages16) : (full ? full_stages32 : stages32);
   }
-  // For operands of that size, whether there is a kernel.
-  constexpr bool compiled(int size, bool swap, bool columns_mn, bool full) const {
+  // For operands of that size, whether there is a kernel. TF32 takes columns K-major, or turns them
+  // (turn_columns.cuh).
+  constexpr bool compiled(int size, bool swap, bool rows_mn, bool columns_mn, bool full) const {
+    if (!(rows_mn && columns_mn) && (across || (size == 4 && columns_mn))) return false;
+    if (size == 4 && columns_mn && depth != Depth::kShares) return false;
+    if (across) return !full;
     if (swap && size == 2) return !full && (columns_mn ? swapped_mn_columns : swapped_columns) > 0;
     return plain && (!full || full_stages16 > 0);
   }
@@ -75,21 +82,25 @@ struct TileKind {
 // a plan takes the first.
 constexpr TileKind kTileKinds[] = {
     // clang-format off
-    {128, 256, 2, 4, 4, 2, Depth::kShares, 0, 0, true,    0,   0,  8.2,  5.4, 0.75,  0.01,  32},
-    {128, 128, 1, 6, 6, 2, Depth::kShares, 0, 0, true,    0,   0, 15.9,    0, 0.51,  0.07,  32},
-    {128, 256, 2, 4, 4, 2, Depth::kWhole,  0, 0, true,    0,   0,  2.4,  1.0, 0.592, 0,     32},
-    {128, 192, 2, 4, 5, 2, Depth::kWhole,  4, 5, true,  192, 192,  2.2, 0.85, 0.447, 0.06,  28},
-    {128, 128, 1, 6, 6, 2, Depth::kWhole,  5, 5, true,    0,   0,  2.1,  0.7, 0.295, 0.12,  32},
-    { 64, 192, 1, 6, 6, 1, Depth::kWhole,  0, 0, true,    0,   0,  1.6, 0.55, 0.25,  0.1,   32},
-    {128,  64, 1, 8, 8, 2, Depth::kWhole,  0, 0, true,    0,   0,  1.9,  0.4, 0.225, 0.13,  24},
-    { 64,  64, 1, 8, 8, 1, Depth::kWhole,  0, 0, true,    0,   0,  1.5, 0.35, 0.17,  0.056, 16},
-    {128, 144, 2, 5, 0, 2, Depth::kWhole,  0, 0, false, 144, 192,  2.2, 0.85, 0.345, 0,     25},
-    {256, 144, 2, 4, 0, 2, Depth::kWhole,  0, 0, false, 144,   0,  1.4,  2.2, 0.675, 0,     41},
-    { 64, 144, 2, 8, 0, 1, Depth::kWhole,  0, 0, false, 144,   0,  1.9,  0.9, 0.21,  0,     17},
-    {128, 192, 1, 5, 5, 2, Depth::kSplit,  0, 0, true,    0,   0,  7.3, 0.75, 0.465, 0.01,  40},
-    {128, 128, 1, 6, 6, 2, Depth::kSplit,  0, 0, true,    0,   0,  2.9,  2.5, 0.34,  0.07,  32},
-    {128,  64, 1, 8, 8, 2, Depth::kSplit,  8, 8, true,    0,   0,  3.4, 0.06, 0.205, 0.06,  24},
-    { 64,  64, 1, 8, 8, 1, Depth::kSplit,  0, 0, true,    0,   0,  1.8,    0, 0.19,  0,     16},
+    {128, 256, 2, 4, 4, 2, Depth::kShares, 0, 0,  true, false,   0,   0,  8.2,  5.4,  0.75,  0.01, 32, 0.50, 0.76},
+    {128, 256, 1, 4, 4, 2, Depth::kShares, 0, 0,  true,  true,   0,   0,    0,    0,     0,     0,  0, 0.66, 0.90},
+    {128, 128, 1, 6, 6, 2, Depth::kShares, 0, 0,  true, false,   0,   0, 15.9,    0,  0.51,  0.07, 32, 0.45, 0.70},
+    {128, 128, 2, 6, 6, 2, Depth::kShares, 0, 0,  true,  true,   0,   0,    0,    0,     0,     0,  0, 0.33, 0.59},
+    { 64, 128, 2, 8, 8, 1, Depth::kShares, 0, 0,  true,  true,   0,   0,    0,    0,     0,     0,  0, 0.21, 0.44},
+    {128,  64, 1, 8, 8, 2, Depth::kShares, 0, 0,  true,  true,   0,   0,    0,    0,     0,     0,  0, 0.36, 0.56},
+    {128, 256, 2, 4, 4, 2,  Depth::kWhole, 0, 0,  true, false,   0,   0,  2.4,  1.0, 0.592,     0, 32,    0,    0},
+    {128, 192, 2, 4, 5, 2,  Depth::kWhole, 4, 5,  true, false, 192, 192,  2.2, 0.85, 0.447,  0.06, 28,    0,    0},
+    {128, 128, 1, 6, 6, 2,  Depth::kWhole, 5, 5,  true, false,   0,   0,  2.1,  0.7, 0.295,  0.12, 32,    0,    0},
+    { 64, 192, 1, 6, 6, 1,  Depth::kWhole, 0, 0,  true, false,   0,   0,  1.6, 0.55,  0.25,   0.1, 32,    0,    0},
+    {128,  64, 1, 8, 8, 2,  Depth::kWhole, 0, 0,  true, false,   0,   0,  1.9,  0.4, 0.225,  0.13, 24,    0,    0},
+    { 64,  64, 1, 8, 8, 1,  Depth::kWhole, 0, 0,  true, false,   0,   0,  1.5, 0.35,  0.17, 0.056, 16,    0,    0},
+    {128, 144, 2, 5, 0, 2,  Depth::kWhole, 0, 0, false, false, 144, 192,  2.2, 0.85, 0.345,     0, 25,    0,    0},
+    {256, 144, 2, 4, 0, 2,  Depth::kWhole, 0, 0, false, false, 144,   0,  1.4,  2.2, 0.675,     0, 41,    0,    0},
+    { 64, 144, 2, 8, 0, 1,  Depth::kWhole, 0, 0, false, false, 144,   0,  1.9,  0.9,  0.21,     0, 17,    0,    0},
+    {128, 192, 1, 5, 5, 2,  Depth::kSplit, 0, 0,  true, false,   0,   0,  7.3, 0.75, 0.465,  0.01, 40,    0,    0},
+    {128, 128, 1, 6, 6, 2,  Depth::kSplit, 0, 0,  true, false,   0,   0,  2.9,  2.5,  0.34,  0.07, 32,    0,    0},
+    {128,  64, 1, 8, 8, 2,  Depth::kSplit, 8, 8,  true, false,   0,   0,  3.4, 0.06, 0.205,  0.06, 24,    0,    0},
+    { 64,  64, 1, 8, 8, 1,  Depth::kSplit, 0, 0,  true, false,   0,   0,  1.8,    0,  0.19,     0, 16,    0,    0},
     // clang-format on
 };
 constexpr int kTileKindCount = static_cast<int>(sizeof(kTileKinds) / sizeof(TileKind));
@@ -112,11 +123,40 @@ inline int tiles_to_share(int64_t tiles, int clusters) {
   return static_cast<int>(tiles - std::max<int64_t>(0, whole));
 }
 
+// In how many parts stream-K cuts each of few tiles, perhaps one, or 0: where that leaves an eighth
+// of the clusters without work, the depths of all tiles are shared out instead.
+inline int splits_of_tiles(int64_t tiles, int64_t depth_tiles, int clusters) {
+  const int64_t splits = std::min<int64_t>(depth_tiles, clusters / std::max<int64_t>(1, tiles));
+  return splits > 0 && 8 * splits * tiles >= 7 * clusters ? static_cast<int>(splits) : 0;
+}
+
 // Workspace for the parts of tiles: at most two of each cluster.
 inline int64_t stream_bytes(const Plan& plan) {
   const TileKind& t = plan.kind();
   if (t.depth != Depth::kShares) return 0;
   return aligned(int64_t{2} * sm_count() * t.rows * t.columns * int64_t{sizeof(float)});
+}
+
+// Of 16_stream_k.cuh with operands that both lie across the depth, as a weight gradient's do,
+// fitted to readings of an H200 with cold caches. What is read comes from memory in the meantime;
+// parts go to L2 and back.
+inline double across_cost_of(const MatmulArgs& p, const Plan& plan, int64_t tiles, int64_t stages,
+                             int clusters) {
+  const TileKind& t = plan.kind();
+  const int64_t size = size_of(p.dtype);
+  const double each = static_cast<double>(tiles) / clusters;
+  const double stage = size == 4 ? t.across32 : t.across16;
+  double products = each * stages * stage;
+  double parts = std::min(1.0, 2 / each) * (1 + std::max(1.0, 1 / each));  // of a tile
+  if (const int splits = splits_of_tiles(tiles, stages, clusters)) {
+    products = ceil_div(stages, splits) * stage;
+    parts = splits == 1 ? 0 : splits;
+  }
+  const int64_t elements =
+      copies(operand_a(p), p.batch) * p.m * p.k + copies(operand_b(p), p.batch) * p.k * p.n;
+  const double memory = elements * size / 4.2e6, part_bytes = 4.0 * p.batch * p.m * p.n * parts;
+  const double sum = parts > 0 ? 1.2 + part_bytes / 2.1e6 : 0;
+  return 5.4 + std::max(products, memory) + 0.05 * std::min(products, memory) + sum;
 }
 
 // Of 16_stream_k.cuh, from readings of its own: blocks are at different depths, so that they share
@@ -127,7 +167,12 @@ inline double stream_cost_of(const MatmulArgs& p, const Plan& plan, int multipro
   const int64_t tiles = p.batch * ceil_div(rows, t.rows * t.blocks) * ceil_div(columns, t.columns);
   const int clusters = multiprocessors / t.blocks;
   const int64_t size = size_of(p.dtype), stages = ceil_div(p.k * size, 128);
-  if (tiles_to_share(tiles, clusters) == 0 || tiles * stages > INT_MAX) return kNoPlan;
+  if (tiles * stages > INT_MAX) return kNoPlan;
+  const bool split = splits_of_tiles(tiles, stages, clusters) > 0;
+  if (!split && tiles_to_share(tiles, clusters) == 0) return kNoPlan;
+  if (operand_a(p).mn_major() && operand_b(p).mn_major()) {
+    return across_cost_of(p, plan, tiles, stages, clusters);
+  }
   const double each = static_cast<double>(tiles) / clusters, parts = std::max(1.0, 1 / each);
   const bool fragments = size == 4 && (plan.swap ? operand_b(p) : operand_a(p)).mn_major();
   const int64_t elements = copies(operand_a(p), p.batch) * p.m * p.k +
@@ -179,27 +224,28 @@ inline Plan make_plan(const MatmulArgs& p, bool stream_only = false) {
   for (const bool swap : {false, true}) {
     Plan plan{};
     plan.swap = swap;
-    if (size_of(p.dtype) == 4) {
-      // TF32 takes columns K-major only, rows also through registers.
-      if (swap ? a_mn : b_mn) (swap ? plan.copy_a : plan.copy_b) = true;
-      if ((plan.copy_a || plan.copy_b) && !(a_mn && b_mn)) continue;
-      const Operand o = swap ? operand_a(p) : operand_b(p);
-      const bool dense = o.depth_stride == o.outer && (!o.batch || o.batch == p.k * o.outer);
-      if ((plan.copy_a || plan.copy_b) && (!dense || p.k % 4 != 0)) continue;
-    }
     const int size = static_cast<int>(size_of(p.dtype));
-    const bool columns_mn = swap ? a_mn : b_mn;
+    const bool rows_mn = swap ? b_mn : a_mn, columns_mn = swap ? a_mn : b_mn;
+    const Operand columns = swap ? operand_a(p) : operand_b(p);
+    const bool dense = columns.depth_stride == columns.outer &&
+                       (!columns.batch || columns.batch == p.k * columns.outer);
     for (const int cluster : {1, 2, 4, 8}) {  // of the blocks that split a tile's depth
       if (cluster > 1 && ceil_div(p.k * size, 128) < 2 * cluster) break;  // at least two stages
       for (plan.tile = 0; plan.tile < kTileKindCount; ++plan.tile) {
         const TileKind& kind = plan.kind();
         const bool shares = kind.depth == Depth::kShares;
+        // TF32 takes columns K-major only, rows also through registers; shares turn both.
+        const bool copied = size == 4 && columns_mn && !shares;
+        if (copied && !(rows_mn && dense && p.k % 4 == 0)) continue;
+        (swap ? plan.copy_a : plan.copy_b) = copied;
         if ((kind.depth == Depth::kSplit) != (cluster > 1) || (stream_only && !shares) ||
-            !kind.compiled(size, swap, columns_mn, p.has_full_epilogue())) {
+            !kind.compiled(size, swap, rows_mn, columns_mn && !copied, p.has_full_epilogue())) {
           continue;
         }
-        // In 16 bits shares gain nothing: other tiles keep up where those do not fill the device.
-        if (shares && !stream_only && size == 2) continue;
+        // Else in 16 bits shares gain nothing: other tiles keep up where those do not fill the
+        // device.
+        const bool across = rows_mn && columns_mn;
+        if (shares && !stream_only && size == 2 && !across) continue;
         plan.cluster = cluster;
         plan.cost = cost_of(p, plan, multiprocessors) + copy_cost_of(p, plan);
         if (plan.cost < best.cost) best = plan;

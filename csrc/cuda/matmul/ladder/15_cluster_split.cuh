@@ -93,7 +93,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     }
     __syncwarp();
   } else {
-    multiply_depths<Tile, kRowMajor, kColumnMajor>(acc, at, stages, full, empty, p.first, p.last);
+    multiply_depths<Tile, kRowMajor, kColumnMajor>(acc, at, stages, {full, empty, nullptr}, p.first,
+                                                   p.last);
   }
   // A block's share is `chunks` times 8 columns. Every block sends each share to its owner, to
   // where the stages were, once all have read theirs.

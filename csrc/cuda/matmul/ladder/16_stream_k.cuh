@@ -2,6 +2,9 @@
 // fewer than the multiprocessors, the depths of all of them are laid end to end and cut into equal
 // shares, so that every cluster multiplies for as long as any other, wherever tiles begin and end.
 //
+// Few tiles are cut into as many parts each, all at the same depths, where that leaves few clusters
+// without work: what several tiles read is then read at the same time, and comes from memory once.
+//
 // With more tiles than clusters only the last wave and the one before are cut; the others are left
 // whole. A cluster whose share ends inside a tile leaves its sums in the workspace, where a second
 // kernel finds all of a tile's, adds them up in the order of the depth, and finishes the tile: the
@@ -10,6 +13,7 @@
 #pragma once
 
 #include "13_persistent.cuh"
+#include "cuda/matmul/hopper/turn_columns.cuh"
 
 namespace braze::cuda::hopper {
 
@@ -17,20 +21,29 @@ struct StreamArgs : Args {
   int clusters;       // that share the work
   int stream_tiles;   // the first ones, whose depths are shared out; the others are taken whole
   int share, longer;  // stages of each share; the first `longer` ones have one more
+  int splits;         // or each tile is cut into so many, none of two tiles; else 0
   float4* parts;      // [cluster][2][rank][piece of a thread's sums][thread]
 };
 
 template <typename T, int kRows, int kColumns, int kStages, int kCluster>
-struct StreamTile : Tile<T, kRows, kColumns, kStages, kCluster> {
+struct StreamTile : Tile<T, kRows, kColumns, kStages, kCluster, kRows / 64> {
   static constexpr int kConsumerThreads = StreamTile::kConsumers * 128;
   static constexpr int kPieces = StreamTile::kBlocks * kColumns / 8;  // of a thread, 4 sums each
 };
 
 // The first stage, of those that are shared out, of cluster c's share; and whose share a stage is.
 __device__ __forceinline__ int share_begin(const StreamArgs& a, int c) {
+  if (a.splits > 0) {
+    const int tile = c / a.splits, part = c - tile * a.splits;
+    return tile * a.depth_tiles + static_cast<int>(int64_t{a.depth_tiles} * part / a.splits);
+  }
   return a.share * c + min(c, a.longer);
 }
 __device__ __forceinline__ int share_of(const StreamArgs& a, int stage) {
+  if (a.splits > 0) {  // asked for a tile's first and last stage only
+    const int tile = stage / a.depth_tiles;
+    return tile * a.splits + (stage == tile * a.depth_tiles ? 0 : a.splits - 1);
+  }
   const int in_longer = a.longer * (a.share + 1);
   return stage < in_longer ? stage / (a.share + 1) : a.longer + (stage - in_longer) / a.share;
 }
@@ -58,20 +71,88 @@ __device__ __forceinline__ void for_share(const StreamArgs& a, int cluster, F&& 
   }
 }
 
+// Of 8 columns from `column` on in 16 rows from `row` on, whether some are the product's: the
+// others' sums, of tiles at its edges, are not worth their way through memory.
+__device__ __forceinline__ bool is_inside(const StreamArgs& a, int row, int column) {
+  return row < a.rows && column < a.columns;
+}
+
+// How many boxes of a stage, of operands that both lie across the depth, are the product's. Others,
+// of tiles at its edges, are not loaded, and what is summed in their place is not stored.
+template <typename Tile>
+struct BoxesInside {
+  static constexpr int kWidth = kSwizzle / int{sizeof(typename Tile::T)};
+  int rows, columns;
+
+  __device__ __forceinline__ BoxesInside(const Args& a, int row, int column)
+      : rows(within(a.rows - row, Tile::kRows)),
+        columns(within(a.columns - column, Tile::kColumns)) {}
+  __device__ __forceinline__ uint32_t bytes() const {
+    return (rows + columns) * Tile::kDepth * kSwizzle;
+  }
+
+ private:
+  __device__ static int within(int count, int most) {
+    return (min(max(count, 0), most) + kWidth - 1) / kWidth;
+  }
+};
+
+template <typename Tile>
+class Copies<StreamArgs, Tile, 1, 1> {
+ public:
+  __device__ __forceinline__ Copies(const CUtensorMap* row_map, const CUtensorMap* column_map,
+                                    const StreamArgs& a, const Place& p, int rank)
+      : row_map_(row_map),
+        column_map_(column_map),
+        row_((p.row * Tile::kCluster + rank) * Tile::kRows),
+        column_(p.column * Tile::kColumns),
+        row_batch_(a.row_batch ? p.batch : 0),
+        column_batch_(a.column_batch ? p.batch : 0),
+        rank_(rank),
+        inside_(a, row_, column_) {}
+
+  __device__ __forceinline__ uint32_t bytes() const { return inside_.bytes(); }
+  __device__ __forceinline__ void copy(int d, uint64_t* full, uint32_t to) {
+    constexpr int kWidth = BoxesInside<Tile>::kWidth, kBoxBytes = Tile::kDepth * kSwizzle;
+    const int depth = d * Tile::kDepth;
+#pragma unroll
+    for (int i = 0; i < Tile::kRows / kWidth; ++i) {
+      if (i >= inside_.rows) break;
+      load<T, 1, kWidth, 1>(row_map_, full, to + i * kBoxBytes, row_ + i * kWidth, depth,
+                            row_batch_);
+    }
+    for_column_boxes<Tile>(rank_, to, [&](int first, uint32_t box) {
+#pragma unroll
+      for (int i = 0; i < Tile::kColumnBox / kWidth; ++i) {
+        if (first / kWidth + i >= inside_.columns) break;
+        load<T, 1, kWidth, Tile::kCluster>(column_map_, full, box + i * kBoxBytes,
+                                           column_ + first + i * kWidth, depth, column_batch_);
+      }
+    });
+  }
+
+ private:
+  using T = typename Tile::T;
+  const CUtensorMap *row_map_, *column_map_;
+  int row_, column_, row_batch_, column_batch_, rank_;
+  BoxesInside<Tile> inside_;
+};
+
 template <typename Tile, int kRowMajor, int kColumnMajor, bool kSwap>
 __device__ __forceinline__ void consume_share(const CUtensorMap* c_map, const StreamArgs& a,
-                                              int cluster, int rank, uint32_t stages,
-                                              uint64_t* full, uint64_t* empty) {
+                                              int cluster, int rank, uint32_t stages, Ring ring) {
   using T = typename Tile::T;
   const int group = threadIdx.x / 128, thread = threadIdx.x % 128, lane = threadIdx.x % 32;
   const uint32_t staging = stages + Tile::kStages * Tile::kStageBytes + group * Tile::kStagingBytes;
   Cursor<Tile::kStages> at;
   float acc[Tile::kBlocks][Tile::kColumns / 2];
   for_share(a, cluster, [&](const Place& p, int part) {
-    const int last = multiply_depths<Tile, kRowMajor, kColumnMajor>(acc, at, stages, full, empty,
-                                                                    p.first, p.last);
-    release_stage<Tile>(empty, last);
+    const int last =
+        multiply_depths<Tile, kRowMajor, kColumnMajor>(acc, at, stages, ring, p.first, p.last);
+    release_stage<Tile>(ring.empty, last);
 
+    const int tile_row = (p.row * Tile::kCluster + rank) * Tile::kRows + group * Tile::kBlocks * 64;
+    const int tile_column = p.column * Tile::kColumns;
     if (part >= 0) {
       float4* const to =
           a.parts + int64_t{part * Tile::kCluster + rank} * Tile::kPieces * Tile::kConsumerThreads +
@@ -80,6 +161,7 @@ __device__ __forceinline__ void consume_share(const CUtensorMap* c_map, const St
       for (int b = 0; b < Tile::kBlocks; ++b) {
 #pragma unroll
         for (int i = 0; i < Tile::kColumns / 8; ++i) {
+          if (!is_inside(a, tile_row + b * 64 + thread / 32 * 16, tile_column + i * 8)) continue;
           const float* const v = &acc[b][4 * i];
           to[(b * (Tile::kColumns / 8) + i) * Tile::kConsumerThreads] =
               make_float4(v[0], v[1], v[2], v[3]);
@@ -87,8 +169,6 @@ __device__ __forceinline__ void consume_share(const CUtensorMap* c_map, const St
       }
       return;
     }
-    const int tile_row = (p.row * Tile::kCluster + rank) * Tile::kRows + group * Tile::kBlocks * 64;
-    const int tile_column = p.column * Tile::kColumns;
     const int row = tile_row + thread / 32 * 16 + lane / 4, column = tile_column + lane % 4 * 2;
 #pragma unroll
     for (int b = 0; b < Tile::kBlocks; ++b) {
@@ -120,12 +200,17 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   constexpr int kCluster = Tile::kCluster;
   extern __shared__ unsigned char shared_bytes[];
   __shared__ uint64_t full[Tile::kStages], empty[Tile::kStages];
+  constexpr bool kTurned = are_turned<typename Tile::T, kColumnMajor>;
+  __shared__ uint64_t turned[kTurned ? Tile::kStages : 1];
+  if constexpr (kTurned) start_turning<Tile>(turned);
   const uint32_t stages = (shared_address(shared_bytes) + 1023) & ~1023u;
   start_ring<Tile>(&row_map, &column_map, full, empty);
   const int cluster = blockIdx.x / kCluster;
   const int rank = kCluster > 1 ? static_cast<int>(cluster_rank()) : 0;
   if (threadIdx.x / 128 == Tile::kConsumers) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    if constexpr (Tile::kConsumers == 2) {
+      asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kTurned ? 56 : 40));
+    }
     if (threadIdx.x % 128 == 0) {
       Cursor<Tile::kStages> at;
       for_share(a, cluster, [&](const Place& p, int) {
@@ -133,50 +218,96 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 #pragma unroll 1
         for (int d = p.first; d < p.last; ++d, at.next()) {
           mbarrier_wait(&empty[at.stage], at.phase ^ 1);
-          mbarrier_expect(&full[at.stage], Tile::kStageBytes);
+          if constexpr (kRowMajor == 1 && kColumnMajor == 1) {
+            mbarrier_expect(&full[at.stage], copies.bytes());
+          } else {
+            mbarrier_expect(&full[at.stage], Tile::kStageBytes);
+          }
           copies.copy(d, &full[at.stage], stages + at.stage * Tile::kStageBytes);
         }
       });
       drain_ring<Tile>(empty, at);
     }
+    if constexpr (kTurned) {
+      if (threadIdx.x % 128 >= 32) {
+        const Turn turn = turn_of_lane();
+        Cursor<Tile::kStages> at;
+        for_share(a, cluster, [&](const Place& p, int) {
+#pragma unroll 1
+          for (int d = p.first; d < p.last; ++d, at.next()) {
+            mbarrier_wait(&full[at.stage], at.phase);
+            turn_columns<Tile>(stages + at.stage * Tile::kStageBytes + Tile::kRowBytes,
+                               a.columns - p.column * Tile::kColumns, turn, &turned[at.stage]);
+          }
+        });
+      }
+    }
     __syncwarp();
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-    consume_share<Tile, kRowMajor, kColumnMajor, kSwap>(&c_map, a, cluster, rank, stages, full,
-                                                        empty);
+    if constexpr (Tile::kConsumers == 2) {
+      asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kTurned ? 224 : 232));
+    }
+    consume_share<Tile, kRowMajor, kColumnMajor, kSwap>(&c_map, a, cluster, rank, stages,
+                                                        {full, empty, turned});
   }
 #endif
 }
 
-// Finishes the tiles that were shared out: blockIdx.x is tile and rank, blockIdx.y the piece.
-template <typename Tile, bool kSwap>
-__global__ void __launch_bounds__(Tile::kConsumerThreads) stream_k_sum_kernel(const StreamArgs a) {
+template <typename Tile, int kGroups>
+constexpr int kSumThreads = kGroups == 1 ? Tile::kConsumerThreads : 256;
+
+// Finishes the tiles that were shared out: blockIdx.x is tile and rank, blockIdx.y the piece and,
+// of the consumers' threads, which. Of a tile of many parts `kGroups` groups of threads add up a
+// run of them each: one thread would wait for memory too often.
+template <typename Tile, bool kSwap, int kGroups>
+__global__ void __launch_bounds__(kSumThreads<Tile, kGroups>)
+    stream_k_sum_kernel(const StreamArgs a) {
   using T = typename Tile::T;
+  constexpr int kWidth = kSumThreads<Tile, kGroups> / kGroups,
+                kBlocks = Tile::kConsumerThreads / kWidth;
+  static_assert(kWidth % 32 == 0 && kBlocks * kWidth == Tile::kConsumerThreads);
   const int tile = blockIdx.x / Tile::kCluster, rank = blockIdx.x % Tile::kCluster;
+  const int piece = blockIdx.y / kBlocks, of_group = threadIdx.x / kWidth;
+  const int thread = blockIdx.y % kBlocks * kWidth + threadIdx.x % kWidth;  // the consumer's
   const int first_stage = tile * a.depth_tiles;
   const int first = share_of(a, first_stage), last = share_of(a, first_stage + a.depth_tiles - 1);
+  const Place p = place_of(a, tile);
+  const int group = thread / 128, warp = thread % 128 / 32, lane = thread % 32;
+  const int block = piece / (Tile::kColumns / 8), chunk = piece % (Tile::kColumns / 8);
+  const int row = (p.row * Tile::kCluster + rank) * Tile::kRows +
+                  (group * Tile::kBlocks + block) * 64 + warp * 16;
+  const int column = p.column * Tile::kColumns + chunk * 8;
   wait_for_earlier_kernels();
   if (first == last) return;  // one cluster had all of it
-  const auto part = [&](int number) {
-    const int64_t at = int64_t{number * Tile::kCluster + rank} * Tile::kPieces + blockIdx.y;
-    return a.parts[at * Tile::kConsumerThreads + threadIdx.x];
-  };
-  const float4 begin = part(2 * first + 1);
-  float sum[4] = {begin.x, begin.y, begin.z, begin.w};
-#pragma unroll 4
-  for (int c = first + 1; c <= last; ++c) {
-    const float4 v = part(2 * c);
-    sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w;
+  const bool inside = is_inside(a, row, column);
+  const int count = last - first + 1;
+  float sum[4] = {};
+  if (inside) {
+    const int end = count * (of_group + 1) / kGroups;
+#pragma unroll kGroups == 1 ? 4 : 8
+    for (int i = count * of_group / kGroups; i < end; ++i) {
+      const int part = 2 * (first + i) + (i == 0);
+      const int64_t at = int64_t{part * Tile::kCluster + rank} * Tile::kPieces + piece;
+      const float4 v = a.parts[at * Tile::kConsumerThreads + thread];
+      sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w;
+    }
   }
-  const Place p = place_of(a, tile);
-  const int group = threadIdx.x / 128, warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
-  const int block = blockIdx.y / (Tile::kColumns / 8), chunk = blockIdx.y % (Tile::kColumns / 8);
-  const int row = (p.row * Tile::kCluster + rank) * Tile::kRows +
-                  (group * Tile::kBlocks + block) * 64 + warp * 16 + lane / 4;
-  const int column = p.column * Tile::kColumns + chunk * 8 + lane % 4 * 2;
-  finish<T, kSwap>(a, sum, row, column);
+  if constexpr (kGroups > 1) {
+    __shared__ float4 sums[kGroups][kWidth];
+    sums[of_group][threadIdx.x % kWidth] = make_float4(sum[0], sum[1], sum[2], sum[3]);
+    __syncthreads();
+    if (of_group > 0) return;
+#pragma unroll
+    for (int g = 1; g < kGroups; ++g) {
+      const float4 v = sums[g][threadIdx.x];
+      sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w;
+    }
+  }
+  if (!inside) return;
+  const int of_lane = lane / 4, pair = lane % 4 * 2;
+  finish<T, kSwap>(a, sum, row + of_lane, column + pair);
   store_direct<T, kSwap>(static_cast<T*>(a.c) + p.batch * a.c_batch, a.c_ld, a.rows, a.columns, sum,
-                         row, column);
+                         row + of_lane, column + pair);
 }
 
 }  // namespace braze::cuda::hopper

@@ -25,9 +25,8 @@ void launch_wgmma(Stream stream, const MatmulArgs& p) {
 template <typename F>
 void dispatch_rung(const MatmulArgs& p, F f) {
   const auto dispatch = [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    dispatch_mn_majors<T>(
-        p, false, [&](auto row_major, auto column_major) { f(tag, row_major, column_major); });
+    dispatch_mn_majors(p, false,
+                       [&](auto row_major, auto column_major) { f(tag, row_major, column_major); });
   };
   if (p.dtype == DType::kBFloat16) {
     dispatch(TypeTag<__nv_bfloat16>{});
