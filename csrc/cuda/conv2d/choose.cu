@@ -243,7 +243,11 @@ bool im2col_beats_halo(const Conv2dArgs& args) {
       return filters > (size_of(s.dtype) == 2 && s.p * s.q < 14 * 14 ? 64 * 64 - 1 : 64 * 64);
     case Conv2dPass::kWgrad: break;
   }
-  if (size_of(s.dtype) == 2) return filters > 128 * 256;
+  if (size_of(s.dtype) == 2) {
+    // Taps that do not lie side by side are products of their own, with tiles that are not full.
+    if (s.c % 64 != 0) return filters > 224 * 224;
+    return filters > 128 * 256 || s.n * s.p * s.q <= 64 * 16 * 16;
+  }
   return filters > (is_plain_fp32(s) ? 64 * 128 : 64 * 64);
 }
 
@@ -343,8 +347,10 @@ int choose(const Conv2dArgs& args) {
   }
   // Three of four input gradients of a stride of 2 are zeros, which a product need not compute;
   // weight gradients have one product of long sums.
-  const bool product = args.pass == Conv2dPass::kWgrad ||
-                       (args.pass == Conv2dPass::kDgrad && is_strided(s) && !is_plain_fp32(s));
+  const bool wgrad = args.pass == Conv2dPass::kWgrad;
+  if (wgrad && is_strided(s) && !is_plain_fp32(s) && !im2col_obstacle(args)) return kIm2col;
+  const bool product =
+      wgrad || (args.pass == Conv2dPass::kDgrad && is_strided(s) && !is_plain_fp32(s));
   if (product && is_pointwise(s) && !pointwise_obstacle(args)) return kPointwise;
   if (im2col_beats_halo(args) && !im2col_obstacle(args)) return kIm2col;
   for (const int kernel : {kNarrowDgrad, kHalo, kPointwise, kIm2col, kMma, kSimt}) {
@@ -399,7 +405,8 @@ bool halo_beats_cudnn(const Conv2dProblem& problem) {
   // cuDNN's weight gradients split the sum over pixels badly.
   if (problem.pass == Conv2dPass::kWgrad) {
     if (size_of(s.dtype) == 2 && s.n * plane < 64 * 7 * 7) return false;  // launches decide
-    return s.c * s.k <= 128 * 256 && s.c <= 256;
+    const bool many = s.n * plane >= 64 * 14 * 14;
+    return s.c * s.k <= (many ? 160 * 320 : 128 * 256) && s.c <= 256;
   }
   if (size_of(s.dtype) > 2) return s.c <= 128 && s.k <= 128;
   if (problem.pass == Conv2dPass::kFprop) {
@@ -409,6 +416,24 @@ bool halo_beats_cudnn(const Conv2dProblem& problem) {
   if (s.c > 64 || s.k > 64) return false;
   // Tiles are whole images, or rows: those of 15 x 15 and 16 x 16 fill them badly.
   return plane <= 14 * 14 ? s.c <= 32 : plane >= 28 * 28 && plane <= 80 * 80;
+}
+
+// Whether stream-K is faster than cuDNN's weight gradients, by pointwise for 1 x 1 filters of
+// stride 1, else by implicit_gemm_wgmma, as measured on an H200 (all of benchmarks/convolutions.py
+// at batch 64, 16 bits and TF32).
+bool stream_k_beats_cudnn(const Conv2dShape& s) {
+  const int64_t pixels = s.n * s.p * s.q, least = std::min(s.c, s.k);
+  const bool tf32 = is_tf32(s);
+  if (is_pointwise(s) && !is_strided(s)) {
+    if (least < 16 || (tf32 && pixels > 64 * 56 * 56)) return false;
+    if (tf32) return pixels >= 64 * 14 * 14 || least >= 512;
+    return least < 128 || (least == 128 && pixels <= 64 * 7 * 7);
+  }
+  if (least < 32 || std::max(s.r, s.s) > 5 || std::max(s.stride_h, s.stride_w) > 3) return false;
+  if (tf32) return pixels >= 512;
+  // cuDNN's split short sums of many results better.
+  if (is_pointwise(s)) return pixels >= 64 * 7 * 7;
+  return pixels >= 4096 || (pixels >= 1024 && s.c * s.k <= 128 * 128);
 }
 
 // Whether implicit_gemm_wgmma was measured for the like: else there may be too little work.
@@ -429,8 +454,10 @@ bool im2col_beats_cudnn(const Conv2dProblem& problem) {
     return !is_plain_fp32(s) && std::min(s.c, s.k) >= 32 && s.dilation_h == 1 &&
            s.dilation_w == 1 && pixels >= 32 * 9 * 9 && pixels <= 256 * 9 * 9;
   }
+  const bool wgrad = problem.pass == Conv2dPass::kWgrad;
+  if (wgrad && !is_plain_fp32(s)) return stream_k_beats_cudnn(s);
   if (!im2col_is_known(s)) return false;
-  if (is_plain_fp32(s)) return problem.pass != Conv2dPass::kWgrad || !one;
+  if (is_plain_fp32(s)) return !wgrad || !one;
   switch (problem.pass) {
     case Conv2dPass::kFprop:
       if (one && !strided) return is_16_bit && s.c <= 512 && pixels >= 64 * 14 * 14;
@@ -443,7 +470,7 @@ bool im2col_beats_cudnn(const Conv2dProblem& problem) {
       return plane <= 80 * 80 && (!strided || !is_16_bit);
     case Conv2dPass::kWgrad: break;
   }
-  return !one && std::min(s.c, s.k) >= 128 && pixels >= 64 * 14 * 14;
+  return false;
 }
 
 // Whether that kernel is faster than cuDNN, as measured on an H200 (the same). What was not
@@ -470,6 +497,7 @@ bool beats_cudnn(const Conv2dProblem& problem, int kernel) {
   if (is_channels_last) {
     if (kernel == kIm2col) return im2col_beats_cudnn(problem);
     if (kernel == kPointwise) {
+      if (wgrad && !is_plain_fp32(s)) return stream_k_beats_cudnn(s);
       return is_16_bit && is_strided(s) && problem.pass == Conv2dPass::kDgrad &&
              std::min(s.c, s.k) >= 64;
     }

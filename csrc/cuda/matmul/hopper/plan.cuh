@@ -242,10 +242,8 @@ inline Plan make_plan(const MatmulArgs& p, bool stream_only = false) {
             !kind.compiled(size, swap, rows_mn, columns_mn && !copied, p.has_full_epilogue())) {
           continue;
         }
-        // Else in 16 bits shares gain nothing: other tiles keep up where those do not fill the
-        // device.
-        const bool across = rows_mn && columns_mn;
-        if (shares && !stream_only && size == 2 && !across) continue;
+        // In 16 bits shares gain nothing: other tiles keep up where those do not fill the device.
+        if (shares && !stream_only && size == 2) continue;
         plan.cluster = cluster;
         plan.cost = cost_of(p, plan, multiprocessors) + copy_cost_of(p, plan);
         if (plan.cost < best.cost) best = plan;

@@ -22,8 +22,8 @@ __device__ __forceinline__ void start_turning(uint64_t* turned) {
   }
 }
 
-// Where a lane reads and writes in a box: its 4 x 4 elements, twice, are at addresses that differ by
-// an exclusive or with constants.
+// Where a lane reads and writes in a box: its 4 x 4 elements, twice, are at addresses that differ
+// by an exclusive or with constants.
 struct Turn {
   uint32_t from, to;
 };
@@ -56,8 +56,8 @@ __device__ __forceinline__ void turn_box(uint32_t box, const Turn& turn) {
   for (int half = 0; half < 2; ++half) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(
-                       (box + turn.to) ^ (i * kColumnStep ^ half * 16)),
+      asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"((box + turn.to) ^
+                                                                    (i * kColumnStep ^ half * 16)),
                    "f"(v[half][0][i]), "f"(v[half][1][i]), "f"(v[half][2][i]), "f"(v[half][3][i])
                    : "memory");
     }
