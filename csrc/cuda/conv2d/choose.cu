@@ -236,6 +236,7 @@ bool im2col_beats_halo(const Conv2dArgs& args) {
   const int64_t filters = s.c * s.k;
   switch (args.pass) {
     case Conv2dPass::kFprop:
+      if (is_strided(s)) return true;
       if (s.c > 64 || s.k > 192) return !(is_tf32(s) && is_pointwise(s) && s.c == 64);
       // Taps of TF32 leave room for tiles of 64 positions only.
       return is_tf32(s) != is_pointwise(s);
@@ -249,6 +250,14 @@ bool im2col_beats_halo(const Conv2dArgs& args) {
     return filters > 128 * 256 || s.n * s.p * s.q <= 64 * 16 * 16;
   }
   return filters > (is_plain_fp32(s) ? 64 * 128 : 64 * 64);
+}
+
+// Where pointwise is faster than implicit_gemm_wgmma: 1 x 1 filters of TF32, long sums.
+bool pointwise_beats_im2col(const Conv2dArgs& args) {
+  const Conv2dShape& s = args.shape;
+  if (!is_tf32(s) || !is_pointwise(s) || args.pass == Conv2dPass::kWgrad) return false;
+  if (args.pass == Conv2dPass::kFprop) return !is_strided(s) && s.c >= 1024;
+  return is_strided(s) ? s.c > 512 : std::min(s.c, s.k) > 128;
 }
 
 // Whether implicit_gemm_wgmma is faster than all others where a filter's row of pixels is one pixel
@@ -349,8 +358,8 @@ int choose(const Conv2dArgs& args) {
   // weight gradients have one product of long sums.
   const bool wgrad = args.pass == Conv2dPass::kWgrad;
   if (wgrad && is_strided(s) && !is_plain_fp32(s) && !im2col_obstacle(args)) return kIm2col;
-  const bool product =
-      wgrad || (args.pass == Conv2dPass::kDgrad && is_strided(s) && !is_plain_fp32(s));
+  const bool product = wgrad || pointwise_beats_im2col(args) ||
+                       (args.pass == Conv2dPass::kDgrad && is_strided(s) && size_of(s.dtype) == 2);
   if (product && is_pointwise(s) && !pointwise_obstacle(args)) return kPointwise;
   if (im2col_beats_halo(args) && !im2col_obstacle(args)) return kIm2col;
   for (const int kernel : {kNarrowDgrad, kHalo, kPointwise, kIm2col, kMma, kSimt}) {
@@ -436,6 +445,18 @@ bool stream_k_beats_cudnn(const Conv2dShape& s) {
   return pixels >= 4096 || (pixels >= 1024 && s.c * s.k <= 128 * 128);
 }
 
+// The same of both for 1 x 1 filters of TF32, forward and input gradient.
+bool pointwise_tf32_beats_cudnn(const Conv2dProblem& problem) {
+  const Conv2dShape& s = problem.shape;
+  const int64_t pixels = s.n * s.p * s.q;
+  if (std::min(s.c, s.k) < 64 || pixels < 64 * 7 * 7) return false;
+  if (problem.pass == Conv2dPass::kDgrad) return is_strided(s) || pixels <= 64 * 28 * 28;
+  if (is_strided(s)) return s.c <= 128 || (s.c <= 256 && pixels <= 64 * 7 * 7);
+  if (pixels > 64 * 28 * 28 || s.c < 192) return false;
+  const bool few = pixels <= 64 * 14 * 14;
+  return s.c >= 4 * s.k || (s.k <= 256 && (few || s.c * s.k < 512 * 256) && s.k <= s.c);
+}
+
 // Whether implicit_gemm_wgmma was measured for the like: else there may be too little work.
 bool im2col_is_known(const Conv2dShape& s) {
   const bool known = is_pointwise(s) || (s.r == 3 && s.s == 3);
@@ -458,15 +479,18 @@ bool im2col_beats_cudnn(const Conv2dProblem& problem) {
   if (wgrad && !is_plain_fp32(s)) return stream_k_beats_cudnn(s);
   if (!im2col_is_known(s)) return false;
   if (is_plain_fp32(s)) return !wgrad || !one;
+  if (one && !is_16_bit) return pointwise_tf32_beats_cudnn(problem);
+  // A tap's channels are multiplied by rows of shared memory, whether these are full or not.
+  const int64_t summed = problem.pass == Conv2dPass::kDgrad ? s.k : s.c;
+  if (!is_16_bit && summed % 32 != 0) return false;
   switch (problem.pass) {
     case Conv2dPass::kFprop:
-      if (one && !strided) return is_16_bit && s.c <= 512 && pixels >= 64 * 14 * 14;
-      if (one) return is_16_bit || s.c <= 128;
-      return plane <= 80 * 80 && (is_16_bit || strided || s.c < 256);
+      if (one) return strided || (s.c <= 512 && pixels >= 64 * 14 * 14);
+      return plane <= 80 * 80 && (is_16_bit || s.c < 256);
     case Conv2dPass::kDgrad:
       // Level with cuDNN's alone, but behind beside a weight gradient: its blocks stay on their
       // SMs.
-      if (one) return strided && !is_16_bit;
+      if (one) return false;
       return plane <= 80 * 80 && (!strided || !is_16_bit);
     case Conv2dPass::kWgrad: break;
   }
@@ -498,6 +522,7 @@ bool beats_cudnn(const Conv2dProblem& problem, int kernel) {
     if (kernel == kIm2col) return im2col_beats_cudnn(problem);
     if (kernel == kPointwise) {
       if (wgrad && !is_plain_fp32(s)) return stream_k_beats_cudnn(s);
+      if (is_tf32(s)) return pointwise_tf32_beats_cudnn(problem);
       return is_16_bit && is_strided(s) && problem.pass == Conv2dPass::kDgrad &&
              std::min(s.c, s.k) >= 64;
     }
