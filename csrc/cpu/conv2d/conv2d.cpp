@@ -173,7 +173,7 @@ int choose(const Conv2dProblem& problem) {
   if (!pointwise_obstacle(problem)) {
     // Every s-th pixel of contiguous images has to be copied one by one.
     const bool skips = problem.pass == Conv2dPass::kFprop && is_strided(s) && problem.x.c != 1;
-    if (!is_wgrad && !skips) return kPointwise;
+    if ((!is_wgrad && !skips) || has_few_pixels(problem)) return kPointwise;
     if (wants_patches(problem) || blocked_im2col_reads_in_place(problem)) return kBlockedIm2col;
     // Weight gradients of many pixels, or of pixels that do not lie side by side, are read in place
     // there.

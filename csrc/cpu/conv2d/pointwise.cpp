@@ -1,5 +1,6 @@
 // 1 x 1 filters of any stride as products (pointwise.h, pointwise_wgrad.h). A strided dgrad is the
-// product at the pixels that the filter meets, and zeros (or the bias) elsewhere.
+// product at the pixels that the filter meets, and zeros (or the bias) elsewhere. A few images of
+// one pixel go by matmul's few_rows.h.
 #include "cpu/conv2d/pointwise.h"
 
 #include <algorithm>
@@ -7,6 +8,7 @@
 #include "cpu/conv2d/kernels.h"
 #include "cpu/conv2d/pointwise_wgrad.h"
 #include "cpu/conv2d/steps.h"
+#include "cpu/matmul/few_rows.h"
 
 namespace braze::cpu {
 namespace {
@@ -38,7 +40,42 @@ void store_bias(const Convolution& conv) {
                });
 }
 
+// The pass over images of one pixel, which are matrices.
+MatmulArgs product_of(const Conv2dProblem& problem, const void* bias) {
+  const Conv2dShape& s = problem.shape;
+  const Tensor4dRef &x = problem.x, &w = problem.w, &y = problem.y;
+  MatmulArgs p{};
+  p.dtype = s.dtype, p.batch = 1, p.bias = bias;
+  p.c = const_cast<void*>(problem.result().data);
+  switch (problem.pass) {
+    case Conv2dPass::kFprop:
+      p.m = s.n, p.n = s.k, p.k = s.c;
+      p.a = {x.data, 0, x.n, x.c}, p.b = {w.data, 0, w.c, w.n};
+      break;
+    case Conv2dPass::kDgrad:
+      p.m = s.n, p.n = s.c, p.k = s.k;
+      p.a = {y.data, 0, y.n, y.c}, p.b = {w.data, 0, w.n, w.c};
+      break;
+    case Conv2dPass::kWgrad:
+      p.m = s.k, p.n = s.c, p.k = s.n;
+      p.a = {y.data, 0, y.c, y.n}, p.b = {x.data, 0, x.n, x.c};
+      break;
+  }
+  return p;
+}
+
 }  // namespace
+
+bool has_few_pixels(const Conv2dProblem& problem) {
+  const Conv2dShape& s = problem.shape;
+  if (s.h * s.w != 1 || s.p * s.q != 1 || s.groups != 1 || pointwise_obstacle(problem)) {
+    return false;
+  }
+  const Tensor4dRef& result = problem.result();
+  const MatmulArgs p = product_of(problem, nullptr);
+  const bool is_dense = result.n == p.n && result.c == 1;
+  return is_dense && few_rows_of(p) != FewRows::kNone;
+}
 
 const char* pointwise_obstacle(const Conv2dProblem& problem) {
   const Conv2dShape& s = problem.shape;
@@ -58,6 +95,11 @@ const char* pointwise_obstacle(const Conv2dProblem& problem) {
 }
 
 void plan_pointwise(const Conv2dProblem& problem, Conv2dPlan* plan) {
+  if (has_few_pixels(problem)) {
+    plan->product = plan_matmul(product_of(problem, nullptr), kAnyKernel);
+    plan->workspace_bytes = plan->product.workspace_bytes;
+    return;
+  }
   with_steps(problem.shape.dtype, [&](auto tag, auto step) {
     if (problem.pass == Conv2dPass::kWgrad) {
       using Plan = PointwiseWgradPlan<typename decltype(tag)::type, typename decltype(step)::type>;
@@ -79,6 +121,9 @@ void plan_pointwise(const Conv2dProblem& problem, Conv2dPlan* plan) {
 
 void run_pointwise(const Conv2dProblem& problem, const Conv2dPlan& plan, const void* bias,
                    void* workspace) {
+  if (has_few_pixels(problem)) {
+    return run_matmul({}, product_of(problem, bias), plan.product, workspace);
+  }
   with_steps(problem.shape.dtype, [&](auto tag, auto step) {
     using T = typename decltype(tag)::type;
     using Step = typename decltype(step)::type;

@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "cpu/matmul/epilogue.h"
+#include "cpu/matmul/few_rows.h"
 #include "cpu/matmul/gemm.h"
 #include "cpu/matmul/matmul_pairs.h"
 #include "cpu/matmul/matmul_rungs.h"
@@ -251,6 +252,7 @@ void plan_as(const MatmulArgs& args, MatmulPlan* plan) {
   plan->tiling.set(tiling);
 }
 void plan_blocked(const MatmulArgs& args, MatmulPlan* plan) {
+  if (few_rows_of(args) != FewRows::kNone) return;
   return args.dtype == DType::kFloat64 ? plan_as<Plan<double>>(args, plan)
                                        : plan_as<Plan<float>>(args, plan);
 }
@@ -264,9 +266,27 @@ void run_reordered(const MatmulArgs& args, const MatmulPlan&, void* workspace) {
     reordered_matmul<T>(args, static_cast<acc_t<T>*>(workspace));
   });
 }
+// Whether the product is one of few_rows.h, which has been made then.
+template <typename T>
+bool run_few_rows(const MatmulArgs& args) {
+  const auto store = [&](T* sums, int64_t width, int64_t matrix, int64_t row, int64_t rows,
+                         int64_t column, int64_t columns) {
+    store_columns<T>(args, sums, width, matrix, row, rows, column, columns);
+  };
+  switch (few_rows_of(args)) {
+    case FewRows::kDots: return few_rows_by_dots<T>(args, store), true;
+    case FewRows::kStripes: return few_rows_by_stripes<T>(args, store), true;
+    case FewRows::kOuter: return few_depths_by_rows<T>(args), true;
+    case FewRows::kNone: break;
+  }
+  return false;
+}
 void run_blocked(const MatmulArgs& args, const MatmulPlan& plan, void* workspace) {
   dispatch(args.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
+    if constexpr (std::is_same_v<T, acc_t<T>>) {
+      if (run_few_rows<T>(args)) return;
+    }
     Blocked<T>(args, plan.tiling.get<Plan<acc_t<T>>>(), workspace).run();
   });
 }
