@@ -65,6 +65,23 @@ def test_images_of_one_pixel(device, images, channels, filters, turned):
         assert torch.equal(actual.double(), double)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("images", "channels", "filters"), [(4096, 1, 64), (64, 8, 512), (300, 5, 130)], ids=str
+)
+def test_few_channels(device, images, channels, filters, bias):
+    """Sums of a few terms, with and without an epilogue: planned alike."""
+    x = integers(images, channels, 1, 1, device=device, dtype=torch.float32)
+    w = integers(channels, filters, 1, 1, device=device, dtype=torch.float32)
+    b = integers(filters, device=device, dtype=torch.float32) if bias else None
+    turned = w.transpose(0, 1)
+    exact = torch.nn.functional.linear(x.flatten(1), turned.flatten(1), b)
+    for y in (F.conv2d(x, turned, b), F.conv_transpose2d(x, w, b)):
+        assert torch.equal(y.flatten(1), exact)
+    assert torch.equal(F.linear(x.flatten(1), turned.flatten(1), b), exact)
+    assert torch.equal(F.linear_relu(x.flatten(1), turned.flatten(1), b), exact.relu())
+
+
 def test_infinities_and_nan_stay_where_they_are(device):
     a = torch.randn(2, 600, device=device)
     b = torch.randn(600, 2000, device=device)

@@ -31,7 +31,7 @@ BRAZE_CONV2D_KERNEL(im2col)
 const char* narrow_input_obstacle(const Conv2dProblem& problem);
 BRAZE_CONV2D_KERNEL(narrow_input)
 
-// Whether pointwise reads or writes the weights once, and little else.
+// Of what pointwise takes: whether it reads or writes the weights once, and little else.
 bool has_few_pixels(const Conv2dProblem& problem);
 const char* pointwise_obstacle(const Conv2dProblem& problem);
 BRAZE_CONV2D_KERNEL(pointwise)

@@ -40,6 +40,9 @@ void store_bias(const Convolution& conv) {
                });
 }
 
+// A plan's variant: passes over the image's pixels, or a product.
+enum Variant { kPixels, kProduct };
+
 // The pass over images of one pixel, which are matrices.
 MatmulArgs product_of(const Conv2dProblem& problem, const void* bias) {
   const Conv2dShape& s = problem.shape;
@@ -68,9 +71,7 @@ MatmulArgs product_of(const Conv2dProblem& problem, const void* bias) {
 
 bool has_few_pixels(const Conv2dProblem& problem) {
   const Conv2dShape& s = problem.shape;
-  if (s.h * s.w != 1 || s.p * s.q != 1 || s.groups != 1 || pointwise_obstacle(problem)) {
-    return false;
-  }
+  if (s.h * s.w != 1 || s.p * s.q != 1 || s.groups != 1) return false;
   const Tensor4dRef& result = problem.result();
   const MatmulArgs p = product_of(problem, nullptr);
   const bool is_dense = result.n == p.n && result.c == 1;
@@ -95,7 +96,8 @@ const char* pointwise_obstacle(const Conv2dProblem& problem) {
 }
 
 void plan_pointwise(const Conv2dProblem& problem, Conv2dPlan* plan) {
-  if (has_few_pixels(problem)) {
+  plan->variant = has_few_pixels(problem) ? kProduct : kPixels;
+  if (plan->variant == kProduct) {
     plan->product = plan_matmul(product_of(problem, nullptr), kAnyKernel);
     plan->workspace_bytes = plan->product.workspace_bytes;
     return;
@@ -121,7 +123,7 @@ void plan_pointwise(const Conv2dProblem& problem, Conv2dPlan* plan) {
 
 void run_pointwise(const Conv2dProblem& problem, const Conv2dPlan& plan, const void* bias,
                    void* workspace) {
-  if (has_few_pixels(problem)) {
+  if (plan.variant == kProduct) {
     return run_matmul({}, product_of(problem, bias), plan.product, workspace);
   }
   with_steps(problem.shape.dtype, [&](auto tag, auto step) {

@@ -18,10 +18,12 @@ namespace braze::cpu {
 
 constexpr int64_t kFewRows = 8;         // of A, or the depth of a weight gradient
 constexpr int64_t kFewGrain = 1 << 15;  // multiply-adds that a task has at least
+constexpr int64_t kStored = 32;         // columns that the epilogue gets at once
 
 enum class FewRows { kNone, kDots, kStripes, kOuter };
 
-// Which of them a product is for. Their element type is that of the sums.
+// Which of them a product is for, by its shape and strides: a plan serves any epilogue. Their
+// element type is that of the sums.
 inline FewRows few_rows_of(const MatmulArgs& args) {
   const bool plain = args.dtype == DType::kFloat32 || args.dtype == DType::kFloat64;
   if (!plain || args.k == 0 || args.n * args.k * args.m < 4 * kFewGrain) return FewRows::kNone;
@@ -30,8 +32,7 @@ inline FewRows few_rows_of(const MatmulArgs& args) {
   const bool large = args.n * args.k >= int64_t{1} << 20;
   const bool stripes = args.m <= kFewRows && args.b.col == 1 && args.n >= 2 * 256 && large;
   if (stripes) return FewRows::kStripes;
-  const bool stored = !args.bias && !args.relu && !changes_values(args);
-  if (args.k <= kFewRows && args.b.col == 1 && stored && args.m >= 32) return FewRows::kOuter;
+  if (args.k <= kFewRows && args.b.col == 1 && args.m >= 32) return FewRows::kOuter;
   return FewRows::kNone;
 }
 
@@ -100,9 +101,9 @@ void dot_columns(const MatmulArgs& args, const T* a, const T* b, int64_t columns
 // store(sums, width, matrix, first row, rows, column, columns): the epilogue.
 template <typename T, typename Store>
 void few_rows_by_dots(const MatmulArgs& args, const Store& store) {
-  constexpr int64_t kWidth = 32;
+  constexpr int64_t kWidth = kStored;
   const int64_t groups = ceil_div(args.n, kWidth);
-  const int64_t each = std::max<int64_t>(1, kWidth * args.k * args.m);
+  const int64_t each = kWidth * args.k * args.m;
   parallel_for(0, args.batch * groups, ceil_div(kFewGrain, each), [&](int64_t begin, int64_t end) {
     T sums[kFewRows * kWidth];
     for (int64_t task = begin; task < end; ++task) {
@@ -160,7 +161,7 @@ void for_row_groups(int64_t rows, const F& f) {
 
 template <typename T, typename Store>
 void few_rows_by_stripes(const MatmulArgs& args, const Store& store) {
-  constexpr int64_t kWidth = 5 * kMaxPanelWidth<T>, kBlock = 16, kStored = 32;
+  constexpr int64_t kWidth = 5 * kMaxPanelWidth<T>, kBlock = 16;
   // As many for one thread as for any other.
   const int64_t most = num_threads(), wanted = ceil_div(ceil_div(args.n, kWidth), most) * most;
   const int64_t width = ceil_div(ceil_div(args.n, wanted), kLanes<T>) * kLanes<T>;
@@ -192,11 +193,15 @@ void few_rows_by_stripes(const MatmulArgs& args, const Store& store) {
   });
 }
 
-template <typename T>
-void few_depths_by_rows(const MatmulArgs& args) {
+// Without an epilogue, which a weight gradient has not, sums go to C at once.
+template <typename T, typename Store>
+void few_depths_by_rows(const MatmulArgs& args, const Store& store) {
+  const bool direct = !args.bias && !args.relu && !changes_values(args);
+  const int64_t width = direct ? args.n : kStored;
   const int64_t groups = ceil_div(args.m, kRows), ld = args.b.row;
   const int64_t each = kRows * args.n * args.k;
   parallel_for(0, args.batch * groups, ceil_div(kFewGrain, each), [&](int64_t begin, int64_t end) {
+    T sums[kRows * kStored];
     for (int64_t task = begin; task < end; ++task) {
       const int64_t matrix = task / groups, first = task % groups * kRows;
       const T* const a =
@@ -204,8 +209,12 @@ void few_depths_by_rows(const MatmulArgs& args) {
       const T* const b = static_cast<const T*>(args.b.data) + matrix * args.b.batch;
       T* const c = static_cast<T*>(args.c) + (matrix * args.m + first) * args.n;
       for_row_groups(std::min<int64_t>(kRows, args.m - first), [&](int64_t i, int rows) {
-        add_outer_products(args.k, rows, a + i * args.a.row, args.a.row, args.a.col, b, ld, args.n,
-                           c + i * args.n, args.n, false);
+        for (int64_t j = 0; j < args.n; j += width) {
+          const int64_t columns = std::min(width, args.n - j);
+          add_outer_products(args.k, rows, a + i * args.a.row, args.a.row, args.a.col, b + j, ld,
+                             columns, direct ? c + i * args.n : sums, width, false);
+          if (!direct) store(sums, width, matrix, first + i, rows, j, columns);
+        }
       });
     }
   });

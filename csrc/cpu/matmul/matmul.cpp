@@ -276,7 +276,7 @@ bool run_few_rows(const MatmulArgs& args) {
   switch (few_rows_of(args)) {
     case FewRows::kDots: return few_rows_by_dots<T>(args, store), true;
     case FewRows::kStripes: return few_rows_by_stripes<T>(args, store), true;
-    case FewRows::kOuter: return few_depths_by_rows<T>(args), true;
+    case FewRows::kOuter: return few_depths_by_rows<T>(args, store), true;
     case FewRows::kNone: break;
   }
   return false;
