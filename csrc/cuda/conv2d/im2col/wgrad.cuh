@@ -80,20 +80,15 @@ class Copies<im2col::WgradArgs, Tile, 1, 1> {
 
   __device__ __forceinline__ uint32_t bytes() const { return inside_.bytes(); }
   __device__ __forceinline__ void copy(int d, uint64_t* full, uint32_t to) {
-    constexpr int kBoxBytes = Tile::kDepth * kSwizzle;
     const int pixel = d * Tile::kDepth;
     const im2col::Corner from = im2col::corner_of(windows_, pixel);
-#pragma unroll
-    for (int i = 0; i < Tile::kRows / kWidth; ++i) {
-      if (i >= inside_.rows) break;
-      load<T, 1, kWidth, 1>(row_map_, full, to + i * kBoxBytes, row_ + i * kWidth, pixel, 0);
-    }
+    inside_.load_rows(row_map_, full, to, row_, pixel, 0);
     for_column_boxes<Tile>(rank_, to, [&](int first, uint32_t box) {
       const int place = (first - rank_ * Tile::kColumnBox) / kApart * kAtOnce;
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         if (first / kWidth + i >= inside_.columns) break;
-        im2col::load_pixels<Tile::kCluster>(column_map_, full, box + i * kBoxBytes,
+        im2col::load_pixels<Tile::kCluster>(column_map_, full, box + i * BoxesInside<Tile>::kBytes,
                                             boxes_[place + i], from);
       }
     });
@@ -101,7 +96,7 @@ class Copies<im2col::WgradArgs, Tile, 1, 1> {
 
  private:
   using T = typename Tile::T;
-  static constexpr int kWidth = kSwizzle / int{sizeof(T)};
+  static constexpr int kWidth = BoxesInside<Tile>::kWidth;
   // Of the image a block loads so many boxes at a time, and the next ones so much further on.
   static constexpr int kAtOnce = int{Tile::kColumnBox} / kWidth;
   static constexpr int kApart = Tile::kCluster * Tile::kColumnBox;

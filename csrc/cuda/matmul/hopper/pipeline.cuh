@@ -184,7 +184,7 @@ class Copies {
     });
   }
 
- private:
+ protected:
   using T = typename Tile::T;
   const CUtensorMap *row_map_, *column_map_;
   int row_, column_, row_batch_, column_batch_, rank_;

@@ -82,13 +82,22 @@ __device__ __forceinline__ bool is_inside(const StreamArgs& a, int row, int colu
 template <typename Tile>
 struct BoxesInside {
   static constexpr int kWidth = kSwizzle / int{sizeof(typename Tile::T)};
+  static constexpr int kBytes = Tile::kDepth * kSwizzle;  // of a box
   int rows, columns;
 
   __device__ __forceinline__ BoxesInside(const Args& a, int row, int column)
       : rows(within(a.rows - row, Tile::kRows)),
         columns(within(a.columns - column, Tile::kColumns)) {}
-  __device__ __forceinline__ uint32_t bytes() const {
-    return (rows + columns) * Tile::kDepth * kSwizzle;
+  __device__ __forceinline__ uint32_t bytes() const { return (rows + columns) * kBytes; }
+  // The rows' boxes from `row` on, at `depth`, to shared memory.
+  __device__ __forceinline__ void load_rows(const CUtensorMap* map, uint64_t* full, uint32_t to,
+                                            int row, int depth, int batch) const {
+#pragma unroll
+    for (int i = 0; i < Tile::kRows / kWidth; ++i) {
+      if (i >= rows) break;
+      load<typename Tile::T, 1, kWidth, 1>(map, full, to + i * kBytes, row + i * kWidth, depth,
+                                           batch);
+    }
   }
 
  private:
@@ -98,43 +107,31 @@ struct BoxesInside {
 };
 
 template <typename Tile>
-class Copies<StreamArgs, Tile, 1, 1> {
+class Copies<StreamArgs, Tile, 1, 1> : public Copies<Args, Tile, 1, 1> {
  public:
   __device__ __forceinline__ Copies(const CUtensorMap* row_map, const CUtensorMap* column_map,
                                     const StreamArgs& a, const Place& p, int rank)
-      : row_map_(row_map),
-        column_map_(column_map),
-        row_((p.row * Tile::kCluster + rank) * Tile::kRows),
-        column_(p.column * Tile::kColumns),
-        row_batch_(a.row_batch ? p.batch : 0),
-        column_batch_(a.column_batch ? p.batch : 0),
-        rank_(rank),
-        inside_(a, row_, column_) {}
+      : Copies<Args, Tile, 1, 1>(row_map, column_map, a, p, rank),
+        inside_(a, this->row_, this->column_) {}
 
   __device__ __forceinline__ uint32_t bytes() const { return inside_.bytes(); }
   __device__ __forceinline__ void copy(int d, uint64_t* full, uint32_t to) {
-    constexpr int kWidth = BoxesInside<Tile>::kWidth, kBoxBytes = Tile::kDepth * kSwizzle;
+    using T = typename Tile::T;
+    constexpr int kWidth = BoxesInside<Tile>::kWidth;
     const int depth = d * Tile::kDepth;
-#pragma unroll
-    for (int i = 0; i < Tile::kRows / kWidth; ++i) {
-      if (i >= inside_.rows) break;
-      load<T, 1, kWidth, 1>(row_map_, full, to + i * kBoxBytes, row_ + i * kWidth, depth,
-                            row_batch_);
-    }
-    for_column_boxes<Tile>(rank_, to, [&](int first, uint32_t box) {
+    inside_.load_rows(this->row_map_, full, to, this->row_, depth, this->row_batch_);
+    for_column_boxes<Tile>(this->rank_, to, [&](int first, uint32_t box) {
 #pragma unroll
       for (int i = 0; i < Tile::kColumnBox / kWidth; ++i) {
         if (first / kWidth + i >= inside_.columns) break;
-        load<T, 1, kWidth, Tile::kCluster>(column_map_, full, box + i * kBoxBytes,
-                                           column_ + first + i * kWidth, depth, column_batch_);
+        load<T, 1, kWidth, Tile::kCluster>(
+            this->column_map_, full, box + i * BoxesInside<Tile>::kBytes,
+            this->column_ + first + i * kWidth, depth, this->column_batch_);
       }
     });
   }
 
  private:
-  using T = typename Tile::T;
-  const CUtensorMap *row_map_, *column_map_;
-  int row_, column_, row_batch_, column_batch_, rank_;
   BoxesInside<Tile> inside_;
 };
 
