@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as stock
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import braze
 import braze.nn.functional as F
@@ -217,6 +218,23 @@ def test_memory_format_of_the_result(device, dtype, shape):
                     y, args, upstream.contiguous(memory_format=grad_fmt), retain_graph=True
                 )
                 assert all(map(torch.equal, grads, expected))
+
+
+@pytest.mark.parametrize("n", [2, 90])
+def test_fakes_of_what_is_kept(device, n):
+    """On a GPU much of z at the maxima is kept behind the codes."""
+    args = inputs((n, 16, 28, 28, 64, 3, {}), device, torch.float32)
+    x, *rest = (
+        t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t for t in args
+    )
+    settings = [1, 1], [1, 1], [1, 1], 1, True, 0.1, 1e-5, True, False
+    kept = torch.ops.braze.conv_bn_relu2d(x, *rest, None, None, None, *settings)
+    with FakeTensorMode() as mode:
+        x, *rest = (mode.from_tensor(t) for t in (x, *rest))
+        fakes = torch.ops.braze.conv_bn_relu2d(x, *rest, None, None, None, *settings)
+    assert [(t.shape, t.stride()) for t in kept] == [(t.shape, t.stride()) for t in fakes]
+    codes = kept[0].numel() // 8
+    assert (kept[2].numel() > codes) == (device == "cuda" and n == 90)
 
 
 def layers_of(pool, **options):

@@ -24,12 +24,19 @@ struct BnPoolShape {
   // Whether the pooled tensors (y, dy) are in the other layout, where bn_pool_turns() allows it: a
   // linear layer wants them contiguous.
   bool turned = false;
+  // Whether the forward pass leaves z's values at the windows' maxima behind the codes, so that the
+  // sums of the backward pass read a quarter of z.
+  bool keeps_maxima = false;
 
   int64_t p() const { return h / 2; }
   int64_t q() const { return w / 2; }
   int64_t pooled() const { return n * c * p() * q(); }
   // 2x2 tiles that cover z, those that are cut off included.
   int64_t tiles() const { return n * c * ((h + 1) / 2) * ((w + 1) / 2); }
+  // Whether it may. What is small is in the L2 cache anyway; others fill whole vectors of codes.
+  bool may_keep_maxima() const {
+    return channels_last && c % 32 == 0 && pooled() > int64_t{1} << 20;
+  }
   BatchNormShape norm() const { return {dtype, n, c, h * w, channels_last}; }
 };
 
@@ -38,8 +45,13 @@ constexpr int64_t kBnPoolMostTiles = (int64_t{1} << 31) - 1;
 
 // A 4-bit code per pooled element, in the order of a pooled tensor in z's layout, eight to a word,
 // the first in the lowest bits: the position of the maximum in its window (0 to 3, in reading
-// order), or 4 where ReLU stops the gradient.
-inline int64_t bn_pool_code_words(const BnPoolShape& shape) { return ceil_div(shape.pooled(), 8); }
+// order), or 4 where ReLU stops the gradient. Behind them the maxima, in the same order, if they
+// are kept.
+inline int64_t bn_pool_maxima_word(const BnPoolShape& shape) { return ceil_div(shape.pooled(), 8); }
+inline int64_t bn_pool_code_words(const BnPoolShape& shape) {
+  const int64_t maxima = shape.keeps_maxima ? shape.pooled() * size_of(shape.dtype) / 4 : 0;
+  return bn_pool_maxima_word(shape) + maxima;
+}
 
 namespace BRAZE_DEVICE {
 

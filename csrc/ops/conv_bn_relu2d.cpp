@@ -9,9 +9,12 @@ namespace {
 
 using Ints = std::vector<int64_t>;
 
-BnPoolShape bn_pool_shape(const char* op, const Tensor& z) {
+BnPoolShape bn_pool_shape(const char* op, const Tensor& z, [[maybe_unused]] bool training) {
   const DType dtype = dtype_of(op, "input", z);
-  const BnPoolShape shape{dtype, z.size(0), z.size(1), z.size(2), z.size(3), is_channels_last(z)};
+  BnPoolShape shape{dtype, z.size(0), z.size(1), z.size(2), z.size(3), is_channels_last(z)};
+#ifdef BRAZE_CUDA
+  shape.keeps_maxima = training && shape.may_keep_maxima();
+#endif
   BRAZE_CHECK(shape.pooled() > 0, op,
               ": expected an input with at least one 2x2 window, but got shape ", shape_string(z));
   BRAZE_CHECK(shape.tiles() <= kBnPoolMostTiles, op,
@@ -38,7 +41,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(const char* op, const Tensor& input,
   const BatchNormShape shape = batch_norm_shape(op, input);
   norm.check(op, shape, input);
   std::optional<BnPoolShape> pool =
-      max_pool ? std::optional(bn_pool_shape(op, input)) : std::nullopt;
+      max_pool ? std::optional(bn_pool_shape(op, input, norm.training)) : std::nullopt;
   if (pool) pool->turned = contiguous && dev::bn_pool_turns(*pool);
   const DeviceContext context(input);
   Tensor out = pool ? empty_pooled(*pool, input) : empty_like_input(shape, input);
@@ -83,7 +86,7 @@ Gradients backward(const char* op, const Tensor& grad_output, const Tensor& inpu
   check_pair(op, "weight", weight, "bias", bias);
   check_statistics(op, statistics, input);
   std::optional<BnPoolShape> pool =
-      max_pool ? std::optional(bn_pool_shape(op, input)) : std::nullopt;
+      max_pool ? std::optional(bn_pool_shape(op, input, training)) : std::nullopt;
   if (pool) pool->turned = grad_output.is_contiguous() && dev::bn_pool_turns(*pool);
   const int64_t code_words = pool ? bn_pool_code_words(*pool) : 0;
   BRAZE_CHECK(codes.scalar_type() == ScalarType::Int && codes.is_contiguous() &&

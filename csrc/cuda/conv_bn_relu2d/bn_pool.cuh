@@ -54,6 +54,13 @@ __device__ __forceinline__ A pool_window(const A (&v)[4], uint32_t* code) {
   return best;
 }
 
+// The element of a window that the code points to.
+template <typename T>
+__device__ __forceinline__ T coded(uint32_t code, T a, T b, T c, T d) {
+  const T top = code & 1 ? b : a, bottom = code & 1 ? d : c;
+  return code & 2 ? bottom : top;
+}
+
 // Extents of z and of the pooled tensor in one image (NHWC) or plane (NCHW). `depth`: see pool.h.
 struct BnPoolGeometry {
   int h, w, p, q;

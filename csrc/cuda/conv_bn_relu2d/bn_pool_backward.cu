@@ -44,13 +44,6 @@ PixelPlan plan_pixels(int64_t pixels, int64_t c, int most_threads) {
   return fits ? few : plan(most_threads, kRowTile, sms).first;
 }
 
-// The element of a window that the code points to.
-template <typename T>
-__device__ __forceinline__ T coded(uint32_t code, T a, T b, T c, T d) {
-  const T top = code & 1 ? b : a, bottom = code & 1 ? d : c;
-  return code & 2 ? bottom : top;
-}
-
 // A block per part of a channel, as in plane_grad_sums_kernel.
 template <typename T, int V, bool kVector>
 __global__ void __launch_bounds__(kPlaneThreads)
@@ -103,13 +96,15 @@ __global__ void __launch_bounds__(kPlaneThreads)
   if (threadIdx.x == 0) partials[int64_t{blockIdx.x} * splits + blockIdx.y] = {sum, dot};
 }
 
-// A block per part of the pooled pixels and tile of channels, as in row_grad_sums_kernel.
-template <typename T, int N>
+// A block per part of the pooled pixels and tile of channels, as in row_grad_sums_kernel. z: or its
+// values at the windows' maxima.
+template <typename T, int N, bool kMaxima>
 __global__ void __launch_bounds__(kSumThreads)
     pooled_row_sums_kernel(const T* dy, const T* z, const uint32_t* codes, const acc_t<T>* mean,
                            RowShape shape, BnPoolSplit split, BnPoolGeometry geometry,
                            GradPartial<acc_t<T>>* __restrict__ partials) {
   using A = acc_t<T>;
+  constexpr int kAtOnce = kMaxima ? 2 : 1;  // pixels whose loads are in flight together
   __shared__ RowSums<A, N> shared;
   const RowPlace<N> place(shape);
   const int64_t channel = place.channel();
@@ -121,26 +116,51 @@ __global__ void __launch_bounds__(kSumThreads)
 #pragma unroll
     for (int k = 0; k < N; ++k) center[k] = mean[channel + k];
   }
-  for (; pixel < place.end; pixel += place.height) {
-    int64_t image;
-    int row, column, group;
-    split(pixel, &image, &row, &column, &group);
-    const T* corner = z + geometry.input(image, 2 * row, 2 * column) + channel;
-    const int64_t pooled = pixel * shape.c + channel;
-    const Vec<T, N> g = geometry.load_pooled<N>(dy, image, row, column, channel);
-    const uint32_t bits = load_codes<N>(codes, pooled);
-    const Vec<T, N> window[4] = {load_vec<N>(corner), load_vec<N>(corner + right),
-                                 load_vec<N>(corner + down), load_vec<N>(corner + down + right)};
+  for (; pixel < place.end; pixel += kAtOnce * place.height) {
+    Packed<T, N> g[kAtOnce], window[kAtOnce][kMaxima ? 1 : 4];
+    uint32_t bits[kAtOnce];
 #pragma unroll
-    for (int k = 0; k < N; ++k) {
-      const uint32_t code = bits >> (4 * k) & 7;
-      if (code == kStopped) continue;
-      const A grad = convert<A>(g.v[k]);
-      sum[k] += grad;
-      dot[k] +=
-          grad *
-          (convert<A>(coded(code, window[0].v[k], window[1].v[k], window[2].v[k], window[3].v[k])) -
-           center[k]);
+    for (int u = 0; u < kAtOnce; ++u) {
+      const int64_t at = pixel + u * place.height, pooled = at * shape.c + channel;
+      bits[u] = kAllStopped;
+      if (at >= place.end) break;
+      bits[u] = load_codes<N>(codes, pooled);
+      if (kMaxima && !geometry.turned) {
+        g[u].load(dy + pooled);
+      } else {
+        int64_t image;
+        int row, column, group;
+        split(at, &image, &row, &column, &group);
+        const Vec<T, N> loaded = geometry.load_pooled<N>(dy, image, row, column, channel);
+        g[u] = reinterpret_cast<const Packed<T, N>&>(loaded);
+        if constexpr (!kMaxima) {
+          const T* corner = z + geometry.input(image, 2 * row, 2 * column) + channel;
+          window[u][0].load(corner);
+          window[u][1].load(corner + right);
+          window[u][2].load(corner + down);
+          window[u][3].load(corner + down + right);
+        }
+      }
+      if constexpr (kMaxima) window[u][0].load(z + pooled);
+    }
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u) {
+      const Vec<T, N> grads = g[u].unpacked();
+      Vec<T, N> values[kMaxima ? 1 : 4];
+#pragma unroll
+      for (int i = 0; i < (kMaxima ? 1 : 4); ++i) values[i] = window[u][i].unpacked();
+#pragma unroll
+      for (int k = 0; k < N; ++k) {
+        const uint32_t code = bits[u] >> (4 * k) & 7;
+        if (code == kStopped) continue;
+        T value = values[0].v[k];
+        if constexpr (!kMaxima) {
+          value = coded(code, values[0].v[k], values[1].v[k], values[2].v[k], values[3].v[k]);
+        }
+        const A grad = convert<A>(grads.v[k]);
+        sum[k] += grad;
+        dot[k] += grad * (convert<A>(value) - center[k]);
+      }
     }
   }
   row_block_sum(sum, shared, place);
@@ -321,8 +341,12 @@ int launch_sums(cudaStream_t s, const BnPoolShape& shape, const T* dy, const T* 
       const PixelPlan plan =
           plan_pixels<T, N>(shape.n * shape.p() * shape.q(), shape.c, kSumThreads);
       splits = plan.rows.splits;
-      launch_early(pooled_row_sums_kernel<T, N>, plan.grid(), plan.threads, 0, s, dy, z, codes,
-                   mean, plan.rows, BnPoolSplit(1, shape.q(), shape.p()), geometry, partials);
+      const T* const maxima = reinterpret_cast<const T*>(codes + bn_pool_maxima_word(shape));
+      const auto kernel = shape.keeps_maxima ? pooled_row_sums_kernel<T, N, true>
+                                             : pooled_row_sums_kernel<T, N, false>;
+      launch_early(kernel, plan.grid(), plan.threads, 0, s, dy, shape.keeps_maxima ? maxima : z,
+                   codes, mean, plan.rows, BnPoolSplit(1, shape.q(), shape.p()), geometry,
+                   partials);
     });
   } else {
     with_windows<T>(shape, {z}, {dy}, [&](auto windows, auto vector) {

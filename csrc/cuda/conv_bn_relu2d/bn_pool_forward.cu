@@ -69,8 +69,9 @@ __global__ void __launch_bounds__(kBnPoolThreads)
 
 template <typename T, int N>
 __global__ void __launch_bounds__(kBnPoolThreads)
-    pool_pixels_kernel(const T* z, T* __restrict__ y, uint32_t* __restrict__ codes, int64_t steps,
-                       BnPoolSplit split, BnPoolGeometry geometry, Coefficients<acc_t<T>> k) {
+    pool_pixels_kernel(const T* z, T* __restrict__ y, uint32_t* __restrict__ codes,
+                       T* __restrict__ maxima, int64_t steps, BnPoolSplit split,
+                       BnPoolGeometry geometry, Coefficients<acc_t<T>> k) {
   order_earlier_kernels();
   using A = acc_t<T>;
   const int64_t step = blockIdx.x * int64_t{kBnPoolThreads} + threadIdx.x;
@@ -88,7 +89,7 @@ __global__ void __launch_bounds__(kBnPoolThreads)
     const Vec<A, N> center = load_vec<N>(k.center + channel);
     const Vec<A, N> scale = load_vec<N>(k.scale + channel);
     const Vec<A, N> shift = load_vec<N>(k.shift + channel);
-    Vec<T, N> result;
+    Vec<T, N> result, maximum;
 #pragma unroll
     for (int j = 0; j < N; ++j) {
       A values[4];
@@ -98,8 +99,10 @@ __global__ void __launch_bounds__(kBnPoolThreads)
       }
       uint32_t code;
       result.v[j] = convert<T>(pool_window(values, &code));
+      maximum.v[j] = coded(code, window[0].v[j], window[1].v[j], window[2].v[j], window[3].v[j]);
       bits |= code << (4 * j);
     }
+    if (maxima) store_vec(maxima + step * N, maximum);
     geometry.store_pooled(y, image, row, column, channel, result);
   }
   store_codes<N>(codes, step * N, valid, bits);
@@ -132,8 +135,10 @@ void bn_pool_forward(Stream stream, const BnPoolShape& shape, const void* z,
         constexpr int N = decltype(width)::value;
         const int64_t steps = shape.pooled() / N;
         const auto blocks = static_cast<unsigned int>(ceil_div(steps, kBnPoolThreads));
-        launch_early(pool_pixels_kernel<T, N>, blocks, kBnPoolThreads, 0, s, in, out, codes, steps,
-                     BnPoolSplit(shape.c / N, shape.q(), shape.p()), geometry, k);
+        T* const maxima =
+            shape.keeps_maxima ? reinterpret_cast<T*>(codes + bn_pool_maxima_word(shape)) : nullptr;
+        launch_early(pool_pixels_kernel<T, N>, blocks, kBnPoolThreads, 0, s, in, out, codes, maxima,
+                     steps, BnPoolSplit(shape.c / N, shape.q(), shape.p()), geometry, k);
       });
       note_ordering_kernel(stream, {{y, shape.pooled() * size_of(shape.dtype)},
                                     {codes, bn_pool_code_words(shape) * int64_t{4}}});

@@ -176,7 +176,7 @@ def _through_relu(grad_output, input, codes, statistics, max_pool):
     if max_pool:
         n, c, p, q = grad_output.shape
         channels_last = is_channels_last(input)  # the order of the codes
-        codes = unpack(codes).flatten()[: grad_output.numel()]
+        codes = unpack(codes[: (grad_output.numel() + 7) // 8]).flatten()[: grad_output.numel()]
         codes = codes.view((n, p, q, c) if channels_last else grad_output.shape)
         codes = codes.permute(0, 3, 1, 2) if channels_last else codes
         return unpool(grad_output, codes, *input.shape[2:])
@@ -237,6 +237,15 @@ _conv_bn_relu2d_backward = eager_backward(
 )
 
 
+def _code_words(input, output, training):
+    """bn_pool_code_words() of csrc/launchers/conv_bn_relu2d.h."""
+    words = (output.numel() + 7) // 8
+    if not (training and input.is_cuda and is_channels_last(input) and input.shape[1] % 32 == 0):
+        return words
+    # The last condition, since under dynamic shapes it is a guard.
+    return words + (output.numel() * output.element_size() // 4 if output.numel() > 1 << 20 else 0)
+
+
 def _fake(input, weight, bias, mean, var, batches, training, momentum, eps, max_pool):
     output = empty_like_input(input)
     if max_pool:
@@ -248,7 +257,8 @@ def _fake(input, weight, bias, mean, var, batches, training, momentum, eps, max_
             device=input.device,
             memory_format=memory_format,
         )
-    codes = input.new_empty((output.numel() + 7) // 8 if max_pool else 0, dtype=torch.int32)
+    words = _code_words(input, output, training) if max_pool else 0
+    codes = input.new_empty(words, dtype=torch.int32)
     dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
     return output, codes, input.new_empty((4, input.shape[1]), dtype=dtype)
 
@@ -280,7 +290,7 @@ def _fake_conv(
     groups, training, momentum, eps, max_pool, contiguous, *settings
 ):  # fmt: skip
     z = fake_conv2d(input, weight, conv_bias, stride, padding, dilation, groups)
-    output, codes, statistics = _fake(z, *(None,) * 8, max_pool)
+    output, codes, statistics = _fake(z, *(None,) * 5, training, None, None, max_pool)
     if max_pool and contiguous:
         output = output.contiguous()
     if max_pool and _leaves_channels_last(weight):
