@@ -237,6 +237,72 @@ def test_fakes_of_what_is_kept(device, n):
     assert (kept[2].numel() > codes) == (device == "cuda" and n == 90)
 
 
+# Enough tiles for every multiprocessor to take several: there one kernel makes the gradients of a
+# 3x3 convolution's input and weight (csrc/cuda/conv_bn_relu2d/conv_gradients.cu). Whole images, odd
+# extents, fewer channels, rows of images.
+AT_ONCE = [(700, 32, 14, 14), (620, 8, 13, 9), (560, 16, 7, 8), (96, 24, 30, 27)]
+
+
+def backward_at_once(device, dtype, shape, contiguous):
+    """What conv_bn_relu2d_backward wants of a forward, and gradients by its output_mask."""
+    n, *rest = shape
+    x, weight, bias, gamma, beta = inputs(
+        (n if device == "cuda" else 2, *rest, 64, 3, {}), device, dtype
+    )
+    x, weight = (t.contiguous(memory_format=torch.channels_last) for t in (x, weight))
+    gamma[::3] *= -1
+    geometry = [1, 1], [1, 1], [1, 1], 1
+    y, *saved = torch.ops.braze.conv_bn_relu2d(
+        x, weight, bias, gamma, beta, *(None,) * 3, *geometry, True, 0.1, 1e-5, True, contiguous
+    )
+    dy = torch.randn_like(y)
+
+    def backward(*mask):
+        return torch.ops.braze.conv_bn_relu2d_backward(
+            dy, x, weight, gamma, beta, *saved, *geometry, True, True, mask
+        )
+
+    return (x, weight, gamma, beta), y, dy, backward
+
+
+@pytest.mark.parametrize("contiguous", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", AT_ONCE, ids=str)
+def test_gradients_at_once(device, dtype, shape, contiguous):
+    tensors, _, dy, backward = backward_at_once(device, dtype, shape, contiguous)
+    dx, dw, *norm = backward(True, True, True, True, True)
+    for again, once in zip(backward(*[True] * 5), (dx, dw, *norm), strict=True):
+        assert torch.equal(again, once)
+
+    def stocks(wide):
+        args = [t.to(wide).requires_grad_() for t in tensors]
+        x, weight, gamma, beta = args
+        y = reference(x, weight, None, gamma, beta, pool=True, padding=1)
+        return torch.autograd.grad(y, args, dy.to(wide))
+
+    for actual, stock_, exact in zip(
+        (dx, dw, *norm[1:]), stocks(dtype), stocks(torch.float64), strict=True
+    ):
+        assert_by_rule(actual, stock_, exact)
+    assert norm[0].eq(0).all()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("contiguous", [False, True])
+def test_gradients_at_once_that_are_not_finite(device, value, contiguous):
+    """A gradient that is not finite reaches what those reach that are made one after the other."""
+    *_, y, dy, backward = backward_at_once(device, torch.bfloat16, AT_ONCE[0], contiguous)
+    where = (y[:, 5] > 0).nonzero()[3]  # not where ReLU stops it
+    dy[where[0], 5, where[1], where[2]] = value
+    grads = backward(*[True] * 5)
+    dx, *_ = backward(True, *[False] * 4)
+    _, dw, *norm = backward(False, *[True] * 4)
+    for at_once, expected in zip(grads, (dx, dw, *norm), strict=True):
+        assert torch.equal(at_once.isfinite(), expected.isfinite())
+    assert not grads[1][5].isfinite().any()
+    assert grads[1][:5].isfinite().all()
+
+
 def layers_of(pool, **options):
     return torch.nn.Sequential(
         torch.nn.Conv2d(16, 24, 3, padding=1, **options),

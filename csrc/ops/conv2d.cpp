@@ -154,11 +154,15 @@ void check_grad_output(const char* op, const Tensor& grad_output, const Tensor& 
               list_string(expected), ", but got ", shape_string(grad_output));
 }
 
+Conv2dShape conv2d_shape(const Tensor& input, const Tensor& weight, const Arguments& args) {
+  check_arguments(input, weight, args);
+  return shape_of(input, weight, args);
+}
+
 Tensor conv2d_forward(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
                       const Arguments& args, OutputMoments* moments, bool to_channels_last,
                       bool relu) {
-  check_arguments(input, weight, args);
-  const Conv2dShape shape = shape_of(input, weight, args);
+  const Conv2dShape shape = conv2d_shape(input, weight, args);
   if (bias) {
     check_same_device("conv2d", "bias", *bias, "input", input);
     check_same_dtype("conv2d", "bias", *bias, "input", input);
@@ -221,8 +225,7 @@ std::tuple<Tensor, Tensor, Tensor> conv2d_gradients(const Tensor& grad_output, c
                                                     const std::vector<bool>& output_mask,
                                                     const Tensor* relu_result,
                                                     const std::optional<Tensor>& added) {
-  check_arguments(input, weight, args);
-  const Conv2dShape shape = shape_of(input, weight, args);
+  const Conv2dShape shape = conv2d_shape(input, weight, args);
   check_grad_output("conv2d_backward", grad_output, input, {shape.n, shape.k, shape.p, shape.q});
   if (added) {
     check_same_device("conv2d_backward", "added", *added, "input", input);

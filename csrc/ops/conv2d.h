@@ -20,6 +20,9 @@ struct OutputMoments {
   ChannelMoments view;
 };
 
+// Of checked arguments.
+Conv2dShape conv2d_shape(const Tensor& input, const Tensor& weight, const Conv2dArguments& args);
+
 // moments: nullptr, or filled in where a kernel leaves them (view.sets is not 0 then).
 // to_channels_last: the result is channels_last whatever its operands are. relu: max(y, 0) of it,
 // not beside moments.

@@ -1,7 +1,9 @@
 // bn_relu2d: batch norm, ReLU and, where max_pool says so, 2x2 max pooling, which is what follows a
 // convolution in a block; and conv_bn_relu2d, which is the whole block.
 #include "launchers/conv_bn_relu2d.h"
+#include "launchers/conv_bn_pool_backward.h"
 #include "ops/batch_norm.h"
+#include "ops/branch.h"
 #include "ops/conv2d.h"
 
 namespace braze {
@@ -67,17 +69,31 @@ struct Gradients {
 };
 
 struct Wanted {
-  bool input, weight, bias, constant;
+  bool weight, bias, constant;
+};
+
+// A backward's arguments, checked and in z's layout, and what the gradients of weight, bias and
+// constant are written to.
+struct Backward {
+  BatchNormShape shape;
+  std::optional<BnPoolShape> pool;
+  Tensor z, dy, codes;
+  std::optional<Tensor> weight;
+  BatchNormStatistics statistics;
+  BatchNormAffine affine;
+  bool training;
+  Gradients grads;
+  void *dweight, *dbias, *dconstant;
 };
 
 // weight and bias: None, or their gradients come in their dtype. Those that are not wanted are
-// empty. working: where that of the input goes, which no caller of the op sees; or null.
-Gradients backward(const char* op, const Tensor& grad_output, const Tensor& input,
-                   const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
-                   const Tensor& codes, const Tensor& statistics, bool training, bool max_pool,
-                   const Wanted& wanted, WorkingTensor* working = nullptr) {
+// empty.
+Backward checked_backward(const char* op, const Tensor& grad_output, const Tensor& input,
+                          const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
+                          const Tensor& codes, const Tensor& statistics, bool training,
+                          bool max_pool, const Wanted& wanted) {
   check_input(op, input);
-  const BatchNormShape shape = batch_norm_shape(op, input);
+  Backward b{batch_norm_shape(op, input)};
   check_same_device(op, "grad_output", grad_output, "input", input);
   check_same_device(op, "codes", codes, "input", input);
   check_same_dtype(op, "grad_output", grad_output, "input", input);
@@ -85,53 +101,53 @@ Gradients backward(const char* op, const Tensor& grad_output, const Tensor& inpu
   check_channel_vector(op, "bias", bias, input);
   check_pair(op, "weight", weight, "bias", bias);
   check_statistics(op, statistics, input);
-  std::optional<BnPoolShape> pool =
-      max_pool ? std::optional(bn_pool_shape(op, input, training)) : std::nullopt;
-  if (pool) pool->turned = grad_output.is_contiguous() && dev::bn_pool_turns(*pool);
-  const int64_t code_words = pool ? bn_pool_code_words(*pool) : 0;
+  if (max_pool) b.pool = bn_pool_shape(op, input, training);
+  if (b.pool) b.pool->turned = grad_output.is_contiguous() && dev::bn_pool_turns(*b.pool);
+  const int64_t code_words = b.pool ? bn_pool_code_words(*b.pool) : 0;
   BRAZE_CHECK(codes.scalar_type() == ScalarType::Int && codes.is_contiguous() &&
                   codes.numel() == code_words,
               op, ": expected codes of ", code_words, " int32 elements, but got shape ",
               shape_string(codes));
   const DeviceContext context(input);
-  const Tensor z = in_layout(shape, input), result = pool ? empty_pooled(*pool, input) : z;
+  b.z = in_layout(b.shape, input);
+  const Tensor result = b.pool ? empty_pooled(*b.pool, input) : b.z;
   check_same_shape(op, "grad_output", grad_output, "the result", result);
-  const Tensor dy = pool ? with_layout_of(grad_output, result) : in_layout(shape, grad_output);
+  b.dy = b.pool ? with_layout_of(grad_output, result) : in_layout(b.shape, grad_output);
+  b.codes = codes;
   const ScalarType type = weight ? weight->scalar_type()
                           : bias ? bias->scalar_type()
                                  : statistics_type(input);
-  if (wanted.input && working) {
-    *working = WorkingTensor({input.size(0), input.size(1), input.size(2), input.size(3)}, input,
-                             keeps_channels_last(shape));
-  }
-  Gradients grads{!wanted.input ? empty({0}, input)
-                  : working     ? working->tensor()
-                                : empty_like_input(shape, input),
-                  empty({wanted.weight ? shape.c : 0}, input, type),
-                  empty({wanted.bias ? shape.c : 0}, input, type),
-                  empty({wanted.constant ? shape.c : 0}, input)};
+  const int64_t c = b.shape.c;
+  b.grads = {empty({0}, input), empty({wanted.weight ? c : 0}, input, type),
+             empty({wanted.bias ? c : 0}, input, type), empty({wanted.constant ? c : 0}, input)};
   const auto data = [](bool is_wanted, Tensor& t) {
     return is_wanted ? t.mutable_data_ptr() : nullptr;
   };
-  const auto w = dense(weight);
-  const BatchNormAffine affine{const_data(w), nullptr, dtype_of(op, "weight", grads.weight)};
-  void* const dz = data(wanted.input, grads.input);
-  void* const dweight = data(wanted.weight, grads.weight);
-  void* const dbias = data(wanted.bias, grads.bias);
-  void* const dconstant = data(wanted.constant, grads.constant);
-  const Workspace workspace(dev::batch_norm_workspace_bytes(shape), input);
-  if (pool) {
-    dev::bn_pool_backward(context.stream(), *pool, training, dy.const_data_ptr(),
-                          z.const_data_ptr(), static_cast<const uint32_t*>(codes.const_data_ptr()),
-                          affine, statistics_of(statistics), dz, dweight, dbias, dconstant,
-                          workspace.data());
+  b.dweight = data(wanted.weight, b.grads.weight);
+  b.dbias = data(wanted.bias, b.grads.bias);
+  b.dconstant = data(wanted.constant, b.grads.constant);
+  b.weight = dense(weight);
+  b.affine = {const_data(b.weight), nullptr, dtype_of(op, "weight", b.grads.weight)};
+  b.statistics = statistics_of(statistics);
+  b.training = training;
+  return b;
+}
+
+// Fills in the gradients. to_input: where that of the input goes, or nullptr.
+void run_backward(const DeviceContext& context, const Backward& b, const Tensor* to_input) {
+  void* const dz = to_input ? to_input->mutable_data_ptr() : nullptr;
+  const Workspace workspace(dev::batch_norm_workspace_bytes(b.shape), b.z);
+  if (b.pool) {
+    dev::bn_pool_backward(context.stream(), *b.pool, b.training, b.dy.const_data_ptr(),
+                          b.z.const_data_ptr(),
+                          static_cast<const uint32_t*>(b.codes.const_data_ptr()), b.affine,
+                          b.statistics, dz, b.dweight, b.dbias, b.dconstant, workspace.data());
   } else {
-    dev::batch_norm_backward(context.stream(), shape, training, dy.const_data_ptr(),
-                             z.const_data_ptr(), {kReLU, nullptr}, nullptr, affine,
-                             statistics_of(statistics), {dz, nullptr, dweight, dbias, dconstant},
+    dev::batch_norm_backward(context.stream(), b.shape, b.training, b.dy.const_data_ptr(),
+                             b.z.const_data_ptr(), {kReLU, nullptr}, nullptr, b.affine,
+                             b.statistics, {dz, nullptr, b.dweight, b.dbias, b.dconstant},
                              workspace.data());
   }
-  return grads;
 }
 
 std::tuple<Tensor, Tensor, Tensor> bn_relu2d(
@@ -151,9 +167,12 @@ std::tuple<Tensor, Tensor, Tensor> bn_relu2d_backward(
   const char* op = "bn_relu2d_backward";
   BRAZE_CHECK(output_mask.size() == 3, op, ": expected output_mask of 3 entries, but got ",
               output_mask.size());
-  const Gradients grads =
-      backward(op, grad_output, input, weight, bias, codes, statistics, training, max_pool,
-               {output_mask[0], output_mask[1], output_mask[2], false});
+  Backward b = checked_backward(op, grad_output, input, weight, bias, codes, statistics, training,
+                                max_pool, {output_mask[1], output_mask[2], false});
+  const DeviceContext context(input);
+  Gradients& grads = b.grads;
+  if (output_mask[0]) grads.input = empty_like_input(b.shape, input);
+  run_backward(context, b, output_mask[0] ? &grads.input : nullptr);
   return {grads.input, grads.weight, grads.bias};
 }
 
@@ -191,6 +210,54 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> conv_bn_relu2d(
   return {out, z, codes, statistics};
 }
 
+// The gradients of the convolution's input and weight by one kernel, which makes that of its output
+// on the way; nothing where passes one after the other have to, or do it faster. (Tuning, which
+// times convolutions alone, knows nothing of it.)
+std::optional<std::pair<Tensor, Tensor>> gradients_at_once(
+    [[maybe_unused]] const DeviceContext& context, [[maybe_unused]] const Backward& b,
+    [[maybe_unused]] const Tensor& input, [[maybe_unused]] const Tensor& weight,
+    [[maybe_unused]] const Conv2dArguments& args) {
+#ifdef BRAZE_CUDA
+  const bool leaves_choice = args.backend == "auto" || args.backend == "braze";
+  if (!b.training || !b.pool || !leaves_choice || input.numel() == 0) return std::nullopt;
+  if (!is_channels_last(input) || !is_channels_last(weight)) return std::nullopt;
+  const Conv2dShape shape = conv2d_shape(input, weight, args);
+  check_grad_output("conv2d_backward", b.z, input, {shape.n, shape.k, shape.p, shape.q});
+  const auto ref = [](const Tensor& t, const void* data) {
+    return Tensor4dRef{data, t.stride(0), t.stride(1), t.stride(2), t.stride(3)};
+  };
+  ConvBnPoolBackward problem{shape,
+                             *b.pool,
+                             ref(input, input.const_data_ptr()),
+                             ref(weight, weight.const_data_ptr()),
+                             {},
+                             nullptr,
+                             b.dy.const_data_ptr(),
+                             b.z.const_data_ptr(),
+                             static_cast<const uint32_t*>(b.codes.const_data_ptr()),
+                             b.affine,
+                             b.statistics,
+                             b.dweight,
+                             b.dbias,
+                             b.dconstant};
+  if (!dev::conv_bn_pool_backward_pays(problem)) return std::nullopt;
+  Tensor grad_input = empty_4d({shape.n, shape.c, shape.h, shape.w}, input, true);
+  Tensor grad_weight = empty_weight_gradient(weight, true);
+  problem.dx = grad_input.mutable_data_ptr();
+  problem.dw = ref(grad_weight, grad_weight.mutable_data_ptr());
+  const Stream stream = context.stream();
+  const Workspace workspace(dev::conv_bn_pool_backward_workspace_bytes(problem), input);
+  dev::conv_bn_pool_backward(stream, problem, workspace.data());
+  // Nothing waits for the weight's gradient before the update.
+  const std::optional<Stream> aside = Branch(stream, true, true).begin_sums();
+  dev::finish_conv_bn_pool_backward(aside.value_or(stream), problem, workspace.data());
+  if (aside) keep_until_join({workspace.memory()}, {grad_weight});
+  return std::pair(grad_input, grad_weight);
+#else
+  return std::nullopt;
+#endif
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> conv_bn_relu2d_backward(
     const Tensor& grad_output, const Tensor& input, const Tensor& weight,
     const std::optional<Tensor>& bn_weight, const std::optional<Tensor>& bn_bias, const Tensor& z,
@@ -201,17 +268,28 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> conv_bn_relu2d_backward(
   const char* op = "conv_bn_relu2d_backward";
   BRAZE_CHECK(output_mask.size() == 5, op, ": expected output_mask of 5 entries, but got ",
               output_mask.size());
+  Backward b = checked_backward(op, grad_output, z, bn_weight, bn_bias, codes, statistics, training,
+                                max_pool, {output_mask[3], output_mask[4], output_mask[2]});
+  const DeviceContext context(z);
+  const Gradients& grads = b.grads;
+  const Conv2dArguments args{stride, padding, dilation, groups, allow_tf32, deterministic, backend};
   const bool has_conv = output_mask[0] || output_mask[1];
+  if (output_mask[0] && output_mask[1] && !added) {
+    if (const auto done = gradients_at_once(context, b, input, weight, args)) {
+      return {done->first, done->second, grads.constant, grads.weight, grads.bias};
+    }
+  }
   WorkingTensor dz;
-  const Gradients norm =
-      backward(op, grad_output, z, bn_weight, bn_bias, codes, statistics, training, max_pool,
-               {has_conv, output_mask[3], output_mask[4], output_mask[2]}, &dz);
+  if (has_conv) {
+    dz = WorkingTensor({z.size(0), z.size(1), z.size(2), z.size(3)}, z,
+                       keeps_channels_last(b.shape));
+  }
+  run_backward(context, b, has_conv ? &dz.tensor() : nullptr);
   // With an empty mask it checks its arguments all the same.
   const auto [grad_input, grad_weight, none] =
-      conv2d_gradients(has_conv ? norm.input : z, input, weight,
-                       {stride, padding, dilation, groups, allow_tf32, deterministic, backend},
+      conv2d_gradients(has_conv ? dz.tensor() : z, input, weight, args,
                        {output_mask[0], output_mask[1], false}, nullptr, added);
-  return {grad_input, grad_weight, norm.constant, norm.weight, norm.bias};
+  return {grad_input, grad_weight, grads.constant, grads.weight, grads.bias};
 }
 
 }  // namespace

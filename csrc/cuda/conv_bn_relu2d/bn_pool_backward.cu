@@ -2,6 +2,7 @@
 // one pass that begins by merging them in float64, which gives the parameters' gradients and what
 // dz is made with, and then makes dz.
 #include "bn_pool.cuh"
+#include "bn_pool_sums.h"
 #include "cuda/batch_norm/planes.cuh"
 #include "pixels.cuh"
 
@@ -394,6 +395,19 @@ void launch_spread(cudaStream_t s, const BnPoolShape& shape, const T* dy, const 
 }
 
 }  // namespace
+
+int bn_pool_grad_sums(Stream stream, const BnPoolShape& shape, const void* dy, const void* z,
+                      const uint32_t* codes, const void* mean, void* partials) {
+  int splits = 0;
+  dispatch(shape.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    using A = acc_t<T>;
+    splits =
+        launch_sums<T>(as_cuda(stream), shape, static_cast<const T*>(dy), static_cast<const T*>(z),
+                       codes, static_cast<const A*>(mean), static_cast<GradPartial<A>*>(partials));
+  });
+  return splits;
+}
 
 void bn_pool_backward(Stream stream, const BnPoolShape& shape, bool training, const void* dy,
                       const void* z, const uint32_t* codes, const BatchNormAffine& affine,

@@ -110,7 +110,18 @@ __device__ __forceinline__ void produce_tile(TileRing<1>& ring, int j, int tile,
               from.first_row - a.pad_t, image);
 }
 
-// acc += dY X_tap^T for the taps of filter row r, over the positions of a stage in 16 bits.
+// acc += dY X_tap^T over kDepth positions, number `step` of those that the descriptors begin with,
+// in 16 bits, for the taps of a filter row.
+template <typename T, int kChannelBlock>
+__device__ __forceinline__ void multiply_step(float (&acc)[kTapColumns * kChannelBlock / 2],
+                                              uint64_t dy_desc, uint64_t x_desc, int step) {
+  constexpr int kXRowBytes = kChannelBlock * int{sizeof(T)};
+  Wgmma<T, kTapColumns * kChannelBlock>::template run<1, 1>(
+      acc, wgmma_advance(dy_desc, step * kDepth * kDyRowBytes),
+      wgmma_advance(x_desc, step * kDepth * kXRowBytes), 1);
+}
+
+// The same over the positions of a stage, of filter row r.
 template <typename T, int kChannelBlock>
 __device__ __forceinline__ void multiply_stage(float (&acc)[kTapColumns * kChannelBlock / 2],
                                                const unsigned char* stage, const WgradPlan& plan,
@@ -123,9 +134,7 @@ __device__ __forceinline__ void multiply_stage(float (&acc)[kTapColumns * kChann
   wgmma_touch(acc);
   for (int step = 0; step < plan.steps; ++step) {
     wgmma_fence();
-    Wgmma<T, kTapColumns * kChannelBlock>::template run<1, 1>(
-        acc, wgmma_advance(dy_desc, step * kDepth * kDyRowBytes),
-        wgmma_advance(x_desc, step * kDepth * kXRowBytes), 1);
+    multiply_step<T, kChannelBlock>(acc, dy_desc, x_desc, step);
     wgmma_commit();
   }
   wgmma_wait<0>();
