@@ -11,6 +11,7 @@ from benchmarks import (
     convolutions,
     counters,
     depthwise,
+    evaluation,
     ladder,
     networks,
     norm_act,
@@ -89,6 +90,8 @@ def tables(what):
         return [Table("depthwise", depthwise.run, depthwise.line)]
     if what == ["networks"]:
         return [Table("networks", networks.run, networks.line, networks.KEY)]
+    if what == ["evaluation"]:
+        return [Table("evaluation", evaluation.run, networks.line, networks.KEY)]
     if what == ["norm_act"]:
         return [Table("norm_act", norm_act.run, norm_act.line)]
     if what == ["optimizers"]:

@@ -17,6 +17,7 @@ import gc
 import itertools
 import statistics
 import time
+import typing
 from collections.abc import Callable
 
 import torch
@@ -51,6 +52,12 @@ class Cell:
     precision: str
     device: torch.device
 
+    #: mode -> a function of the cell that returns the step; filled in below
+    STOCK: typing.ClassVar = {}
+    OURS: typing.ClassVar = {}
+    #: the CSV
+    TABLE: typing.ClassVar = "networks"
+
     def __post_init__(self):
         self.network = {**NETWORKS, **MORE}[self.name]
         torch.manual_seed(0)
@@ -71,15 +78,31 @@ class Cell:
         with self.autocast():
             return loss_function(model(images), labels)
 
-    def exact_loss(self):
-        """In float64, or None where that does not fit the memory."""
-        images, labels = self.batch
+    def exact(self, result):
+        """A function of (model, images) in float64, or None where that does not fit the memory."""
         model = self.fresh_model(torch.float64)
         try:
             with torch.no_grad():
-                return torch.nn.functional.cross_entropy(model(images.double()), labels)
+                return result(model, self.batch[0].double())
         except torch.OutOfMemoryError:
             return None
+
+    def references(self):
+        """The first step's result in float64, if there is room, and stock's in the precision."""
+
+        def loss(model, images):
+            return torch.nn.functional.cross_entropy(model(images), self.batch[1])
+
+        with torch.no_grad():
+            return self.exact(loss), self.loss(self.fresh_model())
+
+    def judge(self, row, loss, references):
+        """Writes down what a step returned; raises where it is braze's and wrong."""
+        row["loss"] = f"{loss.item():.6f}"
+        exact, stock_loss = references
+        # A captured stock step has trained before its first replay.
+        if exact is not None and row["mode"] in self.OURS:
+            assert_by_rule(loss, stock_loss, exact, ulps=LOSS_ULPS[self.precision])
 
 
 def eager(cell, model, optimizer, loss_function):
@@ -141,18 +164,20 @@ OURS = {
     "braze eager": lambda cell: ours(cell, captured=False),
     "braze TrainStep": lambda cell: ours(cell, captured=True),
 }
-MODES = {**STOCK, **OURS}
+Cell.STOCK, Cell.OURS = STOCK, OURS
 
 
 def modes_for(cell, args, recorded):
     """The modes to time: braze's, and stock's best as recorded, or all of stock's."""
     on_gpu = cell.device.type == "cuda"
-    chosen = [m for m in MODES if on_gpu or not ("graph" in m or "TrainStep" in m)]
+    captured = "graph", "TrainStep", "capture"
+    modes = [*cell.STOCK, *cell.OURS]
+    chosen = [m for m in modes if on_gpu or not any(part in m for part in captured)]
     if args.mode:
         return [m for m in chosen if any(part in m for part in args.mode)]
     if recorded and not args.anew:
         best = min(recorded, key=lambda row: float(row["ms"]))["mode"]
-        return [m for m in chosen if m == best or m in OURS]
+        return [m for m in chosen if m == best or m in cell.OURS]
     return chosen
 
 
@@ -178,8 +203,9 @@ def seconds_of(step, steps, device):
     return (time.perf_counter() - start) / steps
 
 
-def begin(cell, mode, exact, stock_loss):
-    """The candidate after its first steps, its loss judged; None in place of it where it failed."""
+def begin(cell, mode, references):
+    """The candidate after its first steps, the first's result judged; None in place of it where it
+    failed."""
     row = dict.fromkeys(COLUMNS, "")
     row |= dict(zip(KEY, (cell.name, str(cell.batch_size), cell.precision, mode), strict=True))
     on_gpu = cell.device.type == "cuda"
@@ -189,18 +215,15 @@ def begin(cell, mode, exact, stock_loss):
         before = torch.cuda.memory_allocated(cell.device)
     try:
         start = time.perf_counter()
-        step = MODES[mode](cell)
-        loss = step().clone()
+        step = {**cell.STOCK, **cell.OURS}[mode](cell)
+        result = step().clone()
         for _ in range(WARM_UP):
             step()
         wait(cell.device)
         row["first_s"] = f"{time.perf_counter() - start:.1f}"
         if on_gpu:
             row["memory_mb"] = (torch.cuda.max_memory_allocated(cell.device) - before) >> 20
-        row["loss"] = f"{loss.item():.6f}"
-        # A captured stock step has trained before its first replay.
-        if exact is not None and mode in OURS:
-            assert_by_rule(loss, stock_loss, exact, ulps=LOSS_ULPS[cell.precision])
+        cell.judge(row, result, references)
         return row, Running(row, step, seconds_of(step, 3, cell.device), [])
     except Exception as problem:  # of compilers too: the row says it
         row["error"] = f"{type(problem).__name__}: {problem}".splitlines()[0]
@@ -209,14 +232,12 @@ def begin(cell, mode, exact, stock_loss):
 
 def time_cell(cell, modes, quick):
     """A row per mode."""
-    exact = cell.exact_loss()
-    with torch.no_grad():
-        stock_loss = cell.loss(cell.fresh_model())
+    references = cell.references()
     rows, running = [], []
     for mode in modes:
         torch._dynamo.reset()
         gc.collect()
-        row, ready = begin(cell, mode, exact, stock_loss)
+        row, ready = begin(cell, mode, references)
         rows.append(row)
         running += [ready] if ready else []
     for _ in range(3 if quick else ROUNDS):
@@ -232,36 +253,36 @@ def time_cell(cell, modes, quick):
     return rows
 
 
-def recorded_stock(folder, device):
+def recorded_stock(kind, folder, device):
     """(network, batch, precision) -> rows of stock's modes that an earlier run timed here."""
     here = {k: str(v) for k, v in results.environment(device).items() if k in VERSIONS}
     found = {}
-    for row in results.load(folder, "networks"):
-        if row["mode"] in STOCK and row["ms"] and all(row[k] == here[k] for k in VERSIONS):
+    for row in results.load(folder, kind.TABLE):
+        if row["mode"] in kind.STOCK and row["ms"] and all(row[k] == here[k] for k in VERSIONS):
             found.setdefault(tuple(row[k] for k in KEY[:3]), []).append(row)
     return found
 
 
-def cells(args, device):
-    """The cells that the arguments leave, as functions: making one draws its model."""
+def cells(args, batches=()):
+    """(network, batch, precision) that the arguments leave. batches: in place of the networks'."""
     wanted = {**NETWORKS, **MORE} if args.more else NETWORKS
     names = [n for n in wanted if any(part in n for part in args.network or [""])]
     for name, precision in itertools.product(names, args.precision or ["bf16"]):
-        for batch in args.batch or wanted[name].batches:
+        for batch in args.batch or batches or wanted[name].batches:
             yield name, batch, precision
 
 
-def run(device, args):
-    """Yields the rows."""
+def run(device, args, kind=Cell, batches=()):
+    """Yields the rows. kind: what is run of each network."""
     torch.backends.cudnn.benchmark = True
-    known = recorded_stock(args.results or results.CHECKOUT, device)
+    known = recorded_stock(kind, args.results or results.CHECKOUT, device)
     deadline = args.seconds and time.monotonic() + args.seconds
-    for name, batch, precision in cells(args, device):
+    for name, batch, precision in cells(args, batches):
         if deadline and time.monotonic() > deadline:
             return
         set_precision(PRECISIONS[precision])
         try:
-            cell = Cell(name, batch, precision, device)
+            cell = kind(name, batch, precision, device)
         except ImportError as problem:
             print(f"{name}: left out, {problem}")
             continue

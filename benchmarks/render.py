@@ -2,9 +2,9 @@
 
 A table stands between ``<!-- bench:NAME -->`` and ``<!-- /bench -->``, NAME being an op, one of
 MNIST's tables, ``products``, ``convolutions``, ``depthwise``, ``networks``, ``networks_headline``,
-``optimizers``, ``overhead``, ``population``, ``accuracy`` (fp32), ``ladder:OP``, ``rungs:OP`` (a
-line per kernel, for the largest case), ``kernels:OP`` (a line per case), ``counters:matmul`` or
-``checks`` (what test runs printed).
+``evaluation``, ``optimizers``, ``overhead``, ``population``, ``accuracy`` (fp32), ``ladder:OP``,
+``rungs:OP`` (a line per kernel, for the largest case), ``kernels:OP`` (a line per case),
+``counters:matmul`` or ``checks`` (what test runs printed).
 Figures in the documents are never typed by hand.
 """
 
@@ -325,6 +325,7 @@ SECTIONS = {
     "convolutions": render_convolutions.sections,
     "depthwise": render_convolutions.depthwise_sections,
     "networks": render_networks.sections,
+    "evaluation": render_networks.evaluation_sections,
     "networks_headline": render_networks.headline_sections,
     "examples": render_examples.sections,
     "optimizers": optimizers.sections,

@@ -2,6 +2,7 @@
 
 import math
 
+from benchmarks import evaluation
 from benchmarks.markdown import described, op_sections, table
 from benchmarks.networks import OURS, STOCK
 
@@ -18,6 +19,44 @@ def sections(folder):
 def headline_sections(folder):
     """As :func:`sections`, the columns that say who is faster."""
     return op_sections(folder, "networks", headline, versions, versions)
+
+
+def evaluation_sections(folder):
+    """The table of ``bench evaluation``, per device and versions."""
+    return op_sections(folder, "evaluation", evaluated, versions, versions)
+
+
+#: Modes that are set against each other: both as a user calls them, and both as CUDA graphs.
+PAIRS = {
+    "plain": ("stock compile", "braze eager"),
+    "captured": ("stock compile in a CUDA graph", "braze capture"),
+}
+assert all(a in evaluation.Cell.STOCK and b in evaluation.Cell.OURS for a, b in PAIRS.values())
+
+
+def evaluated(rows):
+    """A line per network, batch and precision."""
+    cells = {}
+    for row in rows:
+        found = cells.setdefault(tuple(row[key] for key in KEYS), {})
+        if not row["error"]:
+            found[row["mode"]] = row
+    head = [*KEYS, "|"]
+    for how in PAIRS:
+        of_stock = "stock compiled" if how == "plain" else "the same in a CUDA graph"
+        of_braze = "braze eager" if how == "plain" else "braze.capture"
+        head += [f"{of_stock} ms", f"{of_braze} ms", "stock / braze"]
+    body, ratios = [], {how: [] for how in PAIRS}
+    for key, found in cells.items():
+        line = [*key]
+        for how, modes in PAIRS.items():
+            theirs, mine = (column(found.get(mode), "ms") for mode in modes)
+            ratio = float(theirs) / float(mine) if theirs and mine else None
+            ratios[how] += [ratio] if ratio else []
+            line += [theirs, mine, f"{ratio:.2f}" if ratio else ""]
+        body.append(line)
+    means = [in_all(found, f" {how}") for how, found in ratios.items()]
+    return table(head, body) + "".join(means)
 
 
 def versions(row):
@@ -77,8 +116,8 @@ def headline(rows):
     return table(head, body) + in_all(ratios)
 
 
-def in_all(ratios):
+def in_all(ratios, what=""):
     if not ratios:
         return ""
     mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-    return f"\nGeometric mean of stock / braze: {mean:.2f}, least {min(ratios):.2f}.\n"
+    return f"\nGeometric mean of stock / braze{what}: {mean:.2f}, least {min(ratios):.2f}.\n"

@@ -15,8 +15,8 @@ def images(device, n=4):
 
 
 def ops_run(function):
-    """The names of braze's ops that a call runs; conv_bn_act, which GPUs run in training, counts as
-    the two that it stands for."""
+    """The names of braze's ops that a call runs; those that only GPUs run count as what they stand
+    for."""
     names = []
 
     class Mode(torch.utils._python_dispatch.TorchDispatchMode):
@@ -27,6 +27,14 @@ def ops_run(function):
                     plain = args[3] is None and args[16] == "identity"
                     names.append("conv2d")
                     name = "batch_norm" if plain else "batch_norm_act"
+                elif name == "conv_bn_act_inference":
+                    alone, activation = args[3] is None, args[13]
+                    if alone and activation == "relu":
+                        name = "conv_bn_relu2d"
+                    else:
+                        names.append("conv2d")
+                        plain = alone and activation == "identity"
+                        name = "batch_norm" if plain else "batch_norm_act"
                 names.append(name)
             return op(*args, **(kwargs or {}))
 

@@ -13,7 +13,7 @@ from braze import bench
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import networks, render_networks  # noqa: E402
+from benchmarks import evaluation, networks, render_networks  # noqa: E402
 from benchmarks.network_models import NETWORKS, Network  # noqa: E402
 
 # LeNet-5: sums of filters x (channels x taps + 1); the U-Net by its definition's arithmetic.
@@ -91,7 +91,7 @@ def test_a_wrong_loss_has_no_figures(small, monkeypatch):
     def wrong(cell, captured):
         return lambda: torch.tensor(0.5)
 
-    monkeypatch.setitem(networks.MODES, "braze eager", lambda cell: wrong(cell, False))
+    monkeypatch.setitem(networks.OURS, "braze eager", lambda cell: wrong(cell, False))
     args = parse("--network", "small", "--precision", "fp32", "--quick", "--mode", "braze eager")
     (row,) = networks.run(torch.device("cpu"), args)
     assert row["error"].startswith("AssertionError")
@@ -103,3 +103,31 @@ def test_recorded_modes_are_not_timed_again(small):
     recorded = [{"mode": "stock compile", "ms": "1"}, {"mode": "stock eager", "ms": "2"}]
     assert networks.modes_for(cell, parse(), recorded) == ["stock compile", "braze eager"]
     assert "stock eager" in networks.modes_for(cell, parse("--anew"), recorded)
+
+
+def test_evaluation_mode(small, tmp_path, monkeypatch):
+    modes = ["--mode", "stock eager", "--mode", "braze eager"]
+    args = parse("--network", "small", "--precision", "fp32", "--batch", "2", "--quick", *modes)
+    rows = list(evaluation.run(torch.device("cpu"), args))
+    assert [row["mode"] for row in rows] == ["stock eager", "braze eager"]
+    assert all(float(row["ms"]) > 0 and not row["error"] for row in rows)
+
+    def wrong(cell):
+        return lambda: torch.zeros(2, 5)
+
+    monkeypatch.setitem(evaluation.Cell.OURS, "braze eager", wrong)
+    *_, row = evaluation.run(torch.device("cpu"), args)
+    assert row["error"].startswith("AssertionError")
+
+    place = tmp_path / "some-device"
+    place.mkdir()
+    pairs = [*render_networks.PAIRS["plain"], *render_networks.PAIRS["captured"]]
+    described = dict.fromkeys(networks.VERSIONS, "x")
+    with (place / "evaluation.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, networks.COLUMNS)
+        writer.writeheader()
+        for mode, ms in zip(pairs, "3241", strict=True):
+            writer.writerow(rows[0] | described | {"mode": mode, "ms": ms})
+    text = "".join(render_networks.evaluation_sections(tmp_path))
+    assert "| small | 2 | fp32 | 3 | 2 | 1.50 | 4 | 1 | 4.00 |" in text
+    assert "Geometric mean of stock / braze captured: 4.00, least 4.00." in text

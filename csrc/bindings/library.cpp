@@ -44,6 +44,14 @@ STABLE_TORCH_LIBRARY(braze, m) {
       "float second, bool allow_tf32=False, bool deterministic=False, str backend=\"auto\") "
       "-> (Tensor output, Tensor conv_output, Tensor mask, Tensor statistics)");
 
+  // conv_bn_act_inference: its result in evaluation mode, by one kernel where there is one
+  m.def(
+      "conv_bn_act_inference(Tensor input, Tensor weight, Tensor? conv_bias, Tensor? residual, "
+      "Tensor? bn_weight, Tensor? bn_bias, Tensor? running_mean, Tensor? running_var, "
+      "int[2] stride, int[2] padding, int[2] dilation, int groups, float eps, str activation, "
+      "float first, float second, bool allow_tf32=False, bool deterministic=False, "
+      "str backend=\"auto\") -> Tensor");
+
   // bias_activation: activation(input + bias), the bias along the last dimension
   m.def(
       "bias_activation(Tensor input, Tensor bias, str activation, float first, float second) "

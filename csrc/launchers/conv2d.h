@@ -1,5 +1,6 @@
 #pragma once
 
+#include "launchers/common/activation.h"
 #include "launchers/common/moments.h"
 #include "launchers/common/registry.h"
 #include "launchers/common/tiling.h"
@@ -47,11 +48,25 @@ struct Conv2dProblem {
   }
 };
 
+// Batch norm in evaluation mode and what follows it, on the way out of fprop:
+//     activation(batch_norm(y + bias) + added).
+struct Conv2dTail {
+  const void *weight, *bias;  // of batch norm, [k], or nullptr
+  DType affine;               // their dtype
+  const void *mean, *var;     // [k]
+  DType statistics;
+  double eps;
+  const void* conv_bias;  // [k] of the result's dtype, or nullptr
+  const void* added;      // laid out as the result, aligned to 16 bytes, or nullptr
+  Activation activation;
+};
+
 // What fprop does to its results before it stores them, and takes down about them.
 struct Conv2dEpilogue {
   const void* bias = nullptr;  // of the result's channels, where the plan adds_bias
   bool relu = false;           // max(y, 0) after the bias, where it applies_relu; NaN stays NaN
   Moments* moments = nullptr;  // room for the plan's moment_sets (not 0) of them for each filter
+  const Conv2dTail* tail = nullptr;  // in the place of all of these, by a plan_conv2d_tail()
 };
 
 // All that is decided about a pass before it runs. It holds for every problem of the same shape and

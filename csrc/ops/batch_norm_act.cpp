@@ -80,6 +80,26 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> conv_bn_act(
   return {out, z, mask, statistics};
 }
 
+// conv_bn_act in evaluation mode, without what gradients need.
+Tensor conv_bn_act_inference(
+    const Tensor& input, const Tensor& weight, const std::optional<Tensor>& conv_bias,
+    const std::optional<Tensor>& residual, const std::optional<Tensor>& bn_weight,
+    const std::optional<Tensor>& bn_bias, const std::optional<Tensor>& running_mean,
+    const std::optional<Tensor>& running_var, const std::vector<int64_t>& stride,
+    const std::vector<int64_t>& padding, const std::vector<int64_t>& dilation, int64_t groups,
+    double eps, const std::string& activation, double first, double second, bool allow_tf32,
+    bool deterministic, const std::string& backend) {
+  const char* op = "conv_bn_act_inference";
+  const Activation act = activation_of(op, activation, first, second);
+  const std::optional<Tensor> batches;
+  const Norm norm{bn_weight, bn_bias, running_mean, running_var, batches, false, 0.0, eps};
+  const Conv2dArguments args{stride, padding, dilation, groups, allow_tf32, deterministic, backend};
+  const auto whole = conv2d_with_tail(op, input, weight, conv_bias, norm, residual, act, args);
+  if (whole) return *whole;
+  const Tensor z = conv2d_forward(input, weight, conv_bias, args, nullptr);
+  return std::get<0>(forward(op, z, residual, {}, norm, act));
+}
+
 // weight and bias: None, or their gradients come in their dtype. Those that are not wanted are
 // empty.
 std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_act_backward(
@@ -150,6 +170,7 @@ BRAZE_IMPL(m) {
   m.impl("batch_norm_act", TORCH_BOX(&batch_norm_act));
   m.impl("batch_norm_act_backward", TORCH_BOX(&batch_norm_act_backward));
   m.impl("conv_bn_act", TORCH_BOX(&conv_bn_act));
+  m.impl("conv_bn_act_inference", TORCH_BOX(&conv_bn_act_inference));
 }
 
 }  // namespace braze

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "launchers/conv2d_tail.h"
 #include "ops/conv2d_run.h"
 
 namespace braze {
@@ -218,6 +219,48 @@ Tensor run_conv2d_forward(Conv2dPass forward, const Conv2dShape& shape, const Te
     record(input.get_device_index(), as_x, channels_last, forward, shape, with_bias, choice);
   }
   return reformat ? dense(stream, Operand(result, false), false, out).tensor : result;
+}
+
+std::optional<Tensor> conv2d_with_tail(
+    [[maybe_unused]] const char* op, [[maybe_unused]] const Tensor& input,
+    [[maybe_unused]] const Tensor& weight, [[maybe_unused]] const std::optional<Tensor>& bias,
+    [[maybe_unused]] const Norm& norm, [[maybe_unused]] const std::optional<Tensor>& added,
+    [[maybe_unused]] const Activation& activation, [[maybe_unused]] const Arguments& args) {
+#ifdef BRAZE_CUDA
+  check_arguments(input, weight, args);
+  const Conv2dShape shape = shape_of(input, weight, args);
+  if (!choice_of(args.backend).wish.leaves_choice() || shape.n == 0 || shape.c == 0 ||
+      !conv2d_is_channels_last(input, weight)) {
+    return std::nullopt;
+  }
+  const Operand x(input, true), w(weight, true);
+  if (!x.is_dense || !w.is_dense) return std::nullopt;
+  const DeviceContext context(input);
+  Tensor out = empty_4d({shape.n, shape.k, shape.p, shape.q}, input, true);
+  const Conv2dProblem problem{Conv2dPass::kFprop, shape, x.ref, w.ref, Operand(out, true).ref};
+  if (added && !(same_layout(*added, out) && is_aligned(*added))) return std::nullopt;
+  Conv2dPlan plan;
+  if (!dev::plan_conv2d_tail(problem, activation, added.has_value(), &plan)) return std::nullopt;
+  norm.check(op, batch_norm_shape(op, out), out);
+  if (bias) {
+    check_same_device(op, "conv_bias", *bias, "input", input);
+    check_same_dtype(op, "conv_bias", *bias, "input", input);
+    BRAZE_CHECK(bias->numel() == shape.k, op, ": expected conv_bias of ", shape.k,
+                " elements, but got ", bias->numel());
+  }
+  const Workspace workspace(plan.workspace_bytes, input);
+  const auto dense_bias = dense(bias);
+  norm.with_dense([&](const BatchNormAffine& affine, const BatchNormBuffers& buffers) {
+    const Conv2dTail tail{affine.weight,     affine.bias,   affine.dtype, buffers.mean,
+                          buffers.var,       buffers.dtype, norm.eps,     const_data(dense_bias),
+                          const_data(added), activation};
+    dev::run_conv2d(context.stream(), problem, plan, {nullptr, false, nullptr, &tail},
+                    workspace.data());
+  });
+  return out;
+#else
+  return std::nullopt;
+#endif
 }
 
 std::tuple<Tensor, Tensor, Tensor> conv2d_gradients(const Tensor& grad_output, const Tensor& input,

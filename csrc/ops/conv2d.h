@@ -2,6 +2,7 @@
 #pragma once
 
 #include "launchers/conv2d.h"
+#include "ops/batch_norm.h"
 #include "ops/common.h"
 
 namespace braze {
@@ -29,6 +30,13 @@ Conv2dShape conv2d_shape(const Tensor& input, const Tensor& weight, const Conv2d
 Tensor conv2d_forward(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
                       const Conv2dArguments& args, OutputMoments* moments,
                       bool to_channels_last = false, bool relu = false);
+
+// activation(batch_norm(conv2d(input, weight, bias)) + added) in evaluation mode by one kernel, or
+// nothing where there is none for it.
+std::optional<Tensor> conv2d_with_tail(const char* op, const Tensor& input, const Tensor& weight,
+                                       const std::optional<Tensor>& bias, const Norm& norm,
+                                       const std::optional<Tensor>& added,
+                                       const Activation& activation, const Conv2dArguments& args);
 
 // The gradients that output_mask asks for, of input, weight and bias; empty tensors for the rest.
 // relu_result: of a ReLU behind the convolution, whose result grad_output is the gradient of; or

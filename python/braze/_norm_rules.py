@@ -50,13 +50,15 @@ def may_take_ours(op, input):
     return bool(FASTER[op, "cuda" if getattr(input, "is_cuda", False) else "cpu"])
 
 
-def takes_ours(op, input, size):
+def takes_ours(op, input, size, saves_launches=False):
     """Whether a public function gives its arguments to braze's op.
 
     Args:
         op: the name of the op, as :class:`braze.backend` has it.
         input: the tensor that is normalised.
         size: how many elements of it are normalised together.
+        saves_launches: whether torch's function would need further launches, which cost more than
+            small tensors wait for ours.
     """
     if _config.chosen_backend(op) != "auto":
         return True
@@ -66,7 +68,7 @@ def takes_ours(op, input, size):
     return (
         measured is not None
         and measured.shortest <= size <= measured.longest
-        and input.numel() >= measured.least
+        and (saves_launches or input.numel() >= measured.least)
     )
 
 

@@ -11,13 +11,14 @@ def add_arguments(parser):
         "what",
         nargs="*",
         metavar="OP | render | ladder OP | products | convolutions | depthwise | networks | "
-        "norm_act | optimizers | overhead | population | counters matmul",
+        "evaluation | norm_act | optimizers | overhead | population | counters matmul",
         help="ops to time (default: all); render: rewrite the documents' tables from the results; "
         "ladder OP: time every kernel of an op beside the vendor's, or beside a copy of its bytes; "
         "products: matrix products beside the best of the vendor's algorithms; convolutions: those "
         "of networks, pass by pass, beside the best of cuDNN's engines and of torch; depthwise: "
         "depthwise convolutions of networks beside cuDNN's engines; networks: training steps of "
-        "whole networks beside stock's modes; norm_act: batch norm with addition and activation; "
+        "whole networks beside stock's modes; evaluation: the same without gradients; "
+        "norm_act: batch norm with addition and activation; "
         "optimizers: updates of all parameters beside torch's fused and foreach ones; "
         "overhead: the host's time for layers and steps in eager mode; "
         "population: many small networks in one step, and one after another; "

@@ -36,6 +36,16 @@ class LoadedValue {
     return 0;
   }
 
+  __device__ __forceinline__ float single() const {
+    switch (dtype_) {
+      case DType::kFloat64: return static_cast<float>(double_);
+      case DType::kFloat32: return single_;
+      case DType::kBFloat16: return __bfloat162float(__ushort_as_bfloat16(half_));
+      case DType::kFloat16: return __half2float(__ushort_as_half(half_));
+    }
+    return 0;
+  }
+
  private:
   DType dtype_;
   unsigned short half_ = 0;

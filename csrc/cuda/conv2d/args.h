@@ -13,6 +13,7 @@ struct Conv2dArgs {
   const void* bias;
   Moments* moments = nullptr;  // of fprop's result
   bool relu = false;           // fprop's
+  const Conv2dTail* tail = nullptr;
 };
 
 // Channels are the fastest dimension of the gathered tensor.
@@ -23,7 +24,8 @@ inline bool is_channels_last(const Conv2dArgs& p) {
 
 inline Conv2dArgs args_of(const Conv2dProblem& p, const Conv2dEpilogue& e = {}) {
   switch (p.pass) {
-    case Conv2dPass::kFprop: return {p.pass, p.shape, p.x, p.w, p.y, e.bias, e.moments, e.relu};
+    case Conv2dPass::kFprop:
+      return {p.pass, p.shape, p.x, p.w, p.y, e.bias, e.moments, e.relu, e.tail};
     case Conv2dPass::kDgrad: return {p.pass, p.shape, p.y, p.w, p.x, nullptr};
     case Conv2dPass::kWgrad: break;
   }

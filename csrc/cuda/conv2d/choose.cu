@@ -1,6 +1,7 @@
 // The convolution's kernels, and the choice among them.
 #include "launchers/conv2d.h"
 #include "launchers/conv2d_added.h"
+#include "launchers/conv2d_tail.h"
 
 #include <algorithm>
 #include <climits>
@@ -16,6 +17,7 @@
 #include "gather.cuh"
 #include "kernels.h"
 #include "launchers/conv2d_fft.h"
+#include "tail.cuh"
 
 namespace braze::cuda {
 namespace {
@@ -585,6 +587,29 @@ Conv2dPlan plan_part(const Conv2dArgs& args, int wish) {
   return plan;
 }
 
+// Whether implicit_gemm_wgmma sums long in few blocks, for which others share out the sum: a pass
+// more is faster then (batch 1 on an H200: 512 to 512 channels, 3 x 3 at 7 x 7, 19 against 14 us).
+bool is_long_and_narrow(const Conv2dShape& s) {
+  const int64_t tiles = ceil_div(s.n * s.p * s.q, 128) * ceil_div(s.k, 64);
+  return 4 * tiles < sm_count() && s.r * s.s * ceil_div(s.c * size_of(s.dtype), 128) > 28;
+}
+
+// The kernel for a pass with a tail, or -1: of our own choice, if it has the code, or
+// implicit_gemm_wgmma in the place of others, which it is behind by less than a pass takes.
+int choose_with_tail(const Conv2dArgs& args, const Activation& activation, bool adds) {
+  const Conv2dShape& s = args.shape;
+  const int kernel = choose(args);
+  if (kernel == kDepthwise) {
+    const bool is_small = s.n * s.c * s.h * s.w * size_of(s.dtype) < 1 << 19;
+    return !adds && !is_small && depthwise::takes_tail(args) ? kernel : -1;
+  }
+  const bool clamps_alone = !adds && !activation.smooth();
+  if (kernel == kNarrowInput) return clamps_alone ? kernel : -1;
+  if (kernel == kHalo && !is_pointwise(s) && clamps_alone) return kernel;
+  if (is_plain_fp32(s) || kernel == kGrouped || im2col_obstacle(args)) return -1;
+  return is_long_and_narrow(s) ? -1 : kIm2col;
+}
+
 }  // namespace
 
 const KernelInfo* conv2d_kernel(int number) {
@@ -668,6 +693,21 @@ void run_conv2d_added(Stream stream, const Conv2dProblem& problem, const Conv2dP
     return pointwise::run_added(stream, args, plan, added, workspace);
   }
   im2col::run_added(stream, args, plan, added, workspace);
+}
+
+bool plan_conv2d_tail(const Conv2dProblem& problem, const Activation& activation, bool adds,
+                      Conv2dPlan* plan) {
+  const Conv2dArgs args = args_of(problem);
+  if (problem.pass != Conv2dPass::kFprop || problem.shape.dtype == DType::kFloat64) return false;
+  if (is_empty(args) || images_at_once(args) < problem.shape.n || !is_inline(activation)) {
+    return false;
+  }
+  const int kernel = choose_with_tail(args, activation, adds);
+  if (kernel < 0) return false;
+  *plan = plan_part(args, kernel);
+  if (plan->obstacle) return false;
+  if (kernel == kIm2col) im2col::plan_tail(args, plan);
+  return true;
 }
 
 }  // namespace braze::cuda

@@ -4,6 +4,7 @@ Function, fake kernel. Front end: csrc/ops/batch_norm_act.cpp."""
 import torch
 
 from braze import _config
+from braze._nvtx import ranged
 from braze._ops._bilinear import masked
 from braze._ops._common import (
     autocast_dtype,
@@ -93,20 +94,54 @@ register(
 )
 
 
+def _fake_inference(
+    input, weight, conv_bias, residual, bn_weight, bn_bias, mean, var, stride, padding, dilation,
+    groups, eps, activation, first, second, *settings
+):  # fmt: skip
+    return fake_conv2d(input, weight, conv_bias, stride, padding, dilation, groups)
+
+
+def _composed(input, weight, conv_bias, *args):
+    """The op of ops that are differentiable."""
+    residual, bn_weight, bn_bias, mean, var, *geometry, eps, activation, first, second = args[:13]
+    z = _ops.conv2d.default(input, weight, conv_bias, *geometry, *args[13:])
+    norm = bn_weight, bn_bias, mean, var, None, False, 0.0, eps
+    return _ops.batch_norm_act.default(z, residual, *norm, activation, first, second)[0]
+
+
+def _conv_bn_act_inference(*args):
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in args[:8]):
+        return _composed(*args)
+    with below_autograd():
+        return _ops.conv_bn_act_inference.default(*args)
+
+
+_inference = ranged("ConvBnActInference", _conv_bn_act_inference)
+
+register(
+    "conv_bn_act_inference",
+    fake=_fake_inference,
+    autograd=_conv_bn_act_inference,
+    flops=conv2d_flops,
+)
+
+
 def conv_bn_act(
     input, weight, bias, residual, bn_weight, bn_bias, running_mean, running_var,
     num_batches_tracked, stride, padding, dilation, groups, training, momentum, eps, activation,
     settings
 ):  # fmt: skip
-    """``activation(batch_norm(conv2d(input, weight, bias)) + residual)`` as one op in training, or
-    None where it is better left to the three, which raise what is to be raised.
+    """``activation(batch_norm(conv2d(input, weight, bias)) + residual)`` as one op, or None where
+    it is better left to the three, which raise what is to be raised.
 
-    The convolution leaves batch norm's statistics where its kernel can, so that no pass over its
-    result is needed for them.
+    In training the convolution leaves batch norm's statistics where its kernel can, so that no pass
+    over its result is needed for them. In evaluation mode, where no gradient is wanted, its kernel
+    does all of it on the way out where it can: batch norm is a scale and an offset of each filter.
     """
     others = weight, bias, residual, bn_weight, bn_bias, running_mean, running_var
     if (
-        not training
+        (not training and (running_mean is None or running_var is None))
+        or (not training and _wants_gradient(input, *others))
         or torch.compiler.is_compiling()
         or isinstance(padding, str)
         or weight is None
@@ -143,7 +178,15 @@ def conv_bn_act(
     geometry = stride, padding, dilation, groups
     norm = training, momentum, eps
     how = _config.conv2d_settings(input)
+    if not training:
+        return _inference(*tensors, *geometry, eps, *act, *how)
     return _conv_bn_act(*tensors, num_batches_tracked, *geometry, *norm, *act, *how)[0]
+
+
+def _wants_gradient(*tensors):
+    return torch.is_grad_enabled() and any(
+        isinstance(t, torch.Tensor) and t.requires_grad for t in tensors
+    )
 
 
 def _shape(input, weight, bias, stride, padding, dilation, groups):

@@ -22,6 +22,7 @@ from braze._ops.batch_norm import gradients as batch_norm_gradients
 from braze._ops.conv2d import conv2d, conv2d_backward_flops, conv2d_flops
 from braze._ops.conv2d import geometry as conv2d_geometry
 from braze._ops.conv2d import gradients as conv2d_gradients
+from braze._ops.conv_bn_act import conv_bn_act
 from braze._ops.pool import max_pool2d
 from braze._ops.relu import relu
 from braze._step_scope import current
@@ -242,6 +243,14 @@ def as_one_op(
     if momentum is None and num_batches_tracked is None:
         momentum = 0.0
     input, stride, padding, dilation = conv2d_geometry(input, weight, stride, padding, dilation)
+    if not (training or max_pool or forked) and input.is_cuda:
+        geometry = stride, padding, dilation, groups
+        norm = bn_weight, bn_bias, running_mean, running_var, num_batches_tracked
+        result = conv_bn_act(
+            input, weight, bias, None, *norm, *geometry, training, momentum, eps, "relu", ()
+        )
+        if result is not None:
+            return result
     small_k = max_pool and _takes_small_k(input, weight, stride, padding, dilation, groups)
     if not small_k and not _takes(input, weight, stride, padding, dilation, max_pool):
         return None

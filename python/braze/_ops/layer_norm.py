@@ -181,7 +181,8 @@ def layer_norm_for_product(input, normalized_shape, weight=None, bias=None, eps=
     if (
         dtype not in _HALF_DTYPES
         or input.dtype not in (dtype, torch.float32)
-        or not _takes(input, normalized_shape, weight, bias)
+        # Without a gradient it takes the place of two casts.
+        or not _takes(input, normalized_shape, weight, bias, not torch.is_grad_enabled())
     ):
         return layer_norm(input, normalized_shape, weight, bias, eps)
     weight, bias = cast_to(torch.float32, weight, bias)
@@ -189,7 +190,7 @@ def layer_norm_for_product(input, normalized_shape, weight=None, bias=None, eps=
     return apply(input, weight, bias, list(normalized_shape), eps, dtype)[0]
 
 
-def _takes(input, normalized_shape, weight, bias):
+def _takes(input, normalized_shape, weight, bias, saves_launches=False):
     """Whether ours is to run, and takes such shapes."""
     return (
         may_take_ours("layer_norm", input)
@@ -199,5 +200,5 @@ def _takes(input, normalized_shape, weight, bias):
         and input.shape[-len(normalized_shape) :] == tuple(normalized_shape)
         and (weight is None or weight.shape == tuple(normalized_shape))
         and (bias is None or bias.shape == tuple(normalized_shape))
-        and takes_ours("layer_norm", input, math.prod(normalized_shape))
+        and takes_ours("layer_norm", input, math.prod(normalized_shape), saves_launches)
     )

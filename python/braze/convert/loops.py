@@ -5,11 +5,10 @@ import itertools
 
 import torch
 
-from braze.convert.blocks import conv_and_norm
 from braze.convert.kinds import KINDS, kind_of
 from braze.convert.parts import PARTS, Sequence, expanded, unchanged
 from braze.convert.programs import LAYERS, by_program
-from braze.convert.runs import are_plain
+from braze.convert.runs import are_plain, in_turn
 from braze.convert.through import WINDOW, run_length, run_through, runner_through
 
 
@@ -53,18 +52,21 @@ def _walk(modules, children, segments, stretches):
         if skip:
             skip -= 1
             continue
-        if at in stretches and not others_ran:
-            layers = children[at : at + stretches[at]]
-            if are_plain(layers):
-                skip = len(layers) - 1
-                yield functools.partial(_one_after_another, layers)
-                continue
-        if at in segments:
-            links = children[at : at + segments[at]][::-1]
+        length = max(stretches.get(at, 0), segments.get(at, 0))
+        if length:
+            layers = children[at : at + length]
             if others_ran:
                 ahead = ahead or iter(modules)
                 _next(ahead, at - seen)
-                links, seen = _next(ahead, len(links)), at + len(links)
+                layers = _next(ahead, length)
+                seen = at + len(layers)
+            stretch = layers[: stretches.get(at, 0)]
+            if stretch and all(type(k) in LAYERS for k in stretch) and are_plain(stretch):
+                skip = len(stretch) - 1
+                yield functools.partial(_one_after_another, stretch)
+                continue
+        if at in segments:
+            links = layers[: segments[at]][::-1]
             as_one = runner_through(links)
             if as_one is None:  # perhaps of fewer
                 links = links[len(links) - run_length([_asked(k) for k in links[::-1]]) :]
@@ -79,18 +81,12 @@ def _walk(modules, children, segments, stretches):
 
 @by_program
 def _one_after_another(layers, input):
-    if [kind_of(layer) for layer in layers] == ["Conv2d", "BatchNorm2d"]:
-        output = conv_and_norm(layers[::-1], input)
-        if output is not None:
-            return output
-    for layer in _callables(layers, _known_segments(tuple(map(_kinds, layers)))):
-        input = layer(input)
-    return input
+    return in_turn(layers[::-1], input)
 
 
 def _next(iterator, count):
-    """The next ones that an iterator has, up to so many, last first."""
-    return tuple([link for _, link in zip(range(count), iterator, strict=False)])[::-1]
+    """The next ones that an iterator has, up to so many."""
+    return tuple([module for _, module in zip(range(count), iterator, strict=False)])
 
 
 def _kinds(module):
@@ -144,6 +140,3 @@ def _stretches(types, segments):
             found[at] = length
         at = end
     return found
-
-
-_known_segments = functools.lru_cache(maxsize=1024)(_segments)

@@ -19,6 +19,7 @@ _SETTINGS = {
     ),
     "BatchNorm2d": ("num_features", "training", "momentum", "eps", "track_running_stats"),
     "Conv2d": ("out_channels", "stride", "padding", "dilation", "groups", "padding_mode"),
+    "LayerNorm": ("normalized_shape", "eps"),
     "Linear": ("in_features", "out_features"),
     "MaxPool2d": ("kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices"),
     **{kind: (*settings, "inplace") for kind, (_, settings) in ACTIVATIONS.items()},
@@ -33,7 +34,8 @@ for _flatten in (torch.nn.Flatten, braze.nn.Flatten):
 #: The tensors of layers that have any. Those of batch norm have the same shapes, so that their
 #: order counts; in a layer's own dictionary they stand in the order in which they were set.
 _PARAMETERS = dict.fromkeys(
-    (braze.nn.BatchNorm2d, braze.nn.Conv2d, braze.nn.Linear), ("weight", "bias")
+    (braze.nn.BatchNorm2d, braze.nn.Conv2d, braze.nn.LayerNorm, braze.nn.Linear),
+    ("weight", "bias"),
 )
 _BUFFERS = {braze.nn.BatchNorm2d: ("running_mean", "running_var", "num_batches_tracked")}
 

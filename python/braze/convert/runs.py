@@ -225,7 +225,7 @@ def run_of(kinds):
         return None
     if "Add" in kinds and kinds[kinds.index("Add") + 1 :][:1] != ("BatchNorm2d",):
         return None
-    return _in_turn
+    return in_turn
 
 
 #: What makes a new tensor, whatever its settings.
@@ -243,7 +243,7 @@ def _on_new(links, input, *added):
     return one_by_one(links, input, *added)
 
 
-def _in_turn(links, input, *added):
+def in_turn(links, input, *added):
     """Run by run, and what is none link by link."""
     kinds, end = [kind_of(link) for link in links], len(links)
     while end > 0:

@@ -1,8 +1,8 @@
 // What the depthwise kernels are launched with. Filled in by depthwise.cu.
 #pragma once
 
-#include "launchers/conv2d.h"
 #include "cuda/common/fast_div.cuh"
+#include "cuda/conv2d/tail.cuh"
 
 namespace braze::cuda::depthwise {
 
@@ -26,6 +26,7 @@ struct Args {
   Image out;         // not for kWeights
   const void* w;     // [C][R][S], dense
   const void* bias;  // may be null
+  Tail tail;         // in its place, by a kernel for that
   float* partial;    // kWeights: [workers][R * S][C]
   int channels, batch;
   int first_row, first_column;  // of `in`, which the first row and column of results begin with
@@ -61,6 +62,7 @@ struct Kernel {
   int taps;  // R = S
   int stride;
   bool channels_last;
+  bool tail = false;  // kConvolve, channels last
 };
 
 using Function = void (*)(Args);

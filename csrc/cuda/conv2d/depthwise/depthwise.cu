@@ -64,6 +64,7 @@ bool prepare(const Conv2dArgs& pass, void* workspace, Kernel* kernel, Args* args
   *kernel =
       kernel_of(pass.pass, s, !(is_contiguous(t.x, s.h, s.w) && is_contiguous(t.y, s.p, s.q)));
   *args = problem_of(*kernel, pass.pass, s, t.x, t.w, t.y, pass.bias, workspace);
+  kernel->tail = pass.tail != nullptr, args->tail = Tail::of(pass.tail, s.dtype);
   return make_plan(*kernel, tuning_of(*kernel), args);
 }
 
@@ -86,6 +87,10 @@ bool supports(const Conv2dArgs& pass) {
   Kernel kernel;
   Args args;
   return prepare(pass, nullptr, &kernel, &args);
+}
+
+bool takes_tail(const Conv2dArgs& pass) {
+  return pass.pass == Conv2dPass::kFprop && are_channels_last(pass.gathered, pass.out);
 }
 
 void plan(const Conv2dArgs& pass, Conv2dPlan* plan) {

@@ -10,6 +10,9 @@ namespace braze::cuda::depthwise {
 // apart) or contiguous, the same for input and output; contiguous rows that fit shared memory.
 bool supports(const Conv2dArgs& args);
 
+// Whether a pass that they take can have a tail without an addition.
+bool takes_tail(const Conv2dArgs& args);
+
 // Of the weight gradient, the workspace; others need none.
 void plan(const Conv2dArgs& args, Conv2dPlan* plan);
 void run(Stream stream, const Conv2dArgs& args, const Conv2dPlan& plan, void* workspace);

@@ -101,7 +101,7 @@ __device__ __forceinline__ void load_weights(const Args& a, char* stage, int cha
   for (int tap = 0; tap < R * R; ++tap) load_values<V>(buffer + tap * a.slab + own, w[tap]);
 }
 
-template <typename T, int R, int kStride, bool kSpread, int kWindow>
+template <typename T, int R, int kStride, bool kSpread, int kWindow, bool kTail = false>
 __global__ void __launch_bounds__(kMostThreads) nhwc_kernel(const __grid_constant__ Args a) {
   constexpr int V = channels_per_thread(sizeof(T), R), kPixel = kGranule / sizeof(T);
   constexpr int kRows = kSpread ? 1 : kStride;  // of `in` per step
@@ -142,6 +142,14 @@ __global__ void __launch_bounds__(kMostThreads) nhwc_kernel(const __grid_constan
       if (v < left) bias[v] = convert<float>(static_cast<const T*>(a.bias)[channel + own + v]);
     }
   }
+  [[maybe_unused]] float scale[V], offset[V];
+  if constexpr (kTail) {
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+      const float2 of = a.tail.coefficients(active && v < left ? channel + own + v : 0);
+      scale[v] = of.x, offset[v] = of.y;
+    }
+  }
   const bool paired = V == 2 && left >= 2 && (a.out.w | a.out.h | a.out.n) % 2 == 0 &&
                       reinterpret_cast<uintptr_t>(a.out.data) % 4 == 0;
 
@@ -155,7 +163,18 @@ __global__ void __launch_bounds__(kMostThreads) nhwc_kernel(const __grid_constan
     const bool whole = (V == 1 || paired) && column >= 0 && column + kColumns <= a.out.width;
     T* out = static_cast<T*>(a.out.data) + share.n * a.out.n + top * a.out.h + column * a.out.w +
              channel + own;
-    const auto store = [&](const float(&values)[kColumns][V]) {
+    const auto store = [&](float(&values)[kColumns][V]) {
+      if constexpr (kTail) {
+#pragma unroll
+        for (int v = 0; v < V; ++v) {
+          float results[kColumns];
+#pragma unroll
+          for (int q = 0; q < kColumns; ++q) results[q] = fmaf(values[q][v], scale[v], offset[v]);
+          a.tail.activate<T>(results);
+#pragma unroll
+          for (int q = 0; q < kColumns; ++q) values[q][v] = results[q];
+        }
+      }
       if (whole) {
 #pragma unroll
         for (int q = 0; q < kColumns; ++q) {
@@ -309,23 +328,25 @@ __global__ void __launch_bounds__(kMostThreads) nhwc_wgrad_kernel(const __grid_c
 }
 
 template <typename T, int R, int kStride>
-Function nhwc_function(Task task) {
-  if (task == Task::kWeights) return nhwc_wgrad_kernel<T, R, kStride>;
-  if (kStride == 2 && task == Task::kSpread) {
+Function nhwc_function_of(const Kernel& k) {
+  constexpr int kWindow = Walk<R, kStride>::kWindow;
+  if (k.task == Task::kWeights) return nhwc_wgrad_kernel<T, R, kStride>;
+  if (kStride == 2 && k.task == Task::kSpread) {
     return nhwc_kernel<T, R, 2, true, Spread<R>::kWindow>;
   }
-  return nhwc_kernel<T, R, kStride, false, Walk<R, kStride>::kWindow>;
+  if (k.tail) return nhwc_kernel<T, R, kStride, false, kWindow, true>;
+  return nhwc_kernel<T, R, kStride, false, kWindow>;
 }
 
 template <typename T>
 Function nhwc_function(const Kernel& k) {
   if (k.taps == 3) {
-    return k.stride == 1 ? nhwc_function<T, 3, 1>(k.task) : nhwc_function<T, 3, 2>(k.task);
+    return k.stride == 1 ? nhwc_function_of<T, 3, 1>(k) : nhwc_function_of<T, 3, 2>(k);
   }
   if (k.taps == 5) {
-    return k.stride == 1 ? nhwc_function<T, 5, 1>(k.task) : nhwc_function<T, 5, 2>(k.task);
+    return k.stride == 1 ? nhwc_function_of<T, 5, 1>(k) : nhwc_function_of<T, 5, 2>(k);
   }
-  return k.stride == 1 ? nhwc_function<T, 7, 1>(k.task) : nhwc_function<T, 7, 2>(k.task);
+  return k.stride == 1 ? nhwc_function_of<T, 7, 1>(k) : nhwc_function_of<T, 7, 2>(k);
 }
 
 }  // namespace

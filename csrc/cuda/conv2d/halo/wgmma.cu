@@ -81,12 +81,12 @@ Plan make_plan(Conv2dPass pass, const Conv2dShape& s) {
 
 template <typename T, int kPixels, int kChannelBlock, int kPlanes = 1>
 void launch(Stream stream, const Plan& plan, const CUtensorMap& x_map, const CUtensorMap& w_map,
-            const CUtensorMap& y_map, const void* w, const void* bias, bool relu, const void* y,
-            Moments* moments) {
+            const CUtensorMap& y_map, const void* w, const void* bias, bool relu, const Tail& tail,
+            const void* y, Moments* moments) {
   const auto kernel = conv_kernel<T, kPixels, kChannelBlock, kPlanes>;
   cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.shared_bytes);
   launch_early(kernel, plan.grid, kThreads, plan.shared_bytes, stream, x_map, w_map, y_map,
-               plan.args, static_cast<const T*>(w), static_cast<const T*>(bias), relu,
+               plan.args, static_cast<const T*>(w), static_cast<const T*>(bias), relu, tail,
                static_cast<T*>(const_cast<void*>(y)), moments);
   check_launch("conv2d halo_wgmma");
 }
@@ -131,7 +131,7 @@ void plan(const Conv2dArgs& args, Conv2dPlan* plan) {
 
 void run(Stream stream, const Conv2dArgs& args, const Conv2dPlan& planned, void* workspace) {
   if (args.pass == Conv2dPass::kWgrad) return run_wgrad(stream, args, planned, workspace);
-  const auto& [pass, s, in, w, out, bias, moments, relu] = args;
+  const auto& [pass, s, in, w, out, bias, moments, relu, tail] = args;
   const bool dgrad = pass == Conv2dPass::kDgrad;
   Plan plan = planned.tiling.get<Plan>();
   Args& a = plan.args;
@@ -163,7 +163,8 @@ void run(Stream stream, const Conv2dArgs& args, const Conv2dPlan& planned, void*
                       : s.dtype == DType::kFloat32  ? launcher<float>(plan)
                       : s.dtype == DType::kBFloat16 ? launcher<__nv_bfloat16>(plan)
                                                     : launcher<__half>(plan);
-  launch(stream, plan, x_map, w_map, y_map, w.data, bias, relu, out.data, moments);
+  launch(stream, plan, x_map, w_map, y_map, w.data, bias, relu, Tail::of(tail, s.dtype), out.data,
+         moments);
 }
 
 }  // namespace braze::cuda::halo

@@ -27,6 +27,7 @@
 #include "cuda/common/numeric.cuh"
 #include "cuda/common/tma.cuh"
 #include "cuda/common/wgmma.cuh"
+#include "cuda/conv2d/tail.cuh"
 
 namespace braze::cuda::halo {
 
@@ -37,8 +38,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     conv_kernel(const __grid_constant__ CUtensorMap x_map,
                 const __grid_constant__ CUtensorMap w_map,
                 const __grid_constant__ CUtensorMap y_map, const __grid_constant__ Args a,
-                const T* w, const T* bias, bool relu, T* __restrict__ y,
-                Moments* __restrict__ moments) {
+                const T* w, const T* bias, bool relu, const __grid_constant__ Tail tail,
+                T* __restrict__ y, Moments* __restrict__ moments) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL  // as has_wgmma() asks
   using Op = operand_t<T, kPlanes>;
   using L = Layout<Op, kChannelBlock, kPlanes>;
@@ -137,6 +138,14 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (k0 + row + 8 * i < a.k) bias_values[i] = convert<float>(bias[k0 + row + 8 * i]);
     }
   }
+  float scale_values[2] = {1, 1};
+  if (tail.mean) {
+    for (int i = 0; i < 2; ++i) {
+      if (k0 + row + 8 * i >= a.k) continue;
+      const float2 of = tail.coefficients(k0 + row + 8 * i);
+      scale_values[i] = of.x, bias_values[i] = of.y;
+    }
+  }
   int count = 0, rows_left_before = a.tile_rows, images_left_before = a.tile_images;
   Accumulator row_moments[2];
   uint64_t valid = 0;  // bit i: this thread's position 8 * (i / 2) + 2 * (lane % 4) + i % 2
@@ -201,6 +210,13 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (relu) {
 #pragma unroll
       for (int i = 0; i < kAcc; ++i) acc[i] = acc[i] < 0 ? 0.0f : acc[i];  // NaN stays NaN
+    }
+    if (tail.mean) {
+#pragma unroll
+      for (int i = 0; i < kAcc; ++i) {
+        const int own = i / 2 % 2;
+        acc[i] = tail.bounded(fmaf(acc[i], scale_values[own], bias_values[own]));
+      }
     }
     if (moments && j == group) {  // position 0 is an output
       row_moments[0].shift = __shfl_sync(~0u, convert<float>(convert<T>(acc[0])), lane & ~3);

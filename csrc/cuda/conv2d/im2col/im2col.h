@@ -11,6 +11,9 @@ const char* obstacle(const Conv2dArgs& args);
 void plan(const Conv2dArgs& args, Conv2dPlan* plan);
 void run(Stream stream, const Conv2dArgs& args, const Conv2dPlan& plan, void* workspace);
 
+// A plan for fprop in 16 bits or TF32 becomes one with a Conv2dTail.
+void plan_tail(const Conv2dArgs& args, Conv2dPlan* plan);
+
 // Where it takes the pixels that a filter's row meets for one pixel: the share of its rows of
 // shared memory that is filled. Else 0.
 double rows_filled(const Conv2dArgs& args);

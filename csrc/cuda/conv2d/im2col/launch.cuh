@@ -6,6 +6,7 @@
 #include "cuda/matmul/hopper/launch.cuh"
 #include "launchers/transpose.h"
 #include "moments.cuh"
+#include "tail.cuh"
 #include "wgrad.cuh"
 
 namespace braze::cuda::im2col {
@@ -93,13 +94,21 @@ void launch(Stream stream, const Conv2dArgs& args, A a, const Pass& pass, void* 
   const CUtensorMap row_map = window_map(args, Tile::kRows);
   const CUtensorMap column_map = weight_map<Tile, kColumnMajor>(args, transposed);
   const CUtensorMap c_map = kScattered ? row_map : hopper::output_map<Tile>(a, p, row_map);
+  constexpr auto kKernel = hopper::persistent_kernel<Tile, 0, kColumnMajor, false, A>;
   int clusters = a.tiles;
-  if constexpr (kMoments) {
+  if constexpr (kMoments || A::kTail) {
     a.tile_columns = FastDiv(ceil_div(p.n, Tile::kColumns));
-    clusters = a.first_rows / a.cluster_rows * a.tile_columns.divisor();
+    const int columns = a.tile_columns.divisor();
+    if constexpr (kMoments) {
+      clusters = a.first_rows / a.cluster_rows * columns;
+    } else {
+      const int resident =
+          hopper::resident_clusters<kKernel>(Tile::kCluster, Tile::kThreads, Tile::kSharedBytes);
+      if (clusters > resident && resident >= columns) clusters = resident / columns * columns;
+    }
   }
-  hopper::launch_persistent<Tile, hopper::persistent_kernel<Tile, 0, kColumnMajor, false, A>>(
-      stream, clusters, !kMoments, row_map, column_map, c_map, a);
+  hopper::launch_persistent<Tile, kKernel>(stream, clusters, !kMoments, row_map, column_map, c_map,
+                                           a);
 }
 
 // Swizzled rows of channels of all taps of the weight gradient, if these lie side by side in one
@@ -169,6 +178,16 @@ void run(Stream stream, const Conv2dArgs& args, int number, void* workspace,
           if (added) return launch<Tile, kDgradMajor>(stream, args, a, pass, workspace);
         }
         return launch<Tile, kDgradMajor>(stream, args, WindowArgs{}, pass, workspace);
+      }
+      if (args.tail) {
+        TailArgs a{};
+        a.tail = Tail::of(args.tail, args.shape.dtype);
+        a.adds = args.tail->added != nullptr;
+        if (a.adds) {
+          a.added = hopper::matrix_map<T>(args.tail->added, pass.filters, pass.pixels, pass.filters,
+                                          1, 0, kKind.rows);
+        }
+        return launch<Tile, 0>(stream, args, a, pass, workspace);
       }
       if constexpr (sizeof(T) == 4) {
         if (args.moments) {

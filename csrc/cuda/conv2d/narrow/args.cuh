@@ -5,6 +5,7 @@
 
 #include "cuda/common/fast_div.cuh"
 #include "cuda/conv2d/args.h"
+#include "cuda/conv2d/tail.cuh"
 
 namespace braze::cuda::narrow {
 
@@ -35,7 +36,7 @@ struct Args {
   bool has_words;  // and in aligned words, or elements are words
   int copies;      // 2: another one that begins an element later, for what begins at odd ones
   bool vectors;    // fprop: results are stored in vectors
-  bool relu;       // fprop: of results, NaN stays NaN
+  Tail tail;       // fprop: of results; its clamp is a ReLU's too
 
   // fprop: a filter row's terms, padded to whole words, and steps of the sum over all of them.
   int row_terms, steps;

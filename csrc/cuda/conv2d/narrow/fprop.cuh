@@ -26,11 +26,11 @@ __host__ __device__ constexpr int run_of(int size, int groups) {
 
 constexpr int term_step(int size) { return 32 / size; }  // of the sum, in one product
 
-// Shared memory: the filters as the products' lanes hold them, the terms' offsets and masks, bias,
-// moments, two buffers of patches.
+// Shared memory: the filters as the products' lanes hold them, the terms' offsets and masks, scales
+// and offsets of the results, moments, two buffers of patches.
 inline int fprop_shared_bytes(const Args& a, int groups) {
   const int moments = kWarps * (3 * groups * 8 + 1);  // words
-  return a.steps * (groups / 2 * 512 + 64) + groups * 32 + moments * 4 +
+  return a.steps * (groups / 2 * 512 + 64) + groups * 64 + moments * 4 +
          2 * a.copies * a.patch_words * 4;
 }
 
@@ -43,7 +43,7 @@ class Fprop {
 
   const Args& a_;
   uint4 *filters_, *terms_;
-  float* bias_;
+  float *scale_, *offset_;
   BlockMoments<kGroups * 8> moments_;
   uint32_t* patches_;
   const int lane_ = threadIdx.x % 32, g_ = lane_ / 4, t_ = lane_ % 4;
@@ -129,8 +129,11 @@ class Fprop {
       terms_[i] = {offset[0], offset[1], mask[0], mask[1]};
     }
     for (int i = threadIdx.x; i < kGroups * 8; i += kThreads) {
-      const bool has = a_.bias && k0_ + i < a_.filters;
-      bias_[i] = has ? convert<float>(static_cast<const T*>(a_.bias)[k0_ + i]) : 0;
+      const int k = k0_ + i;
+      const bool inside = k < a_.filters, has_bias = inside && a_.bias;
+      float2 of{1, has_bias ? convert<float>(static_cast<const T*>(a_.bias)[k]) : 0};
+      if (inside && a_.tail.mean) of = a_.tail.coefficients(k);
+      scale_[i] = of.x, offset_[i] = of.y;
     }
 #pragma unroll
     for (int i = 0; i < kPixelGroups; ++i) {
@@ -216,8 +219,9 @@ class Fprop {
     const int tile =
         kPixelRows ? pixel / 2 * kGroups + filter / 2 : filter / 2 * kPixelGroups + pixel / 2;
     const int row = (kPixelRows ? pixel : filter) % 2, column = (kPixelRows ? filter : pixel) % 2;
-    const float v = acc_[tile][row * 2 + column] + bias_[own_filter(filter)];
-    return convert<T>(a_.relu && v < 0 ? 0.0f : v);
+    const int own = own_filter(filter);
+    const float v = fmaf(acc_[tile][row * 2 + column], scale_[own], offset_[own]);
+    return convert<T>(a_.tail.bounded(v));
   }
 
   __device__ __forceinline__ void store_rows(const Place& place) const {
@@ -295,9 +299,10 @@ class Fprop {
       : a_(a),
         filters_(shared),
         terms_(filters_ + a.steps * kPairs * 32),
-        bias_(reinterpret_cast<float*>(terms_ + a.steps * 4)),
-        moments_(bias_ + kGroups * 8),
-        patches_(reinterpret_cast<uint32_t*>(bias_ + kGroups * 8 + decltype(moments_)::kWords)) {}
+        scale_(reinterpret_cast<float*>(terms_ + a.steps * 4)),
+        offset_(scale_ + kGroups * 8),
+        moments_(offset_ + kGroups * 8),
+        patches_(reinterpret_cast<uint32_t*>(offset_ + kGroups * 8 + decltype(moments_)::kWords)) {}
 
   __device__ __forceinline__ void run() {
     const int buffer_words = a_.copies * a_.patch_words;

@@ -59,7 +59,8 @@ Args problem_of(const Conv2dArgs& args) {
   Args a{};
   a.x = x.data, a.other = args.other.data, a.bias = args.bias;
   a.out = const_cast<void*>(args.out.data);
-  a.moments = args.moments, a.relu = args.relu;
+  a.moments = args.moments, a.tail = Tail::of(args.tail, s.dtype);
+  if (!args.tail) a.tail.low = args.relu ? 0 : -INFINITY, a.tail.high = INFINITY;
   const auto set = [](int& to, int64_t from) { to = static_cast<int>(from); };
   set(a.channels, s.c), set(a.height, s.h), set(a.width, s.w), set(a.filters, s.k);
   set(a.taps_h, s.r), set(a.taps_w, s.s), set(a.rows, s.p), set(a.columns, s.q);

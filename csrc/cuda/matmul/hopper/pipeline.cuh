@@ -75,6 +75,9 @@ struct Ring {
 struct Args {
   static constexpr bool kFull = false;       // of FullArgs (hopper/epilogue.cuh) it is true
   static constexpr bool kScattered = false;  // whether rows of C lie anywhere (hopper/scatter.cuh)
+  static constexpr bool kTail = false;       // whether it finishes results: conv2d/im2col/tail.cuh
+  template <typename Tile>
+  struct State {};  // what a consumer's thread keeps for that
 
   int rows, columns;             // of the product
   TileOrder order;               // a row of tiles stands for as many as a cluster takes at once

@@ -34,6 +34,10 @@ __device__ __forceinline__ void produce(const CUtensorMap* row_map, const CUtens
       mbarrier_expect(&full[at.stage], Tile::kStageBytes);
       copies.copy(d, &full[at.stage], stages + at.stage * Tile::kStageBytes);
     }
+    if constexpr (A::kTail) {
+      a.template produce<Tile>((p.row * kCluster + rank) * Tile::kRows, p.column * Tile::kColumns,
+                               at, stages, full, empty);
+    }
   }
   drain_ring<Tile>(empty, at);
 }
@@ -107,6 +111,15 @@ struct Finished {
   }
 };
 
+// Calls f(std::integral_constant) with 0, 1, ... up to kCount - 1.
+template <int kCount, int kFirst = 0, typename F>
+__device__ __forceinline__ void for_each_constant(const F& f) {
+  if constexpr (kFirst < kCount) {
+    f(std::integral_constant<int, kFirst>{});
+    for_each_constant<kCount, kFirst + 1>(f);
+  }
+}
+
 // A: Args or, for the full epilogue, FullArgs; or what other kernels make from Args.
 template <typename Tile, int kRowMajor, int kColumnMajor, bool kSwap, typename A>
 __device__ __forceinline__ void consume(const CUtensorMap* c_map, const A& a, uint32_t stages,
@@ -130,6 +143,8 @@ __device__ __forceinline__ void consume(const CUtensorMap* c_map, const A& a, ui
   int tile = blockIdx.x / kCluster;
   Place p = place_of(a, tile);
   int d = p.first, before = -1;  // the latter: the stage whose products may still run
+  [[maybe_unused]] typename A::template State<Tile> state;
+  if constexpr (A::kTail) a.template begin<Tile>(state, p.column * Tile::kColumns);
   [[maybe_unused]] uint32_t fragments[2][4][4];
   const auto step = [&](int depth, int chunk, auto& fragment) {
     mbarrier_wait(&full[at.stage], at.phase);
@@ -176,6 +191,18 @@ __device__ __forceinline__ void consume(const CUtensorMap* c_map, const A& a, ui
         finish_full<T, kSwap>(a, acc[b], row + b * 64, column);
         sum_tile<Tile::kColumns>(a, acc[b], tile_row + b * 64, tile_column, p.column);
       }
+    } else if constexpr (A::kTail) {
+      static_assert(kBlocks == 1);
+      a.template scale<Tile>(state, acc[0], staging, group);
+      const auto add = [&](auto part) {
+        mbarrier_wait(&full[at.stage], at.phase);
+        a.template add<Tile, part.value>(acc[0], stages + at.stage * Tile::kStageBytes);
+        named_barrier(1 + group, 128);
+        release_stage<Tile>(empty, at.stage);
+        at.next();
+      };
+      if (a.adds) for_each_constant<A::template Parts<Tile>::kStages>(add);
+      a.tail.template activate<T>(acc[0]);
     } else if (a.bias || a.relu) {
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b) finish<T, kSwap>(a, acc[b], row + b * 64, column);
@@ -208,7 +235,8 @@ __device__ __forceinline__ void consume(const CUtensorMap* c_map, const A& a, ui
 
     p = place_of(a, tile);
     d = p.first, before = -1;
-    if constexpr (A::kFull) {
+    if constexpr (A::kTail) a.template begin<Tile>(state, p.column * Tile::kColumns);
+    if constexpr (A::kFull || A::kTail) {
       // Else ptxas takes what the epilogue wrote for an operand of the next products, which it then
       // has wait for each other (C7515).
 #pragma unroll
@@ -238,7 +266,7 @@ template <typename Tile, int kRowMajor, int kColumnMajor, bool kSwap, typename A
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     persistent_kernel(const __grid_constant__ CUtensorMap row_map,
                       const __grid_constant__ CUtensorMap column_map,
-                      const __grid_constant__ CUtensorMap c_map, const A a) {
+                      const __grid_constant__ CUtensorMap c_map, const __grid_constant__ A a) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL  // other architectures get a kernel that nobody launches
   extern __shared__ unsigned char shared_bytes[];
   __shared__ uint64_t full[Tile::kStages], empty[Tile::kStages];
