@@ -503,6 +503,20 @@ def test_what_overwrites_what_nobody_sees(device, activation):
     assert_equal(found, trained(model, x, 3, by_programs=False))
 
 
+@pytest.mark.parametrize("activation", [nn.SiLU, nn.Mish, nn.Hardswish, nn.Hardsigmoid])
+def test_the_same_without_gradients(device, activation):
+    model, x = on(device, lambda: Gate(activation=activation)), images(device)
+    with torch.no_grad():
+        found = [model(x) for _ in range(3)]
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            found.append(model(x))
+        with OneByOne():
+            assert_equal(found, [model(x) for _ in range(4)])
+    ran = [e.name for e in profile.events() if not e.name.startswith("aten::empty")]
+    assert ran.count("braze::run_program") == 1
+    assert not any(name.startswith("aten::") and name.endswith("_") for name in ran), ran
+
+
 @pytest.mark.parametrize("first", [nn.Flatten(3), nn.ReLU(inplace=True)], ids=str)
 def test_what_overwrites_what_somebody_sees(device, first):
     """Activations that were given the input itself, or a view of it."""

@@ -230,15 +230,16 @@ def run_of(kinds):
 
 #: What makes a new tensor, whatever its settings.
 _MAKE = frozenset(("AvgPool2d", "BatchNorm2d", "Conv2d", "Linear", "MaxPool2d"))
-#: Activations of which torch's autograd copies the input where they overwrite it.
+#: Activations of which torch's autograd copies the input where they overwrite it, and of which
+#: braze has no function that overwrites: torch's would keep a stretch from being a program.
 _COPIED = frozenset(("Hardsigmoid", "Hardswish", "Mish", "SiLU"))
 
 
 def _on_new(links, input, *added):
     """:func:`one_by_one` of a link whose input nobody else sees: if it is to be overwritten, and
-    copied for that, braze's activation, which does neither, computes the same."""
+    perhaps copied for that, braze's activation, which does neither, computes the same."""
     link = links[0]
-    if kind_of(link) in _COPIED and torch.is_grad_enabled() and overwrites(link):
+    if kind_of(link) in _COPIED and overwrites(link):
         return getattr(F, ACTIVATIONS[kind_of(link)][0])(input)
     return one_by_one(links, input, *added)
 
