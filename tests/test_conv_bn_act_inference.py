@@ -187,6 +187,24 @@ def test_is_left_to_others(device):
         op(x, w.double(), *others, *map(list, geometry[:3]), 1, 1e-5, "relu", 0.0, 0.0)
 
 
+def test_padding_in_words(device):
+    """It is that in numbers where it is even; else stock's own code pads."""
+    tensors, (stride, _, _, groups) = drawn("3x3", device, torch.float32)
+
+    def run(weight, stride, padding, dilation):
+        geometry = stride, padding, dilation, groups
+        return ours("relu", (tensors[0], weight, *tensors[2:]), geometry)
+
+    weight = tensors[1]
+    for word, number, dilation in (("same", 1, 1), ("same", 2, 2), ("valid", 0, 1)):
+        dilation = dilation, dilation
+        expected = run(weight, stride, (number, number), dilation)
+        assert torch.equal(run(weight, stride, word, dilation), expected)
+    assert run(weight[:, :, :2, :], stride, "same", (1, 1)) is None
+    assert run(weight, (2, 2), "same", (1, 1)) is None
+    assert run(weight, stride, "some", (1, 1)) is None
+
+
 def test_the_check_rejects_another_offset(device):
     tensors, geometry = drawn("3x3", device, torch.float32)
     actual = ours("relu", tensors, geometry)

@@ -143,11 +143,14 @@ def conv_bn_act(
         (not training and (running_mean is None or running_var is None))
         or (not training and _wants_gradient(input, *others))
         or torch.compiler.is_compiling()
-        or isinstance(padding, str)
         or weight is None
         or not plain(input, *others)
     ):
         return None
+    if isinstance(padding, str):  # in training not measured
+        padding = None if training else _in_numbers(padding, weight, stride, dilation)
+        if padding is None:
+            return None
     dtype = autocast_dtype(input)
     if dtype is not None:
         input, weight, bias = cast_to(dtype, input, weight, bias)
@@ -187,6 +190,16 @@ def _wants_gradient(*tensors):
     return torch.is_grad_enabled() and any(
         isinstance(t, torch.Tensor) and t.requires_grad for t in tensors
     )
+
+
+def _in_numbers(padding, weight, stride, dilation):
+    """A padding that is given as a word, as a pair, or None where it is uneven or refused."""
+    if padding == "valid":
+        return 0, 0
+    if padding != "same" or weight.dim() != 4 or set(stride) != {1}:
+        return None
+    around = [d * (size - 1) for d, size in zip(dilation, weight.shape[2:], strict=True)]
+    return None if any(s % 2 for s in around) else tuple(s // 2 for s in around)
 
 
 def _shape(input, weight, bias, stride, padding, dilation, groups):
