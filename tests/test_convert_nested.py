@@ -400,6 +400,34 @@ def test_hooks(name, before):
         torch.testing.assert_close(found[0][1:], found[1][1:], rtol=1e-4, atol=1e-4)
 
 
+class Other(nn.Module):
+    """No layer that is known."""
+
+    def forward(self, x):
+        return x + 1
+
+
+def test_hooks_behind_other_modules():
+    """Where a longer stretch gives way, what comes behind is still looked for in its place."""
+    torch.manual_seed(0)
+    groups = [[Other(), *layers()], layers(), [*layers(), Other()], layers(), layers()]
+    original = nn.Sequential(*(layer for group in groups for layer in group)).eval()
+    converted = braze.convert(copy.deepcopy(original))
+    x = torch.randn(2, 4, 6, 6)
+    for model in (original, converted):
+        model[5].register_forward_hook(lambda module, args, output: output * 2)
+    with torch.no_grad():
+        ran = []
+        found = [converted(x) for _ in range(3)]
+        for i, layer in enumerate(converted):
+            layer.register_forward_pre_hook(lambda module, args, i=i: ran.append(i))
+        found.append(converted(x))
+        expected = original(x)
+    for actual in found:
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    assert ran == list(range(len(converted)))
+
+
 def test_hooks_can_be_missed():
     """The comparison above rejects a run that goes past a hook."""
     model, seen = braze.convert(Pooled()), []

@@ -44,22 +44,17 @@ def _callable(links):
 
 
 def _walk(modules, children, segments, stretches):
-    """The callables. Where others ran, which may have changed what comes next, a second iterator
-    looks ahead for what is next by now."""
-    ahead, seen, skip = None, 0, 0
-    others_ran = False
+    """The callables. Where others ran, which may have changed what comes next, another iterator
+    looks for what is next by now."""
+    skip, others_ran = 0, False
     for at, module in enumerate(modules):
         if skip:
             skip -= 1
             continue
         length = max(stretches.get(at, 0), segments.get(at, 0))
         if length:
-            layers = children[at : at + length]
-            if others_ran:
-                ahead = ahead or iter(modules)
-                _next(ahead, at - seen)
-                layers = _next(ahead, length)
-                seen = at + len(layers)
+            now = iter(modules) if others_ran else children
+            layers = tuple(itertools.islice(now, at, at + length))
             stretch = layers[: stretches.get(at, 0)]
             if stretch and all(type(k) in LAYERS for k in stretch) and are_plain(stretch):
                 skip = len(stretch) - 1
@@ -82,11 +77,6 @@ def _walk(modules, children, segments, stretches):
 @by_program
 def _one_after_another(layers, input):
     return in_turn(layers[::-1], input)
-
-
-def _next(iterator, count):
-    """The next ones that an iterator has, up to so many."""
-    return tuple([module for _, module in zip(range(count), iterator, strict=False)])
 
 
 def _kinds(module):
