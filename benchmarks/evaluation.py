@@ -3,8 +3,8 @@ beside stock PyTorch compiled.
 
 A run is the network's output for one resident batch in channels_last, without gradients, in
 milliseconds of the wall clock between two synchronisations. Both sides have the same weights, and
-statistics of batch norm that a few training steps have left; before it is timed, braze's output is
-compared with float64's by the tolerance rule.
+as statistics of batch norm those of one batch; before it is timed, braze's output is compared with
+float64's by the tolerance rule.
 """
 
 import copy
@@ -19,7 +19,7 @@ from benchmarks import networks
 from braze.testing import assert_by_rule
 
 BATCHES = (1, 128)
-#: images that batch norm has seen, so that its statistics are the data's
+#: images of that batch
 SEEN = 16
 
 

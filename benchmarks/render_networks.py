@@ -36,18 +36,13 @@ assert all(a in evaluation.Cell.STOCK and b in evaluation.Cell.OURS for a, b in 
 
 def evaluated(rows):
     """A line per network, batch and precision."""
-    cells = {}
-    for row in rows:
-        found = cells.setdefault(tuple(row[key] for key in KEYS), {})
-        if not row["error"]:
-            found[row["mode"]] = row
     head = [*KEYS, "|"]
     for how in PAIRS:
         of_stock = "stock compiled" if how == "plain" else "the same in a CUDA graph"
         of_braze = "braze eager" if how == "plain" else "braze.capture"
         head += [f"{of_stock} ms", f"{of_braze} ms", "stock / braze"]
     body, ratios = [], {how: [] for how in PAIRS}
-    for key, found in cells.items():
+    for key, found in by_cell(rows).items():
         line = [*key]
         for how, modes in PAIRS.items():
             theirs, mine = (column(found.get(mode), "ms") for mode in modes)
@@ -63,15 +58,20 @@ def versions(row):
     return described(row | dict.fromkeys(("driver", "clocks", "commit"), ""))
 
 
-def cells_of(rows):
-    """(network, batch, precision) -> (mode -> row without an error, stock's best row or None,
-    braze's row or None, by how much braze is faster or None)."""
+def by_cell(rows):
+    """(network, batch, precision) -> mode -> row without an error."""
     cells = {}
     for row in rows:
         found = cells.setdefault(tuple(row[key] for key in KEYS), {})
         if not row["error"]:
             found[row["mode"]] = row
-    for key, found in cells.items():
+    return cells
+
+
+def cells_of(rows):
+    """(network, batch, precision) -> (mode -> row without an error, stock's best row or None,
+    braze's row or None, by how much braze is faster or None)."""
+    for key, found in by_cell(rows).items():
         stock = [row for mode, row in found.items() if mode in STOCK]
         best = min(stock, key=lambda row: float(row["ms"]), default=None)
         mine = found.get(BRAZE) or found.get(BRAZE_EAGER)

@@ -246,7 +246,6 @@ def test_converted_networks_in_evaluation_mode(device, low):
     with torch.no_grad(), torch.autocast(device, low, enabled=low is not None):
         expected = model(x)
         found = [converted(x) for _ in range(3)]  # the third one by programs
-        torch.set_float32_matmul_precision("highest")
         exact = copy.deepcopy(model).double()
         with torch.autocast(device, enabled=False):
             exact = exact(x.double())

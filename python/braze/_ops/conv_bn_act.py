@@ -109,8 +109,14 @@ def _composed(input, weight, conv_bias, *args):
     return _ops.batch_norm_act.default(z, residual, *norm, activation, first, second)[0]
 
 
+def _wants_gradient(*tensors):
+    return torch.is_grad_enabled() and any(
+        isinstance(t, torch.Tensor) and t.requires_grad for t in tensors
+    )
+
+
 def _conv_bn_act_inference(*args):
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in args[:8]):
+    if _wants_gradient(*args[:8]):
         return _composed(*args)
     with below_autograd():
         return _ops.conv_bn_act_inference.default(*args)
@@ -139,9 +145,9 @@ def conv_bn_act(
     does all of it on the way out where it can: batch norm is a scale and an offset of each filter.
     """
     others = weight, bias, residual, bn_weight, bn_bias, running_mean, running_var
+    without_statistics = running_mean is None or running_var is None
     if (
-        (not training and (running_mean is None or running_var is None))
-        or (not training and _wants_gradient(input, *others))
+        (not training and (without_statistics or _wants_gradient(input, *others)))
         or torch.compiler.is_compiling()
         or weight is None
         or not plain(input, *others)
@@ -184,12 +190,6 @@ def conv_bn_act(
     if not training:
         return _inference(*tensors, *geometry, eps, *act, *how)
     return _conv_bn_act(*tensors, num_batches_tracked, *geometry, *norm, *act, *how)[0]
-
-
-def _wants_gradient(*tensors):
-    return torch.is_grad_enabled() and any(
-        isinstance(t, torch.Tensor) and t.requires_grad for t in tensors
-    )
 
 
 def _in_numbers(padding, weight, stride, dilation):
