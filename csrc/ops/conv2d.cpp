@@ -227,8 +227,7 @@ std::optional<Tensor> conv2d_with_tail(
     [[maybe_unused]] const Norm& norm, [[maybe_unused]] const std::optional<Tensor>& added,
     [[maybe_unused]] const Activation& activation, [[maybe_unused]] const Arguments& args) {
 #ifdef BRAZE_CUDA
-  check_arguments(input, weight, args);
-  const Conv2dShape shape = shape_of(input, weight, args);
+  const Conv2dShape shape = conv2d_shape(input, weight, args);
   if (!choice_of(args.backend).wish.leaves_choice() || shape.n == 0 || shape.c == 0 ||
       !conv2d_is_channels_last(input, weight)) {
     return std::nullopt;

@@ -44,13 +44,3 @@ __device__ __forceinline__ void scatter_direct(const AddedArgs& a, int, const fl
 }
 
 }  // namespace braze::cuda::im2col
-
-namespace braze::cuda::hopper {
-
-template <typename Tile, int kColumnMajor>
-class Copies<im2col::AddedArgs, Tile, 0, kColumnMajor>
-    : public im2col::WindowCopies<im2col::AddedArgs, Tile, kColumnMajor> {
-  using im2col::WindowCopies<im2col::AddedArgs, Tile, kColumnMajor>::WindowCopies;
-};
-
-}  // namespace braze::cuda::hopper

@@ -14,9 +14,23 @@ static_assert(kRowBytes == hopper::kSwizzle);
 // Base: what a kernel of the matrix product takes.
 template <typename Base>
 struct WithWindows : Base {
+  static constexpr bool kWindows = true;
   Windows windows;
 };
 using WindowArgs = WithWindows<hopper::Args>;
+
+// Of kernels each of whose clusters stays in one column of tiles, where there are as many clusters
+// as some multiple of the columns.
+struct ColumnArgs : WindowArgs {
+  FastDiv tile_columns;
+};
+
+__device__ __forceinline__ hopper::Place place_of(const ColumnArgs& a, int tile) {
+  hopper::Place p;
+  p.row = a.tile_columns.div(tile, p.column);
+  p.batch = 0, p.first = 0, p.last = a.depth_tiles;
+  return p;
+}
 
 // dgrad by phases, which are the product's batch. Its results are s pixels apart.
 template <typename Base>
@@ -90,15 +104,11 @@ class WindowCopies {
 
 namespace braze::cuda::hopper {
 
-template <typename Tile, int kColumnMajor>
-class Copies<im2col::WindowArgs, Tile, 0, kColumnMajor>
-    : public im2col::WindowCopies<im2col::WindowArgs, Tile, kColumnMajor> {
-  using im2col::WindowCopies<im2col::WindowArgs, Tile, kColumnMajor>::WindowCopies;
-};
-template <typename Tile, int kColumnMajor>
-class Copies<im2col::PhaseArgs, Tile, 0, kColumnMajor>
-    : public im2col::WindowCopies<im2col::PhaseArgs, Tile, kColumnMajor> {
-  using im2col::WindowCopies<im2col::PhaseArgs, Tile, kColumnMajor>::WindowCopies;
+// Of all that is made from WithWindows.
+template <typename A, typename Tile, int kColumnMajor>
+class Copies<A, Tile, 0, kColumnMajor, std::enable_if_t<A::kWindows>>
+    : public im2col::WindowCopies<A, Tile, kColumnMajor> {
+  using im2col::WindowCopies<A, Tile, kColumnMajor>::WindowCopies;
 };
 
 }  // namespace braze::cuda::hopper

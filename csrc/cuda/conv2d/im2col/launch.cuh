@@ -100,6 +100,7 @@ void launch(Stream stream, const Conv2dArgs& args, A a, const Pass& pass, void* 
     a.tile_columns = FastDiv(ceil_div(p.n, Tile::kColumns));
     const int columns = a.tile_columns.divisor();
     if constexpr (kMoments) {
+      static_assert(Tile::kConsumers == 2 && Tile::kBlocks == 1 && Tile::kRows == 128);
       clusters = a.first_rows / a.cluster_rows * columns;
     } else {
       const int resident =

@@ -10,20 +10,12 @@
 
 namespace braze::cuda::im2col {
 
-struct MomentArgs : WindowArgs {
+struct MomentArgs : ColumnArgs {
   static constexpr bool kScattered = true;  // scatter_direct() below stores
 
-  FastDiv tile_columns;
   int cluster_rows, first_rows;  // of a cluster's tile, a power of two; of all clusters' first ones
   Moments* moments;              // [filter][first_rows / 64]
 };
-
-__device__ __forceinline__ hopper::Place place_of(const MomentArgs& a, int tile) {
-  hopper::Place p;
-  p.row = a.tile_columns.div(tile, p.column);
-  p.batch = 0, p.first = 0, p.last = a.depth_tiles;
-  return p;
-}
 
 // Sums of the filters of a block's tiles, by consumer and warp. Deviations are from the warp's
 // first result, so that squares do not cancel.
@@ -119,14 +111,3 @@ __device__ __forceinline__ void scatter_direct(const MomentArgs& a, int, const f
 }
 
 }  // namespace braze::cuda::im2col
-
-namespace braze::cuda::hopper {
-
-template <typename Tile, int kColumnMajor>
-class Copies<im2col::MomentArgs, Tile, 0, kColumnMajor>
-    : public im2col::WindowCopies<im2col::MomentArgs, Tile, kColumnMajor> {
-  static_assert(Tile::kConsumers == 2 && Tile::kBlocks == 1 && Tile::kRows == 128);
-  using im2col::WindowCopies<im2col::MomentArgs, Tile, kColumnMajor>::WindowCopies;
-};
-
-}  // namespace braze::cuda::hopper

@@ -12,10 +12,9 @@
 
 namespace braze::cuda::im2col {
 
-struct TailArgs : WindowArgs {
+struct TailArgs : ColumnArgs {
   static constexpr bool kTail = true;
 
-  FastDiv tile_columns;
   Tail tail;
   bool adds;
   CUtensorMap added;  // laid out as the result: boxes of a tile's rows and kSwizzle bytes
@@ -152,21 +151,4 @@ struct TailArgs : WindowArgs {
   }
 };
 
-__device__ __forceinline__ hopper::Place place_of(const TailArgs& a, int tile) {
-  hopper::Place p;
-  p.row = a.tile_columns.div(tile, p.column);
-  p.batch = 0, p.first = 0, p.last = a.depth_tiles;
-  return p;
-}
-
 }  // namespace braze::cuda::im2col
-
-namespace braze::cuda::hopper {
-
-template <typename Tile, int kColumnMajor>
-class Copies<im2col::TailArgs, Tile, 0, kColumnMajor>
-    : public im2col::WindowCopies<im2col::TailArgs, Tile, kColumnMajor> {
-  using im2col::WindowCopies<im2col::TailArgs, Tile, kColumnMajor>::WindowCopies;
-};
-
-}  // namespace braze::cuda::hopper

@@ -164,8 +164,8 @@ __device__ __forceinline__ void for_column_boxes(int rank, uint32_t to, F&& f) {
 }
 
 // Has TMA fill stages with a cluster's tile, here of two matrices. Kernels that multiply something
-// else specialize it for their A, which is Args or made from it.
-template <typename A, typename Tile, int kRowMajor, int kColumnMajor>
+// else specialize it for their A, which is Args or made from it; for several by the last parameter.
+template <typename A, typename Tile, int kRowMajor, int kColumnMajor, typename = void>
 class Copies {
  public:
   __device__ __forceinline__ Copies(const CUtensorMap* row_map, const CUtensorMap* column_map,
