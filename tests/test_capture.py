@@ -11,6 +11,8 @@ from torch.nn import functional as F
 
 import braze
 from braze.step import branches
+from braze.step.casts import CastsWithoutGradients
+from step_common import recorded_ops
 
 pytestmark = pytest.mark.usefixtures("deterministic")
 CALLS = 8  # two eager, one captured and replayed, the rest replayed
@@ -490,3 +492,63 @@ def test_a_backward_through_weights_of_before_the_call_is_noticed(any_device):
     train(*data[5])
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         stale.backward()
+
+
+class Stacked(torch.nn.Module):
+    """Layers that autocast casts the weights of, one of them twice; a buffer that one may be
+    written from in between."""
+
+    def __init__(self):
+        super().__init__()
+        self.twice, self.once = braze.nn.Linear(4, 4), braze.nn.Linear(4, 3)
+        self.register_buffer("other", torch.randn(4, 4))
+
+    def forward(self, x, overwrites):
+        x = self.twice(x)
+        if overwrites:
+            self.twice.weight.copy_(self.other)
+        return self.once(self.twice(x))
+
+
+@pytest.mark.parametrize("overwrites", [False, True])
+def test_casts_without_gradients(any_device, overwrites):
+    """Of all weights in one launch, as soon as one is wanted; of one written to since anew."""
+
+    results = []
+    for captured in (False, True):
+        torch.manual_seed(0)
+        model = Stacked().to(any_device)
+
+        @torch.no_grad()
+        def call(x, model=model):
+            with torch.autocast(any_device, torch.bfloat16):
+                return model(x, overwrites)
+
+        function = braze.capture(call) if captured else call
+        returned = []
+        for x, _ in batches(any_device):
+            returned.append(copied(function(x)))
+            with torch.no_grad():  # what changes between calls is seen
+                model.once.weight.mul_(1.5)
+        results.append((returned, copied(list(model.parameters()))))
+    assert_equal(*results)
+
+
+def test_casts_without_gradients_share_a_launch(device):
+    weights = [torch.nn.Parameter(torch.randn(3, device=device)) for _ in range(3)]
+    plain, image = (torch.randn(3, device=device) for _ in range(2))
+    casts, to = CastsWithoutGradients([image]), torch.bfloat16
+    for i in range(3):
+        with recorded_ops() as ops, torch.no_grad():
+            found = [casts.take(t, to) for t in (*weights, weights[0], plain, image)]
+            weights[1].add_(1)
+            assert casts.take(weights[1], to) is None
+        casts.drop()
+        if i == 0:
+            assert found == [None] * 6
+            continue
+        assert [name for name, _ in ops].count("cast_") == 1
+        assert torch.equal(found[5], image.to(to))
+        assert found[4] is None
+        assert torch.equal(found[0], weights[0].to(to))
+        assert torch.equal(found[3], found[0])

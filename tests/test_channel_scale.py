@@ -52,12 +52,21 @@ def test_ops_match_stock(device, dtype, shape, fmt):
     check_against_stock(torch.ops.braze.channel_dot, ops._dot_formula, [x, other])
 
 
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_means(device, dtype, shape, fmt):
+    x, _ = inputs(shape, device, dtype, fmt)
+    check_against_stock(torch.ops.braze.channel_mean, ops._mean_formula, [x])
+
+
 def test_layouts(device, dtype):
     scale = torch.rand(4, 5, 1, 1, device=device).to(dtype)
     wide = torch.rand(5, 4, 1, 2, device=device).to(dtype).transpose(0, 1)[..., :1]
     for name, x in layouts((4, 5, 6, 7), device, dtype):
         for factors in (scale, wide):
             torch.testing.assert_close(F.channel_scale(x, factors), x * factors, msg=name)
+        mean = x.double().mean((2, 3), keepdim=True).to(dtype)
+        torch.testing.assert_close(torch.ops.braze.channel_mean(x), mean, msg=name)
         for other, y in layouts((4, 5, 6, 7), device, dtype):
             sums = torch.ops.braze.channel_dot(x, y)
             expected = (x.double() * y).sum((2, 3), keepdim=True)
@@ -74,6 +83,7 @@ def test_unaligned_memory(device, dtype):
         scale = torch.rand(2, 16, 1, 1, device=device).to(dtype)
         assert torch.equal(F.channel_scale(image, scale), image * scale)
         check_against_stock(torch.ops.braze.channel_dot, ops._dot_formula, [image, image])
+        check_against_stock(torch.ops.braze.channel_mean, ops._mean_formula, [image])
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -82,6 +92,7 @@ def test_special_values(device, dtype, value):
     with torch.no_grad():
         x[0, 3, 1, 1], scale[1, 2] = value, value
     check_against_stock(F.channel_scale, torch.mul, [x, scale])
+    check_against_stock(torch.ops.braze.channel_mean, ops._mean_formula, [x])
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 4, 4), (2, 0, 4, 4), (2, 3, 0, 4)], ids=str)
@@ -90,6 +101,11 @@ def test_empty(device, shape):
     check_against_stock(F.channel_scale, torch.mul, [x, scale])
     sums = torch.ops.braze.channel_dot(x, x)
     assert torch.equal(sums, torch.zeros_like(sums))
+    if x[0:0].shape[2:].numel():
+        assert torch.ops.braze.channel_mean(x).shape == (*shape[:2], 1, 1)
+    else:
+        with pytest.raises(RuntimeError, match="expected pixels"):
+            torch.ops.braze.channel_mean(x)
 
 
 def test_what_torch_multiplies(device):
@@ -115,6 +131,7 @@ def test_gradcheck(device):
     for function, args in (
         (torch.ops.braze.channel_scale, (x, scale, shift)),
         (torch.ops.braze.channel_dot, (x, torch.randn_like(x).requires_grad_())),
+        (torch.ops.braze.channel_mean, (x,)),
     ):
         assert torch.autograd.gradcheck(function, args)
         assert torch.autograd.gradgradcheck(function, args)
@@ -125,6 +142,7 @@ def test_opcheck(device):
     torch.library.opcheck(torch.ops.braze.channel_scale, (x, scale, scale.detach()))
     torch.library.opcheck(torch.ops.braze.channel_scale, (x, scale, None))
     torch.library.opcheck(torch.ops.braze.channel_dot, (x, x.detach()))
+    torch.library.opcheck(torch.ops.braze.channel_mean, (x,))
 
 
 def test_compile(device):

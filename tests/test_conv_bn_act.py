@@ -14,7 +14,8 @@ from torch import nn
 
 import braze
 from braze._ops import bn_relu
-from braze._ops.conv_bn_act import conv_bn_act
+from braze._ops._common import below_autograd
+from braze._ops.conv_bn_act import ForkedConvBnAct, conv_bn_act
 from braze._step_scope import StepScope
 from common import assert_by_rule, check_against_stock
 
@@ -153,22 +154,37 @@ def blocks_run(monkeypatch):
     return found
 
 
+def shortcuts_run(monkeypatch):
+    """A list that grows with every shortcut whose input's other gradient comes to it."""
+    found, function = [], ForkedConvBnAct.backward
+
+    def counted(ctx, grad_output, grad_alias, *rest):
+        if grad_alias is not None:
+            found.append(grad_alias.shape)
+        return function(ctx, grad_output, grad_alias, *rest)
+
+    monkeypatch.setattr(ForkedConvBnAct, "backward", staticmethod(counted))
+    return found
+
+
 @pytest.mark.parametrize("form", FORMATS)
 def test_converted_blocks(device, form, monkeypatch):
-    found = blocks_run(monkeypatch)
+    found, shortcuts = blocks_run(monkeypatch), shortcuts_run(monkeypatch)
     original = network().to(device)
     model = braze.convert(copy.deepcopy(original))
     x = torch.randn(3, 6, 8, 8, device=device).contiguous(memory_format=FORMATS[form])
     assert_trains_alike(model, original, x)
     assert not found  # outside of a step
+    assert not shortcuts
     with StepScope():
         assert_trains_alike(model, original, x)
     assert len(found) == 2
+    assert len(shortcuts) == 1
 
 
 def test_what_sees_the_gradient_of_a_forked_input(device, monkeypatch):
     """Hooks, retained gradients and second derivatives are those of all of the input's uses."""
-    found = blocks_run(monkeypatch)
+    found, shortcuts = blocks_run(monkeypatch), shortcuts_run(monkeypatch)
     original = network().to(device).double()
     model = braze.convert(copy.deepcopy(original))
     x = torch.randn(3, 6, 8, 8, device=device, dtype=torch.float64)
@@ -189,6 +205,7 @@ def test_what_sees_the_gradient_of_a_forked_input(device, monkeypatch):
     with StepScope():
         results = run(model)
     assert len(found) == 2
+    assert shortcuts
     for actual, expected in zip(results, run(original), strict=True):
         most = expected.detach().abs().max().item()
         torch.testing.assert_close(actual, expected, rtol=1e-8, atol=1e-8 * most)
@@ -276,8 +293,73 @@ def test_products_in_16_bits_add_on_the_way(gpu, dtype):
             *([True, False, False, False, False], False, False, "auto", added),
         )
 
-    gradient()
-    assert "vector_add" not in cuda_kernels_of(gradient)
+    with below_autograd():
+        gradient()
+        names = cuda_kernels_of(gradient)
+    assert "persistent" in names or "gemm" in names
+    assert "add_" not in names
+    assert "_add" not in names
+
+
+# n, c, k, h, w, stride: shortcuts
+STRIDED = [
+    (3, 64, 128, 9, 12, 2),
+    (16, 72, 64, 14, 14, 2),
+    (2, 64, 64, 7, 11, 3),
+    (3, 5, 6, 7, 8, 2),
+]
+
+
+@pytest.mark.parametrize("tf32", [False, True], ids=["ieee", "tf32"])
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("case", STRIDED, ids=str)
+def test_added_behind_strides(device, dtype, case, form, tf32):
+    """What is added lies between the pixels of a gradient that has a stride."""
+    n, c, k, h, w, stride = case
+    in_tf32 = tf32 and device == "cuda" and dtype == torch.float32
+    if tf32 and not in_tf32:
+        pytest.skip("as without TF32")
+    x, added = (
+        torch.randn(n, c, h, w, device=device).to(dtype, memory_format=FORMATS[form])
+        for _ in range(2)
+    )
+    weight = torch.randn(k, c, 1, 1, device=device).to(dtype)
+    where = [stride] * 2, [0, 0], [1, 1], 1
+    dy = torch.randn_like(stock.conv2d(x, weight, None, stride))
+    backward = torch.ops.braze.conv2d_backward.default
+
+    def run(convert, settings, added):
+        mask = [True, False, False]
+        return backward(*map(convert, (dy, x, weight)), *where, mask, *settings, added)[0]
+
+    with torch.no_grad(), below_autograd():
+        alone = run(torch.Tensor.double, (False, False, "auto"), None)
+        for backend in ("auto", "pointwise") if device == "cuda" else ("auto",):
+            settings = in_tf32, False, backend
+            actual = run(lambda t: t, settings, added)
+            assert actual.is_contiguous(memory_format=FORMATS[form])
+            separate = run(lambda t: t, settings, None) + added
+            ulps = 2**13 if in_tf32 else 16
+            assert_by_rule(actual, separate, alone + added.double(), ulps, backend, k)
+
+
+def test_strided_products_add_on_the_way(gpu):
+    """A gradient between whose pixels the other one lies is one pass more, not two."""
+    torch.backends.cudnn.conv.fp32_precision = "tf32"
+    for dtype in (torch.bfloat16, torch.float32):
+        x, added = (
+            torch.randn(16, 128, 28, 28, device="cuda").to(dtype, memory_format=torch.channels_last)
+            for _ in range(2)
+        )
+        weight = torch.randn(256, 128, 1, 1, device="cuda").to(dtype)
+        dy = torch.ones_like(stock.conv2d(x, weight, None, 2))
+        where = [2, 2], [0, 0], [1, 1], 1, [True, False, False], True, False, "auto"
+        with below_autograd():
+            names = cuda_kernels_of(
+                lambda: torch.ops.braze.conv2d_backward(dy, x, weight, *where, added)  # noqa: B023
+            )
+        assert "add_pixels" in names
+        assert "vector_add" not in names
 
 
 def test_added_has_derivatives(device):

@@ -81,7 +81,8 @@ STABLE_TORCH_LIBRARY(braze, m) {
   m.def(
       "conv2d_backward(Tensor grad_output, Tensor input, Tensor weight, int[2] stride, "
       "int[2] padding, int[2] dilation, int groups, bool[3] output_mask, bool allow_tf32=False, "
-      "bool deterministic=False, str backend=\"auto\") -> (Tensor, Tensor, Tensor)");
+      "bool deterministic=False, str backend=\"auto\", Tensor? added=None) "
+      "-> (Tensor, Tensor, Tensor)");
   m.def(
       "conv2d_relu(Tensor input, Tensor weight, Tensor? bias=None, int[2] stride=1, "
       "int[2] padding=0, int[2] dilation=1, int groups=1, bool allow_tf32=False, "
@@ -165,9 +166,10 @@ STABLE_TORCH_LIBRARY(braze, m) {
       "Tensor shift, Tensor(b!) batch_images, Tensor(c!) batch_labels, Tensor(d!)? moments=None, "
       "int[] filters=[]) -> ()");
 
-  // channel_scale: scale and shift are [N, C, 1, 1], as the result of channel_dot is
+  // channel_scale: scale and shift are [N, C, 1, 1], as the results of the others are
   m.def("channel_scale(Tensor input, Tensor scale, Tensor? shift) -> Tensor");
   m.def("channel_dot(Tensor input, Tensor other) -> Tensor");
+  m.def("channel_mean(Tensor input) -> Tensor");
 
   // group_norm: mean and rstd are [N, num_groups]
   m.def(

@@ -175,12 +175,18 @@ py::dict limits() {
   return d;
 }
 
+PyMethodDef of_arguments(const char* name,
+                         PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t)) {
+  return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)),
+          METH_FASTCALL, nullptr};
+}
+
 // By Python's own interface, whose calls take a fifth of pybind11's.
-PyMethodDef functions[] = {
-    {"unwatched", braze::unwatched, METH_O, nullptr},
-    {"share", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(braze::share)),
-     METH_FASTCALL, nullptr},
-    {}};
+PyMethodDef functions[] = {{"unwatched", braze::unwatched, METH_O, nullptr},
+                           of_arguments("share", braze::share),
+                           of_arguments("held", braze::held),
+                           of_arguments("same", braze::same),
+                           {}};
 
 }  // namespace
 

@@ -1,5 +1,5 @@
-// What is asked of every module in a run at each call of a converted model: loops in Python take
-// two to four times as long.
+// What is asked of every module at each call of a converted model or of a captured function: loops
+// in Python take two to four times as long.
 #pragma once
 #include <Python.h>
 
@@ -73,6 +73,49 @@ inline PyObject* share(PyObject*, PyObject* const* args, Py_ssize_t count) {
     }
   }
   Py_RETURN_FALSE;
+}
+
+// braze._C.held(modules, names): a list of the values of these dicts of modules ("_parameters",
+// "_buffers", ...), of the first module first.
+inline PyObject* held(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (count != 2 || !PyList_Check(args[0]) || !PyTuple_Check(args[1])) {
+    PyErr_SetString(PyExc_TypeError, "held() takes a list and a tuple");
+    return nullptr;
+  }
+  PyObject* result = PyList_New(0);
+  for (Py_ssize_t i = 0; result && i < PyList_GET_SIZE(args[0]); ++i) {
+    PyObject* own = PyObject_GenericGetDict(PyList_GET_ITEM(args[0], i), nullptr);
+    for (Py_ssize_t j = 0; own && result && j < PyTuple_GET_SIZE(args[1]); ++j) {
+      PyObject* name = PyTuple_GET_ITEM(args[1], j);
+      PyObject* values = PyDict_GetItemWithError(own, name);  // borrowed
+      if (!values || !PyDict_Check(values)) {
+        if (!PyErr_Occurred()) PyErr_SetObject(PyExc_AttributeError, name);
+        Py_CLEAR(result);
+        break;
+      }
+      PyObject *key, *value;
+      for (Py_ssize_t at = 0; result && PyDict_Next(values, &at, &key, &value);) {
+        if (PyList_Append(result, value) < 0) Py_CLEAR(result);
+      }
+    }
+    if (!own) Py_CLEAR(result);
+    Py_XDECREF(own);
+  }
+  return result;
+}
+
+// braze._C.same(a, b): whether two lists have the same objects in the same order.
+inline PyObject* same(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (count != 2 || !PyList_Check(args[0]) || !PyList_Check(args[1])) {
+    PyErr_SetString(PyExc_TypeError, "same() takes two lists");
+    return nullptr;
+  }
+  const Py_ssize_t size = PyList_GET_SIZE(args[0]);
+  bool equal = size == PyList_GET_SIZE(args[1]);
+  for (Py_ssize_t i = 0; equal && i < size; ++i) {
+    equal = PyList_GET_ITEM(args[0], i) == PyList_GET_ITEM(args[1], i);
+  }
+  return PyBool_FromLong(equal);
 }
 
 }  // namespace braze

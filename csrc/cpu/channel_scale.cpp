@@ -13,7 +13,7 @@ namespace braze::cpu {
 namespace {
 
 constexpr int64_t kGrain = 8192;  // elements per task
-// Of channels_last sums: accumulators of a task, which stay in L1; and terms of a sum that is then
+// Accumulators of a task of channels_last sums, which stay in L1; and terms of a sum that is then
 // added to the others, since in one long sum roundings add up.
 constexpr int64_t kChannels = 256, kPixels = 128;
 
@@ -21,6 +21,8 @@ const KernelEntry kScale({"channel_scale", "simd", "float64 float32 bfloat16 flo
                           "vectorised, threaded"});
 const KernelEntry kDot({"channel_dot", "simd", "float64 float32 bfloat16 float16", "cpu", true,
                         "vectorised, threaded"});
+const KernelEntry kMean({"channel_mean", "simd", "float64 float32 bfloat16 float16", "cpu", true,
+                         "vectorised, threaded"});
 
 int64_t grain(int64_t elements) {
   return std::max<int64_t>(1, kGrain / std::max<int64_t>(elements, 1));
@@ -65,8 +67,24 @@ void scale_planes(const ChannelScaleShape& shape, const T* x, const T* scale, co
   });
 }
 
+// What is summed over the pixels of a channel.
 template <typename T>
-void dot_channels_last(const ChannelScaleShape& shape, const T* a, const T* b, T* out) {
+struct Products {
+  const T *a, *b;
+  acc_t<T> operator[](int64_t i) const { return acc_t<T>(a[i]) * acc_t<T>(b[i]); }
+  T result(acc_t<T> sum) const { return T(sum); }
+};
+
+template <typename T>
+struct Mean {
+  const T* x;
+  acc_t<T> pixels;
+  acc_t<T> operator[](int64_t i) const { return acc_t<T>(x[i]); }
+  T result(acc_t<T> sum) const { return T(sum / pixels); }
+};
+
+template <typename T, template <typename> class Terms>
+void sum_channels_last(const ChannelScaleShape& shape, const Terms<T>& terms, T* out) {
   using A = acc_t<T>;
   const int64_t blocks = ceil_div(shape.c, kChannels);
   const int64_t elements = shape.pixels * std::min(shape.c, kChannels);
@@ -81,26 +99,31 @@ void dot_channels_last(const ChannelScaleShape& shape, const T* a, const T* b, T
         for (int64_t pixel = at_once; pixel < end; ++pixel) {
           const int64_t at = (image * shape.pixels + pixel) * shape.c + begin;
 #pragma omp simd
-          for (int64_t i = 0; i < count; ++i) some[i] += A(a[at + i]) * A(b[at + i]);
+          for (int64_t i = 0; i < count; ++i) some[i] += terms[at + i];
         }
         for (int64_t i = 0; i < count; ++i) sums[i] += some[i];
       }
       T* result = out + image * shape.c + begin;
-      for (int64_t i = 0; i < count; ++i) result[i] = T(sums[i]);
+      for (int64_t i = 0; i < count; ++i) result[i] = terms.result(sums[i]);
     }
   });
 }
 
-template <typename T>
-void dot_planes(const ChannelScaleShape& shape, const T* a, const T* b, T* out) {
+template <typename T, template <typename> class Terms>
+void sum_planes(const ChannelScaleShape& shape, const Terms<T>& terms, T* out) {
   using A = acc_t<T>;
   parallel_for(0, shape.n * shape.c, grain(shape.pixels), [&](int64_t first, int64_t last) {
     for (int64_t plane = first; plane < last; ++plane) {
-      const T *p = a + plane * shape.pixels, *q = b + plane * shape.pixels;
+      const int64_t first_pixel = plane * shape.pixels;
       A sum = 0;
-#pragma omp simd reduction(+ : sum)
-      for (int64_t i = 0; i < shape.pixels; ++i) sum += A(p[i]) * A(q[i]);
-      out[plane] = T(sum);
+      for (int64_t at_once = 0; at_once < shape.pixels; at_once += kPixels) {
+        const int64_t end = std::min(at_once + kPixels, shape.pixels);
+        A some = 0;
+#pragma omp simd reduction(+ : some)
+        for (int64_t i = at_once; i < end; ++i) some += terms[first_pixel + i];
+        sum += some;
+      }
+      out[plane] = terms.result(sum);
     }
   });
 }
@@ -120,8 +143,18 @@ void channel_scale(Stream, const ChannelScaleShape& shape, const void* x, const 
 void channel_dot(Stream, const ChannelScaleShape& shape, const void* a, const void* b, void* out) {
   dispatch(shape.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const auto run = shape.channels_last ? &dot_channels_last<T> : &dot_planes<T>;
-    run(shape, static_cast<const T*>(a), static_cast<const T*>(b), static_cast<T*>(out));
+    const auto run =
+        shape.channels_last ? &sum_channels_last<T, Products> : &sum_planes<T, Products>;
+    run(shape, {static_cast<const T*>(a), static_cast<const T*>(b)}, static_cast<T*>(out));
+  });
+}
+
+void channel_mean(Stream, const ChannelScaleShape& shape, const void* x, void* out) {
+  dispatch(shape.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const auto run = shape.channels_last ? &sum_channels_last<T, Mean> : &sum_planes<T, Mean>;
+    run(shape, {static_cast<const T*>(x), static_cast<acc_t<T>>(shape.pixels)},
+        static_cast<T*>(out));
   });
 }
 

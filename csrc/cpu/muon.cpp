@@ -14,14 +14,14 @@ const KernelEntry kPolynomial({"muon_polynomial", "simd", "float64 float32 bfloa
                                true, "vectorised, threaded"});
 const KernelEntry kNormalize({"muon_normalize", "simd", "float64 float32 bfloat16 float16", "cpu",
                               true, "vectorised; all matrices share the threads"});
-const KernelEntry kUnpad({"muon_unpad", "simd", "bfloat16", "cpu", true,
+const KernelEntry kUnpad({"muon_unpad", "simd", "bfloat16 float16", "cpu", true,
                           "vectorised; all matrices share the threads"});
 
 // Elements [begin, end) of m.to.
-template <typename T>
+template <typename T, typename Out>
 void write_matrix(const MuonMatrix& m, acc_t<T> norm, int64_t begin, int64_t end) {
   using A = acc_t<T>;
-  BFloat16* const to = static_cast<BFloat16*>(m.to);
+  Out* const to = static_cast<Out*>(m.to);
   for (int64_t i = begin; i < end;) {
     const int64_t row = i / m.to_pitch, column = i - row * m.to_pitch;
     const int64_t row_end = std::min(end, (row + 1) * m.to_pitch);
@@ -29,13 +29,13 @@ void write_matrix(const MuonMatrix& m, acc_t<T> norm, int64_t begin, int64_t end
     if (row < m.rows) values = std::clamp<int64_t>(m.columns - column, 0, row_end - i);
     if (values > 0) {
       const T* const from = static_cast<const T*>(m.from) + row * m.from_pitch + column;
-      BFloat16* const out = to + i;
+      Out* const out = to + i;
 #pragma omp simd
       for (int64_t k = 0; k < values; ++k) {
-        out[k] = BFloat16(static_cast<float>(static_cast<A>(from[k]) / norm));
+        out[k] = Out(static_cast<float>(static_cast<A>(from[k]) / norm));
       }
     }
-    for (int64_t k = i + values; k < row_end; ++k) to[k] = BFloat16(0.0f);
+    for (int64_t k = i + values; k < row_end; ++k) to[k] = Out(0.0f);
     i = row_end;
   }
 }
@@ -67,7 +67,8 @@ void muon_polynomial(Stream, DType dtype, const void* gram, void* square, int64_
   });
 }
 
-void muon_normalize(Stream, DType dtype, const MuonMatrix* matrices, int64_t count, double eps) {
+void muon_normalize(Stream, DType dtype, DType to, const MuonMatrix* matrices, int64_t count,
+                    double eps) {
   dispatch(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     using A = acc_t<T>;
@@ -76,14 +77,17 @@ void muon_normalize(Stream, DType dtype, const MuonMatrix* matrices, int64_t cou
       for (int64_t p = 0; p < matrices[i].parts; ++p) sum += matrices[i].squares[p];
       const A norm = static_cast<A>(std::sqrt(sum)), least = static_cast<A>(eps);
       // A norm that is NaN stays it.
-      write_matrix<T>(matrices[i], norm < least ? least : norm, begin, end);
+      const auto write = to == DType::kBFloat16 ? write_matrix<T, BFloat16> : write_matrix<T, Half>;
+      write(matrices[i], norm < least ? least : norm, begin, end);
     });
   });
 }
 
-void muon_unpad(Stream, const MuonMatrix* matrices, int64_t count) {
+void muon_unpad(Stream, DType dtype, const MuonMatrix* matrices, int64_t count) {
+  const auto write =
+      dtype == DType::kBFloat16 ? write_matrix<BFloat16, BFloat16> : write_matrix<Half, Half>;
   for_each_part(matrices, count, [&](int64_t, int64_t i, int64_t begin, int64_t end) {
-    write_matrix<BFloat16>(matrices[i], 1, begin, end);
+    write(matrices[i], 1, begin, end);
   });
 }
 

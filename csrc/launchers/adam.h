@@ -27,6 +27,7 @@ struct AdamUpdate {
   static constexpr unsigned kOptional = 4;
   static constexpr bool kCountsSteps = true;
   static constexpr bool kReadsStep = true;
+  static constexpr bool kReadsParam = true;
 
   double bias1, decay;
   A step_size, shrink, rest1, beta2, rest2, root_bias2, eps, coupled;

@@ -25,4 +25,7 @@ void channel_scale(Stream stream, const ChannelScaleShape& shape, const void* x,
 void channel_dot(Stream stream, const ChannelScaleShape& shape, const void* a, const void* b,
                  void* out);
 
+// out = the mean of x over the pixels, likewise.
+void channel_mean(Stream stream, const ChannelScaleShape& shape, const void* x, void* out);
+
 }  // namespace braze::BRAZE_DEVICE

@@ -19,6 +19,8 @@ struct MuonUpdate {
   static constexpr unsigned kOptional = 0;
   static constexpr bool kCountsSteps = false;
   static constexpr bool kReadsStep = false;
+  // A parameter is what to orthogonalise, which is written only.
+  static constexpr bool kReadsParam = false;
 
   A momentum, rest;
   bool nesterov;
@@ -38,10 +40,10 @@ struct MuonUpdate {
   }
 };
 
-// A matrix that is written in bfloat16 with zeros around it, or without those that were around it.
+// A matrix that is written in 16 bits with zeros around it, or without those that were around it.
 struct MuonMatrix {
   const void* from;  // rows x columns elements, rows from_pitch apart
-  void* to;          // bfloat16, rows to_pitch apart
+  void* to;          // rows to_pitch apart
   int64_t rows, columns, from_pitch, to_pitch;
   int64_t numel;          // of `to`, with what is around the matrix: whole rows
   const double* squares;  // `parts` sums, which together are the sum of all squares; or null
@@ -63,11 +65,11 @@ void muon_polynomial(Stream stream, DType dtype, const void* gram, void* square,
 
 // to = from / max(norm, eps) for `count` matrices of one dtype, and zeros around them. The norm is
 // the root of all `squares`, added in a fixed order, in the dtype of the division, which is
-// float32 for 16-bit matrices; its quotient is rounded to bfloat16.
-void muon_normalize(Stream stream, DType dtype, const MuonMatrix* matrices, int64_t count,
+// float32 for 16-bit matrices; its quotient is rounded to `to`, bfloat16 or float16.
+void muon_normalize(Stream stream, DType dtype, DType to, const MuonMatrix* matrices, int64_t count,
                     double eps);
 
-// to = from for `count` matrices in bfloat16.
-void muon_unpad(Stream stream, const MuonMatrix* matrices, int64_t count);
+// to = from for `count` matrices in bfloat16 or float16.
+void muon_unpad(Stream stream, DType dtype, const MuonMatrix* matrices, int64_t count);
 
 }  // namespace braze::BRAZE_DEVICE

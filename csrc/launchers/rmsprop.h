@@ -26,6 +26,7 @@ struct RMSpropUpdate {
   static constexpr unsigned kOptional = 6;
   static constexpr bool kCountsSteps = true;
   static constexpr bool kReadsStep = false;
+  static constexpr bool kReadsParam = true;
 
   A lr, alpha, rest, eps, weight_decay, momentum;
 

@@ -25,6 +25,7 @@ struct SgdUpdate {
   static constexpr unsigned kOptional = 1;
   static constexpr bool kCountsSteps = false;
   static constexpr bool kReadsStep = false;
+  static constexpr bool kReadsParam = true;
 
   A lr, momentum, kept, weight_decay;
   bool nesterov, first_step;

@@ -57,11 +57,25 @@ Tensor channel_dot(const Tensor& input, const Tensor& other) {
   return out;
 }
 
+Tensor channel_mean(const Tensor& input) {
+  const char* op = "channel_mean";
+  const ChannelScaleShape shape = checked_shape(op, "input", input);
+  BRAZE_CHECK(shape.pixels > 0, op, ": expected pixels, but got shape ", shape_string(input));
+  const DeviceContext context(input);
+  const Tensor x = as_image(input);
+  Tensor out = empty({input.size(0), input.size(1), 1, 1}, input);
+  if (out.numel() == 0) return out;
+  dev::channel_mean(context.stream(), checked_shape(op, "input", x), x.const_data_ptr(),
+                    out.mutable_data_ptr());
+  return out;
+}
+
 }  // namespace
 
 BRAZE_IMPL(m) {
   m.impl("channel_scale", TORCH_BOX(&channel_scale));
   m.impl("channel_dot", TORCH_BOX(&channel_dot));
+  m.impl("channel_mean", TORCH_BOX(&channel_mean));
 }
 
 }  // namespace braze

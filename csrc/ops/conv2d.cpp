@@ -239,7 +239,8 @@ std::optional<Tensor> conv2d_with_tail(
   const Conv2dProblem problem{Conv2dPass::kFprop, shape, x.ref, w.ref, Operand(out, true).ref};
   if (added && !(same_layout(*added, out) && is_aligned(*added))) return std::nullopt;
   Conv2dPlan plan;
-  if (!dev::plan_conv2d_tail(problem, activation, added.has_value(), &plan)) return std::nullopt;
+  const bool at_once = dev::plan_conv2d_tail(problem, activation, added.has_value(), &plan);
+  if (!at_once && !dev::takes_tail_pass(shape, activation)) return std::nullopt;
   norm.check(op, batch_norm_shape(op, out), out);
   if (bias) {
     check_same_device(op, "conv_bias", *bias, "input", input);
@@ -247,14 +248,19 @@ std::optional<Tensor> conv2d_with_tail(
     BRAZE_CHECK(bias->numel() == shape.k, op, ": expected conv_bias of ", shape.k,
                 " elements, but got ", bias->numel());
   }
-  const Workspace workspace(plan.workspace_bytes, input);
+  if (!at_once) out = conv2d_forward(input, weight, std::nullopt, args, nullptr);
+  const Workspace workspace(at_once ? plan.workspace_bytes : 0, input);
   const auto dense_bias = dense(bias);
   norm.with_dense([&](const BatchNormAffine& affine, const BatchNormBuffers& buffers) {
     const Conv2dTail tail{affine.weight,     affine.bias,   affine.dtype, buffers.mean,
                           buffers.var,       buffers.dtype, norm.eps,     const_data(dense_bias),
                           const_data(added), activation};
-    dev::run_conv2d(context.stream(), problem, plan, {nullptr, false, nullptr, &tail},
-                    workspace.data());
+    if (at_once) {
+      dev::run_conv2d(context.stream(), problem, plan, {nullptr, false, nullptr, &tail},
+                      workspace.data());
+    } else {
+      dev::run_tail_pass(context.stream(), shape, tail, out.mutable_data_ptr());
+    }
   });
   return out;
 #else
@@ -381,16 +387,14 @@ Tensor conv2d(const Tensor& input, const Tensor& weight, const std::optional<Ten
                         nullptr);
 }
 
-std::tuple<Tensor, Tensor, Tensor> conv2d_backward(const Tensor& grad_output, const Tensor& input,
-                                                   const Tensor& weight, const Sizes& stride,
-                                                   const Sizes& padding, const Sizes& dilation,
-                                                   int64_t groups,
-                                                   const std::vector<bool>& output_mask,
-                                                   bool allow_tf32, bool deterministic,
-                                                   const std::string& backend) {
+std::tuple<Tensor, Tensor, Tensor> conv2d_backward(
+    const Tensor& grad_output, const Tensor& input, const Tensor& weight, const Sizes& stride,
+    const Sizes& padding, const Sizes& dilation, int64_t groups,
+    const std::vector<bool>& output_mask, bool allow_tf32, bool deterministic,
+    const std::string& backend, const std::optional<Tensor>& added) {
   return conv2d_gradients(grad_output, input, weight,
                           {stride, padding, dilation, groups, allow_tf32, deterministic, backend},
-                          output_mask);
+                          output_mask, nullptr, added);
 }
 
 Tensor conv2d_relu(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,

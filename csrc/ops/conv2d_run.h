@@ -70,9 +70,15 @@ Workspace run(Stream stream, const Conv2dProblem& problem, Tensor& result, const
   const Tensor* const added = epilogue.added;
   const void* const bias_data = bias ? bias->const_data_ptr() : nullptr;
   const bool wants_moments = moments != nullptr;
-  Decision decision = choice.measure
-                          ? benchmarked(stream, problem, result, bias_data, wants_moments)
-                          : decided(result, problem, choice.wish, bias_data, wants_moments);
+  Decision decision;
+  // What measuring finds adds nothing on the way, and the pass that would takes longer than it is
+  // ahead.
+  if (!choice.measure || added) {
+    decision = decided(result, problem, choice.wish, bias_data, wants_moments);
+  }
+  if (choice.measure && !decision.adding) {
+    decision = benchmarked(stream, problem, result, bias_data, wants_moments);
+  }
   bool adds = added && decision.adding && alignment_of(added->const_data_ptr()) >= 16;
   if (adds) {
     decision.plan = *decision.adding;

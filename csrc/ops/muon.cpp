@@ -46,6 +46,10 @@ void muon_polynomial_(const Tensor& gram, Tensor square, double a, double b, dou
                        gram.size(0), gram.size(1), a, b, c);
 }
 
+bool is_16_bit(const Tensor& t) {
+  return t.scalar_type() == ScalarType::BFloat16 || t.scalar_type() == ScalarType::Half;
+}
+
 // What muon_normalize_ and muon_unpad_ take: matrices, by themselves and with more rows and columns
 // around them. The first are tensors of any more dimensions, flattened to a row for each index of
 // the first one, which is why each row has to have its own part of memory, in whatever order.
@@ -76,8 +80,9 @@ std::vector<MuonMatrix> matrices_of(const char* op, const Tensors& outputs, cons
                 shape_string(t));
     BRAZE_CHECK(around.size(1) < int64_t{1} << 31, op, ": expected fewer than 2^31 columns");
     Tensor output = outputs[i];
-    BRAZE_CHECK(output.scalar_type() == ScalarType::BFloat16, op,
-                ": expected outputs in bfloat16, but got ", scalar_type_name(output.scalar_type()));
+    BRAZE_CHECK(is_16_bit(output), op, ": expected outputs in bfloat16 or float16, but got ",
+                scalar_type_name(output.scalar_type()));
+    check_same_dtype(op, "outputs", output, "outputs", outputs[0]);
     const int64_t pitch = around.size(1);
     matrices.push_back({inputs[i].const_data_ptr(), output.mutable_data_ptr(), rows, columns,
                         outputs_are_padded ? columns : pitch, outputs_are_padded ? pitch : columns,
@@ -109,17 +114,17 @@ void muon_normalize_(const Tensors& outputs, const Tensors& inputs, double eps) 
     matrices[i].parts = dev::grad_norm_workspace(&list[i], 1);
     own += matrices[i].parts;
   }
-  dev::muon_normalize(context.stream(), dtype, matrices.data(), count, eps);
+  dev::muon_normalize(context.stream(), dtype, dtype_of("muon_normalize_", "outputs", outputs[0]),
+                      matrices.data(), count, eps);
 }
 
 void muon_unpad_(const Tensors& outputs, const Tensors& inputs) {
   const std::vector<MuonMatrix> matrices = matrices_of("muon_unpad_", outputs, inputs, false);
   if (matrices.empty()) return;
-  BRAZE_CHECK(inputs[0].scalar_type() == ScalarType::BFloat16,
-              "muon_unpad_: expected inputs in bfloat16, but got ",
-              scalar_type_name(inputs[0].scalar_type()));
+  check_same_dtype("muon_unpad_", "inputs", inputs[0], "outputs", outputs[0]);
   const DeviceContext context(inputs[0]);
-  dev::muon_unpad(context.stream(), matrices.data(), static_cast<int64_t>(matrices.size()));
+  dev::muon_unpad(context.stream(), dtype_of("muon_unpad_", "outputs", outputs[0]), matrices.data(),
+                  static_cast<int64_t>(matrices.size()));
 }
 
 }  // namespace

@@ -1,4 +1,5 @@
-"""The one channel between a running :class:`braze.TrainStep` and the ops that it calls.
+"""The one channel between a running :class:`braze.TrainStep`, or a captured function, and the ops
+that it calls.
 
 Here so that neither imports the other: a step enters a :class:`StepScope`, and ops ask
 ``current.scope``, which is None outside of a step. An op that knows nothing of it is right all the
@@ -6,6 +7,8 @@ same: whatever a scope offers saves a launch and changes no number.
 """
 
 import threading
+
+import torch
 
 
 class StepScope:
@@ -37,6 +40,10 @@ class StepScope:
     def __exit__(self, *exc):
         current.scope = self._outer
 
+    def takes_ops(self):
+        """Whether it is offered to ops one by one now, so that no program runs several as one."""
+        return True
+
     def cast_of(self, tensor, dtype):
         """`tensor` in `dtype`, cast with others in one launch, or None where the op has to cast."""
         return None if self._casts is None else self._casts.take(tensor, dtype)
@@ -57,9 +64,35 @@ class StepScope:
         return self._sources if optimizer is self._optimizer else None
 
 
+class FunctionScope(StepScope):
+    """What a captured function has for the ops that it calls without gradients, as in evaluation.
+    Where gradients are recorded it offers nothing.
+
+    Args:
+        casts: a :class:`braze.step.casts.CastsWithoutGradients`.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, casts):
+        super().__init__(casts=casts)
+
+    def takes_ops(self):
+        return not torch.is_grad_enabled()
+
+    def cast_of(self, tensor, dtype):
+        return super().cast_of(tensor, dtype) if self.takes_ops() else None
+
+
 class _Current(threading.local):
     scope = None
 
 
 #: `scope`: the StepScope that this thread is in, or None
 current = _Current()
+
+
+def takes_ops():
+    """Whether a scope is offered to ops one by one now."""
+    scope = current.scope
+    return scope is not None and scope.takes_ops()

@@ -1,5 +1,5 @@
-// Channels scaled, and sums of products over a channel's pixels: memory-bound, 16 bytes per thread
-// and access, four accesses in flight.
+// Channels scaled, and sums of products, or means, over a channel's pixels: memory-bound, 16 bytes
+// per thread and access, four accesses in flight.
 //
 // channels_last: threads that follow each other take vectors of channels that follow each other,
 // and go on in steps of whole pixels, so that each keeps its channels, their factors and their sums
@@ -22,6 +22,8 @@ const KernelEntry kScale({"channel_scale", "vectorized", "float64 float32 bfloat
                           "sm_80+", true, "one pass, 16 bytes per access, both layouts"});
 const KernelEntry kDot({"channel_dot", "vectorized", "float64 float32 bfloat16 float16", "sm_80+",
                         true, "one pass, fixed order, both layouts"});
+const KernelEntry kMean({"channel_mean", "vectorized", "float64 float32 bfloat16 float16", "sm_80+",
+                         true, "one pass, fixed order, both layouts"});
 
 template <typename T, int N>
 __device__ __forceinline__ Vec<T, N> scaled(const Vec<T, N>& x, const acc_t<T> (&scale)[N],
@@ -101,20 +103,57 @@ __global__ void scale_planes_kernel(const T* x, const T* __restrict__ scale,
   }
 }
 
-template <typename T, int N>
-__device__ __forceinline__ void add_products(const Vec<T, N>& a, const Vec<T, N>& b,
-                                             acc_t<T> (&sums)[N]) {
-  using A = acc_t<T>;
+// What is summed over the pixels of a channel, N elements of it at a time.
+template <typename T>
+struct Products {
+  const T *a, *b;
+
+  template <int N>
+  struct Loaded {
+    Packed<T, N> a, b;
+  };
+  template <int N>
+  __device__ __forceinline__ void load(Loaded<N>& to, int64_t at) const {
+    to.a.load(a + at), to.b.load(b + at);
+  }
+  template <int N>
+  __device__ __forceinline__ void add(const Loaded<N>& loaded, acc_t<T> (&sums)[N]) const {
+    using A = acc_t<T>;
+    const Vec<T, N> p = loaded.a.unpacked(), q = loaded.b.unpacked();
 #pragma unroll
-  for (int k = 0; k < N; ++k) sums[k] += convert<A>(a.v[k]) * convert<A>(b.v[k]);
-}
+    for (int k = 0; k < N; ++k) sums[k] += convert<A>(p.v[k]) * convert<A>(q.v[k]);
+  }
+  __device__ __forceinline__ T result(acc_t<T> sum) const { return convert<T>(sum); }
+};
+
+template <typename T>
+struct Mean {
+  const T* x;
+  acc_t<T> pixels;
+
+  template <int N>
+  struct Loaded {
+    Packed<T, N> x;
+  };
+  template <int N>
+  __device__ __forceinline__ void load(Loaded<N>& to, int64_t at) const {
+    to.x.load(x + at);
+  }
+  template <int N>
+  __device__ __forceinline__ void add(const Loaded<N>& loaded, acc_t<T> (&sums)[N]) const {
+    const Vec<T, N> v = loaded.x.unpacked();
+#pragma unroll
+    for (int k = 0; k < N; ++k) sums[k] += convert<acc_t<T>>(v.v[k]);
+  }
+  __device__ __forceinline__ T result(acc_t<T> sum) const { return convert<T>(sum / pixels); }
+};
 
 // A block sums `lanes` vectors of channels (a power of two) of an image, in kDotThreads / lanes
 // rows of threads that take a pixel each; these are added up pair by pair.
-template <int N, typename T>
+template <int N, typename T, template <typename> class Terms>
 __global__ void __launch_bounds__(kDotThreads, 1)
-    dot_channels_last_kernel(const T* __restrict__ a, const T* __restrict__ b, T* out, int64_t n,
-                             int64_t pixels, int columns, int lanes) {
+    sum_channels_last_kernel(Terms<T> terms, T* out, int64_t n, int64_t pixels, int columns,
+                             int lanes) {
   using A = acc_t<T>;
   __shared__ A shared[kDotThreads * N];
   const int rows = kDotThreads / lanes, row = threadIdx.x / lanes;
@@ -123,17 +162,15 @@ __global__ void __launch_bounds__(kDotThreads, 1)
     A sums[N] = {};
     if (column < columns) {
       for (int64_t pixel = row; pixel < pixels; pixel += rows * kUnroll) {
-        Packed<T, N> p[kUnroll], q[kUnroll];
+        typename Terms<T>::template Loaded<N> loaded[kUnroll];
 #pragma unroll
         for (int u = 0; u < kUnroll; ++u) {
           const int64_t at = ((image * pixels + pixel + u * rows) * columns + column) * N;
-          if (pixel + u * rows < pixels) p[u].load(a + at), q[u].load(b + at);
+          if (pixel + u * rows < pixels) terms.template load<N>(loaded[u], at);
         }
 #pragma unroll
         for (int u = 0; u < kUnroll; ++u) {
-          if (pixel + u * rows < pixels) {
-            add_products<T, N>(p[u].unpacked(), q[u].unpacked(), sums);
-          }
+          if (pixel + u * rows < pixels) terms.template add<N>(loaded[u], sums);
         }
       }
     }
@@ -152,15 +189,14 @@ __global__ void __launch_bounds__(kDotThreads, 1)
     }
     if (row == 0 && column < columns) {
 #pragma unroll
-      for (int k = 0; k < N; ++k) out[(image * columns + column) * N + k] = convert<T>(sums[k]);
+      for (int k = 0; k < N; ++k) out[(image * columns + column) * N + k] = terms.result(sums[k]);
     }
   }
 }
 
 // A warp for each plane.
-template <int N, typename T>
-__global__ void dot_planes_kernel(const T* __restrict__ a, const T* __restrict__ b, T* out,
-                                  int64_t planes, int64_t vectors) {
+template <int N, typename T, template <typename> class Terms>
+__global__ void sum_planes_kernel(Terms<T> terms, T* out, int64_t planes, int64_t vectors) {
   using A = acc_t<T>;
   const int lane = threadIdx.x % kWarp;
   const int64_t warps = int64_t{gridDim.x} * (blockDim.x / kWarp);
@@ -168,17 +204,15 @@ __global__ void dot_planes_kernel(const T* __restrict__ a, const T* __restrict__
        plane < planes; plane += warps) {
     A sums[N] = {};
     for (int64_t i = lane; i < vectors; i += kWarp * kUnroll) {
-      Packed<T, N> p[kUnroll], q[kUnroll];
+      typename Terms<T>::template Loaded<N> loaded[kUnroll];
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
         const int64_t at = (plane * vectors + i + u * kWarp) * N;
-        if (i + u * kWarp < vectors) p[u].load(a + at), q[u].load(b + at);
+        if (i + u * kWarp < vectors) terms.template load<N>(loaded[u], at);
       }
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
-        if (i + u * kWarp < vectors) {
-          add_products<T, N>(p[u].unpacked(), q[u].unpacked(), sums);
-        }
+        if (i + u * kWarp < vectors) terms.template add<N>(loaded[u], sums);
       }
     }
     A sum = 0;
@@ -188,7 +222,7 @@ __global__ void dot_planes_kernel(const T* __restrict__ a, const T* __restrict__
     for (int offset = kWarp / 2; offset > 0; offset /= 2) {
       sum += __shfl_xor_sync(0xffffffff, sum, offset);
     }
-    if (lane == 0) out[plane] = convert<T>(sum);
+    if (lane == 0) out[plane] = terms.result(sum);
   }
 }
 
@@ -208,6 +242,26 @@ void with_width(bool vectors, const F& run) {
 }
 
 int plane_blocks(int64_t planes) { return grid_stride_blocks(planes * kWarp, kThreads); }
+
+template <int N, typename T, template <typename> class Terms>
+void launch_sums(cudaStream_t stream, const ChannelScaleShape& shape, const Terms<T>& terms,
+                 T* out) {
+  if (!shape.channels_last) {
+    sum_planes_kernel<N><<<plane_blocks(shape.n * shape.c), kThreads, 0, stream>>>(
+        terms, out, shape.n * shape.c, shape.pixels / N);
+    return;
+  }
+  const int columns = static_cast<int>(shape.c / N);
+  int lanes = 1;
+  while (lanes < std::min(columns, kMostLanes)) lanes *= 2;
+  // Few images leave most of the device idle; sectors of 32 bytes are read whole all the same.
+  const auto blocks = [&] { return ceil_div(columns, lanes) * std::min(shape.n, kMostY); };
+  while (lanes * N * sizeof(T) > 32 && blocks() < sm_count()) lanes /= 2;
+  const dim3 grid(static_cast<unsigned>(ceil_div(columns, lanes)),
+                  static_cast<unsigned>(std::min(shape.n, kMostY)));
+  sum_channels_last_kernel<N>
+      <<<grid, kDotThreads, 0, stream>>>(terms, out, shape.n, shape.pixels, columns, lanes);
+}
 
 }  // namespace
 
@@ -242,29 +296,27 @@ void channel_scale(Stream stream, const ChannelScaleShape& shape, const void* x,
 
 void channel_dot(Stream stream, const ChannelScaleShape& shape, const void* a, const void* b,
                  void* out) {
-  const auto cuda_stream = as_cuda(stream);
   dispatch(shape.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const auto *p = static_cast<const T*>(a), *q = static_cast<const T*>(b);
-    auto* sums = static_cast<T*>(out);
+    const Products<T> terms{static_cast<const T*>(a), static_cast<const T*>(b)};
     const int64_t extent = shape.channels_last ? shape.c : shape.pixels;
-    with_width<T>(takes_vectors<T>(extent, p, q), [&](auto width) {
-      constexpr int N = decltype(width)::value;
-      if (!shape.channels_last) {
-        dot_planes_kernel<N><<<plane_blocks(shape.n * shape.c), kThreads, 0, cuda_stream>>>(
-            p, q, sums, shape.n * shape.c, shape.pixels / N);
-        return;
-      }
-      const int columns = static_cast<int>(shape.c / N);
-      int lanes = 1;
-      while (lanes < std::min(columns, kMostLanes)) lanes *= 2;
-      const dim3 grid(static_cast<unsigned>(ceil_div(columns, lanes)),
-                      static_cast<unsigned>(std::min(shape.n, kMostY)));
-      dot_channels_last_kernel<N><<<grid, kDotThreads, 0, cuda_stream>>>(
-          p, q, sums, shape.n, shape.pixels, columns, lanes);
+    with_width<T>(takes_vectors<T>(extent, terms.a, terms.b), [&](auto width) {
+      launch_sums<decltype(width)::value>(as_cuda(stream), shape, terms, static_cast<T*>(out));
     });
   });
   check_launch("channel_dot");
+}
+
+void channel_mean(Stream stream, const ChannelScaleShape& shape, const void* x, void* out) {
+  dispatch(shape.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const Mean<T> terms{static_cast<const T*>(x), static_cast<acc_t<T>>(shape.pixels)};
+    const int64_t extent = shape.channels_last ? shape.c : shape.pixels;
+    with_width<T>(takes_vectors<T>(extent, terms.x), [&](auto width) {
+      launch_sums<decltype(width)::value>(as_cuda(stream), shape, terms, static_cast<T*>(out));
+    });
+  });
+  check_launch("channel_mean");
 }
 
 }  // namespace braze::cuda

@@ -74,7 +74,7 @@ __device__ __forceinline__ void update_range(Update update, const LoadedValue& l
     for (int b = 0; b < kBatch; ++b) {
       const int64_t at = i + b * kStep;
       if (at >= end) break;
-      p[b].load(param + at);
+      if (Update::kReadsParam) p[b].load(param + at);
       if (!skip) {
         if (casts) {
           from[b].load(source + at);
@@ -93,7 +93,8 @@ __device__ __forceinline__ void update_range(Update update, const LoadedValue& l
     for (int b = 0; b < kBatch; ++b) {
       const int64_t at = i + b * kStep;
       if (at >= end) break;
-      Vec<T, N> params = p[b].unpacked();
+      Vec<T, N> params{};
+      if (Update::kReadsParam) params = p[b].unpacked();
       if (!skip) {
         Vec<T, N> grads;
         if (casts) {

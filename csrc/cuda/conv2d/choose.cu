@@ -305,12 +305,15 @@ bool narrow_input_wins(const Conv2dArgs& args) {
 }
 
 // The same of narrow_output (the ends of networks, 3 x 3 to 5 x 5; gradients of 3 and 6 channels):
-// 16 bits. With eight results, or in TF32, halo_wgmma is ahead; sums of thousands of terms are
-// cuDNN's.
+// 16 bits. With eight results, or in TF32, halo_wgmma is ahead, but for 1 x 1 filters; sums of
+// thousands of terms are cuDNN's.
 bool narrow_output_wins(const Conv2dArgs& args) {
   const Conv2dShape& s = args.shape;
   const bool dgrad = args.pass == Conv2dPass::kDgrad;
   const int64_t results = dgrad ? s.c : s.k, terms = (dgrad ? s.k : s.c) * s.r * s.s;
+  if (is_tf32(s) && is_pointwise(s) && !is_strided(s)) {  // the heads of U-Nets
+    return !dgrad && results < 8 && terms <= 32 && s.n * s.p * s.q >= 16 * 128 * 128;
+  }
   return size_of(s.dtype) == 2 && results < 8 && !is_pointwise(s) && terms <= 128 * 3 * 3 &&
          s.n * s.p * s.q >= 64 * 10 * 10;
 }
@@ -338,6 +341,14 @@ bool fft_wins(const Conv2dProblem& problem) {
   return plan.by_elements && kMargin * fft < terms / kDirectRate;
 }
 
+// Few filters of 1 x 1 in TF32, forward, of sums too long for the kernels of few terms (64 to 256
+// channels, 64 x 64 to 256 x 256 pixels): implicit_gemm_wgmma is 1.3 to 2.7 times as fast as cuDNN.
+bool im2col_wins_by_sums(const Conv2dArgs& args) {
+  const Conv2dShape& s = args.shape;
+  return args.pass == Conv2dPass::kFprop && is_tf32(s) && is_pointwise(s) && !is_strided(s) &&
+         s.groups == 1 && s.k < 8 && s.c >= 64 && s.c <= 256 && s.n * s.p * s.q >= 64 * 64 * 64;
+}
+
 // Groups whose channels fill at least a quarter of a product's rows and columns.
 bool is_grouped(const Conv2dShape& s) {
   constexpr int64_t kLeast = 4;
@@ -352,6 +363,7 @@ int choose(const Conv2dArgs& args) {
   if (im2col_wins_by_rows(args) && !im2col_obstacle(args)) return kIm2col;
   if (narrow_input_wins(args) && !narrow_input_obstacle(args)) return kNarrowInput;
   if (narrow_output_wins(args) && !narrow_output_obstacle(args)) return kNarrowOutput;
+  if (im2col_wins_by_sums(args) && !im2col_obstacle(args)) return kIm2col;
   if (is_thin(args)) {
     const bool tf32 = is_tf32(s) && !is_pointwise(s);
     return tf32 && args.pass != Conv2dPass::kWgrad && !halo_obstacle(args) ? kHalo : kDirect;
@@ -421,12 +433,12 @@ bool halo_beats_cudnn(const Conv2dProblem& problem) {
   }
   if (size_of(s.dtype) > 2) return s.c <= 128 && s.k <= 128;
   if (problem.pass == Conv2dPass::kFprop) {
-    if (plane > 80 * 80) return false;
+    if (plane > 80 * 80) return s.c <= 64 && s.k <= 64;
     return s.c <= 64 ? s.k <= 256 : s.c <= 128 && s.k <= 32;
   }
   if (s.c > 64 || s.k > 64) return false;
   // Tiles are whole images, or rows: those of 15 x 15 and 16 x 16 fill them badly.
-  return plane <= 14 * 14 ? s.c <= 32 : plane >= 28 * 28 && plane <= 80 * 80;
+  return plane <= 14 * 14 ? s.c <= 32 : plane >= 28 * 28;
 }
 
 // Whether stream-K is faster than cuDNN's weight gradients, by pointwise for 1 x 1 filters of
@@ -471,7 +483,7 @@ bool im2col_beats_cudnn(const Conv2dProblem& problem) {
   const Conv2dShape& s = problem.shape;
   const int64_t plane = s.p * s.q, pixels = s.n * plane;
   const bool one = is_pointwise(s), strided = is_strided(s), is_16_bit = size_of(s.dtype) == 2;
-  if (im2col_wins_by_rows(args_of(problem))) return true;
+  if (im2col_wins_by_rows(args_of(problem)) || im2col_wins_by_sums(args_of(problem))) return true;
   if (problem.pass == Conv2dPass::kDgrad && s.r == 4 && s.s == 4 && s.stride_h == 2 &&
       s.stride_w == 2) {  // Nature-CNN's: its phases have the same number of taps
     return !is_plain_fp32(s) && std::min(s.c, s.k) >= 32 && s.dilation_h == 1 &&
@@ -671,15 +683,19 @@ bool plan_conv2d_added(const Conv2dProblem& problem, bool from_library, Conv2dPl
   if (problem.pass != Conv2dPass::kDgrad || is_empty(args) || plan->images < args.shape.n) {
     return false;
   }
-  // Products in 16 bits are about level with cuDNN's, and a pass takes as long as the gradient.
-  if (size_of(args.shape.dtype) == 2 && is_pointwise(args.shape) && im2col_is_known(args.shape) &&
-      plan->wish == kAnyKernel && !pointwise_obstacle(args)) {
+  // Products are about level with cuDNN's, and a pass takes as long as the gradient.
+  const Conv2dShape& s = args.shape;
+  const bool product = is_pointwise(s) && im2col_is_known(s) && plan->wish == kAnyKernel;
+  if (product && (size_of(s.dtype) == 2 || (is_tf32(s) && is_strided(s))) &&
+      !pointwise_obstacle(args)) {
     *plan = plan_part(args, kPointwise);
+  } else if (product && from_library && is_tf32(s) && !is_strided(s) && !im2col_obstacle(args)) {
+    *plan = plan_part(args, pointwise_beats_im2col(args) ? kPointwise : kIm2col);
   } else if (from_library) {
     return false;
   }
   if (plan->kernel == kPointwise) return pointwise::plan_added(args, plan);
-  if (is_halo(plan->kernel) && im2col_is_known(args.shape) && !im2col_obstacle(args) &&
+  if (is_halo(plan->kernel) && im2col_is_known(s) && !im2col_obstacle(args) &&
       im2col::takes_added(args)) {
     *plan = plan_part(args, kIm2col);  // it is ahead by less than the pass takes
   }

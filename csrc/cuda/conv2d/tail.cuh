@@ -50,8 +50,13 @@ struct Tail {
     const LoadedValue gamma(weight, affine, filter, 1), beta(bias, affine, filter, 0);
     const LoadedValue center(mean, statistics, filter, 0), spread(var, statistics, filter, 1);
     const LoadedValue before(conv_bias, dtype, filter, 0);
-    const float scale = gamma.single() * __frsqrt_rn(spread.single() + eps);
-    return {scale, fmaf(before.single() - center.single(), scale, beta.single())};
+    return coefficients(gamma.single(), beta.single(), center.single(), spread.single() + eps,
+                        before.single());
+  }
+  static __device__ __forceinline__ float2 coefficients(float gamma, float beta, float mean,
+                                                        float var_and_eps, float conv_bias) {
+    const float scale = gamma * __frsqrt_rn(var_and_eps);
+    return {scale, fmaf(conv_bias - mean, scale, beta)};
   }
 
   // v[i] = f(v[i]), of elements T.

@@ -16,7 +16,7 @@ constexpr int64_t kElements = 8192;  // of a block
 const KernelEntry kNormalize({"muon_normalize", "multi_tensor", "float64 float32 bfloat16 float16",
                               "sm_80+", true,
                               "all matrices in one launch, pointers as kernel parameters"});
-const KernelEntry kUnpad({"muon_unpad", "multi_tensor", "bfloat16", "sm_80+", true,
+const KernelEntry kUnpad({"muon_unpad", "multi_tensor", "bfloat16 float16", "sm_80+", true,
                           "all matrices in one launch, pointers as kernel parameters"});
 
 template <int kMatrices>
@@ -27,11 +27,10 @@ static_assert(sizeof(MatrixList<kFew>) + 8 <= 4096 && sizeof(MatrixList<kMany>) 
               "parameters");
 
 // Elements [begin, end) of m.to, N at a time, which are of one row.
-template <int N, typename T>
+template <int N, typename T, typename Out>
 __device__ __forceinline__ void write_matrix(const MuonMatrix& m, acc_t<T> norm, int64_t begin,
                                              int64_t end) {
   using A = acc_t<T>;
-  using Out = __nv_bfloat16;
   const T* const values = static_cast<const T*>(m.from);
   Out* const to = static_cast<Out*>(m.to) + begin;
   const bool aligned = (reinterpret_cast<uintptr_t>(values) | m.from_pitch * sizeof(T)) % 16 == 0;
@@ -59,7 +58,7 @@ __device__ __forceinline__ void write_matrix(const MuonMatrix& m, acc_t<T> norm,
   }
 }
 
-template <typename T, typename List>
+template <typename T, typename Out, typename List>
 __global__ void __launch_bounds__(kThreads)
     matrices_kernel(const __grid_constant__ List list, double eps) {
   using A = acc_t<T>;
@@ -79,46 +78,50 @@ __global__ void __launch_bounds__(kThreads)
     __syncthreads();
     norm = shared;
   }
-  constexpr int N = kVecWidth<__nv_bfloat16>;
+  constexpr int N = kVecWidth<Out>;
   if (m.to_pitch % N == 0 && reinterpret_cast<uintptr_t>(m.to) % 16 == 0) {
-    write_matrix<N, T>(m, norm, begin, end);
+    write_matrix<N, T, Out>(m, norm, begin, end);
   } else {
-    write_matrix<1, T>(m, norm, begin, end);
+    write_matrix<1, T, Out>(m, norm, begin, end);
   }
 }
 
-template <typename T, int kMatrices>
+template <typename T, typename Out, int kMatrices>
 void launch_list(const char* name, Stream stream, const MuonMatrix* matrices, int64_t count,
                  double eps) {
   MatrixList<kMatrices> list;
   list.for_each_launch(matrices, count, [&] {
-    launch_early(matrices_kernel<T, MatrixList<kMatrices>>, list.blocks(), kThreads, 0, stream,
+    launch_early(matrices_kernel<T, Out, MatrixList<kMatrices>>, list.blocks(), kThreads, 0, stream,
                  list, eps);
     check_launch(name);
   });
 }
 
-template <typename T>
+template <typename T, typename Out>
 void launch(const char* name, Stream stream, const MuonMatrix* matrices, int64_t count,
             double eps) {
   if (count <= kFew) {
-    launch_list<T, kFew>(name, stream, matrices, count, eps);
+    launch_list<T, Out, kFew>(name, stream, matrices, count, eps);
   } else {
-    launch_list<T, kMany>(name, stream, matrices, count, eps);
+    launch_list<T, Out, kMany>(name, stream, matrices, count, eps);
   }
 }
 
 }  // namespace
 
-void muon_normalize(Stream stream, DType dtype, const MuonMatrix* matrices, int64_t count,
+void muon_normalize(Stream stream, DType dtype, DType to, const MuonMatrix* matrices, int64_t count,
                     double eps) {
   dispatch(dtype, [&](auto tag) {
-    launch<typename decltype(tag)::type>("muon_normalize", stream, matrices, count, eps);
+    using T = typename decltype(tag)::type;
+    const auto run = to == DType::kBFloat16 ? launch<T, __nv_bfloat16> : launch<T, __half>;
+    run("muon_normalize", stream, matrices, count, eps);
   });
 }
 
-void muon_unpad(Stream stream, const MuonMatrix* matrices, int64_t count) {
-  launch<__nv_bfloat16>("muon_unpad", stream, matrices, count, 0);
+void muon_unpad(Stream stream, DType dtype, const MuonMatrix* matrices, int64_t count) {
+  const auto run =
+      dtype == DType::kBFloat16 ? launch<__nv_bfloat16, __nv_bfloat16> : launch<__half, __half>;
+  run("muon_unpad", stream, matrices, count, 0);
 }
 
 }  // namespace braze::cuda

@@ -53,6 +53,23 @@ class ChannelDot(torch.autograd.Function):
         )
 
 
+class ChannelMean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, input):
+        ctx.shape = input.shape
+        with below_autograd():
+            return _ops.channel_mean.default(input)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        _, _, h, w = ctx.shape
+        return (grad_output / (h * w)).expand(ctx.shape)
+
+
+def _mean_formula(input):
+    return input.mean(_PIXELS, keepdim=True)
+
+
 def _scale_formula(input, scale, shift):
     return input * scale if shift is None else input * scale + shift
 
@@ -63,6 +80,7 @@ def _dot_formula(input, other):
 
 _channel_scale = eager(ChannelScale, _ops.channel_scale.default, tensors=3, formula=_scale_formula)
 _channel_dot = eager(ChannelDot, _ops.channel_dot.default, tensors=2, formula=_dot_formula)
+_channel_mean = eager(ChannelMean, _ops.channel_mean.default, tensors=1, formula=_mean_formula)
 
 
 def _fake_scale(input, scale, shift):
@@ -75,8 +93,13 @@ def _fake_dot(input, other):
     return input.new_empty((*input.shape[:2], 1, 1))
 
 
+def _fake_mean(input):
+    return input.new_empty((*input.shape[:2], 1, 1))
+
+
 register("channel_scale", fake=_fake_scale, autograd=_channel_scale)
 register("channel_dot", fake=_fake_dot, autograd=_channel_dot)
+register("channel_mean", fake=_fake_mean, autograd=_channel_mean)
 
 
 def _fits(input, scale):
@@ -126,7 +149,8 @@ class Squeeze(torch.autograd.Function):
     def forward(ctx, input, link):
         ctx.link, ctx.shape = link, input.shape
         ctx.set_materialize_grads(False)
-        return input.mean(_PIXELS, keepdim=True), input.view_as(input)
+        with below_autograd():
+            return _ops.channel_mean.default(input), input.view_as(input)
 
     @staticmethod
     def backward(ctx, grad_mean, grad_output):
@@ -179,8 +203,10 @@ def squeeze_excite(input, gate):
     check_tensor("squeeze_excite", "input", 1, input)
     records = torch.is_grad_enabled() and input.requires_grad
     fused = not torch.compiler.is_compiling() and plain(input) and input.dim() == 4
-    if not (records and fused and input.numel() > 0):
-        return channel_scale(input, gate(input.mean(_PIXELS, keepdim=True)))
+    if not (fused and input.numel() > 0):
+        return channel_scale(input, gate(_mean_formula(input)))
+    if not records:
+        return channel_scale(input, gate(_channel_mean(input)))
     link = _Link()
     mean, handed_on = Squeeze.apply(input, link)
     scale = gate(mean)

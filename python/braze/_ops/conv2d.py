@@ -181,11 +181,21 @@ def conv2d_backward_flops(grad_output, input, weight, output_mask):
     )
 
 
+_BACKWARD_ARGUMENTS = 11  # without `added`
+
+
+def _raw_backward(*args):
+    """The op of the same name with derivatives; those by `added`, its last argument, are plain."""
+    *args, added = args if len(args) > _BACKWARD_ARGUMENTS else (*args, None)
+    dx, *grads = _conv2d_backward(*args)
+    return dx + added if added is not None and dx.numel() > 0 else dx, *grads
+
+
 register("conv2d", fake=fake_conv2d, autograd=_conv2d, autocast=cast, flops=conv2d_flops)
 register(
     "conv2d_backward",
     fake=fake_conv2d_backward,
-    autograd=_conv2d_backward,
+    autograd=_raw_backward,
     flops=lambda grad_output, input, weight, *args, out_shape: conv2d_backward_flops(
         grad_output, input, weight, args[4]
     ),

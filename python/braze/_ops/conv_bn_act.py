@@ -50,10 +50,11 @@ class ConvBnAct(torch.autograd.Function):
         return output, z, mask, statistics
 
     @staticmethod
-    def backward(ctx, grad_output, *_):
+    def backward(ctx, grad_output, *_, added=None):
+        """added: another gradient of the input, or None."""
         absent = (None,) * (len(ctx.needs_input_grad) - 6)
         if grad_output is None:
-            return *(None,) * 6, *absent
+            return added, *(None,) * 5, *absent
         input, weight, residual, *norm, z, mask, statistics = ctx.saved_tensors
         of_conv, of_norm = ctx.needs_input_grad[:3], ctx.needs_input_grad[3:6]
         if torch.is_grad_enabled() and any(of_conv):  # for its derivatives
@@ -67,10 +68,33 @@ class ConvBnAct(torch.autograd.Function):
         if identity and of_norm[0]:
             dresidual = grad_output
         dconv = (None,) * 3
+        at_once = added is not None and not torch.is_grad_enabled() and plain(dz, added)
         if any(of_conv):
-            grads = _conv2d_backward(dz, input, weight, *ctx.geometry, of_conv, *ctx.settings)
+            of_conv_args = dz, input, weight, *ctx.geometry, of_conv, *ctx.settings
+            if at_once:
+                with below_autograd():
+                    grads = _ops.conv2d_backward.default(*of_conv_args, added)
+            else:
+                grads = _conv2d_backward(*of_conv_args)
             dconv = masked(grads, of_conv)
+        if added is not None and not at_once:
+            dconv = dconv[0] + added, *dconv[1:]
         return *dconv, dresidual, *dnorm, *absent
+
+
+class ForkedConvBnAct(ConvBnAct):
+    """Returns an alias of the input behind the result, for what else reads the input: as far as
+    backward is concerned, what is made of it is made of this op, and both gradients of the input
+    come here, to be one sum on the way out of the convolution's gradient."""
+
+    @staticmethod
+    def forward(ctx, input, *args):
+        output, *saved = ConvBnAct.forward(ctx, input, *args)
+        return output, input, *saved  # autograd makes an alias of an input
+
+    @staticmethod
+    def backward(ctx, grad_output, grad_alias, *_):
+        return ConvBnAct.backward(ctx, grad_output, added=grad_alias)
 
 
 _conv_bn_act = eager(ConvBnAct, _run, tensors=9)
@@ -135,7 +159,7 @@ register(
 def conv_bn_act(
     input, weight, bias, residual, bn_weight, bn_bias, running_mean, running_var,
     num_batches_tracked, stride, padding, dilation, groups, training, momentum, eps, activation,
-    settings
+    settings, forked=False
 ):  # fmt: skip
     """``activation(batch_norm(conv2d(input, weight, bias)) + residual)`` as one op, or None where
     it is better left to the three, which raise what is to be raised.
@@ -143,6 +167,9 @@ def conv_bn_act(
     In training the convolution leaves batch norm's statistics where its kernel can, so that no pass
     over its result is needed for them. In evaluation mode, where no gradient is wanted, its kernel
     does all of it on the way out where it can: batch norm is a scale and an offset of each filter.
+
+    Args:
+        forked: the result, where autograd records, knows an alias of the input: :func:`alias_in`.
     """
     others = weight, bias, residual, bn_weight, bn_bias, running_mean, running_var
     without_statistics = running_mean is None or running_var is None
@@ -189,7 +216,20 @@ def conv_bn_act(
     how = _config.conv2d_settings(input)
     if not training:
         return _inference(*tensors, *geometry, eps, *act, *how)
-    return _conv_bn_act(*tensors, num_batches_tracked, *geometry, *norm, *act, *how)[0]
+    args = *tensors, num_batches_tracked, *geometry, *norm, *act, *how
+    if not (forked and torch.is_grad_enabled() and input.requires_grad):
+        return _conv_bn_act(*args)[0]
+    output, alias = ForkedConvBnAct.apply(*args)[:2]
+    output._braze_fork = input, alias
+    return output
+
+
+def alias_in(result, input):
+    """An alias of `input`, for what else reads that, if `result` is what :func:`conv_bn_act` made
+    of it, forked: both gradients of the input are one sum then, without a pass of its own. Else the
+    input."""
+    source, alias = getattr(result, "_braze_fork", (None, None))
+    return alias if source is input and source is not None else input
 
 
 def _in_numbers(padding, weight, stride, dilation):

@@ -15,7 +15,7 @@ from braze import _config
 from braze._nvtx import ENABLED as NVTX
 from braze._programs.program import Program
 from braze._programs.record import Unrecordable
-from braze._step_scope import current
+from braze._step_scope import takes_ops
 
 #: Of what is saved for its backward: a program frees it, and may hold what is only for second
 #: derivatives, to within about as many. To read them takes a GPU longer than the host a program.
@@ -47,7 +47,7 @@ def allowed(input):
         and type(input) in _TENSORS
         and (input.is_cpu or input.is_cuda)
         and not torch.compiler.is_compiling()
-        and current.scope is None
+        and not takes_ops()
         and not _dispatch_modes()
         and not _functorch_is_active()
         and forward_ad._current_level < 0

@@ -15,7 +15,7 @@ from braze._ops.layer_norm import layer_norm_for_product
 from braze._ops.relu_max_pool2d import pools_behind_relu, takes_bias
 from braze._ops.scale_add import scale_add_takes, scaled_dim
 from braze._ops.transpose import transpose_copy
-from braze._step_scope import current
+from braze._step_scope import takes_ops
 from braze.convert.kinds import ACTIVATIONS, Pooling, kind_of
 from braze.convert.link_calls import call, one_by_one
 from braze.nn import functional as F
@@ -38,7 +38,7 @@ def forked_block(links, input):
     behind it, within a TrainStep; or None."""
     conv, norm = links[-1], _norm(links[-2])
     if (
-        current.scope is None
+        not takes_ops()
         or type(input) not in TENSORS
         or input.device.type not in FORKED_ON
         or not (torch.is_grad_enabled() and input.requires_grad)
@@ -68,7 +68,11 @@ def conv_and_norm(links, input, *added):
     activation, settings = activation_of(rest[0]) if rest else ("identity", ())
     if settings and not fits(activation, settings):
         return None
-    return conv_bn_act(input, conv, norm, *added, activation=activation, settings=settings)
+    # A shortcut, perhaps, beside which others read the input.
+    forked = len(links) == 2 and takes_ops()
+    return conv_bn_act(
+        input, conv, norm, *added, activation=activation, settings=settings, forked=forked
+    )
 
 
 def conv_fits(conv, bn):

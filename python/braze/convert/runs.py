@@ -15,6 +15,7 @@ import torch
 
 import braze.nn
 from braze._C import unwatched
+from braze._ops.conv_bn_act import alias_in
 from braze._stock import gives_way
 from braze.convert.blocks import (
     CONV,
@@ -247,6 +248,8 @@ def _on_new(links, input, *added):
 def in_turn(links, input, *added):
     """Run by run, and what is none link by link."""
     kinds, end = [kind_of(link) for link in links], len(links)
+    if added and kinds[-1] == "Conv2d":
+        input = alias_in(added[0], input)
     while end > 0:
         start = end - max(1, run_length(kinds[:end][::-1]))
         if kinds[start:end] == ["Conv2d"] and kinds[start - 1 : start] == ["BatchNorm2d"]:

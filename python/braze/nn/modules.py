@@ -142,7 +142,7 @@ def batch_norm_act(input, bn, residual=None, activation="identity", settings=())
     )
 
 
-def conv_bn_act(input, conv, bn, residual=None, activation="identity", settings=()):
+def conv_bn_act(input, conv, bn, residual=None, activation="identity", settings=(), forked=False):
     """:func:`braze._ops.conv_bn_act.conv_bn_act` on the parameters, buffers and settings of two
     layers."""
     statistics = batch_norm_state(bn)
@@ -165,6 +165,7 @@ def conv_bn_act(input, conv, bn, residual=None, activation="identity", settings=
         bn.eps,
         activation,
         settings,
+        forked,
     )
 
 

@@ -23,8 +23,14 @@ _CHAINED_FLOPS = 1.5e9
 # What one costs all chains together: kernels of a CUDA graph start one after the other, about one
 # in 1.6 us however many branches there are.
 _LAUNCH_FLOPS = 0.5e9
-# A GPU's fast kernels for products in bfloat16 want rows of 16 bytes.
+# A GPU's fast kernels for products in 16 bits want rows of 16 bytes.
 _MULTIPLE = 8
+# Iterations that products of an extent's square take on their own, without the matrix: roundings
+# of float16 grow by up to the first coefficient's square in each.
+_MOST_APART = 3
+# Coefficients (the first one, the sum of all) whose polynomials, so many of them multiplied, stay
+# within float16.
+_LARGEST, _LARGEST_SUM = 8, 16
 
 
 class Muon(MultiTensor, torch.optim.Muon):
@@ -115,7 +121,9 @@ class Muon(MultiTensor, torch.optim.Muon):
             norm,
             max_norm,
         )
-        whitened = self._orthogonalize(group, updates, shapes)
+        half = _in_float16(params[0], group["ns_coefficients"])
+        dtype = torch.float16 if half else torch.bfloat16
+        whitened = self._orthogonalize(group, updates, shapes, dtype)
         # By how the learning rate is adjusted.
         parts = {}
         for i, shape in enumerate(shapes):
@@ -152,19 +160,17 @@ class Muon(MultiTensor, torch.optim.Muon):
                 True,
             )
 
-    def _orthogonalize(self, group, updates, shapes):
-        """Of each update, a matrix of this shape, :func:`orthogonalized`: in bfloat16, with the
+    def _orthogonalize(self, group, updates, shapes, dtype):
+        """Of each update, a matrix of this shape, :func:`orthogonalized`: in `dtype`, with the
         update's strides."""
         device, steps = updates[0].device, group["ns_steps"]
         on_gpu, compiling = device.type == "cuda", torch.compiler.is_compiling()
         costs = (_LAUNCH_FLOPS, _MULTIPLE) if on_gpu else (0, 1)
         batched = (grouped if compiling else _grouped_before)(tuple(shapes), steps, *costs)
-        batches = _into_batches(updates, batched, group["eps"])
+        batches = _into_batches(updates, batched, group["eps"], dtype)
+        run = iterated_apart if dtype == torch.float16 else orthogonalized
         parts = [
-            (
-                functools.partial(orthogonalized, batch, group["ns_coefficients"], steps),
-                *_cost(batch, steps),
-            )
+            (functools.partial(run, batch, group["ns_coefficients"], steps), *_cost(batch, steps))
             for batch in batches
         ]
         if on_gpu and not compiling:
@@ -174,7 +180,7 @@ class Muon(MultiTensor, torch.optim.Muon):
             results = branches[device].run(parts)
         else:
             results = [function() for function, _, _ in parts]
-        return _out_of_batches(updates, batched, results)
+        return _out_of_batches(updates, batched, results, dtype)
 
 
 def grouped(shapes, steps, launch_flops, multiple):
@@ -200,7 +206,8 @@ def grouped(shapes, steps, launch_flops, multiple):
             groups.setdefault((rows > columns, *extents), []).append(i)
 
     def cost(number, rows, columns):
-        return _flops(number, rows, columns, steps) + 4 * steps * launch_flops
+        launches = _launches(rows, columns, steps)
+        return _flops(number, rows, columns, steps) + launches * launch_flops
 
     def together(one, other):
         return one[0], max(one[1], other[1]), max(one[2], other[2])
@@ -231,12 +238,10 @@ def grouped(shapes, steps, launch_flops, multiple):
 _grouped_before = functools.lru_cache(maxsize=32)(grouped)
 
 
-def _into_batches(updates, batched, eps):
-    """The batches of :func:`grouped` in bfloat16, each matrix divided by its norm, or by `eps`."""
+def _into_batches(updates, batched, eps, dtype):
+    """The batches of :func:`grouped` in `dtype`, each matrix divided by its norm, or by `eps`."""
     batches = [
-        torch.empty(
-            len(members), rows, columns, dtype=torch.bfloat16, device=updates[members[0]].device
-        )
+        torch.empty(len(members), rows, columns, dtype=dtype, device=updates[members[0]].device)
         for members, rows, columns in batched
     ]
     matrices = [matrix for batch in batches for matrix in batch.unbind()]
@@ -245,7 +250,7 @@ def _into_batches(updates, batched, eps):
     return batches
 
 
-def _out_of_batches(updates, batched, batches):
+def _out_of_batches(updates, batched, batches, dtype):
     """For each update its matrix of the batches, without copies where no columns were added."""
     results = [None] * len(updates)
     padded = []
@@ -256,13 +261,13 @@ def _out_of_batches(updates, batched, batches):
                 strides, offset = update.stride(), matrix.storage_offset()
                 results[i] = matrix.as_strided(update.shape, strides, offset)
             else:
-                results[i] = torch.empty_like(update, dtype=torch.bfloat16)
+                results[i] = torch.empty_like(update, dtype=dtype)
                 padded.append((results[i], matrix))
     if padded:
         muon_unpad_(*map(list, zip(*padded, strict=True)))
     for i, update in enumerate(updates):
         if results[i] is None:  # nothing in it
-            results[i] = torch.empty_like(update, dtype=torch.bfloat16)
+            results[i] = torch.empty_like(update, dtype=dtype)
     return results
 
 
@@ -273,7 +278,7 @@ def orthogonalized(x, coefficients, steps):
     its norm, X <- (a I + b A + c A A) X with A = X X'; of a tall one from the other side.
 
     Args:
-        x: (number, rows, columns), in bfloat16, divided by their norms.
+        x: (number, rows, columns), in 16 bits, divided by their norms.
         coefficients: a, b, c.
         steps: how many iterations.
 
@@ -290,16 +295,72 @@ def orthogonalized(x, coefficients, steps):
     return x
 
 
+def _in_float16(param, coefficients):
+    """Whether the iterations run in float16: where they may run apart from the matrices, and the
+    update takes any 16 bits."""
+    fits = abs(coefficients[0]) <= _LARGEST and sum(map(abs, coefficients)) <= _LARGEST_SUM
+    return param.is_cuda and param.dtype == torch.float32 and fits
+
+
+def _pays_apart(rows, columns):
+    """Whether fewer operations are needed by :func:`iterated_apart`'s way."""
+    return 2 * max(rows, columns) > 3 * min(rows, columns)
+
+
+def iterated_apart(x, coefficients, steps):
+    """As :func:`orthogonalized`, in float16 and with fewer operations where one extent is larger.
+
+    X <- P X with P = a I + b A + c A A makes of A = X X' the product P A P, since P and A commute.
+    So a few iterations need products of A's size only, of which one is the product of all P, and X
+    is multiplied once. Roundings of A grow in that; A is made anew of X every third time, for which
+    an error no larger than that of bfloat16's usual iterations was measured, whatever the spectrum
+    (docs/optimizers.md).
+
+    Args:
+        x: (number, rows, columns), in float16, divided by their norms.
+        coefficients, steps: as there.
+
+    Returns:
+        The same shape.
+    """
+    if not _pays_apart(*x.shape[1:]):
+        return orthogonalized(x, coefficients, steps)
+    tall = x.shape[1] > x.shape[2]
+    with torch.autocast(x.device.type, enabled=False):
+        while steps > 0:
+            apart = min(steps, _MOST_APART)
+            steps -= apart
+            gram = matmul(x.mT, x) if tall else matmul(x, x.mT)
+            product = None
+            for left in range(apart - 1, -1, -1):
+                polynomial = matmul(gram, gram)
+                muon_polynomial_(gram, polynomial, *coefficients)
+                product = polynomial if product is None else matmul(polynomial, product)
+                if left > 0:
+                    gram = matmul(polynomial, matmul(gram, polynomial))
+            x = matmul(x, product) if tall else matmul(product, x)
+    return x
+
+
 def _flops(number, rows, columns, steps):
-    """Operations of the iterations."""
+    """Operations of the iterations, as a GPU runs those of float32 parameters."""
     less, more = sorted((rows, columns))
-    return steps * number * less * less * (4 * more + 2 * less)
+    if not _pays_apart(rows, columns):
+        return steps * number * less * less * (4 * more + 2 * less)
+    begun = -(-steps // _MOST_APART)  # times that the matrices are multiplied
+    return number * less * less * (4 * more * begun + 2 * less * (4 * steps - 3 * begun))
+
+
+def _launches(rows, columns, steps):
+    """Of the iterations of a batch, likewise."""
+    return 5 * steps - -(-steps // _MOST_APART) if _pays_apart(rows, columns) else 4 * steps
 
 
 def _cost(batch, steps):
     """Of its iterations in operations, and whether their products fill a GPU."""
     number, rows, columns = batch.shape
-    cost = _flops(number, rows, columns, steps) + 4 * steps * _CHAINED_FLOPS
+    launches = _launches(rows, columns, steps)
+    cost = _flops(number, rows, columns, steps) + launches * _CHAINED_FLOPS
     return cost, number * min(rows, columns) ** 2 >= _FULL
 
 

@@ -110,6 +110,48 @@ class SharedCasts:
         return cast if cast is not None and version == tensor._version else None
 
 
+class CastsWithoutGradients:
+    """Learns in one call of a function which tensors autocast casts where no gradient is wanted, of
+    those that are there before the call: parameters and `others`. Casts them together in the next
+    calls, as soon as one of them is wanted. The results are those of separate casts, bit for bit:
+    one that has been written to since is cast again.
+
+    Args:
+        others: tensors; what else a function reads, arguments among them.
+    """
+
+    def __init__(self, others=()):
+        self._others = {id(t): t for t in others}
+        self._wanted = {}  # (id of a tensor, dtype) -> tensor
+        self._ready = None  # of this call: the same key -> version and cast
+
+    def drop(self):
+        """At the end of a call."""
+        self._ready = None
+
+    def take(self, tensor, dtype):
+        """The cast tensor, or None where the caller has to cast."""
+        known = isinstance(tensor, torch.nn.Parameter) or id(tensor) in self._others
+        if not known or tensor.is_inference():
+            return None
+        if self._ready is None:
+            self._ready = {}
+            self._cast_together()
+        key = id(tensor), dtype
+        self._wanted.setdefault(key, tensor)
+        version, cast = self._ready.get(key, (None, None))
+        return cast if version == tensor._version else None
+
+    def _cast_together(self):
+        together = {}
+        for key, t in self._wanted.items():
+            together.setdefault((key[1], t.dtype, t.device), []).append((key, t))
+        for (dtype, *_), found in together.items():
+            casts = _cast([t for _, t in found], dtype)
+            for (key, t), cast in zip(found, casts, strict=True):
+                self._ready[key] = t._version, cast
+
+
 @torch.no_grad()
 def cast_ahead(all_casts):
     """Makes the casts of several models in one launch, for :meth:`SharedCasts.cast_together` of

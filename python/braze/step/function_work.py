@@ -6,7 +6,9 @@ from typing import NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
+from braze._step_scope import FunctionScope
 from braze.step.branches import Slots
+from braze.step.casts import CastsWithoutGradients
 from braze.step.gradients import Gradients
 from braze.step.graphs import Work
 from braze.step.side_stream import OfFunction
@@ -31,7 +33,7 @@ class _Kept(NamedTuple):
     leaves: list  # of what it returns: tensors in the graph's memory, values; of scalars the place
     spec: object
     slots: dict  # dtype -> Slots of the scalars
-    left: list  # gradients
+    left: tuple  # gradients: as braze.step.gradients.Gradients has it
     written: list  # parameters and other tensors that it writes to
     arguments: list  # indices of arguments that it writes to
 
@@ -77,11 +79,16 @@ class FunctionWork(Work):
 
     def _run(self, entry):
         args, kwargs = (entry.leaves, {}) if entry.spec is None else entry.arguments()
+        if entry.casts is None:
+            given = [x for x in entry.leaves if isinstance(x, torch.Tensor)]
+            entry.casts = CastsWithoutGradients([*given, *self._parts.tensors()])
         # A cast weight that an enclosing autocast remembers would be that of an earlier call.
         torch.clear_autocast_cache()
         try:
-            return self._parts.function(*args, **kwargs)
+            with FunctionScope(entry.casts):
+                return self._parts.function(*args, **kwargs)
         finally:
+            entry.casts.drop()
             torch.clear_autocast_cache()
 
     def is_full(self, entry):
@@ -222,8 +229,9 @@ def _changed(tensors, versions):
     return [i for i, (a, b) in enumerate(zip(versions, now, strict=True)) if a != b]
 
 
-@torch.no_grad()
 def _copy_back(entry, call, indices):
     """Arguments that the function has written to: into the caller's tensors."""
-    for i in indices:
-        call.leaves[i].copy_(entry.leaves[i])
+    if indices:
+        with torch.no_grad():
+            for i in indices:
+                call.leaves[i].copy_(entry.leaves[i])

@@ -1,8 +1,13 @@
 """What a captured function does with gradients that are there when it is called."""
 
+import operator
+
 import torch
 from torch.utils import _pytree as pytree
 
+from braze._C import same
+
+_grad = operator.attrgetter("grad")
 # It reads or writes the gradient; puts another, or None, in its place unread; leaves it alone.
 _READS, _DROPS, _KEEPS = "reads", "drops", "keeps"
 _MAX_KINDS = 64
@@ -69,11 +74,18 @@ class Gradients:
 
     def has_unknown(self, known):
         """Whether a gradient is there of which nothing is known."""
+        grads = [*map(_grad, self._parts.params)]
+        if same(grads, [None] * len(grads)):
+            return False
         return any(p.grad is not None and p not in known for p in self._parts.params)
 
-    @torch.no_grad()
     def bring(self, known):
         """Brings those that are read to where graphs read them."""
+        if _READS in known.values():
+            self._bring(known)
+
+    @torch.no_grad()
+    def _bring(self, known):
         for p, does in known.items():
             if does is not _READS or p.grad is None or p.grad is self._memory.get(p):
                 continue
@@ -112,17 +124,20 @@ class Gradients:
 
     def left(self, before):
         """Behind a capture that began with the gradients `before`, which are in place again then:
-        what the function has left, as pairs of a parameter and its gradient or None, but for those
-        that it leaves alone."""
-        left = []
+        what the function has left, as a list of parameters and one of their gradients or None, but
+        for those that it leaves alone."""
+        left = [], []
         for p, was in zip(self._parts.params, before, strict=True):
             if was is None or p.grad is not was or was is self._memory.get(p):
-                left.append((p, p.grad))
+                left[0].append(p)
+                left[1].append(p.grad)
             p.grad = was
         return left
 
     def leave(self, left, known):
         """Behind a replay: `left`, as the function does it."""
-        for p, grad in left:
+        if same([*map(_grad, left[0])], left[1]):
+            return
+        for p, grad in zip(*left, strict=True):
             if p.grad is not grad and not (grad is None and known.get(p) is _KEEPS):
                 p.grad = grad

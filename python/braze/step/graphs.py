@@ -35,8 +35,8 @@ class Entry:
         self.eager_calls = 0
         self.graph = None
         self.buffers = []  # addresses of the modules' that the graph reads and writes
-        #: what the work keeps here of an eager call, and of what replays leave
-        self.eager = self.kept = None
+        #: what the work keeps here of an eager call, of what replays leave, and of casts
+        self.eager = self.kept = self.casts = None
         #: whether eager calls drew from :meth:`Work.generators`
         self.draws = False
 
@@ -160,7 +160,7 @@ class Graphs:
             entry = Entry(call, parts.device)
         self._entries[key] = entry  # now the youngest
         stream = torch.cuda.current_stream(parts.device)
-        if self._last_stream not in (None, stream):
+        if self._last_stream is not None and self._last_stream != stream:
             stream.wait_stream(self._last_stream)
         self._last_stream = stream
         if call.copied:

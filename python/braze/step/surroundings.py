@@ -3,12 +3,13 @@
 import dis
 import functools
 import inspect
-import operator
 import sys
 import types
 from typing import NamedTuple
 
 import torch
+
+from braze._C import same
 
 #: Values that are part of the kind of call; a change is another kind.
 PLAIN = (
@@ -217,7 +218,7 @@ class Surroundings:
         now, held = self._read(), self._held
         if len(now) != len(held):
             return False
-        if not all(map(operator.is_, now, held)):
+        if not same(now, held):
             for a, b in zip(now, held, strict=True):
                 if a is not b and not (type(a) in _PLAIN and type(b) in _PLAIN):
                     return False

@@ -1,17 +1,17 @@
 """What captured work reads and writes beside its arguments, and whether that is still so."""
 
-import itertools
 import operator
 import weakref
 
 import torch
 
+from braze._C import held, same
 from braze.optim import MultiTensor
 from braze.step.ranks import Ranks
 
 # Hundreds of modules are looked at in every call, so by what runs in C.
-_held = operator.attrgetter("_modules", "_parameters")
-_buffers, _training = operator.attrgetter("_buffers"), operator.attrgetter("training")
+_STRUCTURE, _BUFFERS = ("_modules", "_parameters"), ("_buffers",)
+_training = operator.attrgetter("training")
 _requires_grad = operator.attrgetter("requires_grad")
 # They count their steps on the CPU whatever the settings.
 _UNCAPTURABLE = (torch.optim.Adafactor, torch.optim.Adagrad)
@@ -112,15 +112,12 @@ class Watched:
         """Whether what :meth:`inspect` has read still holds."""
         if self.params and self.params[0].device != self.device:
             return False  # the model has been moved
-        now = self._now()
-        return len(now) == len(self._structure) and all(map(operator.is_, now, self._structure))
+        return same(self._now(), self._structure)
 
     def _now(self):
         """What the work consists of. The same objects, compared by identity: the same work; what
         this list holds cannot be freed, so that no new object takes an old one's place unseen."""
-        parts = self.others()
-        held = itertools.chain.from_iterable(map(_held, self.modules))
-        parts += itertools.chain.from_iterable(map(dict.values, held))
+        parts = self.others() + held(self.modules, _STRUCTURE)
         for optimizer in self.optimizers():
             for group in optimizer.param_groups:
                 parts.append(group)
@@ -141,8 +138,7 @@ class Watched:
 
     def buffer_addresses(self):
         """Where the modules' buffers lie."""
-        held = itertools.chain.from_iterable(map(dict.values, map(_buffers, self.modules)))
-        return [b.data_ptr() for b in held if b is not None]
+        return [b.data_ptr() for b in held(self.modules, _BUFFERS) if b is not None]
 
     def host_states(self):
         """What else Python code may change while it is recorded: objects as

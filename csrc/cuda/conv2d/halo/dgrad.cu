@@ -99,13 +99,13 @@ __global__ void __launch_bounds__(Traits<T, kPlanes>::kThreads, 1)
   float acc[kN / 2];
   for (int j = group, tile = blockIdx.x + group * gridDim.x, turn = 0; tile < a.tiles;
        j += Tr::kGroups, tile += Tr::kGroups * gridDim.x, turn ^= 1) {
-    const auto [image, first_row, rows_left, images_left] = place_of(a, tile);
-    if (rows_left != rows_left_before || images_left != images_left_before) {
-      rows_left_before = rows_left, images_left_before = images_left;
+    const TilePlace place = place_of(a, tile);
+    if (place.rows_left != rows_left_before || place.images_left != images_left_before) {
+      rows_left_before = place.rows_left, images_left_before = place.images_left;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int position = warp % 4 * 16 + lane / 4 + 8 * half;
-        offsets[half] = output_offset(a, position, rows_left, images_left);
+        offsets[half] = output_offset(a, position, place.rows_left, place.images_left);
       }
     }
 
@@ -194,7 +194,7 @@ __global__ void __launch_bounds__(Traits<T, kPlanes>::kThreads, 1)
       }
       named_barrier(2 + group, 128);  // nobody reads this tile
     }
-    T* to = dx + image * a.y_n + first_row * a.y_h;
+    T* to = dx + first_output(a, place);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if constexpr (sizeof(T) == 4) {
@@ -215,7 +215,8 @@ bool make_plan(const Conv2dShape& s, Plan& plan) {
   a.r = static_cast<int>(s.r), a.s = static_cast<int>(s.s), a.images = static_cast<int>(s.n);
   a.p = static_cast<int>(s.h), a.q = static_cast<int>(s.w);
   a.pad_t = static_cast<int>(s.r - 1 - s.pad_h), a.pad_l = static_cast<int>(s.s - 1 - s.pad_w);
-  if (!set_tiles(a, static_cast<int>(s.q), static_cast<int>(s.p), kPositions, kRowBytes)) {
+  if (!cut_into_tiles(a, static_cast<int>(s.q), static_cast<int>(s.p), kPositions, kRowBytes,
+                      copied_and_multiplied(kPositions))) {
     return false;
   }
   const int planes = s.dtype == DType::kFloat32 && !s.allow_tf32 ? 3 : 1;

@@ -10,15 +10,21 @@
 
 namespace braze::cuda::halo {
 
-// Images of a tile, from `image` on, or rows of it. The last tiles may have fewer outputs.
+// Images of a tile, from `image` on, or rows of it or of a stripe of it. The last tiles may have
+// fewer outputs.
 struct TilePlace {
-  int image, first_row, rows_left, images_left;
+  int image, stripe, first_row, rows_left, images_left;
 };
 __device__ __forceinline__ TilePlace place_of(const Args& a, int tile) {
-  const int image = tile / a.row_tiles * a.tile_images;
+  const int number = tile / a.row_tiles * a.tile_images, image = number / a.stripes;
   const int first_row = tile % a.row_tiles * a.tile_rows;
-  return {image, first_row, min(a.tile_rows, a.p - first_row),
-          min(a.tile_images, a.images - image)};
+  return {image, number - image * a.stripes, first_row, min(a.tile_rows, a.p - first_row),
+          min(a.tile_images, a.images - number)};
+}
+
+// Where the tile's first output is, in elements behind the first one of all.
+__device__ __forceinline__ int64_t first_output(const Args& a, const TilePlace& place) {
+  return place.image * a.y_n + place.first_row * a.y_h + place.stripe * a.q * a.y_w;
 }
 
 // Of a position's output in its tile, or -1 where it is none.
@@ -47,10 +53,10 @@ template <int kChannels>
 __device__ __forceinline__ void copy_tile(const CUtensorMap* map, uint64_t* full,
                                           unsigned char* stage, const Args& a, int tile, int blocks,
                                           int plane_bytes) {
-  const int image = tile / a.row_tiles, row = tile % a.row_tiles * a.tile_rows;
+  const TilePlace place = place_of(a, tile);
   for (int block = 0; block < blocks; ++block) {
-    tma_load_4d(map, full, shared_address(stage + block * plane_bytes), block * kChannels, -a.pad_l,
-                row - a.pad_t, image * a.tile_images);
+    tma_load_4d(map, full, shared_address(stage + block * plane_bytes), block * kChannels,
+                place.stripe * a.q - a.pad_l, place.first_row - a.pad_t, place.image);
   }
 }
 

@@ -1,8 +1,9 @@
 // Stripes of columns: what wide images are cut into, so that a tile has several rows of one.
 //
-// A stripe of dy has to end where the next one begins, since the positions behind a row meet inputs
-// of the next row. So it is a dimension of its own in dy's tensor map, beside the columns within
-// it: what lies behind them is outside of that dimension, and reads as zero. x has no need of that.
+// A stripe of y or dy has to end where the next one begins, since the positions behind a row meet
+// inputs of the next row. So it is a dimension of its own in the tensor map, beside the columns
+// within it: what lies behind them is outside of that dimension, reads as zero and is not written.
+// x has no need of that.
 #pragma once
 
 #include "tiles.cuh"
@@ -16,6 +17,16 @@ __device__ __forceinline__ void tma_load_5d(const CUtensorMap* map, uint64_t* ba
       "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
       "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(to),
       "l"(map), "r"(shared_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+      : "memory");
+}
+
+// The other direction; elements outside are not written.
+__device__ __forceinline__ void tma_store_5d(const CUtensorMap* map, uint32_t from, int c0, int c1,
+                                             int c2, int c3, int c4) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group "
+      "[%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(map),
+      "r"(from), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
       : "memory");
 }
 

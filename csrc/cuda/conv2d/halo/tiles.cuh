@@ -19,7 +19,8 @@ constexpr int aligned(int bytes) { return (bytes + 1023) / 1024 * 1024; }
 
 struct Args {
   int c, k, r, s;              // channels reduced over, channels computed, filter taps
-  int images, p, q;            // images, output rows and columns
+  int images, p, q;            // images, output rows and columns; of stripes, all one by one
+  int stripes;                 // of columns that an image is cut into; 1: none
   int pad_t, pad_l;            // zero rows above, zero columns on the left
   int pitch;                   // pixels from row to row in shared memory
   int tile_images, tile_rows;  // a tile: whole images, or rows of one image
@@ -103,6 +104,47 @@ inline bool set_tiles(Args& a, int in_w, int in_h, int pixels, int row_bytes) {
   a.plane_rows = std::max(a.load_rows * a.tile_images * a.pitch + a.pad_l,
                           pixels + (a.r - 1) * a.pitch + a.s - 1);
   return true;
+}
+
+// The same of a stripe of so many columns, where tiles are rows of one image.
+inline bool set_stripe_tiles(Args& a, int columns, int in_h, int pixels, int row_bytes) {
+  const int images = a.images, stripes = a.q / columns;
+  a.stripes = stripes, a.q = columns, a.images = 1;
+  // Of the input, less the padding.
+  if (!set_tiles(a, columns + a.s - 1 - a.pad_l, in_h, pixels, row_bytes)) return false;
+  const int64_t stripes_in_all = int64_t{images} * stripes, tiles = stripes_in_all * a.row_tiles;
+  if (tiles > 1 << 30) return false;
+  a.images = static_cast<int>(stripes_in_all), a.tiles = static_cast<int>(tiles);
+  return true;
+}
+
+// Sets what set_tiles() sets and the stripes, with a.images and a.q those of whole images on entry.
+// Tiles of few rows would read each row of the input several times, and those of wide images hold
+// none: stripes then bring more rows, of the width for which cost(args) is the least.
+template <typename Cost>
+bool cut_into_tiles(Args& a, int in_w, int in_h, int pixels, int row_bytes, const Cost& cost) {
+  constexpr int kFewRows = 4, kLeastColumns = 16;
+  Args best = a;
+  best.stripes = 1;
+  bool found = set_tiles(best, in_w, in_h, pixels, row_bytes);
+  const bool many_rows =
+      found && (best.tile_images > 1 || best.tile_rows >= std::min(kFewRows, a.p));
+  for (int stripes = 2; !many_rows && a.q / stripes >= kLeastColumns; ++stripes) {
+    if (a.q % stripes > 0) continue;
+    Args candidate = a;
+    if (!set_stripe_tiles(candidate, a.q / stripes, in_h, pixels, row_bytes)) continue;
+    if (!found || cost(candidate) < cost(best)) best = candidate, found = true;
+  }
+  a = best;
+  return found;
+}
+
+// For cut_into_tiles(), of fprop and dgrad by tiles of `pixels` positions: each is multiplied, at
+// about twice the cost of a position that is copied.
+inline auto copied_and_multiplied(int pixels) {
+  return [pixels](const Args& a) {
+    return int64_t{a.tiles} * (a.load_rows * a.tile_images * a.pitch + 2 * pixels);
+  };
 }
 
 // round_to_tf32: fp32 is rounded on the way.

@@ -19,7 +19,10 @@ struct Plan {
 // Tiles of `pixels` positions; false where one does not fit.
 bool tile(Plan& plan, int pixels, DType dtype) {
   Args& a = plan.args;
-  if (!set_tiles(a, plan.in_w, plan.in_h, pixels, plan.row_bytes)) return false;
+  if (!cut_into_tiles(a, plan.in_w, plan.in_h, pixels, plan.row_bytes,
+                      copied_and_multiplied(pixels))) {
+    return false;
+  }
   const int size = static_cast<int>(size_of(dtype));
   const int blocks = static_cast<int>(ceil_div(a.c * size, plan.row_bytes));
   const int weight_rows = a.k < kFilters ? (a.k + 7) / 8 * 8 : kFilters;
@@ -141,7 +144,7 @@ void run(Stream stream, const Conv2dArgs& args, const Conv2dPlan& planned, void*
   const auto extent = [](int v) { return static_cast<uint32_t>(v); };
   const uint32_t block = extent(plan.row_bytes / static_cast<int>(size_of(s.dtype)));
   const CUtensorMap x_map =
-      tensor_map(s.dtype, in, a.c, plan.in_w, plan.in_h, a.images,
+      tensor_map(s.dtype, in, a.c, plan.in_w, plan.in_h, s.n,
                  {block, extent(a.pitch), extent(a.load_rows), extent(a.tile_images)},
                  plan.row_bytes, plan.planes == 1);
   CUtensorMap w_map = x_map;  // unused where weights are transposed or split on the way
@@ -156,7 +159,7 @@ void run(Stream stream, const Conv2dArgs& args, const Conv2dPlan& planned, void*
   CUtensorMap y_map = x_map;  // unused where results are stored from registers
   if (size_of(s.dtype) == 2) {
     const int rows = a.tile_images > 1 ? a.image_rows : a.tile_rows;
-    y_map = tensor_map(s.dtype, out, a.k, a.q, a.p, a.images,
+    y_map = stripe_map(s.dtype, out, a.k, a.q, a.stripes, a.p, s.n,
                        {kFilters, extent(a.pitch), extent(rows), extent(a.tile_images)}, 128);
   }
   const auto launch = plan.planes > 1               ? split_launcher(plan)

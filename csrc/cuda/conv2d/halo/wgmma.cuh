@@ -23,6 +23,7 @@
 #include "multiply.cuh"
 #include "parts.cuh"
 #include "store.cuh"
+#include "stripes.cuh"
 #include "weights.cuh"
 #include "cuda/common/numeric.cuh"
 #include "cuda/common/tma.cuh"
@@ -162,11 +163,11 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   for (int j = group, tile = blockIdx.x + group * gridDim.x, turn = 0; tile < a.tiles;
        j += kConsumers, tile += kConsumers * gridDim.x, turn ^= 1) {
-    const auto [image, first_row, rows_left, images_left] = place_of(a, tile);
-    if (rows_left != rows_left_before || images_left != images_left_before) {
-      rows_left_before = rows_left, images_left_before = images_left;
+    const TilePlace place = place_of(a, tile);
+    if (place.rows_left != rows_left_before || place.images_left != images_left_before) {
+      rows_left_before = place.rows_left, images_left_before = place.images_left;
       named_barrier(2 + group, 128);  // nobody reads the old offsets
-      set_offsets(rows_left, images_left);
+      set_offsets(place.rows_left, place.images_left);
       named_barrier(2 + group, 128);
       set_valid();
     }
@@ -238,7 +239,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       fence_async_proxy();
       named_barrier(2 + group, 128);
       if (thread == 0) {
-        tma_store_4d(&y_map, shared_address(out), k0, 0, first_row, image);
+        tma_store_5d(&y_map, shared_address(out), k0, 0, place.stripe, place.first_row,
+                     place.image);
         tma_store_commit();
       }
     } else {
@@ -248,7 +250,7 @@ __global__ void __launch_bounds__(kThreads, 1)
           add_moments(i, {acc[i], acc[i + 1], acc[i + 2], acc[i + 3]});
         }
       }
-      T* to = y + image * a.y_n + first_row * a.y_h;
+      T* to = y + first_output(a, place);
       if (a.wide_stores) {
         store_wide<kPixels>(acc, a, offsets[group], k0, out, to);
       } else {

@@ -146,50 +146,19 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
 template <int kChannelBlock>
 constexpr int kSlack = aligned(kDepth * (kTapColumns - 1) * kChannelBlock * 2);
 
-// Sets the tiles of a plan whose images are cut into stripes; false where one row does not fit.
-bool set_stripe_tiles(const Conv2dShape& s, int stripes, int pixels, WgradPlan& plan) {
-  Args& a = plan.args;
-  plan.stripes = stripes;
-  a.q = static_cast<int>(s.q / stripes), a.images = 1;
-  const int columns = a.q + a.s - 1 - a.pad_l;  // of x, less the padding
-  if (!set_tiles(a, columns, static_cast<int>(s.h), pixels, plan.row_bytes)) return false;
-  const int64_t images = s.n * stripes, tiles = images * a.row_tiles;
-  if (tiles > 1 << 30) return false;
-  a.images = static_cast<int>(images), a.tiles = static_cast<int>(tiles);
-  return true;
-}
-
-// Cuts images into tiles of at most `pixels` positions. Tiles of few rows read each row of x
-// several times: stripes then bring more rows, of the width that costs the fewest positions read
-// and summed.
-bool cut(const Conv2dShape& s, int pixels, WgradPlan& plan) {
-  constexpr int kFewRows = 4, kLeastColumns = 16;
-  Args& a = plan.args;
-  plan.stripes = 1;
-  const bool whole =
-      set_tiles(a, static_cast<int>(s.w), static_cast<int>(s.h), pixels, plan.row_bytes);
-  if (whole && (a.tile_images > 1 || a.tile_rows >= std::min<int64_t>(kFewRows, s.p))) return true;
-  const auto cost = [](const WgradPlan& plan) {
-    const Positions copied = copied_positions(plan.args);
-    return int64_t{plan.args.tiles} * (copied.x + 2 * copied.dy);
-  };
-  WgradPlan best = plan;
-  bool found = whole;
-  for (int stripes = 2; s.q / stripes >= kLeastColumns; ++stripes) {
-    WgradPlan candidate = plan;
-    if (s.q % stripes > 0 || !set_stripe_tiles(s, stripes, pixels, candidate)) continue;
-    if (!found || cost(candidate) < cost(best)) best = candidate, found = true;
-  }
-  plan = best;
-  return found;
-}
-
 // Tiles of at most `pixels` positions, and the sizes that follow; false where one does not fit.
 // parts: those of fp32; 0 in 16 bits.
 bool tile(const Conv2dShape& s, int pixels, int parts, WgradPlan& plan) {
   Args& a = plan.args;
   a.q = static_cast<int>(s.q), a.images = static_cast<int>(s.n);
-  if (!cut(s, pixels, plan)) return false;
+  const auto cost = [](const Args& a) {
+    const Positions copied = copied_positions(a);
+    return int64_t{a.tiles} * (copied.x + 2 * copied.dy);
+  };
+  if (!cut_into_tiles(a, static_cast<int>(s.w), static_cast<int>(s.h), pixels, plan.row_bytes,
+                      cost)) {
+    return false;
+  }
   const Positions copied = copied_positions(a);
   plan.steps = (copied.dy + kDepth - 1) / kDepth;
   // The last step may read up to 15 positions past the tile: zeros in dy.
@@ -295,7 +264,7 @@ void run_wgrad(Stream stream, const Conv2dArgs& args, const Conv2dPlan& planned,
                   extent(a.load_rows), extent(a.tile_images)},
                  plan.row_bytes);
   const int rows = a.tile_images > 1 ? a.image_rows : a.tile_rows;
-  const CUtensorMap dy_map = stripe_map(s.dtype, dy, a.k, a.q, plan.stripes, a.p, s.n,
+  const CUtensorMap dy_map = stripe_map(s.dtype, dy, a.k, a.q, a.stripes, a.p, s.n,
                                         {extent(128 / static_cast<int>(size_of(s.dtype))),
                                          extent(a.pitch), extent(rows), extent(a.tile_images)},
                                         128);

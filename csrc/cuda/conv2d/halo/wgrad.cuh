@@ -46,8 +46,7 @@ template <int kParts>
 using SplitTile = TileLayout<kParts, kParts>;
 
 struct WgradPlan {
-  Args args;    // of stripes: its images are those of all images, one after the other
-  int stripes;  // of columns that an image is cut into; 1: none
+  Args args;
   int stage_bytes;
   Planes loaded;    // of a stage
   Planes operands;  // 16 bits: the same; fp32: of each part
@@ -98,16 +97,15 @@ __device__ __forceinline__ void produce_tile(TileRing<1>& ring, int j, int tile,
   uint64_t* const full = ring.begin(j, a.stages);
   mbarrier_expect(full, copied.dy * (L::kDy * kDyRowBytes) + copied.x * kXRowBytes);
   const TilePlace from = place_of(a, tile);
-  const int image = from.image / plan.stripes, stripe = from.image - image * plan.stripes;
   const uint32_t to = shared_address(stages + stage * plan.stage_bytes);
 #pragma unroll
   for (int plane = 0; plane < L::kDy; ++plane) {
     tma_load_5d(dy_map, full, to + plane * plan.loaded.dy,
-                place.k0 + plane * (kDyRowBytes / int{sizeof(T)}), 0, stripe, from.first_row,
-                image);
+                place.k0 + plane * (kDyRowBytes / int{sizeof(T)}), 0, from.stripe, from.first_row,
+                from.image);
   }
-  tma_load_4d(x_map, full, to + L::x_offset(plan.loaded), place.c0, stripe * a.q - a.pad_l,
-              from.first_row - a.pad_t, image);
+  tma_load_4d(x_map, full, to + L::x_offset(plan.loaded), place.c0, from.stripe * a.q - a.pad_l,
+              from.first_row - a.pad_t, from.image);
 }
 
 // acc += dY X_tap^T over kDepth positions, number `step` of those that the descriptors begin with,

@@ -125,15 +125,19 @@ int64_t small_bytes(const Conv2dArgs& args) {
   return has_stride(s) ? hopper::aligned(s.n * s.p * s.q * s.c * size_of(s.dtype)) : 0;
 }
 
-// Between the input and `small`: that way, or back with zeros between.
-void move_pixels(Stream stream, const Conv2dArgs& args, void* small, bool spread) {
+// The input's grid and that of the pixels at `small`, in units of so many bytes.
+int bytes_of_units(const Conv2dArgs& args, const void* small) {
   const Conv2dShape& s = args.shape;
   const Tensor4dRef& x = input_ref(args);
   const int64_t size = size_of(s.dtype);
+  return is_input_channels_last(args) ? unit_bytes(size, s.c, {x.n, x.h, x.w}, x.data, small)
+                                      : static_cast<int>(size);
+}
+Grids grids_of(const Conv2dArgs& args, int bytes) {
+  const Conv2dShape& s = args.shape;
+  const Tensor4dRef& x = input_ref(args);
   const bool last = is_input_channels_last(args);
-  const int bytes =
-      last ? unit_bytes(size, s.c, {x.n, x.h, x.w}, x.data, small) : static_cast<int>(size);
-  const int64_t each = bytes / size;  // elements
+  const int64_t each = bytes / size_of(s.dtype);  // elements
   Grids g{};
   g.small_rows = FastDiv(s.p), g.small_columns = FastDiv(s.q);
   g.large_rows = FastDiv(s.h), g.large_columns = FastDiv(s.w);
@@ -141,6 +145,14 @@ void move_pixels(Stream stream, const Conv2dArgs& args, void* small, bool spread
   g.stride_h = FastDiv(s.stride_h), g.stride_w = FastDiv(s.stride_w);
   g.plane = (last ? x.n : x.c) / each, g.row = x.h / each, g.column = x.w / each;
   g.planes = last ? s.n : s.n * s.c;
+  return g;
+}
+
+// Between the input and `small`: that way, or back with zeros between.
+void move_pixels(Stream stream, const Conv2dArgs& args, void* small, bool spread) {
+  const Tensor4dRef& x = input_ref(args);
+  const int bytes = bytes_of_units(args, small);
+  const Grids g = grids_of(args, bytes);
   switch (bytes) {
     case 2: return launch_pixels<uint16_t>(stream, g, x.data, small, spread);
     case 4: return launch_pixels<uint32_t>(stream, g, x.data, small, spread);
@@ -250,7 +262,10 @@ void run(Stream stream, const Conv2dArgs& given, const Conv2dPlan& plan, void* w
 }
 
 bool plan_added(const Conv2dArgs& args, Conv2dPlan* plan) {
-  if (has_stride(args.shape) || !input_of(args).channels_last()) return false;
+  if (!input_of(args).channels_last()) return false;
+  if (has_stride(args.shape)) {  // by the pass that spreads the product's pixels
+    return args.shape.dtype != DType::kFloat64 && bytes_of_units(args, nullptr) == 16;
+  }
   MatmulArgs p = product_of(args);
   p.residual = p.c;                                       // any: whether there is one decides
   if (p.batch != 1 || hopper::obstacle(p)) return false;  // others have not been timed
@@ -261,6 +276,14 @@ bool plan_added(const Conv2dArgs& args, Conv2dPlan* plan) {
 
 void run_added(Stream stream, const Conv2dArgs& args, const Conv2dPlan& plan, const void* added,
                void* workspace) {
+  if (has_stride(args.shape)) {
+    run_matmul(stream, product_of(at_stride_1(args, workspace)), plan.product,
+               static_cast<char*>(workspace) + small_bytes(args));
+    return dispatch(args.shape.dtype, [&](auto tag) {
+      launch_added_pixels<typename decltype(tag)::type>(stream, grids_of(args, 16), args.out.data,
+                                                        added, workspace);
+    });
+  }
   MatmulArgs p = product_of(args);
   p.residual = added;
   run_matmul(stream, p, plan.product, workspace);

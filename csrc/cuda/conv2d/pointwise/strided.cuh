@@ -1,6 +1,7 @@
 // Every s-th pixel of images, in either direction, side by side, and back again with zeros between:
 // what a 1 x 1 convolution of stride s has to do with its input before the product, and with its
-// input's gradient behind it.
+// input's gradient behind it. Where that gradient is added to another one, the latter is what lies
+// between.
 #pragma once
 
 #include <algorithm>
@@ -11,6 +12,11 @@
 #include "cuda/common/numeric.cuh"
 
 namespace braze::cuda::pointwise {
+
+// Where a unit of the large grid lies, and where the one that it comes from, or -1.
+struct SmallPixel {
+  int64_t large, small;
+};
 
 // `planes` grids of rows x columns x units, units of 2 to 16 bytes: of channels-last images pixels
 // are many units, and planes images; of contiguous ones a pixel is a unit, and planes are channels.
@@ -23,6 +29,16 @@ struct Grids {
 
   __device__ __forceinline__ int64_t large(int64_t p, int h, int w, int u) const {
     return p * plane + h * row + w * column + u;
+  }
+  // Unit i of the large grid's plane p, in order.
+  __device__ __forceinline__ SmallPixel small_pixel(int64_t p, int i) const {
+    int u, w, rest_h, rest_w;
+    const int h = large_columns.div(units.div(i, u), w);
+    const int small_h = stride_h.div(h, rest_h), small_w = stride_w.div(w, rest_w);
+    const bool counts = rest_h == 0 && rest_w == 0 && small_h < small_rows.divisor() &&
+                        small_w < small_columns.divisor();
+    const int64_t pixel = (p * small_rows.divisor() + small_h) * small_columns.divisor() + small_w;
+    return {large(p, h, w, u), counts ? pixel * units.divisor() + u : -1};
   }
 };
 
@@ -50,16 +66,35 @@ __global__ void __launch_bounds__(256)
   const int inner = g.large_rows.divisor() * g.large_columns.divisor() * g.units.divisor();
   for (int64_t plane = blockIdx.y; plane < g.planes; plane += gridDim.y) {
     for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < inner; i += gridDim.x * blockDim.x) {
-      int u, w, rest_h, rest_w;
-      const int h = g.large_columns.div(g.units.div(i, u), w);
-      const int p = g.stride_h.div(h, rest_h), q = g.stride_w.div(w, rest_w);
+      const SmallPixel from = g.small_pixel(plane, i);
       Unit value{};
-      if (rest_h == 0 && rest_w == 0 && p < g.small_rows.divisor() &&
-          q < g.small_columns.divisor()) {
-        const int64_t row = plane * g.small_rows.divisor() + p;
-        value = small[(row * g.small_columns.divisor() + q) * g.units.divisor() + u];
+      if (from.small >= 0) value = small[from.small];
+      large[from.large] = value;
+    }
+  }
+}
+
+// large = added, which lies as it does, and `small` where there is a pixel of it; a unit is a
+// vector of N elements.
+template <typename T, int N>
+__global__ void __launch_bounds__(256)
+    add_pixels_kernel(const __grid_constant__ Grids g, const Vec<T, N>* small,
+                      const Vec<T, N>* __restrict__ added, Vec<T, N>* __restrict__ large) {
+  wait_for_earlier_kernels();
+  const int inner = g.large_rows.divisor() * g.large_columns.divisor() * g.units.divisor();
+  for (int64_t plane = blockIdx.y; plane < g.planes; plane += gridDim.y) {
+    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < inner; i += gridDim.x * blockDim.x) {
+      const SmallPixel from = g.small_pixel(plane, i);
+      Vec<T, N> sum = added[from.large];
+      if (from.small >= 0) {
+        const Vec<T, N> own = small[from.small];
+#pragma unroll
+        for (int k = 0; k < N; ++k) {
+          using A = acc_t<T>;
+          sum.v[k] = convert<T>(convert<A>(sum.v[k]) + convert<A>(own.v[k]));
+        }
       }
-      large[g.large(plane, h, w, u)] = value;
+      large[from.large] = sum;
     }
   }
 }
@@ -79,15 +114,20 @@ inline int unit_bytes(int64_t size, int64_t count, std::initializer_list<int64_t
   return static_cast<int>(bytes);
 }
 
-template <typename Unit>
-void launch_pixels(Stream stream, const Grids& g, const void* large, void* small, bool spread) {
-  constexpr int kThreads = 256;
-  const int64_t rows = spread ? g.large_rows.divisor() : g.small_rows.divisor();
-  const int64_t columns = spread ? g.large_columns.divisor() : g.small_columns.divisor();
+constexpr int kThreads = 256;
+
+// Of a kernel whose threads take the units of a grid's plane of so many rows and columns.
+inline dim3 grid_of(const Grids& g, int64_t rows, int64_t columns) {
   const int64_t blocks = ceil_div(rows * columns * g.units.divisor(), kThreads);
   const int64_t most = int64_t{sm_count()} * 8;
-  const dim3 grid(static_cast<unsigned>(std::min(blocks, most)),
-                  static_cast<unsigned>(std::clamp(g.planes, int64_t{1}, int64_t{65535})));
+  return dim3(static_cast<unsigned>(std::min(blocks, most)),
+              static_cast<unsigned>(std::clamp(g.planes, int64_t{1}, int64_t{65535})));
+}
+
+template <typename Unit>
+void launch_pixels(Stream stream, const Grids& g, const void* large, void* small, bool spread) {
+  const dim3 grid = spread ? grid_of(g, g.large_rows.divisor(), g.large_columns.divisor())
+                           : grid_of(g, g.small_rows.divisor(), g.small_columns.divisor());
   auto* const to = static_cast<Unit*>(const_cast<void*>(large));
   if (spread) {
     launch_early(spread_pixels_kernel<Unit>, grid, kThreads, 0, stream, g,
@@ -97,6 +137,17 @@ void launch_pixels(Stream stream, const Grids& g, const void* large, void* small
                  static_cast<const Unit*>(to), static_cast<Unit*>(small));
   }
   check_launch("conv2d pointwise stride");
+}
+
+template <typename T>
+void launch_added_pixels(Stream stream, const Grids& g, const void* large, const void* added,
+                         const void* small) {
+  using V = Vec<T, kVecWidth<T>>;
+  launch_early(add_pixels_kernel<T, kVecWidth<T>>,
+               grid_of(g, g.large_rows.divisor(), g.large_columns.divisor()), kThreads, 0, stream,
+               g, static_cast<const V*>(small), static_cast<const V*>(added),
+               static_cast<V*>(const_cast<void*>(large)));
+  check_launch("conv2d pointwise stride, added");
 }
 
 }  // namespace braze::cuda::pointwise
