@@ -15,6 +15,7 @@ from torch import nn
 import braze
 from braze._ops import bn_relu
 from braze._ops._common import below_autograd
+from braze._ops.again import Again
 from braze._ops.conv_bn_act import ForkedConvBnAct, conv_bn_act
 from braze._step_scope import StepScope
 from common import assert_by_rule, check_against_stock
@@ -167,6 +168,61 @@ def shortcuts_run(monkeypatch):
     return found
 
 
+def made_again(monkeypatch):
+    """A list that grows with every result that a backward pass makes again; all may be."""
+    blocks = importlib.import_module("braze.convert.blocks")
+    monkeypatch.setattr(blocks, "AGAIN_ON", ("cpu", "cuda"))
+    monkeypatch.setattr(blocks, "AGAIN_BYTES", 0)
+    monkeypatch.setattr(blocks, "AGAIN_DTYPES", (torch.float32, torch.float64))
+    found, function = [], Again.tensor
+
+    def counted(self):
+        found.append(self._kept is None)
+        return function(self)
+
+    monkeypatch.setattr(Again, "tensor", counted)
+    return found
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_results_made_again(device, form, monkeypatch):
+    """Within bottlenecks, in a step: two of each, that nobody keeps; but for one that is as large
+    as the block's result, before a stride."""
+    found = made_again(monkeypatch)
+    original = nn.Sequential(nn.Conv2d(6, 8, 1), Identity(), Bottleneck(8, 8, 2)).to(device)
+    model = braze.convert(copy.deepcopy(original))
+    x = torch.randn(3, 6, 8, 8, device=device).contiguous(memory_format=FORMATS[form])
+    assert_trains_alike(model, original, x)
+    assert not found  # outside of a step
+    with StepScope():
+        assert_trains_alike(model, original, x)
+    assert found == [True] * 3
+
+
+def test_result_made_again_is_the_result(device, dtype):
+    """Bit for bit; and of the second reader on it is kept."""
+    x, weight, bias, _, gamma, beta = inputs(device, dtype, "channels_last")
+    norm = gamma, beta, None, None, None, (1, 1), (1, 1), (1, 1), 1, True, 0.1, 1e-5, False, False
+    y, z, _, statistics = bn_relu.ConvBnReLU2d.apply(x, weight, bias, *norm)
+    with torch.no_grad():
+        assert torch.equal(torch.ops.braze.bn_relu2d_again(z, statistics), y)
+    again = Again(y.grad_fn)
+    again.claim(y)
+    with torch.no_grad():
+        first = again.tensor()
+    assert first is not y
+    assert torch.equal(first, y)
+    again.claim(y)
+    assert again.tensor() is y
+    with torch.no_grad():
+        y.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        again.tensor()
+    with pytest.raises(RuntimeError, match="not differentiable"):
+        torch.ops.braze.bn_relu2d_again(z.detach().requires_grad_(), statistics)
+    torch.library.opcheck(torch.ops.braze.bn_relu2d_again, (z, statistics))
+
+
 @pytest.mark.parametrize("form", FORMATS)
 def test_converted_blocks(device, form, monkeypatch):
     found, shortcuts = blocks_run(monkeypatch), shortcuts_run(monkeypatch)
@@ -182,9 +238,11 @@ def test_converted_blocks(device, form, monkeypatch):
     assert len(shortcuts) == 1
 
 
-def test_what_sees_the_gradient_of_a_forked_input(device, monkeypatch):
+@pytest.mark.parametrize("again", [False, True])
+def test_what_sees_the_gradient_of_a_forked_input(device, again, monkeypatch):
     """Hooks, retained gradients and second derivatives are those of all of the input's uses."""
     found, shortcuts = blocks_run(monkeypatch), shortcuts_run(monkeypatch)
+    remade = made_again(monkeypatch) if again else []
     original = network().to(device).double()
     model = braze.convert(copy.deepcopy(original))
     x = torch.randn(3, 6, 8, 8, device=device, dtype=torch.float64)
@@ -206,6 +264,7 @@ def test_what_sees_the_gradient_of_a_forked_input(device, monkeypatch):
         results = run(model)
     assert len(found) == 2
     assert shortcuts
+    assert bool(remade) == again
     for actual, expected in zip(results, run(original), strict=True):
         most = expected.detach().abs().max().item()
         torch.testing.assert_close(actual, expected, rtol=1e-8, atol=1e-8 * most)

@@ -141,6 +141,7 @@ STABLE_TORCH_LIBRARY(braze, m) {
       "int groups, bool training, float? momentum, float eps, bool max_pool, bool contiguous, "
       "bool allow_tf32=False, bool deterministic=False, str backend=\"auto\") "
       "-> (Tensor output, Tensor conv_output, Tensor codes, Tensor statistics)");
+  m.def("bn_relu2d_again(Tensor input, Tensor statistics) -> Tensor");
   m.def(
       "conv_bn_relu2d_backward(Tensor grad_output, Tensor input, Tensor weight, "
       "Tensor? bn_weight, Tensor? bn_bias, Tensor conv_output, Tensor codes, Tensor statistics, "

@@ -176,6 +176,21 @@ std::tuple<Tensor, Tensor, Tensor> bn_relu2d_backward(
   return {grads.input, grads.weight, grads.bias};
 }
 
+// The result of bn_relu2d or conv_bn_relu2d without pooling once more, bit for bit, of batch norm's
+// input and the statistics that they left.
+Tensor bn_relu2d_again(const Tensor& input, const Tensor& statistics) {
+  const char* op = "bn_relu2d_again";
+  check_input(op, input);
+  check_statistics(op, statistics, input);
+  const BatchNormShape shape = batch_norm_shape(op, input);
+  const DeviceContext context(input);
+  Tensor out = empty_like_input(shape, input);
+  const Tensor z = in_layout(shape, input);
+  dev::batch_norm_apply(context.stream(), shape, z.const_data_ptr(), {kReLU, nullptr},
+                        statistics_of(statistics), out.mutable_data_ptr(), nullptr);
+  return out;
+}
+
 // Whether a convolution before pooling leaves its result, which only the block itself reads, in
 // channels_last, whatever the format of its operands: the CPU's kernels have filters across the
 // lanes, and so has pooling then.
@@ -295,6 +310,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> conv_bn_relu2d_backward(
 }  // namespace
 
 BRAZE_IMPL(m) {
+  m.impl("bn_relu2d_again", TORCH_BOX(&bn_relu2d_again));
   m.impl("bn_relu2d", TORCH_BOX(&bn_relu2d));
   m.impl("bn_relu2d_backward", TORCH_BOX(&bn_relu2d_backward));
   m.impl("conv_bn_relu2d", TORCH_BOX(&conv_bn_relu2d));

@@ -13,6 +13,7 @@ from braze._ops._common import (
     plain,
     register,
 )
+from braze._ops.again import again_of
 from braze._ops.batch_norm import empty_like_input
 from braze._ops.batch_norm import gradients as batch_norm_gradients
 from braze._ops.conv2d import conv2d_backward_flops, conv2d_flops, fake_conv2d, fake_conv2d_backward
@@ -108,19 +109,45 @@ class ConvBnReLU2d(torch.autograd.Function):
             )
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*saved)
-        ctx.save_for_backward(input, weight, bn_weight, bn_bias, *saved)
-        ctx.conv_bias = conv_bias
+        ctx.again = again_of(input)
+        kept = input if ctx.again is None else None
+        ctx.save_for_backward(kept, weight, bn_weight, bn_bias, *saved)
+        ctx.conv_bias, ctx.eps = conv_bias, eps
         ctx.geometry = *geometry, training, max_pool
         ctx.settings = settings
         return output, *saved
+
+    @staticmethod
+    def saved_of(ctx):
+        """What the backward reads."""
+        input, *others = ctx.saved_tensors
+        return (input if ctx.again is None else ctx.again.tensor()), *others
+
+    @staticmethod
+    def kept_of(ctx):
+        """What the result follows from, or None: see :mod:`braze._ops.again`."""
+        training, max_pool = ctx.geometry[-2:]
+        *_, z, _, statistics = ctx.saved_tensors
+        return (z, statistics) if training and not max_pool else None
+
+    @staticmethod
+    def made_again(ctx):
+        """The result in torch's ops, to be differentiated by them."""
+        input, weight, bn_weight, bn_bias, *_ = ConvBnReLU2d.saved_of(ctx)
+        z = torch.nn.functional.conv2d(input, weight, ctx.conv_bias, *ctx.geometry[:4])
+        normalised = torch.nn.functional.batch_norm(
+            z, None, None, bn_weight, bn_bias, True, 0.0, ctx.eps
+        )
+        return normalised.relu()
 
     @staticmethod
     def backward(ctx, grad_output, *_):
         if grad_output is None:
             return (None,) * 20
         mask = ctx.needs_input_grad[:5]
+        saved = ConvBnReLU2d.saved_of(ctx)
         grads = _conv_bn_relu2d_backward(
-            ctx.conv_bias, grad_output, *ctx.saved_tensors, *ctx.geometry, mask, *ctx.settings
+            ctx.conv_bias, grad_output, *saved, *ctx.geometry, mask, *ctx.settings
         )
         return *masked(grads, mask), *(None,) * 15
 
@@ -147,7 +174,12 @@ class ForkedConvBnReLU2d(ConvBnReLU2d):
         mask = ctx.needs_input_grad[:5]
         with below_autograd():
             grads = _ops.conv_bn_relu2d_backward.default(
-                grad_output, *ctx.saved_tensors, *ctx.geometry, mask, *ctx.settings, grad_alias
+                grad_output,
+                *ConvBnReLU2d.saved_of(ctx),
+                *ctx.geometry,
+                mask,
+                *ctx.settings,
+                grad_alias,
             )
         return *masked(grads, mask), *(None,) * 15
 
@@ -323,6 +355,21 @@ def _raw_conv_backward(*args):
 
 _CONV_BACKWARD_ARGUMENTS = 18  # without `added`
 
+
+def _again(input, statistics):
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (input, statistics)):
+        raise RuntimeError(
+            "braze::bn_relu2d_again is not differentiable; call it under torch.no_grad()"
+        )
+    with below_autograd():
+        return _ops.bn_relu2d_again.default(input, statistics)
+
+
+register(
+    "bn_relu2d_again",
+    fake=lambda input, statistics: empty_like_input(input),
+    autograd=_again,
+)
 register("bn_relu2d", fake=_fake, autograd=_bn_relu2d)
 register("bn_relu2d_backward", fake=_fake_backward, autograd=_bn_relu2d_backward)
 register(

@@ -17,6 +17,7 @@ from braze._ops._common import (
     register,
 )
 from braze._ops.activation import activation as activation_of
+from braze._ops.again import again_of
 from braze._ops.batch_norm import check_settings
 from braze._ops.batch_norm_act import _batch_norm_act_backward, _fake
 from braze._ops.conv2d import _conv2d, _conv2d_backward, conv2d_flops, fake_conv2d, memory_format
@@ -44,7 +45,9 @@ class ConvBnAct(torch.autograd.Function):
         # The gradient does not depend on what an identity or a mask makes up for.
         reads = residual is not None and act[0] != "identity" and mask.numel() == 0
         kept = residual if reads else None
-        ctx.save_for_backward(input, weight, kept, bn_weight, bn_bias, z, mask, statistics)
+        ctx.again = again_of(input)
+        of_input = input if ctx.again is None else None
+        ctx.save_for_backward(of_input, weight, kept, bn_weight, bn_bias, z, mask, statistics)
         ctx.conv_bias = conv_bias
         ctx.geometry, ctx.norm, ctx.settings = geometry, (training, *act), settings
         return output, z, mask, statistics
@@ -56,6 +59,8 @@ class ConvBnAct(torch.autograd.Function):
         if grad_output is None:
             return added, *(None,) * 5, *absent
         input, weight, residual, *norm, z, mask, statistics = ctx.saved_tensors
+        if ctx.again is not None:
+            input = ctx.again.tensor()
         of_conv, of_norm = ctx.needs_input_grad[:3], ctx.needs_input_grad[3:6]
         if torch.is_grad_enabled() and any(of_conv):  # for its derivatives
             z = _conv2d(input, weight, ctx.conv_bias, *ctx.geometry, *ctx.settings)

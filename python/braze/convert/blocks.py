@@ -9,6 +9,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from braze._ops._common import TENSORS, autocast_dtype, cast_to, is_channels_last, plain
 from braze._ops.activation import fits
+from braze._ops.again import offer_again
 from braze._ops.conv2d import memory_format
 from braze._ops.fused import is_2x2
 from braze._ops.layer_norm import layer_norm_for_product
@@ -48,6 +49,30 @@ def forked_block(links, input):
     ):
         return None
     return conv_bn_relu_as_one(input, conv, norm, forked=True)
+
+
+#: On which devices results within a bottleneck are made again in the backward pass, of which
+#: dtypes, from how many bytes on. In float32 the pass takes twice as long.
+AGAIN_ON, AGAIN_BYTES = ("cuda",), 8 << 20
+AGAIN_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def perhaps_again(result, added):
+    """Within a TrainStep, `result` of a block is made again in the backward pass where that costs
+    little beside the rest: where what is added behind it has twice its elements and more, as in
+    bottlenecks."""
+    if (
+        takes_ops()
+        and torch.is_grad_enabled()
+        and type(result) in TENSORS
+        and result.device.type in AGAIN_ON
+        and result.grad_fn is not None
+        and result.dtype in AGAIN_DTYPES
+        and result.numel() * result.element_size() >= AGAIN_BYTES
+        and type(added) in TENSORS
+        and added.numel() >= 2 * result.numel()
+    ):
+        offer_again(result)
 
 
 #: On which devices convolutions leave batch norm's statistics, for what follows that.

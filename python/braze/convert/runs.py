@@ -32,6 +32,7 @@ from braze.convert.blocks import (
     linear_relu,
     norm_act,
     norm_alone,
+    perhaps_again,
     pooled_flat_linear,
     scale_add,
 )
@@ -264,6 +265,7 @@ def in_turn(links, input, *added):
             pair = forked_block(part, input)
             if pair is not None:
                 input, *added = pair
+                perhaps_again(input, added[0])
                 end = start
                 continue
         function = RUNS.get(tuple(kinds[start:end]))
@@ -271,6 +273,8 @@ def in_turn(links, input, *added):
             is_new = end < len(links) and kinds[end] in _MAKE
             function = _on_new if is_new else one_by_one
         input = function(part, input, *of_part)
+        if added and start > 0:
+            perhaps_again(input, added[0])
         end = start
     return input
 
