@@ -327,10 +327,12 @@ class FakeCuda(contextlib.ExitStack):
         for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
             noted = lambda *args, name=name: self.note(name, *args[1:])  # noqa: E731
             self.enter_context(mock.patch.object(torch._C, name, noted, create=True))
-        number = mock.patch.object(
-            torch._C, "_cuda_getCurrentRawStream", lambda _: self.stream.number, create=True
-        )
-        self.enter_context(number)
+
+        def number(_):
+            return self.stream.number
+
+        raw = "_cuda_getCurrentRawStream"
+        self.enter_context(mock.patch.object(torch._C, raw, number, create=True))
         known = torch._C.TensorBase.device.__get__
         where = lambda t: CUDA if self.has(t) else known(t)  # noqa: E731
         attributes = {
