@@ -236,6 +236,11 @@ def cast_to(dtype, *tensors):
     )
 
 
+def with_derivatives_of(value, other):
+    """The value of the one, the derivatives of the other."""
+    return value + (other - other.detach())
+
+
 def overwrite(buffers, op, *args):
     """op(*args), which overwrites `buffers`, tensors or None.
 

@@ -8,7 +8,7 @@ Sublinear Memory Cost, 2016; Rota Bulò et al., In-Place Activated BatchNorm, 20
 
 import torch
 
-from braze._ops._common import below_autograd
+from braze._ops._common import below_autograd, with_derivatives_of
 
 _ops = torch.ops.braze
 
@@ -18,7 +18,7 @@ class Again:
 
     Args:
         node: of the block, whose class has ``made_again(node)``, the result with its derivatives,
-            and keeps the convolution's output and the statistics as ``kept_of(node)``.
+            and ``kept_of(node)``, the convolution's output and the statistics.
     """
 
     __slots__ = ("_kept", "_node", "_readers", "_version")
@@ -46,14 +46,13 @@ class Again:
             value = _ops.bn_relu2d_again.default(*function.kept_of(self._node))
         if not torch.is_grad_enabled():
             return value
-        made = function.made_again(self._node)
-        return value + (made - made.detach())
+        return with_derivatives_of(value, function.made_again(self._node))
 
 
 def offer_again(result):
     """Lets readers of `result` have it made again, where a class made it that knows how to."""
     function = getattr(type(result.grad_fn), "_forward_cls", None)
-    if hasattr(function, "made_again") and function.kept_of(result.grad_fn) is not None:
+    if hasattr(function, "made_again") and function.may_be_made_again(result.grad_fn):
         result._braze_again = Again(result.grad_fn)
 
 

@@ -12,6 +12,7 @@ from braze._ops._common import (
     overwrite,
     plain,
     register,
+    with_derivatives_of,
 )
 from braze._ops.again import again_of
 from braze._ops.batch_norm import empty_like_input
@@ -124,11 +125,16 @@ class ConvBnReLU2d(torch.autograd.Function):
         return (input if ctx.again is None else ctx.again.tensor()), *others
 
     @staticmethod
-    def kept_of(ctx):
-        """What the result follows from, or None: see :mod:`braze._ops.again`."""
+    def may_be_made_again(ctx):
+        """Whether the result follows from :meth:`kept_of`: see :mod:`braze._ops.again`."""
         training, max_pool = ctx.geometry[-2:]
+        return training and not max_pool
+
+    @staticmethod
+    def kept_of(ctx):
+        """The convolution's output and the statistics."""
         *_, z, _, statistics = ctx.saved_tensors
-        return (z, statistics) if training and not max_pool else None
+        return z, statistics
 
     @staticmethod
     def made_again(ctx):
@@ -226,11 +232,6 @@ def _bn_relu2d_gradients(
     if weight is None and bias is not None:
         d = [t.to(bias.dtype) for t in d]
     return dx, *d
-
-
-def with_derivatives_of(value, other):
-    """The value of the one, the derivatives of the other."""
-    return value + (other - other.detach())
 
 
 def conv_bias_gradient(dz, training):

@@ -16,6 +16,7 @@ from braze._ops._common import (
     overwrite,
     plain,
     register,
+    with_derivatives_of,
 )
 from braze._ops.batch_norm import batch_norm_counting, check_settings, count
 from braze._ops.batch_norm import gradients as batch_norm_gradients
@@ -98,7 +99,7 @@ def _gradients(
     z = torch.nn.functional.conv2d(x, w, padding=padding)
     if conv_bias is not None and not training:
         zero = torch.zeros_like(conv_bias, dtype=acc)
-        z = z + bn_relu.with_derivatives_of(zero, conv_bias).to(acc).view(-1, 1, 1)
+        z = z + with_derivatives_of(zero, conv_bias).to(acc).view(-1, 1, 1)
     g = bn_relu.unpool(grad_output, _unpack(codes, grad_output.shape), *z.shape[2:])
     dz, d_weight, d_bias = batch_norm_gradients(g, z, bn_weight, mean, rstd, training)
     _, dw, _ = conv2d_gradients(dz, x, w, (1, 1), padding, (1, 1), 1, (False, True, False))

@@ -114,7 +114,8 @@ class CastsWithoutGradients:
     """Learns in one call of a function which tensors autocast casts where no gradient is wanted, of
     those that are there before the call: parameters and `others`. Casts them together in the next
     calls, as soon as one of them is wanted. The results are those of separate casts, bit for bit:
-    one that has been written to since is cast again.
+    one that has been written to since is cast again, and so is one for each later use, since of a
+    write to ``tensor.data`` between two passes nothing tells.
 
     Args:
         others: tensors; what else a function reads, arguments among them.
@@ -139,7 +140,7 @@ class CastsWithoutGradients:
             self._cast_together()
         key = id(tensor), dtype
         self._wanted.setdefault(key, tensor)
-        version, cast = self._ready.get(key, (None, None))
+        version, cast = self._ready.pop(key, (None, None))
         return cast if version == tensor._version else None
 
     def _cast_together(self):
