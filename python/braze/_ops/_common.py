@@ -125,6 +125,28 @@ def eager_backward(function, op, tensors, formula):
     return eager(type(name, (torch.autograd.Function,), methods), op, tensors, formula)
 
 
+def forking(function):
+    """An op's autograd Function that returns an alias of its input behind the result, for what else
+    reads the input: as far as backward is concerned, what is made of it is made of this op, and
+    both gradients of the input come here, to be one sum on the way out of a kernel.
+
+    Args:
+        function: the op's autograd Function; its backward takes `added`, another gradient of the
+            input or None.
+    """
+
+    def forward(ctx, input, *args):
+        output, *saved = function.forward(ctx, input, *args)
+        return output, input, *saved  # autograd makes an alias of an input
+
+    def backward(ctx, grad_output, grad_alias, *_):
+        added = grad_alias if ctx.needs_input_grad[0] else None
+        return function.backward(ctx, grad_output, added=added)
+
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type(f"Forked{function.__name__}", (function,), methods)
+
+
 def derivatives(formula, tensors, wanted, rest, grads):
     """The gradients of formula(*tensors, *rest) with respect to the tensors, by autograd.
 

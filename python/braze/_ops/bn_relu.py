@@ -8,6 +8,7 @@ from braze._ops._common import (
     below_autograd,
     eager,
     eager_backward,
+    forking,
     is_channels_last,
     overwrite,
     plain,
@@ -147,47 +148,24 @@ class ConvBnReLU2d(torch.autograd.Function):
         return normalised.relu()
 
     @staticmethod
-    def backward(ctx, grad_output, *_):
+    def backward(ctx, grad_output, *_, added=None):
+        """added: another gradient of the input, or None."""
         if grad_output is None:
-            return (None,) * 20
+            return added, *(None,) * 19
         mask = ctx.needs_input_grad[:5]
         saved = ConvBnReLU2d.saved_of(ctx)
-        grads = _conv_bn_relu2d_backward(
-            ctx.conv_bias, grad_output, *saved, *ctx.geometry, mask, *ctx.settings
-        )
-        return *masked(grads, mask), *(None,) * 15
+        args = grad_output, *saved, *ctx.geometry, mask, *ctx.settings
+        if added is not None and not torch.is_grad_enabled() and plain(grad_output, added):
+            with below_autograd():
+                grads = masked(_ops.conv_bn_relu2d_backward.default(*args, added), mask)
+        else:
+            grads = masked(_conv_bn_relu2d_backward(ctx.conv_bias, *args), mask)
+            if added is not None:
+                grads = grads[0] + added, *grads[1:]
+        return *grads, *(None,) * 15
 
 
-class ForkedConvBnReLU2d(ConvBnReLU2d):
-    """Returns an alias of the input behind the result, for what else reads the input: as far as
-    backward is concerned, what is made of it is made of this op, and both gradients of the input
-    come here, to be one sum on the way out of the convolution's kernel."""
-
-    @staticmethod
-    def forward(ctx, input, *args):
-        output, *saved = ConvBnReLU2d.forward(ctx, input, *args)
-        return output, input, *saved  # autograd makes an alias of an input
-
-    @staticmethod
-    def backward(ctx, grad_output, grad_alias, *_):
-        wants_input = ctx.needs_input_grad[0]
-        if grad_output is None or grad_alias is None or not wants_input:
-            grads = ConvBnReLU2d.backward(ctx, grad_output)
-            return (grad_alias, *grads[1:]) if grad_output is None and wants_input else grads
-        if torch.is_grad_enabled() or not plain(grad_output, grad_alias):
-            dx, *grads = ConvBnReLU2d.backward(ctx, grad_output)
-            return dx + grad_alias, *grads
-        mask = ctx.needs_input_grad[:5]
-        with below_autograd():
-            grads = _ops.conv_bn_relu2d_backward.default(
-                grad_output,
-                *ConvBnReLU2d.saved_of(ctx),
-                *ctx.geometry,
-                mask,
-                *ctx.settings,
-                grad_alias,
-            )
-        return *masked(grads, mask), *(None,) * 15
+ForkedConvBnReLU2d = forking(ConvBnReLU2d)
 
 
 def unpool(grad_output, codes, height, width):

@@ -11,6 +11,7 @@ from braze._ops._common import (
     below_autograd,
     cast_to,
     eager,
+    forking,
     is_channels_last,
     overwrite,
     plain,
@@ -87,21 +88,7 @@ class ConvBnAct(torch.autograd.Function):
         return *dconv, dresidual, *dnorm, *absent
 
 
-class ForkedConvBnAct(ConvBnAct):
-    """Returns an alias of the input behind the result, for what else reads the input: as far as
-    backward is concerned, what is made of it is made of this op, and both gradients of the input
-    come here, to be one sum on the way out of the convolution's gradient."""
-
-    @staticmethod
-    def forward(ctx, input, *args):
-        output, *saved = ConvBnAct.forward(ctx, input, *args)
-        return output, input, *saved  # autograd makes an alias of an input
-
-    @staticmethod
-    def backward(ctx, grad_output, grad_alias, *_):
-        return ConvBnAct.backward(ctx, grad_output, added=grad_alias)
-
-
+ForkedConvBnAct = forking(ConvBnAct)
 _conv_bn_act = eager(ConvBnAct, _run, tensors=9)
 
 

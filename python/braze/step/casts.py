@@ -47,6 +47,15 @@ def _cast(tensors, dtype):
     return results
 
 
+def _together(wanted):
+    """Lists of tensors that a launch may cast together, by (dtype to cast to, their dtype and
+    device), of a dict with (anything, dtype to cast to) for each tensor."""
+    together = {}
+    for (_, dtype), t in wanted.items():
+        together.setdefault((dtype, t.dtype, t.device), []).append(t)
+    return together
+
+
 class SharedCasts:
     """Learns in one forward pass which parameters and inputs autocast casts, and casts them
     together in the next ones. The results are those of separate casts, bit for bit: where a
@@ -60,12 +69,8 @@ class SharedCasts:
         self._ready, self._made = {}, {}
 
     def wanted(self):
-        """Lists of parameters that a launch may cast together, by (dtype to cast to, their dtype
-        and device)."""
-        together = {}
-        for (_, dtype), p in self._wanted.items():
-            together.setdefault((dtype, p.dtype, p.device), []).append(p)
-        return together
+        """Lists of parameters that a launch may cast together, as :func:`_together` has them."""
+        return _together(self._wanted)
 
     def cast_together(self, inputs=()):
         """At the beginning of a forward pass, which ends with :meth:`drop`.
@@ -144,13 +149,9 @@ class CastsWithoutGradients:
         return cast if version == tensor._version else None
 
     def _cast_together(self):
-        together = {}
-        for key, t in self._wanted.items():
-            together.setdefault((key[1], t.dtype, t.device), []).append((key, t))
-        for (dtype, *_), found in together.items():
-            casts = _cast([t for _, t in found], dtype)
-            for (key, t), cast in zip(found, casts, strict=True):
-                self._ready[key] = t._version, cast
+        for (dtype, *_), tensors in _together(self._wanted).items():
+            for t, cast in zip(tensors, _cast(tensors, dtype), strict=True):
+                self._ready[id(t), dtype] = t._version, cast
 
 
 @torch.no_grad()
