@@ -303,7 +303,7 @@ def test_added(device, dtype, case, form, tf32):
     )
     weight = weight.detach()[..., :size, :size].contiguous(memory_format=FORMATS[form])
     where, norm = ([1, 1], [size // 2] * 2, [1, 1], 1), (None,) * 3
-    with torch.no_grad():
+    with torch.no_grad(), below_autograd():
         y, *saved = forward(
             x, weight, None, gamma, beta, *norm, *where, True, 0.1, 1e-5, False, False
         )

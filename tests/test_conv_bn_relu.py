@@ -241,13 +241,19 @@ def test_fakes_of_what_is_kept(device, n):
 # 3x3 convolution's input and weight (csrc/cuda/conv_bn_relu2d/conv_gradients.cu). Whole images, odd
 # extents, fewer channels, rows of images.
 AT_ONCE = [(700, 32, 14, 14), (620, 8, 13, 9), (560, 16, 7, 8), (96, 24, 30, 27)]
+ARITHMETIC = [torch.bfloat16, torch.float16, "tf32"]
 
 
-def backward_at_once(device, dtype, shape, contiguous):
+def backward_at_once(device, arithmetic, shape, contiguous):
     """What conv_bn_relu2d_backward wants of a forward, and gradients by its output_mask."""
+    tf32 = arithmetic == "tf32"
+    if tf32:
+        torch.backends.cudnn.conv.fp32_precision = "tf32"
     n, *rest = shape
     x, weight, bias, gamma, beta = inputs(
-        (n if device == "cuda" else 2, *rest, 64, 3, {}), device, dtype
+        (n if device == "cuda" else 2, *rest, 64, 3, {}),
+        device,
+        torch.float32 if tf32 else arithmetic,
     )
     x, weight = (t.contiguous(memory_format=torch.channels_last) for t in (x, weight))
     gamma[::3] *= -1
@@ -257,19 +263,19 @@ def backward_at_once(device, dtype, shape, contiguous):
     )
     dy = torch.randn_like(y)
 
-    def backward(*mask):
+    def backward(*mask, allow_tf32=tf32):
         return torch.ops.braze.conv_bn_relu2d_backward(
-            dy, x, weight, gamma, beta, *saved, *geometry, True, True, mask
+            dy, x, weight, gamma, beta, *saved, *geometry, True, True, mask, allow_tf32
         )
 
-    return (x, weight, gamma, beta), y, dy, backward
+    return (x, weight, gamma, beta), y, dy, saved[0], backward
 
 
 @pytest.mark.parametrize("contiguous", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("arithmetic", ARITHMETIC, ids=str)
 @pytest.mark.parametrize("shape", AT_ONCE, ids=str)
-def test_gradients_at_once(device, dtype, shape, contiguous):
-    tensors, _, dy, backward = backward_at_once(device, dtype, shape, contiguous)
+def test_gradients_at_once(device, arithmetic, shape, contiguous):
+    tensors, _, dy, _, backward = backward_at_once(device, arithmetic, shape, contiguous)
     dx, dw, *norm = backward(True, True, True, True, True)
     for again, once in zip(backward(*[True] * 5), (dx, dw, *norm), strict=True):
         assert torch.equal(again, once)
@@ -281,17 +287,18 @@ def test_gradients_at_once(device, dtype, shape, contiguous):
         return torch.autograd.grad(y, args, dy.to(wide))
 
     for actual, stock_, exact in zip(
-        (dx, dw, *norm[1:]), stocks(dtype), stocks(torch.float64), strict=True
+        (dx, dw, *norm[1:]), stocks(dx.dtype), stocks(torch.float64), strict=True
     ):
-        assert_by_rule(actual, stock_, exact)
+        assert_by_rule(actual, stock_, exact, 2**13 if arithmetic == "tf32" else 4)
     assert norm[0].eq(0).all()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("arithmetic", ARITHMETIC, ids=str)
 @pytest.mark.parametrize("contiguous", [False, True])
-def test_gradients_at_once_that_are_not_finite(device, value, contiguous):
+def test_gradients_at_once_that_are_not_finite(device, value, arithmetic, contiguous):
     """A gradient that is not finite reaches what those reach that are made one after the other."""
-    *_, y, dy, backward = backward_at_once(device, torch.bfloat16, AT_ONCE[0], contiguous)
+    *_, y, dy, _, backward = backward_at_once(device, arithmetic, AT_ONCE[0], contiguous)
     where = (y[:, 5] > 0).nonzero()[3]  # not where ReLU stops it
     dy[where[0], 5, where[1], where[2]] = value
     grads = backward(*[True] * 5)
@@ -301,6 +308,33 @@ def test_gradients_at_once_that_are_not_finite(device, value, contiguous):
         assert torch.equal(at_once.isfinite(), expected.isfinite())
     assert not grads[1][5].isfinite().any()
     assert grads[1][:5].isfinite().all()
+
+
+@pytest.mark.parametrize("shape", AT_ONCE, ids=str)
+@pytest.mark.parametrize("values", ["tiny", "huge", "growing", "zeros first", "by image"])
+def test_gradients_at_once_of_any_scale(device, shape, values):
+    """TF32 has float32's range of exponents, the kernel's operands, scaled float16, do not."""
+    (x, weight, *_), _, dy, z, backward = backward_at_once(device, "tf32", shape, False)
+    rows, images = torch.arange(x.shape[2], device=device), len(x)
+    by = {
+        "tiny": torch.tensor(2.0**-100),
+        "huge": torch.tensor(2.0**90),
+        "growing": 2.0 ** (4.0 * rows).clamp(max=40)[:, None],
+        "zeros first": (rows >= 4).float()[:, None],
+        "by image": 2.0 ** (torch.arange(images) % 7 * 9.0 - 27)[:, None, None, None],
+    }[values].to(device)
+    x.mul_(by)
+    if values == "growing":  # z, whose statistics stay: what becomes dz grows too
+        z.mul_(2.0 ** (3.0 * rows).clamp(max=24)[:, None])
+    elif values in ("tiny", "huge"):
+        weight.mul_(by), dy.mul_(2.0**-20 if values == "huge" else by * 2.0**80)
+    dx, dw, *_ = backward(*[True] * 5)
+    exact_dx, *_ = backward(True, *[False] * 4, allow_tf32=False)
+    _, exact_dw, *_ = backward(False, *[True] * 4, allow_tf32=False)
+    for actual, exact, dims in ((dx, exact_dx, (1, 2, 3)), (dw, exact_dw, (2, 3))):
+        assert exact.isfinite().all()
+        largest = exact.abs().amax(dims, keepdim=True)
+        assert ((actual - exact).abs() <= 2.0**-8 * largest).all()
 
 
 def layers_of(pool, **options):

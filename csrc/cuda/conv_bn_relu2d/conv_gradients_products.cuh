@@ -1,4 +1,4 @@
-// The products of conv_gradients.cu's kernel, and the way of their sums out.
+// The products of conv_gradients.cu's kernel and conv_gradients_tf32.cu's.
 #pragma once
 
 #include "conv_gradients_tile.cuh"
@@ -6,19 +6,40 @@
 namespace braze::cuda::halo::pooled {
 namespace {
 
-// The product of the input's gradient: 64 rows, for eight channels of x at a time those of one
-// column of taps, then those of the next one; a chunk of positions as columns, of which the last
-// lacks its neighbour.
-constexpr int kPositions = 112, kResults = kPositions - 1;
-constexpr int kWeightRowBytes = 2 * kChannels * 2;
-constexpr int kWeightTile = kFilters * kWeightRowBytes;
-constexpr int kWeightTiles = 2 * kFilterRows;  // columns 1 and 2 of a filter row, then column 0
-// Results on their way out, [position][channel].
-constexpr int kStagedBytes = kPositions * kXRowBytes;
+constexpr int kMergeLanes = 8;  // that merge a channel's partial sums
+static_assert(kMergeLanes * kFilters <= kThreads);
 
-// The tiles of weights, [filter][2 * kChannels] each.
-template <typename T>
-__device__ __forceinline__ void load_weights(unsigned char* to, const T* w, int channels) {
+// Registers of a thread; so many threads begin with kFirstRegisters each.
+constexpr int kFirstRegisters = 65536 / kThreads / 8 * 8;
+constexpr int kWeightRegisters = 176, kInputRegisters = 88, kMakerRegisters = 64;
+static_assert(kWeightRegisters + kInputs * kInputRegisters + kMakers * kMakerRegisters <=
+              (1 + kInputs + kMakers) * kFirstRegisters);
+
+// Called by whole warpgroups: gives up registers, or waits until others have.
+template <int kCount>
+__device__ __forceinline__ void set_registers() {
+  if constexpr (kCount > kFirstRegisters) {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
+  } else {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
+  }
+}
+
+// What dz is made with, from the partial sums. Called by all threads; a barrier has to follow.
+__device__ __forceinline__ void merge_coefficients(
+    BackwardCoefficients<float> (&coefficients)[kFilters], const BackwardArgs& args,
+    const GradPartial<float>* sums, int sum_parts, int64_t count) {
+  if (threadIdx.x >= kMergeLanes * kFilters) return;
+  const int channel = threadIdx.x / kMergeLanes;
+  const BackwardCoefficients<float> merged = merge_grads<float, kMergeLanes>(
+      args, sums, sum_parts, count, channel, blockIdx.x == 0);
+  if (threadIdx.x % kMergeLanes == 0) coefficients[channel] = merged;
+}
+
+// The tiles of weights, [filter][2 * kChannels] each. vector(i): eight of them, from the i-th on, as
+// operands. Called by all threads.
+template <typename F>
+__device__ __forceinline__ void load_weights(unsigned char* to, int channels, const F& vector) {
   constexpr int kChunks = kWeightRowBytes / 16;  // of eight channels
 #pragma unroll 2
   for (int i = threadIdx.x; i < kWeightTiles * kFilters * kChunks; i += kThreads) {
@@ -27,7 +48,7 @@ __device__ __forceinline__ void load_weights(unsigned char* to, const T* w, int 
     uint4 v{};  // the neighbour of column 0 is none
     if (c < channels && (tile % 2 == 0 || chunk % 2 == 0)) {
       const int tap = (filter * kFilterRows + tile / 2) * kTapColumns + column;
-      v = *reinterpret_cast<const uint4*>(w + tap * channels + c);
+      v = vector(tap * channels + c);
     }
     *reinterpret_cast<uint4*>(to + tile * kWeightTile + filter * kWeightRowBytes +
                               ((chunk ^ (filter & 7)) << 4)) = v;
@@ -77,45 +98,15 @@ __device__ __forceinline__ void multiply_rows(
   wgmma_commit();
 }
 
-// The input's gradient from the sums of multiply_positions. A warp has eight channels; acc[i] and
-// acc[i + 1] of a thread are two positions of column 1, the next two those of column 2. to: of the
-// tile's first pixel. Called by a warpgroup.
-template <typename T>
-__device__ __forceinline__ void store_positions(const float (&acc)[kPositions / 2],
-                                                unsigned char* staged, int barrier, const Plan& p,
-                                                int rows, int first, T* to) {
+// The input's gradient at two neighbouring positions, number `b` of pairs eight positions apart, from
+// the sums of multiply_positions: acc[i] and acc[i + 1] of a thread are two positions of column 1,
+// the next two those of column 2; a warp has eight channels. Called by whole warps.
+__device__ __forceinline__ float2 gradients_at(const float (&acc)[kPositions / 2], int b) {
   constexpr int kBlocks = kPositions / 8;
-  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, thread = threadIdx.x % 128;
-  const int next_lane = (lane & ~3) | ((lane + 1) & 3);
-  const auto place = [&](int position, int chunk) {
-    return staged + position * kXRowBytes + ((chunk ^ (position / 2 & 3)) << 4);
-  };
-  uint32_t pairs[kBlocks];
-#pragma unroll
-  for (int b = 0; b < kBlocks; ++b) {
-    const float after = acc[b + 1 < kBlocks ? 4 * b + 4 : 0];
-    const float next = __shfl_sync(~0u, lane % 4 == 0 ? after : acc[4 * b], next_lane);
-    pairs[b] = pack_pair<T>(acc[4 * b + 2] + acc[4 * b + 1], acc[4 * b + 3] + next);
-  }
-  named_barrier(barrier, 128);  // nobody reads what was staged before
-#pragma unroll
-  for (int b = 0; b < kBlocks; b += 2) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(
-                     shared_address(place(8 * b + lane % 16, warp))),
-                 "r"(pairs[b]), "r"(pairs[b + 1])
-                 : "memory");
-  }
-  named_barrier(barrier, 128);
-#pragma unroll
-  for (int i = 0; i < kPositions; i += 32) {
-    const int position = i + thread / 4, c = thread % 4 * 8;
-    int column;
-    const int row = p.pitch.div(first + position, column);
-    if (position < kResults && column < p.w && row < rows && c < p.channels) {
-      *reinterpret_cast<uint4*>(to + (row * p.w + column) * p.channels + c) =
-          *reinterpret_cast<const uint4*>(place(position, thread % 4));
-    }
-  }
+  const int lane = threadIdx.x % 32, next_lane = (lane & ~3) | ((lane + 1) & 3);
+  const float after = acc[b + 1 < kBlocks ? 4 * b + 4 : 0];
+  const float next = __shfl_sync(~0u, lane % 4 == 0 ? after : acc[4 * b], next_lane);
+  return {acc[4 * b + 2] + acc[4 * b + 1], acc[4 * b + 3] + next};
 }
 
 }  // namespace

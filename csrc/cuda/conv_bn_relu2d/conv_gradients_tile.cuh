@@ -1,11 +1,12 @@
-// The tiles of conv_gradients.cu's kernel: where they lie, the copies that bring them, and how z
-// becomes dz.
+// The tiles of the kernels that make both gradients of a convolution at once (conv_gradients.cu,
+// conv_gradients_tf32.cu): how images are cut, and where what lies.
 #pragma once
 
 #include "bn_pool.cuh"
 #include "cuda/common/fast_div.cuh"
 #include "cuda/conv2d/halo/epilogue.cuh"
 #include "cuda/conv2d/halo/wgrad.cuh"
+#include "launchers/conv_bn_pool_backward.h"
 
 namespace braze::cuda::halo::pooled {
 namespace {
@@ -13,13 +14,18 @@ namespace {
 // Warpgroups: one for the weight's gradient, then those for the input's, then those that make dz.
 constexpr int kInputs = 2, kMakers = 2;
 constexpr int kThreads = (1 + kInputs + kMakers) * 128;
-constexpr int kStages = 3;  // a tile that is on its way, one that is made, one that is multiplied
 constexpr int kFilterRows = 3;
 constexpr int kChannels = 32;  // of x, at most
 constexpr int kDzRowBytes = kFilters * 2, kXRowBytes = kChannels * 2;
 static_assert(kDzRowBytes == kDyRowBytes);
-constexpr int kPooledBytes = kFilters * 2, kCodeBytes = kFilters / 2;  // of a window
-constexpr int kVector = 8, kVectors = kFilters / kVector;  // filters that a thread takes at once
+
+// The product of the input's gradient: 64 rows, for eight channels of x at a time those of one
+// column of taps, then those of the next one; a chunk of positions as columns, of which the last
+// lacks its neighbour.
+constexpr int kPositions = 112, kResults = kPositions - 1;
+constexpr int kWeightRowBytes = 2 * kChannels * 2;
+constexpr int kWeightTile = kFilters * kWeightRowBytes;
+constexpr int kWeightTiles = 2 * kFilterRows;  // columns 1 and 2 of a filter row, then column 0
 
 // A tile: an image, or rows of one, and a halo of one row above and below. z and x lie alike, rows
 // `pitch` positions apart, the first behind one position of zeros, which is also what ends the row
@@ -32,13 +38,69 @@ struct Plan {
   FastDiv row_tiles;  // of an image
   int chunks;         // of positions: products of the input's gradient
   int steps;          // of kDepth positions: products of the weight's
-  int x_offset, dy_offset, codes_offset, stage_bytes, shared_bytes;
+  int x_offset, stage_bytes, shared_bytes;
   int64_t count;  // of a channel's elements
-  bool turned;    // dy is contiguous
   bool early;     // all but the sums may be read before earlier kernels are done
 
   __host__ __device__ int loaded() const { return (tile_rows + 2) * pitch.divisor(); }
 };
+
+inline bool is_dense(const Tensor4dRef& t, int64_t c, int64_t h, int64_t w) {
+  return t.c == 1 && t.w == c && t.h == w * c && t.n == h * w * c &&
+         reinterpret_cast<uintptr_t>(t.data) % 16 == 0;
+}
+
+// What the kernels ask of a problem, but for its dtype.
+inline bool takes_backward(const ConvBnPoolBackward& problem) {
+  const Conv2dShape& s = problem.conv;
+  const auto aligned_to_16 = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };
+  return takes(s) && s.r == 3 && s.s == 3 && s.pad_h == 1 && s.pad_w == 1 && s.k == kFilters &&
+         s.c <= kChannels && s.c % 8 == 0 && s.n <= INT_MAX && problem.pool.channels_last &&
+         is_dense(problem.x, s.c, s.h, s.w) && is_dense(problem.w, s.c, s.r, s.s) &&
+         aligned_to_16(problem.dy) && aligned_to_16(problem.z) && aligned_to_16(problem.codes);
+}
+
+inline BackwardArgs backward_args(const ConvBnPoolBackward& problem) {
+  return {problem.affine,    problem.statistics, problem.dweight, problem.dbias,
+          problem.dconstant, problem.conv.dtype, true,            true};
+}
+
+// Sets the sizes that follow from rows of a tile, x_offset among them, and returns where x ends; 0
+// where such tiles cannot be.
+inline int set_rows(Plan& p, int images, int rows) {
+  const int pitch = p.pitch.divisor();
+  p.tile_rows = rows;
+  const int row_tiles = static_cast<int>(ceil_div(p.h, rows));
+  if (int64_t{images} * row_tiles > 1 << 30 || rows + 2 > 256) return 0;
+  p.row_tiles = FastDiv(row_tiles);
+  p.tiles = images * row_tiles;
+  p.chunks = static_cast<int>(ceil_div((rows - 1) * pitch + p.w, kResults));
+  p.steps = static_cast<int>(ceil_div(rows * pitch, kDepth));
+  // Products of the weight's gradient go on to whole steps: there dz has to be zero, which the halo
+  // of rows of an image is not, and x finite.
+  const int summed = p.steps * kDepth;
+  if (row_tiles > 1 && (summed != rows * pitch || rows % 2 > 0)) return 0;
+  p.x_offset = aligned(std::max(p.loaded(), summed + pitch + 1) * kDzRowBytes);
+  const int x_rows = std::max(p.loaded(), summed + 2 * pitch + kTapColumns - 1);
+  return p.x_offset + (x_rows * kXRowBytes + 127) / 128 * 128;
+}
+
+// Tiles of whole images, or of as many rows as fits(images, rows) finds room for.
+template <typename Fits>
+bool find_rows(const Conv2dShape& s, Plan& p, const Fits& fits) {
+  constexpr int kMostPixels = 1 << 20;
+  constexpr int kFewestRows = 4;  // else half of what is read is halo, which was not measured
+  if (s.h > kMostPixels || s.w + 2 > 256) return false;
+  p.channels = static_cast<int>(s.c), p.h = static_cast<int>(s.h), p.w = static_cast<int>(s.w);
+  p.pitch = FastDiv((s.w + 8) / 8 * 8);  // of which any even number of rows makes whole steps
+  p.windows = FastDiv((s.w + 1) / 2);
+  const int images = static_cast<int>(s.n);
+  if (fits(images, p.h)) return true;
+  for (int rows = (p.h - 1) / 2 * 2; rows >= kFewestRows; rows -= 2) {
+    if (fits(images, rows)) return true;
+  }
+  return false;
+}
 
 struct Tile {
   int image, first_row, rows;   // less the halo
@@ -58,20 +120,15 @@ __device__ __forceinline__ Tile tile_at(const Plan& p, int number) {
   return t;
 }
 
-// Of each stage: its tile has been copied, made, and read by all products.
-struct Barriers {
-  uint64_t full[kStages], made[kStages], empty[kStages];
-};
-
-// The stage of a tile, and the parity of its barriers' phase. Counted: every warp would divide by
-// the number of stages for every tile.
+// The place of a tile, or of a part of one, among `places` that are taken in turn, and the parity of
+// its barriers' phase. Counted: every warp would divide by the number of places for every tile.
 struct Turn {
-  int stage = 0;
+  int places, place = 0;
   uint32_t phase = 0;
 
   __device__ __forceinline__ void next() {
-    if (++stage < kStages) return;
-    stage = 0;
+    if (++place < places) return;
+    place = 0;
     phase ^= 1;
   }
 };
@@ -84,115 +141,6 @@ __device__ __forceinline__ void tma_load_bytes(uint64_t* barrier, uint32_t to, c
           "r"(to),
       "l"(from), "r"(bytes), "r"(shared_address(barrier))
       : "memory");
-}
-
-// One thread has tile `number` copied to a stage that is free.
-template <typename T>
-__device__ __forceinline__ void copy_tile(uint64_t* full, unsigned char* stage, int number,
-                                          const CUtensorMap* z_map, const CUtensorMap* x_map,
-                                          const T* dy, const uint32_t* codes, const Plan& p) {
-  const Tile t = tile_at(p, number);
-  const int q = p.w / 2, pooled = t.pooled_rows * q;
-  const int64_t first = (int64_t{t.image} * (p.h / 2) + t.window_row) * q;
-  mbarrier_expect(full,
-                  p.loaded() * (kDzRowBytes + kXRowBytes) + pooled * (kPooledBytes + kCodeBytes));
-  const uint32_t to = shared_address(stage);
-  tma_load_4d(z_map, full, to, 0, -1, t.first_row - 1, t.image);
-  if (pooled > 0) {
-    tma_load_bytes(full, to + p.dy_offset, dy + first * kFilters, pooled * kPooledBytes);
-    tma_load_bytes(full, to + p.codes_offset, codes + first * kVectors, pooled * kCodeBytes);
-  }
-  tma_load_4d(x_map, full, to + p.x_offset, 0, -1, t.first_row - 1, t.image);
-}
-
-// What dz is made with, of a thread's vector of filters.
-struct Coefficients {
-  float by_grad[kVector], by_input[kVector], offset[kVector];
-
-  // Without a center of their own, as where dz goes to memory.
-  __device__ explicit Coefficients(const BackwardCoefficients<float>* of) {
-#pragma unroll
-    for (int k = 0; k < kVector; ++k) {
-      by_grad[k] = of[k].by_grad;
-      by_input[k] = of[k].by_input;
-      offset[k] = of[k].offset - of[k].center * of[k].by_input;
-    }
-  }
-};
-
-// The pooled gradient of a vector of filters in window `window` of a tile, in pairs.
-template <typename T>
-__device__ __forceinline__ uint4 pooled_gradient(const T* dy, const Plan& p, int window,
-                                                 int vector) {
-  if (!p.turned) {
-    return *reinterpret_cast<const uint4*>(dy + window * kFilters + vector * kVector);
-  }
-  const int image = (p.h / 2) * (p.w / 2);  // tiles are whole images then
-  alignas(16) T g[kVector];
-#pragma unroll
-  for (int k = 0; k < kVector; ++k) g[k] = dy[(vector * kVector + k) * image + window];
-  return *reinterpret_cast<const uint4*>(g);
-}
-
-// z of two positions side by side becomes dz, where they lie. codes: no bits where the maximum is
-// at the first one, for the vector's filters; flipped by 0x1..1 the same of the second.
-template <typename T>
-__device__ __forceinline__ void make_pair(unsigned char* dz, int position, bool second, int vector,
-                                          const uint4& g, uint32_t codes, const Coefficients& k) {
-  uint4* at[2];
-  uint4 z[2];
-#pragma unroll
-  for (int e = 0; e < 2; ++e) {
-    at[e] = reinterpret_cast<uint4*>(dz + (position + e) * kDzRowBytes +
-                                     ((vector ^ (position + e & 7)) << 4));
-    z[e] = *at[e];
-  }
-#pragma unroll
-  for (int e = 0; e < 2; ++e) {
-    const uint32_t other = codes ^ 0x11111111u * e;
-#pragma unroll
-    for (int j = 0; j < kVector; j += 2) {
-      uint32_t& pair = reinterpret_cast<uint32_t*>(&z[e])[j / 2];
-      const float2 value = unpack_pair<T>(pair);
-      const float2 through = unpack_pair<T>(reinterpret_cast<const uint32_t*>(&g)[j / 2]);
-      float low = fmaf(value.x, k.by_input[j], k.offset[j]);
-      float high = fmaf(value.y, k.by_input[j + 1], k.offset[j + 1]);
-      if ((other & 7u << 4 * j) == 0) low = fmaf(through.x, k.by_grad[j], low);
-      if ((other & 0x70u << 4 * j) == 0) high = fmaf(through.y, k.by_grad[j + 1], high);
-      pair = pack_pair<T>(low, high);
-    }
-    if (e == 0 || second) *at[e] = z[e];
-  }
-}
-
-// z of a tile becomes dz, by `threads` threads, each of which keeps to a vector of filters. Zeros
-// beside the image stay zeros.
-template <typename T>
-__device__ __forceinline__ void make_dz(unsigned char* stage, const Plan& p, const Tile& t,
-                                        const Coefficients& k, int thread, int threads) {
-  const int vector = thread % kVectors, q = p.w / 2, pitch = p.pitch.divisor();
-  const int windows = t.window_rows * p.windows.divisor();
-  const T* const dy = reinterpret_cast<const T*>(stage + p.dy_offset);
-  const uint32_t* const codes = reinterpret_cast<const uint32_t*>(stage + p.codes_offset);
-  const int bottom = min(t.rows + 1, p.h - t.first_row);  // the last row that is made
-  for (int i = thread / kVectors; i < windows; i += threads / kVectors) {
-    int column;
-    const int row = p.windows.div(i, column);
-    uint4 g{};
-    uint32_t bits = kAllStopped;
-    if (column < q && row < t.pooled_rows) {
-      const int window = row * q + column;
-      g = pooled_gradient(dy, p, window, vector);
-      bits = codes[window * kVectors + vector];
-    }
-    const int top = 2 * (t.window_row + row) - t.first_row + 1;  // in the tile
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      if (top + r < 0 || top + r > bottom) continue;
-      make_pair<T>(stage, (top + r) * pitch + 2 * column + 1, 2 * column + 1 < p.w, vector, g,
-                   bits ^ 0x22222222u * r, k);
-    }
-  }
 }
 
 }  // namespace
