@@ -12,9 +12,7 @@ int tiles_of(const ConvBnPoolBackward& problem) {
   return problem.conv.dtype == DType::kFloat32 ? halo::pooled::conv_gradients_tf32_tiles(problem)
                                                : halo::pooled::conv_gradients_tiles(problem);
 }
-int blocks_of(const ConvBnPoolBackward& problem) {
-  return std::min(tiles_of(problem), sm_count());
-}
+int blocks_of(const ConvBnPoolBackward& problem) { return std::min(tiles_of(problem), sm_count()); }
 
 // The workspace: partial sums of batch norm's gradients, behind them those of the weight's.
 int64_t weight_offset(const ConvBnPoolBackward& problem) {
@@ -53,8 +51,8 @@ void conv_bn_pool_backward(Stream stream, const ConvBnPoolBackward& problem, voi
                      readable(problem.x.data, s.n * s.h * s.w * s.c * size) &&
                      readable(problem.dy, pooled * size) && readable(problem.codes, pooled / 2) &&
                      may_read_early(stream, halo::weight_span(s, problem.w));
-  const auto gradients = s.dtype == DType::kFloat32 ? halo::pooled::conv_gradients_tf32
-                                                    : halo::pooled::conv_gradients;
+  const auto gradients =
+      s.dtype == DType::kFloat32 ? halo::pooled::conv_gradients_tf32 : halo::pooled::conv_gradients;
   gradients(stream, problem, {sums, parts, early, weight_parts(problem, workspace)});
   check_launch("conv_bn_relu2d_backward");
 }

@@ -1,5 +1,5 @@
-// The tiles of conv_gradients.cu's kernel: the copies that bring them, and how z becomes dz where it
-// lies.
+// The tiles of conv_gradients.cu's kernel: the copies that bring them, and how z becomes dz where
+// it lies.
 #pragma once
 
 #include "conv_gradients_products.cuh"
@@ -132,9 +132,8 @@ __device__ __forceinline__ void make_dz(unsigned char* stage, const Plan16& p, c
   }
 }
 
-
-// The input's gradient from the sums of multiply_positions. to: of the tile's first pixel. Called by
-// a warpgroup.
+// The input's gradient from the sums of multiply_positions. to: of the tile's first pixel. Called
+// by a warpgroup.
 template <typename T>
 __device__ __forceinline__ void store_positions(const float (&acc)[kPositions / 2],
                                                 unsigned char* staged, int barrier, const Plan& p,

@@ -31,13 +31,13 @@ __device__ __forceinline__ void merge_coefficients(
     const GradPartial<float>* sums, int sum_parts, int64_t count) {
   if (threadIdx.x >= kMergeLanes * kFilters) return;
   const int channel = threadIdx.x / kMergeLanes;
-  const BackwardCoefficients<float> merged = merge_grads<float, kMergeLanes>(
-      args, sums, sum_parts, count, channel, blockIdx.x == 0);
+  const BackwardCoefficients<float> merged =
+      merge_grads<float, kMergeLanes>(args, sums, sum_parts, count, channel, blockIdx.x == 0);
   if (threadIdx.x % kMergeLanes == 0) coefficients[channel] = merged;
 }
 
-// The tiles of weights, [filter][2 * kChannels] each. vector(i): eight of them, from the i-th on, as
-// operands. Called by all threads.
+// The tiles of weights, [filter][2 * kChannels] each. vector(i): eight of them, from the i-th on,
+// as operands. Called by all threads.
 template <typename F>
 __device__ __forceinline__ void load_weights(unsigned char* to, int channels, const F& vector) {
   constexpr int kChunks = kWeightRowBytes / 16;  // of eight channels
@@ -98,9 +98,9 @@ __device__ __forceinline__ void multiply_rows(
   wgmma_commit();
 }
 
-// The input's gradient at two neighbouring positions, number `b` of pairs eight positions apart, from
-// the sums of multiply_positions: acc[i] and acc[i + 1] of a thread are two positions of column 1,
-// the next two those of column 2; a warp has eight channels. Called by whole warps.
+// The input's gradient at two neighbouring positions, number `b` of pairs eight positions apart,
+// from the sums of multiply_positions: acc[i] and acc[i + 1] of a thread are two positions of
+// column 1, the next two those of column 2; a warp has eight channels. Called by whole warps.
 __device__ __forceinline__ float2 gradients_at(const float (&acc)[kPositions / 2], int b) {
   constexpr int kBlocks = kPositions / 8;
   const int lane = threadIdx.x % 32, next_lane = (lane & ~3) | ((lane + 1) & 3);

@@ -61,35 +61,39 @@ struct Copier {
   }
 };
 
-// The input's gradient from the sums of multiply_positions times 2^exponent. to: of the tile's first
-// pixel. Eight lanes of a warp have a position's channels, which is a sector of memory.
-__device__ __forceinline__ void store_positions(const float (&acc)[kPositions / 2], int exponent,
+// The input's gradient from the sums of multiply_positions times 2^exponent. to: of the tile's
+// first pixel. Eight lanes of a warp have a position's channels, which is a sector of memory.
+__device__ __forceinline__ void store_positions(float (&acc)[kPositions / 2], int exponent,
                                                 const Plan& p, int rows, int first, float* to) {
   const int lane = threadIdx.x % 32, c = threadIdx.x / 32 % 4 * 8 + lane / 4;
-  const int pitch = p.pitch.divisor();
+  const int pitch = p.pitch.divisor(), by = in_range(exponent);
+  if (by != exponent) {  // hardly ever
+#pragma unroll
+    for (float& v : acc) v *= power_of_two(in_range(exponent - by));
+  }
+  const float factor = power_of_two(by);
   int column;
   int row = p.pitch.div(first + lane % 4 * 2, column);
   to += (row * p.w + column) * p.channels + c;
   if (c >= p.channels) rows = 0;
-  const int half = in_range(exponent / 2);
-  const float factor = power_of_two(half), other = power_of_two(in_range(exponent - half));
+  const int step = 8 * p.channels, back = (pitch - p.w) * p.channels;
+  const int next = p.channels, next_row = p.channels - back;
+  int ends = row < rows ? p.w : 0;  // before which columns of this row are results
 #pragma unroll
   for (int b = 0; b < kPositions / 8; ++b) {
     const float2 pair = gradients_at(acc, b);
-    if (row < rows && column < p.w) *to = pair.x * factor * other;
     // The second one may be the first of the next row.
     const bool wraps = column + 1 == pitch;
-    const int after = wraps ? 0 : column + 1;
-    const bool is_result = b + 1 < kPositions / 8 || lane % 4 < 3;
-    if (is_result && row + wraps < rows && after < p.w) {
-      to[wraps ? (p.w + 1 - pitch) * p.channels : p.channels] = pair.y * factor * other;
-    }
+    bool second = wraps ? row + 1 < rows : column + 1 < ends;
+    if (b + 1 == kPositions / 8) second = second && lane % 4 < 3;
+    if (column < ends) *to = pair.x * factor;
+    if (second) to[wraps ? next_row : next] = pair.y * factor;
     column += 8;
-    to += 8 * p.channels;
+    to += step;
     if (column >= pitch) {
       column -= pitch;
-      to -= (pitch - p.w) * p.channels;
-      ++row;
+      to -= back;
+      ends = ++row < rows ? p.w : 0;
     }
   }
 }
@@ -153,19 +157,18 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     const Coefficients k(coefficients + maker % kVectors * kVector);
     int maxima_turn = 0;
-    const auto merge = [&](int2 most) {
-      const float2 merged = merge_maxima(most, maxima, maxima_turn, maker);
-      maxima_turn = after(maxima_turn);
-      return merged;
-    };
     const int pitch = plan.pitch.divisor();
     Turn slot{plan.slots};
     const Place at(plan, maker, 0);
     uint32_t anew = 0;  // the phase of parts of tiles that are made once more
     Scales scales;
+    const auto choose = [&](int2 most) {
+      most = merge_maxima(most, maxima, maxima_turn, maker);
+      return float2{magnitude(most.x), magnitude(most.y)};
+    };
     mbarrier_wait(&barriers.full[0], 0);
     scales.choose(
-        merge(sample(slots, plan, part_at(plan, tile_at(plan, first_tile), 0), k, maker)));
+        choose(sample(slots, plan, part_at(plan, tile_at(plan, first_tile), 0), k, maker)));
     for (int tile = first_tile; tile < plan.tiles; tile += step, turn.next()) {
       unsigned char* const stage = stages + turn.place * plan.stage_bytes;
       const Tile t = tile_at(plan, tile);
@@ -174,14 +177,24 @@ __global__ void __launch_bounds__(kThreads, 1)
       const int rows = min(t.rows + 1, plan.h - t.first_row) + 1 - top;
       mbarrier_wait(&barriers.empty[turn.place], turn.phase ^ 1);
       zero_rows(stage, plan, t, maker);
-      int2 most{kZeroMost, kZeroMost};
+      Tops tops;
+      const auto each = [&](const unsigned char* from, int i, const auto& dz, const auto& x) {
+        each_operand<kOnce>(from, -top - 2 * i, rows - 1 - 2 * i, i < t.pooled_rows, plan, at, k,
+                            maker, dz, x);
+      };
       const auto make = [&](const unsigned char* from, int i) {
-        const int row = top + 2 * i;
-        make_part<kOnce>(from, stage + row * pitch * kDzRowBytes,
-                         stage + plan.x_offset + row * pitch * kXRowBytes, -row, rows - 1 - 2 * i,
-                         i < t.pooled_rows, plan, at, k,
-                         {power_of_two(scales.dz.exponent), power_of_two(scales.x.exponent)},
-                         maker, most);
+        const int row = (top + 2 * i) * pitch;
+        unsigned char* const to_dz = stage + row * kDzRowBytes;
+        unsigned char* const to_x = stage + plan.x_offset + row * kXRowBytes;
+        const auto write = [](unsigned char* to, const float4& v, int exponent, __half2& top) {
+          const uint2 operands = pack_scaled(v, power_of_two(exponent));
+          raise(top, operands);
+          *reinterpret_cast<uint2*>(to) = operands;
+        };
+        each(
+            from, i,
+            [&](int at, const float4& v) { write(to_dz + at, v, scales.dz.exponent, tops.dz); },
+            [&](int at, const float4& v) { write(to_x + at, v, scales.x.exponent, tops.x); });
       };
 #pragma unroll 1
       for (int i = 0; i < t.window_rows; ++i, slot.next()) {
@@ -190,18 +203,29 @@ __global__ void __launch_bounds__(kThreads, 1)
         __syncwarp();
         if (lane == 0) mbarrier_arrive(&barriers.free[slot.place]);
       }
-      if (!scales.suit(merge(most))) {
-        const unsigned char* const from = slots + plan.slots * plan.part_bytes;
+      const int2 largest =
+          merge_maxima({bits_of(tops.dz), bits_of(tops.x)}, maxima, maxima_turn, maker);
+      if (!looks_well(largest.x) || !looks_well(largest.y)) {
+        // Perhaps once more, with scales that suit what its values are found to be.
+        unsigned char* const from = slots + plan.slots * plan.part_bytes;
+        const auto again = [&](const auto& f) {
 #pragma unroll 1
-        for (int i = 0; i < t.window_rows; ++i, anew ^= 1) {
-          named_barrier(kMakerBarrier, kMakerThreads);  // the part before is made
-          if (maker == 0) {
-            copy_part(&barriers.full[kMostSlots], slots + plan.slots * plan.part_bytes,
-                      part_at(plan, t, i), sources, plan);
+          for (int i = 0; i < t.window_rows; ++i, anew ^= 1) {
+            named_barrier(kMakerBarrier, kMakerThreads);  // all have left the part before
+            if (maker == 0) {
+              copy_part(&barriers.full[kMostSlots], from, part_at(plan, t, i), sources, plan);
+            }
+            mbarrier_wait(&barriers.full[kMostSlots], anew);
+            f(i);
           }
-          mbarrier_wait(&barriers.full[kMostSlots], anew);
-          make(from, i);
-        }
+        };
+        int2 most{kZeroMost, kZeroMost};
+        again([&](int i) {
+          each(
+              from, i, [&](int, const float4& v) { most.x = more(most.x, v); },
+              [&](int, const float4& v) { most.y = more(most.y, v); });
+        });
+        if (!scales.suit(choose(most))) again([&](int i) { make(from, i); });
       }
       if (maker == 0) {
         exponents[turn.place][0] = scales.dz.exponent;
@@ -276,8 +300,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 // Sets the sizes that follow from rows of a tile; false where so many do not fit.
 bool set_tile(PlanTF32& p, int images, int rows) {
-  constexpr int kLimit = 226 * 1024 - int{sizeof(Barriers)} -
-                         kFilters * int{sizeof(BackwardCoefficients<float>)};
+  constexpr int kLimit =
+      226 * 1024 - int{sizeof(Barriers)} - kFilters * int{sizeof(BackwardCoefficients<float>)};
   constexpr int kFewestSlots = 3;
   const int x_end = set_rows(p, images, rows);
   if (x_end == 0) return false;
@@ -289,8 +313,8 @@ bool set_tile(PlanTF32& p, int images, int rows) {
   const int fixed = 1024 + kStages * p.stage_bytes + kWeightTiles * kWeightTile;
   p.slots = std::min(kMostSlots, (kLimit - fixed) / p.part_bytes - 1);
   p.shared_bytes = fixed + (p.slots + 1) * p.part_bytes;
-  p.rounds = static_cast<int>(std::max(ceil_div(p.windows.divisor(), Place::kWindows),
-                                       ceil_div(p.w, Place::kColumns)));
+  p.rounds = static_cast<int>(
+      std::max(ceil_div(p.windows.divisor(), Place::kWindows), ceil_div(p.w, Place::kColumns)));
   return fixed < kLimit && p.slots >= kFewestSlots;
 }
 
@@ -323,9 +347,9 @@ void conv_gradients_tf32(Stream stream, const ConvBnPoolBackward& problem, const
   const auto of = [](const void* p) { return static_cast<const float*>(p); };
   cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.shared_bytes);
   const Sources sources{of(problem.z), of(problem.x.data), of(problem.dy), problem.codes};
-  launch_early(kernel, std::min(plan.tiles, sm_count()), kThreads, plan.shared_bytes, stream,
-               plan, sources, of(problem.w.data), with.sums, with.sum_parts,
-               backward_args(problem), static_cast<float*>(problem.dx), with.weight_parts);
+  launch_early(kernel, std::min(plan.tiles, sm_count()), kThreads, plan.shared_bytes, stream, plan,
+               sources, of(problem.w.data), with.sums, with.sum_parts, backward_args(problem),
+               static_cast<float*>(problem.dx), with.weight_parts);
 }
 
 }  // namespace halo::pooled

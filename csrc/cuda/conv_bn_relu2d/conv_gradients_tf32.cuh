@@ -107,7 +107,7 @@ struct Scales {
     dz.choose(most.x);
     x.choose(most.y);
   }
-  // Whether they suit a tile; else those that do are chosen.
+  // Whether they suit a tile with those largest values; else those that do are chosen.
   __device__ __forceinline__ bool suit(float2 most) {
     const bool dz_suits = dz.suits(most.x), x_suits = x.suits(most.y);
     if (!dz_suits) dz.choose(most.x);
@@ -130,6 +130,17 @@ __device__ __forceinline__ float magnitude(int most) { return __int_as_float(mos
 __device__ __forceinline__ uint2 pack_scaled(const float4& v, float factor) {
   return {pack_pair<__half>(v.x * factor, v.y * factor),
           pack_pair<__half>(v.z * factor, v.w * factor)};
+}
+
+// The largest magnitudes of operands as they are written: of pairs of fp16 values, NaN aside.
+struct Tops {
+  __half2 dz{}, x{};
+};
+__device__ __forceinline__ void raise(__half2& top, const uint2& v) {
+  const auto magnitudes = [](uint32_t pair) {
+    return __habs2(*reinterpret_cast<const __half2*>(&pair));
+  };
+  top = __hmax2(top, __hmax2(magnitudes(v.x), magnitudes(v.y)));
 }
 
 // What dz is made with, of a thread's vector of filters.
@@ -183,12 +194,12 @@ struct Place {
   }
 };
 
-// This thread's operands of a part. dz, x: its first row in a stage. first, last: of its rows, those
-// that the tile has. most: the largest values so far, see more().
-__device__ __forceinline__ void make_operands(const unsigned char* slot, unsigned char* dz,
-                                              unsigned char* x, int first, int last, bool pooled,
-                                              const Place& at, const Coefficients& k,
-                                              float2 factors, int2& most) {
+// This thread's operands of a part, before they are scaled: with_dz(offset, values) and with_x take
+// them. first, last: of the part's two rows, those that the tile has.
+template <typename DzFunction, typename XFunction>
+__device__ __forceinline__ void each_operand(const unsigned char* slot, int first, int last,
+                                             bool pooled, const Place& at, const Coefficients& k,
+                                             const DzFunction& with_dz, const XFunction& with_x) {
   const bool makes_dz = at.makes_dz && at.row >= first && at.row <= last;
   const bool makes_x = at.makes_x && at.x_row >= first && at.x_row <= last;
   // All loads first: a thread has nothing else to do while they are under way.
@@ -207,8 +218,7 @@ __device__ __forceinline__ void make_operands(const unsigned char* slot, unsigne
   }
   if (makes_x) {
     of_x = vector_at(at.x);
-    most.y = more(most.y, of_x);
-    *reinterpret_cast<uint2*>(x + at.to_x) = pack_scaled(of_x, factors.y);
+    with_x(at.to_x, of_x);
   }
   if (!makes_dz) return;
   const float through[kVector] = {g.x * k.by_grad[0], g.y * k.by_grad[1], g.z * k.by_grad[2],
@@ -225,26 +235,23 @@ __device__ __forceinline__ void make_operands(const unsigned char* slot, unsigne
       if ((other & 7u << 4 * j) == 0) made[j] += through[j];
     }
     if (e == 1 && !at.second) break;
-    const float4 result{made[0], made[1], made[2], made[3]};
-    most.x = more(most.x, result);
-    *reinterpret_cast<uint2*>(dz + at.to_dz[e]) = pack_scaled(result, factors.x);
+    with_dz(at.to_dz[e], float4{made[0], made[1], made[2], made[3]});
   }
 }
 
-// Makers' work on a part. kOnce: one round of them takes a row; else `at` is not read.
-template <bool kOnce>
-__device__ __forceinline__ void make_part(const unsigned char* slot, unsigned char* dz,
-                                          unsigned char* x, int first, int last, bool pooled,
-                                          const PlanTF32& p, const Place& at,
-                                          const Coefficients& k, float2 factors, int thread,
-                                          int2& most) {
+// The same of all rounds that makers need for a row. kOnce: it is one; else `at` is not read.
+template <bool kOnce, typename DzFunction, typename XFunction>
+__device__ __forceinline__ void each_operand(const unsigned char* slot, int first, int last,
+                                             bool pooled, const PlanTF32& p, const Place& at,
+                                             const Coefficients& k, int thread,
+                                             const DzFunction& with_dz, const XFunction& with_x) {
   if constexpr (kOnce) {
-    make_operands(slot, dz, x, first, last, pooled, at, k, factors, most);
+    each_operand(slot, first, last, pooled, at, k, with_dz, with_x);
   } else {
 #pragma unroll 1
     for (int n = 0; n < p.rounds; ++n) {
       const Place place(p, thread, n);
-      make_operands(slot, dz, x, first, last, pooled, place, k, factors, most);
+      each_operand(slot, first, last, pooled, place, k, with_dz, with_x);
     }
   }
 }
@@ -269,19 +276,30 @@ constexpr int kMaxima = 3;
 struct Maxima {
   int of_dz[kMaxima], of_x[kMaxima];
 };
-__device__ __forceinline__ int after(int turn) { return turn + 1 < kMaxima ? turn + 1 : 0; }
 
-// The largest values of all makers, who call it together and in turn.
-__device__ __forceinline__ float2 merge_maxima(int2 most, Maxima& shared, int turn, int thread) {
+// The largest of all makers, who call it together and in turn. Not of negative numbers.
+__device__ __forceinline__ int2 merge_maxima(int2 most, Maxima& shared, int& turn, int thread) {
   const int of_dz = __reduce_max_sync(~0u, most.x), of_x = __reduce_max_sync(~0u, most.y);
   if (thread % 32 == 0) {
     atomicMax(&shared.of_dz[turn], of_dz);
     atomicMax(&shared.of_x[turn], of_x);
   }
+  const int now = turn;
+  turn = turn + 1 < kMaxima ? turn + 1 : 0;
   // Those of the call before the last, which all had read when they came to the last one's barrier.
-  if (thread == 0) shared.of_dz[after(turn)] = shared.of_x[after(turn)] = 0;
+  if (thread == 0) shared.of_dz[turn] = shared.of_x[turn] = 0;
   named_barrier(kMakerBarrier, kMakerThreads);
-  return {magnitude(shared.of_dz[turn]), magnitude(shared.of_x[turn])};
+  return {shared.of_dz[now], shared.of_x[now]};
+}
+
+// Whether operands with that largest magnitude, the bits of an fp16 value, are scaled well, as far
+// as that can be seen.
+__device__ __forceinline__ bool looks_well(int top) {
+  constexpr int kLeast = (kLeastTop + 15) << 10, kInfinity = 0x7c00;
+  return top >= kLeast && top < kInfinity;
+}
+__device__ __forceinline__ int bits_of(__half2 top) {
+  return __half_as_ushort(__hmax(__low2half(top), __high2half(top)));
 }
 
 // Zeros in the rows of a stage that lie outside of the image, where other tiles have some. Called

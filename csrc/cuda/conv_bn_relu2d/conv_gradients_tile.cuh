@@ -61,8 +61,14 @@ inline bool takes_backward(const ConvBnPoolBackward& problem) {
 }
 
 inline BackwardArgs backward_args(const ConvBnPoolBackward& problem) {
-  return {problem.affine,    problem.statistics, problem.dweight, problem.dbias,
-          problem.dconstant, problem.conv.dtype, true,            true};
+  return {problem.affine,
+          problem.statistics,
+          problem.dweight,
+          problem.dbias,
+          problem.dconstant,
+          problem.conv.dtype,
+          true,
+          true};
 }
 
 // Sets the sizes that follow from rows of a tile, x_offset among them, and returns where x ends; 0
@@ -120,8 +126,8 @@ __device__ __forceinline__ Tile tile_at(const Plan& p, int number) {
   return t;
 }
 
-// The place of a tile, or of a part of one, among `places` that are taken in turn, and the parity of
-// its barriers' phase. Counted: every warp would divide by the number of places for every tile.
+// The place of a tile, or of a part of one, among `places` that are taken in turn, and the parity
+// of its barriers' phase. Counted: every warp would divide by the number of places for every tile.
 struct Turn {
   int places, place = 0;
   uint32_t phase = 0;
