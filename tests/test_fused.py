@@ -62,6 +62,48 @@ def test_matches_stock(device, dtype, shape, channels_last):
     )
 
 
+@pytest.mark.parametrize("contiguous", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_in_tf32(device, shape, contiguous):
+    """Its products are exact here but for the gradients, which lose 13 bits of 24."""
+    torch.backends.cudnn.conv.fp32_precision = "tf32"
+    (x, w, b, gamma, beta), padding = inputs(shape, device, torch.float32, whole=True)
+    if not contiguous:
+        x = x.to(memory_format=torch.channels_last)
+    tensors = w, gamma, beta
+    y = fused(x, w, b, gamma, beta, padding=padding)
+    wide = [t.detach().double().requires_grad_() for t in (w, b, gamma, beta)]
+    exact = reference(x.double(), *wide, padding=padding)
+    narrow = reference(x, w, b, gamma, beta, padding=padding)
+    assert_by_rule(y, narrow, exact)
+    dy = torch.randn_like(y)
+    for actual, stocks, expected in zip(
+        torch.autograd.grad(y, tensors, dy, retain_graph=True),
+        torch.autograd.grad(narrow, tensors, dy),
+        torch.autograd.grad(exact, (wide[0], *wide[2:]), dy.double()),
+        strict=True,
+    ):
+        assert_by_rule(actual, stocks, expected, 2**13)
+    for again, once in zip(
+        torch.autograd.grad(fused(x, w, b, gamma, beta, padding=padding), tensors, dy),
+        torch.autograd.grad(y, tensors, dy),
+        strict=True,
+    ):
+        assert torch.equal(again, once)
+    before = y.detach()
+    for value in (float("nan"), float("inf")):
+        special = x.clone()
+        special[-1, -1, 1, 1] = value
+        zeros, ones = torch.zeros_like(gamma), torch.ones_like(gamma)
+        statistics = {"mean": zeros, "var": ones, "training": False, "padding": padding}
+        out = fused(special, w, b, gamma, beta, **statistics)
+        statistics |= {"mean": zeros.double(), "var": ones.double()}
+        expected = reference(special.double(), *wide, **statistics)
+        assert torch.equal(out.isnan(), expected.isnan())
+        assert torch.equal(out.isinf(), expected.isinf())
+    assert torch.equal(fused(x, w, b, gamma, beta, padding=padding), before)
+
+
 @pytest.mark.parametrize("kind", ["offset", "smooth", "zero-sum filters", "constant"])
 def test_badly_conditioned_inputs(device, kind):
     """Statistics from moments square the conditioning: fp64 sums have to make up for it."""
@@ -307,7 +349,7 @@ def test_the_tests_reject_a_wrong_kernel(device):
     class Wrong(ConvBnReLUMaxPool2d):
         @staticmethod
         def backward(ctx, grad_output, *_):
-            ctx.settings = ctx.settings[0], False, ctx.settings[2]
+            ctx.settings = ctx.settings[0], False, *ctx.settings[2:]
             return ConvBnReLUMaxPool2d.backward(ctx, grad_output)
 
     args, _ = inputs((2, 1, 8, 8, 4, 3, 0), device, torch.float32)

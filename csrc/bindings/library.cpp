@@ -152,11 +152,11 @@ STABLE_TORCH_LIBRARY(braze, m) {
       "conv_bn_relu_max_pool2d(Tensor input, Tensor weight, Tensor? conv_bias, Tensor? bn_weight, "
       "Tensor? bn_bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
       "Tensor(c!)? num_batches_tracked, int[2] padding, bool training, float? momentum, float eps, "
-      "Tensor? moments=None) -> (Tensor, Tensor, Tensor)");
+      "Tensor? moments=None, bool allow_tf32=False) -> (Tensor, Tensor, Tensor)");
   m.def(
       "conv_bn_relu_max_pool2d_backward(Tensor grad_output, Tensor input, Tensor weight, "
       "Tensor? bn_weight, Tensor codes, Tensor saved, int[2] padding, bool training, "
-      "ScalarType? bn_dtype) -> (Tensor, Tensor, Tensor, Tensor)");
+      "ScalarType? bn_dtype, bool allow_tf32=False) -> (Tensor, Tensor, Tensor, Tensor)");
 
   // gather
   m.def(

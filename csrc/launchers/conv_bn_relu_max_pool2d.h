@@ -24,6 +24,7 @@ struct SmallKShape {
   int64_t pad_h, pad_w;
   int64_t p, q;        // convolution output extents
   bool channels_last;  // layout of the pooled output and of its gradient
+  bool allow_tf32;     // fp32 may be multiplied as TF32
 };
 
 // The filters that CUDA has kernels for, which are those that Python sends here.

@@ -11,7 +11,7 @@ namespace {
 constexpr const char* kOp = "conv_bn_relu_max_pool2d";
 
 SmallKShape small_k_shape(const Tensor& input, const Tensor& weight,
-                          const std::vector<int64_t>& padding) {
+                          const std::vector<int64_t>& padding, bool allow_tf32) {
   const DType dtype = dtype_of(kOp, "input", input);
   check_same_dtype(kOp, "weight", weight, "input", input);
   check_same_device(kOp, "weight", weight, "input", input);
@@ -25,6 +25,7 @@ SmallKShape small_k_shape(const Tensor& input, const Tensor& weight,
               input.size(1));
   SmallKShape a = patches_of(input, dtype, weight.size(2), weight.size(3), padding[0], padding[1]);
   a.k = weight.size(0);
+  a.allow_tf32 = allow_tf32;
   BRAZE_CHECK(a.p >= 2 && a.q >= 2 && a.n > 0 && a.k > 0, kOp,
               ": expected at least one pooled output, but got input ", shape_string(input),
               ", weight ", shape_string(weight), ", padding (", a.pad_h, ", ", a.pad_w, ")");
@@ -78,8 +79,9 @@ std::tuple<Tensor, Tensor, Tensor> conv_bn_relu_max_pool2d(
     const std::optional<Tensor>& bn_weight, const std::optional<Tensor>& bn_bias,
     std::optional<Tensor> running_mean, std::optional<Tensor> running_var,
     std::optional<Tensor> num_batches_tracked, std::vector<int64_t> padding, bool training,
-    std::optional<double> momentum, double eps, const std::optional<Tensor>& moments) {
-  const SmallKShape a = small_k_shape(input, weight, padding);
+    std::optional<double> momentum, double eps, const std::optional<Tensor>& moments,
+    bool allow_tf32) {
+  const SmallKShape a = small_k_shape(input, weight, padding, allow_tf32);
   SmallKNorm norm =
       small_k_norm(a, input, conv_bias, bn_weight, bn_bias, running_mean, running_var);
   BRAZE_CHECK(training || running_mean, kOp, ": evaluation needs running_mean and running_var");
@@ -123,8 +125,9 @@ std::tuple<Tensor, Tensor, Tensor> conv_bn_relu_max_pool2d(
 std::tuple<Tensor, Tensor, Tensor, Tensor> conv_bn_relu_max_pool2d_backward(
     const Tensor& grad_output, const Tensor& input, const Tensor& weight,
     const std::optional<Tensor>& bn_weight, const Tensor& codes, const Tensor& saved,
-    std::vector<int64_t> padding, bool training, std::optional<ScalarType> bn_dtype) {
-  SmallKShape a = small_k_shape(input, weight, padding);
+    std::vector<int64_t> padding, bool training, std::optional<ScalarType> bn_dtype,
+    bool allow_tf32) {
+  SmallKShape a = small_k_shape(input, weight, padding, allow_tf32);
   SmallKNorm norm =
       small_k_norm(a, input, std::nullopt, bn_weight, std::nullopt, std::nullopt, std::nullopt);
   norm.training = training;

@@ -1,7 +1,8 @@
 // Backward of conv_bn_relu_max_pool2d.h in two launches: one pass over the pooled gradient that
-// sums Q and S1 (a partial sum for each block, in fp64), then the formulas. 16-bit gradients go
-// through the tensor cores, others through multiply-adds with a lane for each filter.
-#include "small_k_backward_tensor.cuh"
+// sums Q and S1 (a partial sum for each block, in fp64), then the formulas. 16-bit gradients, and
+// fp32's where TF32 is allowed, go through the tensor cores, others through multiply-adds with a
+// lane for each filter.
+#include "small_k_backward_tf32.cuh"
 
 namespace braze::cuda {
 namespace {
@@ -224,15 +225,26 @@ void small_k_backward(Stream stream, const SmallKShape& a, const SmallKNorm& nor
         check_launch("small_k backward");
       };
       const int staged = 2 * tiling.staged(Tp::C);
-      if constexpr (sizeof(T) == 2) {
-        const int shared = static_cast<int>((staged + 2) * sizeof(uint32_t));
-        launch(a.channels_last ? backward_tensor_kernel<Tp, T, true>
-                               : backward_tensor_kernel<Tp, T, false>,
-               std::max(shared, tensor_dump_bytes<Tp>(tiling)));
-      } else {
+      const int of_tensors = std::max(static_cast<int>((staged + 2) * sizeof(uint32_t)),
+                                      tensor_dump_bytes<Tp>(tiling));
+      const auto launch_scalar = [&] {
         launch(a.channels_last ? backward_scalar_kernel<Tp, T, true>
                                : backward_scalar_kernel<Tp, T, false>,
                staged * static_cast<int>(sizeof(T)));
+      };
+      if constexpr (sizeof(T) == 2) {
+        launch(a.channels_last ? backward_tensor_kernel<Tp, T, true>
+                               : backward_tensor_kernel<Tp, T, false>,
+               of_tensors);
+      } else if constexpr (std::is_same_v<T, float>) {
+        if (a.allow_tf32) {
+          launch(a.channels_last ? backward_tf32_kernel<Tp, true> : backward_tf32_kernel<Tp, false>,
+                 of_tensors);
+        } else {
+          launch_scalar();
+        }
+      } else {
+        launch_scalar();
       }
       const int64_t pitch = int64_t{grid.y} * kFilters * (Tp::K + 1);
       launch_early(backward_finalize_kernel<Tp, T>, static_cast<unsigned>(a.k), kFinalizeThreads, 0,

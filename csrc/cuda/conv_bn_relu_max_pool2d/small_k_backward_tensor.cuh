@@ -71,6 +71,32 @@ __device__ __forceinline__ uint32_t spread(uint32_t first, uint32_t second) {
   return mask;
 }
 
+// The block's sums of a tensor-core kernel, warp after warp, to its place. dump: shared memory of
+// tensor_dump_bytes.
+template <typename Tp, int kRowTiles>
+__device__ __forceinline__ void store_sums(const Tiling& tiling,
+                                           const float (&sum)[kRowTiles][kFilterTiles][4],
+                                           float* dump, double* __restrict__ partial) {
+  constexpr int kSums = Tp::K + 1, kPitch = kFilters + 1;  // dump[warps][16 * kRowTiles][kPitch]
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kRowTiles * kFilterTiles * 4; ++i) {
+    const int tile = i / (4 * kFilterTiles), column = i / 4 % kFilterTiles, e = i % 4;
+    const int row = 16 * tile + g + e / 2 * 8, filter = 4 * (2 * t + e % 2) + column;
+    dump[(warp * 16 * kRowTiles + row) * kPitch + filter] = sum[tile][column][e];
+  }
+  __syncthreads();
+  partial += (int64_t{blockIdx.x} * gridDim.y + blockIdx.y) * kFilters * kSums;
+  for (int i = threadIdx.x; i < kFilters * kSums; i += blockDim.x) {
+    double total = 0;
+    for (int v = 0; v < tiling.warps; ++v) {
+      total += dump[(v * 16 * kRowTiles + i % kSums) * kPitch + i / kSums];
+    }
+    partial[i] = total;
+  }
+}
+
 // Sums over 16 outputs at a time on tensor cores: (patches and a row of ones, transposed) x
 // gradients, once for each of the four positions, with gradients that are zero where the maximum is
 // elsewhere. Words of the staged input hold two adjacent values, so that a load serves the two
@@ -174,25 +200,7 @@ __global__ void __launch_bounds__(32 * kMaxTileWarps, kResident)
     buffer = size - buffer;  // one barrier a tile is enough
   }
 
-  // The block's sums, warp after warp.
-  constexpr int kPitch = kFilters + 1;
-  float* const dump = reinterpret_cast<float*>(shared_bytes);  // [warps][16 * kRowTiles][kPitch]
-  __syncthreads();
-#pragma unroll
-  for (int i = 0; i < kRowTiles * kFilterTiles * 4; ++i) {
-    const int tile = i / (4 * kFilterTiles), column = i / 4 % kFilterTiles, e = i % 4;
-    const int row = 16 * tile + g + e / 2 * 8, filter = 4 * (2 * t + e % 2) + column;
-    dump[(warp * 16 * kRowTiles + row) * kPitch + filter] = sum[tile][column][e];
-  }
-  __syncthreads();
-  partial += (int64_t{blockIdx.x} * gridDim.y + blockIdx.y) * kFilters * kSums;
-  for (int i = threadIdx.x; i < kFilters * kSums; i += blockDim.x) {
-    double total = 0;
-    for (int v = 0; v < tiling.warps; ++v) {
-      total += dump[(v * 16 * kRowTiles + i % kSums) * kPitch + i / kSums];
-    }
-    partial[i] = total;
-  }
+  store_sums<Tp>(tiling, sum, reinterpret_cast<float*>(shared_bytes), partial);
 }
 
 template <typename Tp>

@@ -146,14 +146,14 @@ __device__ __forceinline__ void store_results(const Tiling& tiling, const Place<
   }
 }
 
-template <typename Tp, typename T, bool kChannelsLast>
-__global__ void __launch_bounds__(32 * kMaxTileWarps, Products<Tp, T>::kBlocks)
+template <typename Tp, typename T, bool kTF32, bool kChannelsLast>
+__global__ void __launch_bounds__(32 * kMaxTileWarps, Products<Tp, T, kTF32>::kBlocks)
     forward_kernel(const __grid_constant__ SmallKShape a, const __grid_constant__ SmallKNorm norm,
                    const __grid_constant__ Tiling tiling, const T* x, const T* w,
                    const double* partial, int sets, double* __restrict__ saved, T* __restrict__ y,
                    uint32_t* __restrict__ codes) {
   using A = acc_t<T>;
-  using P = Products<Tp, T>;
+  using P = Products<Tp, T, kTF32>;
   using Staged = typename P::Staged;
   __shared__ Filters<Tp, A> filters;
   __shared__ typename P::Shared shared_products;
@@ -175,7 +175,7 @@ __global__ void __launch_bounds__(32 * kMaxTileWarps, Products<Tp, T>::kBlocks)
   Staged* input = staged;
   for (; index < tiling.tiles; index += gridDim.x) {
     const Tile tile(tiling, index);
-    loader.store(tile, [&](int i, T value) { input[i] = convert<Staged>(value); });
+    loader.store(tile, [&](int i, T value) { input[i] = P::stage(value); });
     const int next = index + static_cast<int>(gridDim.x);
     if (next < tiling.tiles) loader.load(Tile(tiling, next));
     __syncthreads();
@@ -270,19 +270,33 @@ void small_k_forward(Stream stream, const SmallKShape& a, const SmallKNorm& norm
     using T = typename decltype(tag)::type;
     dispatch_taps(a, [&](auto taps) {
       using Tp = decltype(taps);
-      using Staged = typename Products<Tp, T>::Staged;
-      const int64_t groups = filter_groups(a);
-      const Tiling tiling(a, Squares::pooled(a), wanted_tiles(groups), sizeof(Staged));
-      const int blocks = std::min(tiling.tiles, Products<Tp, T>::kBlocks * sm_count());
-      const dim3 grid(blocks, static_cast<unsigned>(groups));
-      // Small tiles: more warps than they have groups, for the sake of prepare_filters().
-      const int warps = tiling.groups <= kMaxTileWarps ? kMaxTileWarps : tiling.warps;
-      const auto kernel =
-          a.channels_last ? forward_kernel<Tp, T, true> : forward_kernel<Tp, T, false>;
-      launch_early(kernel, grid, 32 * warps, 2 * tiling.staged(Tp::C) * sizeof(Staged), stream, a,
-                   norm, tiling, static_cast<const T*>(x), static_cast<const T*>(w), moments, sets,
-                   saved, static_cast<T*>(y), codes);
-      check_launch("small_k forward");
+      const auto launch = [&](auto tf32) {
+        constexpr bool kTF32 = decltype(tf32)::value;
+        using P = Products<Tp, T, kTF32>;
+        const int64_t groups = filter_groups(a);
+        const Tiling tiling(a, Squares::pooled(a), wanted_tiles(groups),
+                            sizeof(typename P::Staged));
+        const int blocks = std::min(tiling.tiles, P::kBlocks * sm_count());
+        const dim3 grid(blocks, static_cast<unsigned>(groups));
+        // Small tiles: more warps than they have groups, for the sake of prepare_filters().
+        const int warps = tiling.groups <= kMaxTileWarps ? kMaxTileWarps : tiling.warps;
+        const auto kernel = a.channels_last ? forward_kernel<Tp, T, kTF32, true>
+                                            : forward_kernel<Tp, T, kTF32, false>;
+        launch_early(kernel, grid, 32 * warps,
+                     2 * tiling.staged(Tp::C) * sizeof(typename P::Staged), stream, a, norm, tiling,
+                     static_cast<const T*>(x), static_cast<const T*>(w), moments, sets, saved,
+                     static_cast<T*>(y), codes);
+        check_launch("small_k forward");
+      };
+      if constexpr (std::is_same_v<T, float>) {
+        if (a.allow_tf32) {
+          launch(std::true_type{});
+        } else {
+          launch(std::false_type{});
+        }
+      } else {
+        launch(std::false_type{});
+      }
       const int64_t statistics = a.k * static_cast<int64_t>(sizeof(double));
       note_ordering_kernel(stream,
                            {{y, a.n * a.k * (a.p / 2) * (a.q / 2) * size_of(a.dtype)},

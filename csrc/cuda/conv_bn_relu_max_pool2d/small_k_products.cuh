@@ -17,6 +17,8 @@ class TensorProducts {
   static constexpr int kFragments = 4 * Tp::kSteps * 4;  // position, step, tile
   using Shared = uint2[kFragments][32];
 
+  static __device__ __forceinline__ T stage(T value) { return value; }
+
   // Called by all threads; a barrier has to follow before the constructor.
   static __device__ __forceinline__ void prepare(const Filters<Tp, float>& filters,
                                                  Shared& fragments) {
@@ -82,6 +84,72 @@ class TensorProducts {
   uint32_t window_[Tp::kSteps][4];
 };
 
+// The same in TF32: steps are half as deep, and a lane has single values of a window.
+template <typename Tp>
+class TF32Products {
+ public:
+  using Staged = float;
+  static constexpr int kBlocks = 2;
+  static constexpr int kSteps = (Tp::kWin + 7) / 8, kFragments = 4 * kSteps * 4;
+  using Shared = uint2[kFragments][32];
+
+  static __device__ __forceinline__ float stage(float value) {
+    return __uint_as_float(round_tf32(__float_as_uint(value)));
+  }
+
+  static __device__ __forceinline__ void prepare(const Filters<Tp, float>& filters,
+                                                 Shared& fragments) {
+    for (int i = threadIdx.x; i < kFragments * 32; i += blockDim.x) {
+      const int lane = i % 32, tile = i / 32 % 4, step = i / 128 % kSteps, j = i / (128 * kSteps);
+      const int filter = 8 * (lane / 8) + 2 * tile + lane / 4 % 2;
+      uint32_t pair[2];
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int tap = Tp::tap(8 * step + lane % 4 + 4 * e, j);
+        pair[e] = round_tf32(__float_as_uint(tap < 0 ? 0.0f : filters.weights[filter][tap]));
+      }
+      fragments[i / 32][lane] = {pair[0], pair[1]};
+    }
+  }
+
+  __device__ __forceinline__ TF32Products(const Tiling& tiling, const Filters<Tp, float>&,
+                                          const Shared& fragments)
+      : fragments_(fragments) {
+#pragma unroll
+    for (int i = 0; i < 2 * kSteps; ++i) {
+      const int e = 4 * i + threadIdx.x % 4;
+      place_[i] = e < Tp::kWin ? staged_offset<Tp>(tiling, e) : -1;
+    }
+  }
+
+  __device__ __forceinline__ void load(const float* staged, const int (&corner)[2]) {
+#pragma unroll
+    for (int i = 0; i < 2 * kSteps; ++i) {
+#pragma unroll
+      for (int o = 0; o < 2; ++o) {
+        const float value = staged[corner[o] + max(place_[i], 0)];
+        window_[i / 2][i % 2 * 2 + o] = place_[i] < 0 ? 0 : __float_as_uint(value);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void products(int tile, float (&z)[4][4]) const {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const uint2 b = fragments_[(j * kSteps + step) * 4 + tile][threadIdx.x % 32];
+        mma_m16n8<float>(z[j], window_[step], {b.x, b.y});
+      }
+    }
+  }
+
+ private:
+  const Shared& fragments_;
+  int place_[2 * kSteps];
+  uint32_t window_[kSteps][4];
+};
+
 // The same by multiply-adds, in fp32 or fp64.
 template <typename Tp, typename T>
 class ScalarProducts {
@@ -90,6 +158,7 @@ class ScalarProducts {
   using Shared = int;
   static constexpr int kBlocks = Tp::kWin * sizeof(T) <= 64 ? 2 : 1;
 
+  static __device__ __forceinline__ T stage(T value) { return value; }
   static __device__ __forceinline__ void prepare(const Filters<Tp, T>&, Shared&) {}
 
   __device__ __forceinline__ ScalarProducts(const Tiling& tiling, const Filters<Tp, T>& filters,
@@ -146,7 +215,9 @@ class ScalarProducts {
   T window_[2][kInRegisters ? Tp::kWin : 1];
 };
 
-template <typename Tp, typename T>
-using Products = std::conditional_t<sizeof(T) == 2, TensorProducts<Tp, T>, ScalarProducts<Tp, T>>;
+template <typename Tp, typename T, bool kTF32>
+using Products =
+    std::conditional_t<sizeof(T) == 2, TensorProducts<Tp, T>,
+                       std::conditional_t<kTF32, TF32Products<Tp>, ScalarProducts<Tp, T>>>;
 
 }  // namespace braze::cuda::small_k

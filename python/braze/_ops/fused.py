@@ -46,23 +46,26 @@ class ConvBnReLUMaxPool2d(torch.autograd.Function):
     was, and the moments of the input patches."""
 
     @staticmethod
-    def forward(ctx, input, weight, bias, bn_weight, bn_bias, mean, var, batches, *settings):
+    def forward(
+        ctx, input, weight, bias, bn_weight, bn_bias, mean, var, batches, padding, training,
+        momentum, eps, moments=None, allow_tf32=False
+    ):  # fmt: skip
         if ctx.needs_input_grad[0]:
             raise RuntimeError(
                 "braze::conv_bn_relu_max_pool2d has no gradient for its input; "
                 "braze.nn.functional.conv_bn_relu_max_pool2d has"
             )
-        padding, training, *_ = settings
         with below_autograd():
-            output, codes, moments = _run(
-                input, weight, bias, bn_weight, bn_bias, mean, var, batches, *settings
-            )
+            output, codes, saved = _run(
+                input, weight, bias, bn_weight, bn_bias, mean, var, batches, padding, training,
+                momentum, eps, moments, allow_tf32
+            )  # fmt: skip
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(codes, moments)
-        ctx.save_for_backward(input, weight, bn_weight, codes, moments)
+        ctx.mark_non_differentiable(codes, saved)
+        ctx.save_for_backward(input, weight, bn_weight, codes, saved)
         ctx.conv_bias = bias
-        ctx.settings = padding, training, None if bn_bias is None else bn_bias.dtype
-        return output, codes, moments
+        ctx.settings = padding, training, None if bn_bias is None else bn_bias.dtype, allow_tf32
+        return output, codes, saved
 
     @staticmethod
     def backward(ctx, grad_output, *_):
@@ -88,8 +91,9 @@ def _unpack(codes, shape):
 
 
 def _gradients(
-    conv_bias, grad_output, input, weight, bn_weight, codes, moments, padding, training, bn_dtype
-):
+    conv_bias, grad_output, input, weight, bn_weight, codes, moments, padding, training, bn_dtype,
+    allow_tf32=False
+):  # fmt: skip
     """The backward in torch's ops, to be differentiated by them: of all parameters."""
     k, dtype = weight.shape[0], weight.dtype
     acc = torch.float64 if dtype == torch.float64 else torch.float32
@@ -131,7 +135,9 @@ def _forward_fake(input, weight, bias, bn_weight, bn_bias, mean, var, batches, p
     return output, codes, input.new_empty(taps + taps * taps + 2 * k, dtype=torch.float64)
 
 
-def _backward_fake(grad_output, input, weight, bn_weight, codes, moments, padding, training, dtype):
+def _backward_fake(
+    grad_output, input, weight, bn_weight, codes, moments, padding, training, dtype, *_
+):
     k = weight.shape[0]
     parameters = dtype or (input.dtype if bn_weight is None else bn_weight.dtype)
     return (
@@ -282,15 +288,16 @@ def as_one_op(
 
 def _small_k(tensors, buffers, padding, norm):
     op = _ops.conv_bn_relu_max_pool2d.default
+    allow_tf32 = _config.allow_tf32("conv2d", tensors[0])
     if torch.compiler.is_compiling():
-        return op(*tensors, *buffers, list(padding), *norm)[0]
+        return op(*tensors, *buffers, list(padding), *norm, None, allow_tf32)[0]
     moments = None
     # momentum=None counts batches where the moments are summed
     scope = current.scope
     training, momentum, _ = norm
     if scope is not None and training and momentum is not None:
         moments = scope.patch_moments(*tensors[:2], padding)
-    return _forward(*tensors, *buffers, list(padding), *norm, moments)[0]
+    return _forward(*tensors, *buffers, list(padding), *norm, moments, allow_tf32)[0]
 
 
 def conv_bn_relu2d(
