@@ -244,3 +244,52 @@ def test_the_tests_reject_a_wrong_kernel(device, dtype):
     a, b = randn(20, 500, device=device, dtype=dtype), randn(500, 20, device=device, dtype=dtype)
     with pytest.raises(AssertionError, match="error"):
         check_against_stock(wrong, torch.matmul, [a, b])
+
+
+# rows, inputs, outputs: a classifier's last layer, whose gradients come from one pass over the rows
+# on a GPU. Rows left over, columns of several blocks, odd ones, which no vector takes.
+NARROW = [
+    (129, 2, 1),
+    (200, 84, 3),
+    (1000, 128, 10),
+    (5000, 130, 11),
+    (333, 1026, 16),
+    (20000, 64, 4),
+    (300, 33, 10),
+    (0, 128, 10),
+]
+
+
+@pytest.mark.parametrize("tf32", [False, True])
+@pytest.mark.parametrize("shape", NARROW, ids=str)
+def test_gradients_of_few_outputs(device, dtype, shape, tf32):
+    if tf32:
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+    rows, inputs, outputs = shape
+    # Not around zero: in float64 sums that cancel would be far off, relative to themselves.
+    x, w, dy = (
+        (torch.randn(size, device=device) + 1).to(dtype)
+        for size in ((rows, inputs), (outputs, inputs), (rows, outputs))
+    )
+    backward = torch.ops.braze.linear_backward
+    grads = backward(dy, x, w, [True] * 3)
+    for once, again in zip(grads, backward(dy, x, w, [True] * 3), strict=True):
+        assert torch.equal(once, again)
+
+    def stocks(wide):
+        args = [t.to(wide).requires_grad_() for t in (x, w)]
+        bias = torch.zeros(outputs, device=device, dtype=wide, requires_grad=True)
+        return torch.autograd.grad(stock.linear(*args, bias), (*args, bias), dy.to(wide))
+
+    for actual, narrow, exact in zip(grads, stocks(dtype), stocks(torch.float64), strict=True):
+        assert_by_rule(actual, narrow, exact, terms=max(rows, outputs))
+    if rows:
+        for value in (float("nan"), float("inf")):
+            dy[rows // 2, -1] = value
+            dx, dw, db = backward(dy, x, w, [True] * 3)
+            assert dx[rows // 2].isfinite().logical_not().all()
+            assert dx.isfinite().sum() == dx.numel() - inputs
+            assert dw[:-1].isfinite().all()
+            assert db[:-1].isfinite().all()
+            assert not db[-1].isfinite()
+            assert not dw[-1].isfinite().any()

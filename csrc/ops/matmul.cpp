@@ -4,6 +4,8 @@
 
 #include <algorithm>
 
+#include "launchers/narrow_linear.h"
+#include "ops/branch.h"
 #include "ops/matmul_decision.h"
 
 namespace braze {
@@ -258,6 +260,38 @@ void check_of_output_shape(const char* op, const char* arg, const Tensor& t, con
               shape_string(input), " and weight ", shape_string(weight));
 }
 
+// All gradients of a layer of few outputs from one pass over its rows, on a GPU; false where there
+// is no kernel for that, or a faster way.
+bool from_one_pass([[maybe_unused]] const DeviceContext& context, [[maybe_unused]] DType dtype,
+                   [[maybe_unused]] const Tensor& dy, [[maybe_unused]] const Tensor& input,
+                   [[maybe_unused]] const Tensor& weight, [[maybe_unused]] Tensor& grad_input,
+                   [[maybe_unused]] Tensor& grad_weight, [[maybe_unused]] Tensor& grad_bias) {
+#ifdef BRAZE_CUDA
+  if (!input.is_contiguous() || !weight.is_contiguous() || input.numel() == 0) return false;
+  const NarrowLinearGradArgs args{dtype,
+                                  input.numel() / weight.size(1),
+                                  weight.size(1),
+                                  weight.size(0),
+                                  input.const_data_ptr(),
+                                  dy.const_data_ptr(),
+                                  weight.const_data_ptr(),
+                                  grad_input.mutable_data_ptr(),
+                                  grad_weight.mutable_data_ptr(),
+                                  grad_bias.mutable_data_ptr()};
+  if (!dev::narrow_linear_gradients_pay(args)) return false;
+  const Stream stream = context.stream();
+  const Workspace workspace(dev::narrow_linear_gradients_workspace_bytes(args), input);
+  dev::narrow_linear_gradients(stream, args, workspace.data());
+  // Nobody needs the parameters' before the update.
+  const std::optional<Stream> aside = Branch(stream, true, true).begin_sums();
+  dev::finish_narrow_linear_gradients(aside.value_or(stream), args, workspace.data());
+  if (aside) keep_until_join({workspace.memory()}, {grad_weight, grad_bias});
+  return true;
+#else
+  return false;
+#endif
+}
+
 // The gradients of linear, or with the result of a ReLU given, of both: one pass over grad_output
 // makes the gradient that passes the ReLU, and the bias's.
 std::tuple<Tensor, Tensor, Tensor> gradients(const char* op, const Tensor& grad_output,
@@ -293,6 +327,10 @@ std::tuple<Tensor, Tensor, Tensor> gradients(const char* op, const Tensor& grad_
   void* const bias_data = output_mask[2] ? grad_bias.mutable_data_ptr() : nullptr;
   const void* const result_data = result ? dense_result.const_data_ptr() : nullptr;
   if (in_one_launch(passed, result_data, bias_data)) return {grad_input, grad_weight, grad_bias};
+  if (own && !result && output_mask[0] && output_mask[1] && output_mask[2] &&
+      from_one_pass(context, dtype, passed, input, weight, grad_input, grad_weight, grad_bias)) {
+    return {grad_input, grad_weight, grad_bias};
+  }
   if (passed.numel() == 0) {
     if (output_mask[2]) TORCH_ERROR_CODE_CHECK(aoti_torch_zero_(grad_bias.get()));
   } else if (result || output_mask[2]) {

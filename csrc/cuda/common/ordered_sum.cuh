@@ -25,10 +25,12 @@ __device__ __forceinline__ Acc block_sum(Acc v) {
 constexpr int kSumColumns = 32, kSumRows = 8;
 
 // out[i] = sum over s of partial[s * n + i], added up in fp64: there are few terms, and they are
-// the last chance to lose accuracy. kSumRows threads share out the terms of a sum.
+// the last chance to lose accuracy. kSumRows threads share out the terms of a sum. The last sums,
+// from number `first_last` on, go to `last`.
 template <typename T>
 __global__ void __launch_bounds__(kSumColumns* kSumRows)
-    ordered_sum_kernel(const acc_t<T>* partial, int splits, int64_t n, T* __restrict__ out) {
+    ordered_sum_kernel(const acc_t<T>* partial, int splits, int64_t n, T* __restrict__ out,
+                       int64_t first_last, T* __restrict__ last) {
   wait_for_earlier_kernels();
   __shared__ double parts[kSumRows][kSumColumns];
   const int64_t stride = int64_t{gridDim.x} * kSumColumns;
@@ -43,17 +45,21 @@ __global__ void __launch_bounds__(kSumColumns* kSumRows)
     __syncthreads();
     if (threadIdx.y == 0 && i < n) {
       for (int row = 1; row < kSumRows; ++row) sum += parts[row][threadIdx.x];
-      out[i] = convert<T>(static_cast<acc_t<T>>(sum));
+      T* const to = i < first_last ? out + i : last + (i - first_last);
+      *to = convert<T>(static_cast<acc_t<T>>(sum));
     }
     __syncthreads();  // the next columns write `parts` again
   }
 }
 
+// last: of as many sums behind the n of `out`.
 template <typename T>
-void launch_ordered_sum(Stream stream, const acc_t<T>* partial, int splits, int64_t n, T* out) {
-  const int blocks = grid_stride_blocks(n, kSumColumns);
+void launch_ordered_sum(Stream stream, const acc_t<T>* partial, int splits, int64_t n, T* out,
+                        int64_t last_sums = 0, T* last = nullptr) {
+  const int64_t sums = n + last_sums;
+  const int blocks = grid_stride_blocks(sums, kSumColumns);
   launch_early(ordered_sum_kernel<T>, blocks, dim3(kSumColumns, kSumRows), 0, stream, partial,
-               splits, n, out);
+               splits, sums, out, n, last);
   check_launch("ordered_sum");
 }
 
