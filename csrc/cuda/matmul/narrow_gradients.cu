@@ -11,9 +11,9 @@ namespace braze::cuda {
 namespace {
 
 constexpr int kMostOutputs = 16;
-constexpr int kThreads = 256, kWidth = 2;                      // columns of a thread
-constexpr int kColumns = 128, kLanes = kColumns / kWidth;      // of a block; threads to a row
-constexpr int kGroups = kThreads / kLanes;                     // rows at a time
+constexpr int kThreads = 256, kWidth = 2;                  // columns of a thread
+constexpr int kColumns = 128, kLanes = kColumns / kWidth;  // of a block; threads to a row
+constexpr int kGroups = kThreads / kLanes;                 // rows at a time
 constexpr int kRows = 64, kAhead = 4;  // rows of dy in shared memory; of x in flight in a thread
 
 struct Layer {
@@ -48,9 +48,8 @@ __global__ void __launch_bounds__(kThreads)
     const int rows = min(kRows, end - first);
     for (int i = threadIdx.x; i < rows * kOutputs; i += kThreads) {
       const int row = i / kOutputs, f = i % kOutputs;
-      grads[row][f] = f < layer.outputs
-                          ? convert<float>(dy[int64_t{first + row} * layer.outputs + f])
-                          : 0.0f;
+      grads[row][f] =
+          f < layer.outputs ? convert<float>(dy[int64_t{first + row} * layer.outputs + f]) : 0.0f;
     }
     __syncthreads();
     if (threadIdx.x < kOutputs) {
@@ -63,8 +62,8 @@ __global__ void __launch_bounds__(kThreads)
       for (int a = 0; a < kAhead; ++a) {
         const int row = from + a * kGroups;
         if (row >= rows) break;
-        values[a] = *reinterpret_cast<const Vec<T, kWidth>*>(
-            x + offset + int64_t{row} * layer.columns);
+        values[a] =
+            *reinterpret_cast<const Vec<T, kWidth>*>(x + offset + int64_t{row} * layer.columns);
       }
 #pragma unroll
       for (int a = 0; a < kAhead; ++a) {
@@ -188,8 +187,8 @@ void finish_narrow_linear_gradients(Stream stream, const NarrowLinearGradArgs& a
   const auto* const parts = static_cast<const float*>(workspace);
   dispatch_float(args.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    launch_ordered_sum(stream, parts, splits, args.outputs * args.columns,
-                       static_cast<T*>(args.dw), args.outputs, static_cast<T*>(args.bias));
+    launch_ordered_sum(stream, parts, splits, args.outputs * args.columns, static_cast<T*>(args.dw),
+                       args.outputs, static_cast<T*>(args.bias));
   });
 }
 
