@@ -326,8 +326,8 @@ bool make_plan(const ConvBnPoolBackward& problem, PlanTF32& p) {
 }
 
 const KernelEntry kEntry(
-    {"conv_bn_relu2d", "conv_gradients_tf32", "float32 (TF32)", "sm_90a", true,
-     "conv_gradients with fp32 operands as scaled fp16, which has TF32's mantissa"});
+    {"conv_bn_relu2d", "conv_gradients_tf32", "float32", "sm_90a", true,
+     "conv_gradients in TF32: fp32 operands as scaled fp16, which has its mantissa"});
 
 }  // namespace
 

@@ -57,6 +57,15 @@ void dispatch_taps(const SmallKShape& a, F&& f) {
   throw std::runtime_error("small_k: no kernel for these filter extents");
 }
 
+// Calls f(whether fp32 is multiplied as TF32), for elements of T.
+template <typename T, typename F>
+void dispatch_tf32(const SmallKShape& a, F&& f) {
+  if constexpr (std::is_same_v<T, float>) {
+    if (a.allow_tf32) return f(std::true_type{});
+  }
+  f(std::false_type{});
+}
+
 // 2x2 squares of convolution outputs: where the first begins, and how many there are.
 struct Squares {
   int row, column, rows, columns;

@@ -128,6 +128,17 @@ __global__ void __launch_bounds__(32 * kMaxTileWarps, Tp::K * sizeof(T) <= 36 ? 
   }
 }
 
+template <typename Tp, typename T, bool kTF32, bool kChannelsLast>
+constexpr auto sums_kernel() {
+  if constexpr (sizeof(T) == 2) {
+    return backward_tensor_kernel<Tp, T, kChannelsLast>;
+  } else if constexpr (kTF32) {
+    return backward_tf32_kernel<Tp, kChannelsLast>;
+  } else {
+    return backward_scalar_kernel<Tp, T, kChannelsLast>;
+  }
+}
+
 // A block per filter: sums the partial Q and S1, then the formulas of conv_bn_relu_max_pool2d.h.
 // `pitch`: sums in a block's partial.
 template <typename Tp, typename T>
@@ -227,25 +238,12 @@ void small_k_backward(Stream stream, const SmallKShape& a, const SmallKNorm& nor
       const int staged = 2 * tiling.staged(Tp::C);
       const int of_tensors = std::max(static_cast<int>((staged + 2) * sizeof(uint32_t)),
                                       tensor_dump_bytes<Tp>(tiling));
-      const auto launch_scalar = [&] {
-        launch(a.channels_last ? backward_scalar_kernel<Tp, T, true>
-                               : backward_scalar_kernel<Tp, T, false>,
-               staged * static_cast<int>(sizeof(T)));
-      };
-      if constexpr (sizeof(T) == 2) {
-        launch(a.channels_last ? backward_tensor_kernel<Tp, T, true>
-                               : backward_tensor_kernel<Tp, T, false>,
-               of_tensors);
-      } else if constexpr (std::is_same_v<T, float>) {
-        if (a.allow_tf32) {
-          launch(a.channels_last ? backward_tf32_kernel<Tp, true> : backward_tf32_kernel<Tp, false>,
-                 of_tensors);
-        } else {
-          launch_scalar();
-        }
-      } else {
-        launch_scalar();
-      }
+      dispatch_tf32<T>(a, [&](auto tf32) {
+        constexpr bool kTF32 = decltype(tf32)::value;
+        launch(a.channels_last ? sums_kernel<Tp, T, kTF32, true>()
+                               : sums_kernel<Tp, T, kTF32, false>(),
+               kTF32 || sizeof(T) == 2 ? of_tensors : staged * static_cast<int>(sizeof(T)));
+      });
       const int64_t pitch = int64_t{grid.y} * kFilters * (Tp::K + 1);
       launch_early(backward_finalize_kernel<Tp, T>, static_cast<unsigned>(a.k), kFinalizeThreads, 0,
                    stream, a, norm, static_cast<const T*>(w), partial, static_cast<int>(grid.x),

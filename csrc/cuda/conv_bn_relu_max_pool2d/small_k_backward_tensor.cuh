@@ -14,7 +14,8 @@ constexpr int kResident = 2;  // blocks of a multiprocessor
 // would wait for the loads.
 template <typename T, bool kChannelsLast>
 struct Gradients {
-  uint2 raw[4];  // four 16-bit values. NHWC: filters of raw[output]; NCHW: outputs of raw[filter]
+  using Four = std::conditional_t<sizeof(T) == 2, uint2, float4>;
+  Four raw[4];  // four values. NHWC: filters of raw[output]; NCHW: outputs of raw[filter]
   uint32_t codes[4];
 
   __device__ __forceinline__ void load(const Tiling& tiling, int image, const int (&in_plane)[4],
@@ -26,14 +27,14 @@ struct Gradients {
 #pragma unroll
     for (int o = 0; o < 4; ++o) {
       codes[o] = valid[o] && k < tiling.k ? words[in_plane[o] * tiling.words] : 0;
-      raw[o] = {0, 0};
+      raw[o] = {};
     }
     if (vectors) {
 #pragma unroll
       for (int v = 0; v < 4; ++v) {
         const int at = kChannelsLast ? in_plane[v] * tiling.k : v * tiling.plane + in_plane[0];
         const bool there = kChannelsLast ? valid[v] && k < tiling.k : valid[0] && k + v < tiling.k;
-        if (there) raw[v] = *reinterpret_cast<const uint2*>(dy + at);
+        if (there) raw[v] = *reinterpret_cast<const Four*>(dy + at);
       }
       return;
     }
@@ -46,16 +47,23 @@ struct Gradients {
         const int at = kChannelsLast ? in_plane[o] * tiling.k + f : f * tiling.plane + in_plane[o];
         values.v[e] = valid[o] && k + f < tiling.k ? dy[at] : convert<T>(0.0f);
       }
-      raw[v] = reinterpret_cast<const uint2&>(values);
+      raw[v] = reinterpret_cast<const Four&>(values);
     }
   }
 
-  // Outputs 2 * half and 2 * half + 1 of a filter, the first in the low half.
+  // 16 bits: outputs 2 * half and 2 * half + 1 of a filter, the first in the low half.
   __device__ __forceinline__ uint32_t pair(int filter, int half) const {
     if constexpr (!kChannelsLast) return half ? raw[filter].y : raw[filter].x;
     const uint2 first = raw[2 * half], second = raw[2 * half + 1];
     return __byte_perm(filter / 2 ? first.y : first.x, filter / 2 ? second.y : second.x,
                        filter % 2 ? 0x7632 : 0x5410);
+  }
+
+  // fp32: an output of a filter.
+  __device__ __forceinline__ float at(int filter, int output) const {
+    const float4 v = raw[kChannelsLast ? output : filter];
+    const int e = kChannelsLast ? filter : output;
+    return e == 0 ? v.x : e == 1 ? v.y : e == 2 ? v.z : v.w;
   }
 };
 

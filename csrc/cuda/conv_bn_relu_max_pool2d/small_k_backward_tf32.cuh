@@ -6,49 +6,6 @@
 
 namespace braze::cuda::small_k {
 
-// The gradients and codes of one lane's part of 16 outputs: as Gradients has them in 16 bits.
-template <bool kChannelsLast>
-struct FloatGradients {
-  float4 raw[4];  // NHWC: filters of raw[output]; NCHW: outputs of raw[filter]
-  uint32_t codes[4];
-
-  __device__ __forceinline__ void load(const Tiling& tiling, int image, const int (&in_plane)[4],
-                                       const bool (&valid)[4], bool vectors, int k, const float* dy,
-                                       const uint32_t* words) {
-    const int64_t first = int64_t{image} * tiling.plane;
-    words += first * tiling.words + k / 8;
-    dy += kChannelsLast ? first * tiling.k + k : (int64_t{image} * tiling.k + k) * tiling.plane;
-#pragma unroll
-    for (int o = 0; o < 4; ++o) {
-      codes[o] = valid[o] && k < tiling.k ? words[in_plane[o] * tiling.words] : 0;
-      raw[o] = {0, 0, 0, 0};
-    }
-#pragma unroll
-    for (int v = 0; v < 4; ++v) {
-      if (vectors) {
-        const int at = kChannelsLast ? in_plane[v] * tiling.k : v * tiling.plane + in_plane[0];
-        const bool there = kChannelsLast ? valid[v] && k < tiling.k : valid[0] && k + v < tiling.k;
-        if (there) raw[v] = *reinterpret_cast<const float4*>(dy + at);
-        continue;
-      }
-      float values[4];
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int o = kChannelsLast ? v : e, f = kChannelsLast ? e : v;
-        const int at = kChannelsLast ? in_plane[o] * tiling.k + f : f * tiling.plane + in_plane[o];
-        values[e] = valid[o] && k + f < tiling.k ? dy[at] : 0.0f;
-      }
-      raw[v] = {values[0], values[1], values[2], values[3]};
-    }
-  }
-
-  __device__ __forceinline__ float at(int filter, int output) const {
-    const float4 v = raw[kChannelsLast ? output : filter];
-    const int e = kChannelsLast ? filter : output;
-    return e == 0 ? v.x : e == 1 ? v.y : e == 2 ? v.z : v.w;
-  }
-};
-
 // All bits of the result are the top bit of byte kByte.
 template <int kByte>
 __device__ __forceinline__ uint32_t spread(uint32_t word) {
@@ -89,7 +46,7 @@ __global__ void __launch_bounds__(32 * kMaxTileWarps, kResident)
   float sum[kRowTiles][kFilterTiles][4] = {};
   int in_plane[4], corner[4];
   bool valid[4];
-  FloatGradients<kChannelsLast> next;
+  Gradients<float, kChannelsLast> next;
   const auto load = [&](const Cursor& at) {
     const Tile tile(tiling, at.index);
 #pragma unroll
@@ -111,7 +68,7 @@ __global__ void __launch_bounds__(32 * kMaxTileWarps, kResident)
     if (next_index < tiling.tiles) loader.load(Tile(tiling, next_index));
     __syncthreads();
     for (int group = warp; group < tiling.groups; group += tiling.warps) {
-      const FloatGradients<kChannelsLast> now = next;
+      const Gradients<float, kChannelsLast> now = next;
       int from[4];
 #pragma unroll
       for (int o = 0; o < 4; ++o) from[o] = buffer + corner[o];

@@ -270,7 +270,7 @@ void small_k_forward(Stream stream, const SmallKShape& a, const SmallKNorm& norm
     using T = typename decltype(tag)::type;
     dispatch_taps(a, [&](auto taps) {
       using Tp = decltype(taps);
-      const auto launch = [&](auto tf32) {
+      dispatch_tf32<T>(a, [&](auto tf32) {
         constexpr bool kTF32 = decltype(tf32)::value;
         using P = Products<Tp, T, kTF32>;
         const int64_t groups = filter_groups(a);
@@ -287,16 +287,7 @@ void small_k_forward(Stream stream, const SmallKShape& a, const SmallKNorm& norm
                      static_cast<const T*>(x), static_cast<const T*>(w), moments, sets, saved,
                      static_cast<T*>(y), codes);
         check_launch("small_k forward");
-      };
-      if constexpr (std::is_same_v<T, float>) {
-        if (a.allow_tf32) {
-          launch(std::true_type{});
-        } else {
-          launch(std::false_type{});
-        }
-      } else {
-        launch(std::false_type{});
-      }
+      });
       const int64_t statistics = a.k * static_cast<int64_t>(sizeof(double));
       note_ordering_kernel(stream,
                            {{y, a.n * a.k * (a.p / 2) * (a.q / 2) * size_of(a.dtype)},
