@@ -62,8 +62,12 @@ def test_matches_stock(device, dtype, shape, channels_last):
     )
 
 
+# The largest tiles.
+WIDE = [(2, 3, 60, 120, 64, 3, 1), (2, 2, 90, 70, 33, 3, 0), (2, 1, 90, 130, 20, 5, 2)]
+
+
 @pytest.mark.parametrize("contiguous", [False, True])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES + WIDE, ids=str)
 def test_in_tf32(device, shape, contiguous):
     """Its products are exact here but for the gradients, which lose 13 bits of 24."""
     torch.backends.cudnn.conv.fp32_precision = "tf32"

@@ -11,7 +11,7 @@ from test_muon import exact
 
 import braze
 from benchmarks.optimizers import resnet18_convolutions
-from braze._ops.muon import muon_normalize_, muon_unpad_
+from braze._ops.muon import muon_momentum_, muon_normalize_, muon_unpad_, squares_for
 from braze.optim import muon
 from braze.optim.muon import grouped
 from braze.testing import WAYS, mover
@@ -90,6 +90,37 @@ def test_every_part_counts(device, dtype):
         expected = torch.zeros_like(output)
         expected[: v.shape[0], : v.shape[1]] = v / 5
         torch.testing.assert_close(output, expected, rtol=2**-8, atol=0)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "unaligned"])
+def test_norms_that_the_momentum_leaves(device, dtype, layout):
+    """The pass that makes the matrices sums up their squares, of as many tensors as there are: what
+    is divided then is divided by the same."""
+    values = in_layout(parameters(device, dtype, SHAPES * 12), layout)
+    updates = [torch.empty_like(v) for v in values]
+    squares = squares_for(updates).fill_(math.nan)
+    buffers = [torch.zeros_like(v) for v in values]
+    scale = None, None, None, 0.0
+    muon_momentum_(updates, values, buffers, [], [], 0.5, False, *scale, squares)
+    expected, outputs = (
+        [filled(batch_shape(v.shape, "aligned"), device) for v in values] for _ in range(2)
+    )
+    muon_normalize_(expected, updates, 1e-7)
+    muon_normalize_(outputs, updates, 1e-7, squares)
+    for update, value in zip(updates, values, strict=True):
+        assert torch.equal(update, value * 0.5)
+    for output, other in zip(outputs, expected, strict=True):
+        torch.testing.assert_close(output, other, rtol=2**-7, atol=0)
+        assert (output == other).float().mean() > 0.99 or not output.numel()
+    sums = [(u.double() ** 2).sum() for u in updates]
+    torch.testing.assert_close(squares.sum(), torch.stack(sums).sum(), rtol=1e-6, atol=0)
+
+
+def test_squares_of_another_size(device):
+    value, output = torch.ones(4, 3, device=device), filled((8, 8), device)
+    squares = torch.zeros(2, dtype=torch.float64, device=device)
+    with pytest.raises(RuntimeError, match="squares of 1 float64"):
+        muon_normalize_([output], [value], 1e-7, squares)
 
 
 def test_small_norms_and_values_that_are_not_finite(device, dtype):

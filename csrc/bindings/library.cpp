@@ -231,8 +231,10 @@ STABLE_TORCH_LIBRARY(braze, m) {
       "muon_momentum_(Tensor(a!)[] updates, Tensor[] grads, Tensor(b!)[] momentum_buffers, "
       "Tensor(c!)[] cast_outputs, Tensor[] cast_inputs, float momentum=0.95, bool nesterov=True, "
       "Tensor? grad_scale=None, Tensor? found_inf=None, Tensor? grad_norm=None, "
-      "float max_grad_norm=0.0) -> ()");
-  m.def("muon_normalize_(Tensor(a!)[] outputs, Tensor[] inputs, float eps) -> ()");
+      "float max_grad_norm=0.0, Tensor(d!)? squares=None) -> ()");
+  m.def(
+      "muon_normalize_(Tensor(a!)[] outputs, Tensor[] inputs, float eps, Tensor? squares=None) "
+      "-> ()");
   m.def("muon_polynomial_(Tensor gram, Tensor(a!) square, float a, float b, float c) -> ()");
   m.def("muon_unpad_(Tensor(a!)[] outputs, Tensor[] inputs) -> ()");
 

@@ -15,6 +15,7 @@
 #include "launchers/conv_bn_relu2d.h"
 #include "launchers/conv_bn_relu_max_pool2d.h"
 #include "launchers/graph.h"
+#include "launchers/muon.h"
 #include "libraries/libraries.h"
 
 namespace py = pybind11;
@@ -169,6 +170,7 @@ py::dict limits() {
   py::dict d;
   d["patch_filters"] = filters;  // height, width, channels
   d["patch_moment_sets"] = braze::kSmallKMostSets;
+  d["muon_squares"] = braze::kMuonSquares;  // elements
   d["pool_tiles"] = braze::kBnPoolMostTiles;
   d["urgent_priority"] = braze::kUrgentPriority;  // of a step's main stream
   d["library_candidates"] = braze::vendor::kMaxCandidates;

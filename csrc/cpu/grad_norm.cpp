@@ -11,24 +11,6 @@ namespace {
 const KernelEntry kEntry({"grad_norm", "simd", "float64 float32 bfloat16 float16", "cpu", true,
                           "vectorised; all tensors share the threads"});
 
-template <typename T>
-double sum_of_squares(const T* values, int64_t n) {
-  using A = acc_t<T>;
-  constexpr int64_t kPart = 256;  // summed in T's accumulation type
-  double total = 0;
-  for (int64_t begin = 0; begin < n; begin += kPart) {
-    const int64_t end = begin + kPart < n ? begin + kPart : n;
-    A sum = 0;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t i = begin; i < end; ++i) {
-      const A v = values[i];
-      sum += v * v;
-    }
-    total += sum;
-  }
-  return total;
-}
-
 }  // namespace
 
 int64_t grad_norm_workspace(const NormTensor* tensors, int64_t count) {

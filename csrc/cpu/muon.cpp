@@ -45,6 +45,21 @@ void write_matrix(const MuonMatrix& m, acc_t<T> norm, int64_t begin, int64_t end
 void muon_momentum(Stream, DType dtype, const MuonTensor* tensors, int64_t count,
                    const MuonOptions& options) {
   multi_tensor_update<MuonUpdate>(dtype, tensors, count, options);
+  if (options.squares == nullptr) return;
+  static_assert(kUpdateChunk % kMuonSquares == 0);
+  std::vector<double*> squares;
+  double* next = options.squares;
+  for (int64_t i = 0; i < count; next += muon_squares(tensors[i++].numel)) squares.push_back(next);
+  dispatch(dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    for_each_part(tensors, count, [&](int64_t, int64_t i, int64_t begin, int64_t end) {
+      const T* const values = static_cast<const T*>(tensors[i].param);
+      for (int64_t at = begin; at < end; at += kMuonSquares) {
+        squares[i][at / kMuonSquares] =
+            sum_of_squares(values + at, std::min(kMuonSquares, end - at));
+      }
+    });
+  });
 }
 
 void muon_polynomial(Stream, DType dtype, const void* gram, void* square, int64_t batch, int64_t n,

@@ -9,7 +9,12 @@ using MuonTensor = UpdateTensor<1>;  // the momentum buffer; the parameter is wh
 struct MuonOptions : UpdateOptions {
   double momentum;
   bool nesterov;
+  double* squares;  // muon_squares() sums for each tensor, one behind the other; or null
 };
+
+// How many sums of squares are left of a tensor to orthogonalise, each of so many elements.
+constexpr int64_t kMuonSquares = 2048;
+inline int64_t muon_squares(int64_t numel) { return ceil_div(numel, kMuonSquares); }
 
 // torch.optim.Muon's momentum, of a gradient g that has its sign and scale:
 //   m += (1 - momentum) (g - m),  u = nesterov ? g + momentum (m - g) : m
@@ -21,6 +26,7 @@ struct MuonUpdate {
   static constexpr bool kReadsStep = false;
   // A parameter is what to orthogonalise, which is written only.
   static constexpr bool kReadsParam = false;
+  static constexpr bool kSumsSquares = true;
 
   A momentum, rest;
   bool nesterov;

@@ -6,11 +6,25 @@
 namespace braze {
 namespace {
 
+// The sums of squares of all `tensors` behind each other, or null. Checked.
+double* squares_of(const char* op, const std::optional<Tensor>& squares, const Tensors& tensors) {
+  if (!squares) return nullptr;
+  int64_t count = 0;
+  for (const Tensor& t : tensors) count += muon_squares(t.numel());
+  check_same_device(op, "squares", *squares, "the first tensor", tensors[0]);
+  BRAZE_CHECK(squares->scalar_type() == ScalarType::Double && squares->is_contiguous() &&
+                  squares->numel() == count,
+              op, ": expected squares of ", count, " float64 elements, but got shape ",
+              shape_string(*squares));
+  Tensor t = *squares;
+  return static_cast<double*>(t.mutable_data_ptr());
+}
+
 void muon_momentum_(const Tensors& updates, const Tensors& grads, const Tensors& momentum_buffers,
                     const Tensors& cast_outputs, const Tensors& cast_inputs, double momentum,
                     bool nesterov, std::optional<Tensor> grad_scale,
                     std::optional<Tensor> found_inf, std::optional<Tensor> grad_norm,
-                    double max_grad_norm) {
+                    double max_grad_norm, std::optional<Tensor> squares) {
   const std::optional<Tensor> none;
   const std::optional<Tensors> no_list;
   const UpdateSettings settings{0, none, false,     grad_scale,    found_inf, no_list,
@@ -24,6 +38,7 @@ void muon_momentum_(const Tensors& updates, const Tensors& grads, const Tensors&
   options.source_dtype = list.source_dtype();
   options.momentum = momentum;
   options.nesterov = nesterov;
+  options.squares = squares_of("muon_momentum_", squares, updates);
 
   const DeviceContext context(updates[0]);
   const auto* tensors = list.lay_out(context);
@@ -91,31 +106,39 @@ std::vector<MuonMatrix> matrices_of(const char* op, const Tensors& outputs, cons
   return matrices;
 }
 
-void muon_normalize_(const Tensors& outputs, const Tensors& inputs, double eps) {
-  std::vector<MuonMatrix> matrices = matrices_of("muon_normalize_", outputs, inputs, true);
+void muon_normalize_(const Tensors& outputs, const Tensors& inputs, double eps,
+                     std::optional<Tensor> squares) {
+  const char* op = "muon_normalize_";
+  std::vector<MuonMatrix> matrices = matrices_of(op, outputs, inputs, true);
   if (matrices.empty()) return;
   const auto count = static_cast<int64_t>(matrices.size());
-  const DType dtype = dtype_of("muon_normalize_", "inputs", inputs[0]);
+  const DType dtype = dtype_of(op, "inputs", inputs[0]);
+  const double* own = squares_of(op, squares, inputs);
   std::vector<NormTensor> list;
-  list.reserve(matrices.size());
-  for (const MuonMatrix& m : matrices) list.push_back({m.from, m.rows * m.columns});
+  if (!own) {
+    list.reserve(matrices.size());
+    for (const MuonMatrix& m : matrices) list.push_back({m.from, m.rows * m.columns});
+  }
 
   const DeviceContext context(inputs[0]);
-  const int64_t sums = dev::grad_norm_workspace(list.data(), count);
+  const int64_t sums = list.empty() ? 0 : dev::grad_norm_workspace(list.data(), count);
   Tensor workspace = empty({sums}, inputs[0], ScalarType::Double);
-  auto* const squares = static_cast<double*>(workspace.mutable_data_ptr());
-  if (sums > 0) {
-    dev::grad_norm(context.stream(), dtype, list.data(), count, squares, squares, sums, nullptr,
-                   nullptr, nullptr);
+  if (!list.empty()) {
+    auto* const found = static_cast<double*>(workspace.mutable_data_ptr());
+    if (sums > 0) {
+      dev::grad_norm(context.stream(), dtype, list.data(), count, found, found, sums, nullptr,
+                     nullptr, nullptr);
+    }
+    own = found;
   }
-  const double* own = squares;
   for (int64_t i = 0; i < count; ++i) {
     matrices[i].squares = own;
-    matrices[i].parts = dev::grad_norm_workspace(&list[i], 1);
+    matrices[i].parts =
+        list.empty() ? muon_squares(inputs[i].numel()) : dev::grad_norm_workspace(&list[i], 1);
     own += matrices[i].parts;
   }
-  dev::muon_normalize(context.stream(), dtype, dtype_of("muon_normalize_", "outputs", outputs[0]),
-                      matrices.data(), count, eps);
+  dev::muon_normalize(context.stream(), dtype, dtype_of(op, "outputs", outputs[0]), matrices.data(),
+                      count, eps);
 }
 
 void muon_unpad_(const Tensors& outputs, const Tensors& inputs) {

@@ -134,6 +134,25 @@ void for_each_part(const Tensor* tensors, int64_t count, const F& f) {
   });
 }
 
+// Of n values, in their order.
+template <typename T>
+double sum_of_squares(const T* values, int64_t n) {
+  using A = acc_t<T>;
+  constexpr int64_t kPart = 256;  // summed in T's accumulation type
+  double total = 0;
+  for (int64_t begin = 0; begin < n; begin += kPart) {
+    const int64_t end = begin + kPart < n ? begin + kPart : n;
+    A sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = begin; i < end; ++i) {
+      const A v = values[i];
+      sum += v * v;
+    }
+    total += sum;
+  }
+  return total;
+}
+
 // What comes with the elements' update: counters.
 template <typename Tensor>
 void count_update(const Tensor* tensors, int64_t count, const UpdateOptions& o, bool skipped) {

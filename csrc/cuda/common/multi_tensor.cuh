@@ -6,6 +6,7 @@
 
 #include "cuda/common/launch.cuh"
 #include "cuda/common/numeric.cuh"
+#include "cuda/common/ordered_sum.cuh"
 #include "cuda/common/parameter.cuh"
 #include "cuda/common/tensor_list.cuh"
 #include "launchers/common/update.h"
@@ -48,12 +49,20 @@ __device__ __forceinline__ double count_step(float* step, unsigned* ticket, int6
   return number;
 }
 
+// Whether an update leaves sums of the squares of what it writes, in options.squares.
+template <typename Update, typename = void>
+constexpr bool kSumsSquares = false;
+template <typename Update>
+constexpr bool kSumsSquares<Update, std::enable_if_t<Update::kSumsSquares>> = true;
+
 // S: dtype of the sources. kAverages: there are averages, which are written also where the update
-// is skipped. kBatch vectors are loaded before the first is stored.
+// is skipped. kBatch vectors are loaded before the first is stored. Returns the thread's sum of
+// squares, if the update wants it.
 template <int N, bool kAverages, typename T, typename S, typename Update, typename Tensor>
-__device__ __forceinline__ void update_range(Update update, const LoadedValue& lr, acc_t<T> factor,
-                                             acc_t<T> average_weight, bool skipped, const Tensor& t,
-                                             int64_t begin, int64_t end) {
+__device__ __forceinline__ double update_range(Update update, const LoadedValue& lr,
+                                               acc_t<T> factor, acc_t<T> average_weight,
+                                               bool skipped, const Tensor& t, int64_t begin,
+                                               int64_t end) {
   using A = acc_t<T>;
   constexpr int kStates = Update::kStates;
   constexpr int kBatch = 2;
@@ -66,6 +75,7 @@ __device__ __forceinline__ void update_range(Update update, const LoadedValue& l
   const bool skip = kAverages && skipped;
   const unsigned has = t.has() | (((1u << kStates) - 1) & ~Update::kOptional);
   const unsigned read = !skip && update.reads_states() ? has : 0;
+  double squares = 0;
 #pragma unroll 1
   for (int64_t i = begin + int64_t{threadIdx.x} * N; i < end; i += kBatch * kStep) {
     Packed<T, N> p[kBatch], g[kBatch], kept[kStates][kBatch] = {}, old[kBatch] = {};
@@ -119,6 +129,12 @@ __device__ __forceinline__ void update_range(Update update, const LoadedValue& l
           for (int s = 0; s < kStates; ++s) states[s].v[k] = convert<T>(state[s]);
         }
         store_vec(param + at, params);
+        if constexpr (kSumsSquares<Update>) {
+          A sum = 0;
+#pragma unroll
+          for (int k = 0; k < N; ++k) sum += convert<A>(params.v[k]) * convert<A>(params.v[k]);
+          squares += sum;
+        }
 #pragma unroll
         for (int s = 0; s < kStates; ++s) {
           if (has >> s & 1) store_vec(static_cast<T*>(t.states[s]) + at, states[s]);
@@ -135,6 +151,7 @@ __device__ __forceinline__ void update_range(Update update, const LoadedValue& l
       }
     }
   }
+  return squares;
 }
 
 // Blocks that an SM is to hold: as many as registers allow without spills.
@@ -166,8 +183,9 @@ __global__ void __launch_bounds__(kUpdateThreads, kUpdateBlocks<Update<acc_t<T>>
     for (int s = 0; s < U::kStates; ++s) address |= reinterpret_cast<uintptr_t>(t.states[s]);
     const A weight = static_cast<A>(o.average_weight);
     const int64_t vectors_end = address % 16 == 0 ? begin + (end - begin) / N * N : begin;
-    update_range<N, kAverages, T, S>(update, lr, factor, weight, skip, t, begin, vectors_end);
-    update_range<1, kAverages, T, S>(update, lr, factor, weight, skip, t, vectors_end, end);
+    return update_range<N, kAverages, T, S>(update, lr, factor, weight, skip, t, begin,
+                                            vectors_end) +
+           update_range<1, kAverages, T, S>(update, lr, factor, weight, skip, t, vectors_end, end);
   };
   if constexpr (U::kReadsStep) {
     // By one thread: powers in double precision take hundreds of instructions.
@@ -184,7 +202,12 @@ __global__ void __launch_bounds__(kUpdateThreads, kUpdateBlocks<Update<acc_t<T>>
     if constexpr (U::kCountsSteps) {
       if (!skip && begin == 0 && threadIdx.x == 0) *t.step += 1;
     }
-    update_all(U(o, 0));
+    [[maybe_unused]] const double squares = update_all(U(o, 0));
+    if constexpr (kSumsSquares<U>) {
+      if (o.squares == nullptr) return;
+      const double sum = block_sum<kUpdateThreads>(squares);
+      if (threadIdx.x == 0) o.squares[blockIdx.x] = sum;
+    }
   }
 }
 
@@ -217,6 +240,9 @@ void launch_lists(const char* name, Stream stream, DType dtype, const Tensor* te
     });
     check_launch(name);
     batch.options.averaged = nullptr;  // counted once
+    if constexpr (kSumsSquares<Update<float>>) {
+      if (batch.options.squares) batch.options.squares += batch.list.blocks();
+    }
   });
 }
 

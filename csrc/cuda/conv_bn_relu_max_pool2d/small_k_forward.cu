@@ -282,8 +282,11 @@ void small_k_forward(Stream stream, const SmallKShape& a, const SmallKNorm& norm
         const int warps = tiling.groups <= kMaxTileWarps ? kMaxTileWarps : tiling.warps;
         const auto kernel = a.channels_last ? forward_kernel<Tp, T, kTF32, true>
                                             : forward_kernel<Tp, T, kTF32, false>;
-        launch_early(kernel, grid, 32 * warps,
-                     2 * tiling.staged(Tp::C) * sizeof(typename P::Staged), stream, a, norm, tiling,
+        const int bytes = 2 * tiling.staged(Tp::C) * static_cast<int>(sizeof(typename P::Staged));
+        if constexpr (kTF32) {  // of large tiles it takes more than 48 KiB with what is static
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+        }
+        launch_early(kernel, grid, 32 * warps, bytes, stream, a, norm, tiling,
                      static_cast<const T*>(x), static_cast<const T*>(w), moments, sets, saved,
                      static_cast<T*>(y), codes);
         check_launch("small_k forward");

@@ -39,6 +39,8 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
+static_assert(kUpdateElements == kMuonSquares);
+
 void muon_momentum(Stream stream, DType dtype, const MuonTensor* tensors, int64_t count,
                    const MuonOptions& options) {
   multi_tensor_update<MuonUpdate>("muon_momentum", stream, dtype, tensors, count, options);

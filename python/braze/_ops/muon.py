@@ -3,6 +3,7 @@ them, and the polynomial of a Newton-Schulz iteration. Kernels: csrc/cuda/muon/.
 
 import torch
 
+from braze import _lib
 from braze._nvtx import ranged
 from braze._ops._common import below_autograd, overwrite, register
 from braze._ops._update import update_op
@@ -14,16 +15,25 @@ _polynomial = torch.ops.braze.muon_polynomial_.default
 _unpad = torch.ops.braze.muon_unpad_.default
 
 
-def muon_normalize_(outputs, inputs, eps):
+def squares_for(updates):
+    """Memory for the sums of squares that :func:`muon_momentum_` leaves of each of its updates, of
+    which there is at least one: float64, one behind the other."""
+    count = sum(-(-u.numel() // _lib.limits["muon_squares"]) for u in updates)
+    return torch.empty(count, dtype=torch.float64, device=updates[0].device)
+
+
+def muon_normalize_(outputs, inputs, eps, squares=None):
     """Writes inputs / max(norm, eps) into the upper left corners of `outputs`, and zeros elsewhere.
 
     Args:
         outputs: contiguous matrices in bfloat16, at least as large as the inputs.
         inputs: of one dtype, dense, each index of the first dimension (a row) in its own part of
             memory.
+        squares: as :func:`squares_for` has it of the inputs, with the sums that
+            :func:`muon_momentum_` has left; else a pass over the inputs makes them.
     """
     with below_autograd():
-        overwrite(outputs, _normalize, outputs, inputs, eps)
+        overwrite(outputs, _normalize, outputs, inputs, eps, squares)
 
 
 def muon_unpad_(outputs, inputs):

@@ -8,7 +8,13 @@ import torch
 
 from braze._ops._common import is_channels_last
 from braze._ops.matmul import matmul
-from braze._ops.muon import muon_momentum_, muon_normalize_, muon_polynomial_, muon_unpad_
+from braze._ops.muon import (
+    muon_momentum_,
+    muon_normalize_,
+    muon_polynomial_,
+    muon_unpad_,
+    squares_for,
+)
 from braze._ops.sgd import sgd_
 from braze.optim import _sharded
 from braze.optim._branches import Branches
@@ -109,10 +115,16 @@ class Muon(MultiTensor, torch.optim.Muon):
         params = launch.params
         shapes = [(p.shape[0], math.prod(p.shape[1:])) for p in params]
         updates = [_by_rows(p) for p in params]
+        batched = self._batched(group, shapes, params[0].device)
+        # In the order of the batches, for which the norms are wanted; behind them what is in none.
+        order = [i for members, *_ in batched for i in members]
+        order += sorted({*range(len(params))} - {*order})
+        ordered = [updates[i] for i in order]
+        squares = squares_for(ordered)
         muon_momentum_(
-            updates,
-            launch.grads,
-            *launch.states,
+            ordered,
+            [launch.grads[i] for i in order],
+            *([states[i] for i in order] for states in launch.states),
             *self._casts(launch),
             group["momentum"],
             group["nesterov"],
@@ -120,10 +132,11 @@ class Muon(MultiTensor, torch.optim.Muon):
             found_inf,
             norm,
             max_norm,
+            squares,
         )
         half = _in_float16(params[0], group["ns_coefficients"])
         dtype = torch.float16 if half else torch.bfloat16
-        whitened = self._orthogonalize(group, updates, shapes, dtype)
+        whitened = self._orthogonalize(group, updates, batched, dtype, squares)
         # By how the learning rate is adjusted.
         parts = {}
         for i, shape in enumerate(shapes):
@@ -160,14 +173,18 @@ class Muon(MultiTensor, torch.optim.Muon):
                 True,
             )
 
-    def _orthogonalize(self, group, updates, shapes, dtype):
-        """Of each update, a matrix of this shape, :func:`orthogonalized`: in `dtype`, with the
-        update's strides."""
+    def _batched(self, group, shapes, device):
+        """The batches of :func:`grouped`."""
+        costs = (_LAUNCH_FLOPS, _MULTIPLE) if device.type == "cuda" else (0, 1)
+        of = grouped if torch.compiler.is_compiling() else _grouped_before
+        return of(tuple(shapes), group["ns_steps"], *costs)
+
+    def _orthogonalize(self, group, updates, batched, dtype, squares):
+        """Of each update, a matrix, :func:`orthogonalized`: in `dtype`, with the update's strides.
+        squares: of the updates in the order of their batches."""
         device, steps = updates[0].device, group["ns_steps"]
         on_gpu, compiling = device.type == "cuda", torch.compiler.is_compiling()
-        costs = (_LAUNCH_FLOPS, _MULTIPLE) if on_gpu else (0, 1)
-        batched = (grouped if compiling else _grouped_before)(tuple(shapes), steps, *costs)
-        batches = _into_batches(updates, batched, group["eps"], dtype)
+        batches = _into_batches(updates, batched, group["eps"], dtype, squares)
         run = iterated_apart if dtype == torch.float16 else orthogonalized
         parts = [
             (functools.partial(run, batch, group["ns_coefficients"], steps), *_cost(batch, steps))
@@ -238,7 +255,7 @@ def grouped(shapes, steps, launch_flops, multiple):
 _grouped_before = functools.lru_cache(maxsize=32)(grouped)
 
 
-def _into_batches(updates, batched, eps, dtype):
+def _into_batches(updates, batched, eps, dtype, squares):
     """The batches of :func:`grouped` in `dtype`, each matrix divided by its norm, or by `eps`."""
     batches = [
         torch.empty(len(members), rows, columns, dtype=dtype, device=updates[members[0]].device)
@@ -246,7 +263,8 @@ def _into_batches(updates, batched, eps, dtype):
     ]
     matrices = [matrix for batch in batches for matrix in batch.unbind()]
     if matrices:
-        muon_normalize_(matrices, [updates[i] for members, *_ in batched for i in members], eps)
+        inputs = [updates[i] for members, *_ in batched for i in members]
+        muon_normalize_(matrices, inputs, eps, squares)
     return batches
 
 

@@ -82,4 +82,36 @@ __device__ __forceinline__ void multiply_taps(float (&acc)[kPixels / 2], const A
   }
 }
 
+// The same, not in parts, for filters of kColumns columns: what is added to descriptors between the
+// products of a row is constant, so that few instructions stand between two of them.
+// wait_for_weights(first, count, stride) is called before those tiles of weights are read.
+template <typename Op, typename L, int kPixels, int kColumns, typename Wait>
+__device__ __forceinline__ void multiply_columns(float (&acc)[kPixels / 2], const Args& a,
+                                                 uint64_t w_desc, uint64_t x_desc, int weight_tile,
+                                                 int plane_bytes, int blocks,
+                                                 const Wait& wait_for_weights) {
+  const int next = blocks * weight_tile;  // column
+  for (int r = 0, accumulate = 0; r < a.r; ++r) {
+    for (int block = 0; block < blocks; ++block) {
+      const int first = r * kColumns * blocks + block;
+      const uint64_t weights = wgmma_advance(w_desc, first * weight_tile);
+      const uint64_t pixels =
+          wgmma_advance(x_desc, block * plane_bytes + r * a.pitch * L::kRowBytes);
+      wait_for_weights(first, kColumns, blocks);
+      wgmma_fence();
+#pragma unroll
+      for (int column = 0; column < kColumns; ++column) {
+#pragma unroll
+        for (int step = 0; step < L::kRowBytes; step += 32) {
+          Wgmma<Op, kPixels>::template run<0, 0>(
+              acc, wgmma_advance(weights, column * next + step),
+              wgmma_advance(pixels, column * L::kRowBytes + step), accumulate + column + step > 0);
+        }
+      }
+      wgmma_commit();
+      accumulate = 1;
+    }
+  }
+}
+
 }  // namespace braze::cuda::halo

@@ -10,7 +10,10 @@
 
 namespace braze::cuda::halo {
 
-constexpr int kConsumers = 2;  // warpgroups; one warp more loads
+// Warpgroups, each with a tile of its own; one warp more loads. A product waits for the one before
+// it longer than the tensor cores take for it, and a tile's results for its products: other groups
+// have to fill both. More than two have registers for smaller tiles only.
+constexpr int consumers(int pixels, int planes) { return planes == 1 && pixels <= 128 ? 3 : 2; }
 // fp32 results are turned in shared memory, 32 positions x 16 filters per warp; padded rows.
 constexpr int kTurnPitch = 20, kTurnBytes = 32 * kTurnPitch * 4;
 
@@ -101,11 +104,10 @@ struct WeightTiles {
 
 // Loads items of N values along channels (fprop of channels_last weights), else along filters
 // (their dgrad): a thread has the same item of every tap, so that indices are computed once.
-template <typename T, int kChannelBlock, int kPlanes, int N, bool kAlongChannels>
+template <typename T, int kChannelBlock, int kPlanes, int kThreads, int N, bool kAlongChannels>
 __device__ __forceinline__ bool load_items(const Args& a, const T* w, int k0,
                                            unsigned char* shared) {
   using Tiles = WeightTiles<T, kChannelBlock, kPlanes>;
-  constexpr int kThreads = kConsumers * 128;
   constexpr int kBatch = 9, kItems = kAlongChannels && kPlanes > 1 ? 2 : 1;  // loads in flight
   const int rows = Tiles::L::weight_tile(a) / Tiles::L::kRowBytes, taps = a.r * a.s;
   const int blocks = Tiles::L::blocks(a), channels = blocks * kChannelBlock;
@@ -178,19 +180,20 @@ __device__ __forceinline__ bool load_items(const Args& a, const T* w, int k0,
   return tiles.special;
 }
 
-// Returns whether any of this thread's weights is infinite or NaN (only where they are split).
-template <typename T, int kChannelBlock, int kPlanes>
+// By the block's first kThreads threads. Returns whether any of this thread's weights is infinite
+// or NaN (only where they are split).
+template <typename T, int kChannelBlock, int kPlanes, int kThreads>
 __device__ __forceinline__ bool load_weights(const Args& a, const T* w, int k0,
                                              unsigned char* shared) {
   constexpr int N = 16 / sizeof(T);
   const bool aligned = reinterpret_cast<uintptr_t>(w) % 16 == 0 && a.w_r % N == 0 && a.w_s % N == 0;
   if (aligned && a.w_c == 1 && a.w_k % N == 0 && a.c % N == 0) {
-    return load_items<T, kChannelBlock, kPlanes, N, true>(a, w, k0, shared);
+    return load_items<T, kChannelBlock, kPlanes, kThreads, N, true>(a, w, k0, shared);
   }
   if (aligned && a.w_k == 1 && a.w_c % N == 0 && a.k % N == 0) {
-    return load_items<T, kChannelBlock, kPlanes, N, false>(a, w, k0, shared);
+    return load_items<T, kChannelBlock, kPlanes, kThreads, N, false>(a, w, k0, shared);
   }
-  return load_items<T, kChannelBlock, kPlanes, 1, true>(a, w, k0, shared);
+  return load_items<T, kChannelBlock, kPlanes, kThreads, 1, true>(a, w, k0, shared);
 }
 
 }  // namespace braze::cuda::halo

@@ -32,10 +32,10 @@
 
 namespace braze::cuda::halo {
 
-constexpr int kThreads = kConsumers * 128 + 32;
+constexpr int threads(int consumers) { return consumers * 128 + 32; }
 
 template <typename T, int kPixels, int kChannelBlock, int kPlanes>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(threads(consumers(kPixels, kPlanes)), 1)
     conv_kernel(const __grid_constant__ CUtensorMap x_map,
                 const __grid_constant__ CUtensorMap w_map,
                 const __grid_constant__ CUtensorMap y_map, const __grid_constant__ Args a,
@@ -46,6 +46,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   using L = Layout<Op, kChannelBlock, kPlanes>;
   using Raw = Layout<T, kChannelBlock>;     // as TMA writes it
   constexpr bool kStaged = sizeof(T) == 2;  // output through shared memory and TMA
+  constexpr int kConsumers = consumers(kPixels, kPlanes), kThreads = threads(kConsumers);
   constexpr int kAcc = kPixels / 2;
   static_assert(kPixels % 16 == 0);  // results leave by 16 positions
   static_assert(kPixels / 4 <= 64);  // bits of `valid`, below: of the positions of a thread
@@ -122,13 +123,14 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 
   if (!a.copy_weights) {
-    if (load_weights<T, kChannelBlock, kPlanes>(a, w, k0, shared)) special_weights = 1;
+    if (load_weights<T, kChannelBlock, kPlanes, kConsumers * 128>(a, w, k0, shared))
+      special_weights = 1;
     fence_async_proxy();
     named_barrier(1, kConsumers * 128);
   }
   if (a.early_weights) wait_for_earlier_kernels();
 
-  // Consumers: the two warpgroups take turns, so that one's epilogue hides behind the other's MMAs.
+  // Consumers: the warpgroups take turns, so that one's epilogue hides behind the others' MMAs.
   unsigned char* out = stages + a.stages * stage_bytes +
                        (kPlanes == 1 ? 0 : kConsumers * L::stage_bytes(a)) +
                        group * (kStaged ? kPixels * 128 : 4 * kTurnBytes);
@@ -192,11 +194,18 @@ __global__ void __launch_bounds__(kThreads, 1)
                            i / 4 * 8 + lane % 4 * 2 + i % 2, row + i / 2 % 2 * 8);
       }
     } else {
-      multiply_taps<Op, L, kPixels, kPlanes>(acc, a, w_desc, x_desc, weight_tile, plane_bytes,
-                                             blocks, steps, [&](int i) {
-                                               if (a.copy_weights && j == group)
-                                                 mbarrier_wait(&weights_full[i], 0);
-                                             });
+      const auto wait_for_weights = [&](int first, int count, int stride) {
+        if (!a.copy_weights || j != group) return;
+        for (int i = 0; i < count; ++i) mbarrier_wait(&weights_full[first + i * stride], 0);
+      };
+      if (kConsumers > 2 && a.s == 3) {
+        multiply_columns<Op, L, kPixels, 3>(acc, a, w_desc, x_desc, weight_tile, plane_bytes,
+                                            blocks, wait_for_weights);
+      } else {
+        multiply_taps<Op, L, kPixels, kPlanes>(acc, a, w_desc, x_desc, weight_tile, plane_bytes,
+                                               blocks, steps,
+                                               [&](int i) { wait_for_weights(i, 1, 0); });
+      }
     }
     wgmma_wait<0>();
     wgmma_touch(acc);
