@@ -47,9 +47,10 @@ void muon_momentum(Stream, DType dtype, const MuonTensor* tensors, int64_t count
   multi_tensor_update<MuonUpdate>(dtype, tensors, count, options);
   if (options.squares == nullptr) return;
   static_assert(kUpdateChunk % kMuonSquares == 0);
-  std::vector<double*> squares;
-  double* next = options.squares;
-  for (int64_t i = 0; i < count; next += muon_squares(tensors[i++].numel)) squares.push_back(next);
+  std::vector<double*> squares(count, options.squares);  // of each tensor
+  for (int64_t i = 1; i < count; ++i) {
+    squares[i] = squares[i - 1] + muon_squares(tensors[i - 1].numel);
+  }
   dispatch(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     for_each_part(tensors, count, [&](int64_t, int64_t i, int64_t begin, int64_t end) {

@@ -6,18 +6,15 @@
 namespace braze {
 namespace {
 
-// The sums of squares of all `tensors` behind each other, or null. Checked.
-double* squares_of(const char* op, const std::optional<Tensor>& squares, const Tensors& tensors) {
-  if (!squares) return nullptr;
+// That `squares` has room for the sums of squares of all `tensors`, one behind the other.
+void check_squares(const char* op, const Tensor& squares, const Tensors& tensors) {
   int64_t count = 0;
   for (const Tensor& t : tensors) count += muon_squares(t.numel());
-  check_same_device(op, "squares", *squares, "the first tensor", tensors[0]);
-  BRAZE_CHECK(squares->scalar_type() == ScalarType::Double && squares->is_contiguous() &&
-                  squares->numel() == count,
+  check_same_device(op, "squares", squares, "the first tensor", tensors[0]);
+  BRAZE_CHECK(squares.scalar_type() == ScalarType::Double && squares.is_contiguous() &&
+                  squares.numel() == count,
               op, ": expected squares of ", count, " float64 elements, but got shape ",
-              shape_string(*squares));
-  Tensor t = *squares;
-  return static_cast<double*>(t.mutable_data_ptr());
+              shape_string(squares));
 }
 
 void muon_momentum_(const Tensors& updates, const Tensors& grads, const Tensors& momentum_buffers,
@@ -38,7 +35,10 @@ void muon_momentum_(const Tensors& updates, const Tensors& grads, const Tensors&
   options.source_dtype = list.source_dtype();
   options.momentum = momentum;
   options.nesterov = nesterov;
-  options.squares = squares_of("muon_momentum_", squares, updates);
+  if (squares) {
+    check_squares("muon_momentum_", *squares, updates);
+    options.squares = static_cast<double*>(squares->mutable_data_ptr());
+  }
 
   const DeviceContext context(updates[0]);
   const auto* tensors = list.lay_out(context);
@@ -106,39 +106,40 @@ std::vector<MuonMatrix> matrices_of(const char* op, const Tensors& outputs, cons
   return matrices;
 }
 
+// The sums of squares of parts of each tensor, where no launch has left them.
+Tensor summed_squares(Stream stream, DType dtype, const std::vector<NormTensor>& tensors,
+                      const Tensor& like) {
+  const auto count = static_cast<int64_t>(tensors.size());
+  const int64_t sums = dev::grad_norm_workspace(tensors.data(), count);
+  Tensor squares = empty({sums}, like, ScalarType::Double);
+  if (sums == 0) return squares;
+  auto* const to = static_cast<double*>(squares.mutable_data_ptr());
+  dev::grad_norm(stream, dtype, tensors.data(), count, to, to, sums, nullptr, nullptr, nullptr);
+  return squares;
+}
+
 void muon_normalize_(const Tensors& outputs, const Tensors& inputs, double eps,
-                     std::optional<Tensor> squares) {
+                     const std::optional<Tensor>& squares) {
   const char* op = "muon_normalize_";
   std::vector<MuonMatrix> matrices = matrices_of(op, outputs, inputs, true);
   if (matrices.empty()) return;
-  const auto count = static_cast<int64_t>(matrices.size());
+  if (squares) check_squares(op, *squares, inputs);
   const DType dtype = dtype_of(op, "inputs", inputs[0]);
-  const double* own = squares_of(op, squares, inputs);
   std::vector<NormTensor> list;
-  if (!own) {
-    list.reserve(matrices.size());
-    for (const MuonMatrix& m : matrices) list.push_back({m.from, m.rows * m.columns});
-  }
+  list.reserve(matrices.size());
+  for (const MuonMatrix& m : matrices) list.push_back({m.from, m.rows * m.columns});
 
   const DeviceContext context(inputs[0]);
-  const int64_t sums = list.empty() ? 0 : dev::grad_norm_workspace(list.data(), count);
-  Tensor workspace = empty({sums}, inputs[0], ScalarType::Double);
-  if (!list.empty()) {
-    auto* const found = static_cast<double*>(workspace.mutable_data_ptr());
-    if (sums > 0) {
-      dev::grad_norm(context.stream(), dtype, list.data(), count, found, found, sums, nullptr,
-                     nullptr, nullptr);
-    }
-    own = found;
-  }
-  for (int64_t i = 0; i < count; ++i) {
+  const Tensor sums = squares ? *squares : summed_squares(context.stream(), dtype, list, inputs[0]);
+  const auto* own = static_cast<const double*>(sums.const_data_ptr());
+  for (size_t i = 0; i < matrices.size(); ++i) {
     matrices[i].squares = own;
     matrices[i].parts =
-        list.empty() ? muon_squares(inputs[i].numel()) : dev::grad_norm_workspace(&list[i], 1);
+        squares ? muon_squares(list[i].numel) : dev::grad_norm_workspace(&list[i], 1);
     own += matrices[i].parts;
   }
   dev::muon_normalize(context.stream(), dtype, dtype_of(op, "outputs", outputs[0]), matrices.data(),
-                      count, eps);
+                      static_cast<int64_t>(matrices.size()), eps);
 }
 
 void muon_unpad_(const Tensors& outputs, const Tensors& inputs) {
