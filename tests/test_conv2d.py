@@ -323,6 +323,7 @@ def test_every_kernel_by_name(device, dtype, case):
                     "pointwise",
                     "implicit_gemm_wgmma",
                     "narrow_input",
+                    "narrow_input_wgmma",
                     "narrow_output",
                     "grouped",
                 )

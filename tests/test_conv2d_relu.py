@@ -89,6 +89,7 @@ def test_every_kernel(device, dtype, case, channels_last):
 # On a GPU: what has the ReLU in it, of (case, format, dtype).
 FUSING = {
     "narrow_input": ("8x8 stride 4", CHANNELS_LAST, torch.bfloat16),
+    "narrow_input_wgmma": ("8x8 stride 4", CHANNELS_LAST, torch.bfloat16),
     "implicit_gemm_wgmma": ("second layer", CHANNELS_LAST, torch.bfloat16),
     "halo_wgmma": ("second layer", CHANNELS_LAST, torch.float32),
     "pointwise": ("1x1", CHANNELS_LAST, torch.float32),

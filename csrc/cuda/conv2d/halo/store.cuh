@@ -38,10 +38,10 @@ __device__ __forceinline__ void stage_results(const float (&acc)[kPixels / 2], u
 }
 
 // fp32, 16 bytes at a time: through shared memory of the warp, 32 positions at a time, as
-// [position][16 filters]. `to`: the result of the tile's first position; k0: the block's first
-// filter.
+// [position][16 filters]. `to`: the result of the tile's first position; k0: the block's first of
+// all filters.
 template <int kPixels, typename T>
-__device__ __forceinline__ void store_wide(const float (&acc)[kPixels / 2], const Args& a,
+__device__ __forceinline__ void store_wide(const float (&acc)[kPixels / 2], int filters,
                                            const int (&offsets)[kPixels], int k0,
                                            unsigned char* out, T* to) {
   constexpr int kAcc = kPixels / 2;
@@ -59,7 +59,7 @@ __device__ __forceinline__ void store_wide(const float (&acc)[kPixels / 2], cons
 #pragma unroll
     for (int v = 0; v < std::min(4, (kAcc - i) / 4); ++v) {
       const int position = v * 8 + lane / 4, offset = offsets[i * 2 + position];
-      if (offset >= 0 && filter < a.k) {
+      if (offset >= 0 && filter < filters) {
         *reinterpret_cast<float4*>(to + offset + filter) =
             *reinterpret_cast<const float4*>(own + position * kTurnPitch + lane % 4 * 4);
       }

@@ -261,7 +261,7 @@ __global__ void __launch_bounds__(threads(consumers(kPixels, kPlanes)), 1)
       }
       T* to = y + first_output(a, place);
       if (a.wide_stores) {
-        store_wide<kPixels>(acc, a, offsets[group], k0, out, to);
+        store_wide<kPixels>(acc, a.k, offsets[group], k0, out, to);
       } else {
         store_single<kPixels>(acc, a, offsets[group], k0 + row, to);
       }

@@ -7,15 +7,12 @@
 #include "plan.cuh"
 #include "wgrad.cuh"
 #include "cuda/common/launch.cuh"
-#include "cuda/common/ordered_sum.cuh"
 
 namespace braze::cuda::narrow {
 namespace {
 
 constexpr int kMaxChannels = 8, kMaxExtent = 1 << 24, kMaxTaps = 64;
 constexpr int kMaxFilters = 1 << 19;  // a grid has 65535 blocks of 16, at least, in a column
-
-bool is_wgrad(const Conv2dArgs& args) { return args.pass == Conv2dPass::kWgrad; }
 
 // Whether it is the result of the convolution that has few channels: of an input gradient, and of a
 // weight gradient if it is not the image.
@@ -256,12 +253,6 @@ int blocks_of_sm(Function function, const Tile& tile) {
   return std::max(1, blocks);
 }
 
-// Whether the strides number a tensor's elements without gaps.
-bool is_dense(const Tensor4dRef& t, const Conv2dShape& s) {
-  return (s.k - 1) * t.n + (s.c - 1) * t.c + (s.r - 1) * t.h + (s.s - 1) * t.w ==
-         s.k * s.c * s.r * s.s - 1;
-}
-
 }  // namespace
 
 const char* obstacle(const Conv2dArgs& given) {
@@ -314,14 +305,7 @@ void run(Stream stream, const Conv2dArgs& given, const Conv2dPlan& plan, void* w
                tile.shared_bytes, stream, a);
   check_launch("conv2d narrow_input");
   if (!is_wgrad(args)) return;
-  const Conv2dShape& s = args.shape;
-  dispatch(s.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    if constexpr (!std::is_same_v<T, double>) {
-      launch_ordered_sum(stream, static_cast<const float*>(workspace), tile.blocks,
-                         s.k * s.c * s.r * s.s, static_cast<T*>(const_cast<void*>(given.out.data)));
-    }
-  });
+  add_up(stream, args.shape, tile.blocks, workspace, given.out.data);
 }
 
 }  // namespace braze::cuda::narrow

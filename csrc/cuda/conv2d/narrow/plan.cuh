@@ -3,6 +3,7 @@
 
 #include <cuda_runtime.h>
 
+#include "cuda/common/ordered_sum.cuh"
 #include "cuda/conv2d/args.h"
 
 namespace braze::cuda::narrow {
@@ -11,6 +12,8 @@ namespace braze::cuda::narrow {
 inline bool is_split(const Conv2dArgs& args) {
   return args.shape.dtype == DType::kFloat32 && !args.shape.allow_tf32;
 }
+
+inline bool is_wgrad(const Conv2dArgs& args) { return args.pass == Conv2dPass::kWgrad; }
 
 inline int bytes_of(const Conv2dArgs& args) { return static_cast<int>(size_of(args.shape.dtype)); }
 
@@ -33,6 +36,24 @@ inline int64_t last_tap(const Tensor4dRef& w, const Conv2dShape& s) {
 inline Tensor4dRef turned(const Tensor4dRef& w, const Conv2dShape& s) {
   const char* const last = static_cast<const char*>(w.data) + last_tap(w, s) * size_of(s.dtype);
   return {last, w.c, w.n, -w.h, -w.w};
+}
+
+// Whether the strides number a tensor's elements without gaps.
+inline bool is_dense(const Tensor4dRef& t, const Conv2dShape& s) {
+  return (s.k - 1) * t.n + (s.c - 1) * t.c + (s.r - 1) * t.h + (s.s - 1) * t.w ==
+         s.k * s.c * s.r * s.s - 1;
+}
+
+// The filters' gradients from those that `blocks` blocks have left in the workspace.
+inline void add_up(Stream stream, const Conv2dShape& s, int blocks, const void* workspace,
+                   const void* out) {
+  dispatch(s.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    if constexpr (!std::is_same_v<T, double>) {
+      launch_ordered_sum(stream, static_cast<const float*>(workspace), blocks,
+                         s.k * s.c * s.r * s.s, static_cast<T*>(const_cast<void*>(out)));
+    }
+  });
 }
 
 // Before a launch with that much dynamic shared memory. Never less than what every kernel may have:
