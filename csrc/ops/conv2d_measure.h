@@ -2,6 +2,7 @@
 // torch.backends.cudnn.benchmark, and the process keeps the winner. For conv2d.cpp alone.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <limits>
 #include <mutex>
@@ -37,6 +38,11 @@ constexpr int kMeasuredEngines = 8;
 constexpr int kMeasuredRuns = 3;
 // By how much, at least, something has to be faster than what the rules choose.
 constexpr double kLeastGain = 0.03, kLeastMicroseconds = 2;
+// A candidate that is so much slower, loading its kernel aside, is not run again; and a pass's
+// candidates are run for no longer than that, or so many runs of its fastest. Some of what takes
+// grouped filters runs for a fifth of a second.
+constexpr double kFarBehind = 5, kLoadingMicroseconds = 2e3;
+constexpr double kLongestMicroseconds = 3e4, kLongestRuns = 100;
 
 // Enqueues a decision's work, with as much of the epilogue as it has fused. workspace: of as many
 // bytes as it says. like: a tensor on the device, in the problem's dtype.
@@ -169,14 +175,14 @@ double time_of(Stream stream, const Conv2dProblem& problem, const Decision& deci
     launch(stream, problem, decision, {bias, false, memory}, workspace.data(), result);
     const double us = watch.stop() + more;
     least = i <= 1 ? us : std::min(least, us);
-    if (i > 0 && us > limit) break;
+    if (us > (i > 0 ? limit : kFarBehind * limit + kLoadingMicroseconds)) break;
   }
   return least;
 }
 
-// Runs all candidates on the tensors themselves (the result is written again afterwards) and
-// returns the fastest; what the rules have chosen, where nothing is faster by far enough to be
-// sure.
+// Runs the candidates on the tensors themselves (the result is written again afterwards), what the
+// rules have chosen first, and returns the fastest; that one, where nothing is faster by far enough
+// to be sure.
 Wish fastest(Stream stream, const Conv2dProblem& problem, const Tensor& result, const void* bias,
              bool wants_moments) {
   const Decision by_rules = decided(result, problem, {}, bias, wants_moments);
@@ -187,7 +193,14 @@ Wish fastest(Stream stream, const Conv2dProblem& problem, const Tensor& result, 
   constexpr double kForever = std::numeric_limits<double>::infinity();
   double least = kForever, before = kForever;
   Wish best;
-  for (const auto& [wish, decision] : candidates_of(problem, bias)) {
+  auto candidates = candidates_of(problem, bias);
+  std::stable_partition(candidates.begin(), candidates.end(),
+                        [&](const auto& c) { return rules_have(c.second); });
+  const auto start = std::chrono::steady_clock::now();
+  for (const auto& [wish, decision] : candidates) {
+    const std::chrono::duration<double, std::micro> passed =
+        std::chrono::steady_clock::now() - start;
+    if (passed.count() > std::max(kLongestMicroseconds, kLongestRuns * least)) break;
     try {
       const double us = time_of(stream, problem, decision, result, bias, wants_moments, 2 * least);
       if (us < least) least = us, best = wish;
@@ -220,16 +233,25 @@ class Measured {
   std::unordered_map<ConvolutionPass, Wish, HashWords> winners_;
 };
 
+// Whether it is the kernel of depthwise filters where that was measured to be far ahead: building
+// cuDNN's engines for them takes one to three seconds a layer.
+bool is_depthwise_and_ahead(const Decision& decision) {
+  return decision.library < 0 && decision.plan.beats_library && !decision.plan.by_fft &&
+         std::string(dev::conv2d_kernel(decision.plan.kernel)->name) == "depthwise";
+}
+
 // The decision under "benchmark": what tuning chose, else what was measured, else what is measured
 // now. Rules decide for what cannot be tuned either, for a new pass within a capture, where
-// measured choices are to be ignored, and where they have a kernel leave moments that are wanted.
+// measured choices are to be ignored, where they have a kernel leave moments that are wanted, and
+// for most depthwise filters.
 Decision benchmarked(Stream stream, const Conv2dProblem& problem, const Tensor& result,
                      const void* bias, bool wants_moments) {
   // Never destroyed: threads may outlive static objects.
   static auto* const with_and_without = new Measured[2];
   Measured& measured = with_and_without[wants_moments];
   const Decision by_rules = decided(result, problem, {}, bias, wants_moments);
-  if (problem.shape.deterministic || (wants_moments && leaves_moments(by_rules.plan))) {
+  if (problem.shape.deterministic || (wants_moments && leaves_moments(by_rules.plan)) ||
+      is_depthwise_and_ahead(by_rules)) {
     return by_rules;
   }
   const auto pass = convolution_pass_of(problem, bias != nullptr, result.get_device_index());
