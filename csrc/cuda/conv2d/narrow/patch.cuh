@@ -12,6 +12,8 @@ struct Place {
   int image, p, q;
 };
 
+// Args: of any of the kernels that cut a batch so.
+template <typename Args>
 __device__ __forceinline__ Place place_of(const Args& a, int tile) {
   int rest, right;
   const int image = a.tiles_of_image.div(tile, rest);

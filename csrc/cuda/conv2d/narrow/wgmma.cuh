@@ -21,6 +21,7 @@
 // beside the window with weights of zero: tiles with infinities or NaN go to CUDA cores.
 #pragma once
 
+#include "patch.cuh"
 #include "cuda/common/fast_div.cuh"
 #include "cuda/common/graph.cuh"
 #include "cuda/common/mma.cuh"
@@ -66,17 +67,6 @@ struct WgmmaArgs {
 inline int wgmma_weight_bytes(const WgmmaArgs& a) { return a.taps_h * a.row_steps * kStepBytes; }
 constexpr int wgmma_out_bytes(int size) {
   return kConsumers * (size == 2 ? kPositions * 128 : 4 * halo::kTurnBytes);
-}
-
-// A tile's image and first output.
-struct TileAt {
-  int image, p, q;
-};
-__device__ __forceinline__ TileAt tile_at(const WgmmaArgs& a, int tile) {
-  int rest, right;
-  const int image = a.tiles_of_image.div(tile, rest);
-  const int down = a.tiles_across.div(rest, right);
-  return {image, down * a.tile_rows, right * a.tile_columns};
 }
 
 // The descriptor of an unswizzled K-major operand: rows of 16 bytes, eight of them one behind the
@@ -174,7 +164,7 @@ __device__ __forceinline__ bool stage_tile(const WgmmaArgs& a, int tile, int own
                                            unsigned char* stage) {
   using C = Chunk<T, kChannels>;
   constexpr int kBatch = 2;
-  const TileAt at = tile_at(a, tile);
+  const Place at = place_of(a, tile);
   const T* const image = static_cast<const T*>(a.x) + at.image * a.x_n;
   const int first_row = at.p * a.stride_h - a.pad_h, chunks = a.patch_rows * a.row_chunks;
   uint32_t seen = 0;
@@ -389,7 +379,7 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1)
 
   for (int j = 0, number = 0, tile = blockIdx.x; tile < a.tiles; ++j, tile += gridDim.x) {
     const int stage = j % kPatchStages;
-    const TileAt at = tile_at(a, tile);
+    const Place at = place_of(a, tile);
     const int rows_left = a.rows - at.p;
     const int columns_left = min(a.tile_columns, a.columns - at.q);
     const int64_t first = at.image * a.y_n + at.p * a.y_h + at.q * a.y_w;

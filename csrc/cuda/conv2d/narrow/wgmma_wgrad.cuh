@@ -28,7 +28,7 @@ struct WgmmaWgradArgs : WgmmaArgs {
 
 // What a tile adds to one gradient, on CUDA cores: of filter row r, element e of its row.
 template <typename T>
-__device__ __noinline__ float tile_gradient(const WgmmaWgradArgs& a, const TileAt& at,
+__device__ __noinline__ float tile_gradient(const WgmmaWgradArgs& a, const Place& at,
                                             const unsigned char* patch, const unsigned char* dy,
                                             int filter, int r, int e) {
   const int down = r / a.stride_h, phase = r - down * a.stride_h;
@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(kWgradThreads, 1)
       unsigned char* const dy = stages + stage * a.stage_bytes;
       if (turn > 0) mbarrier_wait(&empty[stage], turn - 1 & 1);
       if (own == 0) {
-        const TileAt at = tile_at(a, tile);
+        const Place at = place_of(a, tile);
         mbarrier_expect(&full[stage], a.copies * a.positions * kDyRowBytes);
         for (int copy = 0; copy < a.copies; ++copy) {
           halo::tma_load_5d(copy ? &odd_map : &even_map, &full[stage],
@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(kWgradThreads, 1)
     unsigned char* const patch = dy + all_dy_bytes;
     mbarrier_wait(&full[stage], j / kPatchStages & 1);
     if (special[stage] == j + 1) {
-      const TileAt at = tile_at(a, tile);
+      const Place at = place_of(a, tile);
       for_each_sum([&](float, float& rest, int own, int r, int e) {
         const float sum = tile_gradient<T>(a, at, patch, dy, own, r, e);
         rest = has_rest ? rest + sum : sum;
