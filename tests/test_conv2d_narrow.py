@@ -11,6 +11,7 @@ from test_conv2d import cuda_kernels_of
 from test_conv2d_products import (
     FORMATS,
     check,
+    check_first_layer_beyond_31_bits,
     drawn,
     gradient,
     own,
@@ -330,21 +331,7 @@ def test_in_a_graph(gpu):
 
 
 def test_more_than_2_to_the_31_elements(gpu):
-    n, k = 2700, 64  # 2.2e9 results, 4.3 GB in 16 bits
-    if torch.cuda.mem_get_info()[0] < 16 << 30:
-        pytest.skip("needs 16 GB")
-    case = (n, 3, k, 224, 224, 3, 2, 1, 1)
-    x, w, b = drawn((1, *case[1:]), "cuda", torch.bfloat16, "nhwc")
-    many = torch.empty(n, *x.shape[1:], device="cuda", dtype=x.dtype)
-    many = many.to(memory_format=torch.channels_last).copy_(x.expand_as(many))
-    one = run("fprop", case, x, w, b, None, backend=NAME)
-    out = run("fprop", case, many, w, b, None, backend=NAME)
-    assert all(torch.equal(out[i], one[0]) for i in (0, n // 2, n - 1))
-    # All but the last image's gradients are zeros.
-    dy = out.zero_()
-    dy[-1] = one[0]
-    actual = run("wgrad", case, many, w, b, dy, backend=NAME)
-    check(actual, "wgrad", (1, *case[1:]), (x, w, b, one))
+    check_first_layer_beyond_31_bits(NAME)
 
 
 def fuzz(data, device):

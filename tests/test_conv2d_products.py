@@ -118,6 +118,25 @@ def check(actual, which, case, tensors, tf32=False):
     assert_by_rule(actual, reference(which, case, *tensors), exact, ulps, which, terms, moved)
 
 
+def check_first_layer_beyond_31_bits(name):
+    """Forward and weight gradient of more than 2**31 results, by the kernel of that name."""
+    n, k = 2700, 64  # 2.2e9 results, 4.3 GB in 16 bits
+    if torch.cuda.mem_get_info()[0] < 16 << 30:
+        pytest.skip("needs 16 GB")
+    case = (n, 3, k, 224, 224, 3, 2, 1, 1)
+    x, w, b = drawn((1, *case[1:]), "cuda", torch.bfloat16, "nhwc")
+    many = torch.empty(n, *x.shape[1:], device="cuda", dtype=x.dtype)
+    many = many.to(memory_format=torch.channels_last).copy_(x.expand_as(many))
+    one = run("fprop", case, x, w, b, None, backend=name)
+    out = run("fprop", case, many, w, b, None, backend=name)
+    assert all(torch.equal(out[i], one[0]) for i in (0, n // 2, n - 1))
+    # All but the last image's gradients are zeros.
+    dy = out.zero_()
+    dy[-1] = one[0]
+    actual = run("wgrad", case, many, w, b, dy, backend=name)
+    check(actual, "wgrad", (1, *case[1:]), (x, w, b, one))
+
+
 def skip_large(device, case):
     n, c, k, h, w, size = case[:6]
     if device == "cpu" and n * c * k * h * w * size**2 > 1 << 29:

@@ -35,6 +35,13 @@ STABLE_TORCH_LIBRARY(braze, m) {
       "str activation, float first, float second, bool[4] output_mask) "
       "-> (Tensor, Tensor, Tensor, Tensor)");
 
+  // batch_norm_backward_of_sums: the backward in training, of the gradient before the activation
+  // and of its sums as conv2d_norm_backward leaves them
+  m.def(
+      "batch_norm_backward_of_sums(Tensor grad_output, Tensor input, Tensor? weight, "
+      "Tensor? bias, Tensor statistics, Tensor sums, bool[4] output_mask) "
+      "-> (Tensor, Tensor, Tensor, Tensor)");
+
   // conv_bn_act: batch_norm_act of conv2d's result, whose gradients are those of the two
   m.def(
       "conv_bn_act(Tensor input, Tensor weight, Tensor? conv_bias, Tensor? residual, "
@@ -83,6 +90,15 @@ STABLE_TORCH_LIBRARY(braze, m) {
       "int[2] padding, int[2] dilation, int groups, bool[3] output_mask, bool allow_tf32=False, "
       "bool deterministic=False, str backend=\"auto\", Tensor? added=None) "
       "-> (Tensor, Tensor, Tensor)");
+  // conv2d_norm_backward: of a convolution whose input is batch_norm_act's result: where there are
+  // sums, the input's gradient is that before the activation, and these are its sums for
+  // batch_norm_backward_of_sums; else the sums are of no sets, and it is conv2d_backward
+  m.def(
+      "conv2d_norm_backward(Tensor grad_output, Tensor input, Tensor weight, int[2] stride, "
+      "int[2] padding, int[2] dilation, int groups, bool[3] output_mask, bool allow_tf32, "
+      "bool deterministic, str backend, Tensor? added, Tensor norm_input, Tensor mask, "
+      "Tensor statistics, str activation, float first, float second) "
+      "-> (Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "conv2d_relu(Tensor input, Tensor weight, Tensor? bias=None, int[2] stride=1, "
       "int[2] padding=0, int[2] dilation=1, int groups=1, bool allow_tf32=False, "

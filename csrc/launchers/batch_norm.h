@@ -119,6 +119,14 @@ void batch_norm_backward(Stream stream, const BatchNormShape& shape, bool traini
                          const BatchNormAffine& affine, const BatchNormStatistics& statistics,
                          const BatchNormGradients& gradients, void* workspace);
 
+// batch_norm_backward in training, of sums that what made dy has left: [c][sets][2], of dy and of
+// dy * (x - mean), where dy is the gradient before the activation. Not of float64.
+void batch_norm_backward_of_sums(Stream stream, const BatchNormShape& shape, const void* dy,
+                                 const void* x, const float* sums, int sets,
+                                 const BatchNormAffine& affine,
+                                 const BatchNormStatistics& statistics,
+                                 const BatchNormGradients& gradients, void* workspace);
+
 // Batch norm over the batches of several processes, in steps between which they exchange what is
 // here [c]. The forward pass in training: what follows from the moments of all `parts` of each
 // channel, [c][parts], of which some may be of no elements; *total is their number. Where there is

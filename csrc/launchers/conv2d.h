@@ -77,7 +77,8 @@ struct Conv2dPlan {
   int64_t workspace_bytes = 0;
   int64_t images = 0;         // of the batch, for one run of the kernel
   int wish = kAnyKernel;      // that the plan was made for
-  int moment_sets = 0;        // that fprop leaves of each filter's results; 0: none
+  int moment_sets = 0;        // that fprop leaves of each filter's results; 0: none. By a
+                              // plan_conv2d_norm_grad(): sets of sums of each channel's gradients
   bool adds_bias = true;      // if it is given one; always for fprop
   bool applies_relu = false;  // if it is asked to; of fprop only
   // Measured rules, where any kernel would do: whether this one is faster than the vendor's

@@ -164,9 +164,91 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_act_backward(
   return {grad_input, residual_result, grad_weight, grad_bias};
 }
 
+// The last gradient: of a constant added to each channel of the input.
+std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_backward_of_sums(
+    const Tensor& grad_output, const Tensor& input, const std::optional<Tensor>& weight,
+    const std::optional<Tensor>& bias, const Tensor& statistics, const Tensor& sums,
+    const std::vector<bool>& output_mask) {
+  const char* op = "batch_norm_backward_of_sums";
+  const BatchNormShape shape = batch_norm_shape(op, input);
+  check_same_device(op, "grad_output", grad_output, "input", input);
+  check_same_dtype(op, "grad_output", grad_output, "input", input);
+  check_same_shape(op, "grad_output", grad_output, "input", input);
+  check_channel_vector(op, "weight", weight, input);
+  check_channel_vector(op, "bias", bias, input);
+  check_pair(op, "weight", weight, "bias", bias);
+  check_statistics(op, statistics, input);
+  check_same_device(op, "sums", sums, "input", input);
+  BRAZE_CHECK(input.scalar_type() != ScalarType::Double, op, ": it does not take float64");
+  BRAZE_CHECK(sums.scalar_type() == ScalarType::Float && sums.is_contiguous() && sums.dim() == 3 &&
+                  sums.size(0) == shape.c && sums.size(1) > 0 && sums.size(1) <= INT_MAX &&
+                  sums.size(2) == 2,
+              op, ": expected contiguous float32 sums of shape [", shape.c,
+              ", sets, 2], but got shape ", shape_string(sums));
+  BRAZE_CHECK(output_mask.size() == 4, op, ": expected output_mask of 4 entries, but got ",
+              output_mask.size());
+  BRAZE_CHECK(input.numel() > 0, op, ": expected an input with elements");
+  const DeviceContext context(input);
+  const ScalarType type = weight ? weight->scalar_type()
+                          : bias ? bias->scalar_type()
+                                 : statistics_type(input);
+  Tensor grad_input = output_mask[0] ? empty_like_input(shape, input) : empty({0}, input);
+  Tensor grad_weight = empty({output_mask[1] ? shape.c : 0}, input, type);
+  Tensor grad_bias = empty({output_mask[2] ? shape.c : 0}, input, type);
+  Tensor grad_constant = empty({output_mask[3] ? shape.c : 0}, input);
+  const Tensor x = in_layout(shape, input), dy = in_layout(shape, grad_output);
+  const auto w = dense(weight);
+  const Workspace workspace(dev::batch_norm_workspace_bytes(shape), input);
+  const auto data = [](bool wanted, Tensor& t) { return wanted ? t.mutable_data_ptr() : nullptr; };
+  dev::batch_norm_backward_of_sums(
+      context.stream(), shape, dy.const_data_ptr(), x.const_data_ptr(),
+      static_cast<const float*>(sums.const_data_ptr()), static_cast<int>(sums.size(1)),
+      {const_data(w), nullptr, dtype_of(op, "weight", grad_weight)}, statistics_of(statistics),
+      {data(output_mask[0], grad_input), nullptr, data(output_mask[1], grad_weight),
+       data(output_mask[2], grad_bias), data(output_mask[3], grad_constant)},
+      workspace.data());
+  return {grad_input, grad_weight, grad_bias, grad_constant};
+}
+
+// conv2d's backward where batch_norm_act's result is its input.
+std::tuple<Tensor, Tensor, Tensor, Tensor> conv2d_norm_backward(
+    const Tensor& grad_output, const Tensor& input, const Tensor& weight,
+    const std::vector<int64_t>& stride, const std::vector<int64_t>& padding,
+    const std::vector<int64_t>& dilation, int64_t groups, const std::vector<bool>& output_mask,
+    bool allow_tf32, bool deterministic, const std::string& backend,
+    const std::optional<Tensor>& added, const Tensor& norm_input, const Tensor& mask,
+    const Tensor& statistics, const std::string& activation, double first, double second) {
+  const char* op = "conv2d_norm_backward";
+  check_same_device(op, "norm_input", norm_input, "input", input);
+  check_same_dtype(op, "norm_input", norm_input, "input", input);
+  check_same_shape(op, "norm_input", norm_input, "input", input);
+  check_statistics(op, statistics, input);
+  check_same_device(op, "mask", mask, "input", input);
+  NormOfInput norm{norm_input, statistics, std::nullopt,
+                   activation_of(op, activation, first, second),
+                   empty({input.size(1), 0, 2}, statistics)};
+  BRAZE_CHECK(!norm.activation.smooth(), op, ": expected an activation that bounds, but got ",
+              activation);
+  if (mask.numel() > 0) {
+    const int64_t bytes = dev::batch_norm_mask_bytes(batch_norm_shape(op, norm_input),
+                                                     {norm.activation, mask.const_data_ptr()});
+    BRAZE_CHECK(
+        mask.scalar_type() == ScalarType::Byte && mask.is_contiguous() && mask.numel() == bytes, op,
+        ": expected a mask of ", bytes, " uint8 elements, but got shape ", shape_string(mask));
+    norm.mask = mask;
+  }
+  auto [grad_input, grad_weight, grad_bias] = conv2d_gradients(
+      grad_output, input, weight,
+      {stride, padding, dilation, groups, allow_tf32, deterministic, backend}, output_mask, nullptr,
+      added, output_mask[0] && input.numel() > 0 ? &norm : nullptr);
+  return {grad_input, grad_weight, grad_bias, norm.sums};
+}
+
 }  // namespace
 
 BRAZE_IMPL(m) {
+  m.impl("batch_norm_backward_of_sums", TORCH_BOX(&batch_norm_backward_of_sums));
+  m.impl("conv2d_norm_backward", TORCH_BOX(&conv2d_norm_backward));
   m.impl("batch_norm_act", TORCH_BOX(&batch_norm_act));
   m.impl("batch_norm_act_backward", TORCH_BOX(&batch_norm_act_backward));
   m.impl("conv_bn_act", TORCH_BOX(&conv_bn_act));

@@ -272,7 +272,8 @@ std::tuple<Tensor, Tensor, Tensor> conv2d_gradients(const Tensor& grad_output, c
                                                     const Tensor& weight, const Arguments& args,
                                                     const std::vector<bool>& output_mask,
                                                     const Tensor* relu_result,
-                                                    const std::optional<Tensor>& added) {
+                                                    const std::optional<Tensor>& added,
+                                                    NormOfInput* norm) {
   const Conv2dShape shape = conv2d_shape(input, weight, args);
   check_grad_output("conv2d_backward", grad_output, input, {shape.n, shape.k, shape.p, shape.q});
   if (added) {
@@ -281,13 +282,13 @@ std::tuple<Tensor, Tensor, Tensor> conv2d_gradients(const Tensor& grad_output, c
     check_same_shape("conv2d_backward", "added", *added, "input", input);
   }
   return run_conv2d_gradients(Conv2dPass::kFprop, shape, grad_output, input, weight, args.backend,
-                              output_mask, relu_result, added);
+                              output_mask, relu_result, added, norm);
 }
 
 std::tuple<Tensor, Tensor, Tensor> run_conv2d_gradients(
     Conv2dPass forward, const Conv2dShape& shape, const Tensor& grad_output, const Tensor& input,
     const Tensor& weight, const std::string& backend, const std::vector<bool>& output_mask,
-    const Tensor* relu_result, const std::optional<Tensor>& added) {
+    const Tensor* relu_result, const std::optional<Tensor>& added, NormOfInput* norm) {
   const bool transposed = forward == Conv2dPass::kDgrad;
   const Conv2dPass to_input = transposed ? Conv2dPass::kFprop : Conv2dPass::kDgrad;
   const DeviceContext context(input);
@@ -353,6 +354,7 @@ std::tuple<Tensor, Tensor, Tensor> run_conv2d_gradients(
       more = dense(stream, Operand(*added, within), within).tensor;
       epilogue.added = &*more;
     }
+    if (within == channels_last) epilogue.norm = norm;
     run(stream, {to_input, shape, to_x.ref, w.ref, to_y.ref}, result, choice, epilogue);
     grad_input =
         reformat ? dense(stream, Operand(result, false), false, grad_input).tensor : result;

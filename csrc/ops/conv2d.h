@@ -21,6 +21,14 @@ struct OutputMoments {
   ChannelMoments view;
 };
 
+// The batch norm, in training, whose result is a convolution's input, for that one's gradient.
+struct NormOfInput {
+  Tensor before, statistics;   // what was normalised, and what with
+  std::optional<Tensor> mask;  // of batch_norm_act, where there was a residual
+  Activation activation;       // a clamp
+  Tensor sums;                 // what the gradient's kernel leaves, [c, sets, 2]; or as it was
+};
+
 // Of checked arguments.
 Conv2dShape conv2d_shape(const Tensor& input, const Tensor& weight, const Conv2dArguments& args);
 
@@ -40,13 +48,15 @@ std::optional<Tensor> conv2d_with_tail(const char* op, const Tensor& input, cons
 
 // The gradients that output_mask asks for, of input, weight and bias; empty tensors for the rest.
 // relu_result: of a ReLU behind the convolution, whose result grad_output is the gradient of; or
-// nullptr. added: what is added to the input's.
+// nullptr. added: what is added to the input's. norm: where its `sums` are filled in, the input's
+// gradient is that before the activation.
 std::tuple<Tensor, Tensor, Tensor> conv2d_gradients(const Tensor& grad_output, const Tensor& input,
                                                     const Tensor& weight,
                                                     const Conv2dArguments& args,
                                                     const std::vector<bool>& output_mask,
                                                     const Tensor* relu_result = nullptr,
-                                                    const std::optional<Tensor>& added = {});
+                                                    const std::optional<Tensor>& added = {},
+                                                    NormOfInput* norm = nullptr);
 
 // The same two with all arguments checked, of a convolution (forward: kFprop) or of the transposed
 // one of that shape, whose result has the part of x, its input that of y (kDgrad).
@@ -57,7 +67,8 @@ Tensor run_conv2d_forward(Conv2dPass forward, const Conv2dShape& shape, const Te
 std::tuple<Tensor, Tensor, Tensor> run_conv2d_gradients(
     Conv2dPass forward, const Conv2dShape& shape, const Tensor& grad_output, const Tensor& input,
     const Tensor& weight, const std::string& backend, const std::vector<bool>& output_mask,
-    const Tensor* relu_result = nullptr, const std::optional<Tensor>& added = {});
+    const Tensor* relu_result = nullptr, const std::optional<Tensor>& added = {},
+    NormOfInput* norm = nullptr);
 
 // Whether a convolution's result is channels_last, as torch has it; else it is contiguous.
 bool conv2d_is_channels_last(const Tensor& input, const Tensor& weight);

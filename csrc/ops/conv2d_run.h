@@ -4,6 +4,7 @@
 
 #include "launchers/bias_activation.h"
 #include "launchers/column_sum.h"
+#include "launchers/conv2d_norm_grad.h"
 #include "launchers/relu.h"
 #include "launchers/vector_add.h"
 #include "ops/branch.h"
@@ -51,12 +52,53 @@ void add_on_the_way([[maybe_unused]] Stream stream, [[maybe_unused]] const Conv2
 #endif
 }
 
+// The plan of an input gradient that does the batch norm's part on the way, where it pays.
+std::optional<Conv2dPlan> plan_of_norm([[maybe_unused]] const Conv2dProblem& problem,
+                                       [[maybe_unused]] const Choice& choice,
+                                       [[maybe_unused]] const Decision& decision,
+                                       [[maybe_unused]] const Tensor& result,
+                                       [[maybe_unused]] const Tensor* added,
+                                       [[maybe_unused]] const NormOfInput& norm) {
+#ifdef BRAZE_CUDA
+  const auto fits = [&](const Tensor& t) {
+    return same_layout(t, result) && alignment_of(t.const_data_ptr()) >= 16;
+  };
+  const bool from_library = decision.library >= 0;
+  if ((from_library && choice.wish.kind != Wish::kAuto) || decision.plan.by_fft ||
+      norm.activation.smooth() || !fits(norm.before) || (added && !fits(*added))) {
+    return std::nullopt;
+  }
+  Conv2dPlan plan = from_library ? dev::plan_conv2d(problem, kAnyKernel) : decision.plan;
+  if (dev::plan_conv2d_norm_grad(problem, from_library, norm.mask.has_value(), added != nullptr,
+                                 &plan))
+    return plan;
+#endif
+  return std::nullopt;
+}
+
+// An input gradient by a plan of plan_conv2d_norm_grad(): fills in the norm's sums.
+void run_norm_grad([[maybe_unused]] Stream stream, [[maybe_unused]] const Conv2dProblem& problem,
+                   [[maybe_unused]] const Conv2dPlan& plan, [[maybe_unused]] const Tensor* added,
+                   [[maybe_unused]] NormOfInput& norm, [[maybe_unused]] void* workspace) {
+#ifdef BRAZE_CUDA
+  norm.sums = empty({problem.shape.c, plan.moment_sets, 2}, norm.statistics);
+  dev::run_conv2d_norm_grad(
+      stream, problem, plan,
+      {added ? added->const_data_ptr() : nullptr, norm.before.const_data_ptr(),
+       norm.mask ? static_cast<const uint8_t*>(norm.mask->const_data_ptr()) : nullptr,
+       norm.activation, statistics_of(norm.statistics),
+       static_cast<float*>(norm.sums.mutable_data_ptr())},
+      workspace);
+#endif
+}
+
 // What is to be done to a pass's result, beside the convolution.
 struct Epilogue {
   std::optional<Tensor> bias;  // of the result's channels
   bool relu = false;
   OutputMoments* moments = nullptr;  // as in conv2d_forward
   const Tensor* added = nullptr;     // to it, in whose format it is dense
+  NormOfInput* norm = nullptr;       // of an input gradient
 };
 
 // Runs one pass; `result` is the tensor that it writes. branch: runs it, unless null. Returns the
@@ -73,11 +115,19 @@ Workspace run(Stream stream, const Conv2dProblem& problem, Tensor& result, const
   Decision decision;
   // What measuring finds adds nothing on the way, and the pass that would takes longer than it is
   // ahead.
-  if (!choice.measure || added) {
+  if (!choice.measure || added || epilogue.norm) {
     decision = decided(result, problem, choice.wish, bias_data, wants_moments);
   }
   if (choice.measure && !decision.adding) {
     decision = benchmarked(stream, problem, result, bias_data, wants_moments);
+  }
+  const auto norm_plan =
+      epilogue.norm ? plan_of_norm(problem, choice, decision, result, added, *epilogue.norm)
+                    : std::nullopt;
+  if (norm_plan) {
+    Workspace workspace(norm_plan->workspace_bytes, result);
+    run_norm_grad(stream, problem, *norm_plan, added, *epilogue.norm, workspace.data());
+    return workspace;
   }
   bool adds = added && decision.adding && alignment_of(added->const_data_ptr()) >= 16;
   if (adds) {

@@ -6,6 +6,7 @@ Here so that neither imports the other: a step enters a :class:`StepScope`, and 
 same: whatever a scope offers saves a launch and changes no number.
 """
 
+import contextlib
 import threading
 
 import torch
@@ -25,13 +26,16 @@ class StepScope:
         sources: of the update: address of a gradient -> the tensor of which it is to be a cast.
     """
 
-    __slots__ = ("_casts", "_moments", "_optimizer", "_outer", "_sources", "_unit_gradients")
+    __slots__ = (
+        "_casts", "_moments", "_optimizer", "_outer", "_sources", "_unit_gradients", "in_backward"
+    )  # fmt: skip
 
     def __init__(
         self, *, casts=None, moments=None, unit_gradients=None, optimizer=None, sources=None
     ):
         self._casts, self._moments, self._unit_gradients = casts, moments, unit_gradients
         self._optimizer, self._sources = optimizer, sources
+        self.in_backward = False
 
     def __enter__(self):
         self._outer, current.scope = current.scope, self
@@ -39,6 +43,18 @@ class StepScope:
 
     def __exit__(self, *exc):
         current.scope = self._outer
+
+    @contextlib.contextmanager
+    def backward(self):
+        """While the step itself runs the backward of what this forward pass recorded.
+
+        Its threads are autograd's, so ops ask the scope of their forward: ``in_backward``.
+        """
+        self.in_backward = True
+        try:
+            yield
+        finally:
+            self.in_backward = False
 
     def takes_ops(self):
         """Whether it is offered to ops one by one now, so that no program runs several as one."""

@@ -190,6 +190,29 @@ void batch_norm_backward(Stream, const BatchNormShape& shape, bool training, con
   });
 }
 
+void batch_norm_backward_of_sums(Stream, const BatchNormShape& shape, const void* dy, const void* x,
+                                 const float* sums, int sets, const BatchNormAffine& affine,
+                                 const BatchNormStatistics& statistics,
+                                 const BatchNormGradients& gradients, void* workspace) {
+  const BatchNormGradients& d = gradients;
+  dispatch(shape.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    using A = acc_t<T>;
+    const GradSource<T> source = plain_source<T>(dy, x, statistics);
+    Partial* const total = static_cast<Partial*>(workspace);
+    for (int64_t j = 0; j < shape.c; ++j) {
+      total[j] = {};
+      for (const float* part = sums + j * sets * 2; part < sums + (j + 1) * sets * 2; part += 2) {
+        total[j].first += part[0], total[j].second += part[1];
+      }
+    }
+    const GradCoefficients<A> k(total + shape.c, shape.c);
+    merge_grads(shape.c, shape.count(), total, 1, source.statistics.rstd,
+                {affine, d.weight, d.bias, d.constant, shape.dtype, true}, k);
+    if (d.x) input_gradient(shape, source, true, k, static_cast<T*>(d.x));
+  });
+}
+
 void batch_norm_sums(Stream, const BatchNormShape& shape, const void* dy, const void* x,
                      const BatchNormAffine& affine, const BatchNormStatistics& statistics,
                      GradSums* sums, void* dweight, void* dbias, void* workspace) {

@@ -151,6 +151,32 @@ void batch_norm_backward(Stream stream, const BatchNormShape& shape, bool traini
   });
 }
 
+void batch_norm_backward_of_sums(Stream stream, const BatchNormShape& shape, const void* dy,
+                                 const void* x, const float* sums, int sets,
+                                 const BatchNormAffine& affine,
+                                 const BatchNormStatistics& statistics,
+                                 const BatchNormGradients& gradients, void* workspace) {
+  const BatchNormGradients& d = gradients;
+  const cudaStream_t s = as_cuda(stream);
+  dispatch(shape.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    if constexpr (!std::is_same_v<T, double>) {
+      const GradCoefficients<float> coefficients = coefficients_in<float>(workspace, shape);
+      const BackwardArgs args{affine,     statistics,  d.weight, d.bias,
+                              d.constant, shape.dtype, true,     true};
+      launch_early(merge_grads_kernel<float>, coefficient_blocks(shape.c), kCoefficientThreads, 0,
+                   s, shape.c, reinterpret_cast<const GradPartial<float>*>(sums), sets,
+                   shape.count(), args, coefficients);
+      check_launch("batch_norm_backward_of_sums");
+      if (!d.x) return;
+      launch_input_grad<T>(
+          s, shape, kIdentity,
+          {static_cast<const T*>(dy), static_cast<const T*>(x), static_cast<T*>(d.x), true,
+           statistics, coefficients, ActivationArgs<float>(kIdentity)});
+    }
+  });
+}
+
 void batch_norm_sums(Stream stream, const BatchNormShape& shape, const void* dy, const void* x,
                      const BatchNormAffine& affine, const BatchNormStatistics& statistics,
                      GradSums* sums, void* dweight, void* dbias, void* workspace) {

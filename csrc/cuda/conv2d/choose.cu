@@ -1,6 +1,7 @@
 // The convolution's kernels, and the choice among them.
 #include "launchers/conv2d.h"
 #include "launchers/conv2d_added.h"
+#include "launchers/conv2d_norm_grad.h"
 #include "launchers/conv2d_tail.h"
 
 #include <algorithm>
@@ -192,8 +193,7 @@ constexpr Kernel kKernels[] = {
      narrow::run},
     {{"conv2d", "narrow_input_wgmma", "float32 bfloat16 float16", "sm_90a", true,
       "images of up to four channels, forward and, in 16 bits, weight gradient: windows are "
-      "shifted "
-      "reads of one tile in shared memory; float32 as TF32"},
+      "shifted reads of one tile in shared memory; float32 as TF32"},
      narrow_input_wgmma_obstacle,
      narrow::plan_wgmma,
      narrow::run_wgmma},
@@ -637,6 +637,15 @@ bool is_long_and_narrow(const Conv2dShape& s) {
   return 4 * tiles < sm_count() && s.r * s.s * ceil_div(s.c * size_of(s.dtype), 128) > 28;
 }
 
+// Of an input gradient of stride 1 that implicit_gemm_wgmma takes, on an H100: with the batch
+// norm's sums it was ahead of every other kernel and a pass for them, but where a product's long
+// sums in TF32 leave multiprocessors idle in the last round of tiles.
+bool norm_grad_pays(const Conv2dShape& s) {
+  if (!is_pointwise(s) || size_of(s.dtype) == 2 || s.k <= 2 * s.c) return true;
+  const int64_t tiles = ceil_div(s.n * s.h * s.w, 128) * ceil_div(s.c, 128);
+  return 5 * tiles >= 4 * ceil_div(tiles, sm_count()) * sm_count();
+}
+
 // The kernel for a pass with a tail, or -1: of our own choice, if it has the code, or
 // implicit_gemm_wgmma in the place of others, which it is behind by less than a pass takes.
 int choose_with_tail(const Conv2dArgs& args, const Activation& activation, bool adds) {
@@ -740,6 +749,35 @@ void run_conv2d_added(Stream stream, const Conv2dProblem& problem, const Conv2dP
     return pointwise::run_added(stream, args, plan, added, workspace);
   }
   im2col::run_added(stream, args, plan, added, workspace);
+}
+
+bool plan_conv2d_norm_grad(const Conv2dProblem& problem, bool from_library, bool has_mask,
+                           bool adds, Conv2dPlan* plan) {
+  const Conv2dArgs args = args_of(problem);
+  if (problem.pass != Conv2dPass::kDgrad || is_empty(args) || plan->images < args.shape.n) {
+    return false;
+  }
+  const Conv2dShape& s = args.shape;
+  const bool any = plan->wish == kAnyKernel;
+  if (!any && (from_library || (plan->kernel != kIm2col && plan->kernel != kPointwise))) {
+    return false;
+  }
+  if (is_strided(s)) {
+    const bool product = is_pointwise(s) && (!any || im2col_is_known(s));
+    if (!product || !adds || pointwise_obstacle(args)) return false;
+    *plan = plan_part(args, kPointwise);
+    return pointwise::plan_norm_grad(args, plan);
+  }
+  if ((any && !(im2col_is_known(s) && norm_grad_pays(s))) || im2col_obstacle(args)) return false;
+  *plan = plan_part(args, kIm2col);
+  return im2col::plan_norm_grad(args, has_mask, plan);
+}
+
+void run_conv2d_norm_grad(Stream stream, const Conv2dProblem& problem, const Conv2dPlan& plan,
+                          const Conv2dNormGrad& norm, void* workspace) {
+  const Conv2dArgs args = args_of(problem);
+  const bool product = plan.kernel == kPointwise;
+  (product ? pointwise::run_norm_grad : im2col::run_norm_grad)(stream, args, plan, norm, workspace);
 }
 
 bool plan_conv2d_tail(const Conv2dProblem& problem, const Activation& activation, bool adds,

@@ -25,14 +25,25 @@ from braze._ops.batch_norm import (
     gradients,
     normalised,
 )
+from braze._ops.norm_grads import norm_backward_of, offer_norm, sums_of
 
 _ops = torch.ops.braze
-_CLAMPS = "relu", "hardtanh"  # whose derivative is 0 or 1
+CLAMPS = "relu", "hardtanh"  # whose derivative is 0 or 1
 
 
 def _run(*args):
     buffers, training = args[4:7], args[7]
     return overwrite(buffers if training else (), _ops.batch_norm_act.default, *args)
+
+
+def may_pass_on(clamped, training, activation):
+    """Whether a batch norm's backward may begin where its result's gradient is made: see
+    :mod:`braze._ops.norm_grads`.
+
+    Args:
+        clamped: whether a clamp's derivative follows from what was normalised, or a mask.
+    """
+    return training and (activation == "identity" or (activation in CLAMPS and clamped))
 
 
 class BatchNormAct(torch.autograd.Function):
@@ -56,13 +67,33 @@ class BatchNormAct(torch.autograd.Function):
         kept = residual if reads else None
         ctx.save_for_backward(input, kept, weight, bias, mask, statistics)
         ctx.settings = training, *act
+        ctx.clamped = residual is None or mask.numel() > 0  # its derivative is known from these
         return output, mask, statistics
+
+    @staticmethod
+    def has_norm(ctx):
+        """Whether the result's gradient may be taken on to before the activation, by
+        :meth:`norm_of`: see :mod:`braze._ops.norm_grads`."""
+        return may_pass_on(ctx.clamped, *ctx.settings[:2])
+
+    @staticmethod
+    def norm_of(ctx):
+        """What was normalised, the mask, the statistics, the activation."""
+        input, *_, mask, statistics = ctx.saved_tensors
+        return input, mask, statistics, *ctx.settings[1:]
 
     @staticmethod
     def backward(ctx, grad_output, *_):
         if grad_output is None:
             return (None,) * 13
         wanted = ctx.needs_input_grad[:4]
+        sums = sums_of(ctx, grad_output)
+        if sums is not None:
+            input, _, weight, bias, _, statistics = ctx.saved_tensors
+            asked = wanted[0], *wanted[2:], False
+            norm = input, weight, bias, statistics
+            dx, *dnorm, _ = norm_backward_of(sums, grad_output, *norm, asked)
+            return dx, grad_output if wanted[1] else None, *dnorm, *(None,) * 9
         identity = ctx.settings[1] == "identity"
         asked = (wanted[0], wanted[1] and not identity, *wanted[2:])
         grads = _batch_norm_act_backward(grad_output, *ctx.saved_tensors, *ctx.settings, asked)
@@ -110,7 +141,7 @@ _batch_norm_act_backward = eager_backward(
 
 
 def _mask_bytes(input, residual, activation):
-    if residual is None or activation not in _CLAMPS or input.device.type != "cuda":
+    if residual is None or activation not in CLAMPS or input.device.type != "cuda":
         return 0
     extent = input.shape[1]
     inner = 1
@@ -146,8 +177,20 @@ def _fake_backward(
     )
 
 
+def _fake_backward_of_sums(grad_output, input, weight, bias, statistics, sums, output_mask):
+    like = statistics if weight is None and bias is None else bias if weight is None else weight
+    channels = input.shape[1]
+    grads = (statistics.new_empty(channels if w else 0, dtype=like.dtype) for w in output_mask[1:3])
+    return (
+        empty_like_input(input) if output_mask[0] else input.new_empty(0),
+        *grads,
+        input.new_empty(channels if output_mask[3] else 0),
+    )
+
+
 register("batch_norm_act", fake=_fake, autograd=_batch_norm_act)
 register("batch_norm_act_backward", fake=_fake_backward, autograd=_batch_norm_act_backward)
+register("batch_norm_backward_of_sums", fake=_fake_backward_of_sums)
 
 
 def _goes_with(residual, input):
@@ -225,7 +268,10 @@ def batch_norm_act(
         if training:
             check_count(input)
         check_settings(running_mean, running_var, training, eps, momentum)
-        return apply(input, residual, weight, bias, *buffers, training, momentum, eps, *act)[0]
+        how = training, momentum, eps
+        output = apply(input, residual, weight, bias, *buffers, *how, *act)[0]
     except Exception:
         count(uncounted)
         raise
+    offer_norm(output)
+    return output

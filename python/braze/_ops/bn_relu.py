@@ -15,13 +15,22 @@ from braze._ops._common import (
     register,
     with_derivatives_of,
 )
+from braze._ops.activation import activation as activation_of
 from braze._ops.again import again_of
 from braze._ops.batch_norm import empty_like_input
 from braze._ops.batch_norm import gradients as batch_norm_gradients
 from braze._ops.conv2d import conv2d_backward_flops, conv2d_flops, fake_conv2d, fake_conv2d_backward
 from braze._ops.conv2d import gradients as conv2d_gradients
+from braze._ops.norm_grads import (
+    conv2d_backward_for,
+    norm_backward_of,
+    norm_before,
+    offer_norm,
+    sums_of,
+)
 
 _ops = torch.ops.braze
+_RELU = activation_of("relu")
 
 
 def _run_bn_relu2d(*args):
@@ -111,7 +120,7 @@ class ConvBnReLU2d(torch.autograd.Function):
             )
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*saved)
-        ctx.again = again_of(input)
+        ctx.again, ctx.before = again_of(input), norm_before(input)
         kept = input if ctx.again is None else None
         ctx.save_for_backward(kept, weight, bn_weight, bn_bias, *saved)
         ctx.conv_bias, ctx.eps = conv_bias, eps
@@ -148,11 +157,51 @@ class ConvBnReLU2d(torch.autograd.Function):
         return normalised.relu()
 
     @staticmethod
+    def has_norm(ctx):
+        """Whether the result's gradient may be taken on to before the ReLU, by :meth:`norm_of`: see
+        :mod:`braze._ops.norm_grads`."""
+        return ConvBnReLU2d.may_be_made_again(ctx)
+
+    @staticmethod
+    def norm_of(ctx):
+        """What was normalised, no mask, the statistics, the activation."""
+        *_, z, codes, statistics = ctx.saved_tensors
+        return z, codes, statistics, *_RELU
+
+    @staticmethod
+    def in_parts(ctx, grad_output, added, sums):
+        """The backward without derivatives, batch norm's part and the convolution's apart."""
+        input, weight, bn_weight, bn_bias, z, codes, statistics = ConvBnReLU2d.saved_of(ctx)
+        of_conv, of_norm = ctx.needs_input_grad[:3], ctx.needs_input_grad[3:5]
+        *geometry, training, max_pool = ctx.geometry
+        asked = any(of_conv[:2]), *of_norm
+        norm = z, bn_weight, bn_bias
+        with below_autograd():
+            if sums is None:
+                args = *norm, codes, statistics, training, max_pool, asked
+                grads = _ops.bn_relu2d_backward.default(grad_output, *args)
+                dz, *dnorm, dbias = *masked(grads, asked), None
+                if of_conv[2]:
+                    dbias = conv_bias_gradient(dz, training)
+            else:
+                asked = *asked, of_conv[2]
+                dz, *dnorm, dbias = norm_backward_of(sums, grad_output, *norm, statistics, asked)
+            mask = *of_conv[:2], False
+            args = dz, input, weight, *geometry, mask, *ctx.settings
+            dx, dw, _ = masked(conv2d_backward_for(ctx.before, *args, added=added), mask)
+        return dx, dw, dbias, *dnorm
+
+    @staticmethod
     def backward(ctx, grad_output, *_, added=None):
         """added: another gradient of the input, or None."""
         if grad_output is None:
             return added, *(None,) * 19
         mask = ctx.needs_input_grad[:5]
+        sums = sums_of(ctx, grad_output)
+        before = ctx.before if mask[0] and ConvBnReLU2d.has_norm(ctx) else None
+        tells = before is not None and before.wanted() is not None
+        if (sums is not None or tells) and plain(grad_output, added):
+            return *ConvBnReLU2d.in_parts(ctx, grad_output, added, sums), *(None,) * 15
         saved = ConvBnReLU2d.saved_of(ctx)
         args = grad_output, *saved, *ctx.geometry, mask, *ctx.settings
         if added is not None and not torch.is_grad_enabled() and plain(grad_output, added):
@@ -368,10 +417,15 @@ register(
 def forked_conv_bn_relu2d(*args):
     """The op's result, and an alias of its input for what else reads that; its arguments. Where
     autograd records."""
-    return ForkedConvBnReLU2d.apply(*args)[:2]
+    result, alias = ForkedConvBnReLU2d.apply(*args)[:2]
+    offer_norm(result)
+    return result, alias
 
 
 def conv_bn_relu2d(*args):
     """The op's result; its arguments."""
-    apply = _ops.conv_bn_relu2d.default if torch.compiler.is_compiling() else _conv_bn_relu2d
-    return apply(*args)[0]
+    if torch.compiler.is_compiling():
+        return _ops.conv_bn_relu2d.default(*args)[0]
+    result = _conv_bn_relu2d(*args)[0]
+    offer_norm(result)
+    return result

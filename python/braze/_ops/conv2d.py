@@ -14,6 +14,7 @@ from braze._ops._common import (
     plain,
     register,
 )
+from braze._ops.norm_grads import conv2d_backward_for, norm_before
 
 _ops = torch.ops.braze
 
@@ -35,6 +36,7 @@ class Conv2d(torch.autograd.Function):
     ):
         ctx.geometry = (stride, padding, dilation, groups)
         ctx.settings = (allow_tf32, deterministic, backend)
+        ctx.before = norm_before(input)
         ctx.save_for_backward(input, weight)
         with below_autograd():
             return _ops.conv2d.default(input, weight, bias, *ctx.geometry, *ctx.settings)
@@ -42,7 +44,12 @@ class Conv2d(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         mask = (*ctx.needs_input_grad, False)[:3]  # a raw call may have left out the bias
-        grads = _conv2d_backward(grad, *ctx.saved_tensors, *ctx.geometry, mask, *ctx.settings)
+        args = grad, *ctx.saved_tensors, *ctx.geometry, mask, *ctx.settings
+        if ctx.before is not None and mask[0] and not torch.is_grad_enabled():
+            with below_autograd():
+                grads = conv2d_backward_for(ctx.before, *args)
+        else:
+            grads = _conv2d_backward(*args)
         return *masked(grads, mask), None, None, None, None, None, None, None
 
 
@@ -191,15 +198,27 @@ def _raw_backward(*args):
     return dx + added if added is not None and dx.numel() > 0 else dx, *grads
 
 
+def _fake_norm_backward(
+    grad_output, input, weight, stride, padding, dilation, groups, output_mask, allow_tf32,
+    deterministic, backend, added, norm_input, mask, statistics, *activation
+):  # fmt: skip
+    grads = fake_gradients(input, weight, weight.shape[0], output_mask)
+    sets = torch.library.get_ctx().new_dynamic_size()
+    return *grads, statistics.new_empty((input.shape[1], sets, 2))
+
+
+def _flops_of_backward(grad_output, input, weight, *args, out_shape):
+    return conv2d_backward_flops(grad_output, input, weight, args[4])
+
+
 register("conv2d", fake=fake_conv2d, autograd=_conv2d, autocast=cast, flops=conv2d_flops)
 register(
     "conv2d_backward",
     fake=fake_conv2d_backward,
     autograd=_raw_backward,
-    flops=lambda grad_output, input, weight, *args, out_shape: conv2d_backward_flops(
-        grad_output, input, weight, args[4]
-    ),
+    flops=_flops_of_backward,
 )
+register("conv2d_norm_backward", fake=_fake_norm_backward, flops=_flops_of_backward)
 
 
 def pair(name, value):

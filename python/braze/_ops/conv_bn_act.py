@@ -20,8 +20,15 @@ from braze._ops._common import (
 from braze._ops.activation import activation as activation_of
 from braze._ops.again import again_of
 from braze._ops.batch_norm import check_settings
-from braze._ops.batch_norm_act import _batch_norm_act_backward, _fake
+from braze._ops.batch_norm_act import _batch_norm_act_backward, _fake, may_pass_on
 from braze._ops.conv2d import _conv2d, _conv2d_backward, conv2d_flops, fake_conv2d, memory_format
+from braze._ops.norm_grads import (
+    conv2d_backward_for,
+    norm_backward_of,
+    norm_before,
+    offer_norm,
+    sums_of,
+)
 
 _ops = torch.ops.braze
 
@@ -47,11 +54,25 @@ class ConvBnAct(torch.autograd.Function):
         reads = residual is not None and act[0] != "identity" and mask.numel() == 0
         kept = residual if reads else None
         ctx.again = again_of(input)
+        ctx.before = norm_before(input)
         of_input = input if ctx.again is None else None
         ctx.save_for_backward(of_input, weight, kept, bn_weight, bn_bias, z, mask, statistics)
         ctx.conv_bias = conv_bias
+        ctx.clamped = residual is None or mask.numel() > 0  # its derivative is known from these
         ctx.geometry, ctx.norm, ctx.settings = geometry, (training, *act), settings
         return output, z, mask, statistics
+
+    @staticmethod
+    def has_norm(ctx):
+        """Whether the result's gradient may be taken on to before the activation, by
+        :meth:`norm_of`: see :mod:`braze._ops.norm_grads`."""
+        return may_pass_on(ctx.clamped, *ctx.norm[:2])
+
+    @staticmethod
+    def norm_of(ctx):
+        """What was normalised, the mask, the statistics, the activation."""
+        *_, z, mask, statistics = ctx.saved_tensors
+        return z, mask, statistics, *ctx.norm[1:]
 
     @staticmethod
     def backward(ctx, grad_output, *_, added=None):
@@ -66,20 +87,27 @@ class ConvBnAct(torch.autograd.Function):
         if torch.is_grad_enabled() and any(of_conv):  # for its derivatives
             z = _conv2d(input, weight, ctx.conv_bias, *ctx.geometry, *ctx.settings)
         identity = ctx.norm[1] == "identity"
-        asked = any(of_conv), of_norm[0] and not identity, *of_norm[1:]
-        grads = _batch_norm_act_backward(
-            grad_output, z, residual, *norm, mask, statistics, *ctx.norm, asked
-        )
-        dz, dresidual, *dnorm = masked(grads, asked)
-        if identity and of_norm[0]:
+        sums = sums_of(ctx, grad_output)
+        if sums is None:
+            asked = any(of_conv), of_norm[0] and not identity, *of_norm[1:]
+            grads = _batch_norm_act_backward(
+                grad_output, z, residual, *norm, mask, statistics, *ctx.norm, asked
+            )
+            dz, dresidual, *dnorm = masked(grads, asked)
+        else:
+            asked = any(of_conv), *of_norm[1:], False
+            dz, *dnorm, _ = norm_backward_of(sums, grad_output, z, *norm, statistics, asked)
+        if of_norm[0] and (identity or sums is not None):
             dresidual = grad_output
+        elif sums is not None:
+            dresidual = None
         dconv = (None,) * 3
-        at_once = added is not None and not torch.is_grad_enabled() and plain(dz, added)
+        at_once = not torch.is_grad_enabled() and plain(dz, added)
         if any(of_conv):
             of_conv_args = dz, input, weight, *ctx.geometry, of_conv, *ctx.settings
-            if at_once:
+            if at_once and (added is not None or ctx.before is not None):
                 with below_autograd():
-                    grads = _ops.conv2d_backward.default(*of_conv_args, added)
+                    grads = conv2d_backward_for(ctx.before, *of_conv_args, added=added)
             else:
                 grads = _conv2d_backward(*of_conv_args)
             dconv = masked(grads, of_conv)
@@ -209,10 +237,12 @@ def conv_bn_act(
     if not training:
         return _inference(*tensors, *geometry, eps, *act, *how)
     args = *tensors, num_batches_tracked, *geometry, *norm, *act, *how
-    if not (forked and torch.is_grad_enabled() and input.requires_grad):
-        return _conv_bn_act(*args)[0]
-    output, alias = ForkedConvBnAct.apply(*args)[:2]
-    output._braze_fork = input, alias
+    if forked and torch.is_grad_enabled() and input.requires_grad:
+        output, alias = ForkedConvBnAct.apply(*args)[:2]
+        output._braze_fork = input, alias
+    else:
+        output = _conv_bn_act(*args)[0]
+    offer_norm(output)
     return output
 
 

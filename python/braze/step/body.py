@@ -74,7 +74,7 @@ class Body:
         # A cast weight that an enclosing autocast remembers would be that of an earlier step.
         torch.clear_autocast_cache()
         with torch.enable_grad(), parts.ranks.micro_step(last):
-            with self._autocast(), self._forward_scope(() if gather else batch[:-1]):
+            with self._autocast(), self._forward_scope(() if gather else batch[:-1]) as scope:
                 if gather:
                     batch = self.batches.gather(*batch, prefetch)
                 *inputs, target = batch
@@ -87,9 +87,10 @@ class Body:
             if prefetch:
                 prefetch.start()
             with (
+                scope.backward(),
                 side_stream.active(scaled, parts.params)
                 if side_stream
-                else contextlib.nullcontext()
+                else contextlib.nullcontext(),
             ):
                 scaled.backward(self._one_like(scaled))
         if prefetch:
@@ -105,10 +106,10 @@ class Body:
         direct = self._parts.accumulate == 1 and not self._parts.scales()
         casts, moments = self.casts, self.batches.moments
         ones = self._ones if direct else None
-        with StepScope(casts=casts, moments=moments, unit_gradients=ones):
+        with StepScope(casts=casts, moments=moments, unit_gradients=ones) as scope:
             try:
                 casts.cast_together(inputs)
-                yield
+                yield scope
             finally:
                 casts.drop()
                 moments.drop()

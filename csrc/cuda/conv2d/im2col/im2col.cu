@@ -14,14 +14,15 @@ double tail_of(const hopper::TileKind& t) {
 }
 
 // The tile whose waves are done first, by the matrix product's times (matmul/hopper/plan.cuh).
-int choose_tile(const MatmulArgs& p, bool has_tail = false) {
+int choose_tile(const MatmulArgs& p, bool (*has)(const hopper::TileKind&) = has_tile,
+                bool has_tail = false) {
   const int multiprocessors = sm_count();
   const int64_t stages = p.k * size_of(p.dtype) / hopper::kSwizzle;
   int best = -1;
   double least = hopper::kNoPlan;
   for (int i = 0; i < hopper::kTileKindCount; ++i) {
     const hopper::TileKind& t = hopper::kTileKinds[i];
-    if (!has_tile(t)) continue;
+    if (!has(t)) continue;
     const int64_t tiles = ceil_div(p.m, t.rows * t.blocks) * t.blocks * ceil_div(p.n, t.columns);
     const double tile = t.tile + stages * t.stage + (has_tail ? tail_of(t) : 0);
     const double cost = t.start + ceil_div(tiles, multiprocessors) * tile;
@@ -137,7 +138,7 @@ void plan(const Conv2dArgs& given, Conv2dPlan* plan) {
 
 void plan_tail(const Conv2dArgs& given, Conv2dPlan* plan) {
   const Conv2dArgs args = by_rows(given);
-  plan->variant = choose_tile(result_matrix(args, pass_of(args)), true);
+  plan->variant = choose_tile(result_matrix(args, pass_of(args)), has_tile, true);
 }
 
 void run(Stream stream, const Conv2dArgs& given, const Conv2dPlan& plan, void* workspace) {
@@ -165,6 +166,28 @@ bool takes_added(const Conv2dArgs& args) {
 void run_added(Stream stream, const Conv2dArgs& args, const Conv2dPlan& plan, const void* added,
                void* workspace) {
   run_tf32(stream, args, plan.variant, workspace, added);
+}
+
+bool plan_norm_grad(const Conv2dArgs& args, bool has_mask, Conv2dPlan* plan) {
+  const Conv2dShape& s = args.shape;
+  if (args.pass != Conv2dPass::kDgrad || in_parts(s) || has_phases(args)) return false;
+  // Masks are read by 8 bytes, of 16 bytes of the result each.
+  if (has_mask && s.c * size_of(s.dtype) % (8 * 16) != 0) return false;
+  const MatmulArgs p = result_matrix(args, pass_of(args));
+  plan->variant = choose_tile(p, has_sums_tile);
+  plan->workspace_bytes = weight_bytes(args);
+  plan->moment_sets = clusters_of_column(p, hopper::kTileKinds[plan->variant]);
+  return plan->moment_sets > 0;
+}
+
+void run_norm_grad(Stream stream, const Conv2dArgs& args, const Conv2dPlan& plan,
+                   const Conv2dNormGrad& norm, void* workspace) {
+  switch (args.shape.dtype) {
+    case DType::kBFloat16: return run_norm_grad_bf16(stream, args, plan, norm, workspace);
+    case DType::kFloat16: return run_norm_grad_fp16(stream, args, plan, norm, workspace);
+    case DType::kFloat32: return run_norm_grad_tf32(stream, args, plan, norm, workspace);
+    case DType::kFloat64: break;  // an obstacle
+  }
 }
 
 }  // namespace braze::cuda::im2col

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/conv2d/args.h"
+#include "launchers/conv2d_norm_grad.h"
 
 namespace braze::cuda::im2col {
 
@@ -22,6 +23,11 @@ double rows_filled(const Conv2dArgs& args);
 bool takes_added(const Conv2dArgs& args);
 void run_added(Stream stream, const Conv2dArgs& args, const Conv2dPlan& plan, const void* added,
                void* workspace);
+
+// An input gradient with a Conv2dNormGrad: whether it takes that, and the plan.
+bool plan_norm_grad(const Conv2dArgs& args, bool has_mask, Conv2dPlan* plan);
+void run_norm_grad(Stream stream, const Conv2dArgs& args, const Conv2dPlan& plan,
+                   const Conv2dNormGrad& norm, void* workspace);
 
 // Of float32 in parts.
 const char* split_obstacle(const Conv2dArgs& args);

@@ -6,6 +6,7 @@
 #include "cuda/matmul/hopper/launch.cuh"
 #include "launchers/transpose.h"
 #include "moments.cuh"
+#include "norm_grad.cuh"
 #include "tail.cuh"
 #include "wgrad.cuh"
 
@@ -21,12 +22,24 @@ constexpr bool has_wgrad_tile(const hopper::TileKind& t) {
   return t.depth == hopper::Depth::kShares;
 }
 
+// And those of gradients with a Conv2dNormGrad, which keep sums in registers beside a tile's.
+constexpr bool has_sums_tile(const hopper::TileKind& t) {
+  return has_tile(t) && t.blocks == 1 && t.columns <= 128;
+}
+
 // tile: its number in hopper::kTileKinds.
 void run_bf16(Stream stream, const Conv2dArgs& args, int tile, void* workspace);
 void run_fp16(Stream stream, const Conv2dArgs& args, int tile, void* workspace);
 // added: what is added to an input gradient of stride 1, or nullptr.
 void run_tf32(Stream stream, const Conv2dArgs& args, int tile, void* workspace,
               const void* added = nullptr);
+
+void run_norm_grad_bf16(Stream stream, const Conv2dArgs& args, const Conv2dPlan& plan,
+                        const Conv2dNormGrad& norm, void* workspace);
+void run_norm_grad_fp16(Stream stream, const Conv2dArgs& args, const Conv2dPlan& plan,
+                        const Conv2dNormGrad& norm, void* workspace);
+void run_norm_grad_tf32(Stream stream, const Conv2dArgs& args, const Conv2dPlan& plan,
+                        const Conv2dNormGrad& norm, void* workspace);
 
 // The result as a matrix of pixels by filters, which is what hopper/launch.cuh stores.
 inline MatmulArgs result_matrix(const Conv2dArgs& args, const Pass& pass) {
@@ -39,15 +52,19 @@ inline MatmulArgs result_matrix(const Conv2dArgs& args, const Pass& pass) {
   return p;
 }
 
-// Of fprop that leaves moments: the rows of all clusters' first tiles, of which each goes down a
-// column of tiles. 0 where that would leave multiprocessors idle, or it has no such kernel.
+// How many clusters share a column of tiles, where each goes down one. 0 where that would leave
+// multiprocessors idle.
+inline int clusters_of_column(const MatmulArgs& p, const hopper::TileKind& t) {
+  const int64_t clusters = sm_count() / t.blocks, columns = ceil_div(p.n, t.columns);
+  const int64_t rows = ceil_div(p.m, t.rows * t.blocks);
+  const int64_t down = std::min(clusters / columns, rows);
+  return down < rows && 10 * down * columns < 9 * clusters ? 0 : static_cast<int>(down);
+}
+
+// Of fprop that leaves moments: the rows of all clusters' first tiles, or 0: it has no such kernel.
 inline int moment_rows(const Conv2dArgs& args, const MatmulArgs& p, const hopper::TileKind& t) {
   if (args.pass != Conv2dPass::kFprop || size_of(p.dtype) != 4) return 0;
-  const int64_t cluster_rows = t.rows * t.blocks, clusters = sm_count() / t.blocks;
-  const int64_t columns = ceil_div(p.n, t.columns), rows = ceil_div(p.m, cluster_rows);
-  const int64_t down = std::min(clusters / columns, rows);
-  if (down < rows && 10 * down * columns < 9 * clusters) return 0;
-  return static_cast<int>(down * cluster_rows);
+  return clusters_of_column(p, t) * t.rows * t.blocks;
 }
 
 // Weights as matrices of filters by channels, one for each tap. The filters of fprop are outermost,
@@ -96,20 +113,63 @@ void launch(Stream stream, const Conv2dArgs& args, A a, const Pass& pass, void* 
   const CUtensorMap c_map = kScattered ? row_map : hopper::output_map<Tile>(a, p, row_map);
   constexpr auto kKernel = hopper::persistent_kernel<Tile, 0, kColumnMajor, false, A>;
   int clusters = a.tiles;
-  if constexpr (kMoments || A::kTail) {
+  if constexpr (kMoments || A::kTail || A::kSums) {
     a.tile_columns = FastDiv(ceil_div(p.n, Tile::kColumns));
     const int columns = a.tile_columns.divisor();
     if constexpr (kMoments) {
       static_assert(Tile::kConsumers == 2 && Tile::kBlocks == 1 && Tile::kRows == 128);
       clusters = a.first_rows / a.cluster_rows * columns;
+    } else if constexpr (A::kSums) {
+      clusters = a.sets * columns;
     } else {
       const int resident =
           hopper::resident_clusters<kKernel>(Tile::kCluster, Tile::kThreads, Tile::kSharedBytes);
       if (clusters > resident && resident >= columns) clusters = resident / columns * columns;
     }
   }
-  hopper::launch_persistent<Tile, kKernel>(stream, clusters, !kMoments, row_map, column_map, c_map,
-                                           a);
+  hopper::launch_persistent<Tile, kKernel>(stream, clusters, !kMoments && !A::kSums, row_map,
+                                           column_map, c_map, a);
+}
+
+// A tensor laid out as the result, for boxes of a tile's rows. Not as TMA reads operands, which it
+// rounds to TF32.
+template <typename T>
+CUtensorMap tensor_like_result(const void* data, const Pass& pass, int tile_rows) {
+  const auto u = [](int64_t v) { return static_cast<uint64_t>(v); };
+  const uint64_t row = u(pass.filters) * sizeof(T), all = row * u(pass.pixels);
+  const auto type = sizeof(T) == 4 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : hopper::tensor_map_type<T>();
+  return make_tensor_map(type, data, {u(pass.filters), u(pass.pixels), 1, 1}, {row, all, all},
+                         {hopper::kSwizzle / sizeof(T), static_cast<uint32_t>(tile_rows), 1, 1},
+                         hopper::kSwizzle);
+}
+
+template <typename T>
+void run_norm_grad(Stream stream, const Conv2dArgs& args, const Conv2dPlan& plan,
+                   const Conv2dNormGrad& norm, void* workspace) {
+  hopper::with_tile(plan.variant, [&](auto tile) {
+    constexpr hopper::TileKind kKind = hopper::kTileKinds[tile.value];
+    if constexpr (has_sums_tile(kKind)) {
+      // 16-bit results are staged: the sums take the room of a stage.
+      constexpr int kStages = kKind.stages(sizeof(T), false) - (sizeof(T) == 2 ? 1 : 0);
+      using Tile =
+          hopper::Tile<T, kKind.rows, kKind.columns, kStages, kKind.blocks, kKind.consumers>;
+      const Pass pass = pass_of(args);
+      NormGradArgs a{};
+      a.adds = norm.added != nullptr;
+      a.before = tensor_like_result<T>(norm.before, pass, kKind.rows);
+      a.added = a.adds ? tensor_like_result<T>(norm.added, pass, kKind.rows) : a.before;
+      a.mask = norm.mask;
+      a.clamps = !norm.mask && !norm.activation.identity();
+      a.low = static_cast<float>(norm.activation.first);
+      a.high = static_cast<float>(norm.activation.second);
+      a.mean = static_cast<const float*>(norm.statistics.mean);
+      a.scale = static_cast<const float*>(norm.statistics.scale);
+      a.shift = static_cast<const float*>(norm.statistics.shift);
+      a.sums = reinterpret_cast<float2*>(norm.sums);
+      a.sets = plan.moment_sets;
+      launch<Tile, sizeof(T) == 2 ? 1 : 0>(stream, args, a, pass, workspace);
+    }
+  });
 }
 
 // Swizzled rows of channels of all taps of the weight gradient, if these lie side by side in one
@@ -185,8 +245,7 @@ void run(Stream stream, const Conv2dArgs& args, int number, void* workspace,
         a.tail = Tail::of(args.tail, args.shape.dtype);
         a.adds = args.tail->added != nullptr;
         if (a.adds) {
-          a.added = hopper::matrix_map<T>(args.tail->added, pass.filters, pass.pixels, pass.filters,
-                                          1, 0, kKind.rows);
+          a.added = tensor_like_result<T>(args.tail->added, pass, kKind.rows);
         }
         return launch<Tile, 0>(stream, args, a, pass, workspace);
       }

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "copies.cuh"
+#include "ring_boxes.cuh"
 #include "cuda/conv2d/tail.cuh"
 
 namespace braze::cuda::im2col {
@@ -17,37 +18,16 @@ struct TailArgs : ColumnArgs {
 
   Tail tail;
   bool adds;
-  CUtensorMap added;  // laid out as the result: boxes of a tile's rows and kSwizzle bytes
+  CUtensorMap added;  // laid out as the result
 
-  // How a tile of what is added lies in the ring's stages.
   template <typename Tile>
-  struct Parts {
-    static constexpr int kBoxBytes = Tile::kRows * hopper::kSwizzle;
-    static constexpr int kWidth = hopper::kSwizzle / int{sizeof(typename Tile::T)};  // columns
-    static constexpr int kBoxes = (Tile::kColumns + kWidth - 1) / kWidth;
-    static constexpr int kEach = Tile::kStageBytes / kBoxBytes;  // boxes of a stage
-    static constexpr int kStages = (kBoxes + kEach - 1) / kEach;
-    static constexpr int boxes(int part) {
-      return kBoxes - part * kEach < kEach ? kBoxes - part * kEach : kEach;
-    }
-  };
+  using Parts = RingBoxes<Tile>;
 
   // By the producer's thread. `row` and `column` are the tile's first.
   template <typename Tile>
   __device__ __forceinline__ void produce(int row, int column, hopper::Cursor<Tile::kStages>& at,
                                           uint32_t stages, uint64_t* full, uint64_t* empty) const {
-    using P = Parts<Tile>;
-    if (!adds) return;
-#pragma unroll 1
-    for (int box = 0; box < P::kBoxes; at.next()) {
-      mbarrier_wait(&empty[at.stage], at.phase ^ 1);
-      const int end = min(box + P::kEach, P::kBoxes);
-      mbarrier_expect(&full[at.stage], (end - box) * P::kBoxBytes);
-      uint32_t to = stages + at.stage * Tile::kStageBytes;
-      for (; box < end; ++box, to += P::kBoxBytes) {
-        tma_load_4d(&added, &full[at.stage], to, column + box * P::kWidth, row, 0, 0);
-      }
-    }
+    if (adds) produce_boxes<Tile>(&added, row, column, at, stages, full, empty);
   }
 
   // A lane's share of the coefficients of a tile's columns: of every 32 pairs, one.
@@ -113,41 +93,9 @@ struct TailArgs : ColumnArgs {
   // The boxes of a stage, in shared memory at `from`.
   template <typename Tile, int kPart, int kCount>
   __device__ __forceinline__ void add(float (&acc)[kCount], uint32_t from) const {
-    using T = typename Tile::T;
-    using P = Parts<Tile>;
-    const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane / 4;
-#pragma unroll
-    for (int box = 0; box < P::boxes(kPart); ++box) {
-#pragma unroll
-      for (int j = 0; j < P::kWidth / 8; ++j) {
-        const int first = ((kPart * P::kEach + box) * P::kWidth / 8 + j) * 4;
-        if (first >= kCount) continue;
-        const int byte = (lane % 4 * 2 + j * 8) * int{sizeof(T)};
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int r = row + half * 8;
-          const Vec<T, 2> v = load_pair<T>(from + box * P::kBoxBytes + r * hopper::kSwizzle +
-                                           ((byte / 16 ^ r % 8) << 4) + byte % 16);
-          acc[first + half * 2] += convert<float>(v.v[0]);
-          acc[first + half * 2 + 1] += convert<float>(v.v[1]);
-        }
-      }
-    }
-  }
-
- private:
-  template <typename T>
-  static __device__ __forceinline__ Vec<T, 2> load_pair(uint32_t from) {
-    uint32_t words[sizeof(T) / 2];
-    if constexpr (sizeof(T) == 2) {
-      asm volatile("ld.shared.b32 %0, [%1];" : "=r"(words[0]) : "r"(from) : "memory");
-    } else {
-      asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
-                   : "=r"(words[0]), "=r"(words[1])
-                   : "r"(from)
-                   : "memory");
-    }
-    return reinterpret_cast<const Vec<T, 2>&>(words);
+    for_each_pair<Tile, kPart>(from, [&](int i, float2 v) {
+      if (i < kCount) acc[i] += v.x, acc[i + 1] += v.y;
+    });
   }
 };
 

@@ -6,4 +6,9 @@ void run_tf32(Stream stream, const Conv2dArgs& args, int tile, void* workspace, 
   run<float>(stream, args, tile, workspace, added);
 }
 
+void run_norm_grad_tf32(Stream stream, const Conv2dArgs& args, const Conv2dPlan& plan,
+                        const Conv2dNormGrad& norm, void* workspace) {
+  run_norm_grad<float>(stream, args, plan, norm, workspace);
+}
+
 }  // namespace braze::cuda::im2col

@@ -7,6 +7,7 @@
 #include "cuda/matmul/hopper/hopper.h"
 #include "cuda/matmul/hopper/plan.cuh"
 #include "folded.h"
+#include "norm_grad.cuh"
 #include "strided.cuh"
 
 namespace braze::cuda::pointwise {
@@ -287,6 +288,43 @@ void run_added(Stream stream, const Conv2dArgs& args, const Conv2dPlan& plan, co
   MatmulArgs p = product_of(args);
   p.residual = added;
   run_matmul(stream, p, plan.product, workspace);
+}
+
+bool plan_norm_grad(const Conv2dArgs& args, Conv2dPlan* plan) {
+  const Conv2dShape& s = args.shape;
+  const int64_t rows = s.n * s.h * s.w, width = 16 / size_of(s.dtype);
+  if (args.pass != Conv2dPass::kDgrad || !has_stride(s) || s.dtype == DType::kFloat64 ||
+      !input_of(args).channels_last() || bytes_of_units(args, nullptr) != 16 || rows > INT_MAX) {
+    return false;
+  }
+  plan->moment_sets = plan_row_sums(rows, s.c / width).parts;
+  return true;
+}
+
+void run_norm_grad(Stream stream, const Conv2dArgs& args, const Conv2dPlan& plan,
+                   const Conv2dNormGrad& norm, void* workspace) {
+  const Conv2dShape& s = args.shape;
+  run_matmul(stream, product_of(at_stride_1(args, workspace)), plan.product,
+             static_cast<char*>(workspace) + small_bytes(args));
+  dispatch(s.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    if constexpr (!std::is_same_v<T, double>) {
+      constexpr int kWidth = kVecWidth<T>;
+      const RowPlan rows = plan_row_sums(s.n * s.h * s.w, s.c / kWidth);
+      const NormGradArgs<T> with{static_cast<const T*>(workspace),
+                                 static_cast<const T*>(norm.added),
+                                 static_cast<const T*>(norm.before),
+                                 norm.mask,
+                                 static_cast<T*>(const_cast<void*>(args.out.data)),
+                                 norm.statistics,
+                                 static_cast<float>(norm.activation.first),
+                                 static_cast<float>(norm.activation.second)};
+      launch_early(add_pixels_norm_kernel<T, kWidth>, rows.grid(), rows.threads, 0, stream,
+                   grids_of(args, 16), with, rows,
+                   reinterpret_cast<GradPartial<float>*>(norm.sums));
+      check_launch("conv2d pointwise stride, norm");
+    }
+  });
 }
 
 }  // namespace braze::cuda::pointwise

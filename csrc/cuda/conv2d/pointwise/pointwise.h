@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/conv2d/args.h"
+#include "launchers/conv2d_norm_grad.h"
 
 namespace braze::cuda::pointwise {
 
@@ -16,5 +17,11 @@ void run(Stream stream, const Conv2dArgs& args, const Conv2dPlan& plan, void* wo
 bool plan_added(const Conv2dArgs& args, Conv2dPlan* plan);
 void run_added(Stream stream, const Conv2dArgs& args, const Conv2dPlan& plan, const void* added,
                void* workspace);
+
+// An input gradient with a Conv2dNormGrad, strided, which is added to another: whether it takes
+// that, and the rest of the plan.
+bool plan_norm_grad(const Conv2dArgs& args, Conv2dPlan* plan);
+void run_norm_grad(Stream stream, const Conv2dArgs& args, const Conv2dPlan& plan,
+                   const Conv2dNormGrad& norm, void* workspace);
 
 }  // namespace braze::cuda::pointwise

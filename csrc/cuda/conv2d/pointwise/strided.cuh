@@ -30,15 +30,25 @@ struct Grids {
   __device__ __forceinline__ int64_t large(int64_t p, int h, int w, int u) const {
     return p * plane + h * row + w * column + u;
   }
-  // Unit i of the large grid's plane p, in order.
-  __device__ __forceinline__ SmallPixel small_pixel(int64_t p, int i) const {
-    int u, w, rest_h, rest_w;
-    const int h = large_columns.div(units.div(i, u), w);
+  // Of the large grid's pixel i, in order over all images, channels last: the small grid's, or -1.
+  __device__ __forceinline__ int64_t small_pixel_of(int i) const {
+    int w, h;
+    const int image = large_rows.div(large_columns.div(i, w), h);
+    return small_pixel_at(image, h, w);
+  }
+  __device__ __forceinline__ int64_t small_pixel_at(int64_t p, int h, int w) const {
+    int rest_h, rest_w;
     const int small_h = stride_h.div(h, rest_h), small_w = stride_w.div(w, rest_w);
     const bool counts = rest_h == 0 && rest_w == 0 && small_h < small_rows.divisor() &&
                         small_w < small_columns.divisor();
-    const int64_t pixel = (p * small_rows.divisor() + small_h) * small_columns.divisor() + small_w;
-    return {large(p, h, w, u), counts ? pixel * units.divisor() + u : -1};
+    return counts ? (p * small_rows.divisor() + small_h) * small_columns.divisor() + small_w : -1;
+  }
+  // Unit i of the large grid's plane p, in order.
+  __device__ __forceinline__ SmallPixel small_pixel(int64_t p, int i) const {
+    int u, w;
+    const int h = large_columns.div(units.div(i, u), w);
+    const int64_t pixel = small_pixel_at(p, h, w);
+    return {large(p, h, w, u), pixel < 0 ? -1 : pixel * units.divisor() + u};
   }
 };
 

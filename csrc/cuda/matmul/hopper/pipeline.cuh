@@ -76,6 +76,7 @@ struct Args {
   static constexpr bool kFull = false;       // of FullArgs (hopper/epilogue.cuh) it is true
   static constexpr bool kScattered = false;  // whether rows of C lie anywhere (hopper/scatter.cuh)
   static constexpr bool kTail = false;       // whether it finishes results: conv2d/im2col/tail.cuh
+  static constexpr bool kSums = false;       // whether it sums them: conv2d/im2col/norm_grad.cuh
   template <typename Tile>
   struct State {};  // what a consumer's thread keeps for that
 
@@ -101,6 +102,15 @@ __device__ __forceinline__ Place place_of(const Args& a, int tile) {
   p.batch = a.order.place(tile, p.row, p.column);
   p.first = 0, p.last = a.depth_tiles;
   return p;
+}
+
+// Calls f(std::integral_constant) with 0, 1, ... up to kCount - 1.
+template <int kCount, int kFirst = 0, typename F>
+__device__ __forceinline__ void for_each_constant(const F& f) {
+  if constexpr (kFirst < kCount) {
+    f(std::integral_constant<int, kFirst>{});
+    for_each_constant<kCount, kFirst + 1>(f);
+  }
 }
 
 // A place in the ring of stages.

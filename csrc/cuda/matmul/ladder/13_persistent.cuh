@@ -34,7 +34,7 @@ __device__ __forceinline__ void produce(const CUtensorMap* row_map, const CUtens
       mbarrier_expect(&full[at.stage], Tile::kStageBytes);
       copies.copy(d, &full[at.stage], stages + at.stage * Tile::kStageBytes);
     }
-    if constexpr (A::kTail) {
+    if constexpr (A::kTail || A::kSums) {
       a.template produce<Tile>((p.row * kCluster + rank) * Tile::kRows, p.column * Tile::kColumns,
                                at, stages, full, empty);
     }
@@ -111,15 +111,6 @@ struct Finished {
   }
 };
 
-// Calls f(std::integral_constant) with 0, 1, ... up to kCount - 1.
-template <int kCount, int kFirst = 0, typename F>
-__device__ __forceinline__ void for_each_constant(const F& f) {
-  if constexpr (kFirst < kCount) {
-    f(std::integral_constant<int, kFirst>{});
-    for_each_constant<kCount, kFirst + 1>(f);
-  }
-}
-
 // A: Args or, for the full epilogue, FullArgs; or what other kernels make from Args.
 template <typename Tile, int kRowMajor, int kColumnMajor, bool kSwap, typename A>
 __device__ __forceinline__ void consume(const CUtensorMap* c_map, const A& a, uint32_t stages,
@@ -144,7 +135,16 @@ __device__ __forceinline__ void consume(const CUtensorMap* c_map, const A& a, ui
   Place p = place_of(a, tile);
   int d = p.first, before = -1;  // the latter: the stage whose products may still run
   [[maybe_unused]] typename A::template State<Tile> state;
-  if constexpr (A::kTail) a.template begin<Tile>(state, p.column * Tile::kColumns);
+  if constexpr (A::kSums) a.template find_coefficients<Tile>(p.column * Tile::kColumns);
+  const auto begin = [&] {
+    if constexpr (A::kTail) a.template begin<Tile>(state, p.column * Tile::kColumns);
+    if constexpr (A::kSums) {
+      const int tile_row = (p.row * kCluster + rank) * Tile::kRows + first_row;
+      a.template begin<Tile>(state, tile_row + thread / 32 * 16 + lane / 4,
+                             p.column * Tile::kColumns);
+    }
+  };
+  begin();
   [[maybe_unused]] uint32_t fragments[2][4][4];
   const auto step = [&](int depth, int chunk, auto& fragment) {
     mbarrier_wait(&full[at.stage], at.phase);
@@ -203,6 +203,15 @@ __device__ __forceinline__ void consume(const CUtensorMap* c_map, const A& a, ui
       };
       if (a.adds) for_each_constant<A::template Parts<Tile>::kStages>(add);
       a.tail.template activate<T>(acc[0]);
+    } else if constexpr (A::kSums) {
+      static_assert(kBlocks == 1);
+      a.template finish<Tile>(state, acc[0], [&](const auto& use) {
+        mbarrier_wait(&full[at.stage], at.phase);
+        use(stages + at.stage * Tile::kStageBytes);
+        named_barrier(1 + group, 128);
+        release_stage<Tile>(empty, at.stage);
+        at.next();
+      });
     } else if (a.bias || a.relu) {
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b) finish<T, kSwap>(a, acc[b], row + b * 64, column);
@@ -219,7 +228,7 @@ __device__ __forceinline__ void consume(const CUtensorMap* c_map, const A& a, ui
         }
       }
     }
-    if constexpr (A::kScattered && !Tile::kStaged) {
+    if constexpr ((A::kScattered || A::kSums) && !Tile::kStaged) {
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b) {
         scatter_direct<T>(a, p.batch, acc[b], row + b * 64, column);
@@ -235,8 +244,8 @@ __device__ __forceinline__ void consume(const CUtensorMap* c_map, const A& a, ui
 
     p = place_of(a, tile);
     d = p.first, before = -1;
-    if constexpr (A::kTail) a.template begin<Tile>(state, p.column * Tile::kColumns);
-    if constexpr (A::kFull || A::kTail) {
+    begin();
+    if constexpr (A::kFull || A::kTail || A::kSums) {
       // Else ptxas takes what the epilogue wrote for an operand of the next products, which it then
       // has wait for each other (C7515).
 #pragma unroll
@@ -257,6 +266,7 @@ __device__ __forceinline__ void consume(const CUtensorMap* c_map, const A& a, ui
       }
     }
   }
+  if constexpr (A::kSums) a.template leave<Tile>(state, p.column * Tile::kColumns);
   if constexpr (Tile::kStaged) {
     if (thread == 0) tma_store_wait_read<0>();
   }
