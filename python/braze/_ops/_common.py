@@ -22,6 +22,7 @@ FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 _functorch_is_active = torch._C._are_functorch_transforms_active
+saved_tensors_hook = torch._C._autograd._top_saved_tensors_default_hooks
 
 #: Dense data, or what stands for it while a graph is traced.
 TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor})
@@ -123,6 +124,16 @@ def eager_backward(function, op, tensors, formula):
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     name = f"{function.__name__}Backward"
     return eager(type(name, (torch.autograd.Function,), methods), op, tensors, formula)
+
+
+def maker_of(result, method):
+    """The autograd Function that made `result`, if it has that method and what it saved may be read
+    before its backward reads it: not within hooks for saved tensors, as of
+    :func:`torch.utils.checkpoint.checkpoint`, which give each tensor once. Else None."""
+    if saved_tensors_hook(True) is not None:
+        return None
+    function = getattr(type(result.grad_fn), "_forward_cls", None)
+    return function if hasattr(function, method) else None
 
 
 def forking(function):

@@ -8,7 +8,7 @@ Sublinear Memory Cost, 2016; Rota Bulò et al., In-Place Activated BatchNorm, 20
 
 import torch
 
-from braze._ops._common import below_autograd, with_derivatives_of
+from braze._ops._common import below_autograd, maker_of, with_derivatives_of
 
 _ops = torch.ops.braze
 
@@ -51,8 +51,8 @@ class Again:
 
 def offer_again(result):
     """Lets readers of `result` have it made again, where a class made it that knows how to."""
-    function = getattr(type(result.grad_fn), "_forward_cls", None)
-    if hasattr(function, "made_again") and function.may_be_made_again(result.grad_fn):
+    function = maker_of(result, "made_again")
+    if function is not None and function.may_be_made_again(result.grad_fn):
         result._braze_again = Again(result.grad_fn)
 
 

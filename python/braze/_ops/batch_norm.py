@@ -144,6 +144,15 @@ _batch_norm_backward = eager_backward(
 )
 
 
+def fake_parameter_gradients(weight, bias, statistics, output_mask):
+    """Of batch norm's weight and bias, in the dtype that these have, for fake kernels."""
+    like = statistics if weight is None and bias is None else bias if weight is None else weight
+    channels = statistics.shape[1]
+    return tuple(
+        statistics.new_empty(channels if wanted else 0, dtype=like.dtype) for wanted in output_mask
+    )
+
+
 def empty_like_input(input):
     """The shape function of what the kernels lay out as their input."""
     if is_channels_last(input):

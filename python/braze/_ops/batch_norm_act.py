@@ -22,6 +22,7 @@ from braze._ops.batch_norm import (
     check_settings,
     count,
     empty_like_input,
+    fake_parameter_gradients,
     gradients,
     normalised,
 )
@@ -167,24 +168,17 @@ def _fake_backward(
     grad_output, input, residual, weight, bias, mask, statistics, training, activation, first,
     second, output_mask
 ):  # fmt: skip
-    like = statistics if weight is None and bias is None else bias if weight is None else weight
     return (
         *(empty_like_input(input) if w else input.new_empty(0) for w in output_mask[:2]),
-        *(
-            statistics.new_empty(input.shape[1] if w else 0, dtype=like.dtype)
-            for w in output_mask[2:]
-        ),
+        *fake_parameter_gradients(weight, bias, statistics, output_mask[2:]),
     )
 
 
 def _fake_backward_of_sums(grad_output, input, weight, bias, statistics, sums, output_mask):
-    like = statistics if weight is None and bias is None else bias if weight is None else weight
-    channels = input.shape[1]
-    grads = (statistics.new_empty(channels if w else 0, dtype=like.dtype) for w in output_mask[1:3])
     return (
         empty_like_input(input) if output_mask[0] else input.new_empty(0),
-        *grads,
-        input.new_empty(channels if output_mask[3] else 0),
+        *fake_parameter_gradients(weight, bias, statistics, output_mask[1:3]),
+        input.new_empty(input.shape[1] if output_mask[3] else 0),
     )
 
 

@@ -17,7 +17,7 @@ from braze._ops._common import (
 )
 from braze._ops.activation import activation as activation_of
 from braze._ops.again import again_of
-from braze._ops.batch_norm import empty_like_input
+from braze._ops.batch_norm import empty_like_input, fake_parameter_gradients
 from braze._ops.batch_norm import gradients as batch_norm_gradients
 from braze._ops.conv2d import conv2d_backward_flops, conv2d_flops, fake_conv2d, fake_conv2d_backward
 from braze._ops.conv2d import gradients as conv2d_gradients
@@ -198,9 +198,15 @@ class ConvBnReLU2d(torch.autograd.Function):
             return added, *(None,) * 19
         mask = ctx.needs_input_grad[:5]
         sums = sums_of(ctx, grad_output)
-        before = ctx.before if mask[0] and ConvBnReLU2d.has_norm(ctx) else None
-        tells = before is not None and before.wanted() is not None
-        if (sums is not None or tells) and plain(grad_output, added):
+        *_, training, max_pool = ctx.geometry
+        leaves_sums = (
+            ctx.before is not None
+            and mask[0]
+            and training
+            and not max_pool
+            and ctx.before.is_wanted()
+        )
+        if (sums is not None or leaves_sums) and plain(grad_output, added):
             return *ConvBnReLU2d.in_parts(ctx, grad_output, added, sums), *(None,) * 15
         saved = ConvBnReLU2d.saved_of(ctx)
         args = grad_output, *saved, *ctx.geometry, mask, *ctx.settings
@@ -323,20 +329,12 @@ def _fake(input, weight, bias, mean, var, batches, training, momentum, eps, max_
     return output, codes, input.new_empty((4, input.shape[1]), dtype=dtype)
 
 
-def _parameter_gradients(weight, bias, statistics, output_mask):
-    like = statistics if weight is None and bias is None else bias if weight is None else weight
-    channels = statistics.shape[1]
-    return tuple(
-        statistics.new_empty(channels if wanted else 0, dtype=like.dtype) for wanted in output_mask
-    )
-
-
 def _fake_backward(
     grad_output, input, weight, bias, codes, statistics, training, max_pool, output_mask
 ):
     return (
         empty_like_input(input) if output_mask[0] else input.new_empty(0),
-        *_parameter_gradients(weight, bias, statistics, output_mask[1:]),
+        *fake_parameter_gradients(weight, bias, statistics, output_mask[1:]),
     )
 
 
@@ -364,7 +362,7 @@ def _fake_conv_backward(
 ):  # fmt: skip
     geometry = stride, padding, dilation, groups
     conv = fake_conv2d_backward(conv_output, input, weight, *geometry, output_mask[:3])
-    return *conv, *_parameter_gradients(bn_weight, bn_bias, statistics, output_mask[3:])
+    return *conv, *fake_parameter_gradients(bn_weight, bn_bias, statistics, output_mask[3:])
 
 
 def _backward_flops(

@@ -13,7 +13,7 @@ import weakref
 import torch
 
 from braze._ops._bilinear import masked
-from braze._ops._common import below_autograd
+from braze._ops._common import below_autograd, maker_of
 from braze._step_scope import current, takes_ops
 
 _ops = torch.ops.braze
@@ -38,18 +38,22 @@ class NormOf:
         self._result = weakref.ref(result)
         self._readers = 0
 
-    def claim(self):
-        """By each reader, in its forward: the sums are those of one reader's gradient."""
+    def claim(self, tensor):
+        """By each reader, in its forward: the sums are those of one reader's gradient. False where
+        `tensor` is not the norm's result any more, but what an operation in place has made of it,
+        or somebody looks at its gradient."""
         self._readers += 1
+        return tensor.grad_fn is self._node and not _is_watched(tensor)
 
-    def wanted(self):
-        """The last arguments of ``conv2d_norm_backward``; None where the gradient itself has to be
-        made."""
+    def is_wanted(self):
+        """Whether the gradient before the activation will do; else it has to be the result's."""
         if not self._scope.in_backward or torch.is_grad_enabled() or self._readers != 1:
-            return None
+            return False
         result = self._result()
-        if result is not None and (result._backward_hooks or result.retains_grad):
-            return None
+        return result is None or not _is_watched(result)
+
+    def arguments(self):
+        """The last ones of ``conv2d_norm_backward``."""
         return type(self._node)._forward_cls.norm_of(self._node)
 
     def leave(self, gradient, sums):
@@ -63,8 +67,8 @@ def offer_norm(result):
     if torch.compiler.is_compiling():
         return
     if takes_ops() and result.device.type in NORM_GRADS_ON:
-        function = getattr(type(result.grad_fn), "_forward_cls", None)
-        if hasattr(function, "has_norm") and function.has_norm(result.grad_fn):
+        function = maker_of(result, "has_norm")
+        if function is not None and function.has_norm(result.grad_fn):
             result._braze_norm = NormOf(result, current.scope)
 
 
@@ -72,9 +76,11 @@ def norm_before(tensor):
     """By a reader of `tensor`, in its forward: the :class:`NormOf` that it offers, claimed, or
     None."""
     norm = getattr(tensor, "_braze_norm", None)
-    if norm is not None:
-        norm.claim()
-    return norm
+    return norm if norm is not None and norm.claim(tensor) else None
+
+
+def _is_watched(tensor):
+    return bool(tensor._backward_hooks) or tensor.retains_grad
 
 
 def sums_of(node, grad_output):
@@ -92,10 +98,9 @@ def conv2d_backward_for(norm, *args, added=None):
         norm: the convolution's :class:`NormOf`, or None.
         added: another gradient of the input, or None.
     """
-    wanted = norm.wanted() if norm is not None else None
-    if wanted is None:
+    if norm is None or not norm.is_wanted():
         return _ops.conv2d_backward.default(*args, added)
-    *grads, sums = _ops.conv2d_norm_backward.default(*args, added, *wanted)
+    *grads, sums = _ops.conv2d_norm_backward.default(*args, added, *norm.arguments())
     if sums.numel() > 0:
         norm.leave(grads[0], sums)
     return grads

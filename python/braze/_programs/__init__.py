@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from braze import _config
 from braze._nvtx import ENABLED as NVTX
+from braze._ops._common import saved_tensors_hook
 from braze._programs.program import Program
 from braze._programs.record import Unrecordable
 from braze._step_scope import takes_ops
@@ -36,7 +37,6 @@ _is_nested, _requires_grad, _shape = map(
 )
 _functorch_is_active = torch._C._are_functorch_transforms_active
 _dispatch_modes = torch._C._len_torch_dispatch_stack
-_saved_tensors_hook = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 def allowed(input):
@@ -51,7 +51,7 @@ def allowed(input):
         and not _dispatch_modes()
         and not _functorch_is_active()
         and forward_ad._current_level < 0
-        and _saved_tensors_hook(True) is None
+        and saved_tensors_hook(True) is None
         and not torch.is_inference_mode_enabled()
         # It exchanges gradients as they are made, which those of a program are all at once.
         and DistributedDataParallel._active_ddp_module is None
