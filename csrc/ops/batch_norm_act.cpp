@@ -16,6 +16,22 @@ void check_residual(const char* op, const std::optional<Tensor>& residual, const
   check_same_shape(op, "residual", *residual, "input", input);
 }
 
+// A mask that batch_norm_act left.
+void check_mask(const char* op, const Tensor& mask, const BatchNormShape& shape,
+                const Activation& activation) {
+  const BatchNormTail tail{activation, &mask};  // any residual: whether there is one decides
+  const int64_t bytes = dev::batch_norm_mask_bytes(shape, tail);
+  BRAZE_CHECK(
+      mask.scalar_type() == ScalarType::Byte && mask.is_contiguous() && mask.numel() == bytes, op,
+      ": expected a mask of ", bytes, " uint8 elements, but got shape ", shape_string(mask));
+}
+
+// Of gradients of the parameters.
+ScalarType affine_type(const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
+                       const Tensor& input) {
+  return weight ? weight->scalar_type() : bias ? bias->scalar_type() : statistics_type(input);
+}
+
 // Results in the order of batch_norm_act's schema. moments: of the input, where what made it left
 // them.
 std::tuple<Tensor, Tensor, Tensor> forward(const char* op, const Tensor& input,
@@ -122,19 +138,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_act_backward(
               output_mask.size());
   BatchNormTail tail{activation_of(op, activation, first, second), nullptr};
   const bool has_mask = mask.numel() > 0, has_residual = has_mask || residual;
-  if (has_mask) {
-    BatchNormTail masked = tail;
-    masked.residual = &mask;  // any: whether there is one decides
-    const int64_t bytes = dev::batch_norm_mask_bytes(shape, masked);
-    BRAZE_CHECK(
-        mask.scalar_type() == ScalarType::Byte && mask.is_contiguous() && mask.numel() == bytes, op,
-        ": expected a mask of ", bytes, " uint8 elements, but got shape ", shape_string(mask));
-  }
+  if (has_mask) check_mask(op, mask, shape, tail.activation);
   BRAZE_CHECK(has_residual || !output_mask[1], op, ": expected a residual to differentiate by");
   const DeviceContext context(input);
-  const ScalarType type = weight ? weight->scalar_type()
-                          : bias ? bias->scalar_type()
-                                 : statistics_type(input);
+  const ScalarType type = affine_type(weight, bias, input);
   const bool no_elements = input.numel() == 0;
   const auto channels = [&](bool wanted) {
     const std::vector<int64_t> sizes{wanted ? shape.c : 0};
@@ -189,9 +196,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_backward_of_sums(
               output_mask.size());
   BRAZE_CHECK(input.numel() > 0, op, ": expected an input with elements");
   const DeviceContext context(input);
-  const ScalarType type = weight ? weight->scalar_type()
-                          : bias ? bias->scalar_type()
-                                 : statistics_type(input);
+  const ScalarType type = affine_type(weight, bias, input);
   Tensor grad_input = output_mask[0] ? empty_like_input(shape, input) : empty({0}, input);
   Tensor grad_weight = empty({output_mask[1] ? shape.c : 0}, input, type);
   Tensor grad_bias = empty({output_mask[2] ? shape.c : 0}, input, type);
@@ -230,11 +235,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> conv2d_norm_backward(
   BRAZE_CHECK(!norm.activation.smooth(), op, ": expected an activation that bounds, but got ",
               activation);
   if (mask.numel() > 0) {
-    const int64_t bytes = dev::batch_norm_mask_bytes(batch_norm_shape(op, norm_input),
-                                                     {norm.activation, mask.const_data_ptr()});
-    BRAZE_CHECK(
-        mask.scalar_type() == ScalarType::Byte && mask.is_contiguous() && mask.numel() == bytes, op,
-        ": expected a mask of ", bytes, " uint8 elements, but got shape ", shape_string(mask));
+    check_mask(op, mask, batch_norm_shape(op, norm_input), norm.activation);
     norm.mask = mask;
   }
   auto [grad_input, grad_weight, grad_bias] = conv2d_gradients(
