@@ -27,6 +27,8 @@ def ops_run(function):
                     plain = args[3] is None and args[16] == "identity"
                     names.append("conv2d")
                     name = "batch_norm" if plain else "batch_norm_act"
+                elif name == "batch_norm_act_inference":
+                    name = "batch_norm_act"
                 elif name == "conv_bn_act_inference":
                     alone, activation = args[3] is None, args[13]
                     if alone and activation == "relu":

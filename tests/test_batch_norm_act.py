@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as stock
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matmul_common import cuda_kernels_of
 
 import braze.nn.functional as F
 from braze import nn
@@ -14,6 +15,7 @@ from braze._ops.batch_norm_act import BatchNormAct
 from common import assert_by_rule, check_against_stock, compile, layouts
 
 op = torch.ops.braze.batch_norm_act.default
+inference = torch.ops.braze.batch_norm_act_inference.default
 backward = torch.ops.braze.batch_norm_act_backward.default
 
 # name -> (settings, torch's function, where its derivative jumps)
@@ -146,6 +148,45 @@ def test_shapes(device, dtype, shape, name, training, layout):
     for residual in (True, False):
         args = inputs(shape, device, dtype, residual=residual, fmt=FORMATS[layout])
         check(name, training, args)
+
+
+@pytest.mark.parametrize("layout", FORMATS)
+@pytest.mark.parametrize("residual", [True, False], ids=["residual", "none"])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_without_gradients(device, dtype, name, residual, layout):
+    """In evaluation mode, where small tensors have a kernel of their own."""
+    for shape in ((3, 16, 5, 8), (2, 264, 3, 3), (1, 12, 9, 9), (6, 144), (2, 64, 95, 95)):
+        fmt = FORMATS[layout] if len(shape) == 4 else torch.contiguous_format
+        args = inputs(shape, device, dtype, residual=residual, fmt=fmt)
+        before = [t if t is None else t.detach().clone() for t in args]
+        with torch.no_grad():
+            y, expected = ours(name, False, *args), theirs(name, False, *args)
+            exact = theirs(name, False, *(t if t is None else t.double() for t in args))
+        assert y.is_contiguous(memory_format=fmt)
+        assert_by_rule(y, expected, exact)
+        for t, was in zip(args, before, strict=True):
+            assert t is None or torch.equal(t, was)
+
+
+@pytest.mark.parametrize("layout", FORMATS)
+def test_far_from_zero_without_gradients(device, layout):
+    x, residual, weight, bias, mean, var = inputs(
+        (2, 64, 7, 7), device, torch.float32, fmt=FORMATS[layout]
+    )
+    args = x * 1e-3 + 1, residual, weight, bias, mean * 1e-3 + 1, var * 1e-6
+    with torch.no_grad():
+        exact = theirs("relu", False, *(t.double() for t in args))
+        assert_by_rule(ours("relu", False, *args), theirs("relu", False, *args), exact)
+
+
+def test_without_gradients_in_one_kernel(device):
+    if device == "cpu":
+        pytest.skip("counts launches on a GPU")
+    x, residual, *norm = inputs((2, 64, 7, 7), device, torch.bfloat16, fmt=FORMATS["channels_last"])
+    with torch.no_grad():
+        names = cuda_kernels_of(lambda: ours("relu", False, x, residual, *norm))
+    assert "tail_pass" in names
+    assert "coefficients" not in names
 
 
 @given(
@@ -381,6 +422,20 @@ def test_opcheck(device, dtype, name, layout):
                     backward,
                     (y, tensors[0], kept, *tensors[2:], mask, statistics, True, *act, wanted),
                 )
+
+
+@pytest.mark.parametrize("layout", FORMATS)
+@pytest.mark.parametrize("name", ["relu", "silu", "mish"])
+def test_opcheck_of_inference(device, dtype, name, layout):
+    args = inputs((2, 8, 5, 6), device, dtype, fmt=FORMATS[layout])
+    x, residual, *norm = (t.detach() for t in args)
+    for r in (residual, None):
+        torch.library.opcheck(inference, (x, r, *norm, 1e-5, name, 0.0, 0.0))
+    y = inference(args[0], None, *norm, 1e-5, name, 0.0, 0.0)  # with a gradient, by the other op
+    assert torch.equal(
+        torch.autograd.grad(y.sum(), args[0])[0],
+        torch.autograd.grad(ours(name, False, args[0], None, *norm).sum(), args[0])[0],
+    )
 
 
 @pytest.mark.parametrize("name", ["identity", "relu", "leaky_relu", "celu"])

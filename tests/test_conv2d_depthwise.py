@@ -37,6 +37,11 @@ CASES = [
     (2, 17, 15, 8, 7, 1, 6),
     (0, 8, 9, 9, 3, 1, 1),
     (150, 5, 3, 3, 3, 1, 1),  # more images than blocks
+    (16, 144, 30, 34, 3, 1, 1),  # large tiles, of 48 channels
+    (20, 72, 21, 40, 3, 2, 1),  # of 72
+    (12, 120, 19, 29, 5, 1, 2),  # of 32, the last block's filled in part
+    (12, 64, 29, 31, 5, 2, 2),
+    (24, 96, 15, 18, 7, 1, 3),
 ]
 
 
@@ -100,11 +105,20 @@ def test_which_kernel_runs(gpu, dtype, form):
         assert "wgrad_kernel" in names
         assert "depthwise" in names
     # By itself where it was measured not to be slower, else cuDNN.
-    ours, out = form == "nchw" or dtype != torch.float32, forward()
-    assert ("depthwise::" in kernels_of(forward)) == ours
+    out = forward()
+    assert "depthwise::" in kernels_of(forward)
     names = kernels_of(lambda: backward(out))
-    assert ("wgrad_kernel" in names) == ours
-    assert ("depthwise::" in names) == ours
+    assert "depthwise::" in names
+    assert ("wgrad_kernel" in names) == (form == "nchw" or dtype != torch.float32)
+
+
+@pytest.mark.parametrize("benchmark", [True, False], ids=["benchmark", "auto"])
+def test_small_tensors_go_by_tiles(gpu, dtype, benchmark):
+    if dtype == torch.float64:
+        pytest.skip("not the kernel's")
+    torch.backends.cudnn.benchmark = benchmark
+    inputs = drawn((1, 96, 14, 14, 7, 1, 3), "cuda", dtype, "nhwc")
+    assert "tiles_kernel" in kernels_of(lambda: F.conv2d(*inputs, padding=3, groups=96))
 
 
 def test_small_tensors_go_to_cudnn(gpu):
@@ -246,7 +260,8 @@ def fuzz(data, device):
     padding = draw(0, size - 1), draw(0, size - 1)
     least = [max(1, size - 2 * p) for p in padding]
     h, w = (low + draw(0, 40) for low in least)
-    case = (draw(1, 6), draw(1, 80), h, w, size, draw(1, 2), padding)
+    channels = draw(1, 80) if draw(0, 1) else 8 * draw(1, 40)
+    case = (draw(1, 6), channels, h, w, size, draw(1, 2), padding)
     dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
     inputs = drawn(case, device, dtype, data.draw(st.sampled_from(sorted(FORMATS))))
     with by_name(device):

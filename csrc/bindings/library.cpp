@@ -42,6 +42,12 @@ STABLE_TORCH_LIBRARY(braze, m) {
       "Tensor? bias, Tensor statistics, Tensor sums, bool[4] output_mask) "
       "-> (Tensor, Tensor, Tensor, Tensor)");
 
+  // batch_norm_act_inference: its result in evaluation mode, by one kernel where there is one
+  m.def(
+      "batch_norm_act_inference(Tensor input, Tensor? residual, Tensor? weight, Tensor? bias, "
+      "Tensor? running_mean, Tensor? running_var, float eps, str activation, float first, "
+      "float second) -> Tensor");
+
   // conv_bn_act: batch_norm_act of conv2d's result, whose gradients are those of the two
   m.def(
       "conv_bn_act(Tensor input, Tensor weight, Tensor? conv_bias, Tensor? residual, "

@@ -10,12 +10,12 @@ namespace braze::BRAZE_DEVICE {
 bool plan_conv2d_tail(const Conv2dProblem& problem, const Activation& activation, bool adds,
                       Conv2dPlan* plan);
 
-// Where no kernel is: whether run_tail_pass() takes results of that shape, channels last, dense and
-// aligned to 16 bytes, and is faster than batch norm's coefficients and its pass. There may be an
-// addition.
-bool takes_tail_pass(const Conv2dShape& shape, const Activation& activation);
+// Where no kernel is: whether run_tail_pass() takes rows of so many channels, dense and aligned to
+// 16 bytes, and is faster than batch norm's coefficients and its pass. There may be an addition.
+bool takes_tail_pass(DType dtype, int64_t rows, int64_t channels, const Activation& activation);
 
-// y, the results of the convolution without its bias, becomes what the tail makes of it.
-void run_tail_pass(Stream stream, const Conv2dShape& shape, const Conv2dTail& tail, void* y);
+// y: what the tail makes of z, the results of a convolution without its bias. It may be z.
+void run_tail_pass(Stream stream, DType dtype, int64_t rows, int64_t channels,
+                   const Conv2dTail& tail, const void* z, void* y);
 
 }  // namespace braze::BRAZE_DEVICE

@@ -2,6 +2,7 @@
 // conv_bn_act, the same of a convolution's result.
 #include "launchers/batch_norm.h"
 
+#include "launchers/conv2d_tail.h"
 #include "ops/activation.h"
 #include "ops/batch_norm.h"
 #include "ops/conv2d.h"
@@ -72,6 +73,39 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_act(
   const Norm norm{weight,   bias,     running_mean, running_var, num_batches_tracked,
                   training, momentum, eps};
   return forward(op, input, residual, {}, norm, activation_of(op, activation, first, second));
+}
+
+// batch_norm_act in evaluation mode, without what gradients need.
+Tensor batch_norm_act_inference(const Tensor& input, const std::optional<Tensor>& residual,
+                                const std::optional<Tensor>& weight,
+                                const std::optional<Tensor>& bias,
+                                const std::optional<Tensor>& running_mean,
+                                const std::optional<Tensor>& running_var, double eps,
+                                const std::string& activation, double first, double second) {
+  const char* op = "batch_norm_act_inference";
+  const Activation act = activation_of(op, activation, first, second);
+  const std::optional<Tensor> batches;
+  const Norm norm{weight, bias, running_mean, running_var, batches, false, 0.0, eps};
+#ifdef BRAZE_CUDA
+  const BatchNormShape shape = batch_norm_shape(op, input);
+  if (shape.channels_last && dev::takes_tail_pass(shape.dtype, shape.count(), shape.c, act)) {
+    norm.check(op, shape, input);
+    check_residual(op, residual, input);
+    const DeviceContext context(input);
+    Tensor out = empty_like_input(shape, input);
+    const Tensor x = in_layout(shape, input);
+    std::optional<Tensor> r;
+    if (residual) r = in_layout(shape, *residual);
+    norm.with_dense([&](const BatchNormAffine& affine, const BatchNormBuffers& buffers) {
+      const Conv2dTail tail{affine.weight, affine.bias, affine.dtype, buffers.mean,  buffers.var,
+                            buffers.dtype, eps,         nullptr,      const_data(r), act};
+      dev::run_tail_pass(context.stream(), shape.dtype, shape.count(), shape.c, tail,
+                         x.const_data_ptr(), out.mutable_data_ptr());
+    });
+    return out;
+  }
+#endif
+  return std::get<0>(forward(op, input, residual, {}, norm, act));
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> conv_bn_act(
@@ -252,6 +286,7 @@ BRAZE_IMPL(m) {
   m.impl("conv2d_norm_backward", TORCH_BOX(&conv2d_norm_backward));
   m.impl("batch_norm_act", TORCH_BOX(&batch_norm_act));
   m.impl("batch_norm_act_backward", TORCH_BOX(&batch_norm_act_backward));
+  m.impl("batch_norm_act_inference", TORCH_BOX(&batch_norm_act_inference));
   m.impl("conv_bn_act", TORCH_BOX(&conv_bn_act));
   m.impl("conv_bn_act_inference", TORCH_BOX(&conv_bn_act_inference));
 }

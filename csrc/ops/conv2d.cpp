@@ -240,7 +240,10 @@ std::optional<Tensor> conv2d_with_tail(
   if (added && !(same_layout(*added, out) && is_aligned(*added))) return std::nullopt;
   Conv2dPlan plan;
   const bool at_once = dev::plan_conv2d_tail(problem, activation, added.has_value(), &plan);
-  if (!at_once && !dev::takes_tail_pass(shape, activation)) return std::nullopt;
+  const int64_t rows = shape.n * shape.p * shape.q;
+  if (!at_once && !dev::takes_tail_pass(shape.dtype, rows, shape.k, activation)) {
+    return std::nullopt;
+  }
   norm.check(op, batch_norm_shape(op, out), out);
   if (bias) {
     check_same_device(op, "conv_bias", *bias, "input", input);
@@ -259,7 +262,8 @@ std::optional<Tensor> conv2d_with_tail(
       dev::run_conv2d(context.stream(), problem, plan, {nullptr, false, nullptr, &tail},
                       workspace.data());
     } else {
-      dev::run_tail_pass(context.stream(), shape, tail, out.mutable_data_ptr());
+      void* const y = out.mutable_data_ptr();
+      dev::run_tail_pass(context.stream(), shape.dtype, rows, shape.k, tail, y, y);
     }
   });
   return out;

@@ -15,6 +15,7 @@
 #ifdef BRAZE_CUDA
 #include <cuda_runtime.h>
 
+#include "launchers/occupy.h"
 #include "libraries/loader.h"
 #endif
 
@@ -37,10 +38,13 @@ Choice choice_of(const std::string& backend) {
 constexpr int kMeasuredEngines = 8;
 constexpr int kMeasuredRuns = 3;
 // By how much, at least, something has to be faster than what the rules choose.
-constexpr double kLeastGain = 0.03, kLeastMicroseconds = 2;
-// A candidate that is so much slower, loading its kernel aside, is not run again; and a pass's
-// candidates are run for no longer than that, or so many runs of its fastest. Some of what takes
-// grouped filters runs for a fifth of a second.
+constexpr double kLeastGain = 0.03, kLeastMicroseconds = 1;
+// Short ones run behind a kernel that takes as long as the host may take to launch them.
+constexpr double kShortMicroseconds = 100;
+constexpr int kHeadStartMicroseconds = 60;
+// A candidate that is so much slower, loading its kernel aside, is not run again; and after so
+// long, or so many runs of the fastest, no more of the library's are run. Some of what takes
+// grouped filters is compiled when it runs first, or runs for a fifth of a second.
 constexpr double kFarBehind = 5, kLoadingMicroseconds = 2e3;
 constexpr double kLongestMicroseconds = 3e4, kLongestRuns = 100;
 
@@ -84,7 +88,11 @@ class Stopwatch {
   Stopwatch(const Stopwatch&) = delete;
   Stopwatch& operator=(const Stopwatch&) = delete;
 
-  void start() { check(cudaEventRecord(events_[0], stream_)); }
+  // occupied: the stream is kept busy until the host has enqueued what is measured.
+  void start(bool occupied) {
+    if (occupied) cuda::occupy(stream_, kHeadStartMicroseconds);
+    check(cudaEventRecord(events_[0], stream_));
+  }
   double stop() {
     check(cudaEventRecord(events_[1], stream_));
     check(cudaEventSynchronize(events_[1]));
@@ -108,7 +116,7 @@ bool is_capturing(Stream) { return false; }
 class Stopwatch {
  public:
   explicit Stopwatch(Stream) {}
-  void start() { start_ = std::chrono::steady_clock::now(); }
+  void start(bool) { start_ = std::chrono::steady_clock::now(); }
   double stop() {
     const std::chrono::duration<double, std::micro> passed =
         std::chrono::steady_clock::now() - start_;
@@ -155,9 +163,18 @@ double moments_pass_time([[maybe_unused]] const Tensor& result) {
 #endif
 }
 
+// The same of a pass that adds a bias.
+double bias_pass_time([[maybe_unused]] const Tensor& result) {
+#ifdef BRAZE_CUDA
+  return 2.5 + 2 * result.numel() * size_of(dtype_of("conv2d", "input", result)) / 3.5e6;
+#else
+  return 0;
+#endif
+}
+
 // The shortest of a few runs, in microseconds; fewer where one takes more than `limit`. The first
-// loads kernels, the others find their tensors in L2 if these fit. wants_moments: their pass is a
-// part of it, where the kernel leaves none.
+// loads kernels, the others find their tensors in L2 if these fit. Passes for a bias, and for
+// moments that are wanted, are a part of it where the kernel leaves them.
 double time_of(Stream stream, const Conv2dProblem& problem, const Decision& decision,
                const Tensor& result, const void* bias, bool wants_moments, double limit) {
   const Workspace workspace(decision.workspace_bytes, result);
@@ -166,14 +183,16 @@ double time_of(Stream stream, const Conv2dProblem& problem, const Decision& deci
     const int64_t count = problem.shape.k * decision.plan.moment_sets;
     sets.emplace(count * int64_t{sizeof(Moments)}, result);
   }
-  const double more = wants_moments && !sets ? moments_pass_time(result) : 0;
+  double more = wants_moments && !sets ? moments_pass_time(result) : 0;
+  if (bias && !decision.bias_fused) more += bias_pass_time(result);
   Stopwatch watch(stream);
-  double least = 0;
+  double least = 0, last = 0;
   for (int i = 0; i <= kMeasuredRuns; ++i) {
-    watch.start();
+    watch.start(i == 1 || (i > 1 && last < kShortMicroseconds));
     Moments* const memory = sets ? static_cast<Moments*>(sets->data()) : nullptr;
     launch(stream, problem, decision, {bias, false, memory}, workspace.data(), result);
-    const double us = watch.stop() + more;
+    last = watch.stop();
+    const double us = last + more;
     least = i <= 1 ? us : std::min(least, us);
     if (us > (i > 0 ? limit : kFarBehind * limit + kLoadingMicroseconds)) break;
   }
@@ -200,7 +219,8 @@ Wish fastest(Stream stream, const Conv2dProblem& problem, const Tensor& result, 
   for (const auto& [wish, decision] : candidates) {
     const std::chrono::duration<double, std::micro> passed =
         std::chrono::steady_clock::now() - start;
-    if (passed.count() > std::max(kLongestMicroseconds, kLongestRuns * least)) break;
+    const bool is_late = passed.count() > std::max(kLongestMicroseconds, kLongestRuns * least);
+    if (is_late && decision.library >= 0) continue;  // ours have nothing to compile
     try {
       const double us = time_of(stream, problem, decision, result, bias, wants_moments, 2 * least);
       if (us < least) least = us, best = wish;

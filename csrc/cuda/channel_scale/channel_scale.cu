@@ -6,6 +6,7 @@
 // in registers. Contiguous: a warp takes a plane.
 #include "launchers/channel_scale.h"
 
+#include "cuda/common/cluster.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/common/numeric.cuh"
 #include "launchers/common/registry.h"
@@ -37,10 +38,10 @@ __device__ __forceinline__ Vec<T, N> scaled(const Vec<T, N>& x, const acc_t<T> (
 // A block takes `lanes` columns, vectors of channels, of an image, from column blockIdx.z * lanes
 // on; a row of so many threads takes a pixel.
 template <int N, typename T>
-__global__ void scale_channels_last_kernel(const T* x, const T* __restrict__ scale,
-                                           const T* __restrict__ shift, T* y, int64_t n,
-                                           int64_t pixels, int columns, int lanes) {
+__global__ void scale_channels_last_kernel(const T* x, const T* scale, const T* shift, T* y,
+                                           int64_t n, int64_t pixels, int columns, int lanes) {
   using A = acc_t<T>;
+  wait_for_earlier_kernels();
   const int rows = kThreads / lanes, row = threadIdx.x / lanes;
   const int column = blockIdx.z * lanes + threadIdx.x % lanes;
   if (row >= rows || column >= columns) return;
@@ -72,9 +73,8 @@ __global__ void scale_channels_last_kernel(const T* x, const T* __restrict__ sca
 
 // A warp for each plane of `vectors` vectors.
 template <int N, typename T>
-__global__ void scale_planes_kernel(const T* x, const T* __restrict__ scale,
-                                    const T* __restrict__ shift, T* y, int64_t planes,
-                                    int64_t vectors) {
+__global__ void scale_planes_kernel(const T* x, const T* scale, const T* __restrict__ shift, T* y,
+                                    int64_t planes, int64_t vectors) {
   using A = acc_t<T>;
   const int lane = threadIdx.x % kWarp;
   const int64_t warps = int64_t{gridDim.x} * (blockDim.x / kWarp);
@@ -149,28 +149,31 @@ struct Mean {
 };
 
 // A block sums `lanes` vectors of channels (a power of two) of an image, in kDotThreads / lanes
-// rows of threads that take a pixel each; these are added up pair by pair.
+// rows of threads that take a pixel each; these are added up pair by pair. The blocks of a cluster
+// share the pixels.
 template <int N, typename T, template <typename> class Terms>
 __global__ void __launch_bounds__(kDotThreads, 1)
     sum_channels_last_kernel(Terms<T> terms, T* out, int64_t n, int64_t pixels, int columns,
-                             int lanes) {
+                             int lanes, int cluster) {
   using A = acc_t<T>;
   __shared__ A shared[kDotThreads * N];
+  wait_for_earlier_kernels();
   const int rows = kDotThreads / lanes, row = threadIdx.x / lanes;
-  const int column = blockIdx.x * lanes + threadIdx.x % lanes;
+  const int tile = blockIdx.x / cluster, rank = blockIdx.x - tile * cluster;
+  const int column = tile * lanes + threadIdx.x % lanes, step = rows * cluster;
   for (int64_t image = blockIdx.y; image < n; image += gridDim.y) {
     A sums[N] = {};
     if (column < columns) {
-      for (int64_t pixel = row; pixel < pixels; pixel += rows * kUnroll) {
+      for (int64_t pixel = rank * rows + row; pixel < pixels; pixel += step * kUnroll) {
         typename Terms<T>::template Loaded<N> loaded[kUnroll];
 #pragma unroll
         for (int u = 0; u < kUnroll; ++u) {
-          const int64_t at = ((image * pixels + pixel + u * rows) * columns + column) * N;
-          if (pixel + u * rows < pixels) terms.template load<N>(loaded[u], at);
+          const int64_t at = ((image * pixels + pixel + u * step) * columns + column) * N;
+          if (pixel + u * step < pixels) terms.template load<N>(loaded[u], at);
         }
 #pragma unroll
         for (int u = 0; u < kUnroll; ++u) {
-          if (pixel + u * rows < pixels) terms.template add<N>(loaded[u], sums);
+          if (pixel + u * step < pixels) terms.template add<N>(loaded[u], sums);
         }
       }
     }
@@ -187,7 +190,20 @@ __global__ void __launch_bounds__(kDotThreads, 1)
       }
       __syncthreads();
     }
-    if (row == 0 && column < columns) {
+    if (cluster > 1) {
+      if (row == 0) {
+#pragma unroll
+        for (int k = 0; k < N; ++k) shared[k * kDotThreads + threadIdx.x] = sums[k];
+      }
+      cluster_sync();
+      for (int other = 1; rank == 0 && row == 0 && other < cluster; ++other) {
+        const A* const theirs = in_cluster(shared, other);
+#pragma unroll
+        for (int k = 0; k < N; ++k) sums[k] += theirs[k * kDotThreads + threadIdx.x];
+      }
+      cluster_sync();  // they have been read
+    }
+    if (rank == 0 && row == 0 && column < columns) {
 #pragma unroll
       for (int k = 0; k < N; ++k) out[(image * columns + column) * N + k] = terms.result(sums[k]);
     }
@@ -257,10 +273,16 @@ void launch_sums(cudaStream_t stream, const ChannelScaleShape& shape, const Term
   // Few images leave most of the device idle; sectors of 32 bytes are read whole all the same.
   const auto blocks = [&] { return ceil_div(columns, lanes) * std::min(shape.n, kMostY); };
   while (lanes * N * sizeof(T) > 32 && blocks() < sm_count()) lanes /= 2;
-  const dim3 grid(static_cast<unsigned>(ceil_div(columns, lanes)),
+  int cluster = 1;
+  const auto halves = [&] {  // of what is left to a block
+    return 2 * cluster * blocks() <= sm_count() && cluster * kDotThreads / lanes < shape.pixels;
+  };
+  while (runs_sm90_code() && cluster < kMaxCluster && halves()) cluster *= 2;
+  const dim3 grid(static_cast<unsigned>(ceil_div(columns, lanes) * cluster),
                   static_cast<unsigned>(std::min(shape.n, kMostY)));
-  sum_channels_last_kernel<N>
-      <<<grid, kDotThreads, 0, stream>>>(terms, out, shape.n, shape.pixels, columns, lanes);
+  launch_early_in_clusters(sum_channels_last_kernel<N, T, Terms>, grid, dim3(kDotThreads), 0,
+                           stream, cluster, terms, out, shape.n, shape.pixels, columns, lanes,
+                           cluster);
 }
 
 }  // namespace
@@ -287,8 +309,8 @@ void channel_scale(Stream stream, const ChannelScaleShape& shape, const void* x,
       const dim3 grid(static_cast<unsigned>(std::min(wanted, ceil_div(shape.pixels, rows))),
                       static_cast<unsigned>(std::min(shape.n, kMostY)),
                       static_cast<unsigned>(tiles));
-      scale_channels_last_kernel<N><<<grid, kThreads, 0, cuda_stream>>>(
-          in, s, b, out, shape.n, shape.pixels, columns, lanes);
+      launch_early(scale_channels_last_kernel<N, T>, grid, dim3(kThreads), 0, cuda_stream, in, s, b,
+                   out, shape.n, shape.pixels, columns, lanes);
     });
   });
   check_launch("channel_scale");

@@ -411,24 +411,26 @@ int choose(const Conv2dArgs& args) {
   return kDirect;
 }
 
-// Whether the depthwise kernel is faster than cuDNN, as measured on an H200
-// (benchmarks/depthwise.py, tensors of 16 MB and more; the gain hardly depends on the size).
+// Whether the depthwise kernel is faster than cuDNN, or level with what that compiles at run time,
+// for a second or two each: as measured on an H200 (benchmarks/depthwise.py, tensors of 16 MB and
+// more; the gain hardly depends on the size), and by tiles on an H100.
 bool depthwise_beats_cudnn(const Conv2dProblem& problem) {
   const Conv2dShape& s = problem.shape;
   const bool is_channels_last = problem.x.c == 1 && s.c > 1, is_16_bit = size_of(s.dtype) == 2;
-  const bool fprop = problem.pass == Conv2dPass::kFprop;
-  if (s.n * s.c * s.h * s.w * size_of(s.dtype) < 1 << 20) return false;  // launches decide
+  const bool fprop = problem.pass == Conv2dPass::kFprop, strided = s.stride_h == 2;
+  const bool tiles = depthwise::goes_by_tiles(args_of(problem));
+  if (s.n * s.c * s.h * s.w * size_of(s.dtype) < 1 << 20) return tiles;  // else launches decide
   // Strided rows of few taps are read with few bytes in flight.
-  if (!is_channels_last) return !(fprop && is_16_bit && s.r == 5 && s.stride_h == 2 && s.h > 28);
+  if (!is_channels_last) return !(fprop && is_16_bit && s.r == 5 && strided && s.h > 28);
+  // Blocks of channels that are filled badly cost what there is to gain.
+  const bool fills = tiles && s.c % 32 == 0;
   if (s.r == 3) {
-    if (problem.pass == Conv2dPass::kDgrad) return is_16_bit || s.stride_h == 2;
-    if (!is_16_bit || s.stride_h > 1) return false;
-    // About level with cuDNN's, which it compiles at run time, for a second or two each; but not
-    // where blocks of channels, or tiles of pixels, are filled badly.
-    return fprop ? s.c % 32 == 0 : s.h <= 20 || s.h >= 40;
+    if (problem.pass == Conv2dPass::kDgrad) return is_16_bit || strided || fills;
+    if (!fprop) return is_16_bit && !strided && (s.h <= 20 || s.h >= 40);
+    return strided ? is_16_bit && (fills || (tiles && s.h <= 28)) : fills;
   }
-  if (s.r == 7) return is_16_bit;
-  return !(fprop && s.stride_h == 2 && (!is_16_bit || s.h < 28));
+  if (s.r == 7) return true;
+  return !(fprop && strided) || (tiles && (is_16_bit || s.h < 28));
 }
 
 // Whether the grouped kernel is faster than cuDNN, as measured on an H200 (ResNeXt-50 and RegNet-Y,
@@ -653,7 +655,8 @@ int choose_with_tail(const Conv2dArgs& args, const Activation& activation, bool 
   const int kernel = choose(args);
   if (kernel == kDepthwise) {
     const bool is_small = s.n * s.c * s.h * s.w * size_of(s.dtype) < 1 << 19;
-    return !adds && !is_small && depthwise::takes_tail(args) ? kernel : -1;
+    if (adds || !depthwise::takes_tail(args)) return -1;
+    return is_small && !depthwise::goes_by_tiles(args) ? -1 : kernel;
   }
   const bool clamps_alone = !adds && !activation.smooth();
   if (kernel == kNarrowInput || kernel == kNarrowWgmma) return clamps_alone ? kernel : -1;

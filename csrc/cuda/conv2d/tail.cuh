@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "cuda/common/activate.cuh"
+#include "cuda/common/numeric.cuh"
 #include "cuda/common/parameter.cuh"
 #include "launchers/conv2d.h"
 
@@ -27,6 +28,7 @@ struct Tail {
   float eps;
   ActivationKind kind;
   float low, high;  // of a clamp
+  bool in_vectors;  // whether find_coefficients() may load several channels' parameters at once
 
   // tail: may be nullptr. dtype: of the convolution.
   static Tail of(const Conv2dTail* tail, DType dtype) {
@@ -42,6 +44,10 @@ struct Tail {
     };
     t.low = bound(tail->activation.first, -INFINITY);
     t.high = bound(tail->activation.second, INFINITY);
+    t.in_vectors = t.affine == DType::kFloat32 && t.statistics == DType::kFloat32 && !t.conv_bias;
+    for (const void* vector : {t.weight, t.bias, t.mean, t.var}) {
+      t.in_vectors = t.in_vectors && reinterpret_cast<uintptr_t>(vector) % 16 == 0;
+    }
     return t;
   }
 
@@ -50,13 +56,42 @@ struct Tail {
     const LoadedValue gamma(weight, affine, filter, 1), beta(bias, affine, filter, 0);
     const LoadedValue center(mean, statistics, filter, 0), spread(var, statistics, filter, 1);
     const LoadedValue before(conv_bias, dtype, filter, 0);
-    return coefficients(gamma.single(), beta.single(), center.single(), spread.single() + eps,
-                        before.single());
+    const float scale = gamma.single() * __frsqrt_rn(spread.single() + eps);
+    return {scale, fmaf(before.single() - center.single(), scale, beta.single())};
   }
-  static __device__ __forceinline__ float2 coefficients(float gamma, float beta, float mean,
-                                                        float var_and_eps, float conv_bias) {
-    const float scale = gamma * __frsqrt_rn(var_and_eps);
-    return {scale, fmaf(conv_bias - mean, scale, beta)};
+
+  // A channel's z becomes (z - center) * scale + shift, which is right far from 0 too.
+  struct Coefficients {
+    float center, scale, shift;
+
+    __device__ __forceinline__ float operator()(float z) const {
+      return fmaf(z - center, scale, shift);
+    }
+  };
+
+  // Those of N channels from `channel`, a multiple of N, on. Loaded one by one they would wait for
+  // memory again and again.
+  template <int N>
+  __device__ __forceinline__ void find_coefficients(int channel, Coefficients (&c)[N]) const {
+    if (!in_vectors) {
+#pragma unroll
+      for (int k = 0; k < N; ++k) {
+        const LoadedValue gamma(weight, affine, channel + k, 1);
+        const LoadedValue beta(bias, affine, channel + k, 0);
+        const LoadedValue center(mean, statistics, channel + k, 0);
+        const LoadedValue spread(var, statistics, channel + k, 1);
+        const LoadedValue before(conv_bias, dtype, channel + k, 0);
+        c[k] = {center.single() - before.single(),
+                gamma.single() * __frsqrt_rn(spread.single() + eps), beta.single()};
+      }
+      return;
+    }
+    const Vec<float, N> gamma = loaded<N>(weight, channel, 1), beta = loaded<N>(bias, channel, 0);
+    const Vec<float, N> center = loaded<N>(mean, channel, 0), spread = loaded<N>(var, channel, 1);
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+      c[k] = {center.v[k], gamma.v[k] * __frsqrt_rn(spread.v[k] + eps), beta.v[k]};
+    }
   }
 
   // v[i] = f(v[i]), of elements T.
@@ -84,6 +119,17 @@ struct Tail {
   }
 
  private:
+  // N values of a vector of channels; `otherwise` where there is none.
+  template <int N>
+  static __device__ __forceinline__ Vec<float, N> loaded(const void* vector, int channel,
+                                                         float otherwise) {
+    Vec<float, N> v;
+#pragma unroll
+    for (float& value : v.v) value = otherwise;
+    if (vector) v = load_vec<N>(static_cast<const float*>(vector) + channel);
+    return v;
+  }
+
   template <typename T, ActivationCode kCode, int N>
   static __device__ __forceinline__ void apply(float (&v)[N]) {
     Smooth<float, DeviceMath<T>>::with(inline_kind(kCode), [&](auto function, auto) {

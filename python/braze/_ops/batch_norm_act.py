@@ -4,6 +4,7 @@ kernels. Kernels: csrc/cuda/batch_norm/."""
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from braze._nvtx import ranged
 from braze._ops._bilinear import masked
 from braze._ops._common import (
     below_autograd,
@@ -182,7 +183,31 @@ def _fake_backward_of_sums(grad_output, input, weight, bias, statistics, sums, o
     )
 
 
+def wants_gradient(*tensors):
+    """Whether autograd is to record what is made of these."""
+    return torch.is_grad_enabled() and any(
+        isinstance(t, torch.Tensor) and t.requires_grad for t in tensors
+    )
+
+
+def _inference_of(input, residual, weight, bias, mean, var, eps, *act):
+    if wants_gradient(input, residual, weight, bias):
+        args = input, residual, weight, bias, mean, var, None, False, 0.0, eps
+        return _ops.batch_norm_act.default(*args, *act)[0]
+    with below_autograd():
+        return _ops.batch_norm_act_inference.default(
+            input, residual, weight, bias, mean, var, eps, *act
+        )
+
+
+_inference = ranged("BatchNormActInference", _inference_of)
+
 register("batch_norm_act", fake=_fake, autograd=_batch_norm_act)
+register(
+    "batch_norm_act_inference",
+    fake=lambda input, *args: empty_like_input(input),
+    autograd=_inference_of,
+)
 register("batch_norm_act_backward", fake=_fake_backward, autograd=_batch_norm_act_backward)
 register("batch_norm_backward_of_sums", fake=_fake_backward_of_sums)
 
@@ -262,6 +287,9 @@ def batch_norm_act(
         if training:
             check_count(input)
         check_settings(running_mean, running_var, training, eps, momentum)
+        recorded = torch.compiler.is_compiling() or wants_gradient(input, residual, weight, bias)
+        if not (training or recorded):
+            return _inference(input, residual, weight, bias, *buffers[:2], eps, *act)
         how = training, momentum, eps
         output = apply(input, residual, weight, bias, *buffers, *how, *act)[0]
     except Exception:

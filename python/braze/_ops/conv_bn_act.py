@@ -20,7 +20,12 @@ from braze._ops._common import (
 from braze._ops.activation import activation as activation_of
 from braze._ops.again import again_of
 from braze._ops.batch_norm import check_settings
-from braze._ops.batch_norm_act import _batch_norm_act_backward, _fake, may_pass_on
+from braze._ops.batch_norm_act import (
+    _batch_norm_act_backward,
+    _fake,
+    may_pass_on,
+    wants_gradient,
+)
 from braze._ops.conv2d import _conv2d, _conv2d_backward, conv2d_flops, fake_conv2d, memory_format
 from braze._ops.norm_grads import (
     conv2d_backward_for,
@@ -153,14 +158,8 @@ def _composed(input, weight, conv_bias, *args):
     return _ops.batch_norm_act.default(z, residual, *norm, activation, first, second)[0]
 
 
-def _wants_gradient(*tensors):
-    return torch.is_grad_enabled() and any(
-        isinstance(t, torch.Tensor) and t.requires_grad for t in tensors
-    )
-
-
 def _conv_bn_act_inference(*args):
-    if _wants_gradient(*args[:8]):
+    if wants_gradient(*args[:8]):
         return _composed(*args)
     with below_autograd():
         return _ops.conv_bn_act_inference.default(*args)
@@ -194,7 +193,7 @@ def conv_bn_act(
     others = weight, bias, residual, bn_weight, bn_bias, running_mean, running_var
     without_statistics = running_mean is None or running_var is None
     if (
-        (not training and (without_statistics or _wants_gradient(input, *others)))
+        (not training and (without_statistics or wants_gradient(input, *others)))
         or torch.compiler.is_compiling()
         or weight is None
         or not plain(input, *others)

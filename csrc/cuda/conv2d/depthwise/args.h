@@ -35,7 +35,7 @@ struct Args {
   // The plan. Results are counted in rows and columns of the tensor that is walked: of pairs for
   // kSpread, of dy for kWeights.
   int rows, columns;         // of results
-  int tile_rows, row_tiles;  // NCHW
+  int tile_rows, row_tiles;  // NCHW and tiles.cuh
   int column_tiles;
   int strips;              // of a tile, side by side
   int items;               // to share: NCHW tiles, NHWC pieces of rows of tiles
@@ -44,15 +44,16 @@ struct Args {
   int slabs;               // of channels
   int slab;                // channels in each: NHWC a multiple of what a vector holds
   int vector;              // NHWC: bytes of each copy to shared memory
-  int pitch, dy_pitch;     // NHWC: columns of a row in shared memory
+  int pitch, dy_pitch;     // NHWC: columns of a row in shared memory; tiles.cuh: bytes of a pixel
   int steps;               // NHWC: a stage holds the rows of so many
-  int groups, group_rows;  // NCHW: threads one below the other, with so many rows each
+  int groups, group_rows;  // NCHW: threads one below the other, with so many rows each;
+                           // tiles.cuh: strips of a tile
   int plane_pad;           // NCHW: bytes between planes in shared memory
   int dy_pad;              // NCHW: the same, of dy or of the results
   int threads;
   int shared_bytes, stage_bytes, dy_offset;  // dy's part of a stage; NCHW: that of the results
   FastDiv by_vectors;                        // NHWC: vectors of a pixel's slab; NCHW: of a plane
-  FastDiv by_dy_vectors;                     // NCHW: the same, of dy or of the results
+  FastDiv by_dy_vectors;  // NCHW: the same, of dy or of the results; tiles.cuh: columns read
 };
 
 // Which kernel: everything that is a template parameter.
@@ -62,13 +63,17 @@ struct Kernel {
   int taps;  // R = S
   int stride;
   bool channels_last;
-  bool tail = false;  // kConvolve, channels last
+  bool tail = false;   // kConvolve, channels last
+  bool tiles = false;  // the same, by tiles.cuh
 };
 
 using Function = void (*)(Args);
 Function nhwc_bf16(const Kernel& kernel);
 Function nhwc_fp16(const Kernel& kernel);
 Function nhwc_fp32(const Kernel& kernel);
+Function tiles_bf16(const Kernel& kernel);
+Function tiles_fp16(const Kernel& kernel);
+Function tiles_fp32(const Kernel& kernel);
 Function nchw_bf16(const Kernel& kernel);
 Function nchw_fp16(const Kernel& kernel);
 Function nchw_fp32(const Kernel& kernel);
@@ -78,6 +83,9 @@ Function nchw_fp32(const Kernel& kernel);
 constexpr int channels_per_thread(int bytes, int taps) { return bytes == 2 && taps < 7 ? 2 : 1; }
 // Also what limits registers to the number that lets so many threads run.
 constexpr int kMostThreads = 384;
+// tiles.cuh: threads of a block, at most; channels of a thread, and its results side by side.
+constexpr int kTileThreads = 256, kTileChannels = 4;
+constexpr int tile_columns(int stride) { return stride == 1 ? 4 : 2; }
 constexpr int kStages = 3;    // NHWC
 constexpr int kGranule = 16;  // bytes; NHWC: a slab lies in shared memory as columns of granules
 

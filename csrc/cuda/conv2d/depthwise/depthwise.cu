@@ -65,6 +65,7 @@ bool prepare(const Conv2dArgs& pass, void* workspace, Kernel* kernel, Args* args
       kernel_of(pass.pass, s, !(is_contiguous(t.x, s.h, s.w) && is_contiguous(t.y, s.p, s.q)));
   *args = problem_of(*kernel, pass.pass, s, t.x, t.w, t.y, pass.bias, workspace);
   kernel->tail = pass.tail != nullptr, args->tail = Tail::of(pass.tail, s.dtype);
+  kernel->tiles = fits_tiles(*kernel, *args);
   return make_plan(*kernel, tuning_of(*kernel), args);
 }
 
@@ -91,6 +92,12 @@ bool supports(const Conv2dArgs& pass) {
 
 bool takes_tail(const Conv2dArgs& pass) {
   return pass.pass == Conv2dPass::kFprop && are_channels_last(pass.gathered, pass.out);
+}
+
+bool goes_by_tiles(const Conv2dArgs& pass) {
+  Kernel kernel;
+  Args args;
+  return prepare(pass, nullptr, &kernel, &args) && kernel.tiles;
 }
 
 void plan(const Conv2dArgs& pass, Conv2dPlan* plan) {

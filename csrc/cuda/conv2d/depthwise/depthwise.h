@@ -13,6 +13,9 @@ bool supports(const Conv2dArgs& args);
 // Whether a pass that they take can have a tail without an addition.
 bool takes_tail(const Conv2dArgs& args);
 
+// Whether a pass that they take goes by tiles, not by a walk over rows.
+bool goes_by_tiles(const Conv2dArgs& args);
+
 // Of the weight gradient, the workspace; others need none.
 void plan(const Conv2dArgs& args, Conv2dPlan* plan);
 void run(Stream stream, const Conv2dArgs& args, const Conv2dPlan& plan, void* workspace);

@@ -149,6 +149,52 @@ bool plan_nhwc(const Kernel& kernel, const Tuning& tuning, Args* a) {
   return a->shared_bytes <= most_shared_memory();
 }
 
+// Vectors of kTileChannels in a block of tiles.cuh: all, if they are few; else whole memory sectors
+// of each pixel, and as little as can be beyond the last channel.
+int tile_units(int channels, int grain) {
+  constexpr int kFew = 20;
+  const int step = grain / kTileChannels;
+  const int needed = round_up(static_cast<int>(ceil_div(channels, kTileChannels)), step);
+  if (needed <= kFew) return needed;
+  int best = 0, least = INT_MAX;
+  for (const int units : {8, 12, 16}) {
+    const int all = round_up(needed, units);
+    if (all < least) least = all, best = units;
+  }
+  return best;
+}
+
+// Of tiles.cuh: large tiles where they fill the device twice, else small ones.
+bool plan_tiles(const Kernel& kernel, Args* a) {
+  constexpr int kMostStrips = 8, kLeastRows = 4, kFewUnits = 4;
+  const int size = static_cast<int>(size_of(kernel.dtype)), grain = kGranule / size;
+  const int columns = tile_columns(kernel.stride), all_units = tile_units(a->channels, grain);
+  const int strips = static_cast<int>(ceil_div(a->columns, columns));
+  int units = all_units;
+  for (int threads = kTileThreads; threads >= 32; threads /= 2) {
+    const bool large = threads == kTileThreads;
+    units = large ? all_units : std::min(all_units, kFewUnits);
+    a->slab = units * kTileChannels;
+    a->slabs = static_cast<int>(ceil_div(a->channels, a->slab));
+    const int most = large ? std::min(kMostStrips, threads / (units * kLeastRows)) : kMostStrips;
+    a->column_tiles = static_cast<int>(ceil_div(strips, most));
+    a->strips = static_cast<int>(ceil_div(strips, a->column_tiles));
+    const int rows = std::clamp(threads / (units * a->strips), 1, a->rows);
+    a->row_tiles = static_cast<int>(ceil_div(a->rows, rows));
+    a->tile_rows = static_cast<int>(ceil_div(a->rows, a->row_tiles));
+    a->workers = a->batch * a->row_tiles * a->column_tiles;
+    if (int64_t{a->workers} * a->slabs >= (large ? 2 : 1) * sm_count()) break;
+  }
+  a->groups = a->tile_rows * a->strips;
+  a->threads = round_up(a->groups * units, 32);
+  const int read = (a->strips * columns - 1) * kernel.stride + kernel.taps;
+  a->by_vectors = FastDiv(a->slab / grain), a->by_dy_vectors = FastDiv(read);
+  a->pitch = a->slab * size + kGranule;  // strips begin in different banks
+  const int rows = (a->tile_rows - 1) * kernel.stride + kernel.taps;
+  a->shared_bytes = kernel.taps * kernel.taps * a->slab * 4 + rows * read * a->pitch;
+  return a->shared_bytes <= most_shared_memory();
+}
+
 // Planes in shared memory are kept from beginning in the same banks where they are whole vectors.
 int pad_of(const Image& image, int planes, int size) {
   const bool aligned = reinterpret_cast<uintptr_t>(image.data) % 16 == 0 &&
@@ -219,9 +265,11 @@ bool plan_nchw(const Kernel& kernel, const Tuning& tuning, Args* a) {
 
 Function function_of(const Kernel& k) {
   switch (k.dtype) {
-    case DType::kBFloat16: return k.channels_last ? nhwc_bf16(k) : nchw_bf16(k);
-    case DType::kFloat16: return k.channels_last ? nhwc_fp16(k) : nchw_fp16(k);
-    default: return k.channels_last ? nhwc_fp32(k) : nchw_fp32(k);
+    case DType::kBFloat16:
+      return k.tiles ? tiles_bf16(k) : k.channels_last ? nhwc_bf16(k) : nchw_bf16(k);
+    case DType::kFloat16:
+      return k.tiles ? tiles_fp16(k) : k.channels_last ? nhwc_fp16(k) : nchw_fp16(k);
+    default: return k.tiles ? tiles_fp32(k) : k.channels_last ? nhwc_fp32(k) : nchw_fp32(k);
   }
 }
 
@@ -246,7 +294,22 @@ Tuning tuning_of(const Kernel& kernel) {
   return {kernel.taps == 3 ? 256 : 192, stage, 0, 7 * (kernel.taps / 2)};
 }
 
+bool fits_tiles(const Kernel& kernel, const Args& a) {
+  const int size = static_cast<int>(size_of(kernel.dtype));
+  if (kernel.task != Task::kConvolve || !kernel.channels_last) return false;
+  // Measured on an H100, 1 to 128 images of 7 x 7 to 112 x 112: the more taps, the more is read
+  // twice; the walk over rows is ahead where that is long enough to pay its start.
+  constexpr int64_t kMostWith5 = 8 << 20, kMostWith7 = 4 << 20;  // results
+  const int64_t results = int64_t{a.batch} * a.rows * a.columns * a.channels;
+  if (kernel.taps == 7 && results > kMostWith7) return false;
+  if (kernel.taps == 5 && size == 2 && kernel.stride == 1 && results > kMostWith5) return false;
+  const auto is_aligned = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };
+  return vector_of(a.in, a.channels, size) == kGranule &&
+         vector_of(a.out, a.channels, size) == kGranule && is_aligned(a.w) && is_aligned(a.bias);
+}
+
 bool make_plan(const Kernel& kernel, const Tuning& tuning, Args* args) {
+  if (kernel.tiles) return plan_tiles(kernel, args);
   return kernel.channels_last ? plan_nhwc(kernel, tuning, args) : plan_nchw(kernel, tuning, args);
 }
 

@@ -19,6 +19,9 @@ Kernel kernel_of(Conv2dPass pass, const Conv2dShape& shape, bool channels_last);
 
 Function function_of(const Kernel& kernel);
 
+// Whether tiles.cuh takes a problem and is faster than the walk over rows.
+bool fits_tiles(const Kernel& kernel, const Args& args);
+
 // False where shared memory is too small for a tile. `args` has the problem, and gets the plan.
 bool make_plan(const Kernel& kernel, const Tuning& tuning, Args* args);
 
