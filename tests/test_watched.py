@@ -57,6 +57,27 @@ def test_addresses_of_what_has_none_and_of_what_is_asked_by_its_method():
         _C.addresses([torch.ones(1), None])
 
 
+class Odd(torch.Tensor):
+    """One whose class has its own way to these attributes."""
+
+    requires_grad = property(lambda self: True)
+    grad = property(lambda self: 5)
+
+
+class Asked(torch.Tensor):
+    def __getattribute__(self, name):
+        return True if name == "requires_grad" else super().__getattribute__(name)
+
+
+def test_attributes_of_tensors_of_several_classes():
+    plain = torch.zeros(2)
+    mixed = [plain, plain.as_subclass(Odd), plain, plain.as_subclass(Asked), plain]
+    flags = _C.state(mixed, [])[0][8::9]
+    assert list(flags) == [False, True, False, True, False]
+    assert _C.have_gradients([(plain, None), (mixed[1], 5), (plain, None)])
+    assert not _C.have_gradients([(plain, None), (mixed[1], None)])
+
+
 def test_modes_that_modules_have_in_other_ways():
     class Fixed(torch.nn.Module):
         training = property(lambda self: self.mode, lambda self, value: None)

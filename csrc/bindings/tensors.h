@@ -99,6 +99,7 @@ inline PyObject* state(PyObject*, PyObject* const* args, Py_ssize_t count) {
   }
   static PyObject* const kRequiresGrad = interned("requires_grad");
   std::string result, buffers;
+  result.reserve(PyList_GET_SIZE(args[0]) * (sizeof(int64_t) + 1) + PyList_GET_SIZE(args[1]));
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(args[0]); ++i) {
     PyObject* tensor = PyList_GET_ITEM(args[0], i);
     if (!append_address(result, tensor)) return nullptr;

@@ -93,7 +93,8 @@ class FunctionWork(Work):
             torch.clear_autocast_cache()
 
     def is_full(self, entry):
-        return any([slots.full() for slots in entry.kept.slots.values()])
+        slots = entry.kept.slots
+        return bool(slots) and any(one.full() for one in slots.values())
 
     def ways(self):
         """With gradients on a side stream, and without, for where one of them is read too early."""
