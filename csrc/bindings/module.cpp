@@ -10,6 +10,8 @@
 #include <vector>
 
 #include "bindings/modules.h"
+#include "bindings/places.h"
+#include "bindings/tensors.h"
 #include "exports.h"
 #include "launchers/common/registry.h"
 #include "launchers/conv_bn_relu2d.h"
@@ -187,6 +189,12 @@ PyMethodDef of_arguments(const char* name,
 PyMethodDef functions[] = {{"unwatched", braze::unwatched, METH_O, nullptr},
                            of_arguments("share", braze::share),
                            of_arguments("held", braze::held),
+                           of_arguments("holds", braze::holds),
+                           {"addresses", braze::addresses, METH_O, nullptr},
+                           of_arguments("state", braze::state),
+                           {"have_gradients", braze::have_gradients, METH_O, nullptr},
+                           of_arguments("read", braze::read),
+                           of_arguments("reads", braze::reads),
                            of_arguments("same", braze::same),
                            {}};
 
@@ -194,6 +202,7 @@ PyMethodDef functions[] = {{"unwatched", braze::unwatched, METH_O, nullptr},
 
 PYBIND11_MODULE(_C, m) {
   m.attr("limits") = limits();
+  braze::find_data_pointer();
   if (PyModule_AddFunctions(m.ptr(), functions) < 0) throw py::error_already_set();
   py::class_<Library>(m, "Library")
       .def(py::init<const std::string&>())

@@ -5,9 +5,9 @@
 
 #include <iterator>
 
-namespace braze {
+#include "bindings/objects.h"
 
-inline PyObject* interned(const char* name) { return PyUnicode_InternFromString(name); }
+namespace braze {
 
 // 1, 0, or -1 with an exception set.
 inline int is_unwatched(PyObject* module) {
@@ -75,6 +75,36 @@ inline PyObject* share(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Py_RETURN_FALSE;
 }
 
+// One of a module's dicts ("_parameters", "_buffers", ...), borrowed from `own`, its __dict__; null
+// with an exception set where it has none of this name.
+inline PyObject* dict_of(PyObject* own, PyObject* name) {
+  PyObject* values = PyDict_GetItemWithError(own, name);
+  if (values && PyDict_Check(values)) return values;
+  if (!PyErr_Occurred()) PyErr_SetObject(PyExc_AttributeError, name);
+  return nullptr;
+}
+
+// Calls visit(value), with a borrowed reference, for the values of these dicts of modules, of the
+// first module first. False where visit returned false, or with an exception set.
+template <typename Visit>
+bool each_held(PyObject* modules, PyObject* names, Visit visit) {
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(modules); ++i) {
+    PyObject* own = PyObject_GenericGetDict(PyList_GET_ITEM(modules, i), nullptr);
+    bool goes_on = own != nullptr;
+    for (Py_ssize_t j = 0; goes_on && j < PyTuple_GET_SIZE(names); ++j) {
+      PyObject* values = dict_of(own, PyTuple_GET_ITEM(names, j));
+      goes_on = values != nullptr;
+      PyObject *key, *value;
+      for (Py_ssize_t at = 0; goes_on && PyDict_Next(values, &at, &key, &value);) {
+        goes_on = visit(value);
+      }
+    }
+    Py_XDECREF(own);
+    if (!goes_on) return false;
+  }
+  return true;
+}
+
 // braze._C.held(modules, names): a list of the values of these dicts of modules ("_parameters",
 // "_buffers", ...), of the first module first.
 inline PyObject* held(PyObject*, PyObject* const* args, Py_ssize_t count) {
@@ -83,25 +113,23 @@ inline PyObject* held(PyObject*, PyObject* const* args, Py_ssize_t count) {
     return nullptr;
   }
   PyObject* result = PyList_New(0);
-  for (Py_ssize_t i = 0; result && i < PyList_GET_SIZE(args[0]); ++i) {
-    PyObject* own = PyObject_GenericGetDict(PyList_GET_ITEM(args[0], i), nullptr);
-    for (Py_ssize_t j = 0; own && result && j < PyTuple_GET_SIZE(args[1]); ++j) {
-      PyObject* name = PyTuple_GET_ITEM(args[1], j);
-      PyObject* values = PyDict_GetItemWithError(own, name);  // borrowed
-      if (!values || !PyDict_Check(values)) {
-        if (!PyErr_Occurred()) PyErr_SetObject(PyExc_AttributeError, name);
-        Py_CLEAR(result);
-        break;
-      }
-      PyObject *key, *value;
-      for (Py_ssize_t at = 0; result && PyDict_Next(values, &at, &key, &value);) {
-        if (PyList_Append(result, value) < 0) Py_CLEAR(result);
-      }
-    }
-    if (!own) Py_CLEAR(result);
-    Py_XDECREF(own);
-  }
+  if (!result) return nullptr;
+  const auto append = [&](PyObject* value) { return PyList_Append(result, value) == 0; };
+  if (!each_held(args[0], args[1], append)) Py_CLEAR(result);
   return result;
+}
+
+// braze._C.holds(modules, names, values): whether held(modules, names) would have the same objects
+// in the same order as the list of values.
+inline PyObject* holds(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (count != 3 || !PyList_Check(args[0]) || !PyTuple_Check(args[1]) || !PyList_Check(args[2])) {
+    PyErr_SetString(PyExc_TypeError, "holds() takes a list, a tuple and a list");
+    return nullptr;
+  }
+  Expected values(args[2]);
+  const auto is_next = [&](PyObject* value) { return values.is_next(value); };
+  const bool equal = each_held(args[0], args[1], is_next) && values.is_end();
+  return PyErr_Occurred() ? nullptr : PyBool_FromLong(equal);
 }
 
 // braze._C.same(a, b): whether two lists have the same objects in the same order.

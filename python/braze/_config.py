@@ -164,14 +164,14 @@ def conv2d_settings(tensor):
 def settings(device_type):
     """Everything global that decides what a step computes: part of what a captured step froze."""
     return (
-        torch.are_deterministic_algorithms_enabled(),
+        torch._C._get_deterministic_algorithms(),
         torch.is_autocast_enabled(device_type),
         torch.get_autocast_dtype(device_type),
         # torch.backends.cuda.matmul.fp32_precision and torch.backends.cudnn.conv's
         torch._C._get_fp32_precision_getter("cuda", "matmul"),
         torch._C._get_fp32_precision_getter("cuda", "conv"),
-        _cudnn_benchmark(),
-        _cudnn_deterministic(),
+        torch._C._get_cudnn_benchmark(),
+        torch._C._get_cudnn_deterministic(),
         *_backends.values(),
         _tuned.version,
     )

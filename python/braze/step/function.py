@@ -74,6 +74,7 @@ class FunctionParts(Watched):
         self.function = function
         self._given_modules, self._given_optimizers = modules, optimizers
         self.surroundings = None  # looked for at the first call, when all has been defined
+        self._roots, self._optimizers = [], []
 
     def look(self):
         """Reads anew what the function depends on."""
@@ -81,12 +82,15 @@ class FunctionParts(Watched):
             self.surroundings = Surroundings(self.function)
         else:
             self.surroundings.scan()
+        found = self.surroundings
+        self._roots = list(dict.fromkeys((*self._given_modules, *found.modules)))
+        self._optimizers = list(dict.fromkeys((*self._given_optimizers, *found.optimizers)))
 
     def roots(self):
-        return list(dict.fromkeys((*self._given_modules, *self.surroundings.modules)))
+        return self._roots
 
     def optimizers(self):
-        return list(dict.fromkeys((*self._given_optimizers, *self.surroundings.optimizers)))
+        return self._optimizers
 
     def loose_params(self):
         return [t for t in self.surroundings.tensors if t.is_leaf and t.requires_grad]
@@ -105,12 +109,12 @@ class FunctionParts(Watched):
 
     def key(self):
         settings = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        scales = tuple(
+        scales = [
             s.is_enabled()
             and (s.get_growth_factor(), s.get_backoff_factor(), s.get_growth_interval())
             for s in self.surroundings.scalers
-        )
-        return self.surroundings.key(), super().key(), settings, scales
+        ]
+        return self.surroundings.key(), super().key(), settings, tuple(scales)
 
     def host_states(self):
         return [SurroundingsState(self.surroundings)]

@@ -18,12 +18,13 @@ from braze.step.surroundings import PLAIN
 class FunctionCall:
     """One call: its arguments flattened."""
 
+    __slots__ = "is_new", "kind", "known", "leaves", "ran_eagerly", "spec"
     copied = True
 
     def __init__(self, leaves, spec):
         self.leaves, self.spec = leaves, spec
         self.kind = None
-        self.known = None  # see :class:`braze.step.gradients.Gradients`
+        self.known = None  # a :class:`braze.step.gradients.Known`
         self.ran_eagerly = self.is_new = False
 
 
@@ -31,9 +32,9 @@ class _Kept(NamedTuple):
     """What a graph of a function leaves."""
 
     leaves: list  # of what it returns: tensors in the graph's memory, values; of scalars the place
-    spec: object
+    spec: object  # None: it is one leaf
     slots: dict  # dtype -> Slots of the scalars
-    left: tuple  # gradients: as braze.step.gradients.Gradients has it
+    left: list  # gradients: as braze.step.gradients.Gradients has it
     written: list  # parameters and other tensors that it writes to
     arguments: list  # indices of arguments that it writes to
 
@@ -61,7 +62,7 @@ class FunctionWork(Work):
         return self.gradients.key(call.known)
 
     def is_eager(self, entry, call):
-        return self.gradients.has_unknown(call.known)
+        return call.known.lacks_one()
 
     def before_eager(self, call):
         self.gradients.bring(call.known)
@@ -92,7 +93,8 @@ class FunctionWork(Work):
             torch.clear_autocast_cache()
 
     def is_full(self, entry):
-        return any(slots.full() for slots in entry.kept.slots.values())
+        slots = entry.kept.slots
+        return bool(slots) and any(one.full() for one in slots.values())
 
     def ways(self):
         """With gradients on a side stream, and without, for where one of them is read too early."""
@@ -147,7 +149,7 @@ class FunctionWork(Work):
         written = _changed(may_write, versions)
         return _Kept(
             kept,
-            spec,
+            None if spec.is_leaf() else spec,
             slots,
             self.gradients.left(grads),
             [may_write[i] for i in written],
@@ -180,7 +182,7 @@ class FunctionWork(Work):
             else (leaf.detach() if isinstance(leaf, torch.Tensor) else leaf)
             for leaf in kept.leaves
         ]
-        return pytree.tree_unflatten(leaves, kept.spec)
+        return leaves[0] if kept.spec is None else pytree.tree_unflatten(leaves, kept.spec)
 
 
 _TENSOR = ("tensor",)

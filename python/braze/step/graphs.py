@@ -39,7 +39,7 @@ class Entry:
         ]
         self.eager_calls = 0
         self.graph = None
-        self.buffers = []  # addresses of the modules' that the graph reads and writes
+        self.buffers = None  # addresses of the modules' that the graph reads and writes
         #: what the work keeps here of an eager call, of what replays leave, and of casts
         self.eager = self.kept = self.casts = None
         #: whether eager calls drew from :meth:`Work.generators`
@@ -127,6 +127,9 @@ class Graphs:
     def __init__(self, parts, work):
         self._parts, self._work = parts, work
         self._entries = {}  # the youngest last
+        # Of the last call, whose kind the next one mostly is: to compare takes a fraction of the
+        # time to hash.
+        self._kind = self._key = self._entry = None
         self._stream = self._last_stream = self._last_number = self._pool = None
         self._rates = []
 
@@ -150,21 +153,14 @@ class Graphs:
         if self._entries:
             torch.cuda.synchronize(self._parts.device)  # a graph may still be running
         self._entries.clear()
+        self._kind = self._key = self._entry = None
 
     def run(self, call):
         """One call of the work."""
         parts, work = self._parts, self._work
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(f"{parts.caller}: called inside another CUDA graph's capture")
-        key = self._key(call)
-        entry = self._entries.pop(key, None)
-        if entry is None:
-            parts.check_capturable()  # settings may have changed
-            if len(self._entries) >= _MAX_ENTRIES:
-                torch.cuda.synchronize(parts.device)
-                del self._entries[next(iter(self._entries))]
-            entry = Entry(call, parts.device)
-        self._entries[key] = entry  # now the youngest
+        entry = self._find(call)
         number = stream_number(parts.device)
         if number != self._last_number:
             stream = torch.cuda.current_stream(parts.device)
@@ -179,7 +175,7 @@ class Graphs:
         if work.is_eager(entry, call) or warms_up:
             work.before_eager(call)
             return self._run_eagerly(entry, call, self._last_stream)
-        if entry.graph is None or work.is_full(entry) or entry.buffers != parts.buffer_addresses():
+        if entry.graph is None or work.is_full(entry) or entry.buffers != parts.buffers:
             self._capture(entry, call)
         work.before_replay(entry, call)
         for rates in self._rates:
@@ -197,20 +193,42 @@ class Graphs:
         entry.eager_calls += 1
         return result
 
-    def _key(self, call):
-        """All that a graph has frozen. Whatever differs needs another graph."""
+    def _find(self, call):
+        """The entry of the call's kind, now the youngest."""
         parts = self._parts
-        kind = (
+        kind = self._kind_of(call)
+        if kind == self._kind:
+            kind = self._kind
+        key = kind, self._work.key(call, kind)
+        if key == self._key:
+            return self._entry
+        entry = self._entries.pop(key, None)
+        if entry is None:
+            parts.check_capturable()  # settings may have changed
+            if len(self._entries) >= _MAX_ENTRIES:
+                torch.cuda.synchronize(parts.device)
+                del self._entries[next(iter(self._entries))]
+            entry = Entry(call, parts.device)
+        self._entries[key] = entry
+        self._kind, self._key, self._entry = kind, key, entry
+        return entry
+
+    def _kind_of(self, call):
+        """All that a graph has frozen, but for what the work adds. Whatever differs needs another
+        graph."""
+        parts = self._parts
+        return (
             call.spec and str(call.spec),
             tuple(
-                (x.shape, x.stride(), x.dtype) if isinstance(x, torch.Tensor) else (type(x), x)
-                for x in call.leaves
+                [
+                    (x.shape, x.stride(), x.dtype) if isinstance(x, torch.Tensor) else (type(x), x)
+                    for x in call.leaves
+                ]
             ),
             parts.key(),
             tuple([rates.key() for rates in self._rates]),
             _config.settings(parts.device.type),
         )
-        return kind, self._work.key(call, kind)
 
     def _capture(self, entry, call):
         self._work.before_capture(call)
@@ -260,5 +278,5 @@ class Graphs:
             raise RuntimeError(_NOT_CAPTURED.format(parts.caller, work.noun, cause))
         parts.ranks.keep(self)
         entry.graph, entry.kept = graph, kept
-        entry.buffers = parts.buffer_addresses()
+        entry.buffers = parts.buffers
         return True

@@ -1,15 +1,16 @@
 """The hyper-parameters of a captured step: learning rates on the device, the rest frozen."""
 
 import contextlib
-import operator
 from typing import NamedTuple
 
 import torch
 
+from braze._C import reads
 from braze.optim import MultiTensor
 
 _NOT_READ_IN_A_STEP = ("params", "param_names", "initial_lr", "max_lr", "min_lr")
 _PLAIN = (int, float, bool, str, type(None))
+_ABSENT = object()
 
 
 class Rates:
@@ -24,7 +25,7 @@ class Rates:
         self.device = device
         self._optimizer = optimizer
         self._held = {}  # index of the group, dtype -> [tensor, the number in it]
-        self._known = []  # of each group: its values, whether deterministic, its part of the key
+        self._known = []  # of each group a _Known
 
     def _dtype(self, group):
         if isinstance(group.get("lr"), torch.Tensor) or "lr" not in group:
@@ -38,26 +39,34 @@ class Rates:
 
     def key(self):
         """The hyper-parameters that a graph freezes."""
-        frozen = []
-        if isinstance(self._optimizer, MultiTensor):
-            frozen.append(self._optimizer.frozen_settings())
         groups, exact = self._optimizer.param_groups, torch.are_deterministic_algorithms_enabled()
         if len(self._known) != len(groups):
-            self._known = [_Known(None, None, None, None, None)] * len(groups)
+            self._known = [None] * len(groups)
+        frozen = []
         for index, group in enumerate(groups):
             known = self._known[index]
-            if known.exact is not exact or not known.still_holds(group):
+            if known is None or known.exact is not exact or not known.still_holds(group):
                 known = self._known[index] = self._know(group, exact)
             frozen.append(known.frozen)
+        if isinstance(self._optimizer, MultiTensor):
+            frozen.append(self._optimizer.frozen_settings())
         return tuple(frozen)
 
     def _know(self, group, exact):
-        names, values = tuple(group), list(group.values())
-        rate = names.index("lr") if self._dtype(group) is not None else None
+        followed = self._dtype(group) is not None
+        names = tuple(name for name in group if not (followed and name == "lr"))
         plain = all(
             _is_plain(value) for name, value in group.items() if name not in _NOT_READ_IN_A_STEP
         )
-        return _Known(exact, self._frozen(group), names if plain else None, values, rate)
+        return _Known(
+            exact=exact,
+            frozen=self._frozen(group),
+            group=group if plain else None,
+            size=len(group),
+            places=[(group, names)],
+            values=[group[name] for name in names],
+            rate=group["lr"] if followed else _ABSENT,
+        )
 
     def _frozen(self, group):
         frozen, lr_dtype = [], self._dtype(group)
@@ -119,17 +128,18 @@ class _Known(NamedTuple):
 
     exact: bool  # whether the numbers were to be exact
     frozen: tuple  # its part of the key
-    names: tuple  # None: has values whose contents may change
-    values: list
-    rate: int  # index of a learning rate that is not part of the key
+    group: dict  # None: has values whose contents may change
+    size: int
+    places: list  # for braze._C.reads: all but a learning rate that is not part of the key
+    values: list  # what is there
+    rate: object  # this learning rate; _ABSENT: there is none
 
     def still_holds(self, group):
-        if self.names != tuple(group):
+        if group is not self.group or len(group) != self.size:
             return False
-        values = list(group.values())
-        if self.rate is not None and type(values[self.rate]) is float:
-            values[self.rate] = self.values[self.rate]
-        return all(map(operator.is_, values, self.values))
+        rate = _ABSENT if self.rate is _ABSENT else group.get("lr", _ABSENT)
+        followed = rate is self.rate or type(rate) is float
+        return followed and reads(self.places, _ABSENT, self.values)
 
 
 def _is_plain(value):

@@ -4,28 +4,28 @@ from typing import NamedTuple
 
 import torch
 
+from braze._C import have_gradients
 from braze.step import prefetch
 from braze.step.branches import Branches, Losses
 from braze.step.graphs import Work
 from braze.step.side_stream import SideStream
 
 
-class StepCall(NamedTuple):
-    """One step, or one micro-step: a batch, or of a loader's batch only the size."""
+class StepCall:
+    """One step, or one micro-step: a batch, or of a loader's batch only the size.
 
-    leaves: tuple
-    spec: object
-    order: tuple | None  # of a loader's batch: its epoch's order, and where in it the batch begins
-    first: bool  # whether it is the window's
-    last: bool
+    Args:
+        leaves, spec: as :class:`braze.step.graphs.Work` has it.
+        order: of a loader's batch its epoch's order, and where in it the batch begins; or None.
+        first, last: whether it is the window's.
+    """
 
-    @property
-    def gather(self):
-        return self.order is not None
+    __slots__ = "copied", "first", "gather", "last", "leaves", "order", "spec"
 
-    @property
-    def copied(self):
-        return self.order is None
+    def __init__(self, leaves, spec, order, first, last):
+        self.leaves, self.spec, self.order = leaves, spec, order
+        self.first, self.last = first, last
+        self.gather, self.copied = order is not None, order is None
 
 
 class Kept(NamedTuple):
@@ -115,8 +115,8 @@ class StepWork(Work):
             for p in parts.params:
                 p.grad = None
             body.window_grads = grads
-        for p, grad in grads:
-            if p.grad is not grad:
+        if not have_gradients(grads):
+            for p, grad in grads:
                 p.grad = grad
         if call.last:
             torch.autograd.graph.increment_version(parts.params)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from braze._C import same
+from braze._C import addresses, read, reads
 
 #: Values that are part of the kind of call; a change is another kind.
 PLAIN = (
@@ -60,18 +60,16 @@ def _is_foreign(thing):
 
 
 class _Place(NamedTuple):
-    """Where values are read from together."""
+    """Where values are read from together: in every call, so by what runs in C."""
 
-    read: object  # returns them, as a list or a tuple
-    label: object  # the name of the i-th
+    source: object  # a function (its cells and defaults), a list, a tuple or a dict
+    names: tuple | None  # what is read of a dict; None: all that the source holds
+    label: object  # the name of the i-th value
     write: object  # puts such values back
 
 
-def _contents(cell):
-    try:
-        return cell.cell_contents
-    except ValueError:  # of a variable that has no value yet
-        return _MISSING
+def _item_of(name):
+    return lambda _: f"an item of {name}"
 
 
 class Surroundings:
@@ -100,7 +98,7 @@ class Surroundings:
         self._seen = {}  # by id; what is in it cannot be freed, and its id become another's
         self._attributes, self._objects = set(), []
         self._visit(self._function, getattr(self._function, "__name__", "the function"))
-        self._held = self._read()
+        self._hold(read(self._places, _MISSING))
 
     # ---- finding ----
 
@@ -123,15 +121,17 @@ class Surroundings:
             self._visit(thing.__self__, "self")
             self._visit(thing.__func__, name)
         elif isinstance(thing, functools.partial):
-            self._place(lambda: (thing.func, *thing.args, *thing.keywords.values()), name)
+            for part in (thing.func, thing.args, thing.keywords):
+                self._visit(part, name)
         elif isinstance(thing, types.FunctionType):
             self._visit_function(thing, name)
         elif isinstance(thing, list):
             if len(thing) <= _MAX_ITEMS:
-                self._place(lambda: thing, name, lambda old: thing.__setitem__(slice(None), old))
+                write = lambda old: thing.__setitem__(slice(None), old)  # noqa: E731
+                self._place(thing, _item_of(name), write)
         elif isinstance(thing, tuple):
             if len(thing) <= _MAX_ITEMS:
-                self._place(lambda: thing, name)
+                self._place(thing, _item_of(name))
         elif isinstance(thing, dict):
             if len(thing) <= _MAX_ITEMS:
                 self._visit_dict(thing, name)
@@ -141,11 +141,10 @@ class Surroundings:
             if isinstance(call, types.FunctionType):
                 self._visit(call, name)
 
-    def _place(self, read, names, write=None):
-        """names: of each value; or one, of what they are items of."""
-        label = (lambda i: f"an item of {names}") if isinstance(names, str) else names.__getitem__
-        self._places.append(_Place(read, label, write))
-        for i, value in enumerate(list(read())):
+    def _place(self, source, label, write=None, names=None):
+        place = _Place(source, names, label, write)
+        self._places.append(place)
+        for i, value in enumerate(read([place], _MISSING)):
             self._visit(value, label(i))
 
     def _visit_dict(self, thing, name):
@@ -154,7 +153,7 @@ class Surroundings:
             thing.clear()
             thing.update(zip(old[:half], old[half:], strict=True))
 
-        self._place(lambda: (*thing.keys(), *thing.values()), name, write)
+        self._place(thing, _item_of(name), write)
 
     def _visit_function(self, function, name):
         if hasattr(function, "_torchdynamo_orig_callable"):  # made by torch.compile
@@ -162,18 +161,17 @@ class Surroundings:
         if _is_foreign(function):
             return None
         global_names, attributes = _names(function.__code__)
-        cells = function.__closure__ or ()
+        cells, variables = function.__closure__ or (), function.__code__.co_freevars
 
-        def write_cells(old):
-            for cell, contents in zip(cells, old, strict=True):
+        def write(old):
+            for cell, contents in zip(cells, old, strict=False):  # defaults stand behind them
                 if contents is not _MISSING:
                     cell.cell_contents = contents
 
-        self._place(lambda: list(map(_contents, cells)), function.__code__.co_freevars, write_cells)
-        self._place(lambda: function.__defaults__ or (), f"the defaults of {name}")
-        self._place(
-            lambda: tuple((function.__kwdefaults__ or {}).values()), f"the defaults of {name}"
-        )
+        def label(i):
+            return variables[i] if i < len(variables) else f"one of the defaults of {name}"
+
+        self._place(function, label, write)
         self._named(function.__globals__, global_names, "")
         new = set(attributes) - self._attributes
         self._attributes |= new
@@ -182,19 +180,17 @@ class Surroundings:
         return None
 
     def _named(self, mapping, names, prefix):
-        """Of a mapping the values of those names that it has."""
-        names = [n for n in dict.fromkeys(names) if n in mapping]
+        """Of a dict the values of those names that it has."""
+        names = tuple(n for n in dict.fromkeys(names) if n in mapping)
+
+        def write(old):
+            mapping.update((n, v) for n, v in zip(names, old, strict=True) if v is not _MISSING)
+
         if names:
-            self._place(
-                lambda: [mapping.get(n, _MISSING) for n in names],
-                [prefix + n for n in names],
-                lambda old: mapping.update(
-                    (n, v) for n, v in zip(names, old, strict=True) if v is not _MISSING
-                ),
-            )
+            self._place(mapping, lambda i: prefix + names[i], write, names)
 
     def _look_into(self, thing, name):
-        if hasattr(thing, "__dict__"):
+        if isinstance(getattr(thing, "__dict__", None), dict):
             self._objects.append((thing, name))
             self._read_attributes(thing, name, self._attributes)
 
@@ -209,37 +205,42 @@ class Surroundings:
 
     # ---- watching ----
 
-    def _read(self):
-        return [value for place in self._places for value in place.read()]
+    def _hold(self, values):
+        """Takes note of what has been read."""
+        self._held = values
+        self._plain = tuple([(type(v), v) for v in values if type(v) in _PLAIN])
 
     def follow(self):
         """Takes note of plain values that have changed; False where other objects have taken the
         places of those found, so that everything has to be read anew."""
-        now, held = self._read(), self._held
+        held = self._held
+        if reads(self._places, _MISSING, held):
+            return True
+        now = read(self._places, _MISSING)
         if len(now) != len(held):
             return False
-        if not same(now, held):
-            for a, b in zip(now, held, strict=True):
-                if a is not b and not (type(a) in _PLAIN and type(b) in _PLAIN):
-                    return False
-            self._held = now
+        for a, b in zip(now, held, strict=True):
+            if a is not b and not (type(a) in _PLAIN and type(b) in _PLAIN):
+                return False
+        self._hold(now)
         return True
 
     def key(self):
         """Of what was found: plain values, and where tensors lie."""
-        plain = tuple([(type(v), v) for v in self._held if type(v) in _PLAIN])
-        return plain, tuple([t.data_ptr() for t in self.tensors])
+        return self._plain, addresses(self.tensors)
 
     def names(self):
         """Of the plain values of :meth:`key`, in its order."""
         return [n for n, v in zip(self._labels(), self._held, strict=True) if type(v) in _PLAIN]
 
     def _labels(self):
-        return [place.label(i) for place in self._places for i in range(len(place.read()))]
+        return [
+            place.label(i) for place in self._places for i in range(len(read([place], _MISSING)))
+        ]
 
     def changes(self):
         """Names of what differs now from what was read last."""
-        now, held = self._read(), self._held
+        now, held = read(self._places, _MISSING), self._held
         if len(now) != len(held):
             return {"the length of a list or a dict"}
         return {
@@ -255,7 +256,7 @@ class SurroundingsState:
 
     def __init__(self, surroundings):
         self._surroundings = surroundings
-        self._values = [(place, list(place.read())) for place in surroundings._places]
+        self._values = [(place, read([place], _MISSING)) for place in surroundings._places]
         self._schedulers = [(one, dict(vars(one))) for one in surroundings.schedulers]
         self._scalers = [
             (scaler, {key: dict(state) for key, state in scaler._per_optimizer_states.items()})

@@ -1,18 +1,15 @@
 """What captured work reads and writes beside its arguments, and whether that is still so."""
 
-import operator
 import weakref
 
 import torch
 
-from braze._C import held, same
+from braze._C import held, holds, same, state
 from braze.optim import MultiTensor
 from braze.step.ranks import Ranks
 
 # Hundreds of modules are looked at in every call, so by what runs in C.
-_STRUCTURE, _BUFFERS = ("_modules", "_parameters"), ("_buffers",)
-_training = operator.attrgetter("training")
-_requires_grad = operator.attrgetter("requires_grad")
+_STRUCTURE = "_modules", "_parameters"
 # They count their steps on the CPU whatever the settings.
 _UNCAPTURABLE = (torch.optim.Adafactor, torch.optim.Adagrad)
 
@@ -30,8 +27,10 @@ class Watched:
     def __init__(self):
         self.device = None
         self.params, self.modules = [], []  # the modules' and the optimizers'; with submodules
+        #: where the modules' buffers lay when :meth:`key` was called last
+        self.buffers = b""
         self.ranks = Ranks(())
-        self._structure, self._hooked = [], []
+        self._structure, self._beside, self._hooked = [], [], []
 
     def roots(self):
         """The modules, without those inside of them."""
@@ -94,7 +93,7 @@ class Watched:
             )
         self.modules = list(dict.fromkeys(m for root in roots for m in root.modules()))
         self.ranks = Ranks(self.modules)
-        self._structure = self._now()
+        self._structure, self._beside = held(self.modules, _STRUCTURE), self._beside_modules()
 
     def loose_params(self):
         """Parameters that belong to none of the modules."""
@@ -112,12 +111,14 @@ class Watched:
         """Whether what :meth:`inspect` has read still holds."""
         if self.params and self.params[0].device != self.device:
             return False  # the model has been moved
-        return same(self._now(), self._structure)
+        # The same objects, compared by identity: the same work. What these lists hold cannot be
+        # freed, so that no new object takes an old one's place unseen.
+        return same(self._beside_modules(), self._beside) and holds(
+            self.modules, _STRUCTURE, self._structure
+        )
 
-    def _now(self):
-        """What the work consists of. The same objects, compared by identity: the same work; what
-        this list holds cannot be freed, so that no new object takes an old one's place unseen."""
-        parts = self.others() + held(self.modules, _STRUCTURE)
+    def _beside_modules(self):
+        parts = self.others()
         for optimizer in self.optimizers():
             for group in optimizer.param_groups:
                 parts.append(group)
@@ -125,20 +126,13 @@ class Watched:
         return parts
 
     def key(self):
-        """What of it a graph freezes."""
-        return (
-            tuple(map(torch.Tensor.data_ptr, self.params)),
-            tuple(map(_requires_grad, self.params)),
-            tuple(map(_training, self.modules)),
-        )
+        """What of it a graph freezes: where parameters lie, ``requires_grad``, modules' modes."""
+        key, self.buffers = state(self.params, self.modules)
+        return key
 
     def gradients(self):
         """The parameters that have a gradient, each with it."""
         return [(p, p.grad) for p in self.params if p.grad is not None]
-
-    def buffer_addresses(self):
-        """Where the modules' buffers lie."""
-        return [b.data_ptr() for b in held(self.modules, _BUFFERS) if b is not None]
 
     def host_states(self):
         """What else Python code may change while it is recorded: objects as
