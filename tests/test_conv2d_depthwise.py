@@ -112,11 +112,11 @@ def test_which_kernel_runs(gpu, dtype, form):
     assert ("wgrad_kernel" in names) == (form == "nchw" or dtype != torch.float32)
 
 
-@pytest.mark.parametrize("benchmark", [True, False], ids=["benchmark", "auto"])
-def test_small_tensors_go_by_tiles(gpu, dtype, benchmark):
+@pytest.mark.parametrize("measured", [True, False], ids=["measured", "auto"])
+def test_small_tensors_go_by_tiles(gpu, dtype, measured):
     if dtype == torch.float64:
         pytest.skip("not the kernel's")
-    torch.backends.cudnn.benchmark = benchmark
+    torch.backends.cudnn.benchmark = measured
     inputs = drawn((1, 96, 14, 14, 7, 1, 3), "cuda", dtype, "nhwc")
     assert "tiles_kernel" in kernels_of(lambda: F.conv2d(*inputs, padding=3, groups=96))
 
