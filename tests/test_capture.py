@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import braze
 from braze.step import branches
+from braze.step import casts as step_casts
 from braze.step.casts import CastsWithoutGradients
 from step_common import recorded_ops
 
@@ -511,10 +512,15 @@ class Stacked(torch.nn.Module):
         return self.once(self.twice(x))
 
 
+@pytest.mark.parametrize("branch", [False, True])
 @pytest.mark.parametrize("overwrites", [False, True])
-def test_casts_without_gradients(any_device, overwrites):
-    """Of all weights in one launch, as soon as one is wanted; of one written to since anew."""
+def test_casts_without_gradients(any_device, overwrites, branch, monkeypatch):
+    """Of all weights in one launch, as soon as one is wanted; of one written to since anew. With a
+    branch: the first weight alone, the others while it is used."""
 
+    if branch:
+        monkeypatch.setattr(step_casts, "_FIRST_BYTES", 1)
+        monkeypatch.setattr(step_casts, "_LEAST_BYTES", 1)
     results = []
     for captured in (False, True):
         torch.manual_seed(0)
@@ -533,6 +539,27 @@ def test_casts_without_gradients(any_device, overwrites):
                 model.once.weight.mul_(1.5)
         results.append((returned, copied(list(model.parameters()))))
     assert_equal(*results)
+
+
+def test_casts_of_large_weights_in_parts(gpu):
+    """Deep layers whose weights are cast in a branch; one of them is not used each time."""
+    layers = torch.nn.ModuleList(braze.nn.Linear(1024, 1024) for _ in range(20)).cuda()
+
+    def run(x, skipped):
+        with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+            for i, layer in enumerate(layers):
+                x = x if i == skipped else layer(x)
+            return x
+
+    function, x = braze.capture(run), torch.randn(64, 1024, device="cuda")
+    for _ in range(4):
+        for skipped in (None, 5):
+            assert torch.equal(function(x, skipped), run(x, skipped))
+        with torch.no_grad():
+            for p in layers.parameters():
+                p.mul_(1.25)
+    entries = function._graphs._entries.values()
+    assert all(entry.graph is not None and entry.casts._branch is not None for entry in entries)
 
 
 def test_casts_without_gradients_share_a_launch(device):

@@ -38,10 +38,14 @@ def _is_dense(t):
     return t.is_contiguous() or is_channels_last(t)
 
 
+def _empty(tensors, dtype):
+    return [torch.empty_like(t, dtype=dtype) for t in tensors]
+
+
 def _cast(tensors, dtype):
     # A gradient may be a view with gaps, or of any strides.
     tensors = [t if _is_dense(t) else t.contiguous() for t in tensors]
-    results = [torch.empty_like(t, dtype=dtype) for t in tensors]
+    results = _empty(tensors, dtype)
     if results:
         cast_(results, tensors)
     return results
@@ -122,6 +126,9 @@ class CastsWithoutGradients:
     one that has been written to since is cast again, and so is one for each later use, since of a
     write to ``tensor.data`` between two passes nothing tells.
 
+    In a graph, many bytes are cast in parts, all but the first in a branch: layers at the beginning
+    run while the weights of later ones are cast.
+
     Args:
         others: tensors; what else a function reads, arguments among them.
     """
@@ -129,11 +136,17 @@ class CastsWithoutGradients:
     def __init__(self, others=()):
         self._others = {id(t): t for t in others}
         self._wanted = {}  # (id of a tensor, dtype) -> tensor
-        self._ready = None  # of this call: the same key -> version and cast
+        self._ready = None  # of this call: the same key -> version, cast, its part in the branch
+        self._branch = None
 
     def drop(self):
         """At the end of a call."""
         self._ready = None
+
+    def join(self):
+        """Before a call ends: its stream waits for the branch."""
+        if self._branch is not None:
+            self._branch.join()
 
     def take(self, tensor, dtype):
         """The cast tensor, or None where the caller has to cast."""
@@ -145,13 +158,79 @@ class CastsWithoutGradients:
             self._cast_together()
         key = id(tensor), dtype
         self._wanted.setdefault(key, tensor)
-        version, cast = self._ready.pop(key, (None, None))
+        version, cast, part = self._ready.pop(key, (None, None, None))
+        if part is not None:
+            self._branch.join(part)
         return cast if version == tensor._version else None
 
     def _cast_together(self):
-        for (dtype, *_), tensors in _together(self._wanted).items():
-            for t, cast in zip(tensors, _cast(tensors, dtype), strict=True):
-                self._ready[id(t), dtype] = t._version, cast
+        for (dtype, _, device), tensors in _together(self._wanted).items():
+            first, *later = self._parts(tensors, device)
+            results = [_empty(part, dtype) for part in later]
+            if later:  # behind what deterministic algorithms fill memory with
+                self._branch.begin()
+            self._hold(first, _cast(first, dtype), dtype)
+            for part, casts in zip(later, results, strict=True):
+                with torch.cuda.stream(self._branch.stream):
+                    cast_(casts, part)
+                self._hold(part, casts, dtype, self._branch.end())
+
+    def _hold(self, tensors, casts, dtype, part=None):
+        for t, cast in zip(tensors, casts, strict=True):
+            self._ready[id(t), dtype] = t._version, cast, part
+
+    def _parts(self, tensors, device):
+        """Tensors cut up in the order in which they are wanted."""
+        behind = sum(t.nbytes for t in tensors) - _FIRST_BYTES
+        if device.type != "cuda" or behind < _LEAST_BYTES:
+            return [tensors]
+        if self._branch is None:
+            self._branch = _Branch(device)
+        if not torch.cuda.is_current_stream_capturing() or not all(map(_is_dense, tensors)):
+            return [tensors]
+        parts, left = [[]], _FIRST_BYTES
+        for t in tensors:
+            if left <= 0:
+                left += _GROWTH * sum(other.nbytes for other in parts[-1])
+                parts.append([])
+            parts[-1].append(t)
+            left -= t.nbytes
+        return parts
+
+
+# Bytes of the first part; of the rest, for which a branch pays (a graph that has one begins some us
+# later); how many times as long as the one before each part is.
+_FIRST_BYTES, _LEAST_BYTES, _GROWTH = 2 << 20, 64 << 20, 4
+
+
+class _Branch:
+    """A branch of the graph that is being captured, whose work others wait for part by part."""
+
+    def __init__(self, device):
+        self.stream = torch.cuda.Stream(device)
+        self._ends = []  # events
+        self._joined = {}  # number of a stream -> how many parts it has waited for
+
+    def begin(self):
+        """Before the first part: it comes behind what the current stream has been given."""
+        if not self._ends:
+            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+
+    def end(self):
+        """Ends a part; returns its number."""
+        self._ends.append(self.stream.record_event())
+        return len(self._ends) - 1
+
+    def join(self, part=None):
+        """The current stream waits for a part and those before it; None: for all, of which nothing
+        is left then."""
+        stream = torch.cuda.current_stream(self.stream.device)
+        wanted = len(self._ends) if part is None else part + 1
+        if wanted > self._joined.get(stream.stream_id, 0):
+            stream.wait_event(self._ends[wanted - 1])
+            self._joined[stream.stream_id] = wanted
+        if part is None:
+            self._ends, self._joined = [], {}
 
 
 @torch.no_grad()

@@ -87,7 +87,9 @@ class FunctionWork(Work):
         torch.clear_autocast_cache()
         try:
             with FunctionScope(entry.casts):
-                return self._parts.function(*args, **kwargs)
+                result = self._parts.function(*args, **kwargs)
+            entry.casts.join()
+            return result
         finally:
             entry.casts.drop()
             torch.clear_autocast_cache()
