@@ -170,7 +170,7 @@ constexpr Kernel kKernels[] = {
      halo::plan_narrow_dgrad,
      halo::run_narrow_dgrad},
     {{"conv2d", "depthwise", "float32 bfloat16 float16", "sm_80+", true,
-      "depthwise: rows pass through registers once"},
+      "depthwise: tiles in shared memory, or rows that pass through registers once"},
      depthwise_obstacle,
      depthwise::plan,
      depthwise::run},
