@@ -300,8 +300,9 @@ bool fits_tiles(const Kernel& kernel, const Args& a) {
   // Measured on an H100, 1 to 128 images of 7 x 7 to 112 x 112: the more taps, the more is read
   // twice; the walk over rows is ahead where that is long enough to pay its start.
   constexpr int64_t kMostWith5 = 8 << 20, kMostWith7 = 4 << 20;  // results
+  constexpr int kMostChannels = 1 << 19;                         // blocks along a grid's y
   const int64_t results = int64_t{a.batch} * a.rows * a.columns * a.channels;
-  if (kernel.taps == 7 && results > kMostWith7) return false;
+  if (a.channels > kMostChannels || (kernel.taps == 7 && results > kMostWith7)) return false;
   if (kernel.taps == 5 && size == 2 && kernel.stride == 1 && results > kMostWith5) return false;
   const auto is_aligned = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };
   return vector_of(a.in, a.channels, size) == kGranule &&
