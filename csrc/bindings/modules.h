@@ -112,11 +112,7 @@ inline PyObject* held(PyObject*, PyObject* const* args, Py_ssize_t count) {
     PyErr_SetString(PyExc_TypeError, "held() takes a list and a tuple");
     return nullptr;
   }
-  PyObject* result = PyList_New(0);
-  if (!result) return nullptr;
-  const auto append = [&](PyObject* value) { return PyList_Append(result, value) == 0; };
-  if (!each_held(args[0], args[1], append)) Py_CLEAR(result);
-  return result;
+  return listed([&](auto visit) { return each_held(args[0], args[1], visit); });
 }
 
 // braze._C.holds(modules, names, values): whether held(modules, names) would have the same objects
@@ -126,10 +122,7 @@ inline PyObject* holds(PyObject*, PyObject* const* args, Py_ssize_t count) {
     PyErr_SetString(PyExc_TypeError, "holds() takes a list, a tuple and a list");
     return nullptr;
   }
-  Expected values(args[2]);
-  const auto is_next = [&](PyObject* value) { return values.is_next(value); };
-  const bool equal = each_held(args[0], args[1], is_next) && values.is_end();
-  return PyErr_Occurred() ? nullptr : PyBool_FromLong(equal);
+  return are_those(args[2], [&](auto visit) { return each_held(args[0], args[1], visit); });
 }
 
 // braze._C.same(a, b): whether two lists have the same objects in the same order.

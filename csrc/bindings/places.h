@@ -101,11 +101,7 @@ inline PyObject* read(PyObject*, PyObject* const* args, Py_ssize_t count) {
     PyErr_SetString(PyExc_TypeError, "read() takes a list and what stands for nothing");
     return nullptr;
   }
-  PyObject* result = PyList_New(0);
-  if (!result) return nullptr;
-  const auto append = [&](PyObject* value) { return PyList_Append(result, value) == 0; };
-  if (!each_place(args[0], args[1], append)) Py_CLEAR(result);
-  return result;
+  return listed([&](auto visit) { return each_place(args[0], args[1], visit); });
 }
 
 // braze._C.reads(places, missing, values): whether read(places, missing) would have the same
@@ -115,10 +111,7 @@ inline PyObject* reads(PyObject*, PyObject* const* args, Py_ssize_t count) {
     PyErr_SetString(PyExc_TypeError, "reads() takes a list, what stands for nothing and a list");
     return nullptr;
   }
-  Expected values(args[2]);
-  const auto is_next = [&](PyObject* value) { return values.is_next(value); };
-  const bool equal = each_place(args[0], args[1], is_next) && values.is_end();
-  return PyErr_Occurred() ? nullptr : PyBool_FromLong(equal);
+  return are_those(args[2], [&](auto visit) { return each_place(args[0], args[1], visit); });
 }
 
 }  // namespace braze

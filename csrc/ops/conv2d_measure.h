@@ -153,20 +153,13 @@ std::vector<std::pair<Wish, Decision>> candidates_of(const Conv2dProblem& proble
   return found;
 }
 
-// What batch norm takes, in microseconds, to read a result for its moments (an H200). No kernel of
-// the CPU's leaves any.
-double moments_pass_time([[maybe_unused]] const Tensor& result) {
+// What a pass over a result takes, in microseconds: so long in any case, and what it reads and
+// writes of it so many `times` (an H200). Kernels of the CPU's need none.
+double pass_time([[maybe_unused]] const Tensor& result, [[maybe_unused]] double least,
+                 [[maybe_unused]] int times) {
 #ifdef BRAZE_CUDA
-  return 3.5 + result.numel() * size_of(dtype_of("conv2d", "input", result)) / 3.5e6;
-#else
-  return 0;
-#endif
-}
-
-// The same of a pass that adds a bias.
-double bias_pass_time([[maybe_unused]] const Tensor& result) {
-#ifdef BRAZE_CUDA
-  return 2.5 + 2 * result.numel() * size_of(dtype_of("conv2d", "input", result)) / 3.5e6;
+  const int64_t bytes = result.numel() * size_of(dtype_of("conv2d", "input", result));
+  return least + times * bytes / 3.5e6;
 #else
   return 0;
 #endif
@@ -183,8 +176,8 @@ double time_of(Stream stream, const Conv2dProblem& problem, const Decision& deci
     const int64_t count = problem.shape.k * decision.plan.moment_sets;
     sets.emplace(count * int64_t{sizeof(Moments)}, result);
   }
-  double more = wants_moments && !sets ? moments_pass_time(result) : 0;
-  if (bias && !decision.bias_fused) more += bias_pass_time(result);
+  double more = wants_moments && !sets ? pass_time(result, 3.5, 1) : 0;
+  if (bias && !decision.bias_fused) more += pass_time(result, 2.5, 2);
   Stopwatch watch(stream);
   double least = 0, last = 0;
   for (int i = 0; i <= kMeasuredRuns; ++i) {

@@ -73,8 +73,9 @@ __global__ void scale_channels_last_kernel(const T* x, const T* scale, const T* 
 
 // A warp for each plane of `vectors` vectors.
 template <int N, typename T>
-__global__ void scale_planes_kernel(const T* x, const T* scale, const T* __restrict__ shift, T* y,
-                                    int64_t planes, int64_t vectors) {
+__global__ void scale_planes_kernel(const T* x, const T* __restrict__ scale,
+                                    const T* __restrict__ shift, T* y, int64_t planes,
+                                    int64_t vectors) {
   using A = acc_t<T>;
   const int lane = threadIdx.x % kWarp;
   const int64_t warps = int64_t{gridDim.x} * (blockDim.x / kWarp);

@@ -19,7 +19,7 @@ __global__ void wait_kernel(uint64_t duration) {
 }  // namespace
 
 void occupy(Stream stream, int microseconds) {
-  wait_kernel<<<1, 1, 0, static_cast<cudaStream_t>(stream)>>>(uint64_t{1000} * microseconds);
+  wait_kernel<<<1, 1, 0, as_cuda(stream)>>>(uint64_t{1000} * microseconds);
   check_launch("occupy");
 }
 

@@ -190,17 +190,21 @@ def wants_gradient(*tensors):
     )
 
 
-def _inference_of(input, residual, weight, bias, mean, var, eps, *act):
-    if wants_gradient(input, residual, weight, bias):
-        args = input, residual, weight, bias, mean, var, None, False, 0.0, eps
-        return _ops.batch_norm_act.default(*args, *act)[0]
+def _without_gradients(*args):
     with below_autograd():
-        return _ops.batch_norm_act_inference.default(
-            input, residual, weight, bias, mean, var, eps, *act
-        )
+        return _ops.batch_norm_act_inference.default(*args)
 
 
-_inference = ranged("BatchNormActInference", _inference_of)
+_inference = ranged("BatchNormActInference", _without_gradients)
+
+
+def _inference_of(*args):
+    *tensors, eps, activation, first, second = args
+    if not wants_gradient(*tensors[:4]):
+        return _inference(*args)
+    norm = None, False, 0.0, eps
+    return _ops.batch_norm_act.default(*tensors, *norm, activation, first, second)[0]
+
 
 register("batch_norm_act", fake=_fake, autograd=_batch_norm_act)
 register(
@@ -287,8 +291,11 @@ def batch_norm_act(
         if training:
             check_count(input)
         check_settings(running_mean, running_var, training, eps, momentum)
-        recorded = torch.compiler.is_compiling() or wants_gradient(input, residual, weight, bias)
-        if not (training or recorded):
+        if not (
+            training
+            or torch.compiler.is_compiling()
+            or wants_gradient(input, residual, weight, bias)
+        ):
             return _inference(input, residual, weight, bias, *buffers[:2], eps, *act)
         how = training, momentum, eps
         output = apply(input, residual, weight, bias, *buffers, *how, *act)[0]

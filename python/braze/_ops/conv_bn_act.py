@@ -158,19 +158,22 @@ def _composed(input, weight, conv_bias, *args):
     return _ops.batch_norm_act.default(z, residual, *norm, activation, first, second)[0]
 
 
-def _conv_bn_act_inference(*args):
-    if wants_gradient(*args[:8]):
-        return _composed(*args)
+def _without_gradients(*args):
     with below_autograd():
         return _ops.conv_bn_act_inference.default(*args)
 
 
-_inference = ranged("ConvBnActInference", _conv_bn_act_inference)
+_inference = ranged("ConvBnActInference", _without_gradients)
+
+
+def _inference_of(*args):
+    return _composed(*args) if wants_gradient(*args[:8]) else _inference(*args)
+
 
 register(
     "conv_bn_act_inference",
     fake=_fake_inference,
-    autograd=_conv_bn_act_inference,
+    autograd=_inference_of,
     flops=conv2d_flops,
 )
 

@@ -6,6 +6,10 @@ from braze._ops._common import is_channels_last
 from braze._ops.cast import cast_
 from braze.step import side_stream
 
+# Of casts in parts: bytes of the first; of the rest, for which a branch pays (a graph that has one
+# begins some us later); how many times as long as the one before each part is.
+_FIRST_BYTES, _LEAST_BYTES, _GROWTH = 2 << 20, 64 << 20, 4
+
 
 class _Casts(torch.autograd.Function):
     """Tensors of one dtype in another one."""
@@ -196,11 +200,6 @@ class CastsWithoutGradients:
             parts[-1].append(t)
             left -= t.nbytes
         return parts
-
-
-# Bytes of the first part; of the rest, for which a branch pays (a graph that has one begins some us
-# later); how many times as long as the one before each part is.
-_FIRST_BYTES, _LEAST_BYTES, _GROWTH = 2 << 20, 64 << 20, 4
 
 
 class _Branch:

@@ -170,6 +170,7 @@ bool plan_tiles(const Kernel& kernel, Args* a) {
   const int size = static_cast<int>(size_of(kernel.dtype)), grain = kGranule / size;
   const int columns = tile_columns(kernel.stride), all_units = tile_units(a->channels, grain);
   const int strips = static_cast<int>(ceil_div(a->columns, columns));
+  const int multiprocessors = sm_count();
   int units = all_units;
   for (int threads = kTileThreads; threads >= 32; threads /= 2) {
     const bool large = threads == kTileThreads;
@@ -183,7 +184,7 @@ bool plan_tiles(const Kernel& kernel, Args* a) {
     a->row_tiles = static_cast<int>(ceil_div(a->rows, rows));
     a->tile_rows = static_cast<int>(ceil_div(a->rows, a->row_tiles));
     a->workers = a->batch * a->row_tiles * a->column_tiles;
-    if (int64_t{a->workers} * a->slabs >= (large ? 2 : 1) * sm_count()) break;
+    if (int64_t{a->workers} * a->slabs >= (large ? 2 : 1) * multiprocessors) break;
   }
   a->groups = a->tile_rows * a->strips;
   a->threads = round_up(a->groups * units, 32);
