@@ -244,16 +244,42 @@ bool is_strided(const Conv2dShape& s) { return s.stride_h > 1 || s.stride_w > 1;
 bool is_plain_fp32(const Conv2dShape& s) { return s.dtype == DType::kFloat32 && !s.allow_tf32; }
 bool is_tf32(const Conv2dShape& s) { return s.dtype == DType::kFloat32 && s.allow_tf32; }
 
+// How much of the rows of shared memory that channels are multiplied by is channels.
+double filled_rows(const Conv2dShape& s, int64_t channels) {
+  const int64_t row = 128 / size_of(s.dtype);
+  return static_cast<double>(channels) / (ceil_div(channels, row) * row);
+}
+
+// Images of few pixels, whose rows and columns fill a tile of halo_wgmma badly, as measured on an
+// H200 in bf16 (16 to 256 channels and filters, 7 x 7 to 16 x 16, batch 64): whether
+// implicit_gemm_wgmma is faster than that.
+bool im2col_wins_small_images(const Conv2dArgs& args) {
+  const Conv2dShape& s = args.shape;
+  if (size_of(s.dtype) != 2 || is_pointwise(s) || is_strided(s)) return false;
+  if (s.p * s.q > 16 * 16 || s.n * s.p * s.q > 64 * 16 * 16 || std::min(s.c, s.k) < 16) {
+    return false;
+  }
+  switch (args.pass) {
+    case Conv2dPass::kFprop: return s.k >= 64 && s.c >= (s.k >= 128 ? 32 : 64);
+    case Conv2dPass::kDgrad: return true;
+    case Conv2dPass::kWgrad: break;
+  }
+  return s.c <= 64 || filled_rows(s, s.c) >= 0.9;
+}
+
 // Where both take a problem, whether implicit_gemm_wgmma is faster than halo_wgmma, which reads
 // each input once and wins while filters are few.
 bool im2col_beats_halo(const Conv2dArgs& args) {
   const Conv2dShape& s = args.shape;
-  if (std::min(s.c, s.k) < 64 || s.groups > 1) return false;
+  if (s.groups > 1) return false;
+  if (im2col_wins_small_images(args)) return true;
+  if (std::min(s.c, s.k) < 64) return false;
   const int64_t filters = s.c * s.k;
   switch (args.pass) {
     case Conv2dPass::kFprop:
       if (is_strided(s)) return true;
       if (s.c > 64 || s.k > 192) return !(is_tf32(s) && is_pointwise(s) && s.c == 64);
+      if (size_of(s.dtype) == 2 && s.k >= 128 && s.p * s.q <= 32 * 32) return true;
       // Taps of TF32 leave room for tiles of 64 positions only.
       return is_tf32(s) != is_pointwise(s);
     case Conv2dPass::kDgrad:
@@ -262,7 +288,7 @@ bool im2col_beats_halo(const Conv2dArgs& args) {
   }
   if (size_of(s.dtype) == 2) {
     // Taps that do not lie side by side are products of their own, with tiles that are not full.
-    if (s.c % 64 != 0) return filters > 224 * 224;
+    if (s.c % 64 != 0) return filters > 224 * 224 && filled_rows(s, s.c) >= 0.9;
     return filters > 128 * 256 || s.n * s.p * s.q <= 64 * 16 * 16;
   }
   return filters > (is_plain_fp32(s) ? 64 * 128 : 64 * 64);
@@ -377,6 +403,16 @@ bool im2col_wins_by_sums(const Conv2dArgs& args) {
          s.groups == 1 && s.k < 8 && s.c >= 64 && s.c <= 256 && s.n * s.p * s.q >= 64 * 64 * 64;
 }
 
+// Images of one pixel (squeeze-and-excitation) in 16 bits: products of as many rows as images, as
+// measured on an H200 (batch 64, 4 to 672 channels and filters), where pointwise is up to 1.6
+// times, weight gradients up to 2.3 times as fast as cuDNN; sums of input gradients over more
+// filters than there are channels are not.
+bool pointwise_wins_one_pixel(const Conv2dShape& s, Conv2dPass pass) {
+  if (size_of(s.dtype) != 2 || !is_pointwise(s) || s.h * s.w != 1 || s.groups > 1) return false;
+  if (s.n < 32 || s.n > 128 || std::max(s.c, s.k) > 672) return false;
+  return pass != Conv2dPass::kDgrad || s.k <= s.c;
+}
+
 // Groups whose channels fill at least a quarter of a product's rows and columns.
 bool is_grouped(const Conv2dShape& s) {
   constexpr int64_t kLeast = 4;
@@ -388,6 +424,7 @@ int choose(const Conv2dArgs& args) {
   const Conv2dShape& s = args.shape;
   if (!depthwise_obstacle(args)) return kDepthwise;
   if (is_grouped(s) && !grouped_obstacle(args)) return kGrouped;
+  if (pointwise_wins_one_pixel(s, args.pass) && !pointwise_obstacle(args)) return kPointwise;
   if (narrow_wgmma_wins(args) && !narrow_input_wgmma_obstacle(args)) return kNarrowWgmma;
   if (im2col_wins_by_rows(args) && !im2col_obstacle(args)) return kIm2col;
   if (narrow_input_wins(args) && !narrow_input_obstacle(args)) return kNarrowInput;
@@ -405,7 +442,10 @@ int choose(const Conv2dArgs& args) {
                        (args.pass == Conv2dPass::kDgrad && is_strided(s) && size_of(s.dtype) == 2);
   if (product && is_pointwise(s) && !pointwise_obstacle(args)) return kPointwise;
   if (im2col_beats_halo(args) && !im2col_obstacle(args)) return kIm2col;
+  // Wide images leave halo_narrow_dgrad's rows of pixels no room for a second tile in 16 bits.
+  const bool narrow = size_of(s.dtype) != 2 || s.w <= 20;
   for (const int kernel : {kNarrowDgrad, kHalo, kPointwise, kIm2col, kMma, kSimt}) {
+    if (kernel == kNarrowDgrad && !narrow) continue;
     if (!kKernels[kernel].obstacle(args)) return kernel;
   }
   return kDirect;
@@ -435,19 +475,27 @@ bool depthwise_beats_cudnn(const Conv2dProblem& problem) {
 
 // Whether the grouped kernel is faster than cuDNN, as measured on an H200 (ResNeXt-50 and RegNet-Y,
 // 3 x 3, batch 64, bf16, channels last; other precisions were not). cuDNN has kernels for groups of
-// 4, 8, 16 and 32 channels, which are up to twice as fast but for strided input gradients and most
-// of 8 channels; of 24, 56 and 112 it is 1.1 to 6 times slower.
+// 4, 8, 16 and 32 channels, which are up to twice as fast but for strided input gradients, weight
+// gradients of 4 channels and most of 8, above all where groups do not come in fours; of 24, 56 and
+// 112 it is 1.1 to 6 times slower.
 bool grouped_beats_cudnn(const Conv2dProblem& problem) {
   const Conv2dShape& s = problem.shape;
   constexpr int64_t kLeastElements = 1 << 20;  // else launches decide
   if (s.n * std::min(s.c * s.h * s.w, s.k * s.p * s.q) < kLeastElements) return false;
-  const int64_t width = s.c / s.groups;
-  if (size_of(s.dtype) != 2 || s.c != s.k || width % 8 != 0 || width > 112) return false;
+  const int64_t width = s.c / s.groups, plane = s.p * s.q;
+  const bool wgrad = problem.pass == Conv2dPass::kWgrad;
+  if (size_of(s.dtype) != 2 || s.c != s.k || width > 112) return false;
   if (s.r != 3 || s.s != 3 || s.dilation_h > 1 || s.dilation_w > 1) return false;
+  if (width == 4) return wgrad && !is_strided(s) && plane >= 28 * 28;
+  if (width % 8 != 0) return false;
   const bool special = width == 8 || width == 16 || width == 32;
   if (!special) return width >= 24;
   if (problem.pass == Conv2dPass::kDgrad && is_strided(s)) return true;
-  return width == 8 && !is_strided(s) && problem.pass != Conv2dPass::kWgrad;
+  if (width != 8) return false;
+  const bool fours = s.groups % 4 == 0;
+  if (wgrad) return !is_strided(s) && !fours && plane >= 14 * 14;
+  if (problem.pass == Conv2dPass::kDgrad) return true;
+  return plane >= 28 * 28 && (!is_strided(s) || !fours);
 }
 
 // Whether halo_wgmma is faster than cuDNN's, as measured on an H200 (benchmarks/convolutions.py at
@@ -465,7 +513,8 @@ bool halo_beats_cudnn(const Conv2dProblem& problem) {
   if (size_of(s.dtype) > 2) return s.c <= 128 && s.k <= 128;
   if (problem.pass == Conv2dPass::kFprop) {
     if (plane > 80 * 80) return s.c <= 64 && s.k <= 64;
-    return s.c <= 64 ? s.k <= 256 : s.c <= 128 && s.k <= 32;
+    if (s.c <= 32 && s.k < 128 && plane <= 32 * 32) return s.c == 32 && s.k == 64;
+    return s.c <= 64 ? s.k <= 256 : s.c <= 128 && s.k <= 32 && plane >= 28 * 28;
   }
   if (s.c > 64 || s.k > 64) return false;
   // Tiles are whole images, or rows: those of 15 x 15 and 16 x 16 fill them badly.
@@ -481,7 +530,11 @@ bool stream_k_beats_cudnn(const Conv2dShape& s) {
   if (is_pointwise(s) && !is_strided(s)) {
     if (least < 16 || (tf32 && pixels > 64 * 56 * 56)) return false;
     if (tf32) return pixels >= 64 * 14 * 14 || least >= 512;
-    return least < 128 || (least == 128 && pixels <= 64 * 7 * 7);
+    const int64_t most = std::max(s.c, s.k);
+    if (pixels <= 64 * 7 * 7) return least <= 128 || (least < 256 && s.c * s.k <= 832 * 160);
+    if (pixels <= 64 * 14 * 14) return least < 128 || (least == 128 && most <= 576);
+    if (pixels <= 64 * 28 * 28) return least < 128 || (least == 128 && most <= 192);
+    return least < 128 || (least == 128 && most <= 256 && most % 128 == 0);
   }
   if (least < 32 || std::max(s.r, s.s) > 5 || std::max(s.stride_h, s.stride_w) > 3) return false;
   if (tf32) return pixels >= 512;
@@ -509,6 +562,14 @@ bool im2col_is_known(const Conv2dShape& s) {
          std::min(s.c, s.k) >= 64 && s.n * s.p * s.q >= 32 * 9 * 9;
 }
 
+// Forward products of 16 bits by implicit_gemm_wgmma: of whole rows and tiles they are level with
+// cuDNN's at 28 x 28 and more, and ahead of those with many results.
+bool pointwise_16_bits_beat_cudnn(const Conv2dShape& s) {
+  const int64_t pixels = s.n * s.p * s.q;
+  if (s.k % 64 != 0 || s.k < 128 || s.c % (pixels > 64 * 28 * 28 ? 64 : 32) != 0) return false;
+  return pixels >= 64 * 28 * 28 || (pixels >= 64 * 14 * 14 && s.c >= 128 && s.k >= 512);
+}
+
 // The same of implicit_gemm_wgmma.
 bool im2col_beats_cudnn(const Conv2dProblem& problem) {
   const Conv2dShape& s = problem.shape;
@@ -521,7 +582,24 @@ bool im2col_beats_cudnn(const Conv2dProblem& problem) {
            s.dilation_w == 1 && pixels >= 32 * 9 * 9 && pixels <= 256 * 9 * 9;
   }
   const bool wgrad = problem.pass == Conv2dPass::kWgrad;
-  if (wgrad && !is_plain_fp32(s)) return stream_k_beats_cudnn(s);
+  if (wgrad && !is_plain_fp32(s)) {
+    const bool narrow = std::min(s.c, s.k) < 32 && pixels >= 64 * 14 * 14;
+    return stream_k_beats_cudnn(s) || (narrow && im2col_wins_small_images(args_of(problem)));
+  }
+  if (is_16_bit && s.dilation_h == 1 && s.dilation_w == 1) {
+    if (one && strided) {
+      const bool known = std::min(s.c, s.k) >= 32 && pixels >= 32 * 9 * 9 && s.stride_h <= 2;
+      return problem.pass == Conv2dPass::kFprop && known && s.stride_w <= 2;
+    }
+    if (s.r == 2 && s.s == 2 && s.stride_h == 2 && s.stride_w == 2) {  // ConvNeXt's
+      return std::min(s.c, s.k) >= 192 && pixels >= 64 * 7 * 7;
+    }
+    if (!one && std::min(s.c, s.k) < 64 && im2col_wins_small_images(args_of(problem))) {
+      const bool tiny = plane < 14 * 14;
+      if (problem.pass == Conv2dPass::kFprop) return s.k >= 128;
+      return s.r == 3 && s.s == 3 && (tiny ? s.k <= s.c : s.c <= 64 && s.k <= 128);
+    }
+  }
   if (!im2col_is_known(s)) return false;
   if (is_plain_fp32(s)) return !wgrad || !one;
   if (one && !is_16_bit) return pointwise_tf32_beats_cudnn(problem);
@@ -530,12 +608,16 @@ bool im2col_beats_cudnn(const Conv2dProblem& problem) {
   if (!is_16_bit && summed % 32 != 0) return false;
   switch (problem.pass) {
     case Conv2dPass::kFprop:
+      if (one && is_16_bit) return pointwise_16_bits_beat_cudnn(s);
       if (one) return strided || (s.c <= 512 && pixels >= 64 * 14 * 14);
+      // Of rows that are not full cuDNN's sums take less.
+      if (is_16_bit && plane >= 14 * 14 && filled_rows(s, s.c) < 0.85) return false;
       return plane <= 80 * 80 && (is_16_bit || s.c < 256);
     case Conv2dPass::kDgrad:
       // Level with cuDNN's alone, but behind beside a weight gradient: its blocks stay on their
       // SMs.
       if (one) return false;
+      if (is_16_bit && plane > 60 * 60 && std::min(s.c, s.k) >= 128) return false;
       return plane <= 80 * 80 && (!strided || !is_16_bit);
     case Conv2dPass::kWgrad: break;
   }
@@ -557,8 +639,10 @@ bool beats_cudnn(const Conv2dProblem& problem, int kernel) {
     return problem.pass != Conv2dPass::kDgrad && s.c / s.groups * s.r * s.s <= 32;
   }
   if (s.groups > 1) return false;
+  if (pointwise_wins_one_pixel(s, problem.pass)) return true;
   // Few inputs per output: the direct kernels.
-  if (problem.pass == Conv2dPass::kFprop && s.c * s.r * s.s <= 32 && s.k <= 32) return true;
+  const bool few = s.c * s.r * s.s <= 32 && s.k <= (is_16_bit && is_channels_last ? 8 : 32);
+  if (problem.pass == Conv2dPass::kFprop && few) return true;
   if (problem.pass == Conv2dPass::kDgrad && s.k * s.r * s.s <= 4) return true;
   if (wgrad && s.c == 1 && s.r * s.s <= 32 && s.k <= 32) return true;
   // cuDNN's first choice for few pixels sums them one after the other: up to 50 times the error.
@@ -581,8 +665,11 @@ bool beats_cudnn(const Conv2dProblem& problem, int kernel) {
 // Whether it is where it leaves moments, which saves a pass over the result: more than cuDNN is
 // ahead anywhere.
 bool beats_cudnn_with_moments(const Conv2dShape& s, int kernel) {
-  const bool in_tf32 = is_tf32(s) && im2col_is_known(s) && s.p * s.q <= 80 * 80;
-  return in_tf32 || (kernel != kIm2col && s.c <= 128 && s.k <= 128);
+  const bool known = im2col_is_known(s);
+  if (is_tf32(s) && known && s.p * s.q <= 80 * 80) return true;
+  if (kernel != kIm2col) return s.c <= 128 && s.k <= 128;
+  if (size_of(s.dtype) != 2 || !known) return false;
+  return is_pointwise(s) ? s.c <= 512 && s.n * s.p * s.q >= 64 * 14 * 14 : s.p * s.q <= 80 * 80;
 }
 
 // Whether contiguous tensors had better be transposed for a kernel that beats cuDNN's in
