@@ -273,6 +273,10 @@ bool im2col_beats_halo(const Conv2dArgs& args) {
   const Conv2dShape& s = args.shape;
   if (s.groups > 1) return false;
   if (im2col_wins_small_images(args)) return true;
+  if (args.pass == Conv2dPass::kFprop && is_strided(s) && is_pointwise(s) &&
+      size_of(s.dtype) == 2 && std::min(s.c, s.k) >= 32) {
+    return true;
+  }
   if (std::min(s.c, s.k) < 64) return false;
   const int64_t filters = s.c * s.k;
   switch (args.pass) {
