@@ -20,13 +20,14 @@ struct BlockedIm2colPlan {
   static constexpr bool kPairs = std::is_same_v<Step, Bf16Pair>;
   using Element = std::conditional_t<kPairs, T, Acc>;
   static constexpr int kL = kLanes<Acc>, kPanel = 2 * kL;
+  static constexpr int kValues = kPairs ? 2 : 1;  // of a step
   // Bytes of a block of patches: half of a second-level cache of 1 MiB.
   static constexpr int64_t kBlockBytes = int64_t{512} << 10;
 
   explicit BlockedIm2colPlan(const Convolution& conv)
       : pixels(conv.h.out * conv.w.out),
         depth(conv.taps() * conv.channels),
-        steps(kPairs ? ceil_div(depth, 2) : depth),
+        steps(ceil_div(depth, kValues)),
         panels(ceil_div(conv.filters, kPanel)),
         packed_filters(round_up(conv.filters, kL)),
         packed_size(round_up(conv.groups * packed_filters * steps, 16)) {
@@ -34,7 +35,8 @@ struct BlockedIm2colPlan {
     const int64_t row = round_up(depth + 1, kL);
     ld = row * sizeof(Element) % 512 == 0 ? row + kL : row;
     const int64_t window_bytes = conv.w.step * conv.channels * int64_t{sizeof(Element)};
-    windows = !kPairs && conv.w.out >= kLeastPixels && window_bytes % 4096 != 0;
+    windows = conv.w.out >= kLeastPixels && window_bytes % 4096 != 0 &&
+              conv.channels % kValues == 0;  // a step's values lie in one pixel
     constexpr int64_t kBlockElements = kBlockBytes / int64_t{sizeof(Element)};
     const int64_t most =
         windows ? conv.w.out * Patches<T, Element>::rows_within(conv.h, conv.w, conv.channels,
@@ -79,7 +81,7 @@ class BlockedIm2col {
   using Acc = acc_t<T>;
   using Plan = BlockedIm2colPlan<T, Step>;
   using Element = typename Plan::Element;
-  static constexpr int kL = Plan::kL, kPanel = Plan::kPanel;
+  static constexpr int kL = Plan::kL, kPanel = Plan::kPanel, kValues = Plan::kValues;
 
  public:
   // packed: room for plan.packed_size elements.
@@ -90,7 +92,9 @@ class BlockedIm2col {
         packed_(packed) {
     if (!plan.windows) return;
     for (const int64_t tap : patches_.tap_offsets()) {
-      for (int64_t c = 0; c < conv.channels; ++c) offsets_.push_back(tap + c);
+      for (int64_t c = 0; c < conv.channels; c += kValues) {
+        offsets_.push_back((tap + c) / kValues);
+      }
     }
   }
 
@@ -173,11 +177,9 @@ class BlockedIm2col {
       if (plan_.windows) continue;
       patches_.copy(slab, task.begin, task.end, patches + i * pixels * plan_.ld, plan_.ld);
     }
-    if constexpr (!Plan::kPairs) {
-      if (plan_.windows) return multiply_windows(task, slab, tiles);
-    }
+    if (plan_.windows) return multiply_windows(task, reinterpret_cast<const Step*>(slab), tiles);
     const Step* const rows_at = reinterpret_cast<const Step*>(patches);
-    const int64_t rows_ld = plan_.ld / (Plan::kPairs ? 2 : 1);
+    const int64_t rows_ld = plan_.ld / kValues;
     for (int64_t j = task.first_panel; j < task.last_panel; ++j) {
       const int64_t width = panel_width(j), filter = task.group * conv_.filters + j * kPanel;
       const int64_t filters = std::min(width, conv_.filters - j * kPanel);
@@ -198,7 +200,7 @@ class BlockedIm2col {
   }
 
   // The same from the slab itself. One image.
-  void multiply_windows(const Task& task, const Acc* slab, Acc* tiles) const {
+  void multiply_windows(const Task& task, const Step* slab, Acc* tiles) const {
     const int64_t columns = conv_.w.out, first_row = task.begin / columns;
     const int64_t rows = (task.end - task.begin) / columns;
     const Tensor4dRef& d = conv_.dst_strides;
@@ -217,11 +219,11 @@ class BlockedIm2col {
     }
   }
 
-  // rows_times_panel() of windows that begin `step` values apart: their values are at offsets_.
-  void windows_times_panel(const Acc* slab, int64_t rows, const Acc* panel, int64_t width, Acc* to,
+  // rows_times_panel() of windows that begin `stride` steps apart: their steps are at offsets_.
+  void windows_times_panel(const Step* slab, int64_t rows, const Acc* panel, int64_t width, Acc* to,
                            int64_t row_ld, int64_t ld) const {
     const int64_t columns = conv_.w.out, height = even_height(columns);
-    const int64_t step = conv_.w.step * conv_.channels, depth = plan_.steps;
+    const int64_t stride = conv_.w.step * conv_.channels / kValues, depth = plan_.steps;
     const int64_t tiles = rows * ceil_div(columns, height);
     for (int64_t p = 0; p < depth; p += kDepth) {
       const int64_t steps = std::min(kDepth, depth - p);
@@ -230,11 +232,11 @@ class BlockedIm2col {
       const int64_t* const offsets = offsets_.data() + p;
       for (int64_t i = 0; i < rows; ++i) {
         for (int64_t j = 0; j < columns; j += height, ahead += each * steps) {
-          const Acc* const from = slab + patches_.row_offset(i) + j * step;
+          const Step* const from = slab + patches_.row_offset(i) / kValues + j * stride;
           Acc* const out = to + i * row_ld + j * ld;
           with_pixels<1>(std::min(height, columns - j), width / kL, [&](auto pixels, auto vecs) {
             outer_products<Acc, pixels, vecs>(
-                steps, [=](int64_t q) { return from + offsets[q]; }, step,
+                steps, [=](int64_t q) { return from + offsets[q]; }, stride,
                 [=, at = panel + p * width](int64_t q) {
                   __builtin_prefetch(ahead + q * each, 0, 2);
                   return at + q * vecs * kL;
@@ -277,7 +279,7 @@ class BlockedIm2col {
   const Convolution& conv_;
   const Plan plan_;
   const Patches<T, Element> patches_;
-  std::vector<int64_t> offsets_;  // of a window's values, if it is not copied
+  std::vector<int64_t> offsets_;  // of a window's steps, if it is not copied
   Acc* packed_;
 };
 
