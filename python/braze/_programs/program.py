@@ -88,16 +88,16 @@ class Program:
         # that is a view it is the other way round, since that is what may be written to.
         source = _source(self._output, made_by)
         needed, views = [], {}
-        todo = [r for r in asked if r not in made and r != grad]
-        while todo:
-            r = todo.pop(0)
+        pending = [r for r in asked if r not in made and r != grad]
+        while pending:
+            r = pending.pop(0)
             by = made_by.get(r)
             if r == source != self._output:
                 views[r] = _alias(recorder.layouts, self._output, r)
-                todo.append(self._output)
+                pending.append(self._output)
             elif by is not None and by.form == "alias" and r != self._output:
                 views[r] = by
-                todo.append(by.args[0])
+                pending.append(by.args[0])
             elif r not in needed:
                 needed.append(r)
         kept = [r for r in needed if r < len(tensors)]

@@ -85,16 +85,16 @@ class Report:
 
 def _names(model):
     """Every module with all of its names, without running any code of its class."""
-    names, todo = {}, [("", model, ())]
-    while todo:
-        name, module, above = todo.pop()
+    names, pending = {}, [("", model, ())]
+    while pending:
+        name, module, above = pending.pop()
         names.setdefault(module, []).append(name)
         if isinstance(module, torch.jit.ScriptModule) or module in above:
             continue
         prefix = f"{name}." if name else ""
         children = list(module.__dict__["_modules"].items())
         above = *above, module
-        todo += [(prefix + n, m, above) for n, m in reversed(children) if m is not None]
+        pending += [(prefix + n, m, above) for n, m in reversed(children) if m is not None]
     return names
 
 

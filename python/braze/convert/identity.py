@@ -38,17 +38,17 @@ def why_its_class_counts(kind):
 def _functions(member):
     """The functions that get the module as their first argument in a member of a class."""
     if isinstance(member, property):
-        todo = [member.fget, member.fset, member.fdel]
+        pending = [member.fget, member.fset, member.fdel]
     elif isinstance(member, functools.cached_property):
-        todo = [member.func]
+        pending = [member.func]
     else:
-        todo = [member]
+        pending = [member]
     found = []
-    while todo:
-        function = todo.pop()
+    while pending:
+        function = pending.pop()
         if isinstance(function, types.FunctionType):
             found.append(function)
-            todo.append(getattr(function, "__wrapped__", None))
+            pending.append(getattr(function, "__wrapped__", None))
     return found
 
 
@@ -85,11 +85,11 @@ def _is_class_of(node, name):
 
 
 def _names(code):
-    found, todo = set(), [code]
-    while todo:
-        code = todo.pop()
+    found, pending = set(), [code]
+    while pending:
+        code = pending.pop()
         found.update(code.co_names)
-        todo += [c for c in code.co_consts if isinstance(c, types.CodeType)]
+        pending += [c for c in code.co_consts if isinstance(c, types.CodeType)]
     return found
 
 
