@@ -58,11 +58,15 @@ def versions(row):
     return described(row | dict.fromkeys(("driver", "clocks", "commit"), ""))
 
 
+def cell_of(row):
+    return tuple(row[key] for key in KEYS)
+
+
 def by_cell(rows):
     """(network, batch, precision) -> mode -> row without an error."""
     cells = {}
     for row in rows:
-        found = cells.setdefault(tuple(row[key] for key in KEYS), {})
+        found = cells.setdefault(cell_of(row), {})
         if not row["error"]:
             found[row["mode"]] = row
     return cells
@@ -70,9 +74,11 @@ def by_cell(rows):
 
 def cells_of(rows):
     """(network, batch, precision) -> (mode -> row without an error, stock's best row or None,
-    braze's row or None, by how much braze is faster or None)."""
+    braze's row or None, by how much braze is faster or None). There is no best of stock where its
+    compiled modes were not tried."""
+    compiled = {cell_of(row) for row in rows if row["mode"].startswith("stock compile")}
     for key, found in by_cell(rows).items():
-        stock = [row for mode, row in found.items() if mode in STOCK]
+        stock = [row for mode, row in found.items() if mode in STOCK and key in compiled]
         best = min(stock, key=lambda row: float(row["ms"]), default=None)
         mine = found.get(BRAZE) or found.get(BRAZE_EAGER)
         ratio = float(best["ms"]) / float(mine["ms"]) if best and mine else None

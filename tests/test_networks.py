@@ -75,16 +75,25 @@ def test_rows_and_table(small, tmp_path):
 
     place = tmp_path / "some-device"
     place.mkdir()
-    with (place / "networks.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, networks.COLUMNS)
-        writer.writeheader()
-        described = dict.fromkeys(networks.VERSIONS, "x") | {"ms": "1"}
-        writer.writerows([rows[0] | described | {"ms": "3"}, rows[1] | described | {"ms": "2"}])
+
+    def write(*rows):
+        with (place / "networks.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, networks.COLUMNS)
+            writer.writeheader()
+            writer.writerows(row | dict.fromkeys(networks.VERSIONS, "x") for row in rows)
+
+    rows = [rows[0] | {"ms": "3"}, rows[1] | {"ms": "2"}]
+    write(*rows, rows[0] | {"mode": "stock compile", "ms": "4"})
     text = "".join(render_networks.sections(tmp_path))
     assert "| small | 2 | fp32 | eager |  |  | 3 | 2 | 1.50 |" in text
     assert "Geometric mean of stock / braze: 1.50" in text
     short = "".join(render_networks.headline_sections(tmp_path))
     assert "| small | 2 | fp32 | 3 | 2 | 1.50 |" in short
+
+    write(*rows)  # stock was not tried at its best
+    text = "".join(render_networks.sections(tmp_path))
+    assert "| small | 2 | fp32 |  |  |  |  | 2 |  | 3 | 2 |" in text
+    assert "| small |" not in "".join(render_networks.headline_sections(tmp_path))
 
 
 def test_a_wrong_loss_has_no_figures(small, monkeypatch):
