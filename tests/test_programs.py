@@ -103,12 +103,12 @@ def images(device, n=4, **kwargs):
 
 def nodes(tensor):
     """The names of the nodes behind a tensor."""
-    seen, todo = [], [tensor.grad_fn]
-    while todo:
-        node = todo.pop()
+    seen, pending = [], [tensor.grad_fn]
+    while pending:
+        node = pending.pop()
         if node is not None and node not in seen:
             seen.append(node)
-            todo += [n for n, _ in node.next_functions]
+            pending += [n for n, _ in node.next_functions]
     return [node.name() for node in seen]
 
 

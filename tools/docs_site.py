@@ -80,10 +80,10 @@ def text_of(path):
 
 def on_files(files, config):
     """Adds what the pages link to outside of docs/, and what those pages link to in turn."""
-    todo = [f"docs/{file.src_uri}" for file in files.documentation_pages()]
+    pending = [f"docs/{file.src_uri}" for file in files.documentation_pages()]
     seen = set()
-    while todo:
-        path = todo.pop()
+    while pending:
+        path = pending.pop()
         if path in seen:
             continue
         seen.add(path)
@@ -96,7 +96,7 @@ def on_files(files, config):
             there = InclusionLevel.NOT_IN_NAV
             files.append(File.generated(config, uri, content=text_of(path), inclusion=there))
         is_page = path.endswith(".md") or (ROOT / path).is_dir()
-        todo += targets(text_of(path), uri_base(path)) if is_page else []
+        pending += targets(text_of(path), uri_base(path)) if is_page else []
     return files
 
 

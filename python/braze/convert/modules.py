@@ -18,12 +18,12 @@ def worth_splicing(module, kinds_of):
     children += [c for m in children if isinstance(m, _CONTAINERS) for c in m._modules.values()]
     kinds = {k for child in children if child is not None for k in kinds_of(child) or ()}
     names = set()
-    todo = [getattr(own_class(module).forward, "__code__", None)]
-    while todo:
-        code = todo.pop()
+    pending = [getattr(own_class(module).forward, "__code__", None)]
+    while pending:
+        code = pending.pop()
         if code is not None:
             names.update(code.co_names)
-            todo += [c for c in code.co_consts if isinstance(c, types.CodeType)]
+            pending += [c for c in code.co_consts if isinstance(c, types.CodeType)]
     pairs = (
         ("Conv2d", "BatchNorm2d"),
         ("BatchNorm2d", "ReLU"),

@@ -136,12 +136,12 @@ class Names(Outer):
 
 def _nodes(node):
     """A node and what is in it, outermost first, without the functions and classes in it."""
-    todo = [node]
-    while todo:
-        node = todo.pop()
+    pending = [node]
+    while pending:
+        node = pending.pop()
         yield node
         inner = [c for c in ast.iter_child_nodes(node) if not isinstance(c, SCOPES)]
-        todo += reversed(inner)
+        pending += reversed(inner)
 
 
 def declared(node):

@@ -108,16 +108,16 @@ def _compile(node, code, class_name):
 def _imported(filename):
     """The names that a file imports at its top level."""
     try:
-        todo = ast.parse("".join(linecache.getlines(filename))).body
+        pending = ast.parse("".join(linecache.getlines(filename))).body
     except (SyntaxError, ValueError):
         return frozenset()
     names = set()
-    while todo:
-        node = todo.pop()
+    while pending:
+        node = pending.pop()
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             names.update(a.asname or a.name.split(".")[0] for a in node.names)
         elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            todo.extend(ast.iter_child_nodes(node))
+            pending.extend(ast.iter_child_nodes(node))
     return frozenset(names - {"*"})
 
 
