@@ -43,11 +43,11 @@ def test_matches_stock(device, dtype, shape, fmt):
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize("shape", SHAPES[:4], ids=str)
 def test_ops_match_stock(device, dtype, shape, fmt):
-    """With a summand, and the sums of products, in every order of derivative."""
+    """With something spread over the pixels, and sums of products, in every order of derivative."""
     x, scale = inputs(shape, device, dtype, fmt)
-    shift = torch.randn_like(scale).requires_grad_()
+    spread = torch.randn_like(scale).requires_grad_()
     op = torch.ops.braze.channel_scale
-    check_against_stock(op, lambda x, s, b: x * s + b, [x, scale, shift])
+    check_against_stock(op, lambda x, s, b: x * s + b / x[0, 0].numel(), [x, scale, spread])
     other = torch.randn_like(x).requires_grad_()
     check_against_stock(torch.ops.braze.channel_dot, ops._dot_formula, [x, other])
 
@@ -127,9 +127,9 @@ def test_what_torch_multiplies(device):
 
 def test_gradcheck(device):
     x, scale = inputs((2, 3, 2, 4), device, torch.float64, torch.contiguous_format)
-    shift = torch.randn_like(scale).requires_grad_()
+    spread = torch.randn_like(scale).requires_grad_()
     for function, args in (
-        (torch.ops.braze.channel_scale, (x, scale, shift)),
+        (torch.ops.braze.channel_scale, (x, scale, spread)),
         (torch.ops.braze.channel_dot, (x, torch.randn_like(x).requires_grad_())),
         (torch.ops.braze.channel_mean, (x,)),
     ):

@@ -140,7 +140,7 @@ class Encoder(nn.Module):
 
 #: By class, the parts of its runs.
 MODELS = {
-    CNBlock: ["mul(), add()", "block.2, block.3"],
+    CNBlock: ["block.2, block.3", "mul(), add()"],
     ConvNeXtBlock: ["norm, mlp.fc1"],
     Encoder: ["norm2, mlp.fc1"],
 }

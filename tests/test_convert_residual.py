@@ -213,7 +213,7 @@ NORMS = {
         lambda: InvertedResidual(nn.Hardswish),
         ["BatchNorm2d, Add", *["BatchNorm2d, Hardswish"] * 2],
     ),
-    "EfficientNet": (MBConv, ["BatchNorm2d, SiLU"] * 2),
+    "EfficientNet": (MBConv, ["BatchNorm2d, Add", *["BatchNorm2d, SiLU"] * 2]),
     "functions": (
         Functions,
         [

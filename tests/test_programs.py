@@ -14,9 +14,11 @@ from torch.utils.checkpoint import checkpoint
 
 import braze
 from braze import _programs
+from braze._norm_rules import FASTER, Faster
 from braze._programs import program
 from braze._programs.defined import _results
 from braze._programs.program import Program
+from braze.convert import blocks as convert_blocks
 from convert_models import ops_run
 
 _NODE = "ProgramFunctionBackward"
@@ -89,7 +91,95 @@ def convolutions():
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.GELU(), nn.Conv2d(4, 6, 3, stride=2), nn.ELU())
 
 
-MODELS = [layers, convolutions, Functional, Residual]
+class ConvNormAct(nn.Sequential):
+    """As torchvision groups its layers."""
+
+    def __init__(self, channels_in, channels, activation=nn.SiLU, **settings):
+        conv = nn.Conv2d(channels_in, channels, bias=False, **settings)
+        super().__init__(conv, nn.BatchNorm2d(channels), activation())
+
+
+class SqueezeExcitation(nn.Module):
+    def __init__(self, channels, inner):
+        super().__init__()
+        self.pool, self.gate = nn.AdaptiveAvgPool2d(1), nn.Sigmoid()
+        self.fc1, self.fc2 = nn.Conv2d(channels, inner, 1), nn.Conv2d(inner, channels, 1)
+        self.act = nn.SiLU(inplace=True)
+
+    def forward(self, x):
+        scale = self.fc2(self.act(self.fc1(self.pool(x))))
+        return x * self.gate(scale)
+
+
+class Permute(nn.Module):
+    def __init__(self, dims):
+        super().__init__()
+        self.dims = dims
+
+    def forward(self, x):
+        return torch.permute(x, self.dims)
+
+
+def inverted_residual(channels=4):
+    """An inverted residual without its shortcut: layers in containers, and a squeeze among them."""
+    return nn.Sequential(
+        ConvNormAct(3, 8, kernel_size=1),
+        ConvNormAct(8, 8, kernel_size=3, padding=1, groups=8),
+        SqueezeExcitation(8, 2),
+        ConvNormAct(8, channels, nn.Identity, kernel_size=1),
+    )
+
+
+class InvertedResidual(nn.Module):
+    """With its shortcut, behind what hands on its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.block, self.drop = inverted_residual(3), nn.Dropout(0.0)
+
+    def forward(self, x):
+        result = self.block(x)
+        result = self.drop(result)
+        result += x
+        return result
+
+
+class LayerScaled(nn.Module):
+    """As torchvision's ConvNeXt has them."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = nn.Sequential(
+            *(nn.Conv2d(3, 3, 3, padding=1, groups=3), Permute([0, 2, 3, 1])),
+            *(nn.LayerNorm(3), nn.Linear(3, 8), nn.GELU(), nn.Linear(8, 3)),
+            Permute([0, 3, 1, 2]),
+        )
+        self.scale, self.drop = nn.Parameter(torch.full((3, 1, 1), 0.5)), nn.Dropout(0.0)
+
+    def forward(self, x):
+        result = self.scale * self.block(x)
+        result = self.drop(result)
+        result += x
+        return result
+
+
+def pixelwise():
+    """Linear layers along the channels of each pixel."""
+    return nn.Sequential(
+        *(nn.Conv2d(3, 6, 3, groups=3), Permute([0, 2, 3, 1]), nn.Linear(6, 8), nn.GELU()),
+        *(nn.Linear(8, 6), Permute((0, -1, 1, 2))),
+    )
+
+
+MODELS = [
+    layers,
+    convolutions,
+    Functional,
+    Residual,
+    inverted_residual,
+    InvertedResidual,
+    pixelwise,
+]
 
 
 def on(device, make):
@@ -206,6 +296,25 @@ def test_parts_free_what_they_have_read(device, in_parts, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+def test_layer_scales(device, dtype, training, monkeypatch):
+    """One node where there are kernels for all of it."""
+    monkeypatch.setitem(FASTER, ("layer_norm", device), {dtype: Faster(1, 4096)})
+    for name in ("ACTIVATION_WITH_BIAS_ON", "SCALE_ADD_ON"):
+        monkeypatch.setattr(convert_blocks, name, ("cpu", "cuda"))
+    model = on(device, LayerScaled).train(training).to(dtype)
+    x = images(device, dtype=dtype).to(memory_format=torch.channels_last)
+    found = trained(model, x, 3)
+    assert_equal(found, trained(model, x, 3, by_programs=False))
+    others = [n for n in nodes(found[0]) if n != "torch::autograd::AccumulateGrad"]
+    assert others == [_NODE]
+    exact = braze.unconvert(copy.deepcopy(model)).double()
+    for ours, theirs in zip(found, trained(exact, x.double(), 1, False), strict=True):
+        close = {torch.float32: 1e-5, torch.bfloat16: 0.03}[dtype] * theirs.abs().max()
+        torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=close.item())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("autocast", [False, True], ids=["as they are", "autocast"])
 def test_shortcuts(device, dtype, autocast):
     """A block's input is read twice; its gradient is the sum of two, and so is that of its second
@@ -238,10 +347,11 @@ def test_is_one_node(device, make):
 
 
 def test_runs_of_the_same_settings_share_a_program(device):
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(5)))
+    models = [on(device, lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh())) for _ in range(5)]
     x = torch.randn(2, 4, device=device, requires_grad=True)
-    names = nodes(on(device, lambda: model)(x))
-    assert names.count(_NODE) == 4  # the first one came for the first time
+    for model in models:
+        x = model(x)
+    assert nodes(x).count(_NODE) == 4  # the first one came for the first time
 
 
 def test_buffers_change_once_a_call(device):
@@ -414,6 +524,88 @@ def test_hooks_run(device):
     for _ in range(3):
         model(x)
     assert len(seen) == 3
+
+
+def watched(model):
+    """A hook at each place of :func:`inverted_residual` where there may be one."""
+    yield from (model[0], model[0][0], model[1][1], model[2], model[2].pool, model[2].fc1)
+
+
+@pytest.mark.parametrize("place", range(6))
+def test_hooks_in_containers_run(device, place):
+    model, x = on(device, inverted_residual), images(device)
+    for _ in range(3):
+        model(x)
+    seen = []
+    module = list(watched(model))[place]
+    module.register_forward_hook(lambda module, args, output: seen.append(output.shape))
+    for _ in range(3):
+        model(x)
+    assert len(seen) == 3
+
+
+def changes_in_containers():
+    def longer(model):
+        model[0].append(nn.Tanh())
+
+    def other_norm(model):
+        model[1][1] = nn.Identity()
+
+    def gate(model):
+        model[2].gate = nn.Hardsigmoid()
+
+    def inner_weight(model):
+        model[2].fc1.weight = nn.Parameter(model[2].fc1.weight.detach() * 2)
+
+    def pool(model):
+        model[2].pool.output_size = (10, 10)
+
+    def method(model):
+        model[2].forward = lambda x: x * 2
+
+    def evaluation(model):
+        model[3].eval()
+
+    return [v for v in locals().values() if callable(v)]
+
+
+@pytest.mark.parametrize("change", changes_in_containers(), ids=lambda c: c.__name__)
+def test_changes_in_containers_are_noticed(device, change):
+    model, x = on(device, inverted_residual), images(device)
+    for _ in range(3):
+        model(x)
+    before = model(x)
+    change(model)
+    twin = copy.deepcopy(model)
+    for _ in range(3):
+        output = model(x)
+        with OneByOne():
+            expected = twin(x)
+        assert_equal([output, *model.buffers()], [expected, *twin.buffers()])
+    assert not torch.equal(before, output)
+
+
+def test_images_of_no_batch(device):
+    model = on(
+        device, lambda: nn.Sequential(SqueezeExcitation(3, 2), nn.Conv2d(3, 4, 1), nn.ReLU())
+    )
+    x = torch.randn(3, 5, 5, device=device)
+    found = [model(x) for _ in range(3)]
+    assert found[0].shape == (4, 5, 5)
+    torch.testing.assert_close(found[2], braze.unconvert(copy.deepcopy(model))(x))
+
+
+def test_dimensions_in_another_order(device):
+    model, x = on(device, pixelwise), images(device)
+    for _ in range(3):
+        model(x)
+    model[5].dims = (0, 3, 2, 1)
+    with OneByOne():
+        expected = model(x)
+    for _ in range(3):
+        assert_equal([model(x)], [expected])
+    model[5].dims = torch.Size((0, 1, 2, 3))
+    assert model(x).shape == (4, 8, 8, 6)
 
 
 def test_modes_see_the_ops(device):

@@ -189,8 +189,8 @@ STABLE_TORCH_LIBRARY(braze, m) {
       "Tensor shift, Tensor(b!) batch_images, Tensor(c!) batch_labels, Tensor(d!)? moments=None, "
       "int[] filters=[]) -> ()");
 
-  // channel_scale: scale and shift are [N, C, 1, 1], as the results of the others are
-  m.def("channel_scale(Tensor input, Tensor scale, Tensor? shift) -> Tensor");
+  // channel_scale: scale and spread are [N, C, 1, 1], as the results of the others are
+  m.def("channel_scale(Tensor input, Tensor scale, Tensor? spread) -> Tensor");
   m.def("channel_dot(Tensor input, Tensor other) -> Tensor");
   m.def("channel_mean(Tensor input) -> Tensor");
 

@@ -29,7 +29,7 @@ int64_t grain(int64_t elements) {
 }
 
 template <typename T>
-void scale_channels_last(const ChannelScaleShape& shape, const T* x, const T* scale, const T* shift,
+void scale_channels_last(const ChannelScaleShape& shape, const T* x, const T* scale, const T* spread,
                          T* y) {
   using A = acc_t<T>;
   parallel_for(0, shape.n * shape.pixels, grain(shape.c), [&](int64_t first, int64_t last) {
@@ -38,9 +38,10 @@ void scale_channels_last(const ChannelScaleShape& shape, const T* x, const T* sc
       T* out = y + row * shape.c;
       const int64_t image = row / shape.pixels * shape.c;
       const T* s = scale + image;
-      if (shift) {
-        const T* b = shift + image;
-        for (int64_t i = 0; i < shape.c; ++i) out[i] = T(A(in[i]) * A(s[i]) + A(b[i]));
+      if (spread) {
+        const T* b = spread + image;
+        const A share = A(1) / A(shape.pixels);
+        for (int64_t i = 0; i < shape.c; ++i) out[i] = T(A(in[i]) * A(s[i]) + A(b[i]) * share);
       } else {
         for (int64_t i = 0; i < shape.c; ++i) out[i] = T(A(in[i]) * A(s[i]));
       }
@@ -49,7 +50,7 @@ void scale_channels_last(const ChannelScaleShape& shape, const T* x, const T* sc
 }
 
 template <typename T>
-void scale_planes(const ChannelScaleShape& shape, const T* x, const T* scale, const T* shift,
+void scale_planes(const ChannelScaleShape& shape, const T* x, const T* scale, const T* spread,
                   T* y) {
   using A = acc_t<T>;
   parallel_for(0, shape.n * shape.c, grain(shape.pixels), [&](int64_t first, int64_t last) {
@@ -57,8 +58,8 @@ void scale_planes(const ChannelScaleShape& shape, const T* x, const T* scale, co
       const T* in = x + plane * shape.pixels;
       T* out = y + plane * shape.pixels;
       const A s = scale[plane];
-      if (shift) {
-        const A b = shift[plane];
+      if (spread) {
+        const A b = A(spread[plane]) / A(shape.pixels);
         for (int64_t i = 0; i < shape.pixels; ++i) out[i] = T(A(in[i]) * s + b);
       } else {
         for (int64_t i = 0; i < shape.pixels; ++i) out[i] = T(A(in[i]) * s);
@@ -131,12 +132,12 @@ void sum_planes(const ChannelScaleShape& shape, const Terms<T>& terms, T* out) {
 }  // namespace
 
 void channel_scale(Stream, const ChannelScaleShape& shape, const void* x, const void* scale,
-                   const void* shift, void* y) {
+                   const void* spread, void* y) {
   dispatch(shape.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const auto run = shape.channels_last ? &scale_channels_last<T> : &scale_planes<T>;
-    run(shape, static_cast<const T*>(x), static_cast<const T*>(scale), static_cast<const T*>(shift),
-        static_cast<T*>(y));
+    run(shape, static_cast<const T*>(x), static_cast<const T*>(scale),
+        static_cast<const T*>(spread), static_cast<T*>(y));
   });
 }
 

@@ -16,10 +16,10 @@ struct ChannelScaleShape {
 
 namespace braze::BRAZE_DEVICE {
 
-// y = x * scale + shift, a factor and a summand for each channel of each image. shift may be null;
-// y may be x.
+// y = x * scale + spread / pixels, a factor and what is spread over the pixels for each channel of
+// each image. spread may be null; y may be x.
 void channel_scale(Stream stream, const ChannelScaleShape& shape, const void* x, const void* scale,
-                   const void* shift, void* y);
+                   const void* spread, void* y);
 
 // out = the sum of a * b over the pixels, for each channel of each image; in a fixed order.
 void channel_dot(Stream stream, const ChannelScaleShape& shape, const void* a, const void* b,

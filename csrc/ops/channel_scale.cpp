@@ -22,18 +22,18 @@ void check_factors(const char* op, const char* arg, const Tensor& t, const Tenso
 // In one of the two formats that the kernels know.
 Tensor as_image(const Tensor& t) { return is_channels_last(t) ? t : as_contiguous(t); }
 
-Tensor channel_scale(const Tensor& input, const Tensor& scale, std::optional<Tensor> shift) {
+Tensor channel_scale(const Tensor& input, const Tensor& scale, std::optional<Tensor> spread) {
   const char* op = "channel_scale";
   checked_shape(op, "input", input);
   check_factors(op, "scale", scale, input);
-  if (shift) check_factors(op, "shift", *shift, input);
+  if (spread) check_factors(op, "spread", *spread, input);
   const DeviceContext context(input);
   const Tensor x = as_image(input), s = as_contiguous(scale);
-  const Tensor b = shift ? as_contiguous(*shift) : s;
+  const Tensor b = spread ? as_contiguous(*spread) : s;
   Tensor out = dense_like(x);
   if (out.numel() == 0) return out;
   dev::channel_scale(context.stream(), checked_shape(op, "input", x), x.const_data_ptr(),
-                     s.const_data_ptr(), shift ? b.const_data_ptr() : nullptr,
+                     s.const_data_ptr(), spread ? b.const_data_ptr() : nullptr,
                      out.mutable_data_ptr());
   return out;
 }

@@ -38,7 +38,7 @@ __device__ __forceinline__ Vec<T, N> scaled(const Vec<T, N>& x, const acc_t<T> (
 // A block takes `lanes` columns, vectors of channels, of an image, from column blockIdx.z * lanes
 // on; a row of so many threads takes a pixel.
 template <int N, typename T>
-__global__ void scale_channels_last_kernel(const T* x, const T* scale, const T* shift, T* y,
+__global__ void scale_channels_last_kernel(const T* x, const T* scale, const T* spread, T* y,
                                            int64_t n, int64_t pixels, int columns, int lanes) {
   using A = acc_t<T>;
   wait_for_earlier_kernels();
@@ -52,7 +52,7 @@ __global__ void scale_channels_last_kernel(const T* x, const T* scale, const T* 
 #pragma unroll
     for (int k = 0; k < N; ++k) {
       s[k] = convert<A>(scale[factors + k]);
-      b[k] = shift ? convert<A>(shift[factors + k]) : A(0);
+      b[k] = spread ? convert<A>(spread[factors + k]) / A(pixels) : A(0);
     }
     for (int64_t pixel = blockIdx.x * int64_t{rows} + row; pixel < pixels;
          pixel += step * kUnroll) {
@@ -74,7 +74,7 @@ __global__ void scale_channels_last_kernel(const T* x, const T* scale, const T* 
 // A warp for each plane of `vectors` vectors.
 template <int N, typename T>
 __global__ void scale_planes_kernel(const T* x, const T* __restrict__ scale,
-                                    const T* __restrict__ shift, T* y, int64_t planes,
+                                    const T* __restrict__ spread, T* y, int64_t planes,
                                     int64_t vectors) {
   using A = acc_t<T>;
   const int lane = threadIdx.x % kWarp;
@@ -85,7 +85,7 @@ __global__ void scale_planes_kernel(const T* x, const T* __restrict__ scale,
 #pragma unroll
     for (int k = 0; k < N; ++k) {
       s[k] = convert<A>(scale[plane]);
-      b[k] = shift ? convert<A>(shift[plane]) : A(0);
+      b[k] = spread ? convert<A>(spread[plane]) / A(vectors * N) : A(0);
     }
     for (int64_t i = lane; i < vectors; i += kWarp * kUnroll) {
       Packed<T, N> v[kUnroll];
@@ -289,12 +289,12 @@ void launch_sums(cudaStream_t stream, const ChannelScaleShape& shape, const Term
 }  // namespace
 
 void channel_scale(Stream stream, const ChannelScaleShape& shape, const void* x, const void* scale,
-                   const void* shift, void* y) {
+                   const void* spread, void* y) {
   const auto cuda_stream = as_cuda(stream);
   dispatch(shape.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const auto *in = static_cast<const T*>(x), *s = static_cast<const T*>(scale),
-               *b = static_cast<const T*>(shift);
+               *b = static_cast<const T*>(spread);
     auto* out = static_cast<T*>(y);
     const int64_t extent = shape.channels_last ? shape.c : shape.pixels;
     with_width<T>(takes_vectors<T>(extent, in, out), [&](auto width) {

@@ -18,12 +18,12 @@ _PIXELS = (2, 3)
 
 class ChannelScale(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, input, scale, shift):
+    def forward(ctx, input, scale, spread):
         # No more than the gradients need: what is not kept may be written to.
         of_input, of_scale, _ = ctx.needs_input_grad
         ctx.save_for_backward(input if of_scale else None, scale if of_input else None)
         with below_autograd():
-            return _ops.channel_scale.default(input, scale, shift)
+            return _ops.channel_scale.default(input, scale, spread)
 
     @staticmethod
     def backward(ctx, grad_output):
@@ -32,7 +32,7 @@ class ChannelScale(torch.autograd.Function):
         return (
             _channel_scale(grad_output, scale, None) if wanted[0] else None,
             _channel_dot(grad_output, input) if wanted[1] else None,
-            grad_output.sum(_PIXELS, keepdim=True) if wanted[2] else None,
+            _channel_mean(grad_output) if wanted[2] else None,
         )
 
 
@@ -70,8 +70,9 @@ def _mean_formula(input):
     return input.mean(_PIXELS, keepdim=True)
 
 
-def _scale_formula(input, scale, shift):
-    return input * scale if shift is None else input * scale + shift
+def _scale_formula(input, scale, spread):
+    output = input * scale
+    return output if spread is None else output + spread / (input.shape[2] * input.shape[3])
 
 
 def _dot_formula(input, other):
@@ -83,7 +84,7 @@ _channel_dot = eager(ChannelDot, _ops.channel_dot.default, tensors=2, formula=_d
 _channel_mean = eager(ChannelMean, _ops.channel_mean.default, tensors=1, formula=_mean_formula)
 
 
-def _fake_scale(input, scale, shift):
+def _fake_scale(input, scale, spread):
     channels_last = is_channels_last(input)
     memory_format = torch.channels_last if channels_last else torch.contiguous_format
     return torch.empty_like(input, memory_format=memory_format)
@@ -154,13 +155,13 @@ class Squeeze(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_mean, grad_output):
+        if grad_output is not None and ctx.link.scale is not None:
+            return _channel_scale(grad_output, ctx.link.scale, grad_mean), None
+        if grad_mean is None:
+            return grad_output, None
         _, _, h, w = ctx.shape
-        shift = None if grad_mean is None else grad_mean / (h * w)
-        if grad_output is None:
-            return None if shift is None else shift.expand(ctx.shape), None
-        if ctx.link.scale is not None:
-            return _channel_scale(grad_output, ctx.link.scale, shift), None
-        return grad_output if shift is None else grad_output + shift, None
+        of_mean = (grad_mean / (h * w)).expand(ctx.shape)
+        return of_mean if grad_output is None else grad_output + of_mean, None
 
 
 class Excite(torch.autograd.Function):

@@ -72,7 +72,8 @@ def run_length(links):
 
 def stretch_length(links):
     """:func:`run_length` of runs and of what may be one program."""
-    return max(run_length(links), _longest(links[: _before_parts(links)], _plain_stretch))
+    plain = _longest(links[: _before_parts(links)], _plain_stretch)
+    return max(run_length(links), plain, _longest(links, through.module_and_more))
 
 
 def _before_parts(links):
@@ -175,8 +176,8 @@ _signature = functools.lru_cache(maxsize=None)(inspect.signature)
 
 def settings_fit(function, kind, args, kwargs):
     """Whether a function that is called with such settings is the layer of that kind."""
-    if kind in ("Add", "Scale"):
-        return False  # these are operators
+    if kind in ("Add", "Scale", "Permute"):
+        return False  # operators, and what only modules stand for
     if kind == "Flatten":
         return args == (1,) and not kwargs
     if not takes(function, len(args) + 1, kwargs):

@@ -121,6 +121,7 @@ def own_norm(input, module):
 
 
 FUNCTION_KINDS[own_norm] = "BatchNorm2d"
+FUNCTION_KINDS[torch.permute] = "Permute"  # of modules, see parts.Permutes
 
 
 class Replacement(typing.NamedTuple):

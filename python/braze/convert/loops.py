@@ -5,10 +5,11 @@ import itertools
 
 import torch
 
-from braze.convert.kinds import KINDS, kind_of
-from braze.convert.parts import PARTS, Sequence, expanded, unchanged
-from braze.convert.programs import LAYERS, by_program
+from braze.convert.kinds import KINDS, kind_of, own_norm
+from braze.convert.parts import PARTS, Permutes, Sequence, expanded, unchanged
+from braze.convert.programs import LAYERS, LINK_KINDS, LONGEST_STRETCH, by_program
 from braze.convert.runs import are_plain, in_turn
+from braze.convert.squeezes import Squeeze
 from braze.convert.through import WINDOW, run_length, run_through, runner_through
 
 
@@ -56,9 +57,10 @@ def _walk(modules, children, segments, stretches):
             now = iter(modules) if others_ran else children
             layers = tuple(itertools.islice(now, at, at + length))
             stretch = layers[: stretches.get(at, 0)]
-            if stretch and all(type(k) in LAYERS for k in stretch) and are_plain(stretch):
+            links = _links(stretch) if stretch else None
+            if links is not None:
                 skip = len(stretch) - 1
-                yield functools.partial(_one_after_another, stretch)
+                yield functools.partial(_one_after_another, links)
                 continue
         if at in segments:
             links = layers[: segments[at]][::-1]
@@ -74,9 +76,17 @@ def _walk(modules, children, segments, stretches):
         yield module
 
 
-@by_program
-def _one_after_another(layers, input):
-    return in_turn(layers[::-1], input)
+def _links(children):
+    """What calls of children stand for now, outermost first, if all are layers that programs know,
+    and nobody watches them; or None."""
+    links = expanded(children[::-1])
+    if links is None or any(type(k) is tuple and k[0] is own_norm for k in links):
+        return None
+    layers = [k for k in links if type(k) is not tuple]
+    return links if LAYERS.issuperset(map(type, layers)) and are_plain(layers) else None
+
+
+_one_after_another = by_program(in_turn)
 
 
 def _kinds(module):
@@ -87,7 +97,7 @@ def _kinds(module):
     if part is None:
         kind = KINDS.get(kind)
         return None if kind is None else (kind,)
-    if type(part) is Sequence:
+    if type(part) in (Permutes, Sequence, Squeeze):
         return part.kinds(module, _kinds) if unchanged((module,)) else None
     return _asked(module)
 
@@ -115,18 +125,32 @@ def _plan(types, kinds):
     """Where runs and programs may begin among modules of such classes and kinds, and how long each
     is."""
     segments = _segments(kinds)
-    return segments, _stretches(types, segments)
+    return segments, _stretches(types, kinds, segments)
 
 
-def _stretches(types, segments):
-    """Where two or more layers that may be one program follow each other, and how many: as far as
+def _stretches(types, kinds, segments):
+    """Where two or more modules that may be one program follow each other, and how many: as far as
     none is one of a run that goes on behind them."""
     found, at = {}, 0
-    for known, group in itertools.groupby(kind in LAYERS for kind in types):
-        end = at + len(list(group))
+    while at < len(kinds):
+        end = _stretch_end(types, kinds, at)
         longer = (i for i in range(at, end) if i + segments.get(i, 0) > end)
         length = next(longer, end) - at
-        if known and length > 1:
+        if length > 1:
             found[at] = length
-        at = end
+        at += max(length, 1)
     return found
+
+
+def _stretch_end(types, kinds, at):
+    """Up to where modules from one on may be one program: layers as many as there are; where some
+    are more than one, of :data:`LONGEST_STRETCH` layers."""
+    count, alone = 0, True
+    for end in range(at, len(kinds)):
+        own = kinds[end]
+        if not own or not LINK_KINDS.issuperset(own):
+            return end
+        count, alone = count + len(own), alone and types[end] in LAYERS
+        if count > LONGEST_STRETCH and not alone:
+            return end
+    return len(kinds)

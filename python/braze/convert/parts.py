@@ -1,7 +1,8 @@
 """Modules that are no layers of torch's but whose calls are links of runs all the same: those that
-hand on their input as it is (:class:`Pass`), batch norms with more behind them (:class:`NormAct`),
-and those that hand it through children (:class:`Chain`, :class:`Sequence`). What they are is found
-in their code (recognise.py); whether they still are is asked at every call.
+hand on their input as it is (:class:`Pass`) or with its dimensions in another order
+(:class:`Permutes`), batch norms with more behind them (:class:`NormAct`), and those that hand it
+through children (:class:`Chain`, :class:`Sequence`). What they are is found in their code
+(recognise.py); whether they still are is asked at every call.
 """
 
 import copy
@@ -126,6 +127,35 @@ class Chain:
 
 #: Longer chains are no parts of runs.
 _LONGEST_CHAIN = 4
+
+
+class Permutes:
+    """What a module is whose forward is ``torch.permute(input, self.dims)``.
+
+    Args:
+        name: of the attribute with the dimensions.
+        same: tells whether the class's code is what it was.
+    """
+
+    def __init__(self, name, same):
+        self.name, self.same = name, same
+
+    def expand(self, module, found, modules):
+        """See :meth:`Pass.expand`."""
+        modules.append(module)
+        dims = module.__dict__.get(self.name)
+        if type(dims) not in (tuple, list) or any(type(d) is not int for d in dims):
+            return False
+        found.append((torch.permute, (tuple(dims),), {}))
+        return True
+
+    def kinds(self, module, kinds_of):
+        """The kinds of the links that a call of the module stands for."""
+        return ("Permute",)
+
+    def layers(self, name, module):
+        """What computes in a module of such a name, as (name, module)."""
+        return [(name, module)]
 
 
 class Sequence:

@@ -9,7 +9,7 @@ import torch
 
 import braze.nn
 from braze import _programs
-from braze.convert.kinds import ACTIVATIONS, SCALINGS, own_norm
+from braze.convert.kinds import ACTIVATIONS, FUNCTION_KINDS, SCALINGS, own_norm
 from braze.convert.modules import is_container
 
 _SETTINGS = {
@@ -41,9 +41,33 @@ _BUFFERS = {braze.nn.BatchNorm2d: ("running_mean", "running_var", "num_batches_t
 
 LAYERS = frozenset(_getters)
 KINDS = frozenset(("Flatten", *_SETTINGS))
+#: Those, and what else links of programs compute.
+LINK_KINDS = KINDS | {"Permute", "Squeeze"}
+#: Functions of an input and of layers, outermost first, as the first argument of a link.
+_OF_LAYERS = set()
 #: How many layers, at most, of what is no run of its own: more layers hold more memory than a node
 #: less is worth.
 LONGEST_STRETCH = 16
+
+
+def of_layers(kind):
+    """Marks a function of an input and of layers as one that may be a link, of such a kind."""
+
+    def marked(function):
+        _OF_LAYERS.add(function)
+        FUNCTION_KINDS[function] = kind
+        return function
+
+    return marked
+
+
+def with_inner(links):
+    """Links and, in the place of functions of layers, these."""
+    return tuple(
+        inner
+        for link in links
+        for inner in (link[1][0] if type(link) is tuple and link[0] in _OF_LAYERS else (link,))
+    )
 
 
 def follow_each_other(container, kinds_of):
@@ -54,12 +78,9 @@ def follow_each_other(container, kinds_of):
             or None.
     """
     children = container.__dict__["_modules"].values() if is_container(container) else ()
-    known = [_is_layer(child, kinds_of(child)) for child in children]
+    kinds = [kinds_of(child) for child in children]
+    known = [bool(k) and LINK_KINDS.issuperset(k) for k in kinds]
     return any(a and b for a, b in itertools.pairwise(known))
-
-
-def _is_layer(module, kinds):
-    return len(kinds or ()) == 1 and kinds[0] in KINDS and not is_container(module)
 
 
 def by_program(function):
@@ -78,33 +99,50 @@ def by_program(function):
 
 def _by_program(function, links, input, added):
     name, tensors, buffers = [function], [input, *added], []
+    if not _describe(links, name, tensors, buffers):
+        return None
+    make = functools.partial(_on_others, function, links, 1 + len(added))
+    return _programs.run(name, make, tensors, buffers)
+
+
+def _describe(links, name, tensors, buffers):
+    """Adds to a program's name what links compute, as far as their tensors do not say it, and these
+    to some; whether there may be a program of them."""
     for link in links:
         if type(link) is tuple:
             called, args, kwargs = link
+            if called in _OF_LAYERS:
+                name += (called, len(args[0]))
+                if not _describe(args[0], name, tensors, buffers):
+                    return False
+                continue
+            if called in SCALINGS and isinstance(args[0], torch.Tensor):
+                name.append(called)
+                tensors.append(args[0])
+                continue
             if called is own_norm or called in SCALINGS:
-                return None  # a module's tensors, which a program would take for constants
+                return False  # a module's tensors, which a program would take for constants
             name += (called, args, *kwargs.items())
             continue
         kind = type(link)
         settings = _getters.get(kind)
         if settings is None:
-            return None
+            return False
         name += (kind, settings(link))
         if kind not in _PARAMETERS:
             continue
         own = link.__dict__
         of_layer = _PARAMETERS[kind]
         if not own.keys().isdisjoint(of_layer):
-            return None  # plain attributes, in the place of parameters
+            return False  # plain attributes, in the place of parameters
         if not _add(own["_parameters"], of_layer, tensors, name):
-            return None
+            return False
         of_layer = _BUFFERS.get(kind)
         if of_layer is not None and not (
             own.keys().isdisjoint(of_layer) and _add(own["_buffers"], of_layer, buffers, name)
         ):
-            return None
-    make = functools.partial(_on_others, function, links, 1 + len(added))
-    return _programs.run(name, make, tensors, buffers)
+            return False
+    return True
 
 
 def _add(own, names, tensors, absent):
@@ -123,13 +161,21 @@ def _add(own, names, tensors, absent):
 
 def _on_others(function, links, given, tensors, buffers):
     """The run as a function of its tensors, on copies of the layers that hold others."""
-    parameters, others = iter(tensors[given:]), iter(buffers)
-    copies = tuple([_with_tensors(link, parameters, others) for link in links])
+    copies = _with_tensors(links, iter(tensors[given:]), iter(buffers))
     return lambda *tensors: function(copies, *tensors[:given])
 
 
-def _with_tensors(link, parameters, buffers):
+def _with_tensors(links, parameters, buffers):
+    return tuple([_with_own(link, parameters, buffers) for link in links])
+
+
+def _with_own(link, parameters, buffers):
     if type(link) is tuple:
+        if link[0] in SCALINGS:
+            return link[0], (next(parameters),), {}
+        if link[0] in _OF_LAYERS:
+            layers, *others = link[1]
+            return link[0], (_with_tensors(layers, parameters, buffers), *others), {}
         return link
     copy = object.__new__(type(link))
     copy.__dict__.update(link.__dict__)

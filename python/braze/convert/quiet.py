@@ -7,8 +7,9 @@ import torch
 
 from braze._C import share, unwatched
 from braze._stock import gives_way
-from braze.convert.kinds import ACTIVATIONS, KINDS, calls_more, kind_of, places
+from braze.convert.kinds import ACTIVATIONS, KINDS, calls_more, kind_of, own_norm, places
 from braze.convert.parts import PARTS, unchanged
+from braze.convert.programs import with_inner
 
 _QUIET = "AvgPool2d", "BatchNorm2d", "Conv2d", "Linear", "MaxPool2d"
 _INNER = frozenset((*_QUIET, *ACTIVATIONS))
@@ -21,7 +22,7 @@ def are_quiet(modules, links, parts=()):
     Args:
         parts: that have to be unchanged, too.
     """
-    layers, parts = [], list(parts)
+    layers, parts, links = [], list(parts), with_inner(links)
     for module in modules:
         if module is not None and not _collect(module, layers, parts):
             return False
@@ -63,6 +64,8 @@ def _collect(module, layers, parts):
     if part is None or not part.expand(module, inner, parts):
         return False
     layers += inner
+    if any(type(layer) is tuple and layer[0] is not own_norm for layer in inner):
+        return False
     # An activation may overwrite its input, which has to be a result of the module's own then.
     kinds = _QUIET
     for layer in reversed(inner):

@@ -14,8 +14,10 @@ from braze.convert.modules import own_class, why_unsupported
 from braze.convert.norms import NormCode
 from braze.convert.parts import PARTS, TORCHS, NormAct, Pass, Sequence
 from braze.convert.passes import PassCode
+from braze.convert.permutes import PermuteCode
 from braze.convert.pipelines import ChainCode
 from braze.convert.source import Unknown
+from braze.convert.squeeze_code import SqueezeCode
 
 
 def part_of(kind):
@@ -43,7 +45,12 @@ def _recognised(kind):
             return None if names is None else NormAct(names, code.same())
         if issubclass(kind, _OTHER_LAYERS):
             return None
-        return PassCode(kind, forward).passing() or ChainCode(kind, forward).chain()
+        return (
+            PassCode(kind, forward).passing()
+            or PermuteCode(kind, forward).permutes()
+            or ChainCode(kind, forward).chain()
+            or SqueezeCode(kind, forward).squeeze()
+        )
     except Unknown:
         return None
 

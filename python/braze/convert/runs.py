@@ -46,8 +46,7 @@ from braze.convert.kinds import (
     places,
 )
 from braze.convert.link_calls import one_by_one
-from braze.convert.programs import KINDS as PROGRAM_KINDS
-from braze.convert.programs import LONGEST_STRETCH, by_program
+from braze.convert.programs import LINK_KINDS, LONGEST_STRETCH, by_program
 from braze.convert.quiet import are_quiet, asks, overwrites
 from braze.nn import functional as F
 
@@ -225,7 +224,9 @@ def run_of(kinds):
         return function
     if any(kind not in STRETCH_KINDS for kind in kinds) or kinds.count("Add") > 1:
         return None
-    if "Add" in kinds and kinds[kinds.index("Add") + 1 :][:1] != ("BatchNorm2d",):
+    if "Add" in kinds and kinds[kinds.index("Add") + 1 :][:1] not in _ADDED_TO:
+        return None
+    if any(kind == "Scale" and kinds[i - 1] != "Add" for i, kind in enumerate(kinds)):
         return None
     return in_turn
 
@@ -310,8 +311,9 @@ RUNS = {
 LONGEST = max(map(len, RUNS))
 #: To what something is added in runs.
 ADDED_TO = "BatchNorm2d", "Scale"
+_ADDED_TO = {(kind,) for kind in ADDED_TO}
 #: Of what is no run of its own, see LONGEST_STRETCH.
-STRETCH_KINDS = frozenset(("Add", *PROGRAM_KINDS))
+STRETCH_KINDS = frozenset(("Add", "Scale", *LINK_KINDS))
 #: The parts of runs that are one op: the kinds of its layers, innermost first, and the module that
 #: stands for it.
 BLOCKS = {

@@ -8,7 +8,8 @@ import types
 import torch
 
 from braze._ops._common import TENSORS
-from braze.convert.kinds import FUNCTION_KINDS, KINDS, own_norm
+from braze.convert import blocks
+from braze.convert.kinds import ACTIVATIONS, FUNCTION_KINDS, KINDS, SCALINGS, own_norm
 from braze.convert.link_calls import one_by_one
 from braze.convert.parts import (
     PARTS,
@@ -18,7 +19,7 @@ from braze.convert.parts import (
     expanded_if_unchanged,
     unchanged,
 )
-from braze.convert.programs import LONGEST_STRETCH
+from braze.convert.programs import LINK_KINDS, LONGEST_STRETCH
 from braze.convert.quiet import are_quiet, overwrites
 from braze.convert.runs import LONGEST, RUNS, run_of, runner
 from braze.convert.runs import run_length as length_of_run
@@ -73,10 +74,12 @@ def _type(layer):
 
 
 def _through(function, layers, first, links, input, *added):
-    if any(type(link) is tuple and link[0] is own_norm for link in layers) and not (
-        type(input) in TENSORS and input.dim() == 4
-    ):
+    called = {link[0] for link in layers if type(link) is tuple}
+    if own_norm in called and not (type(input) in TENSORS and input.dim() == 4):
         return one_by_one(links, input, *added)  # which checks its input as its own code does
+    scales = len(layers) > len(links) and not called.isdisjoint(SCALINGS)
+    if scales and input.device.type not in blocks.SCALE_ADD_ON:
+        return one_by_one(links, input, *added)  # one of which is a program of its own
     for layer in first:
         input = layer(input)
     return function(layers, input, *added)
@@ -139,6 +142,29 @@ def run_length(links):
             if SOMETIMES not in kinds or not _interrupted(kinds, list(following)):
                 found = at + 1
     return found
+
+
+def module_and_more(links):
+    """How many links there are in the longest group, if any, of a module that stands for several
+    layers and of what is scaled, added or activated behind it, all of which may be one program.
+
+    Args:
+        links: as :func:`run_length` takes them.
+    """
+    found, kinds = 0, list(links[0] or ()) if links else []
+    if len(computing(kinds)) < 2 or not LINK_KINDS.issuperset(kinds):
+        return 0
+    for at, more in enumerate(links[1:], 1):
+        if more is None or not _BEHIND.issuperset(more):
+            break
+        kinds += more
+        if more and run_of(computing(kinds)) is not None:
+            found = at + 1
+    return found
+
+
+#: What scales, adds or activates.
+_BEHIND = frozenset(("Add", "Scale", *ACTIVATIONS))
 
 
 def _are_joined(computed, owners):
