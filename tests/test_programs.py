@@ -327,6 +327,29 @@ def test_shortcuts(device, dtype, autocast):
     assert nodes(found[0]).count(_NODE) >= 3
 
 
+LAYERS = {
+    "Conv2d": lambda: braze.nn.Conv2d(3, 4, 3),
+    "ConvReLU2d": lambda: braze.nn.ConvReLU2d(3, 4, 3, bias=False),
+    "ConvTranspose2d": lambda: braze.nn.ConvTranspose2d(3, 4, 2, stride=2),
+    "Linear": lambda: braze.nn.Linear(10, 4),
+    "LinearReLU": lambda: braze.nn.LinearReLU(10, 4),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_with_their_casts(device, name):
+    model, x = on(device, LAYERS[name]), images(device)
+    found = trained(model, x, 3, autocast=True)
+    assert_equal(found, trained(model, x, 3, by_programs=False, autocast=True))
+
+
+def test_sizes_of_a_transposed_convolution(device):
+    layer, x = on(device, LAYERS["ConvTranspose2d"]), images(device)
+    for size in ([20, 20], [21, 20], [20, 21], [21, 20]):
+        with torch.autocast(device, torch.bfloat16):
+            assert layer(x, output_size=size).shape[2:] == torch.Size(size)
+
+
 @pytest.mark.parametrize("make", MODELS)
 def test_without_gradients(device, make):
     model, x = on(device, make), images(device)

@@ -451,17 +451,9 @@ class ConvTranspose2d(torch.nn.ConvTranspose2d):
         output_padding = self.output_padding
         if output_size is not None:
             geometry = self.stride, self.padding, self.kernel_size, 2, self.dilation
-            output_padding = self._output_padding(input, output_size, *geometry)
-        return F.conv_transpose2d(
-            input,
-            self.weight,
-            self.bias,
-            self.stride,
-            self.padding,
-            output_padding,
-            self.groups,
-            self.dilation,
-        )
+            output_padding = tuple(self._output_padding(input, output_size, *geometry))
+        settings = self.stride, self.padding, output_padding, self.groups, self.dilation
+        return with_casts(F.conv_transpose2d, (input, self.weight, self.bias), settings)
 
 
 @calls("cross_entropy")
