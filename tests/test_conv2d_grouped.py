@@ -146,6 +146,29 @@ def test_refuses_by_name_and_leaves_the_rest_to_others(gpu, why, which, case, fo
     check(which, case, tensors, "auto")
 
 
+@pytest.mark.parametrize(
+    ("which", "width", "size", "stride", "takes_tiles"),
+    [
+        ("fprop", 56, 28, 1, True),
+        ("fprop", 56, 28, 2, False),
+        ("fprop", 24, 28, 2, True),
+        ("dgrad", 56, 28, 2, True),
+        ("wgrad", 56, 28, 2, False),
+        ("wgrad", 24, 28, 2, False),
+        ("wgrad", 24, 14, 1, True),
+        ("wgrad", 24, 7, 1, False),
+    ],
+)
+def test_strided_groups_go_to_the_implicit_product(gpu, which, width, size, stride, takes_tiles):
+    """Right too, and neither is cuDNN's."""
+    case = case_of(64, 16, width, width, size, stride=stride)
+    tensors = drawn(case, "cuda", torch.bfloat16)
+    names = cuda_kernels_of(lambda: run(which, case, *tensors, "auto"))
+    assert ("grouped_" in names) == takes_tiles
+    assert "braze" in names
+    check(which, case, tensors, "auto")
+
+
 def test_empty(device, dtype):
     if refuses(device, dtype):
         pytest.skip("not the kernel's")

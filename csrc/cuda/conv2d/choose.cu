@@ -322,7 +322,7 @@ bool im2col_wins_by_rows(const Conv2dArgs& args) {
   if (filled == 0 || std::min(s.stride_h, s.stride_w) < 2)
     return false;  // unpadded 1: not measured
   if (s.k < 32 || pixels < 32 * 9 * 9) return false;
-  if (args.pass == Conv2dPass::kFprop) return filled >= 0.75 || pixels <= 32 * 20 * 20;
+  if (args.pass == Conv2dPass::kFprop) return filled >= 0.75 || pixels <= 64 * 20 * 20;
   // cuDNN's sum short products in 16 bits in half the time.
   return s.k <= 64 && (size_of(s.dtype) == 2 ? s.c <= 4 : filled == 1);
 }
@@ -357,7 +357,8 @@ bool narrow_input_wins(const Conv2dArgs& args) {
 // Whether narrow_input_wgmma is faster than that and all others, as measured on an H100 (three and
 // four channels, 2 x 2 to 11 x 11, 24 to 64 filters, batch 1 to 1024): in bf16 forward 1.0 to 1.8
 // times, with moments, which it has for nearly nothing, 1.1 to 1.7 times, and weight gradients 1.0
-// to 1.7 times. In TF32 few filters are behind. One channel of four is level.
+// to 1.7 times. In TF32 few filters are behind, and so are, in 16 bits on an H200, windows that do
+// not overlap (4 x 4 / 4: 0.9). One channel of four is level.
 bool narrow_wgmma_wins(const Conv2dArgs& args) {
   const Conv2dShape& s = args.shape;
   const int64_t pixels = s.n * s.p * s.q;
@@ -365,6 +366,7 @@ bool narrow_wgmma_wins(const Conv2dArgs& args) {
   if (args.pass == Conv2dPass::kDgrad || s.c < 3) return false;
   if (args.pass == Conv2dPass::kWgrad) return s.k >= 24 && pixels >= 64 * 28 * 28;
   if (im2col_wins_by_rows(args)) return is_16_bit && pixels >= 256 * 20 * 20;
+  if (is_16_bit && s.stride_w >= s.s) return false;
   return s.k >= (is_16_bit ? 24 : 48) && pixels >= 112 * 112;
 }
 
@@ -416,11 +418,32 @@ bool im2col_wins_by_sums(const Conv2dArgs& args) {
 // Images of one pixel (squeeze-and-excitation) in 16 bits: products of as many rows as images, as
 // measured on an H200 (batch 64, 4 to 672 channels and filters), where pointwise is up to 1.6
 // times, weight gradients up to 2.3 times as fast as cuDNN; sums of input gradients over more
-// filters than there are channels are not.
+// filters than there are channels are not. Of more channels, up to 3024: weight gradients whose
+// rows are no whole vectors are 2 to 6 times as fast, sums of many channels up to 1.3 times.
 bool pointwise_wins_one_pixel(const Conv2dShape& s, Conv2dPass pass) {
   if (size_of(s.dtype) != 2 || !is_pointwise(s) || s.h * s.w != 1 || s.groups > 1) return false;
-  if (s.n < 32 || s.n > 128 || std::max(s.c, s.k) > 672) return false;
+  if (s.n < 32 || s.n > 128) return false;
+  const bool vectors = s.c % 8 == 0 && s.k % 8 == 0;
+  if (std::max(s.c, s.k) > 672) {
+    if (pass == Conv2dPass::kWgrad) return !vectors;
+    return pass == Conv2dPass::kFprop && s.k < s.c && (s.c >= 1152 || !vectors);
+  }
   return pass != Conv2dPass::kDgrad || s.k <= s.c;
+}
+
+// Groups of 24 channels and more in 16 bits, 3 x 3: whether implicit_gemm_mma is faster than the
+// grouped kernel, as measured on an H200 (RegNet-Y, 24, 56 and 112 channels, batch 64: 1.05 to 2.7
+// times): with a stride, where tiles of pixels with what their taps reach are four times as large,
+// and weight gradients of images smaller than a tile.
+bool mma_wins_groups(const Conv2dArgs& args) {
+  const Conv2dShape& s = args.shape;
+  const int64_t width = s.c / s.groups, plane = s.p * s.q;
+  if (size_of(s.dtype) != 2 || s.groups == 1 || s.c != s.k || s.r != 3 || s.s != 3) return false;
+  if (width < 24 || width == 32 || width % 8 != 0 || s.n * plane < 64 * 7 * 7) return false;
+  const bool fprop = args.pass == Conv2dPass::kFprop;
+  if (args.pass == Conv2dPass::kDgrad) return false;
+  if (!is_strided(s)) return !fprop && plane <= 7 * 7;
+  return width >= 56 || plane <= (fprop ? 7 * 7 : 28 * 28);
 }
 
 // Groups whose channels fill at least a quarter of a product's rows and columns.
@@ -433,13 +456,17 @@ bool is_grouped(const Conv2dShape& s) {
 int choose(const Conv2dArgs& args) {
   const Conv2dShape& s = args.shape;
   if (!depthwise_obstacle(args)) return kDepthwise;
-  if (is_grouped(s) && !grouped_obstacle(args)) return kGrouped;
+  if (is_grouped(s) && !grouped_obstacle(args)) {
+    return mma_wins_groups(args) && !mma_obstacle(args) ? kMma : kGrouped;
+  }
   if (pointwise_wins_one_pixel(s, args.pass) && !pointwise_obstacle(args)) return kPointwise;
   if (narrow_wgmma_wins(args) && !narrow_input_wgmma_obstacle(args)) return kNarrowWgmma;
   if (im2col_wins_by_rows(args) && !im2col_obstacle(args)) return kIm2col;
   if (narrow_input_wins(args) && !narrow_input_obstacle(args)) return kNarrowInput;
   if (narrow_output_wins(args) && !narrow_output_obstacle(args)) return kNarrowOutput;
-  if (im2col_wins_by_sums(args) && !im2col_obstacle(args)) return kIm2col;
+  const bool product_of_im2col =
+      im2col_wins_by_sums(args) || im2col_wins_strided_products(args.pass, s);
+  if (product_of_im2col && !im2col_obstacle(args)) return kIm2col;
   if (is_thin(args)) {
     const bool tf32 = is_tf32(s) && !is_pointwise(s);
     return tf32 && args.pass != Conv2dPass::kWgrad && !halo_obstacle(args) ? kHalo : kDirect;
@@ -477,14 +504,14 @@ bool depthwise_beats_cudnn(const Conv2dProblem& problem) {
   const bool fills = tiles && s.c % 32 == 0;
   if (s.r == 3) {
     if (problem.pass == Conv2dPass::kDgrad) return is_16_bit || strided || fills;
-    if (!fprop) return is_16_bit && !strided && (s.h <= 20 || s.h >= 40);
+    if (!fprop) return is_16_bit && !strided && (s.h >= 40 || (s.h >= 10 && s.h <= 20));
     return strided ? is_16_bit && (fills || (tiles && s.h <= 28)) : fills;
   }
   if (s.r == 7) return true;
   return !(fprop && strided) || (tiles && (is_16_bit || s.h < 28));
 }
 
-// Whether the grouped kernel is faster than cuDNN, as measured on an H200 (ResNeXt-50 and RegNet-Y,
+// Whether those two kernels are faster than cuDNN, as measured on an H200 (ResNeXt-50 and RegNet-Y,
 // 3 x 3, batch 64, bf16, channels last; other precisions were not). cuDNN has kernels for groups of
 // 4, 8, 16 and 32 channels, which are up to twice as fast but for strided input gradients, weight
 // gradients of 4 channels and most of 8, above all where groups do not come in fours; of 24, 56 and
@@ -579,6 +606,7 @@ bool im2col_is_known(const Conv2dShape& s) {
 bool pointwise_16_bits_beat_cudnn(const Conv2dShape& s) {
   const int64_t pixels = s.n * s.p * s.q;
   if (s.k % 64 != 0 || s.k < 128 || s.c % (pixels > 64 * 28 * 28 ? 64 : 32) != 0) return false;
+  if (s.k > 256 && s.k % 256 != 0) return false;  // of which cuDNN has tiles
   return pixels >= 64 * 28 * 28 || (pixels >= 64 * 14 * 14 && s.c >= 128 && s.k >= 512);
 }
 
@@ -639,7 +667,10 @@ bool beats_cudnn(const Conv2dProblem& problem, int kernel) {
   const bool is_channels_last = problem.x.c == 1 && s.c > 1, is_16_bit = size_of(s.dtype) == 2;
   const bool wgrad = problem.pass == Conv2dPass::kWgrad;
   if (kernel == kDepthwise) return depthwise_beats_cudnn(problem);
-  if (kernel == kGrouped) return grouped_beats_cudnn(problem);
+  if (kernel == kGrouped ||
+      (kernel == kMma && is_channels_last && mma_wins_groups(args_of(problem)))) {
+    return grouped_beats_cudnn(problem);
+  }
   if (kernel == kNarrowInput || kernel == kNarrowWgmma || kernel == kNarrowOutput) {
     return true;  // else it is not chosen
   }
