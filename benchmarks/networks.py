@@ -32,9 +32,11 @@ KEY = ("network", "batch", "precision", "mode")
 COLUMNS = [*KEY, "ms", "p20", "p80", "first_s", "memory_mb", "loss", "error", *results.ENVIRONMENT]
 VERSIONS = ("device", "torch", "cuda", "cudnn")
 #: precision -> what harness.set_precision calls it
-PRECISIONS = {"bf16": "bfloat16", "tf32": "tf32", "fp32": "float32"}
+PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "tf32": "tf32", "fp32": "float32"}
+#: what autocast casts to; fp16 with a GradScaler
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 #: of float32: a rounding of the precision, since two sums of roundings cancel by chance
-LOSS_ULPS = {"bf16": 2**16, "tf32": 2**13, "fp32": 64}
+LOSS_ULPS = {"bf16": 2**16, "fp16": 2**13, "tf32": 2**13, "fp32": 64}
 ROUNDS = 9
 #: seconds of each candidate and round
 LEAST = 0.03
@@ -69,9 +71,11 @@ class Cell:
         return model.train()
 
     def autocast(self):
-        if self.precision != "bf16":
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, torch.bfloat16)
+        dtype = AUTOCAST.get(self.precision)
+        return torch.autocast(self.device.type, dtype) if dtype else contextlib.nullcontext()
+
+    def grad_scaler(self):
+        return torch.amp.GradScaler(self.device.type) if self.precision == "fp16" else None
 
     def loss(self, model, loss_function=torch.nn.functional.cross_entropy):
         images, labels = self.batch
@@ -100,16 +104,23 @@ class Cell:
         """Writes down what a step returned; raises where it is braze's and wrong."""
         row["loss"] = f"{loss.item():.6f}"
         exact, stock_loss = references
-        # A captured stock step has trained before its first replay.
-        if exact is not None and row["mode"] in self.OURS:
+        # A step that is captured by hand has trained before its first replay.
+        if exact is not None and row["mode"] in self.OURS and "CUDA graph" not in row["mode"]:
             assert_by_rule(loss, stock_loss, exact, ulps=LOSS_ULPS[self.precision])
 
 
 def eager(cell, model, optimizer, loss_function):
+    scaler = cell.grad_scaler()
+
     def step():
         loss = cell.loss(model, loss_function)
-        loss.backward()
-        optimizer.step()
+        if scaler is None:
+            loss.backward()
+            optimizer.step()
+        else:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
         optimizer.zero_grad()
         return loss.detach()
 
@@ -149,9 +160,18 @@ def ours(cell, captured):
     loss_function = braze.nn.CrossEntropyLoss()
     if not captured:
         return eager(cell, model, optimizer, loss_function)
-    dtype = torch.bfloat16 if cell.precision == "bf16" else None
-    step = braze.TrainStep(model, loss_function, optimizer, autocast=dtype)
+    dtype, scaler = AUTOCAST.get(cell.precision), cell.grad_scaler()
+    step = braze.TrainStep(model, loss_function, optimizer, autocast=dtype, grad_scaler=scaler)
     return lambda: step(*cell.batch)
+
+
+def ours_compiled(cell, graph=False):
+    """:func:`stock`, compiled, of the converted model."""
+    model = braze.convert(cell.fresh_model())
+    optimizer = braze.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
+    run = torch.compile(model, fullgraph=True)
+    step = eager(cell, run, optimizer, braze.nn.CrossEntropyLoss())
+    return in_cuda_graph(step) if graph else step
 
 
 STOCK = {
@@ -163,18 +183,22 @@ STOCK = {
 OURS = {
     "braze eager": lambda cell: ours(cell, captured=False),
     "braze TrainStep": lambda cell: ours(cell, captured=True),
+    "braze compile": ours_compiled,
+    "braze compile in a CUDA graph": lambda cell: ours_compiled(cell, graph=True),
 }
 Cell.STOCK, Cell.OURS = STOCK, OURS
 
 
 def modes_for(cell, args, recorded):
-    """The modes to time: braze's, and stock's best as recorded, or all of stock's."""
+    """The modes to time: braze's, and stock's best as recorded, or all of stock's; of converted
+    models that are compiled only what is asked for."""
     on_gpu = cell.device.type == "cuda"
     captured = "graph", "TrainStep", "capture"
     modes = [*cell.STOCK, *cell.OURS]
     chosen = [m for m in modes if on_gpu or not any(part in m for part in captured)]
     if args.mode:
         return [m for m in chosen if any(part in m for part in args.mode)]
+    chosen = [m for m in chosen if not m.startswith("braze compile")]
     if recorded and not args.anew:
         best = min(recorded, key=lambda row: float(row["ms"]))["mode"]
         return [m for m in chosen if m == best or m in cell.OURS]

@@ -326,6 +326,7 @@ SECTIONS = {
     "depthwise": render_convolutions.depthwise_sections,
     "networks": render_networks.sections,
     "evaluation": render_networks.evaluation_sections,
+    "networks_compiled": render_networks.compiled_sections,
     "networks_headline": render_networks.headline_sections,
     "examples": render_examples.sections,
     "optimizers": optimizers.sections,

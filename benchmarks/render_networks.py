@@ -7,7 +7,7 @@ from benchmarks.markdown import described, op_sections, table
 from benchmarks.networks import OURS, STOCK
 
 KEYS = ("network", "batch", "precision")
-BRAZE_EAGER, BRAZE = OURS
+BRAZE_EAGER, BRAZE, *COMPILED = OURS
 STOCK_EAGER = next(iter(STOCK))
 
 
@@ -19,6 +19,31 @@ def sections(folder):
 def headline_sections(folder):
     """As :func:`sections`, the columns that say who is faster."""
     return op_sections(folder, "networks", headline, versions, versions)
+
+
+def compiled_sections(folder):
+    """Converted models under torch.compile beside stock's, per device and versions."""
+    parts = op_sections(folder, "networks", compiled, versions, versions)
+    return [part for i in range(0, len(parts), 2) if parts[i + 1] for part in parts[i : i + 2]]
+
+
+def compiled(rows):
+    """A line per network, batch and precision of which a converted model was compiled."""
+    head = [*KEYS, "|", "stock compiled ms", "converted, compiled ms", "stock / braze"]
+    head += ["stock in a CUDA graph ms", "converted in a CUDA graph ms", "stock / braze"]
+    head += ["braze.TrainStep ms"]
+    body = []
+    for key, found in by_cell(rows).items():
+        if not found.keys() & set(COMPILED):
+            continue
+        line = [*key]
+        for mode in COMPILED:
+            theirs, mine = (
+                column(found.get(f"{who} {mode[6:]}"), "ms") for who in ("stock", "braze")
+            )
+            line += [theirs, mine, f"{float(theirs) / float(mine):.2f}" if theirs and mine else ""]
+        body.append([*line, column(found.get(BRAZE), "ms")])
+    return table(head, body) if body else ""
 
 
 def evaluation_sections(folder):

@@ -90,10 +90,34 @@ def test_rows_and_table(small, tmp_path):
     short = "".join(render_networks.headline_sections(tmp_path))
     assert "| small | 2 | fp32 | 3 | 2 | 1.50 |" in short
 
+    assert not render_networks.compiled_sections(tmp_path)
+
+    write(rows[0] | {"mode": "stock compile", "ms": "4"}, rows[1] | {"mode": "braze compile"})
+    text = "".join(render_networks.compiled_sections(tmp_path))
+    assert "| small | 2 | fp32 | 4 | 2 | 2.00 |  |  |  |  |" in text
+
     write(*rows)  # stock was not tried at its best
     text = "".join(render_networks.sections(tmp_path))
     assert "| small | 2 | fp32 |  |  |  |  | 2 |  | 3 | 2 |" in text
     assert "| small |" not in "".join(render_networks.headline_sections(tmp_path))
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_sixteen_bits(small, precision):
+    """fp16 with a GradScaler on both sides."""
+    modes = ["--mode", "stock eager", "--mode", "braze eager"]
+    args = parse("--network", "small", "--precision", precision, "--quick", *modes)
+    rows = list(networks.run(torch.device("cpu"), args))
+    assert [row["error"] for row in rows] == ["", ""]
+    losses = [float(row["loss"]) for row in rows]
+    assert losses[0] == pytest.approx(losses[1], rel=0.02)
+
+
+def test_a_converted_model_is_compiled_where_it_is_asked_for(small):
+    args = parse("--network", "small", "--precision", "fp32", "--quick", "--mode", "braze compile")
+    (row,) = networks.run(torch.device("cpu"), args)
+    assert (row["mode"], row["error"]) == ("braze compile", "")
+    assert float(row["ms"]) > 0
 
 
 def test_a_wrong_loss_has_no_figures(small, monkeypatch):

@@ -41,7 +41,8 @@ def add_arguments(parser):
     add("--network", **many | {"help": "only networks whose name contains this; may be repeated"})
     add("--batch", type=int, **many | {"help": "in the place of 64 and 256 (CPU: 16); repeatable"})
     add("--mode", **many | {"help": "of networks: only modes whose name contains this"})
-    add("--precision", choices=["bf16", "tf32", "fp32"], **many | {"help": "of networks: bf16"})
+    precisions = ["bf16", "fp16", "tf32", "fp32"]
+    add("--precision", choices=precisions, **many | {"help": "of networks: bf16"})
     add("--members", type=int, **many | {"help": "of population: in the place of 8 and 32"})
     add("--more", action="store_true", help="of networks: fifteen more of torchvision and timm")
     add("--layout", choices=["channels_last", "contiguous"], **many)
