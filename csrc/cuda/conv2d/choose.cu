@@ -322,7 +322,9 @@ bool im2col_wins_by_rows(const Conv2dArgs& args) {
   if (filled == 0 || std::min(s.stride_h, s.stride_w) < 2)
     return false;  // unpadded 1: not measured
   if (s.k < 32 || pixels < 32 * 9 * 9) return false;
-  if (args.pass == Conv2dPass::kFprop) return filled >= 0.75 || pixels <= 64 * 20 * 20;
+  if (args.pass == Conv2dPass::kFprop) {
+    return filled >= 0.75 || pixels <= (size_of(s.dtype) == 2 ? 64 : 32) * 20 * 20;
+  }
   // cuDNN's sum short products in 16 bits in half the time.
   return s.k <= 64 && (size_of(s.dtype) == 2 ? s.c <= 4 : filled == 1);
 }
@@ -511,8 +513,9 @@ bool depthwise_beats_cudnn(const Conv2dProblem& problem) {
   return !(fprop && strided) || (tiles && (is_16_bit || s.h < 28));
 }
 
-// Whether those two kernels are faster than cuDNN, as measured on an H200 (ResNeXt-50 and RegNet-Y,
-// 3 x 3, batch 64, bf16, channels last; other precisions were not). cuDNN has kernels for groups of
+// Whether the grouped kernel, or implicit_gemm_mma where that is taken in its place, is faster than
+// cuDNN, as measured on an H200 (ResNeXt-50 and RegNet-Y, 3 x 3, batch 64, bf16, channels last;
+// other precisions were not). cuDNN has kernels for groups of
 // 4, 8, 16 and 32 channels, which are up to twice as fast but for strided input gradients, weight
 // gradients of 4 channels and most of 8, above all where groups do not come in fours; of 24, 56 and
 // 112 it is 1.1 to 6 times slower.

@@ -1,8 +1,8 @@
 """Modules that are no layers of torch's but whose calls are links of runs all the same: those that
 hand on their input as it is (:class:`Pass`) or with its dimensions in another order
-(:class:`Permutes`), batch norms with more behind them (:class:`NormAct`), and those that hand it
-through children (:class:`Chain`, :class:`Sequence`). What they are is found in their code
-(recognise.py); whether they still are is asked at every call.
+(:class:`Permutes`), batch norms with more behind them (:class:`NormAct`), those that hand it
+through children (:class:`Chain`, :class:`Sequence`), and squeeze-and-excitation (squeezes.py). What
+they are is found in their code (recognise.py); whether they still are is asked at every call.
 """
 
 import copy
