@@ -29,8 +29,8 @@ int64_t grain(int64_t elements) {
 }
 
 template <typename T>
-void scale_channels_last(const ChannelScaleShape& shape, const T* x, const T* scale, const T* spread,
-                         T* y) {
+void scale_channels_last(const ChannelScaleShape& shape, const T* x, const T* scale,
+                         const T* spread, T* y) {
   using A = acc_t<T>;
   parallel_for(0, shape.n * shape.pixels, grain(shape.c), [&](int64_t first, int64_t last) {
     for (int64_t row = first; row < last; ++row) {
