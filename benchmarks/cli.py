@@ -1,7 +1,10 @@
 """What ``python -m braze bench`` runs: ops, ladders, products, counters, rendering."""
 
+import contextlib
 import functools
 import importlib
+import signal
+import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -112,6 +115,21 @@ def tables(what):
     return [Table(prefix + op, functools.partial(of_op, run, op), results.line) for op in ops]
 
 
+@contextlib.contextmanager
+def ended_by_signals():
+    """Within it SIGTERM, by which time limits end a run, raises SystemExit, as Ctrl-C raises
+    KeyboardInterrupt."""
+
+    def end(number, frame):
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def main(args, root):
     folder = args.results or root / "benchmarks" / "results"
     if args.what == ["render"]:
@@ -131,9 +149,10 @@ def main(args, root):
     for table in chosen:
         rows = []
         try:
-            for row in table.run(device, args):
-                print(table.line(row), flush=True)
-                rows.append(row)
+            with ended_by_signals():
+                for row in table.run(device, args):
+                    print(table.line(row), flush=True)
+                    rows.append(row)
         finally:  # an interrupted run keeps the rows it has
             if rows and not args.quick:
                 path = results.save(folder, device, table.name, rows, table.replaces)

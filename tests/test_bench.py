@@ -4,6 +4,7 @@ import argparse
 import csv
 import importlib
 import json
+import signal
 import sys
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from braze import bench
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import ladder, render, results  # noqa: E402
+from benchmarks import cli, ladder, render, results  # noqa: E402
 from benchmarks.cli import OPS  # noqa: E402
 from benchmarks.harness import (  # noqa: E402
     Benchmark,
@@ -41,6 +42,24 @@ def small_relu(op):
 
     layouts = ("contiguous", "channels_last")
     return Benchmark("relu", op, torch.relu, [Case("small", inputs)], layouts=layouts)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda n: n.name)
+def test_a_run_that_is_ended_keeps_its_rows(tmp_path, monkeypatch, number):
+    args = parse("relu", "--device", "cpu", "--results", tmp_path)
+    (row, *_) = run_benchmark(small_relu(torch.relu), torch.device("cpu"), parse("--quick"))
+
+    def ended(*_):
+        yield row
+        signal.raise_signal(number)
+        yield row
+
+    monkeypatch.setattr(cli, "tables", lambda what: [cli.Table("relu", ended, results.line)])
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises((SystemExit, KeyboardInterrupt)):
+        cli.main(args, ROOT)
+    assert len(results.load(tmp_path, "relu")) == 1
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_rows(device):
