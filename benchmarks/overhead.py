@@ -137,6 +137,51 @@ def small_resnet(kind, counts, width):
     return nn.Sequential(*layers).to(memory_format=torch.channels_last)
 
 
+class ConvNormAct(nn.Sequential):
+    """Layers as torchvision groups them."""
+
+    def __init__(self, channels_in, channels, *activation, **settings):
+        conv = nn.Conv2d(channels_in, channels, bias=False, **settings)
+        super().__init__(conv, nn.BatchNorm2d(channels), *activation)
+
+
+class SqueezeExcitation(nn.Module):
+    """Of EfficientNet (Tan and Le, 2019)."""
+
+    def __init__(self, channels, inner):
+        super().__init__()
+        self.pool, self.act, self.gate = nn.AdaptiveAvgPool2d(1), nn.SiLU(), nn.Sigmoid()
+        self.fc1, self.fc2 = nn.Conv2d(channels, inner, 1), nn.Conv2d(inner, channels, 1)
+
+    def forward(self, x):
+        return x * self.gate(self.fc2(self.act(self.fc1(self.pool(x)))))
+
+
+class MBConv(nn.Module):
+    """Of EfficientNet."""
+
+    def __init__(self, channels, expanded):
+        super().__init__()
+        self.block = nn.Sequential(
+            ConvNormAct(channels, expanded, nn.SiLU(), kernel_size=1),
+            ConvNormAct(expanded, expanded, nn.SiLU(), kernel_size=3, padding=1, groups=expanded),
+            SqueezeExcitation(expanded, 2),
+            ConvNormAct(expanded, channels, kernel_size=1),
+        )
+
+    def forward(self, x):
+        result = self.block(x)
+        result += x
+        return result
+
+
+def small_efficientnet():
+    """Sixteen of its blocks, as B0 has."""
+    layers = [nn.Conv2d(3, 4, 3, padding=1), *(MBConv(4, 8) for _ in range(16))]
+    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 10)]
+    return nn.Sequential(*layers).to(memory_format=torch.channels_last)
+
+
 def block():
     layers = nn.Conv2d(2, 2, 3, padding=1), nn.BatchNorm2d(2), nn.ReLU(), nn.MaxPool2d(2)
     return nn.Sequential(*layers, nn.Flatten())
@@ -166,6 +211,7 @@ CASES = [
     Case("airbench94, small", small_airbench94, (2, 3, 32, 32), 10),
     Case("ResNet-18, small", lambda: small_resnet(BasicBlock, (2, 2, 2, 2), 4), (2, 3, 64, 64), 10),
     Case("ResNet-50, small", lambda: small_resnet(Bottleneck, (3, 4, 6, 3), 2), (2, 3, 64, 64), 10),
+    Case("EfficientNet's blocks, small", small_efficientnet, (2, 3, 8, 8), 10),
     Case("Nature-CNN", nature_cnn, (1, 4, 84, 84), 18),
 ]
 
