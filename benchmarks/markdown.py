@@ -30,11 +30,12 @@ LABELS = {
 
 
 def op_sections(folder, name, make_table, one_table=described, about=described):
-    """about(row) and a table for all rows of which one_table(row) is the same."""
+    """about(row) and a table, unless it is "", for all rows of which one_table(row) is the same."""
     groups = {}
     for row in results.load(folder, name):
         groups.setdefault(one_table(row), []).append(row)
-    return [part for rows in groups.values() for part in (about(rows[0]), make_table(rows))]
+    tables = [(about(rows[0]), make_table(rows)) for rows in groups.values()]
+    return [part for head, body in tables if body for part in (head, body)]
 
 
 def timed(row, name):

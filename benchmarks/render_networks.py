@@ -23,8 +23,7 @@ def headline_sections(folder):
 
 def compiled_sections(folder):
     """Converted models under torch.compile beside stock's, per device and versions."""
-    parts = op_sections(folder, "networks", compiled, versions, versions)
-    return [part for i in range(0, len(parts), 2) if parts[i + 1] for part in parts[i : i + 2]]
+    return op_sections(folder, "networks", compiled, versions, versions)
 
 
 def compiled(rows):
@@ -41,7 +40,8 @@ def compiled(rows):
             theirs, mine = (
                 column(found.get(f"{who} {mode[6:]}"), "ms") for who in ("stock", "braze")
             )
-            line += [theirs, mine, f"{float(theirs) / float(mine):.2f}" if theirs and mine else ""]
+            ratio = ratio_of(theirs, mine)
+            line += [theirs, mine, f"{ratio:.2f}" if ratio else ""]
         body.append([*line, column(found.get(BRAZE), "ms")])
     return table(head, body) if body else ""
 
@@ -71,7 +71,7 @@ def evaluated(rows):
         line = [*key]
         for how, modes in PAIRS.items():
             theirs, mine = (column(found.get(mode), "ms") for mode in modes)
-            ratio = float(theirs) / float(mine) if theirs and mine else None
+            ratio = ratio_of(theirs, mine)
             ratios[how] += [ratio] if ratio else []
             line += [theirs, mine, f"{ratio:.2f}" if ratio else ""]
         body.append(line)
@@ -101,13 +101,18 @@ def cells_of(rows):
     """(network, batch, precision) -> (mode -> row without an error, stock's best row or None,
     braze's row or None, by how much braze is faster or None). There is no best of stock where its
     compiled modes were not tried."""
-    compiled = {cell_of(row) for row in rows if row["mode"].startswith("stock compile")}
+    tried = {cell_of(row) for row in rows if row["mode"].startswith("stock compile")}
     for key, found in by_cell(rows).items():
-        stock = [row for mode, row in found.items() if mode in STOCK and key in compiled]
+        stock = [row for mode, row in found.items() if mode in STOCK and key in tried]
         best = min(stock, key=lambda row: float(row["ms"]), default=None)
         mine = found.get(BRAZE) or found.get(BRAZE_EAGER)
-        ratio = float(best["ms"]) / float(mine["ms"]) if best and mine else None
+        ratio = ratio_of(column(best, "ms"), column(mine, "ms"))
         yield key, found, best, mine, ratio
+
+
+def ratio_of(theirs, mine):
+    """By how much braze is faster; None where one of the two was not timed."""
+    return float(theirs) / float(mine) if theirs and mine else None
 
 
 def column(row, name):

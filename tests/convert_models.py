@@ -14,6 +14,17 @@ def images(device, n=4):
     return torch.randn(n, 1, 16, 16, device=device)
 
 
+class Permute(nn.Module):
+    """As torchvision's."""
+
+    def __init__(self, dims):
+        super().__init__()
+        self.dims = dims
+
+    def forward(self, x):
+        return torch.permute(x, self.dims)
+
+
 def ops_run(function):
     """The names of braze's ops that a call runs; those that only GPUs run count as what they stand
     for."""

@@ -17,13 +17,7 @@ from common import assert_by_rule, fuzzed
 NAME = "implicit_gemm_wgmma"
 FORMATS = {"nchw": torch.contiguous_format, "nhwc": torch.channels_last}
 PASSES = ["fprop", "dgrad", "wgrad"]
-# n, c, k, h, w, filter, stride, padding, dilation; where `auto` takes one of braze's kernels
-TAKEN = [
-    ("wgrad", (64, 308, 1232, 1, 1, 1, 1, 0, 1)),
-    ("wgrad", (64, 888, 222, 1, 1, 1, 1, 0, 1)),
-    ("fprop", (64, 1232, 308, 1, 1, 1, 1, 0, 1)),
-    ("fprop", (64, 32, 48, 112, 112, 1, 2, 0, 1)),
-]
+# n, c, k, h, w, filter, stride, padding, dilation
 POINTWISE = [
     (1, 1, 1, 1, 1, 1, 1, 0, 1),
     (3, 64, 256, 14, 14, 1, 1, 0, 1),
@@ -288,6 +282,15 @@ def test_moments(device, case):
     exact = stock.relu(stock.batch_norm(z, None, None, training=True))
     stocks = stock.relu(stock.batch_norm(z.float(), None, None, training=True))
     assert_by_rule(result, stocks, exact, ulps=64, terms=z.numel() // k)
+
+
+# where `auto` takes one of braze's kernels, as the cases above
+TAKEN = [
+    ("wgrad", (64, 308, 1232, 1, 1, 1, 1, 0, 1)),
+    ("wgrad", (64, 888, 222, 1, 1, 1, 1, 0, 1)),
+    ("fprop", (64, 1232, 308, 1, 1, 1, 1, 0, 1)),
+    ("fprop", (64, 32, 48, 112, 112, 1, 2, 0, 1)),
+]
 
 
 @pytest.mark.parametrize(("which", "case"), TAKEN, ids=str)

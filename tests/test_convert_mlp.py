@@ -12,17 +12,7 @@ import braze
 from braze._norm_rules import FASTER, Faster
 from braze.testing import WAYS, mover
 from common import assert_by_rule, compile
-
-
-class Permute(nn.Module):
-    """As torchvision's."""
-
-    def __init__(self, dims):
-        super().__init__()
-        self.dims = dims
-
-    def forward(self, x):
-        return torch.permute(x, self.dims)
+from convert_models import Permute
 
 
 class StochasticDepth(nn.Module):

@@ -4,13 +4,13 @@ the bias."""
 import pytest
 import torch
 from convert_common import seen_by_a_mode
-from test_convert_mlp import CNBlock, Permute, StochasticDepth, assert_alike, gradients, pair
+from test_convert_mlp import CNBlock, StochasticDepth, assert_alike, gradients, pair
 from torch import nn
 
 import braze
 from braze._norm_rules import FASTER, Faster
 from braze.convert import blocks
-from convert_models import ops_run
+from convert_models import Permute, ops_run
 
 
 @pytest.fixture(autouse=True)

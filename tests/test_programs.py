@@ -19,7 +19,7 @@ from braze._programs import program
 from braze._programs.defined import _results
 from braze._programs.program import Program
 from braze.convert import blocks as convert_blocks
-from convert_models import ops_run
+from convert_models import Permute, ops_run
 
 _NODE = "ProgramFunctionBackward"
 
@@ -109,15 +109,6 @@ class SqueezeExcitation(nn.Module):
     def forward(self, x):
         scale = self.fc2(self.act(self.fc1(self.pool(x))))
         return x * self.gate(scale)
-
-
-class Permute(nn.Module):
-    def __init__(self, dims):
-        super().__init__()
-        self.dims = dims
-
-    def forward(self, x):
-        return torch.permute(x, self.dims)
 
 
 def inverted_residual(channels=4):
@@ -469,6 +460,17 @@ def test_what_was_saved_may_not_change(device):
         output.sum().backward()
 
 
+def calls_are_as_op_by_op(model, x):
+    """Asserts it of three calls' results and of the buffers; the last result."""
+    twin = copy.deepcopy(model)
+    for _ in range(3):
+        output = model(x)
+        with OneByOne():
+            expected = twin(x)
+        assert_equal([output, *model.buffers()], [expected, *twin.buffers()])
+    return output
+
+
 def changes():
     def frozen(model):
         model[0].weight.requires_grad_(False)
@@ -510,12 +512,7 @@ def test_changes_are_noticed(device, change):
         model(x)
     change(model)
     x = x.to(model[0].weight.dtype)
-    twin = copy.deepcopy(model)
-    for _ in range(3):
-        output = model(x)
-        with OneByOne():
-            expected = twin(x)
-        assert_equal([output, *model.buffers()], [expected, *twin.buffers()])
+    calls_are_as_op_by_op(model, x)
 
 
 def test_settings_are_noticed(device):
@@ -599,12 +596,7 @@ def test_changes_in_containers_are_noticed(device, change):
         model(x)
     before = model(x)
     change(model)
-    twin = copy.deepcopy(model)
-    for _ in range(3):
-        output = model(x)
-        with OneByOne():
-            expected = twin(x)
-        assert_equal([output, *model.buffers()], [expected, *twin.buffers()])
+    output = calls_are_as_op_by_op(model, x)
     assert not torch.equal(before, output)
 
 

@@ -32,6 +32,7 @@ template <typename T>
 void scale_channels_last(const ChannelScaleShape& shape, const T* x, const T* scale,
                          const T* spread, T* y) {
   using A = acc_t<T>;
+  const A share = A(1) / A(shape.pixels);
   parallel_for(0, shape.n * shape.pixels, grain(shape.c), [&](int64_t first, int64_t last) {
     for (int64_t row = first; row < last; ++row) {
       const T* in = x + row * shape.c;
@@ -40,7 +41,6 @@ void scale_channels_last(const ChannelScaleShape& shape, const T* x, const T* sc
       const T* s = scale + image;
       if (spread) {
         const T* b = spread + image;
-        const A share = A(1) / A(shape.pixels);
         for (int64_t i = 0; i < shape.c; ++i) out[i] = T(A(in[i]) * A(s[i]) + A(b[i]) * share);
       } else {
         for (int64_t i = 0; i < shape.c; ++i) out[i] = T(A(in[i]) * A(s[i]));

@@ -282,7 +282,6 @@ bool im2col_beats_halo(const Conv2dArgs& args) {
   const Conv2dShape& s = args.shape;
   if (s.groups > 1) return false;
   if (im2col_wins_small_images(args)) return true;
-  if (im2col_wins_strided_products(args.pass, s)) return true;
   if (std::min(s.c, s.k) < 64) return false;
   const int64_t filters = s.c * s.k;
   switch (args.pass) {
@@ -515,10 +514,9 @@ bool depthwise_beats_cudnn(const Conv2dProblem& problem) {
 
 // Whether the grouped kernel, or implicit_gemm_mma where that is taken in its place, is faster than
 // cuDNN, as measured on an H200 (ResNeXt-50 and RegNet-Y, 3 x 3, batch 64, bf16, channels last;
-// other precisions were not). cuDNN has kernels for groups of
-// 4, 8, 16 and 32 channels, which are up to twice as fast but for strided input gradients, weight
-// gradients of 4 channels and most of 8, above all where groups do not come in fours; of 24, 56 and
-// 112 it is 1.1 to 6 times slower.
+// other precisions were not). cuDNN has kernels for groups of 4, 8, 16 and 32 channels, which are
+// up to twice as fast but for strided input gradients, weight gradients of 4 channels and most of
+// 8, above all where groups do not come in fours; of 24, 56 and 112 it is 1.1 to 6 times slower.
 bool grouped_beats_cudnn(const Conv2dProblem& problem) {
   const Conv2dShape& s = problem.shape;
   constexpr int64_t kLeastElements = 1 << 20;  // else launches decide

@@ -122,6 +122,18 @@ class Code(Outer):
         self.assumed.append((None, name, None))
         return name
 
+    def through_children(self, value):
+        """The names of the children that an expression hands another one through, innermost first,
+        and that one."""
+        names = []
+        while isinstance(value, ast.Call) and len(value.args) == 1 and not value.keywords:
+            name = self.attribute(value.func)
+            if name is None:
+                break
+            names.insert(0, name)
+            value = value.args[0]
+        return names, value
+
     def is_input(self, node):
         return isinstance(node, ast.Name) and node.id == self.input
 

@@ -82,8 +82,7 @@ def _links(children):
     links = expanded(children[::-1])
     if links is None or any(type(k) is tuple and k[0] is own_norm for k in links):
         return None
-    layers = [k for k in links if type(k) is not tuple]
-    return links if LAYERS.issuperset(map(type, layers)) and are_plain(layers) else None
+    return links if are_plain([k for k in links if type(k) is not tuple]) else None
 
 
 _one_after_another = by_program(in_turn)

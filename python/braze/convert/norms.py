@@ -40,13 +40,7 @@ class NormCode(Code):
                 target, value = None, statement.value
             else:
                 return None
-            through = []
-            while isinstance(value, ast.Call) and len(value.args) == 1 and not value.keywords:
-                name = self.attribute(value.func)
-                if name is None:
-                    break
-                through.insert(0, name)
-                value = value.args[0]
+            through, value = self.through_children(value)
             if variable is None:
                 if not (block.is_result(value) or self._is_super(value)):
                     return None

@@ -64,13 +64,7 @@ class ChainCode(Code):
 
     def _through(self, value, variable):
         """The names of the children that an expression hands the variable through, or None."""
-        names = []
-        while isinstance(value, ast.Call) and len(value.args) == 1 and not value.keywords:
-            name = self.attribute(value.func)
-            if name is None:
-                return None
-            names.insert(0, name)
-            value = value.args[0]
+        names, value = self.through_children(value)
         return names if isinstance(value, ast.Name) and value.id == variable else None
 
     def _is_alias(self, statement, variable):

@@ -46,7 +46,7 @@ from braze.convert.kinds import (
     places,
 )
 from braze.convert.link_calls import one_by_one
-from braze.convert.programs import LINK_KINDS, LONGEST_STRETCH, by_program
+from braze.convert.programs import LAYERS, LINK_KINDS, LONGEST_STRETCH, by_program
 from braze.convert.quiet import are_quiet, asks, overwrites
 from braze.nn import functional as F
 
@@ -84,10 +84,10 @@ def _known_runner(links):
 
 
 def are_plain(layers):
-    """Whether such layers, all of classes that programs know, are still what they were, without
-    hooks, and return one tensor each."""
+    """Whether layers are all of classes that programs know, still what they were, without hooks,
+    and return one tensor each."""
     types = tuple(map(type, layers))
-    if _any_global_hook() or asks(types)() or not unwatched(layers):
+    if not LAYERS.issuperset(types) or _any_global_hook() or asks(types)() or not unwatched(layers):
         return False
     pooling = braze.nn.MaxPool2d
     return pooling not in types or not any(
@@ -224,7 +224,7 @@ def run_of(kinds):
         return function
     if any(kind not in STRETCH_KINDS for kind in kinds) or kinds.count("Add") > 1:
         return None
-    if "Add" in kinds and kinds[kinds.index("Add") + 1 :][:1] not in _ADDED_TO:
+    if "Add" in kinds and (*kinds, None)[kinds.index("Add") + 1] not in ADDED_TO:
         return None
     if any(kind == "Scale" and kinds[i - 1] != "Add" for i, kind in enumerate(kinds)):
         return None
@@ -311,7 +311,6 @@ RUNS = {
 LONGEST = max(map(len, RUNS))
 #: To what something is added in runs.
 ADDED_TO = "BatchNorm2d", "Scale"
-_ADDED_TO = {(kind,) for kind in ADDED_TO}
 #: Of what is no run of its own, see LONGEST_STRETCH.
 STRETCH_KINDS = frozenset(("Add", "Scale", *LINK_KINDS))
 #: The parts of runs that are one op: the kinds of its layers, innermost first, and the module that

@@ -55,13 +55,7 @@ class SqueezeCode(PassCode):
     def _goes_on(self, value, variable, found):
         """What an expression of the variable is, which is what was found, or, without one, an
         expression of the input."""
-        names = []
-        while isinstance(value, ast.Call) and len(value.args) == 1 and not value.keywords:
-            name = self.attribute(value.func)
-            if name is None:
-                break
-            names.insert(0, name)
-            value = value.args[0]
+        names, value = self.through_children(value)
         if found is not None:
             if not (isinstance(value, ast.Name) and value.id == variable):
                 return None

@@ -9,7 +9,7 @@ from braze._stock import called_by, gives_way
 from braze.convert.kinds import calls_of
 from braze.convert.link_calls import one_by_one
 from braze.convert.parts import expanded
-from braze.convert.programs import LAYERS, by_program, of_layers
+from braze.convert.programs import by_program, of_layers
 from braze.convert.runs import are_plain
 from braze.convert.through import run_through
 from braze.nn import functional as F
@@ -50,7 +50,9 @@ class Squeeze:
         if not (input.is_contiguous() or is_channels_last(input)):
             return None
         link = _link(layers, module)
-        return _excited(input, layers) if link is None else _by_program((link,), input)
+        if link is None:
+            return excited(input, layers, module)
+        return _by_program((link,), input)
 
     def expand(self, module, found, modules):
         """See :meth:`Pass.expand`."""
@@ -93,24 +95,20 @@ class Squeeze:
         return None if None in layers else tuple(layers)
 
 
-def _excited(input, layers):
-    """Squeeze-and-excitation whose means go through layers, outermost first."""
-    return F.squeeze_excite(input, lambda mean: run_through(layers, mean) if layers else mean)
-
-
 @of_layers("Squeeze")
 def excited(input, layers, module):
-    """What a call of a module stands for: squeeze-and-excitation by such layers."""
-    return _excited(input, layers) if input.dim() == 4 else module(input)
+    """What a call of a module stands for: squeeze-and-excitation whose means go through layers,
+    outermost first."""
+    if input.dim() != 4:
+        return module(input)
+    return F.squeeze_excite(input, lambda mean: run_through(layers, mean) if layers else mean)
 
 
 def _link(layers, module):
     """``excited`` of layers that may be parts, as a link; None where one of them is watched, or of
     a class that programs do not know."""
     layers = expanded(layers)
-    if layers is None or not LAYERS.issuperset(map(type, layers)) or not are_plain(layers):
-        return None
-    return excited, (layers, module), {}
+    return None if layers is None or not are_plain(layers) else (excited, (layers, module), {})
 
 
 _by_program = by_program(one_by_one)
