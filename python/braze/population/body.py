@@ -53,7 +53,7 @@ class MemberBatches(Batches):
         for member, own_images, own_labels, sums in shares:
             own_images = _aligned(own_images)
             member.batches.moments.gathered(own_images, sums, filters)
-            batches.append((own_images, own_labels))
+            batches.append([own_images, own_labels])
         return batches
 
 
@@ -164,8 +164,8 @@ class PopulationBody:
             return self.batches.gather(*batch, prefetch)
         n = len(self.members)
         if not self.each:
-            return [batch] * n
-        return [pytree.tree_map(lambda x, i=i: _of_member(x, i), tuple(batch)) for i in range(n)]
+            return [[*batch] for _ in range(n)]
+        return [pytree.tree_map(lambda x, i=i: _of_member(x, i), batch) for i in range(n)]
 
     def _shared(self, batch):
         """Tensors that all members read, their versions, and what to say where one is written."""

@@ -43,7 +43,7 @@ class PopulationWork(StepWork):
     def prepare(self, entry, call, way):
         parts, batches = self._parts, self._body.batches
         losses, fetched = MemberLosses(entry.eager, parts.device, len(way)), None
-        batch = entry.arguments()
+        batch = call.leaves
         if call.gather and parts.loader.nbytes(*batch) <= prefetch.MAX_BYTES:
             fetched = MembersPrefetch(parts.loader, batches.place, *batch, batches.filters())
         return PopulationBranches(losses, fetched, way)
@@ -51,4 +51,5 @@ class PopulationWork(StepWork):
     def finish(self, entry, prepared, recorded):
         if not all(side is None or side.all_arrived() for side in prepared.side_streams):
             return None
-        return Kept(prepared.losses, prepared.prefetch, recorded[1], self._parts.gradients())
+        entry.leaves, norms = recorded
+        return Kept(prepared.losses, prepared.prefetch, norms, self._parts.gradients())

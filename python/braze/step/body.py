@@ -46,7 +46,8 @@ class Body:
         """Forward and backward of one batch; the update if it is the window's last.
 
         Args:
-            batch: the model's inputs and the target; with `gather` how many images of the loader.
+            batch: the model's inputs and the target, in a list, of which it takes them; with
+                `gather` how many images of the loader.
             first, last: whether it is the window's.
             branches: of the graph, where the step is being captured.
 
@@ -76,9 +77,12 @@ class Body:
         with torch.enable_grad(), parts.ranks.micro_step(last):
             with self._autocast(), self._forward_scope(() if gather else batch[:-1]) as scope:
                 if gather:
-                    batch = self.batches.gather(*batch, prefetch)
+                    batch = [*self.batches.gather(*batch, prefetch)]
                 *inputs, target = batch
+                batch.clear()
                 loss = parts.loss_fn(parts.model(*inputs), target)
+                # What the backward pass does not need must not count at its peak.
+                del inputs, target
             scaled = loss / parts.accumulate if parts.accumulate > 1 else loss
             if parts.scales():
                 scaled = parts.grad_scaler.scale(scaled)

@@ -10,7 +10,7 @@ from braze._step_scope import FunctionScope
 from braze.step.branches import Slots
 from braze.step.casts import CastsWithoutGradients
 from braze.step.gradients import Gradients
-from braze.step.graphs import Work
+from braze.step.graphs import Work, tree
 from braze.step.side_stream import OfFunction
 from braze.step.surroundings import PLAIN
 
@@ -68,6 +68,13 @@ class FunctionWork(Work):
         self.gradients.bring(call.known)
 
     def eager(self, entry, call):
+        if entry.leaves is None:
+            device = self._parts.device
+            entry.leaves = [
+                torch.empty_like(x, device=device) if isinstance(x, torch.Tensor) else x
+                for x in call.leaves
+            ]
+        entry.load(call.leaves)
         versions = _versions(entry.leaves)
         result = self.gradients.watch(call.known, lambda: self._run(entry))
         leaves, spec = pytree.tree_flatten(result)
@@ -79,7 +86,8 @@ class FunctionWork(Work):
         return pytree.tree_unflatten(lasting(leaves), spec)
 
     def _run(self, entry):
-        args, kwargs = (entry.leaves, {}) if entry.spec is None else entry.arguments()
+        leaves, spec = entry.leaves, entry.spec
+        args, kwargs = (leaves, {}) if spec is None else tree(leaves, spec)
         if entry.casts is None:
             given = [x for x in entry.leaves if isinstance(x, torch.Tensor)]
             entry.casts = CastsWithoutGradients([*given, *self._parts.tensors()])

@@ -28,15 +28,26 @@ def stream_number(device):
     return torch._C._cuda_getCurrentRawStream(device.index)
 
 
+def load(places, leaves):
+    """Copies the tensors of `leaves` to those of `places`."""
+    for place, given in zip(places, leaves, strict=True):
+        if isinstance(place, torch.Tensor):
+            place.copy_(given, non_blocking=True)
+
+
+def tree(leaves, spec):
+    """A call's arguments, in a list where they are no tree."""
+    return leaves if spec is None else pytree.tree_unflatten(leaves, spec)
+
+
 class Entry:
     """What belongs to one kind of call: one shape, one set of settings."""
 
-    def __init__(self, call, device):
+    def __init__(self, call):
         self.spec = call.spec
-        self.leaves = [
-            torch.empty_like(x, device=device) if isinstance(x, torch.Tensor) else x
-            for x in call.leaves
-        ]
+        #: the arguments where the graph reads them, with tensors that :meth:`load` fills; None as
+        #: long as the work has no place for them
+        self.leaves = None
         self.eager_calls = 0
         self.graph = None
         self.buffers = None  # addresses of the modules' that the graph reads and writes
@@ -46,12 +57,7 @@ class Entry:
         self.draws = False
 
     def load(self, leaves):
-        for mine, given in zip(self.leaves, leaves, strict=True):
-            if isinstance(mine, torch.Tensor):
-                mine.copy_(given, non_blocking=True)
-
-    def arguments(self):
-        return self.leaves if self.spec is None else pytree.tree_unflatten(self.leaves, self.spec)
+        load(self.leaves, leaves)
 
 
 class Work:
@@ -73,7 +79,8 @@ class Work:
         """On the caller's stream."""
 
     def eager(self, entry, call):
-        """Runs it, on the work's own stream; returns what the call returns."""
+        """Runs it, on the work's own stream, with copies of what is to be copied; returns what the
+        call returns."""
         raise NotImplementedError
 
     def is_full(self, entry):
@@ -167,8 +174,6 @@ class Graphs:
             if self._last_stream is not None:
                 stream.wait_stream(self._last_stream)
             self._last_stream, self._last_number = stream, number
-        if call.copied:
-            entry.load(call.leaves)
         warms_up = entry.graph is None and entry.eager_calls < max(
             _EAGER_CALLS, parts.ranks.eager_calls()
         )
@@ -177,6 +182,8 @@ class Graphs:
             return self._run_eagerly(entry, call, self._last_stream)
         if entry.graph is None or work.is_full(entry) or entry.buffers != parts.buffers:
             self._capture(entry, call)
+        if call.copied:
+            entry.load(call.leaves)
         work.before_replay(entry, call)
         for rates in self._rates:
             rates.write()
@@ -208,7 +215,7 @@ class Graphs:
             if len(self._entries) >= _MAX_ENTRIES:
                 torch.cuda.synchronize(parts.device)
                 del self._entries[next(iter(self._entries))]
-            entry = Entry(call, parts.device)
+            entry = Entry(call)
         self._entries[key] = entry
         self._kind, self._key, self._entry = kind, key, entry
         return entry

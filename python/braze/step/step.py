@@ -118,7 +118,7 @@ class Step:
             else:
                 if gather:
                     body.batches.seek(*order)
-                loss, norm = body.run(batch, gather, first, last)
+                loss, norm = body.run([*batch], gather, first, last)
                 body.window_grads = parts.gradients()
         except BaseException:
             self._micro_step = 0  # the window starts anew

@@ -5,9 +5,9 @@ from typing import NamedTuple
 import torch
 
 from braze._C import have_gradients
-from braze.step import prefetch
+from braze.step import places, prefetch
 from braze.step.branches import Branches, Losses
-from braze.step.graphs import Work
+from braze.step.graphs import Work, load, tree
 from braze.step.side_stream import SideStream
 
 
@@ -66,10 +66,16 @@ class StepWork(Work):
             self._body.batches.seek(*call.order)
 
     def eager(self, entry, call):
-        loss, norm = self._body.run(entry.arguments(), call.gather, call.first, call.last)
+        loss, norm = self._body.run(self._batch(call), call.gather, call.first, call.last)
         entry.eager = loss.dtype
         self._body.window_grads = self._parts.gradients()
         return loss, norm
+
+    def _batch(self, call):
+        """A copy of the call's, which the body alone holds."""
+        leaves = places.unfilled(call.leaves, self._parts.device)
+        load(leaves, call.leaves)
+        return [*tree(leaves, call.spec)]
 
     def is_full(self, entry):
         return entry.kept.losses.full()
@@ -86,7 +92,7 @@ class StepWork(Work):
 
     def prepare(self, entry, call, way):
         parts, batches = self._parts, self._body.batches
-        batch = entry.arguments()
+        batch = call.leaves
         stream, fetched = torch.cuda.Stream(parts.device), None
         losses = Losses(entry.eager, parts.device, stream)
         ahead = call.gather and parts.accumulate == 1
@@ -96,12 +102,16 @@ class StepWork(Work):
         return Branches(stream, losses, fetched, way)
 
     def record(self, entry, call, prepared):
-        return self._body.run(entry.arguments(), call.gather, call.first, call.last, prepared)
+        leaves = places.unfilled(call.leaves, self._parts.device)
+        aliases, batch = places.aliases(leaves), [*tree(leaves, call.spec)]
+        del leaves  # the body alone holds the batch
+        _, norm = self._body.run(batch, call.gather, call.first, call.last, prepared)
+        return aliases, norm
 
     def finish(self, entry, prepared, recorded):
         if prepared.side_stream and not prepared.side_stream.all_arrived():
             return None
-        _, norm = recorded
+        entry.leaves, norm = recorded
         return Kept(prepared.losses, prepared.prefetch, norm, self._parts.gradients())
 
     def before_replay(self, entry, call):
