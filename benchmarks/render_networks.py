@@ -123,7 +123,7 @@ def summary(rows):
     """A line per network, batch and precision; "" where a mode was not timed."""
     head = [*KEYS, "stock's best", "read at", "braze's at", "|", "stock ms", "braze ms"]
     head += ["stock / braze", "stock eager ms", "braze eager ms", "braze's first 5 steps s"]
-    head += ["braze MB"]
+    head += ["stock eager MB", "braze MB"]
     body, ratios = [], []
     for key, found, best, mine, ratio in cells_of(rows):
         ratios += [ratio] if ratio else []
@@ -136,7 +136,7 @@ def summary(rows):
                 f"{ratio:.2f}" if ratio else "",
                 *(column(found.get(mode), "ms") for mode in (STOCK_EAGER, BRAZE_EAGER)),
                 column(mine, "first_s"),
-                column(mine, "memory_mb"),
+                *(column(row, "memory_mb") for row in (found.get(STOCK_EAGER), mine)),
             ]
         )
     return table(head, body) + in_all(ratios)

@@ -68,6 +68,10 @@ def _alias(tree):
     return _aten.alias.default(tree) if isinstance(tree, torch.Tensor) else tree
 
 
+def _is_view(func):
+    return getattr(func, "is_view", False) or func is _aten.detach.default
+
+
 def _run(func, args, kwargs):
     try:
         return func(*args, **kwargs)
@@ -127,6 +131,11 @@ class Graph:
         # Aliases: autograd takes a gradient over as it is where nobody else has the tensor.
         self.tape.append((func, _alias(args), _alias(kwargs), _alias(result)))
         return result
+
+    def mentions(self, memory):
+        storage = memory.untyped_storage()._cdata
+        given = (t for func, *rest in self.tape if not _is_view(func) for t in _tensors(rest))
+        return any(t.untyped_storage()._cdata == storage for t in given)
 
     def replay(self):
         self.fake.note("replay")
@@ -229,6 +238,8 @@ class _Ops(TorchDispatchMode):
         if str(func) in _SIDE_STREAM:
             fake.note(str(func), *args[1:])
             return _SIDE_STREAM[str(func)]
+        if str(func) == "braze.capture_mentions.default":
+            return fake.graph.mentions(args[0])
         if func in _WAITS or (func in _INDEXES and _any_mask(args[1])):
             fake.wait(str(func))
         if func is _aten.copy_.default and not all(on_gpu):

@@ -206,44 +206,6 @@ def test_two_models_a_second_stream_and_empty_cache(device):
         assert_same(step.model, mine, model, expected)
 
 
-class First(torch.nn.Module):
-    """Of an input that the backward pass does not need."""
-
-    def __init__(self, keeps):
-        super().__init__()
-        self.keeps, self.seen = keeps, None
-
-    def forward(self, x):
-        if self.keeps:
-            self.seen = x
-        return x.unflatten(1, (16, -1)).mean(2)
-
-
-@pytest.mark.usefixtures("deterministic")  # which have torch fill new memory
-@pytest.mark.parametrize("keeps", [False, True])
-@cuda_only
-def test_a_batch_is_freed_behind_the_forward_pass(device, keeps):
-    torch.manual_seed(0)
-    data = [
-        (torch.randn(4, 1 << 20, device=device), torch.randint(5, (4,), device=device))
-        for _ in range(6)
-    ]
-    models = []
-    for _ in range(2):
-        torch.manual_seed(1)
-        models.append(torch.nn.Sequential(First(keeps), braze.nn.Linear(16, 5)).to(device))
-    plain, model = models
-    expected = plain_loop(plain, braze.optim.SGD(plain.parameters(), lr=0.1), data)
-    step = braze.TrainStep(model, loss_fn, braze.optim.SGD(model.parameters(), lr=0.1))
-    before, losses = torch.cuda.memory_allocated(), []
-    for x, y in data:
-        losses.append(step(x, y))
-        assert not keeps or torch.equal(model[0].seen, x)
-    held = torch.cuda.memory_allocated() - before
-    assert (held > 16 << 20) if keeps else (held < 8 << 20)  # a batch has 16 MiB
-    assert_same(model, losses, plain, expected)
-
-
 @cuda_only
 def test_many_steps_leak_nothing(device):
     model, optimizer = make(device)

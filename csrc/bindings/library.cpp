@@ -341,6 +341,9 @@ STABLE_TORCH_LIBRARY(braze, m) {
   // last join
   m.def("open_side_stream(Tensor device_of) -> bool");
   m.def("join_side_stream(Tensor device_of, bool close) -> Tensor[]");
+  // whether what has been recorded in the capture of the current stream is given an address within
+  // the memory of a dense tensor
+  m.def("capture_mentions(Tensor memory) -> bool");
 
   // softmax
   m.def("softmax(Tensor input, int dim, ScalarType? dtype=None) -> Tensor");

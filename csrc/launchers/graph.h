@@ -48,6 +48,10 @@ void close_side_stream(Stream main);
 // of this since the last join, if any. A wait for what was given long ago is a short one.
 void move_side_stream_mark(Stream main);
 
+// Whether anything recorded so far in the capture of `main` is given an address within this memory.
+// True where that cannot be told.
+bool capture_mentions(Stream main, const void* memory, int64_t bytes);
+
 }  // namespace cuda
 #else
 namespace cpu {

@@ -47,6 +47,10 @@ constexpr int kHeadStartMicroseconds = 60;
 // grouped filters is compiled when it runs first, or runs for a fifth of a second.
 constexpr double kFarBehind = 5, kLoadingMicroseconds = 2e3;
 constexpr double kLongestMicroseconds = 3e4, kLongestRuns = 100;
+// What a candidate may work in, besides what the rules chose: as many bytes as the pass reads and
+// writes, or so many partial sums of a weight's gradient, or so much. A training step must not need
+// more memory in its first call, where they are measured, than ever after.
+constexpr int64_t kWorkBytes = int64_t{24} << 20, kPartialSums = 64;
 
 // Enqueues a decision's work, with as much of the epilogue as it has fused. workspace: of as many
 // bytes as it says. like: a tensor on the device, in the problem's dtype.
@@ -192,6 +196,13 @@ double time_of(Stream stream, const Conv2dProblem& problem, const Decision& deci
   return least;
 }
 
+int64_t most_workspace_bytes(const Conv2dShape& shape) {
+  const int64_t images = shape.n * (shape.c * shape.h * shape.w + shape.k * shape.p * shape.q);
+  const int64_t filters = shape.k * (shape.c / shape.groups) * shape.r * shape.s;
+  return std::max({size_of(shape.dtype) * (images + filters),
+                   kPartialSums * filters * int64_t{sizeof(float)}, kWorkBytes});
+}
+
 // Runs the candidates on the tensors themselves (the result is written again afterwards), what the
 // rules have chosen first, and returns the fastest; that one, where nothing is faster by far enough
 // to be sure.
@@ -208,12 +219,14 @@ Wish fastest(Stream stream, const Conv2dProblem& problem, const Tensor& result, 
   auto candidates = candidates_of(problem, bias);
   std::stable_partition(candidates.begin(), candidates.end(),
                         [&](const auto& c) { return rules_have(c.second); });
+  const int64_t most = most_workspace_bytes(problem.shape);
   const auto start = std::chrono::steady_clock::now();
   for (const auto& [wish, decision] : candidates) {
     const std::chrono::duration<double, std::micro> passed =
         std::chrono::steady_clock::now() - start;
     const bool is_late = passed.count() > std::max(kLongestMicroseconds, kLongestRuns * least);
     if (is_late && decision.library >= 0) continue;  // ours have nothing to compile
+    if (decision.workspace_bytes > most && !rules_have(decision)) continue;
     try {
       const double us = time_of(stream, problem, decision, result, bias, wants_moments, 2 * least);
       if (us < least) least = us, best = wish;

@@ -94,12 +94,12 @@ __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Host: a function of the driver, which has it or not.
+// Host: a function of the driver, which has it or not, as that version of CUDA declares it.
 template <typename Function>
-Function driver_function(const char* name) {
+Function driver_function(const char* name, unsigned int version = 12000) {
   void* function = nullptr;
   cudaDriverEntryPointQueryResult found;
-  cudaGetDriverEntryPointByVersion(name, &function, 12000, cudaEnableDefault, &found);
+  cudaGetDriverEntryPointByVersion(name, &function, version, cudaEnableDefault, &found);
   if (found != cudaDriverEntryPointSuccess) {
     throw std::runtime_error(std::string("the CUDA driver has no ") + name);
   }

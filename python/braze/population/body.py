@@ -77,6 +77,8 @@ class PopulationBody:
         self.batches = MemberBatches(parts, self.members)
         #: (parameter, gradient) as the last step left them
         self.window_grads = []
+        #: as :class:`Body` has it; members share a batch, and refuse to write to it
+        self.wrote_inputs = True
         #: whether the tensors of a batch have a dimension for the members in front
         self.each = False
         self._chains = None
@@ -110,7 +112,7 @@ class PopulationBody:
         """
         self.drop_gradients()
         n, norms, kept = len(self.members), [], []
-        losses, prefetch, side_streams = branches or (None, None, [None] * n)
+        losses, prefetch, side_streams, _ = branches or (None, None, [None] * n, {})
         with contextlib.ExitStack() as stack:
             if branches:
                 stack.enter_context(none_but(self._parts.params[0]))
@@ -129,7 +131,7 @@ class PopulationBody:
                     self._chains.refork()
                     kept.append(casts)  # until the chains are joined
                 for i in wave:
-                    own = branches and MemberBranches(None, losses, None, side_streams[i])
+                    own = branches and MemberBranches(None, losses, None, side_streams[i], {})
                     found.append(self._gradients(i, batches[i], own, prefetch))
                     if branches:
                         norms.append(self._update(i, side_streams[i]))

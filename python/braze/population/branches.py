@@ -126,6 +126,7 @@ class PopulationBranches(NamedTuple):
     losses: MemberLosses
     prefetch: MembersPrefetch | None
     side_streams: list  # of each member a SideStream, or None
+    casts: dict
 
 
 class MemberBranches(NamedTuple):
@@ -135,3 +136,4 @@ class MemberBranches(NamedTuple):
     losses: MemberLosses
     prefetch: None
     side_stream: object
+    casts: dict

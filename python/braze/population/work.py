@@ -33,7 +33,7 @@ class PopulationWork(StepWork):
         before every replay."""
         return self._body.random.generators(self._parts.device) if entry.draws else ()
 
-    def ways(self):
+    def ways(self, entry):
         """With casts of gradients left to the updates, and without, for where they are read."""
         takes_casts = self._parts.update_takes_casts()
         if any(takes_casts):
@@ -46,10 +46,10 @@ class PopulationWork(StepWork):
         batch = call.leaves
         if call.gather and parts.loader.nbytes(*batch) <= prefetch.MAX_BYTES:
             fetched = MembersPrefetch(parts.loader, batches.place, *batch, batches.filters())
-        return PopulationBranches(losses, fetched, way)
+        return PopulationBranches(losses, fetched, way, {})
 
     def finish(self, entry, prepared, recorded):
         if not all(side is None or side.all_arrived() for side in prepared.side_streams):
             return None
-        entry.leaves, norms = recorded
+        entry.leaves, norms, _ = recorded
         return Kept(prepared.losses, prepared.prefetch, norms, self._parts.gradients())

@@ -7,6 +7,7 @@ import torch
 from braze._step_scope import StepScope
 from braze.step.batches import Batches
 from braze.step.casts import SharedCasts
+from braze.step.places import versions_of
 
 
 class Body:
@@ -24,6 +25,8 @@ class Body:
         self._accumulated = {}  # parameter -> gradient, on a GPU with accumulate > 1
         self.casts = SharedCasts()
         self._ones = {}  # the gradient of the loss, for each dtype and device
+        #: whether the last forward pass wrote to the batch
+        self.wrote_inputs = False
 
     def relearn(self):
         """Forgets what earlier steps have taught it."""
@@ -64,7 +67,7 @@ class Body:
     def gradients(self, batch, gather, first, last, branches=None):
         """Forward and backward of one batch, as :meth:`run`; returns the loss."""
         parts = self._parts
-        _, losses, prefetch, side_stream = branches or (None,) * 4
+        _, losses, prefetch, side_stream, casts = branches or (None, None, None, None, ())
         if first:
             self.drop_gradients()
         else:
@@ -75,12 +78,15 @@ class Body:
         # A cast weight that an enclosing autocast remembers would be that of an earlier step.
         torch.clear_autocast_cache()
         with torch.enable_grad(), parts.ranks.micro_step(last):
-            with self._autocast(), self._forward_scope(() if gather else batch[:-1]) as scope:
+            inputs = () if gather else batch[:-1]
+            with self._autocast(), self._forward_scope(inputs, casts) as scope:
                 if gather:
                     batch = [*self.batches.gather(*batch, prefetch)]
                 *inputs, target = batch
                 batch.clear()
+                before = versions_of(inputs)
                 loss = parts.loss_fn(parts.model(*inputs), target)
+                self.wrote_inputs = versions_of(inputs) != before
                 # What the backward pass does not need must not count at its peak.
                 del inputs, target
             scaled = loss / parts.accumulate if parts.accumulate > 1 else loss
@@ -105,14 +111,14 @@ class Body:
         return loss.detach()
 
     @contextlib.contextmanager
-    def _forward_scope(self, inputs):
+    def _forward_scope(self, inputs, given):
         # The gradient that the loss will be given, where nothing comes between.
         direct = self._parts.accumulate == 1 and not self._parts.scales()
         casts, moments = self.casts, self.batches.moments
         ones = self._ones if direct else None
         with StepScope(casts=casts, moments=moments, unit_gradients=ones) as scope:
             try:
-                casts.cast_together(inputs)
+                casts.cast_together(inputs, given)
                 yield scope
             finally:
                 casts.drop()

@@ -66,3 +66,4 @@ class Branches(NamedTuple):
     losses: Losses
     prefetch: Prefetch | None
     side_stream: SideStream | None  # of the gradients
+    casts: dict  # of inputs that are cast already: which one -> its cast

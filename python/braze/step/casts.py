@@ -80,14 +80,22 @@ class SharedCasts:
         """Lists of parameters that a launch may cast together, as :func:`_together` has them."""
         return _together(self._wanted)
 
-    def cast_together(self, inputs=()):
+    def wanted_inputs(self):
+        """Of the inputs that the passes before cast, to one dtype each: which one -> dtype."""
+        found = dict(self._wanted_inputs)
+        return found if len(found) == len(self._wanted_inputs) else {}
+
+    def cast_together(self, inputs=(), given=()):
         """At the beginning of a forward pass, which ends with :meth:`drop`.
 
         Args:
             inputs: what the model is called with.
+            given: which of them -> its cast, of those that are cast already, in a dict.
         """
         for i, t in enumerate(inputs):
-            if type(t) is torch.Tensor and not t.requires_grad:
+            if i in given:
+                self._ready[id(t), given[i].dtype] = t._version, given[i]
+            elif type(t) is torch.Tensor and not t.requires_grad:
                 self._inputs[id(t)] = i
         for key, parameters in self.wanted().items():
             made = self._made.pop(key, None)

@@ -11,6 +11,7 @@ from braze.step.branches import Slots
 from braze.step.casts import CastsWithoutGradients
 from braze.step.gradients import Gradients
 from braze.step.graphs import Work, tree
+from braze.step.places import versions_of
 from braze.step.side_stream import OfFunction
 from braze.step.surroundings import PLAIN
 
@@ -75,7 +76,7 @@ class FunctionWork(Work):
                 for x in call.leaves
             ]
         entry.load(call.leaves)
-        versions = _versions(entry.leaves)
+        versions = versions_of(entry.leaves)
         result = self.gradients.watch(call.known, lambda: self._run(entry))
         leaves, spec = pytree.tree_flatten(result)
         _copy_back(entry, call, _changed(entry.leaves, versions))
@@ -106,7 +107,7 @@ class FunctionWork(Work):
         slots = entry.kept.slots
         return bool(slots) and any(one.full() for one in slots.values())
 
-    def ways(self):
+    def ways(self, entry):
         """With gradients on a side stream, and without, for where one of them is read too early."""
         parts = self._parts
         if not parts.ranks.read_gradients():
@@ -122,7 +123,7 @@ class FunctionWork(Work):
                 counts[dtype] = counts.get(dtype, 0) + 1
         slots = {dtype: Slots(dtype, self._parts.device, count) for dtype, count in counts.items()}
         may_write = [t for t in (*self._parts.params, *self._parts.tensors())]
-        versions = _versions(may_write), _versions(entry.leaves)
+        versions = versions_of(may_write), versions_of(entry.leaves)
         return way, slots, [p.grad for p in self._parts.params], may_write, versions
 
     def record(self, entry, call, prepared):
@@ -228,16 +229,9 @@ def lasting(leaves):
     ]
 
 
-def _versions(tensors):
-    return [
-        t._version if isinstance(t, torch.Tensor) and not t.is_inference() else None
-        for t in tensors
-    ]
-
-
 def _changed(tensors, versions):
     """Indices of those that have been written to."""
-    now = _versions(tensors)
+    now = versions_of(tensors)
     return [i for i, (a, b) in enumerate(zip(versions, now, strict=True)) if a != b]
 
 

@@ -55,6 +55,10 @@ class Entry:
         self.eager = self.kept = self.casts = None
         #: whether eager calls drew from :meth:`Work.generators`
         self.draws = False
+        #: whether the last eager call left the arguments as they were
+        self.unwritten = False
+        #: whether a graph does without arguments that are cast: their casts are loaded
+        self.takes_casts = True
 
     def load(self, leaves):
         load(self.leaves, leaves)
@@ -87,7 +91,7 @@ class Work:
         """Whether a graph has to be made anew, since it has no place left for results."""
         raise NotImplementedError
 
-    def ways(self):
+    def ways(self, entry):
         """How to record it; where the first way proves unfit the next is tried."""
         return (None,)
 
@@ -239,7 +243,7 @@ class Graphs:
 
     def _capture(self, entry, call):
         self._work.before_capture(call)
-        for way in self._work.ways():
+        for way in self._work.ways(entry):
             if self._record(entry, call, way):
                 return
 

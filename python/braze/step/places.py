@@ -1,7 +1,32 @@
-"""Memory for a batch that a step frees as soon as nothing reads it: for most models behind the
-forward pass, so that it does not count at the backward pass's peak."""
+"""Where a step finds its batch, in as little memory as can be.
+
+A graph reads a batch in a place of its own. Where a model only casts it, as autocast does, that is
+the place of the cast, and of the batch itself there is no copy. Else the copy is freed as soon as
+nothing reads it: for most models behind the forward pass, so that it does not count at a peak in
+the backward pass.
+"""
 
 import torch
+
+
+def is_alike(x, device):
+    """Whether a tensor of the caller's is as a copy of it would be: a step that only reads it may
+    be given it in place of the copy."""
+    return (
+        type(x) is torch.Tensor
+        and x.device == device
+        and x.numel() > 0
+        and not x.is_inference()
+        and torch.empty_like(x, device="meta").stride() == x.stride()
+    )
+
+
+def versions_of(tensors):
+    """What grows when a tensor is written to."""
+    return [
+        t._version if isinstance(t, torch.Tensor) and not t.is_inference() else None
+        for t in tensors
+    ]
 
 
 def unfilled(leaves, device):

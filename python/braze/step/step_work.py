@@ -66,25 +66,42 @@ class StepWork(Work):
             self._body.batches.seek(*call.order)
 
     def eager(self, entry, call):
-        loss, norm = self._body.run(self._batch(call), call.gather, call.first, call.last)
-        entry.eager = loss.dtype
-        self._body.window_grads = self._parts.gradients()
+        body = self._body
+        given = self._inputs_alike(call) if entry.unwritten else []
+        loss, norm = body.run(self._batch(call, given), call.gather, call.first, call.last)
+        entry.eager, entry.unwritten = loss.dtype, not body.wrote_inputs
+        body.window_grads = self._parts.gradients()
         return loss, norm
 
-    def _batch(self, call):
-        """A copy of the call's, which the body alone holds."""
-        leaves = places.unfilled(call.leaves, self._parts.device)
-        load(leaves, call.leaves)
+    def _inputs_alike(self, call):
+        """Which of the call's tensors the model may be given in place of copies."""
+        if call.spec is not None or call.gather:
+            return []
+        inputs = enumerate(call.leaves[:-1])
+        return [i for i, x in inputs if places.is_alike(x, self._parts.device)]
+
+    def _batch(self, call, given):
+        """The call's, which the body alone holds: copies, but for `given` ones."""
+        copied = [None if i in given else x for i, x in enumerate(call.leaves)]
+        leaves = places.unfilled(copied, self._parts.device)
+        load(leaves, copied)
+        for i in given:
+            leaves[i] = call.leaves[i].detach()  # what is set on it is not the caller's
         return [*tree(leaves, call.spec)]
 
     def is_full(self, entry):
         return entry.kept.losses.full()
 
-    def ways(self):
-        """With gradients on a side stream, and without, for where one of them is read too early."""
-        if self._parts.accumulate == 1 and not self._parts.ranks.read_gradients():
-            yield SideStream(self._parts.update_takes_casts())
-        yield None
+    def ways(self, entry):
+        """With gradients on a side stream, and without, for where one of them is read too early;
+        each again, with a copy of the batch, where it proves to read more of it than its casts."""
+        parts = self._parts
+        on_side = parts.accumulate == 1 and not parts.ranks.read_gradients()
+        for aside in [True, False] if on_side else [False]:
+            took_casts = entry.takes_casts
+            yield SideStream(parts.update_takes_casts()) if aside else None
+            if took_casts and not entry.takes_casts:
+                yield SideStream(parts.update_takes_casts()) if aside else None
 
     def before_capture(self, call):
         if call.first:  # as the step itself begins
@@ -99,19 +116,41 @@ class StepWork(Work):
         if ahead and parts.loader.nbytes(*batch) <= prefetch.MAX_BYTES:
             filters = batches.moments.filters
             fetched = prefetch.Prefetch(parts.loader, batches.place, *batch, filters, stream)
-        return Branches(stream, losses, fetched, way)
+        return Branches(stream, losses, fetched, way, self._casts(entry, call))
 
     def record(self, entry, call, prepared):
-        leaves = places.unfilled(call.leaves, self._parts.device)
-        aliases, batch = places.aliases(leaves), [*tree(leaves, call.spec)]
+        casts = prepared.casts
+        copied = [None if i in casts else x for i, x in enumerate(call.leaves)]
+        leaves = places.unfilled(copied, self._parts.device)
+        aliases = places.aliases(leaves)
+        for i, cast in casts.items():
+            leaves[i], aliases[i] = call.leaves[i].detach(), cast
+        batch = [*tree(leaves, call.spec)]
         del leaves  # the body alone holds the batch
         _, norm = self._body.run(batch, call.gather, call.first, call.last, prepared)
-        return aliases, norm
+        # A replay would find the batch of this call.
+        reads = any(torch.ops.braze.capture_mentions.default(call.leaves[i]) for i in casts)
+        return aliases, norm, reads
+
+    def _casts(self, entry, call):
+        """Places for casts of the batch: which tensor -> its place."""
+        if not entry.takes_casts:
+            return {}
+        wanted, alike = self._body.casts.wanted_inputs(), self._inputs_alike(call)
+        return {
+            i: torch.empty_like(call.leaves[i], dtype=dtype)
+            for i, dtype in wanted.items()
+            if i in alike
+        }
 
     def finish(self, entry, prepared, recorded):
+        leaves, norm, reads = recorded
+        if reads:
+            entry.takes_casts = False
+            return None
         if prepared.side_stream and not prepared.side_stream.all_arrived():
             return None
-        entry.leaves, norm = recorded
+        entry.leaves = leaves
         return Kept(prepared.losses, prepared.prefetch, norm, self._parts.gradients())
 
     def before_replay(self, entry, call):
