@@ -73,8 +73,7 @@ bool node_mentions(const Driver& driver, cudaGraphNode_t node, const Range& rang
   cudaGraphNodeType type;
   if (cudaGraphNodeGetType(node, &type) != cudaSuccess) return true;
   switch (type) {
-    case cudaGraphNodeTypeKernel:
-      return kernel_mentions(driver, node, range);
+    case cudaGraphNodeTypeKernel: return kernel_mentions(driver, node, range);
     case cudaGraphNodeTypeMemcpy: {
       cudaMemcpy3DParms copy{};
       return cudaGraphMemcpyNodeGetParams(node, &copy) != cudaSuccess || copy.srcArray ||
@@ -92,10 +91,8 @@ bool node_mentions(const Driver& driver, cudaGraphNode_t node, const Range& rang
     case cudaGraphNodeTypeHost:  // the host cannot read the device's memory
     case cudaGraphNodeTypeEmpty:
     case cudaGraphNodeTypeWaitEvent:
-    case cudaGraphNodeTypeEventRecord:
-      return false;
-    default:
-      return true;
+    case cudaGraphNodeTypeEventRecord: return false;
+    default: return true;
   }
 }
 
