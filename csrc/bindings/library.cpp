@@ -1,8 +1,11 @@
 // Every schema of torch.ops.braze in one place. Linked into libbraze_ops_*, which is loaded first;
 // CPU and CUDA kernels, fake kernels and autograd formulas register themselves against these.
+//
+// torch.ops.braze_kernels has the same ops without autograd formulas: for graphs that torch.compile
+// has made, where a formula in Python would only cost time (python/braze/_ops/_traced.py).
 #include <torch/csrc/stable/library.h>
 
-STABLE_TORCH_LIBRARY(braze, m) {
+static void define(torch::stable::detail::StableLibrary& m) {
   // activation: what the settings are depends on the name
   m.def("activation(Tensor input, str name, float first, float second) -> Tensor");
   m.def(
@@ -378,3 +381,6 @@ STABLE_TORCH_LIBRARY(braze, m) {
   // vector_add
   m.def("vector_add(Tensor a, Tensor b, str backend=\"auto\") -> Tensor");
 }
+
+STABLE_TORCH_LIBRARY(braze, m) { define(m); }
+STABLE_TORCH_LIBRARY(braze_kernels, m) { define(m); }

@@ -25,16 +25,21 @@ extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_inde
                                                              void** ret_stream);
 
 #ifdef BRAZE_CUDA
-#define BRAZE_LIBRARY_IMPL(library) STABLE_TORCH_LIBRARY_IMPL(braze, CUDA, library)
+#define BRAZE_LIBRARY_IMPL(ops, library) STABLE_TORCH_LIBRARY_IMPL(ops, CUDA, library)
 #else
-#define BRAZE_LIBRARY_IMPL(library) STABLE_TORCH_LIBRARY_IMPL(braze, CPU, library)
+#define BRAZE_LIBRARY_IMPL(ops, library) STABLE_TORCH_LIBRARY_IMPL(ops, CPU, library)
 #endif
 
-// BRAZE_IMPL(m) { m.impl("relu", TORCH_BOX(&relu)); } registers for the device being compiled.
+// BRAZE_IMPL(m) { m.impl("relu", TORCH_BOX(&relu)); } registers for the device being compiled, for
+// both namespaces that bindings/library.cpp defines.
 #define BRAZE_IMPL(m) BRAZE_NAMED_IMPL(m, C10_UID)
 #define BRAZE_NAMED_IMPL(m, uid)                                            \
   static void C10_CONCATENATE(braze_impl_, uid)(::braze::Implementations&); \
-  BRAZE_LIBRARY_IMPL(library) {                                             \
+  BRAZE_LIBRARY_IMPL(braze, library) {                                      \
+    ::braze::Implementations implementations(library);                      \
+    C10_CONCATENATE(braze_impl_, uid)(implementations);                     \
+  }                                                                         \
+  BRAZE_LIBRARY_IMPL(braze_kernels, library) {                              \
     ::braze::Implementations implementations(library);                      \
     C10_CONCATENATE(braze_impl_, uid)(implementations);                     \
   }                                                                         \

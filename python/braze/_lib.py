@@ -118,5 +118,5 @@ def define_missing_cuda_ops(library):
         raise RuntimeError(f"braze has no CUDA kernels here: {cuda_missing}")
 
     for schema in torch._C._jit_get_all_schemas():
-        if schema.name.startswith("braze::"):
-            library.impl(schema.name.removeprefix("braze::"), missing, "CUDA")
+        if schema.name.startswith(f"{library.ns}::"):
+            library.impl(schema.name.removeprefix(f"{library.ns}::"), missing, "CUDA")

@@ -10,6 +10,7 @@ from torch.utils import flop_counter
 
 from braze import _lib
 from braze._nvtx import ranged
+from braze._ops import _traced
 from braze._step_scope import current
 
 _library = torch.library.Library("braze", "IMPL")
@@ -207,12 +208,14 @@ def register(name, *, fake, autograd=None, autocast=None, flops=None):
     """
     torch.library.register_fake(f"braze::{name}", fake, lib=_library)
     _library.impl(name, autograd or _not_differentiable(name), "Autograd")
+    kernels = _traced.register(getattr(torch.ops.braze, name).default, fake)
     if autocast is not None:
         op = getattr(torch.ops.braze, name).default
         for key in ("AutocastCPU", "AutocastCUDA"):
             _library.impl(name, _autocast_kernel(op, autocast, key), key)
     if flops is not None:
-        flop_counter.register_flop_formula(getattr(torch.ops.braze, name))(flops)
+        for op in (getattr(torch.ops.braze, name), kernels.overloadpacket):
+            flop_counter.register_flop_formula(op)(flops)
 
 
 def _not_differentiable(name):
@@ -284,7 +287,7 @@ def overwrite(buffers, op, *args):
         RuntimeError: before anything is written, an inference tensor outside of inference mode.
     """
     if torch.compiler.is_compiling():
-        return op(*args)
+        return _traced.within_graph(op)(*args)
     written = [b for b in buffers if b is not None]
     counted = [b for b in written if not b.is_inference()]
     if len(counted) < len(written) and not torch.is_inference_mode_enabled():
