@@ -18,10 +18,13 @@ class Reads(torch.nn.Module):
         super().__init__()
         self.how, self.conv = how, braze.nn.Conv2d(3, 8, 3, padding=1)
         self.last = braze.nn.Linear(8 * 36, 5)
+        self.seen = None
 
     def forward(self, x):
         if self.how == "written":
             x.mul_(0.5)
+        if self.how == "kept":
+            self.seen = x[1:]
         y = self.convolved(x)
         if self.how == "twice":
             y = y + self.convolved(x)
@@ -59,7 +62,10 @@ def check_reader(how, channels_last, device):
     expected = plain_loop(plain, optimizer, copies, autocast=torch.bfloat16)
     optimizer = braze.optim.SGD(model.parameters(), lr=0.1)
     step = braze.TrainStep(model, loss_fn, optimizer, autocast=torch.bfloat16)
-    losses = [step(x, y) for x, y in data]
+    losses = []
+    for x, y in data:
+        losses.append(step(x, y))
+        assert how != "kept" or torch.equal(model.seen, x[1:])
     assert_same(model, losses, plain, expected)
     for (x, _), as_given in zip(data, before, strict=True):
         assert torch.equal(x, as_given)  # though the model writes to what it is given
@@ -68,7 +74,7 @@ def check_reader(how, channels_last, device):
     assert [t.dtype for t in entry.leaves] == [dtype, torch.int64]
 
 
-HOW = pytest.mark.parametrize("how", ["once", "twice", "read", "later", "written"])
+HOW = pytest.mark.parametrize("how", ["once", "twice", "read", "later", "written", "kept"])
 LAYOUT = pytest.mark.parametrize("channels_last", [False, True])
 
 

@@ -21,6 +21,11 @@ def is_alike(x, device):
     )
 
 
+def holders(t):
+    """How many tensors share its memory, more or less by a constant."""
+    return torch._C._storage_Use_Count(t.untyped_storage()._cdata)
+
+
 def versions_of(tensors):
     """What grows when a tensor is written to."""
     return [

@@ -120,6 +120,8 @@ class StepWork(Work):
 
     def record(self, entry, call, prepared):
         casts = prepared.casts
+        given = [call.leaves[i] for i in casts]
+        held = [places.holders(x) for x in given]
         copied = [None if i in casts else x for i, x in enumerate(call.leaves)]
         leaves = places.unfilled(copied, self._parts.device)
         aliases = places.aliases(leaves)
@@ -128,9 +130,10 @@ class StepWork(Work):
         batch = [*tree(leaves, call.spec)]
         del leaves  # the body alone holds the batch
         _, norm = self._body.run(batch, call.gather, call.first, call.last, prepared)
-        # A replay would find the batch of this call.
-        reads = any(torch.ops.braze.capture_mentions.default(call.leaves[i]) for i in casts)
-        return aliases, norm, reads
+        # A replay would find the batch of this call, and so would who reads what the model keeps.
+        keeps = held != [places.holders(x) for x in given]
+        reads = any(map(torch.ops.braze.capture_mentions.default, given))
+        return aliases, norm, keeps or reads
 
     def _casts(self, entry, call):
         """Places for casts of the batch: which tensor -> its place."""
@@ -144,8 +147,8 @@ class StepWork(Work):
         }
 
     def finish(self, entry, prepared, recorded):
-        leaves, norm, reads = recorded
-        if reads:
+        leaves, norm, needs_batch = recorded
+        if needs_batch:
             entry.takes_casts = False
             return None
         if prepared.side_stream and not prepared.side_stream.all_arrived():
