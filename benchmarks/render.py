@@ -26,6 +26,7 @@ from benchmarks import (
 from benchmarks.candidates import VENDORS
 from benchmarks.ladder import COPY
 from benchmarks.markdown import LABELS, NOTHING, described, op_sections, table, timed
+from braze.info import processor
 from braze.mnist import timing
 
 MARKER = re.compile(r"(<!-- bench:([\w:]+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
@@ -174,7 +175,7 @@ def mnist_runs(folder, key):
             continue
         versions, device = run["info"]["torch"], run["device"]
         if device == "CPU":
-            device = "{name}, {threads} threads".format_map(run["info"]["cpu"])
+            device = processor(run["info"]["cpu"])
         about = dict.fromkeys(LABELS, "") | {
             "device": device,
             "torch": versions["version"],

@@ -1,13 +1,14 @@
 """Rows of results: the machine's description, CSV files, one line of text."""
 
 import csv
-import platform
 import re
 import shutil
 import subprocess
 from pathlib import Path
 
 import torch
+
+from braze.info import info, processor
 
 #: of the checkout
 CHECKOUT = Path(__file__).parent / "results"
@@ -45,13 +46,10 @@ def _output(*command):
 
 
 def device_name(device):
-    """The GPU's name; on a CPU its model and the number of threads that torch uses."""
+    """The GPU's name; on a CPU its model and how many threads torch uses."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    info = Path("/proc/cpuinfo")
-    found = info.exists() and re.search(r"^model name\s*: (.*)$", info.read_text(), re.MULTILINE)
-    model = found.group(1) if found else platform.processor() or platform.machine()
-    return f"{model}, {torch.get_num_threads()} threads"
+    return processor(info()["cpu"])
 
 
 def slug(device):

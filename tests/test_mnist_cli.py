@@ -312,6 +312,9 @@ def test_stock_best_times_the_recorded_best_two(data, tmp_path, monkeypatch, cap
     assert figures["stock_sweep"] == rows
     assert recorded.sweep(folder.parent, "CPU", page["cpu"], 64, "fp32") == []
     assert recorded.sweep(folder.parent, "some GPU", page["cpu"], 50, "fp32") == []
+    other = "AVX512" if page["cpu"]["capability"] == "AVX2" else "AVX2"
+    cpu = page["cpu"] | {"capability": other}
+    assert recorded.sweep(folder.parent, "CPU", cpu, 50, "fp32") == []
 
 
 @pytest.mark.parametrize(

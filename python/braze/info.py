@@ -136,6 +136,17 @@ def _loaded():
     }
 
 
+def processor(cpu):
+    """A processor as tables of results call it: of two machines with one name those without AVX-512
+    are others.
+
+    Args:
+        cpu: ``braze.info()["cpu"]``.
+    """
+    instructions = " with AVX2" if cpu["capability"] == "AVX2" else ""
+    return f"{cpu['name']}{instructions}, {cpu['threads']} threads"
+
+
 def _cpu():
     import torch
 

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import torch
 
+from braze.info import processor
+
 
 def checkout():
     """The source tree that braze is imported from, or that is the current folder, or None."""
@@ -31,7 +33,7 @@ def sweep(folder, device, cpu, batch, precision):
         same = (run["device"], run["batch"], run["precision"], info["torch"]["version"])
         if same != (device, batch, precision, torch.__version__):
             continue
-        if device == "CPU" and any(info["cpu"][k] != cpu[k] for k in ("name", "threads")):
+        if device == "CPU" and processor(info["cpu"]) != processor(cpu):
             continue
         rows = run.get("stock_sweep") or run["timings"]
         return [row for row in rows if row["name"] == "stock" and row.get("ms") is not None]
