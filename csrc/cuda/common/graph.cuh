@@ -43,6 +43,7 @@ struct Capture {
   unsigned long long id = 0;       // of the capture, of all that there ever are
   size_t count = 0;                // of the graph's nodes that it waits for
   cudaGraphNode_t last = nullptr;  // the first of them
+  cudaGraph_t graph = nullptr;     // as far as it has been recorded
 };
 
 inline Capture capture_of(cudaStream_t stream) {
@@ -55,7 +56,8 @@ inline Capture capture_of(cudaStream_t stream) {
 #else
   const auto info = cudaStreamGetCaptureInfo_v3;
 #endif
-  if (info(stream, &status, &result.id, nullptr, &nodes, &edges, &result.count) != cudaSuccess) {
+  if (info(stream, &status, &result.id, &result.graph, &nodes, &edges, &result.count) !=
+      cudaSuccess) {
     cudaGetLastError();  // the launch will say what is wrong
     return {};
   }

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <stdexcept>
 #include <vector>
 
 #include "launch.cuh"
@@ -110,21 +111,15 @@ bool graph_mentions(const Driver& driver, cudaGraph_t graph, const Range& range)
 }  // namespace
 
 bool capture_mentions(Stream main, const void* memory, int64_t bytes) {
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  cudaGraph_t graph = nullptr;
-#if CUDART_VERSION >= 13000
-  const auto info = cudaStreamGetCaptureInfo;
-#else
-  const auto info = cudaStreamGetCaptureInfo_v3;
-#endif
-  unsigned long long id = 0;
-  const cudaGraphNode_t* nodes = nullptr;
-  const cudaGraphEdgeData* edges = nullptr;
-  size_t count = 0;
-  const cudaError_t error = info(as_cuda(main), &status, &id, &graph, &nodes, &edges, &count);
+  const Capture capture = capture_of(as_cuda(main));
   const auto begin = reinterpret_cast<uintptr_t>(memory);
-  const bool mentions = error != cudaSuccess || status != cudaStreamCaptureStatusActive ||
-                        graph_mentions(Driver(), graph, {begin - kBefore, begin + bytes});
+  bool mentions = true;
+  try {
+    mentions = !capture.active ||
+               graph_mentions(Driver(), capture.graph, {begin - kBefore, begin + bytes});
+  } catch (const std::runtime_error&) {
+    mentions = true;  // a driver from before CUDA 12.4 cannot look into parameters
+  }
   cudaGetLastError();
   return mentions;
 }

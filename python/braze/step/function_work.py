@@ -7,11 +7,11 @@ import torch
 from torch.utils import _pytree as pytree
 
 from braze._step_scope import FunctionScope
+from braze.step import places
 from braze.step.branches import Slots
 from braze.step.casts import CastsWithoutGradients
 from braze.step.gradients import Gradients
-from braze.step.graphs import Work, tree
-from braze.step.places import versions_of
+from braze.step.graphs import Work, load, tree
 from braze.step.side_stream import OfFunction
 from braze.step.surroundings import PLAIN
 
@@ -70,13 +70,9 @@ class FunctionWork(Work):
 
     def eager(self, entry, call):
         if entry.leaves is None:
-            device = self._parts.device
-            entry.leaves = [
-                torch.empty_like(x, device=device) if isinstance(x, torch.Tensor) else x
-                for x in call.leaves
-            ]
-        entry.load(call.leaves)
-        versions = versions_of(entry.leaves)
+            entry.leaves = places.unfilled(call.leaves, self._parts.device)
+        load(entry.leaves, call.leaves)
+        versions = places.versions_of(entry.leaves)
         result = self.gradients.watch(call.known, lambda: self._run(entry))
         leaves, spec = pytree.tree_flatten(result)
         _copy_back(entry, call, _changed(entry.leaves, versions))
@@ -123,7 +119,7 @@ class FunctionWork(Work):
                 counts[dtype] = counts.get(dtype, 0) + 1
         slots = {dtype: Slots(dtype, self._parts.device, count) for dtype, count in counts.items()}
         may_write = [t for t in (*self._parts.params, *self._parts.tensors())]
-        versions = versions_of(may_write), versions_of(entry.leaves)
+        versions = places.versions_of(may_write), places.versions_of(entry.leaves)
         return way, slots, [p.grad for p in self._parts.params], may_write, versions
 
     def record(self, entry, call, prepared):
@@ -231,7 +227,7 @@ def lasting(leaves):
 
 def _changed(tensors, versions):
     """Indices of those that have been written to."""
-    now = versions_of(tensors)
+    now = places.versions_of(tensors)
     return [i for i, (a, b) in enumerate(zip(versions, now, strict=True)) if a != b]
 
 

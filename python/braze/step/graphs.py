@@ -45,7 +45,7 @@ class Entry:
 
     def __init__(self, call):
         self.spec = call.spec
-        #: the arguments where the graph reads them, with tensors that :meth:`load` fills; None as
+        #: the arguments where the graph reads them, with tensors that :func:`load` fills; None as
         #: long as the work has no place for them
         self.leaves = None
         self.eager_calls = 0
@@ -59,9 +59,6 @@ class Entry:
         self.unwritten = False
         #: whether a graph does without arguments that are cast: their casts are loaded
         self.takes_casts = True
-
-    def load(self, leaves):
-        load(self.leaves, leaves)
 
 
 class Work:
@@ -187,7 +184,7 @@ class Graphs:
         if entry.graph is None or work.is_full(entry) or entry.buffers != parts.buffers:
             self._capture(entry, call)
         if call.copied:
-            entry.load(call.leaves)
+            load(entry.leaves, call.leaves)
         work.before_replay(entry, call)
         for rates in self._rates:
             rates.write()

@@ -82,12 +82,17 @@ class StepWork(Work):
 
     def _batch(self, call, given):
         """The call's, which the body alone holds: copies, but for `given` ones."""
-        copied = [None if i in given else x for i, x in enumerate(call.leaves)]
-        leaves = places.unfilled(copied, self._parts.device)
-        load(leaves, copied)
-        for i in given:
-            leaves[i] = call.leaves[i].detach()  # what is set on it is not the caller's
+        mine, leaves = self._memory(call, given)
+        load(mine, call.leaves)
         return [*tree(leaves, call.spec)]
+
+    def _memory(self, call, given):
+        """New memory for the call's tensors, None in place of `given` ones; and the same with
+        aliases of these: what a model sets on a tensor is not the caller's."""
+        wanted = [None if i in given else x for i, x in enumerate(call.leaves)]
+        mine = places.unfilled(wanted, self._parts.device)
+        pairs = enumerate(zip(mine, call.leaves, strict=True))
+        return mine, [x.detach() if i in given else place for i, (place, x) in pairs]
 
     def is_full(self, entry):
         return entry.kept.losses.full()
@@ -98,10 +103,11 @@ class StepWork(Work):
         parts = self._parts
         on_side = parts.accumulate == 1 and not parts.ranks.read_gradients()
         for aside in [True, False] if on_side else [False]:
-            took_casts = entry.takes_casts
-            yield SideStream(parts.update_takes_casts()) if aside else None
-            if took_casts and not entry.takes_casts:
+            again = True
+            while again:
+                took_casts = entry.takes_casts
                 yield SideStream(parts.update_takes_casts()) if aside else None
+                again = took_casts and not entry.takes_casts
 
     def before_capture(self, call):
         if call.first:  # as the step itself begins
@@ -122,13 +128,10 @@ class StepWork(Work):
         casts = prepared.casts
         given = [call.leaves[i] for i in casts]
         held = [places.holders(x) for x in given]
-        copied = [None if i in casts else x for i, x in enumerate(call.leaves)]
-        leaves = places.unfilled(copied, self._parts.device)
-        aliases = places.aliases(leaves)
-        for i, cast in casts.items():
-            leaves[i], aliases[i] = call.leaves[i].detach(), cast
+        mine, leaves = self._memory(call, casts)
+        aliases = [casts.get(i, x) for i, x in enumerate(places.aliases(mine))]
         batch = [*tree(leaves, call.spec)]
-        del leaves  # the body alone holds the batch
+        del mine, leaves  # the body alone holds the batch
         _, norm = self._body.run(batch, call.gather, call.first, call.last, prepared)
         # A replay would find the batch of this call, and so would who reads what the model keeps.
         keeps = held != [places.holders(x) for x in given]
