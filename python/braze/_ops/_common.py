@@ -286,8 +286,9 @@ def overwrite(buffers, op, *args):
     Raises:
         RuntimeError: before anything is written, an inference tensor outside of inference mode.
     """
-    if torch.compiler.is_compiling():
-        return _traced.within_graph(op)(*args)
+    traced = _traced.within_graph(op)
+    if traced is not op or torch.compiler.is_compiling():
+        return traced(*args)
     written = [b for b in buffers if b is not None]
     counted = [b for b in written if not b.is_inference()]
     if len(counted) < len(written) and not torch.is_inference_mode_enabled():

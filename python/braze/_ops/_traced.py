@@ -46,7 +46,8 @@ def register(op, fake):
 
 def within_graph(op):
     """The op to call below autograd, for one that writes to its arguments: what makes the graph
-    functional takes that over before anything is traced."""
+    functional takes that over before anything is traced. (In torch 2.11
+    ``torch.compiler.is_compiling()`` is false there.)"""
     if torch.compiler.is_dynamo_compiling() or TracingContext.try_get() is None:
         return op
     return _kernels_of(op)
