@@ -115,13 +115,16 @@ bool wants_patches(const Conv2dProblem& problem) {
   }
   // In fp32 windows are read where they are, in rows of eight pixels and more (without AVX-512 of
   // four); shorter ones are copied, which is slow where channels do not lie side by side.
-  constexpr int64_t kLeastFilters = 32, kManyFilters = 128, kShortRow = 8;
+  constexpr bool kIsAvx2 = kLanes<float> == 8;
+  constexpr int64_t kManyFilters = 128, kShortRow = 8;
   if (!is_wgrad) {
+    constexpr int64_t kLeastFilters = kIsAvx2 ? 16 : 32;
     return filters >= (is_slow_to_copy && s.q < kShortRow ? kManyFilters : kLeastFilters);
   }
   // Against implicit_gemm's weight gradients: those of rows of which its tiles waste a part, of few
   // channels, and sums that no cache holds.
-  constexpr int64_t kWastedRow = 14, kManyWeights = int64_t{1} << 20;
+  constexpr int64_t kLeastFilters = 32, kManyWeights = int64_t{1} << 20;
+  constexpr int64_t kWastedRow = kIsAvx2 ? 7 : 14;
   if (filters < kLeastFilters) return false;
   if (s.q <= kWastedRow) return true;
   const bool is_few = c < kLanes<float> && taps * c >= (is_slow_to_copy ? 64 : 16);
@@ -192,8 +195,8 @@ int choose(const Conv2dProblem& problem) {
   }
   // With fewer channels or filters transformations take longer than they save.
   constexpr int64_t kLeastChannels = 16;
-  // A weight gradient transforms both operands. Against AVX2's products it gains later.
-  constexpr int64_t kLeastSums = kLanes<float> == 8 ? 64 * 64 : 32 * 32;
+  // A weight gradient transforms both operands. Against AVX-512's products it gains later.
+  constexpr int64_t kLeastSums = kLanes<float> == 8 ? 16 * 16 : 32 * 32;
   const bool is_wide = std::min(c, k) >= kLeastChannels && (!is_wgrad || c * k >= kLeastSums);
   // Of few tiles of 2 x 2 pixels the filters are most of what is read, and transformed they are
   // nearly twice as large (64 to 512 channels, 3 x 3 to 11 x 11 pixels, batch 1 to 4).

@@ -352,21 +352,42 @@ void spread_pixels(const BnPoolShape& shape, const T* dy, const uint32_t* codes,
   });
 }
 
-// sum[j] += g, dot[j] += g * (z - mean) at the maximum of channel j's window.
+// Adds to sum and dot what the gradient dy of a window, with that code, and the values at its four
+// positions give: g, and g * (value - mean) at the maximum. Of one channel, or of a vector of them.
+template <typename A, typename Code>
+inline void add_maximum(const A& dy, const Code& code, const A& v0, const A& v1, const A& v2,
+                        const A& v3, const A& mean, A* sum, A* dot) {
+  const A top = code == 1 ? v1 : v0, bottom = code == 3 ? v3 : v2;
+  const A value = code < 2 ? top : bottom;
+  const A g = code < kStopped ? dy : A{};
+  *sum += g;
+  *dot += g * (code < kStopped ? value - mean : A{});
+}
+
+// The same at the maximum of each channel's window. float32 in vectors by hand: the compiler makes
+// branches and masked stores of the loop where there is no AVX-512.
 template <typename T>
 void add_window(int64_t c, const T* dy, const int32_t* codes, const T* z, const Steps& steps,
                 const acc_t<T>* mean, acc_t<T>* sum, acc_t<T>* dot) {
   using A = acc_t<T>;
   const T *z1 = z + steps(1), *z2 = z + steps(2), *z3 = z + steps(3);
+  int64_t first = 0;
+  if constexpr (std::is_same_v<T, float>) {
+    using V = vec_t<float>;
+    using Codes = decltype(V{} == V{});
+    constexpr int kL = kLanes<float>;
+    for (; first + kL <= c; first += kL) {
+      const auto at = [&](const float* from) { return load<V>(from + first); };
+      V sums = at(sum), dots = at(dot);
+      add_maximum(at(dy), load<Codes>(codes + first), at(z), at(z1), at(z2), at(z3), at(mean),
+                  &sums, &dots);
+      store(sum + first, sums), store(dot + first, dots);
+    }
+  }
 #pragma omp simd
-  for (int64_t j = 0; j < c; ++j) {
-    const A v[4] = {static_cast<A>(z[j]), static_cast<A>(z1[j]), static_cast<A>(z2[j]),
-                    static_cast<A>(z3[j])};
-    const A top = codes[j] == 1 ? v[1] : v[0], bottom = codes[j] == 3 ? v[3] : v[2];
-    const bool passed = codes[j] < kStopped;
-    const A g = passed ? static_cast<A>(dy[j]) : A(0);
-    sum[j] += g;
-    dot[j] += g * (passed ? (codes[j] < 2 ? top : bottom) - mean[j] : A(0));
+  for (int64_t j = first; j < c; ++j) {
+    add_maximum(static_cast<A>(dy[j]), codes[j], static_cast<A>(z[j]), static_cast<A>(z1[j]),
+                static_cast<A>(z2[j]), static_cast<A>(z3[j]), mean[j], &sum[j], &dot[j]);
   }
 }
 
