@@ -95,6 +95,9 @@ bool reads_pairs(const Conv2dShape& s) {
 }
 bool is_strided(const Conv2dShape& s) { return s.stride_h > 1 || s.stride_w > 1; }
 
+// Whose products are slower than AVX-512's: copies and transformations pay for fewer channels.
+constexpr bool kIsAvx2 = kLanes<float> == 8;
+
 // Whether blocked_im2col is faster: than implicit_gemm, or in bf16 in pairs than winograd too,
 // which both multiply in fp32.
 bool wants_patches(const Conv2dProblem& problem) {
@@ -115,7 +118,6 @@ bool wants_patches(const Conv2dProblem& problem) {
   }
   // In fp32 windows are read where they are, in rows of eight pixels and more (without AVX-512 of
   // four); shorter ones are copied, which is slow where channels do not lie side by side.
-  constexpr bool kIsAvx2 = kLanes<float> == 8;
   constexpr int64_t kManyFilters = 128, kShortRow = 8;
   if (!is_wgrad) {
     constexpr int64_t kLeastFilters = kIsAvx2 ? 16 : 32;
@@ -196,7 +198,7 @@ int choose(const Conv2dProblem& problem) {
   // With fewer channels or filters transformations take longer than they save.
   constexpr int64_t kLeastChannels = 16;
   // A weight gradient transforms both operands. Against AVX-512's products it gains later.
-  constexpr int64_t kLeastSums = kLanes<float> == 8 ? 16 * 16 : 32 * 32;
+  constexpr int64_t kLeastSums = kIsAvx2 ? 16 * 16 : 32 * 32;
   const bool is_wide = std::min(c, k) >= kLeastChannels && (!is_wgrad || c * k >= kLeastSums);
   // Of few tiles of 2 x 2 pixels the filters are most of what is read, and transformed they are
   // nearly twice as large (64 to 512 channels, 3 x 3 to 11 x 11 pixels, batch 1 to 4).

@@ -12,6 +12,7 @@ import torch
 from torch._guards import TracingContext
 from torch._library.utils import handle_dispatch_mode
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from braze import _lib
 
@@ -48,7 +49,10 @@ def within_graph(op):
     """The op to call below autograd, for one that writes to its arguments: what makes the graph
     functional takes that over before anything is traced. (In torch 2.11
     ``torch.compiler.is_compiling()`` is false there.)"""
-    if torch.compiler.is_dynamo_compiling() or TracingContext.try_get() is None:
+    if torch.compiler.is_dynamo_compiling():
+        return op
+    # Asking for the context takes longer than this, and every eager call comes by.
+    if not is_in_torch_dispatch_mode() or TracingContext.try_get() is None:
         return op
     return _kernels_of(op)
 
