@@ -1,14 +1,16 @@
-"""``python -m braze bench norm_act``: batch norm, addition and activation of four networks' layers
-in training, forward and backward, beside torch (eager and compiled) and a copy that moves as many
-bytes as the passes have to; cold caches."""
+"""``python -m braze bench norm_act``: batch norm, addition and activation of four networks' layers,
+layer norm over rows and group norm, in training, forward and backward, beside torch (eager and
+compiled) and a copy that moves as many bytes as the passes have to; cold caches."""
 
 import dataclasses
 
 import torch
 import torch.nn.functional as stock
 
+import braze
 import braze.nn.functional as F
 from benchmarks.harness import DTYPES, interleaved, rounded, timer_for
+from benchmarks.markdown import op_sections, table, timed
 from benchmarks.results import ENVIRONMENT
 from braze.testing import check_against_stock
 
@@ -57,6 +59,13 @@ LAYERS = {
         ],
     ),
 }
+#: batch, channels, height and width; 32 groups, as of diffusion models' U-Nets and of ResNets
+GROUP_NORM = [(8, 320, 64), (64, 256, 56), (64, 1024, 14), (4, 128, 256), (32, 512, 128)]
+#: rows and their length: ConvNeXt-T's at batch 128, ViT-B's and -L's, language models', 2 GB
+LAYER_NORM = [
+    *((401408, 96), (100352, 192), (25088, 384), (25216, 768), (16384, 1024), (8192, 2048)),
+    *((8192, 4096), (4096, 8192), (2048, 16384), (1024, 32768), (1 << 20, 1024), (1 << 18, 4096)),
+]
 TIMED = ("braze", "stock", "compile", "copy")
 COLUMNS = [
     *("op", "network", "case", "pass", "dtype", "layout"),
@@ -65,8 +74,22 @@ COLUMNS = [
 ]
 
 
+def parameters_of(count, device, dtype):
+    """Weight and bias."""
+    values = torch.rand(2, count, device=device, dtype=dtype) + 0.5
+    return [t.clone().requires_grad_() for t in values]
+
+
+def images_of(shape, device, dtype, layout):
+    form = torch.channels_last if layout == "channels_last" else torch.contiguous_format
+    t = torch.empty(shape, device=device, dtype=dtype, memory_format=form)
+    return t.normal_().requires_grad_()
+
+
 @dataclasses.dataclass(frozen=True)
-class Layer:
+class BatchNormLayer:
+    layouts = ("channels_last", "contiguous")
+
     network: str
     batch: int
     channels: int
@@ -94,17 +117,10 @@ class Layer:
         return tensors * elements * element_size + mask
 
     def inputs(self, device, dtype, layout):
-        form = torch.channels_last if layout == "channels_last" else torch.contiguous_format
         shape = self.batch, self.channels, self.size, self.size
-
-        def images():
-            t = torch.empty(shape, device=device, dtype=dtype, memory_format=form)
-            return t.normal_().requires_grad_()
-
         parameter = torch.float64 if dtype == torch.float64 else torch.float32
-        channels = torch.rand(2, self.channels, device=device, dtype=parameter) + 0.5
-        weight, bias = (t.clone().requires_grad_() for t in channels)
-        return [images(), weight, bias, *([images()] if self.residual else [])]
+        images = [images_of(shape, device, dtype, layout) for _ in range(1 + self.residual)]
+        return [images[0], *parameters_of(self.channels, device, parameter), *images[1:]]
 
     def braze(self, x, weight, bias, residual=None):
         return F.batch_norm_act(
@@ -114,6 +130,66 @@ class Layer:
     def stock(self, x, weight, bias, residual=None):
         y = stock.batch_norm(x, None, None, weight, bias, True)
         return ACTIVATIONS[self.activation](y if residual is None else y + residual)
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerNormRows:
+    layouts = ("contiguous",)
+    network = "layer norm"
+
+    rows: int
+    size: int
+
+    @property
+    def name(self):
+        return f"{self.rows}x{self.size}"
+
+    def bytes(self, pass_name, element_size):
+        """What the passes move at least: csrc/cuda/layer_norm/row.cuh."""
+        return (2 if pass_name == "forward" else 3) * self.rows * self.size * element_size
+
+    def inputs(self, device, dtype, layout):
+        # The parameters have the activations' dtype, as stock wants them on CUDA.
+        rows = images_of((self.rows, self.size), device, dtype, layout)
+        return [rows, *parameters_of(self.size, device, dtype)]
+
+    def braze(self, x, weight, bias):
+        with braze.backend(layer_norm="braze"):
+            return F.layer_norm(x, weight.shape, weight, bias)
+
+    def stock(self, x, weight, bias):
+        return stock.layer_norm(x, weight.shape, weight, bias)
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupNormLayer:
+    layouts = ("contiguous",)
+    network = "group norm"
+
+    batch: int
+    channels: int
+    size: int
+
+    @property
+    def name(self):
+        return f"{self.batch}x{self.channels}x{self.size}x{self.size}"
+
+    def bytes(self, pass_name, element_size):
+        """What the passes move at least: csrc/cuda/group_norm/group_norm.cu."""
+        elements = self.batch * self.channels * self.size**2
+        return (2 if pass_name == "forward" else 5) * elements * element_size
+
+    def inputs(self, device, dtype, layout):
+        shape = self.batch, self.channels, self.size, self.size
+        images = images_of(shape, device, dtype, layout)
+        return [images, *parameters_of(self.channels, device, dtype)]
+
+    def braze(self, x, weight, bias):
+        with braze.backend(group_norm="braze"):
+            return F.group_norm(x, 32, weight, bias)
+
+    def stock(self, x, weight, bias):
+        return stock.group_norm(x, 32, weight, bias)
 
 
 def maker(function, pass_name, inputs):
@@ -171,10 +247,12 @@ def time_layer(layer, dtype_name, layout, device, quick, compiled):
 
 def layers_of(args):
     found = [
-        Layer(network, batch, *layer)
+        BatchNormLayer(network, batch, *layer)
         for network, (batch, layers) in LAYERS.items()
         for layer in layers
     ]
+    found += [LayerNormRows(*layer) for layer in LAYER_NORM]
+    found += [GroupNormLayer(*layer) for layer in GROUP_NORM]
     wanted = args.case or [""]
     return [x for x in found if any(part in f"{x.network} {x.name}" for part in wanted)]
 
@@ -184,7 +262,9 @@ def run(device, args):
     layers = layers_of(args)
     for dtype_name in args.dtype or ("bfloat16", "float32"):
         for layer in layers[:2] if args.quick else layers:
-            for layout in ("channels_last", "contiguous"):
+            for layout in args.layout or layer.layouts:
+                if layout not in layer.layouts:
+                    continue
                 torch.manual_seed(0)
                 yield from time_layer(layer, dtype_name, layout, device, args.quick, args.compile)
 
@@ -197,3 +277,25 @@ def line(row):
         f"stock {row['stock_us']:>6} compile {row['compile_us']:>6} copy {row['copy_us']:>6}  "
         f"of copy {row['of_copy']} {row['error']}"
     )
+
+
+def sections(folder):
+    """The table of ``bench norm_act``, per device and versions."""
+    return op_sections(folder, "norm_act", summary)
+
+
+def summary(rows):
+    """A line per layer, dtype, layout and pass."""
+    keys = ("network", "case", "pass", "dtype", "layout")
+    compiled = any(row["compile_us"] for row in rows)
+    head = [*keys, "|", "MB", "braze µs", "copy µs", "of the copy", "stock µs", "stock / braze"]
+    head += ["compiled stock / braze"] * compiled
+    body = []
+    for row in rows:
+        cells = [*(row[key] for key in keys), row["megabytes"]]
+        if row["error"]:
+            body.append([*cells, f"failed: {row['error']}", *[""] * (len(head) - len(cells) - 2)])
+            continue
+        cells += [timed(row, "braze"), row["copy_us"], row["of_copy"], row["stock_us"]]
+        body.append([*cells, row["ratio"], *[row["ratio_compile"]] * compiled])
+    return table(head, body)

@@ -2,7 +2,8 @@
 
 A table stands between ``<!-- bench:NAME -->`` and ``<!-- /bench -->``, NAME being an op, one of
 MNIST's tables, ``products``, ``convolutions``, ``depthwise``, ``networks``, ``networks_headline``,
-``evaluation``, ``optimizers``, ``overhead``, ``population``, ``accuracy`` (fp32), ``ladder:OP``,
+``evaluation``, ``norm_act``, ``optimizers``, ``overhead``, ``population``, ``accuracy`` (fp32),
+``ladder:OP``,
 ``rungs:OP`` (a line per kernel, for the largest case), ``kernels:OP`` (a line per case),
 ``counters:matmul`` or ``checks`` (what test runs printed).
 Figures in the documents are never typed by hand.
@@ -14,6 +15,7 @@ from operator import itemgetter
 
 from benchmarks import (
     ladder_chart,
+    norm_act,
     optimizers,
     overhead,
     population,
@@ -330,6 +332,7 @@ SECTIONS = {
     "networks_compiled": render_networks.compiled_sections,
     "networks_headline": render_networks.headline_sections,
     "examples": render_examples.sections,
+    "norm_act": norm_act.sections,
     "optimizers": optimizers.sections,
     "overhead": overhead.sections,
     "population": population.sections,
