@@ -33,7 +33,11 @@ namespace BRAZE_DEVICE {
 // y = (x - mean) rstd weight + bias, where rstd = 1 / sqrt(biased variance + eps). Parameters are
 // [c] each, or nullptr. mean and rstd, [n, groups] in the statistics dtype, are results.
 void group_norm(Stream stream, const GroupNormShape& shape, const void* x,
-                const BatchNormAffine& affine, double eps, void* y, void* mean, void* rstd);
+                const BatchNormAffine& affine, double eps, void* y, void* mean, void* rstd,
+                void* workspace);
+
+// Moments of each plane, where a group is too long for threads to hold; else 0.
+int64_t group_norm_forward_workspace_bytes(const GroupNormShape& shape);
 
 // Sums of each plane of `inner` elements, and what dx is made with.
 int64_t group_norm_workspace_bytes(const GroupNormShape& shape);

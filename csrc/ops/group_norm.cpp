@@ -58,9 +58,10 @@ std::tuple<Tensor, Tensor, Tensor> group_norm(const Tensor& input, std::optional
   Tensor rstd = empty(groups, input, statistics_type(input));
   const Tensor x = as_planes(context, shape, input);
   const auto w = dense(weight), b = dense(bias);
+  const Workspace workspace(dev::group_norm_forward_workspace_bytes(shape), input);
   const Tensor out = written(context, shape, input, [&](void* y) {
     dev::group_norm(context.stream(), shape, x.const_data_ptr(), affine_of(w, b), eps, y,
-                    mean.mutable_data_ptr(), rstd.mutable_data_ptr());
+                    mean.mutable_data_ptr(), rstd.mutable_data_ptr(), workspace.data());
   });
   return {out, mean, rstd};
 }

@@ -9,8 +9,9 @@
 namespace braze::cuda {
 
 constexpr int kMostRowThreads = 512;  // of a multiprocessor: 128 registers each, without spills
-// Vectors of a tensor that a thread has in flight: 64 bytes, of two tensors half as much.
-constexpr int kRowLoads = 4;
+// Vectors of a tensor that a thread has in flight: 64 bytes, of two tensors half as much; twice
+// that in passes that only read, whose blocks are too few to wait for memory in turns.
+constexpr int kRowLoads = 4, kSumLoads = 8;
 
 // How the rows are shared out.
 struct RowPlan {
@@ -95,39 +96,47 @@ struct BackwardRowWorker : RowWorker<N> {
 };
 
 // Shared memory of row_totals.
-template <typename A, int N>
-using RowTotals = A[N * (kMostRowThreads + 32)];
+template <typename A, int kSums, int N>
+using RowTotals = A[kSums][N * (kMostRowThreads + 32)];
 
-// The sum of v over the block's lines, for a channel a thread: that of element i / tile of column
-// i % tile in thread i < N * tile. First `teams` of threads sum some of the lines each. The order
-// is fixed.
-template <typename A, int N>
-__device__ A row_total(const A (&v)[N], RowTotals<A, N>& shared, const RowPlan& plan) {
+// The sums of each v[j] over the block's lines, for a channel a thread: those of element i / tile
+// of column i % tile in thread i < N * tile. First `teams` of threads sum some of the lines each.
+// The order is fixed.
+template <typename A, int kSums, int N>
+__device__ void row_totals(const A (&v)[kSums][N], A (&sums)[kSums], RowTotals<A, kSums, N>& shared,
+                           const RowPlan& plan) {
   const int i = threadIdx.x, totals = N * plan.tile;
   const int stride = static_cast<int>(blockDim.x) + plan.tile;  // no two of a warp in a bank
-  __syncthreads();
 #pragma unroll
-  for (int k = 0; k < N; ++k) shared[k * stride + i] = v[k];
+  for (int j = 0; j < kSums; ++j) {
+#pragma unroll
+    for (int k = 0; k < N; ++k) shared[j][k * stride + i] = v[j][k];
+  }
   __syncthreads();
   const int most = static_cast<int>(blockDim.x) / totals;
   const int teams = most < 16 ? most : 16;
   const int team = i / totals, total = i - team * totals;
-  A sum = 0;
+#pragma unroll
+  for (int j = 0; j < kSums; ++j) sums[j] = 0;
   if (team < teams) {
-    const int k = total / plan.tile, column = total - k * plan.tile;
-    const A* from = shared + k * stride + column;
-    for (int line = team; line < plan.height; line += teams) sum += from[line * plan.tile];
+    const int k = total / plan.tile, column = total - k * plan.tile, from = k * stride + column;
+    for (int line = team; line < plan.height; line += teams) {
+#pragma unroll
+      for (int j = 0; j < kSums; ++j) sums[j] += shared[j][from + line * plan.tile];
+    }
   }
   __syncthreads();
-  shared[i] = sum;
+#pragma unroll
+  for (int j = 0; j < kSums; ++j) shared[j][i] = sums[j];
   __syncthreads();
-  if (i < totals) {
-    for (int t = 1; t < teams; ++t) sum += shared[t * totals + i];
+  if (i >= totals) return;
+  for (int t = 1; t < teams; ++t) {
+#pragma unroll
+    for (int j = 0; j < kSums; ++j) sums[j] += shared[j][t * totals + i];
   }
-  return sum;
 }
 
-// f(channel, total number) in each thread that has a total of row_total.
+// f(channel, total number) in each thread that has totals of row_totals.
 template <int N, typename F>
 __device__ void for_my_total(const RowPlan& plan, const F& f) {
   const int i = threadIdx.x, k = i / plan.tile;
@@ -135,56 +144,75 @@ __device__ void for_my_total(const RowPlan& plan, const F& f) {
   if (k < N && vector < plan.vectors) f(vector * N + k);
 }
 
+// Each thread sums deviations from its own first value, whose squares do not cancel. Then all of a
+// channel's are made deviations from one value: the mean of some lines' first ones, which a single
+// far-off element does not spoil.
 template <typename T, int N>
 __global__ void __launch_bounds__(kMostRowThreads)
     row_moments_kernel(const T* __restrict__ x, RowPlan plan, MomentsPartial* __restrict__ partials,
                        int64_t* batches) {
   using A = acc_t<T>;
-  __shared__ RowTotals<A, N> shared;
+  constexpr int U = kSumLoads, kCenters = 8;
+  __shared__ RowTotals<A, 2, N> shared;
   if (batches && blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) ++*batches;
   const RowWorker<N> me(plan, blockIdx.x);
   const int64_t step = plan.vectors * N, end = me.works ? me.rows : 0;
   const T* base = x + me.begin * step + me.channel;
-  A center[N] = {}, sum[N] = {}, squares[N] = {};
-  if (me.line < end) {
-    const Vec<T, N> v = load_vec<N>(base + me.line * step);
+  A center[N] = {}, v[2][N] = {};  // v: sums of deviations and of their squares
+  int count = 0;
+  for (int64_t row = me.line; row < end; row += int64_t{plan.height} * U) {
+    Packed<T, N> packed[U];
 #pragma unroll
-    for (int k = 0; k < N; ++k) center[k] = convert<A>(v.v[k]);
-  }
-  // Sums about the mean of the block's first rows; see plane_moments_kernel.
-  const A first_rows = static_cast<A>(me.rows < plan.height ? me.rows : plan.height);
-  const A mine = row_total(center, shared, plan) / first_rows;
-  __syncthreads();
-  if (threadIdx.x < N * plan.tile) shared[threadIdx.x] = mine;
-  __syncthreads();
-#pragma unroll
-  for (int k = 0; k < N; ++k) center[k] = shared[k * plan.tile + me.column];
-  for (int64_t row = me.line; row < end; row += int64_t{plan.height} * kRowLoads) {
-    Packed<T, N> v[kRowLoads];
-#pragma unroll
-    for (int u = 0; u < kRowLoads; ++u) {
+    for (int u = 0; u < U; ++u) {
       const int64_t r = row + u * plan.height;
-      if (r < end) v[u].load(base + r * step);
+      if (r < end) packed[u].load(base + r * step);
     }
 #pragma unroll
-    for (int u = 0; u < kRowLoads; ++u) {
+    for (int u = 0; u < U; ++u) {
       if (row + u * plan.height >= end) break;
-      const Vec<T, N> element = v[u].unpacked();
+      const Vec<T, N> element = packed[u].unpacked();
 #pragma unroll
       for (int k = 0; k < N; ++k) {
-        const A d = convert<A>(element.v[k]) - center[k];
-        sum[k] += d;
-        squares[k] += d * d;
+        const A value = convert<A>(element.v[k]);
+        if (u == 0 && count == 0) center[k] = value;
+        const A d = value - center[k];
+        v[0][k] += d;
+        v[1][k] += d * d;
       }
+      ++count;
     }
   }
-  const A total = row_total(sum, shared, plan), total_squares = row_total(squares, shared, plan);
+  A* const centers = shared[0];
+#pragma unroll
+  for (int k = 0; k < N; ++k) centers[k * static_cast<int>(blockDim.x) + threadIdx.x] = center[k];
+  __syncthreads();
+  const int lines = static_cast<int>(min(me.rows, int64_t{min(plan.height, kCenters)}));
+  const auto common = [&](int k, int column) {
+    A all = 0;
+    for (int line = 0; line < lines; ++line) {
+      all += centers[k * static_cast<int>(blockDim.x) + line * plan.tile + column];
+    }
+    return all / static_cast<A>(lines);
+  };
+  if (count > 0) {
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+      const A change = center[k] - common(k, me.column), moved = static_cast<A>(count) * change;
+      v[1][k] += change * (2 * v[0][k] + moved);
+      v[0][k] += moved;
+    }
+  }
+  const int own = static_cast<int>(threadIdx.x) / plan.tile;  // as for_my_total has it
+  const A pivot = own < N ? common(own, static_cast<int>(threadIdx.x) - own * plan.tile) : A(0);
+  __syncthreads();
+  A totals[2];
+  row_totals(v, totals, shared, plan);
   for_my_total<N>(plan, [&](int64_t channel) {
-    const double count = static_cast<double>(me.rows);
-    const double offset = static_cast<double>(total) / count;
+    const double rows = static_cast<double>(me.rows);
+    const double offset = static_cast<double>(totals[0]) / rows;
     partials[channel * plan.parts + blockIdx.x] = {
-        static_cast<double>(mine) + offset,
-        static_cast<double>(total_squares) - offset * static_cast<double>(total), count};
+        static_cast<double>(pivot) + offset,
+        static_cast<double>(totals[1]) - offset * static_cast<double>(totals[0]), rows};
   });
 }
 
@@ -223,11 +251,11 @@ __global__ void __launch_bounds__(kMostRowThreads)
     row_grad_sums_kernel(GradSumsArgs<T> args, RowPlan plan,
                          GradPartial<acc_t<T>>* __restrict__ partials) {
   using A = acc_t<T>;
-  constexpr int U = kRowLoads / 2;
-  __shared__ RowTotals<A, N> shared;
+  constexpr int U = N == 8 ? 3 : kSumLoads / 2;  // as many as registers hold
+  __shared__ RowTotals<A, 2, N> shared;
   const RowWorker<N> me(plan, blockIdx.x);
   const int64_t step = plan.vectors * N, first = me.begin * step + me.channel;
-  A sum[N] = {}, dot[N] = {};
+  A v[2][N] = {};  // sums of the gradient, and of it times deviations
   if (me.works) {
     using Coefficients = PerElement<A, N, false>;
     const Coefficients center(args.statistics.mean, me.channel);
@@ -252,15 +280,16 @@ __global__ void __launch_bounds__(kMostRowThreads)
         if (r >= me.rows) break;
         sum_vector<kCode>(args, first + r * step, dy[u], x[u], residual[u], open[u], center, scale,
                           shift, [&](int k, A g, A product) {
-                            sum[k] += g;
-                            dot[k] += product;
+                            v[0][k] += g;
+                            v[1][k] += product;
                           });
       }
     }
   }
-  const A total = row_total(sum, shared, plan), total_dot = row_total(dot, shared, plan);
+  A totals[2];
+  row_totals(v, totals, shared, plan);
   for_my_total<N>(plan, [&](int64_t channel) {
-    partials[channel * plan.parts + blockIdx.x] = {total, total_dot};
+    partials[channel * plan.parts + blockIdx.x] = {totals[0], totals[1]};
   });
 }
 

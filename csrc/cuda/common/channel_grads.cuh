@@ -47,10 +47,10 @@ __global__ void __launch_bounds__(kMostRowThreads)
                          RowPlan plan, acc_t<In>* partials, F f) {
   using A = acc_t<In>;
   constexpr int U = kRowLoads / 2;
-  __shared__ RowTotals<A, N> shared;
+  __shared__ RowTotals<A, 1, N> shared;
   const RowWorker<N> me(plan, blockIdx.x);
   const int64_t step = plan.vectors * N, first = me.begin * step + me.channel;
-  A sum[N] = {};
+  A sum[1][N] = {};
   if (me.works) {
     A parameter[N];
     load_parameters(parameter, parameters, dtype, me.channel);
@@ -74,15 +74,16 @@ __global__ void __launch_bounds__(kMostRowThreads)
         unpack(value, packed_value[u]);
         f(grad, value, parameter, term);
 #pragma unroll
-        for (int k = 0; k < N; ++k) sum[k] += term[k];
+        for (int k = 0; k < N; ++k) sum[0][k] += term[k];
         if (dx) store_as(dx + first + r * step, grad);
       }
     }
   }
   if (!partials) return;
-  const A total = row_total(sum, shared, plan);
+  A total[1];
+  row_totals(sum, total, shared, plan);
   for_my_total<N>(plan,
-                  [&](int64_t channel) { partials[channel * plan.parts + blockIdx.x] = total; });
+                  [&](int64_t channel) { partials[channel * plan.parts + blockIdx.x] = total[0]; });
 }
 
 template <typename A>

@@ -1,8 +1,9 @@
 // Group norm of [n, c, inner], and instance norm, whose groups are channels. A group in an image is
 // a row of neighbouring elements, so that the forward pass is layer norm's with other parameters
-// (csrc/cuda/layer_norm/normalise.cuh). Backward each plane, a channel in an image, is summed by a
-// team of threads; a small kernel merges a group's planes, launch_ordered_sum a channel's, and a
-// pass over the planes makes dx. No atomics: bitwise repeatable.
+// (csrc/cuda/layer_norm/normalise.cuh). Where a row is too long to be held, and backward, each
+// plane, a channel in an image, is summed by a team of threads; a small kernel merges a group's
+// planes, launch_ordered_sum a channel's, and a pass over the planes makes y or dx. No atomics:
+// bitwise repeatable.
 //
 // Bytes per element of a 16-bit tensor: forward 4 (x, y), 6 where a row is too long to be held;
 // backward 10: dy, x for the sums; dy, x, dx.
@@ -54,6 +55,117 @@ struct PlaneParameters {
     }
   }
 };
+
+// Of a plane: deviations from the pivot are summed, so that a mean that is much larger than they
+// are costs none of their accuracy.
+template <typename A>
+struct PlaneMoments {
+  A pivot, sum;
+  A squares;  // of the deviations from the mean
+};
+
+// The forward pass over planes.
+template <typename T>
+struct PlaneNormArgs {
+  using A = acc_t<T>;
+
+  const T* x;
+  T* y;
+  const void* weight;
+  const void* bias;
+  bool wide;
+  A eps;
+  PlaneMoments<A>* moments;
+  A* mean;  // of groups, as rstd and shift
+  A* rstd;
+  A* shift;  // what rounding has taken from the mean, as in NormRow
+  int64_t c, channels;
+
+  __device__ __forceinline__ A parameter(const void* values, int64_t plane, A absent) const {
+    A p[1];
+    load_parameters<1, T>(values, wide, plane % c, absent, p);
+    return p[0];
+  }
+};
+
+// Deviations are from the mean of the plane's first elements: see long_row_kernel.
+template <Team kTeam, int N, typename T>
+__global__ void __launch_bounds__(kMaxTeamThreads)
+    plane_moments_kernel(RowShape planes, int lanes, PlaneNormArgs<T> args) {
+  using A = acc_t<T>;
+  wait_for_earlier_kernels();
+  for_each_row<kTeam>(planes, lanes, [&](const RowPart& part) {
+    A v[N];
+    Pair<A> total{0, 0};
+    if (part.rank * N < part.size) {
+      load_acc<N>(args.x + part.base + part.rank * N, v);
+#pragma unroll
+      for (int k = 0; k < N; ++k) total.first += v[k];
+      total.second = N;
+    }
+    total = team_reduce<kTeam>(total, part.width, AddPairs{});
+    const A pivot = total.first / total.second;
+    total = {0, 0};
+    part.template for_each<N>([&](int64_t, int64_t offset) {
+      load_acc<N>(args.x + offset, v);
+      add_deviations(total, v, pivot);
+    });
+    total = team_reduce<kTeam>(total, part.width, AddPairs{});
+    if (part.rank != 0 || part.size == 0) return;
+    const A squares = total.second - total.first * total.first / static_cast<A>(part.size);
+    args.moments[part.row] = {pivot, total.first, squares < A(0) ? A(0) : squares};  // NaN stays
+  });
+}
+
+// A warp merges the planes of each group, in float64.
+template <typename T>
+__global__ void __launch_bounds__(kGroupThreads)
+    merge_moments_kernel(PlaneNormArgs<T> args, int64_t groups, double inner) {
+  using A = acc_t<T>;
+  wait_for_earlier_kernels();
+  const int64_t group = (blockIdx.x * int64_t{kGroupThreads} + threadIdx.x) / 32;
+  if (group >= groups) return;
+  const PlaneMoments<A>* const planes = args.moments + group * args.channels;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const auto summed = [&](const auto& f) {
+    Pair<double> total{0, 0};
+    for (int64_t c = lane; c < args.channels; c += 32) total.first += f(planes[c]);
+    return team_reduce<Team::kLanes>(total, 32, AddPairs{}).first;
+  };
+  const auto mean_of = [&](const PlaneMoments<A>& p) { return p.pivot + p.sum / inner; };
+  const double count = static_cast<double>(args.channels);
+  const double mean = summed(mean_of) / count;
+  const double squares = summed([&](const PlaneMoments<A>& p) {
+    const double d = mean_of(p) - mean;
+    return p.squares + inner * d * d;
+  });
+  if (lane != 0) return;
+  const double rstd = rsqrt(squares / (count * inner) + static_cast<double>(args.eps));
+  args.mean[group] = static_cast<A>(mean);
+  args.rstd[group] = static_cast<A>(rstd);
+  args.shift[group] = static_cast<A>((args.mean[group] - mean) * rstd);
+}
+
+template <Team kTeam, int N, typename T>
+__global__ void __launch_bounds__(kMaxTeamThreads)
+    normalise_planes_kernel(RowShape planes, int lanes, PlaneNormArgs<T> args) {
+  using A = acc_t<T>;
+  wait_for_earlier_kernels();
+  for_each_row<kTeam>(planes, lanes, [&](const RowPart& part) {
+    if (part.size == 0) return;
+    const int64_t group = part.row / args.channels;
+    const A mean = args.mean[group], rstd = args.rstd[group], shift = args.shift[group];
+    const A w = args.parameter(args.weight, part.row, A(1));
+    const A b = args.parameter(args.bias, part.row, A(0));
+    part.template for_each<N>([&](int64_t, int64_t offset) {
+      A v[N];
+      load_acc<N>(args.x + offset, v);
+#pragma unroll
+      for (int k = 0; k < N; ++k) v[k] = ((v[k] - mean) * rstd + shift) * w + b;
+      store_acc<N>(args.y + offset, v);
+    });
+  });
+}
 
 template <typename T>
 struct PlaneArgs {
@@ -184,20 +296,77 @@ struct Memory {
         merged(reinterpret_cast<Pair<A>*>(dot + shape.planes())) {}
 };
 
+// Whether the forward pass goes over planes: no team holds a group, even in vectors.
+template <typename T>
+bool is_too_long(const GroupNormShape& shape) {
+  constexpr int kWidth = kVecWidth<T>;
+  return plan_row<kWidth, T>(ceil_div(shape.size(), kWidth) * kWidth).team == Team::kBlock;
+}
+
+template <typename T>
+void normalise_planes(Stream stream, const GroupNormShape& shape, const PlaneNormArgs<T>& args,
+                      bool aligned) {
+  with_plane_vectors<T>(shape.inner, aligned, [&](auto width) {
+    constexpr int N = decltype(width)::value;
+    const RowShape planes{shape.planes(), shape.inner, 1};
+    const TeamLaunch launch = choose_team(planes, N);
+    with_team(launch.team, [&](auto team) {
+      constexpr Team kTeam = decltype(team)::value;
+      launch_early(plane_moments_kernel<kTeam, N, T>, launch.grid, launch.block, 0, stream, planes,
+                   launch.lanes, args);
+      const auto blocks = static_cast<unsigned>(ceil_div(shape.rows(), kGroupThreads / 32));
+      launch_early(merge_moments_kernel<T>, blocks, kGroupThreads, 0, stream, args, shape.rows(),
+                   static_cast<double>(shape.inner));
+      launch_early(normalise_planes_kernel<kTeam, N, T>, launch.grid, launch.block, 0, stream,
+                   planes, launch.lanes, args);
+    });
+  });
+  check_launch("group_norm");
+}
+
 }  // namespace
 
+int64_t group_norm_forward_workspace_bytes(const GroupNormShape& shape) {
+  int64_t bytes = 0;
+  dispatch(shape.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    if (is_too_long<T>(shape)) {
+      using A = acc_t<T>;
+      bytes = shape.planes() * sizeof(PlaneMoments<A>) + shape.rows() * sizeof(A);
+    }
+  });
+  return bytes;
+}
+
 void group_norm(Stream stream, const GroupNormShape& shape, const void* x,
-                const BatchNormAffine& affine, double eps, void* y, void* mean, void* rstd) {
+                const BatchNormAffine& affine, double eps, void* y, void* mean, void* rstd,
+                void* workspace) {
+  const bool wide = affine.dtype != shape.dtype;
   dispatch(shape.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     using A = acc_t<T>;
+    const T* const in = static_cast<const T*>(x);
+    const bool aligned = is_vec_aligned(in) && is_vec_aligned(static_cast<const T*>(y));
+    if (is_too_long<T>(shape)) {
+      auto* const moments = static_cast<PlaneMoments<A>*>(workspace);
+      const PlaneNormArgs<T> args{in,
+                                  static_cast<T*>(y),
+                                  affine.weight,
+                                  affine.bias,
+                                  wide,
+                                  static_cast<A>(eps),
+                                  moments,
+                                  static_cast<A*>(mean),
+                                  static_cast<A*>(rstd),
+                                  reinterpret_cast<A*>(moments + shape.planes()),
+                                  shape.c,
+                                  shape.channels()};
+      return normalise_planes(stream, shape, args, aligned);
+    }
     const NormArgs<T> args{
-        static_cast<const T*>(x), y, shape.dtype, static_cast<A>(eps), static_cast<A*>(mean),
-        static_cast<A*>(rstd)};
-    const PlaneParameters<T> parameters{
-        affine.weight, affine.bias,      affine.dtype != shape.dtype,
-        shape.groups,  shape.channels(), shape.inner};
-    const bool aligned = is_vec_aligned(args.x) && is_vec_aligned(static_cast<const T*>(y));
+        in, y, shape.dtype, static_cast<A>(eps), static_cast<A*>(mean), static_cast<A*>(rstd)};
+    const PlaneParameters<T> parameters{affine.weight, affine.bias,      wide,
+                                        shape.groups,  shape.channels(), shape.inner};
     const bool two_planes_at_most = shape.inner >= kVecWidth<T>;
     with_row_vectors<T>(shape.size(), aligned && two_planes_at_most, [&](auto width) {
       launch_rows<decltype(width)::value>(as_cuda(stream), shape.rows(), shape.size(), args,

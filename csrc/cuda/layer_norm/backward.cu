@@ -1,7 +1,7 @@
 // Layer norm's backward pass over rows: dx in one read of dy and x, while each thread sums what its
 // columns contribute to the parameters' gradients; the sums of a block are partial results in the
-// workspace, [block][column], which launch_ordered_sum adds up. No atomics: bitwise repeatable. See
-// row.cuh.
+// workspace, [block][weight's and bias' columns], which launch_ordered_sum adds up. No atomics:
+// bitwise repeatable. See row.cuh.
 #include "cuda/common/ordered_sum.cuh"
 #include "row.cuh"
 
@@ -28,8 +28,9 @@ struct BackwardArgs {
   bool wide_parameters;  // float32 beside a 16-bit In
   const A* mean;
   const A* rstd;
-  A* dweight;  // partial results; nullptr: not wanted
+  A* dweight;  // partial results of the first block; nullptr: not wanted
   A* dbias;
+  int64_t pitch;  // from a block's to the next one's
 };
 
 // dy, x and xhat of a vector.
@@ -90,6 +91,7 @@ __global__ void __launch_bounds__(block_threads(kHeld* N))
     layer_norm_backward_kernel(RowShape shape, int width, BackwardArgs<In, Out> args) {
   using A = acc_t<In>;
   extern __shared__ __align__(16) unsigned char shared[];
+  wait_for_earlier_kernels();
   const A by_size = A(1) / static_cast<A>(shape.size);
   A dweight[kHeld][N] = {}, dbias[kHeld][N] = {};
   for_each_row<kTeam>(shape, width, [&](const RowPart& part) {
@@ -138,7 +140,7 @@ __global__ void __launch_bounds__(block_threads(kHeld* N))
     });
   });
   const int size = static_cast<int>(shape.size);
-  const int64_t block = int64_t{blockIdx.x} * size;
+  const int64_t block = blockIdx.x * args.pitch;
   A* const sums = reinterpret_cast<A*>(shared);
   if (args.dweight) {
     store_column_sums<kTeam, N, kHeld, A>(dweight, width, size, sums, args.dweight + block);
@@ -153,6 +155,7 @@ template <int N, typename In, typename Out>
 __global__ void __launch_bounds__(kMaxTeamThreads)
     long_row_backward_kernel(RowShape shape, BackwardArgs<In, Out> args) {
   using A = acc_t<In>;
+  wait_for_earlier_kernels();
   const A by_size = A(1) / static_cast<A>(shape.size);
   for_each_row<Team::kBlock>(shape, 1, [&](const RowPart& part) {
     const A mean = args.mean[part.row], rstd = args.rstd[part.row];
@@ -193,6 +196,7 @@ template <int N, typename In, typename Out>
 __global__ void __launch_bounds__(kColumnThreads)
     column_sums_kernel(RowShape shape, BackwardArgs<In, Out> args) {
   using A = acc_t<In>;
+  wait_for_earlier_kernels();
   const int64_t c = (blockIdx.x * int64_t{kColumnThreads} + threadIdx.x) * N;
   if (c >= shape.size) return;
   A dweight[N] = {}, dbias[N] = {};
@@ -209,7 +213,7 @@ __global__ void __launch_bounds__(kColumnThreads)
       dbias[k] += v.g[k];
     }
   }
-  const int64_t result = blockIdx.y * shape.size + c;
+  const int64_t result = blockIdx.y * args.pitch + c;
   if (args.dweight) store_acc<N>(args.dweight + result, dweight);
   if (args.dbias) store_acc<N>(args.dbias + result, dbias);
 }
@@ -232,14 +236,14 @@ int launch_backward(cudaStream_t stream, const LayerNormShape& shape,
   if (plan.team == Team::kBlock) {
     if (args.dx) {
       const int64_t most = int64_t{sm_count()} * kMostBlocksPerSm;
-      long_row_backward_kernel<N>
-          <<<static_cast<int>(std::min(shape.rows, most)), kMaxTeamThreads, 0, stream>>>(rows,
-                                                                                         args);
+      launch_early(long_row_backward_kernel<N, In, Out>,
+                   static_cast<unsigned>(std::min(shape.rows, most)), kMaxTeamThreads, 0, stream,
+                   rows, args);
       check_launch("layer_norm_backward");
     }
     if (of_parameters) {
       const dim3 grid(static_cast<unsigned>(ceil_div(shape.size, kColumnThreads * N)), parts);
-      column_sums_kernel<N><<<grid, kColumnThreads, 0, stream>>>(rows, args);
+      launch_early(column_sums_kernel<N, In, Out>, grid, kColumnThreads, 0, stream, rows, args);
       check_launch("layer_norm_backward");
     }
     return parts;
@@ -259,7 +263,7 @@ int launch_backward(cudaStream_t stream, const LayerNormShape& shape,
     if (bytes > kUnaskedBytes) {
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     }
-    kernel<<<parts, threads, bytes, stream>>>(rows, plan.width, args);
+    launch_early(kernel, parts, threads, bytes, stream, rows, plan.width, args);
   });
   check_launch("layer_norm_backward");
   return parts;
@@ -296,7 +300,7 @@ void layer_norm_backward(Stream stream, const LayerNormShape& shape, const void*
     using Out = typename decltype(out_tag)::type;
     using A = acc_t<In>;
     A* const partials = static_cast<A*>(workspace);
-    A* const bias_partials = partials + most_parts(shape) * shape.size;
+    const bool both = gradients.weight && gradients.bias;
     const BackwardArgs<In, Out> args{static_cast<const Out*>(dy),
                                      static_cast<const In*>(x),
                                      static_cast<In*>(gradients.x),
@@ -305,7 +309,8 @@ void layer_norm_backward(Stream stream, const LayerNormShape& shape, const void*
                                      static_cast<const A*>(mean),
                                      static_cast<const A*>(rstd),
                                      gradients.weight ? partials : nullptr,
-                                     gradients.bias ? bias_partials : nullptr};
+                                     gradients.bias ? partials + both * shape.size : nullptr,
+                                     shape.size * (1 + both)};
     const bool aligned = is_vec_aligned(args.dy) && is_vec_aligned(args.x) &&
                          is_vec_aligned(args.dx) &&
                          is_vec_aligned(static_cast<const In*>(affine.weight));
@@ -316,11 +321,13 @@ void layer_norm_backward(Stream stream, const LayerNormShape& shape, const void*
     dispatch(gradients.parameter_dtype, [&](auto parameter_tag) {
       using P = typename decltype(parameter_tag)::type;
       if constexpr (std::is_same_v<acc_t<P>, A>) {
-        const auto sum = [&](const A* from, void* to) {
-          if (to) launch_ordered_sum<P>(stream, from, parts, shape.size, static_cast<P*>(to));
-        };
-        sum(args.dweight, gradients.weight);
-        sum(args.dbias, gradients.bias);
+        P* const weight = static_cast<P*>(gradients.weight);
+        P* const bias = static_cast<P*>(gradients.bias);
+        if (both) {
+          launch_ordered_sum<P>(stream, partials, parts, shape.size, weight, shape.size, bias);
+        } else if (weight || bias) {
+          launch_ordered_sum<P>(stream, partials, parts, shape.size, weight ? weight : bias);
+        }
       }
     });
   });

@@ -55,9 +55,11 @@ inline HeldRowPlan plan_held_row(int64_t vectors, bool scalars, int most, int wi
     return best;
   }
   for (int held = lane_most; held <= most && best.held == 0; held *= 2) {
+    // Twice as many vectors for half as many threads: their reductions are shorter.
+    const int most_threads = held == lane_most && held < most ? widest / 2 : widest;
     for (const int count : {held == kMostVectors ? 3 : held, held}) {
       const int64_t width = ceil_div(ceil_div(vectors, count), 32) * 32;
-      if (width <= widest) offer(Team::kWarps, width, count);
+      if (width <= most_threads) offer(Team::kWarps, width, count);
     }
   }
   return best;

@@ -94,6 +94,18 @@ struct RowPart {
   }
 };
 
+// Of teams of lanes or warps, `lanes` threads each: this thread's part of the row that its team has
+// where the block's first team has row `first`.
+__device__ __forceinline__ RowPart team_part(const RowShape& shape, int lanes, int64_t first) {
+  const int64_t row = first + threadIdx.x / lanes;
+  return {row,
+          row * shape.size,
+          1,
+          row < shape.rows() ? shape.size : 0,
+          static_cast<int>(threadIdx.x) % lanes,
+          lanes};
+}
+
 // Calls f(part) for every row; all threads of a block make the same number of calls, so that f may
 // synchronise the block. `lanes` is the team's width for kLanes and kWarps.
 template <Team kTeam, typename F>
@@ -103,9 +115,7 @@ __device__ void for_each_row(const RowShape& shape, int lanes, F f) {
     const int teams = blockDim.x / lanes;
     for (int64_t first = int64_t{blockIdx.x} * teams; first < rows;
          first += int64_t{gridDim.x} * teams) {
-      const int64_t row = first + threadIdx.x / lanes;
-      f(RowPart{row, row * shape.size, 1, row < rows ? shape.size : 0,
-                static_cast<int>(threadIdx.x) % lanes, lanes});
+      f(team_part(shape, lanes, first));
     }
   } else if constexpr (kTeam == Team::kBlock) {
     for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
@@ -121,6 +131,24 @@ __device__ void for_each_row(const RowShape& shape, int lanes, F f) {
                 row < rows ? shape.size : 0, static_cast<int>(threadIdx.y),
                 static_cast<int>(blockDim.y)});
     }
+  }
+}
+
+// The same for teams of lanes or warps and contiguous rows, with f(part, next): the part of the row
+// that comes after, of size 0 where there is none, so that f may ask for it beforehand. start(part)
+// is called with the first one.
+template <typename Start, typename F>
+__device__ __forceinline__ void for_each_row_ahead(const RowShape& shape, int lanes, Start start,
+                                                   F f) {
+  const int teams = blockDim.x / lanes;
+  int64_t first = int64_t{blockIdx.x} * teams;
+  RowPart part = team_part(shape, lanes, first);
+  start(part);
+  while (first < shape.outer) {
+    first += int64_t{gridDim.x} * teams;
+    const RowPart next = team_part(shape, lanes, first);
+    f(part, next);
+    part = next;
   }
 }
 

@@ -22,11 +22,11 @@ __global__ void __launch_bounds__(kMostRowThreads)
     add_pixels_norm_kernel(const __grid_constant__ Grids g, NormGradArgs<T> args, RowPlan plan,
                            GradPartial<float>* __restrict__ partials) {
   constexpr int U = kRowLoads / 2;
-  __shared__ RowTotals<float, N> shared;
+  __shared__ RowTotals<float, 2, N> shared;
   wait_for_earlier_kernels();
   const RowWorker<N> me(plan, blockIdx.x);
   const int64_t step = plan.vectors * N, first = me.begin * step + me.channel;
-  float sum[N] = {}, dot[N] = {};
+  float v[2][N] = {};  // sums of the gradient, and of it times deviations
   if (me.works) {
     using Coefficients = PerElement<float, N, false>;
     const Coefficients center(args.statistics.mean, me.channel);
@@ -66,16 +66,17 @@ __global__ void __launch_bounds__(kMostRowThreads)
                            : through_clamp(grad, normalized(deviation, scale[k], shift[k]),
                                            args.low, args.high);
           kept.v[k] = convert<T>(grad);
-          sum[k] += grad;
-          dot[k] += grad * deviation;
+          v[0][k] += grad;
+          v[1][k] += grad * deviation;
         }
         store_vec(args.dx + first + r * step, kept);
       }
     }
   }
-  const float total = row_total(sum, shared, plan), total_dot = row_total(dot, shared, plan);
+  float totals[2];
+  row_totals(v, totals, shared, plan);
   for_my_total<N>(plan, [&](int64_t channel) {
-    partials[channel * plan.parts + blockIdx.x] = {total, total_dot};
+    partials[channel * plan.parts + blockIdx.x] = {totals[0], totals[1]};
   });
 }
 
