@@ -139,38 +139,49 @@ void finalize(const SmallKShape& a, const SmallKNorm& norm, const double* sums, 
   }
 }
 
-// Convolution, normalisation, ReLU and pooling at one window for the filters of one vector.
-template <typename A>
-struct PooledPixel {
+// Convolution, normalisation, ReLU and pooling at one window for the filters of kVectors vectors.
+// Of two a pixel's value is loaded once, and eight sums are under way: as many as hide a
+// multiply-add's latency.
+template <typename A, int kVectors>
+struct PooledPixels {
   using V = vec_t<A>;
   using Positions = typename PooledImage<A>::Positions;
-  V best;
-  Positions code;
+  V best[kVectors];
+  Positions code[kVectors];
 
-  PooledPixel(const PaddedImage<A>& image, int64_t offset, const V* weights, V scale, V shift) {
-    V z0{}, z1{}, z2{}, z3{};
+  // weights: [kVectors][taps]
+  PooledPixels(const PaddedImage<A>& image, int64_t offset, const V* weights, const V* scale,
+               const V* shift) {
+    V z[kVectors][4] = {};
     const A* origin = image.values.data() + offset;
     const int64_t* taps = image.taps.data();
     const int64_t count = static_cast<int64_t>(image.taps.size()), pitch = image.pitch;
     for (int64_t t = 0; t < count; ++t) {
       const A* at = origin + taps[t];
-      z0 += weights[t] * at[0];
-      z1 += weights[t] * at[1];
-      z2 += weights[t] * at[pitch];
-      z3 += weights[t] * at[pitch + 1];
+      const A pixels[4] = {at[0], at[1], at[pitch], at[pitch + 1]};
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) {
+        const V weight = weights[v * count + t];
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) z[v][i] += weight * pixels[i];
+      }
     }
-    best = z0 * scale + shift;
-    code = Positions{};
-    const V others[3] = {z1 * scale + shift, z2 * scale + shift, z3 * scale + shift};
-    for (int i = 0; i < 3; ++i) {
-      // torch's rule: the first maximum wins, and NaN beats every number.
-      const auto wins = (others[i] > best) | ((others[i] != others[i]) & (best == best));
-      best = wins ? others[i] : best;
-      code = wins ? Positions{} + (i + 1) : code;
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) {
+      best[v] = z[v][0] * scale[v] + shift[v];
+      code[v] = Positions{};
+#pragma GCC unroll 3
+      for (int i = 1; i < 4; ++i) {
+        const V other = z[v][i] * scale[v] + shift[v];
+        // torch's rule: the first maximum wins, and NaN beats every number.
+        const auto wins = (other > best[v]) | ((other != other) & (best[v] == best[v]));
+        best[v] = wins ? other : best[v];
+        code[v] = wins ? Positions{} + i : code[v];
+      }
+      const auto dead = best[v] <= V{};
+      best[v] = dead ? V{} : best[v];
+      code[v] = dead ? Positions{} + 4 : code[v];
     }
-    const auto dead = best <= V{};
-    best = dead ? V{} : best;
-    code = dead ? Positions{} + 4 : code;
   }
 };
 
@@ -219,12 +230,19 @@ void forward(const SmallKShape& a, const T* x, const T* w, const double* scale_s
       }
       for (int64_t i = 0; i < pooled.pixels; ++i) {
         const int64_t corner = 2 * (i / pooled.q * image.pitch + i % pooled.q);
-        for (int64_t v = 0; v < vectors; ++v) {
-          const PooledPixel<A> pixel(image, corner, &weights[v * taps], scale[v], shift[v]);
-          store(values + i * pooled.width + v * kL, pixel.best);
-          store(&pooled.codes[i * pooled.codes_width + v * kL],
-                __builtin_convertvector(pixel.code, typename Pooled::Codes));
-        }
+        const auto pool = [&](auto count, int64_t first_vector) {
+          const PooledPixels<A, count.value> pixels(image, corner, &weights[first_vector * taps],
+                                                    &scale[first_vector], &shift[first_vector]);
+          for (int j = 0; j < count.value; ++j) {
+            const int64_t v = first_vector + j;
+            store(values + i * pooled.width + v * kL, pixels.best[j]);
+            store(&pooled.codes[i * pooled.codes_width + v * kL],
+                  __builtin_convertvector(pixels.code[j], typename Pooled::Codes));
+          }
+        };
+        int64_t v = 0;
+        for (; v + 1 < vectors; v += 2) pool(std::integral_constant<int, 2>{}, v);
+        if (v < vectors) pool(std::integral_constant<int, 1>{}, v);
       }
       if (!pooled.template matches<T>(a)) store_image(a, pooled, result);
       pooled.pack_codes(codes + n * pooled.pixels * pooled.words);

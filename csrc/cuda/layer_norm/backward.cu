@@ -8,9 +8,9 @@
 namespace braze::cuda {
 namespace {
 
-// Of a block, one on a multiprocessor: as many as leave each the registers for `elements` of dy, x
-// and both sums.
-constexpr int block_threads(int elements) { return elements >= 32 ? 384 : kMaxTeamThreads; }
+// Of a block, one on a multiprocessor: as many as leave each the registers for `elements` of both
+// sums, and of dy and x of a row and of the next one.
+constexpr int block_threads(int elements) { return elements >= 24 ? 384 : kMaxTeamThreads; }
 
 // Of dynamic shared memory, that a kernel gets beside its own arrays without asking for more.
 constexpr int kUnaskedBytes = 47 << 10;
@@ -93,24 +93,37 @@ __global__ void __launch_bounds__(block_threads(kHeld* N))
   extern __shared__ __align__(16) unsigned char shared[];
   wait_for_earlier_kernels();
   const A by_size = A(1) / static_cast<A>(shape.size);
+  constexpr bool kAhead = kHeld * N < 32;  // else the registers do not suffice
   A dweight[kHeld][N] = {}, dbias[kHeld][N] = {};
-  for_each_row<kTeam>(shape, width, [&](const RowPart& part) {
-    Packed<In, N> x[kHeld];
-    Packed<Out, N> dy[kHeld];
+  // f(c, u) for the vectors of a thread's part, from elements c on.
+  const auto each_of = [](const RowPart& part, const auto& f) {
     const int size = static_cast<int>(part.size);
-    const auto each = [&](const auto& f) {
 #pragma unroll
-      for (int u = 0; u < kHeld; ++u) {
-        const int c = (u * part.width + part.rank) * N;
-        if (c < size) f(c, u);
-      }
-    };
-    each([&](int c, int u) {
-      x[u].load(args.x + part.base + c);
-      dy[u].load(args.dy + part.base + c);
+    for (int u = 0; u < kHeld; ++u) {
+      const int c = (u * part.width + part.rank) * N;
+      if (c < size) f(c, u);
+    }
+  };
+  Packed<In, N> x[kHeld], next_x[kHeld];
+  Packed<Out, N> dy[kHeld], next_dy[kHeld];
+  A mean = 0, rstd = 0, next_mean = 0, next_rstd = 0;
+  const auto ask = [&](const RowPart& part) {
+    each_of(part, [&](int c, int u) {
+      next_x[u].load(args.x + part.base + c);
+      next_dy[u].load(args.dy + part.base + c);
     });
-    const A mean = size > 0 ? args.mean[part.row] : A(0);
-    const A rstd = size > 0 ? args.rstd[part.row] : A(0);
+    if (part.size > 0) next_mean = args.mean[part.row], next_rstd = args.rstd[part.row];
+  };
+  const auto start = [&](const RowPart& part) {
+    if (kAhead) ask(part);
+  };
+  for_each_row_ahead(shape, width, start, [&](const RowPart& part, const RowPart& next) {
+    if (!kAhead) ask(part);
+#pragma unroll
+    for (int u = 0; u < kHeld; ++u) x[u] = next_x[u], dy[u] = next_dy[u];
+    mean = next_mean, rstd = next_rstd;
+    if (kAhead) ask(next);
+    const auto each = [&](const auto& f) { each_of(part, f); };
     Pair<A> total{0, 0};
     each([&](int c, int u) {
       const GradVector<N, In, Out> v(dy[u], x[u], mean, rstd);
@@ -229,8 +242,11 @@ int launch_backward(cudaStream_t stream, const LayerNormShape& shape,
                     const BackwardArgs<In, Out>& args) {
   using A = acc_t<In>;
   const RowShape rows{shape.rows, shape.size, 1};
+  // Beside both sums and the next row a thread has registers for few vectors.
   constexpr int kMost = N == 1 ? kMostScalars : kMostVectors;
-  const HeldRowPlan plan = plan_held_row(shape.size / N, N == 1, kMost, block_threads(kMost * N));
+  constexpr int kLane = N == 1 ? kMost : 3, kWarps = N == 1 ? kMost : 2;
+  const HeldRowPlan plan = plan_held_row(shape.size / N, kLane, kWarps, kMost,
+                                         [](int held) { return block_threads(held * N); });
   const bool of_parameters = args.dweight || args.dbias;
   int parts = most_parts(shape);
   if (plan.team == Team::kBlock) {

@@ -184,7 +184,12 @@ int64_t most_held_blocks(const HeldRowPlan& plan, int threads) {
 
 template <int N, typename T>
 HeldRowPlan plan_row(int64_t size) {
-  return plan_held_row(size / N, N == 1, N == 1 ? kMostScalars : kMostHeld<T>, kMaxTeamThreads);
+  constexpr int kLane = N == 1 ? kMostScalars : kMostVectors;
+  constexpr int kMost = N == 1 ? kMostScalars : kMostHeld<T>;
+  // Twice as many vectors for half as many threads: their reductions are shorter.
+  return plan_held_row(size / N, kLane, kLane, kMost, [](int held) {
+    return held == kMostVectors && held < kMost ? kMaxTeamThreads / 2 : kMaxTeamThreads;
+  });
 }
 
 template <int N, typename T, typename P>

@@ -9,12 +9,16 @@
 //
 // By length of a row in vectors of 16 bytes (in elements where 16 bytes do not divide the row or
 // its address):
-//   up to 128 (256)    a team of lanes of one warp; several rows a warp where they are short
-//   up to 2048 (4096)  a team of warps, which alone waits for its reductions
-//   beyond             a block; the row is read again
+//   up to 128 (256), backward 96   a team of lanes of one warp; several rows a warp where they are
+//                                  short
+//   up to 2048 (4096)              a team of warps, which alone waits for its reductions
+//   beyond                         a block; the row is read again
 // Forward, in teams of warps a thread holds up to 8 vectors, 16 of float32: rows of up to 32768
 // elements (8192 of float64). Backward, rows of 16-bit elements end at 1536 vectors, 12288
 // elements.
+//
+// A team asks for its next row before it works on the one that it holds: reductions wait for the
+// slowest warp, and other teams alone do not make up for that. Not where registers hold only one.
 #pragma once
 
 #include "cuda/softmax/row_team.cuh"
@@ -22,7 +26,7 @@
 
 namespace braze::cuda {
 
-constexpr int kMostVectors = 4;  // held by a lane, and by every thread of the backward pass
+constexpr int kMostVectors = 4;  // held by a lane, and by threads of the backward pass
 constexpr int kMostScalars = 8;  // the same, where vectors have one element
 
 // A team's threads, and how many vectors each holds.
@@ -32,10 +36,11 @@ struct HeldRowPlan {
   int held;
 };
 
-// most: vectors that a thread of a team of warps may hold; widest: threads of such a team.
-inline HeldRowPlan plan_held_row(int64_t vectors, bool scalars, int most, int widest) {
-  const int lane_most = scalars ? kMostScalars : kMostVectors;
-  const int least = 2;
+// lane_most: vectors that a lane holds at most; of rows beyond 32 such lanes, threads of teams of
+// warps hold warps_least to `most`, and there are at most widest(held) of them.
+template <typename Widest>
+HeldRowPlan plan_held_row(int64_t vectors, int lane_most, int warps_least, int most,
+                          const Widest& widest) {
   // The fewest idle slots; among equals the most vectors a thread, in flight together, as long as
   // four lanes still read a segment of memory side by side.
   HeldRowPlan best{Team::kBlock, kMaxTeamThreads, 0};
@@ -48,18 +53,17 @@ inline HeldRowPlan plan_held_row(int64_t vectors, bool scalars, int most, int wi
     }
   };
   if (vectors <= 32 * lane_most) {
-    for (int held = least; held <= lane_most; held = scalars ? 4 * held : held + 1) {
+    const bool scalars = lane_most == kMostScalars;
+    for (int held = 2; held <= lane_most; held = scalars ? 4 * held : held + 1) {
       const int64_t width = next_power_of_two(ceil_div(vectors, held));
       if (width <= 32) offer(Team::kLanes, width, held);
     }
     return best;
   }
-  for (int held = lane_most; held <= most && best.held == 0; held *= 2) {
-    // Twice as many vectors for half as many threads: their reductions are shorter.
-    const int most_threads = held == lane_most && held < most ? widest / 2 : widest;
+  for (int held = warps_least; held <= most && best.held == 0; held *= 2) {
     for (const int count : {held == kMostVectors ? 3 : held, held}) {
       const int64_t width = ceil_div(ceil_div(vectors, count), 32) * 32;
-      if (width <= most_threads) offer(Team::kWarps, width, count);
+      if (width <= widest(held)) offer(Team::kWarps, width, count);
     }
   }
   return best;
@@ -102,8 +106,13 @@ void dispatch_held(const HeldRowPlan& plan, const F& f) {
   } else {
     if (plan.team == Team::kLanes) {
       if (plan.held == 2) return held(Lanes{}, std::integral_constant<int, 2>{});
-      if (plan.held == 3) return held(Lanes{}, std::integral_constant<int, 3>{});
-      return held(Lanes{}, std::integral_constant<int, 4>{});
+      if constexpr (kMost > kMostVectors) {
+        if (plan.held == 4) return held(Lanes{}, std::integral_constant<int, 4>{});
+      }
+      return held(Lanes{}, std::integral_constant<int, 3>{});
+    }
+    if constexpr (kMost <= kMostVectors) {
+      if (plan.held == 2) return held(Warps{}, std::integral_constant<int, 2>{});
     }
     if (plan.held == 3) return held(Warps{}, std::integral_constant<int, 3>{});
     if (plan.held == 4) return held(Warps{}, std::integral_constant<int, 4>{});
