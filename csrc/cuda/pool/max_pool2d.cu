@@ -20,7 +20,28 @@ __device__ __forceinline__ A lowest() {
   return -static_cast<A>(INFINITY);
 }
 
-template <typename T, typename Tap, int N, typename Split>
+// The running maxima of N elements, and the taps that have them.
+template <typename T, int N>
+struct Maxima {
+  acc_t<T> best[N];
+  int tap[N];
+
+  __device__ __forceinline__ explicit Maxima(int first_tap) {
+#pragma unroll
+    for (int k = 0; k < N; ++k) best[k] = lowest<acc_t<T>>(), tap[k] = first_tap;
+  }
+  __device__ __forceinline__ void add(const Vec<T, N>& v, int of_tap) {
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+      const acc_t<T> value = convert<acc_t<T>>(v.v[k]);
+      if (beats(value, best[k])) best[k] = value, tap[k] = of_tap;
+    }
+  }
+};
+
+// kSide: of a window without dilation, all of whose elements are asked for before the first is
+// compared; 0: of any.
+template <typename T, typename Tap, int N, int kSide, typename Split>
 __global__ void __launch_bounds__(kPoolThreads)
     max_pool2d_kernel(const T* __restrict__ x, T* __restrict__ y, Tap* __restrict__ taps,
                       int64_t count, Split split, Window window) {
@@ -33,29 +54,37 @@ __global__ void __launch_bounds__(kPoolThreads)
   // The first tap inside the plane, which wins where all are -inf.
   const int first_r = h0 < 0 ? (-h0 + window.dilation_h - 1) / window.dilation_h : 0;
   const int first_s = w0 < 0 ? (-w0 + window.dilation_w - 1) / window.dilation_w : 0;
-  acc_t<T> best[N];
-  int best_tap[N];
   const bool empty =
       h0 + first_r * window.dilation_h >= window.h || w0 + first_s * window.dilation_w >= window.w;
+  Maxima<T, N> found(empty ? 0 : first_r * window.s + first_s);
+  if constexpr (kSide > 0) {
+    Packed<T, N> v[kSide][kSide];
+    const auto inside = [&](int r, int s) {
+      return h0 + r >= 0 && h0 + r < window.h && w0 + s >= 0 && w0 + s < window.w;
+    };
 #pragma unroll
-  for (int k = 0; k < N; ++k) {
-    best[k] = lowest<acc_t<T>>();
-    best_tap[k] = empty ? 0 : first_r * window.s + first_s;
-  }
-  for (int r = first_r; r < window.r; ++r) {
-    const int h = h0 + r * window.dilation_h;
-    if (h >= window.h) break;
-    for (int s = first_s; s < window.s; ++s) {
-      const int w = w0 + s * window.dilation_w;
-      if (w >= window.w) break;
-      const Vec<T, N> v = load_vec<N>(x + window.input_offset(image, h, w) + group * N);
+    for (int r = 0; r < kSide; ++r) {
 #pragma unroll
-      for (int k = 0; k < N; ++k) {
-        const acc_t<T> value = convert<acc_t<T>>(v.v[k]);
-        if (beats(value, best[k])) {
-          best[k] = value;
-          best_tap[k] = r * window.s + s;
-        }
+      for (int s = 0; s < kSide; ++s) {
+        if (inside(r, s)) v[r][s].load(x + window.input_offset(image, h0 + r, w0 + s) + group * N);
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < kSide; ++r) {
+#pragma unroll
+      for (int s = 0; s < kSide; ++s) {
+        if (inside(r, s)) found.add(v[r][s].unpacked(), r * kSide + s);
+      }
+    }
+  } else {
+    for (int r = first_r; r < window.r; ++r) {
+      const int h = h0 + r * window.dilation_h;
+      if (h >= window.h) break;
+      for (int s = first_s; s < window.s; ++s) {
+        const int w = w0 + s * window.dilation_w;
+        if (w >= window.w) break;
+        const T* const from = x + window.input_offset(image, h, w) + group * N;
+        found.add(load_vec<N>(from), r * window.s + s);
       }
     }
   }
@@ -63,8 +92,8 @@ __global__ void __launch_bounds__(kPoolThreads)
   Vec<Tap, N> chosen;
 #pragma unroll
   for (int k = 0; k < N; ++k) {
-    result.v[k] = convert<T>(best[k]);
-    chosen.v[k] = static_cast<Tap>(best_tap[k]);
+    result.v[k] = convert<T>(found.best[k]);
+    chosen.v[k] = static_cast<Tap>(found.tap[k]);
   }
   store_vec(y + i * N, result);
   store_vec(taps + i * N, chosen);
@@ -210,8 +239,15 @@ void max_pool2d(Stream stream, const Pool2dShape& shape, const void* x, void* y,
         constexpr int N = decltype(width)::value;
         const int64_t count = shape.output_count() / N;
         with_split(count, shape.depth() / N, shape.q, shape.p, [&](auto split) {
-          max_pool2d_kernel<T, Tap, N><<<pool_blocks(count), kPoolThreads, 0, s>>>(
-              in, out, static_cast<Tap*>(taps), count, split, window);
+          auto kernel = max_pool2d_kernel<T, Tap, N, 0, decltype(split)>;
+          if constexpr (sizeof(Tap) == 1) {
+            const bool plain = window.dilation_h == 1 && window.dilation_w == 1;
+            if (window.r == 3 && window.s == 3 && plain) {
+              kernel = max_pool2d_kernel<T, Tap, N, 3, decltype(split)>;
+            }
+          }
+          kernel<<<pool_blocks(count), kPoolThreads, 0, s>>>(in, out, static_cast<Tap*>(taps),
+                                                             count, split, window);
         });
       });
     });
