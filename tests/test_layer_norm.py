@@ -60,6 +60,15 @@ def test_matches_stock(device, dtype, shape, dims):
     assert ours_of(x, weight, bias).grad_fn.name() == "LayerNormBackward"
 
 
+@pytest.mark.parametrize(
+    ("rows", "size"), [(40011, 33), (27001, 96), (2601, 1024), (1201, 2048), (301, 8192)]
+)
+def test_more_rows_than_a_gpu_has_at_once(device, dtype, rows, size):
+    """Where a team has asked for its next row."""
+    x = torch.randn(rows, size, device=device).to(dtype).requires_grad_()
+    check_against_stock(ours_of, stock_of, [x, *parameters((size,), device, dtype)])
+
+
 def test_rows_of_one_element(device, dtype):
     """Whose gradient is 0, but for rounding."""
     x = torch.randn(5, 1, device=device).to(dtype)

@@ -144,15 +144,21 @@ __device__ void for_my_total(const RowPlan& plan, const F& f) {
   if (k < N && vector < plan.vectors) f(vector * N + k);
 }
 
-// Each thread sums deviations from its own first value, whose squares do not cancel. Then all of a
-// channel's are made deviations from one value: the mean of some lines' first ones, which a single
-// far-off element does not spoil.
+template <typename A>
+__device__ __forceinline__ A median(A a, A b, A c) {
+  return max(min(a, b), min(max(a, b), c));
+}
+
+// Each thread sums deviations from a value of its own, whose squares do not cancel: the median of
+// its first three elements. Then all of a channel's are made deviations from one value, the median
+// of three lines'. A far-off element would spoil a mean: the many others' deviations from it would
+// have to cancel.
 template <typename T, int N>
 __global__ void __launch_bounds__(kMostRowThreads)
     row_moments_kernel(const T* __restrict__ x, RowPlan plan, MomentsPartial* __restrict__ partials,
                        int64_t* batches) {
   using A = acc_t<T>;
-  constexpr int U = kSumLoads, kCenters = 8;
+  constexpr int U = kSumLoads;
   __shared__ RowTotals<A, 2, N> shared;
   if (batches && blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) ++*batches;
   const RowWorker<N> me(plan, blockIdx.x);
@@ -167,15 +173,23 @@ __global__ void __launch_bounds__(kMostRowThreads)
       const int64_t r = row + u * plan.height;
       if (r < end) packed[u].load(base + r * step);
     }
+    if (count == 0) {
+      const Vec<T, N> first = packed[0].unpacked();
+      const bool three = row + 2 * plan.height < end;
+      const Vec<T, N> second = packed[1].unpacked(), third = packed[2].unpacked();
+#pragma unroll
+      for (int k = 0; k < N; ++k) {
+        const A value = convert<A>(first.v[k]);
+        center[k] = three ? median(value, convert<A>(second.v[k]), convert<A>(third.v[k])) : value;
+      }
+    }
 #pragma unroll
     for (int u = 0; u < U; ++u) {
       if (row + u * plan.height >= end) break;
       const Vec<T, N> element = packed[u].unpacked();
 #pragma unroll
       for (int k = 0; k < N; ++k) {
-        const A value = convert<A>(element.v[k]);
-        if (u == 0 && count == 0) center[k] = value;
-        const A d = value - center[k];
+        const A d = convert<A>(element.v[k]) - center[k];
         v[0][k] += d;
         v[1][k] += d * d;
       }
@@ -186,13 +200,11 @@ __global__ void __launch_bounds__(kMostRowThreads)
 #pragma unroll
   for (int k = 0; k < N; ++k) centers[k * static_cast<int>(blockDim.x) + threadIdx.x] = center[k];
   __syncthreads();
-  const int lines = static_cast<int>(min(me.rows, int64_t{min(plan.height, kCenters)}));
+  const int lines = static_cast<int>(min(me.rows, int64_t{plan.height}));
   const auto common = [&](int k, int column) {
-    A all = 0;
-    for (int line = 0; line < lines; ++line) {
-      all += centers[k * static_cast<int>(blockDim.x) + line * plan.tile + column];
-    }
-    return all / static_cast<A>(lines);
+    const A* const from = centers + k * static_cast<int>(blockDim.x) + column;
+    if (lines < 3) return from[0];
+    return median(from[0], from[lines / 2 * plan.tile], from[(lines - 1) * plan.tile]);
   };
   if (count > 0) {
 #pragma unroll
