@@ -3,6 +3,8 @@ layer norm over rows and group norm, in training, forward and backward, beside t
 compiled) and a copy that moves as many bytes as the passes have to; cold caches."""
 
 import dataclasses
+import math
+import typing
 
 import torch
 import torch.nn.functional as stock
@@ -133,63 +135,43 @@ class BatchNormLayer:
 
 
 @dataclasses.dataclass(frozen=True)
-class LayerNormRows:
-    layouts = ("contiguous",)
-    network = "layer norm"
+class RowNorm:
+    """Layer norm of rows, or group norm of images."""
 
-    rows: int
-    size: int
+    layouts = ("contiguous",)
+    # What the passes move at least, in tensors: csrc/cuda/layer_norm/row.cuh and
+    # csrc/cuda/group_norm/group_norm.cu.
+    MOVED: typing.ClassVar = {
+        "layer norm": {"forward": 2, "backward": 3},
+        "group norm": {"forward": 2, "backward": 5},
+    }
+
+    network: str
+    shape: tuple[int, ...]
 
     @property
     def name(self):
-        return f"{self.rows}x{self.size}"
+        return "x".join(map(str, self.shape))
 
     def bytes(self, pass_name, element_size):
-        """What the passes move at least: csrc/cuda/layer_norm/row.cuh."""
-        return (2 if pass_name == "forward" else 3) * self.rows * self.size * element_size
+        return self.MOVED[self.network][pass_name] * math.prod(self.shape) * element_size
 
     def inputs(self, device, dtype, layout):
         # The parameters have the activations' dtype, as stock wants them on CUDA.
-        rows = images_of((self.rows, self.size), device, dtype, layout)
-        return [rows, *parameters_of(self.size, device, dtype)]
+        x = images_of(self.shape, device, dtype, layout)
+        return [x, *parameters_of(self.shape[1], device, dtype)]
+
+    def run(self, functional, x, weight, bias):
+        if self.network == "layer norm":
+            return functional.layer_norm(x, weight.shape, weight, bias)
+        return functional.group_norm(x, 32, weight, bias)
 
     def braze(self, x, weight, bias):
-        with braze.backend(layer_norm="braze"):
-            return F.layer_norm(x, weight.shape, weight, bias)
+        with braze.backend(layer_norm="braze", group_norm="braze"):
+            return self.run(F, x, weight, bias)
 
     def stock(self, x, weight, bias):
-        return stock.layer_norm(x, weight.shape, weight, bias)
-
-
-@dataclasses.dataclass(frozen=True)
-class GroupNormLayer:
-    layouts = ("contiguous",)
-    network = "group norm"
-
-    batch: int
-    channels: int
-    size: int
-
-    @property
-    def name(self):
-        return f"{self.batch}x{self.channels}x{self.size}x{self.size}"
-
-    def bytes(self, pass_name, element_size):
-        """What the passes move at least: csrc/cuda/group_norm/group_norm.cu."""
-        elements = self.batch * self.channels * self.size**2
-        return (2 if pass_name == "forward" else 5) * elements * element_size
-
-    def inputs(self, device, dtype, layout):
-        shape = self.batch, self.channels, self.size, self.size
-        images = images_of(shape, device, dtype, layout)
-        return [images, *parameters_of(self.channels, device, dtype)]
-
-    def braze(self, x, weight, bias):
-        with braze.backend(group_norm="braze"):
-            return F.group_norm(x, 32, weight, bias)
-
-    def stock(self, x, weight, bias):
-        return stock.group_norm(x, 32, weight, bias)
+        return self.run(stock, x, weight, bias)
 
 
 def maker(function, pass_name, inputs):
@@ -251,8 +233,8 @@ def layers_of(args):
         for network, (batch, layers) in LAYERS.items()
         for layer in layers
     ]
-    found += [LayerNormRows(*layer) for layer in LAYER_NORM]
-    found += [GroupNormLayer(*layer) for layer in GROUP_NORM]
+    found += [RowNorm("layer norm", rows) for rows in LAYER_NORM]
+    found += [RowNorm("group norm", (n, c, size, size)) for n, c, size in GROUP_NORM]
     wanted = args.case or [""]
     return [x for x in found if any(part in f"{x.network} {x.name}" for part in wanted)]
 
@@ -262,9 +244,7 @@ def run(device, args):
     layers = layers_of(args)
     for dtype_name in args.dtype or ("bfloat16", "float32"):
         for layer in layers[:2] if args.quick else layers:
-            for layout in args.layout or layer.layouts:
-                if layout not in layer.layouts:
-                    continue
+            for layout in [x for x in layer.layouts if x in (args.layout or layer.layouts)]:
                 torch.manual_seed(0)
                 yield from time_layer(layer, dtype_name, layout, device, args.quick, args.compile)
 

@@ -18,7 +18,16 @@ namespace {
 const KernelEntry kEntry({"group_norm", "planes", "float64 float32 bfloat16 float16", "sm_80+",
                           true, "rows held in registers; backward, sums of planes"});
 
-constexpr int kGroupThreads = 128;  // of merge_planes_kernel, a warp per group
+constexpr int kGroupThreads = 128;  // of kernels with a warp per group
+
+// A channel's parameter, of T or, where `wide`, of acc_t<T>; `absent` where there is none.
+template <typename T>
+__device__ __forceinline__ acc_t<T> parameter_of(const void* values, bool wide, int64_t channel,
+                                                 acc_t<T> absent) {
+  acc_t<T> p[1];
+  load_parameters<1, T>(values, wide, channel, absent, p);
+  return p[0];
+}
 
 // A weight and a bias for each plane of at least N elements, so that a vector has those of two at
 // most.
@@ -45,13 +54,12 @@ struct PlaneParameters {
  private:
   template <int N>
   __device__ __forceinline__ void fill(A (&w)[N], A (&b)[N], int64_t channel, int from) const {
-    A weight_here[1], bias_here[1];
-    load_parameters<1, T>(weight, wide, channel, A(1), weight_here);
-    load_parameters<1, T>(bias, wide, channel, A(0), bias_here);
+    const A weight_here = parameter_of<T>(weight, wide, channel, A(1));
+    const A bias_here = parameter_of<T>(bias, wide, channel, A(0));
 #pragma unroll
     for (int k = 0; k < N; ++k) {
-      w[k] = k < from ? w[k] : weight_here[0];
-      b[k] = k < from ? b[k] : bias_here[0];
+      w[k] = k < from ? w[k] : weight_here;
+      b[k] = k < from ? b[k] : bias_here;
     }
   }
 };
@@ -80,37 +88,16 @@ struct PlaneNormArgs {
   A* rstd;
   A* shift;  // what rounding has taken from the mean, as in NormRow
   int64_t c, channels;
-
-  __device__ __forceinline__ A parameter(const void* values, int64_t plane, A absent) const {
-    A p[1];
-    load_parameters<1, T>(values, wide, plane % c, absent, p);
-    return p[0];
-  }
 };
 
-// Deviations are from the mean of the plane's first elements: see long_row_kernel.
 template <Team kTeam, int N, typename T>
 __global__ void __launch_bounds__(kMaxTeamThreads)
     plane_moments_kernel(RowShape planes, int lanes, PlaneNormArgs<T> args) {
   using A = acc_t<T>;
   wait_for_earlier_kernels();
   for_each_row<kTeam>(planes, lanes, [&](const RowPart& part) {
-    A v[N];
-    Pair<A> total{0, 0};
-    if (part.rank * N < part.size) {
-      load_acc<N>(args.x + part.base + part.rank * N, v);
-#pragma unroll
-      for (int k = 0; k < N; ++k) total.first += v[k];
-      total.second = N;
-    }
-    total = team_reduce<kTeam>(total, part.width, AddPairs{});
-    const A pivot = total.first / total.second;
-    total = {0, 0};
-    part.template for_each<N>([&](int64_t, int64_t offset) {
-      load_acc<N>(args.x + offset, v);
-      add_deviations(total, v, pivot);
-    });
-    total = team_reduce<kTeam>(total, part.width, AddPairs{});
+    A pivot;
+    const Pair<A> total = sum_about_first<kTeam, N>(part, args.x, pivot);
     if (part.rank != 0 || part.size == 0) return;
     const A squares = total.second - total.first * total.first / static_cast<A>(part.size);
     args.moments[part.row] = {pivot, total.first, squares < A(0) ? A(0) : squares};  // NaN stays
@@ -155,8 +142,9 @@ __global__ void __launch_bounds__(kMaxTeamThreads)
     if (part.size == 0) return;
     const int64_t group = part.row / args.channels;
     const A mean = args.mean[group], rstd = args.rstd[group], shift = args.shift[group];
-    const A w = args.parameter(args.weight, part.row, A(1));
-    const A b = args.parameter(args.bias, part.row, A(0));
+    const int64_t channel = part.row % args.c;
+    const A w = parameter_of<T>(args.weight, args.wide, channel, A(1));
+    const A b = parameter_of<T>(args.bias, args.wide, channel, A(0));
     part.template for_each<N>([&](int64_t, int64_t offset) {
       A v[N];
       load_acc<N>(args.x + offset, v);
@@ -184,9 +172,7 @@ struct PlaneArgs {
   int64_t c, channels;
 
   __device__ __forceinline__ A weight_of(int64_t plane) const {
-    A w[1];
-    load_parameters<1, T>(weight, wide, plane % c, A(1), w);
-    return w[0];
+    return parameter_of<T>(weight, wide, plane % c, A(1));
   }
 
   // f(offset, dy, xhat) for the vectors of a plane.
@@ -276,11 +262,19 @@ void with_plane_vectors(int64_t inner, bool aligned, const F& f) {
   with_row_vectors<T>(inner, aligned, f);
 }
 
-// f(team constant) for teams of neighbouring elements.
-template <typename F>
-void with_team(Team team, const F& f) {
-  if (team == Team::kLanes) return f(std::integral_constant<Team, Team::kLanes>{});
-  f(std::integral_constant<Team, Team::kBlock>{});
+// f(team constant, integral constant N, planes, launch): a team of neighbouring elements for each
+// plane, in vectors of N.
+template <typename T, typename F>
+void with_plane_teams(const GroupNormShape& shape, bool aligned, const F& f) {
+  with_plane_vectors<T>(shape.inner, aligned, [&](auto width) {
+    const RowShape planes{shape.planes(), shape.inner, 1};
+    const TeamLaunch launch = choose_team(planes, decltype(width)::value);
+    if (launch.team == Team::kLanes) {
+      f(std::integral_constant<Team, Team::kLanes>{}, width, planes, launch);
+    } else {
+      f(std::integral_constant<Team, Team::kBlock>{}, width, planes, launch);
+    }
+  });
 }
 
 // The parts of the workspace: sums, dots, merged.
@@ -306,20 +300,16 @@ bool is_too_long(const GroupNormShape& shape) {
 template <typename T>
 void normalise_planes(Stream stream, const GroupNormShape& shape, const PlaneNormArgs<T>& args,
                       bool aligned) {
-  with_plane_vectors<T>(shape.inner, aligned, [&](auto width) {
+  with_plane_teams<T>(shape, aligned, [&](auto team, auto width, auto planes, auto launch) {
+    constexpr Team kTeam = decltype(team)::value;
     constexpr int N = decltype(width)::value;
-    const RowShape planes{shape.planes(), shape.inner, 1};
-    const TeamLaunch launch = choose_team(planes, N);
-    with_team(launch.team, [&](auto team) {
-      constexpr Team kTeam = decltype(team)::value;
-      launch_early(plane_moments_kernel<kTeam, N, T>, launch.grid, launch.block, 0, stream, planes,
-                   launch.lanes, args);
-      const auto blocks = static_cast<unsigned>(ceil_div(shape.rows(), kGroupThreads / 32));
-      launch_early(merge_moments_kernel<T>, blocks, kGroupThreads, 0, stream, args, shape.rows(),
-                   static_cast<double>(shape.inner));
-      launch_early(normalise_planes_kernel<kTeam, N, T>, launch.grid, launch.block, 0, stream,
-                   planes, launch.lanes, args);
-    });
+    launch_early(plane_moments_kernel<kTeam, N, T>, launch.grid, launch.block, 0, stream, planes,
+                 launch.lanes, args);
+    const auto blocks = static_cast<unsigned>(ceil_div(shape.rows(), kGroupThreads / 32));
+    launch_early(merge_moments_kernel<T>, blocks, kGroupThreads, 0, stream, args, shape.rows(),
+                 static_cast<double>(shape.inner));
+    launch_early(normalise_planes_kernel<kTeam, N, T>, launch.grid, launch.block, 0, stream, planes,
+                 launch.lanes, args);
   });
   check_launch("group_norm");
 }
@@ -404,24 +394,17 @@ void group_norm_backward(Stream stream, const GroupNormShape& shape, const void*
                             shape.channels()};
     const bool aligned =
         is_vec_aligned(args.dy) && is_vec_aligned(args.x) && is_vec_aligned(args.dx);
-    with_plane_vectors<T>(shape.inner, aligned, [&](auto width) {
+    with_plane_teams<T>(shape, aligned, [&](auto team, auto width, auto planes, auto launch) {
+      constexpr Team kTeam = decltype(team)::value;
       constexpr int N = decltype(width)::value;
-      const RowShape planes{shape.planes(), shape.inner, 1};
-      const TeamLaunch launch = choose_team(planes, N);
-      with_team(launch.team, [&](auto team) {
-        constexpr Team kTeam = decltype(team)::value;
-        plane_sums_kernel<kTeam, N>
-            <<<launch.grid, launch.block, 0, s>>>(planes, launch.lanes, args);
-        check_launch("group_norm_backward");
-        if (!gradients.x) return;
-        const auto blocks = static_cast<unsigned>(ceil_div(shape.rows(), kGroupThreads / 32));
-        merge_planes_kernel<<<blocks, kGroupThreads, 0, s>>>(args, shape.rows(),
-                                                             1.0 / shape.size());
-        check_launch("group_norm_backward");
-        input_grad_kernel<kTeam, N>
-            <<<launch.grid, launch.block, 0, s>>>(planes, launch.lanes, args);
-        check_launch("group_norm_backward");
-      });
+      plane_sums_kernel<kTeam, N><<<launch.grid, launch.block, 0, s>>>(planes, launch.lanes, args);
+      check_launch("group_norm_backward");
+      if (!gradients.x) return;
+      const auto blocks = static_cast<unsigned>(ceil_div(shape.rows(), kGroupThreads / 32));
+      merge_planes_kernel<<<blocks, kGroupThreads, 0, s>>>(args, shape.rows(), 1.0 / shape.size());
+      check_launch("group_norm_backward");
+      input_grad_kernel<kTeam, N><<<launch.grid, launch.block, 0, s>>>(planes, launch.lanes, args);
+      check_launch("group_norm_backward");
     });
     dispatch(gradients.parameter_dtype, [&](auto parameter_tag) {
       using P = typename decltype(parameter_tag)::type;

@@ -95,20 +95,11 @@ __global__ void __launch_bounds__(block_threads(kHeld* N))
   const A by_size = A(1) / static_cast<A>(shape.size);
   constexpr bool kAhead = kHeld * N < 32;  // else the registers do not suffice
   A dweight[kHeld][N] = {}, dbias[kHeld][N] = {};
-  // f(c, u) for the vectors of a thread's part, from elements c on.
-  const auto each_of = [](const RowPart& part, const auto& f) {
-    const int size = static_cast<int>(part.size);
-#pragma unroll
-    for (int u = 0; u < kHeld; ++u) {
-      const int c = (u * part.width + part.rank) * N;
-      if (c < size) f(c, u);
-    }
-  };
-  Packed<In, N> x[kHeld], next_x[kHeld];
-  Packed<Out, N> dy[kHeld], next_dy[kHeld];
-  A mean = 0, rstd = 0, next_mean = 0, next_rstd = 0;
+  Packed<In, N> next_x[kHeld];
+  Packed<Out, N> next_dy[kHeld];
+  A next_mean = 0, next_rstd = 0;
   const auto ask = [&](const RowPart& part) {
-    each_of(part, [&](int c, int u) {
+    for_each_held<N, kHeld>(part, [&](int c, int u) {
       next_x[u].load(args.x + part.base + c);
       next_dy[u].load(args.dy + part.base + c);
     });
@@ -119,11 +110,13 @@ __global__ void __launch_bounds__(block_threads(kHeld* N))
   };
   for_each_row_ahead(shape, width, start, [&](const RowPart& part, const RowPart& next) {
     if (!kAhead) ask(part);
+    Packed<In, N> x[kHeld];
+    Packed<Out, N> dy[kHeld];
 #pragma unroll
     for (int u = 0; u < kHeld; ++u) x[u] = next_x[u], dy[u] = next_dy[u];
-    mean = next_mean, rstd = next_rstd;
+    const A mean = next_mean, rstd = next_rstd;
     if (kAhead) ask(next);
-    const auto each = [&](const auto& f) { each_of(part, f); };
+    const auto each = [&](const auto& f) { for_each_held<N, kHeld>(part, f); };
     Pair<A> total{0, 0};
     each([&](int c, int u) {
       const GradVector<N, In, Out> v(dy[u], x[u], mean, rstd);

@@ -84,24 +84,17 @@ __global__ void __launch_bounds__(kTeam == Team::kLanes ? kLaneThreads : kMaxTea
   constexpr bool kAhead = kHeld <= kMostAhead;
   const A by_size = A(1) / static_cast<A>(shape.size);
   wait_for_earlier_kernels();
-  // f(c, u) for the vectors of a thread's part, from elements c on.
-  const auto each_of = [](const RowPart& part, const auto& f) {
-    const int size = static_cast<int>(part.size);
-#pragma unroll
-    for (int u = 0; u < kHeld; ++u) {
-      const int c = (u * part.width + part.rank) * N;
-      if (c < size) f(c, u);
-    }
-  };
   Packed<T, N> ahead[kAhead ? kHeld : 1];
   const auto ask = [&](const RowPart& part) {
     if constexpr (kAhead) {
-      each_of(part, [&](int c, int u) { ahead[u].load(args.x + part.base + c); });
+      for_each_held<N, kHeld>(part, [&](int c, int u) { ahead[u].load(args.x + part.base + c); });
     }
   };
   for_each_row_ahead(shape, width, ask, [&](const RowPart& part, const RowPart& next) {
     Packed<T, N> held[kHeld];
-    const auto each = [&](const auto& f) { each_of(part, [&](int c, int u) { f(c, held[u]); }); };
+    const auto each = [&](const auto& f) {
+      for_each_held<N, kHeld>(part, [&](int c, int u) { f(c, held[u]); });
+    };
     if constexpr (kAhead) {
 #pragma unroll
       for (int u = 0; u < kHeld; ++u) held[u] = ahead[u];
@@ -133,31 +126,43 @@ __global__ void __launch_bounds__(kTeam == Team::kLanes ? kLaneThreads : kMaxTea
   });
 }
 
+// The sums of a row's deviations from `pivot`, which is made the mean of its first elements: close
+// to the mean of all, or, where it is far off, so are the first elements, and the sum of squares is
+// large enough to hide the cancellation. Every thread of the team calls it and gets them.
+template <Team kTeam, int N, typename T>
+__device__ Pair<acc_t<T>> sum_about_first(const RowPart& part, const T* x, acc_t<T>& pivot) {
+  using A = acc_t<T>;
+  A v[N];
+  Pair<A> total{0, 0};
+  if (part.rank * N < part.size) {
+    load_acc<N>(x + part.base + part.rank * N, v);
+#pragma unroll
+    for (int k = 0; k < N; ++k) total.first += v[k];
+    total.second = N;
+  }
+  total = team_reduce<kTeam>(total, part.width, AddPairs{});
+  pivot = total.first / total.second;
+  total = {0, 0};
+  part.template for_each<N>([&](int64_t, int64_t offset) {
+    load_acc<N>(x + offset, v);
+    add_deviations(total, v, pivot);
+  });
+  return team_reduce<kTeam>(total, part.width, AddPairs{});
+}
+
 // Rows that are too long for a team to hold: a block reads them twice. The 50 MB of an H200's L2
-// cache keep what 132 blocks of rows up to 300 KB have read. Deviations are from the mean of the
-// row's first elements: close to the mean of all, or, where it is far off, so are the first
-// elements, and the sum of squares is large enough to hide the cancellation.
+// cache keep what 132 blocks of rows up to 300 KB have read.
 template <int N, typename T, typename P>
 __global__ void __launch_bounds__(kMaxTeamThreads)
     long_row_kernel(RowShape shape, NormArgs<T> args, P parameters) {
   using A = acc_t<T>;
   const A by_size = A(1) / static_cast<A>(shape.size);
   for_each_row<Team::kBlock>(shape, 1, [&](const RowPart& part) {
-    A v[N];
-    Pair<A> total{0, 0};
-    load_acc<N>(args.x + part.base + int64_t{part.rank} * N, v);
-#pragma unroll
-    for (int k = 0; k < N; ++k) total.first += v[k];
-    const A first_count = static_cast<A>(part.width * N);
-    const A pivot = team_reduce<Team::kBlock>(total, part.width, AddPairs{}).first / first_count;
-    total = {0, 0};
-    part.template for_each<N>([&](int64_t, int64_t offset) {
-      load_acc<N>(args.x + offset, v);
-      add_deviations(total, v, pivot);
-    });
-    total = team_reduce<Team::kBlock>(total, part.width, AddPairs{});
+    A pivot;
+    const Pair<A> total = sum_about_first<Team::kBlock, N>(part, args.x, pivot);
     const NormRow<A> norm = args.finish(part, pivot, total, by_size);
     part.template for_each<N>([&](int64_t c, int64_t offset) {
+      A v[N];
       load_acc<N>(args.x + offset, v);
       args.store(parameters, norm, part, c, v);
     });

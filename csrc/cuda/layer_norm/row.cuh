@@ -69,6 +69,17 @@ HeldRowPlan plan_held_row(int64_t vectors, int lane_most, int warps_least, int m
   return best;
 }
 
+// f(c, u) for the kHeld vectors of N elements that a thread holds of its row, from elements c on.
+template <int N, int kHeld, typename F>
+__device__ __forceinline__ void for_each_held(const RowPart& part, const F& f) {
+  const int size = static_cast<int>(part.size);
+#pragma unroll
+  for (int u = 0; u < kHeld; ++u) {
+    const int c = (u * part.width + part.rank) * N;
+    if (c < size) f(c, u);
+  }
+}
+
 // N parameters from element c on, of the elements' own type T or, where `wide`, of acc_t<T>;
 // `absent` where there are none.
 template <int N, typename T>
