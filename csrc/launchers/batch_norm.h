@@ -99,12 +99,18 @@ void batch_norm_apply(Stream stream, const BatchNormShape& shape, const void* x,
                       const BatchNormTail& tail, const BatchNormStatistics& statistics, void* y,
                       void* mask);
 
+// Both, in training and of x.
+void batch_norm_train(Stream stream, const BatchNormShape& shape, const void* x,
+                      const BatchNormAffine& affine, const BatchNormBuffers& buffers, double eps,
+                      const BatchNormTail& tail, const BatchNormStatistics& statistics, void* y,
+                      void* mask, void* workspace);
+
 // The kernels of the forward pass in training, without a tail: the rungs of the ladder, where the
 // device has one, and what ships. nullptr beyond the last.
 const KernelInfo* batch_norm_rung_info(int number);
 
-// batch_norm_coefficients in training, of x, and batch_norm_apply, by the kernel of that number, or
-// kAnyKernel. Throws where the kernel does not take the arguments.
+// batch_norm_train without a tail, by the kernel of that number, or kAnyKernel. Throws where the
+// kernel does not take the arguments.
 void batch_norm_rung(Stream stream, const BatchNormShape& shape, const void* x,
                      const BatchNormAffine& affine, const BatchNormBuffers& buffers, double eps,
                      const BatchNormStatistics& statistics, void* y, void* workspace, int kernel);

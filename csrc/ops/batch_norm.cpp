@@ -37,9 +37,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(const Tensor& input, const std::optio
     });
     return {out, mean, rstd};
   }
-  norm.coefficients(context, shape, x, {}, statistics);
-  dev::batch_norm_apply(context.stream(), shape, x.const_data_ptr(), {}, statistics,
-                        out.mutable_data_ptr(), nullptr);
+  norm.normalize(context, shape, x, {}, {}, statistics, out.mutable_data_ptr(), nullptr);
   return {out, mean, rstd};
 }
 

@@ -211,6 +211,22 @@ struct Norm {
                                    affine, buffers, eps, statistics, workspace.data());
     });
   }
+
+  // The same, and y and the mask, or nullptr, of x.
+  void normalize(const DeviceContext& context, const BatchNormShape& shape, const Tensor& x,
+                 const ChannelMoments& moments, const BatchNormTail& tail,
+                 const BatchNormStatistics& statistics, void* y, void* mask) const {
+    if (!training || moments.sets > 0) {
+      coefficients(context, shape, x, moments, statistics);
+      return dev::batch_norm_apply(context.stream(), shape, x.const_data_ptr(), tail, statistics, y,
+                                   mask);
+    }
+    const Workspace workspace(dev::batch_norm_workspace_bytes(shape), x);
+    with_dense([&](const BatchNormAffine& affine, const BatchNormBuffers& buffers) {
+      dev::batch_norm_train(context.stream(), shape, x.const_data_ptr(), affine, buffers, eps, tail,
+                            statistics, y, mask, workspace.data());
+    });
+  }
 };
 
 // The checks of batch_norm_backward.

@@ -56,10 +56,8 @@ std::tuple<Tensor, Tensor, Tensor> forward(const char* op, const Tensor& input,
   Tensor mask = empty({dev::batch_norm_mask_bytes(shape, tail)}, input, ScalarType::Byte);
   const Tensor statistics = empty_statistics(input);
   const BatchNormStatistics results = statistics_of(statistics);
-  norm.coefficients(context, shape, x, moments, results);
-  dev::batch_norm_apply(context.stream(), shape, x.const_data_ptr(), tail, results,
-                        out.mutable_data_ptr(),
-                        mask.numel() > 0 ? mask.mutable_data_ptr() : nullptr);
+  norm.normalize(context, shape, x, moments, tail, results, out.mutable_data_ptr(),
+                 mask.numel() > 0 ? mask.mutable_data_ptr() : nullptr);
   return {out, mask, statistics};
 }
 

@@ -51,13 +51,13 @@ std::tuple<Tensor, Tensor, Tensor> forward(const char* op, const Tensor& input,
   Tensor statistics = empty_statistics(input);
   const BatchNormStatistics results = statistics_of(statistics);
   const Tensor z = in_layout(shape, input);
-  norm.coefficients(context, shape, z, moments, results);
   if (pool) {
+    norm.coefficients(context, shape, z, moments, results);
     dev::bn_pool_forward(context.stream(), *pool, z.const_data_ptr(), results,
                          out.mutable_data_ptr(), static_cast<uint32_t*>(codes.mutable_data_ptr()));
   } else {
-    dev::batch_norm_apply(context.stream(), shape, z.const_data_ptr(), {kReLU, nullptr}, results,
-                          out.mutable_data_ptr(), nullptr);
+    norm.normalize(context, shape, z, moments, {kReLU, nullptr}, results, out.mutable_data_ptr(),
+                   nullptr);
   }
   if (pool && contiguous) out = as_contiguous(out);
   return {out, codes, statistics};

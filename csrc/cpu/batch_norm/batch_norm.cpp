@@ -224,13 +224,20 @@ void batch_norm_merge(Stream, const BatchNormShape& shape, const MomentsPartial*
   });
 }
 
+void batch_norm_train(Stream stream, const BatchNormShape& shape, const void* x,
+                      const BatchNormAffine& affine, const BatchNormBuffers& buffers, double eps,
+                      const BatchNormTail& tail, const BatchNormStatistics& statistics, void* y,
+                      void* mask, void* workspace) {
+  batch_norm_coefficients(stream, shape, true, x, {}, affine, buffers, eps, statistics, workspace);
+  batch_norm_apply(stream, shape, x, tail, statistics, y, mask);
+}
+
 const KernelInfo* batch_norm_rung_info(int number) { return number == 0 ? &kKernel : nullptr; }
 
 void batch_norm_rung(Stream stream, const BatchNormShape& shape, const void* x,
                      const BatchNormAffine& affine, const BatchNormBuffers& buffers, double eps,
                      const BatchNormStatistics& statistics, void* y, void* workspace, int) {
-  batch_norm_coefficients(stream, shape, true, x, {}, affine, buffers, eps, statistics, workspace);
-  batch_norm_apply(stream, shape, x, {}, statistics, y, nullptr);
+  batch_norm_train(stream, shape, x, affine, buffers, eps, {}, statistics, y, nullptr, workspace);
 }
 
 }  // namespace braze::cpu

@@ -2,6 +2,7 @@
 // channels, a small kernel that merges them, which gives the parameters' gradients and what dx is
 // made with, and a pass that makes dx.
 #include "layout.cuh"
+#include "resident.cuh"
 
 namespace braze::cuda {
 namespace {
@@ -13,12 +14,7 @@ __global__ void __launch_bounds__(kCoefficientThreads)
   wait_for_earlier_kernels();
   for_each_channel(channels, [&](int64_t c) {
     const BackwardCoefficients<A> k = merge_grads<A>(args, partials, splits, count, c, true);
-    if (threadIdx.x % 32 != 0) return;
-    // As the forward pass rounded it, where the value before the activation is made with it again.
-    const A* scale = static_cast<const A*>(args.statistics.scale);
-    results.by_grad[c] = scale ? scale[c] : k.by_grad;
-    results.by_input[c] = k.by_input;
-    results.offset[c] = k.offset;
+    if (threadIdx.x % 32 == 0) store_coefficients(k, args.statistics, c, results);
   });
 }
 
@@ -98,6 +94,30 @@ void launch_input_grad(cudaStream_t s, const BatchNormShape& shape, const Activa
   check_launch("batch_norm_backward");
 }
 
+// Whether it is done.
+template <typename T>
+bool launch_resident(cudaStream_t s, const BatchNormShape& shape, const Activation& activation,
+                     const GradSumsArgs<T>& args, const InputGradArgs<T>& grads,
+                     const BackwardArgs& backward, void* workspace) {
+  if constexpr (std::is_same_v<T, double>) {
+    return false;
+  } else {
+    if (!backward.training || !grads.dx ||
+        !takes_resident<T>(shape, true, kResidentBackwardBytes)) {
+      return false;
+    }
+    const RingPlan plan = plan_resident<T>(shape, true);
+    const RingPartials<2> partials{static_cast<float*>(workspace), shape.c};
+    const bool done = with_resident_code(activation, [&](auto code) {
+      launch_cooperative(resident_backward_kernel<T, decltype(code)::value>, plan.parts,
+                         plan.threads, plan.shared_bytes(), s, plan, args, grads, backward,
+                         partials);
+    });
+    check_launch("batch_norm_backward");
+    return done;
+  }
+}
+
 // The parts of the workspace.
 template <typename A>
 GradCoefficients<A> coefficients_in(void* workspace, const BatchNormShape& shape) {
@@ -124,30 +144,33 @@ void batch_norm_backward(Stream stream, const BatchNormShape& shape, bool traini
     using A = acc_t<T>;
     const GradCoefficients<A> coefficients = coefficients_in<A>(workspace, shape);
     GradPartial<A>* const partials = partials_in<A>(workspace, shape);
-    int splits = 0;
-    if (has_sums) {
-      const GradSumsArgs<T> args{static_cast<const T*>(dy),
-                                 static_cast<const T*>(x),
-                                 mask ? nullptr : static_cast<const T*>(tail.residual),
-                                 static_cast<const uint8_t*>(mask),
-                                 static_cast<T*>(d.residual),
-                                 statistics,
-                                 ActivationArgs<A>(tail.activation)};
-      splits = launch_sums<T>(s, shape, tail.activation, args, partials);
-    }
+    const GradSumsArgs<T> args{static_cast<const T*>(dy),
+                               static_cast<const T*>(x),
+                               mask ? nullptr : static_cast<const T*>(tail.residual),
+                               static_cast<const uint8_t*>(mask),
+                               static_cast<T*>(d.residual),
+                               statistics,
+                               ActivationArgs<A>(tail.activation)};
     const BackwardArgs merge{affine,     statistics,  d.weight, d.bias,
                              d.constant, shape.dtype, training, has_sums};
+    // The gradient before the activation is known where it was kept.
+    const Activation activation = d.residual ? kIdentity : tail.activation;
+    const bool reads_x = training || !activation.identity();
+    const InputGradArgs<T> grads{static_cast<const T*>(d.residual ? d.residual : dy),
+                                 reads_x ? static_cast<const T*>(x) : nullptr,
+                                 static_cast<T*>(d.x),
+                                 training,
+                                 statistics,
+                                 coefficients,
+                                 ActivationArgs<A>(activation)};
+    if (launch_resident<T>(s, shape, tail.activation, args, grads, merge, partials)) return;
+    int splits = 0;
+    if (has_sums) splits = launch_sums<T>(s, shape, tail.activation, args, partials);
     launch_early(merge_grads_kernel<A>, coefficient_blocks(shape.c), kCoefficientThreads, 0, s,
                  shape.c, partials, splits, shape.count(), merge, coefficients);
     check_launch("batch_norm_backward");
     if (!d.x) return;
-    // The gradient before the activation is known where it was kept.
-    const Activation activation = d.residual ? kIdentity : tail.activation;
-    const bool reads_x = training || !activation.identity();
-    launch_input_grad<T>(s, shape, activation,
-                         {static_cast<const T*>(d.residual ? d.residual : dy),
-                          reads_x ? static_cast<const T*>(x) : nullptr, static_cast<T*>(d.x),
-                          training, statistics, coefficients, ActivationArgs<A>(activation)});
+    launch_input_grad<T>(s, shape, activation, grads);
   });
 }
 

@@ -48,6 +48,12 @@ void count_batch(cudaStream_t stream, int64_t* batches);
 void merge_moments(cudaStream_t stream, const BatchNormShape& shape, const MomentsPartial* partials,
                    int splits, const ForwardArgs& args);
 
+// batch_norm_train as one kernel, for tensors of least_bytes or more. Whether it is done: not where
+// the GPU, the layout, the number of channels or the activation do not allow it.
+bool batch_norm_resident(Stream stream, const BatchNormShape& shape, const void* x,
+                         const ForwardArgs& forward, const BatchNormTail& tail, void* y, void* mask,
+                         int64_t* batches, void* workspace, int64_t least_bytes);
+
 struct BackwardArgs {
   BatchNormAffine affine;  // its bias is not read
   BatchNormStatistics statistics;
@@ -139,9 +145,8 @@ struct ChannelParameters {
 // Training: what follows from the `count` elements of channel c, one thread. squares: about the
 // mean.
 template <typename A>
-__device__ void batch_coefficients(const ForwardArgs& args, double count, double mean,
-                                   double squares, int64_t c) {
-  const ChannelParameters loaded(args, c);
+__device__ void batch_coefficients(const ForwardArgs& args, const ChannelParameters& loaded,
+                                   double count, double mean, double squares, int64_t c) {
   const double rstd = rsqrt(squares / count + args.eps);
   const double weight = loaded.weight, bias = loaded.bias;
   if (args.running_mean) {
@@ -155,6 +160,12 @@ __device__ void batch_coefficients(const ForwardArgs& args, double count, double
   // What rounding the mean took away goes into the shift.
   const double rest = mean - static_cast<double>(static_cast<A>(mean));
   store_statistics<A>(args.statistics, c, mean, rstd, rstd * weight, bias - rest * rstd * weight);
+}
+
+template <typename A>
+__device__ void batch_coefficients(const ForwardArgs& args, double count, double mean,
+                                   double squares, int64_t c) {
+  batch_coefficients<A>(args, ChannelParameters(args, c), count, mean, squares, c);
 }
 
 // A whole warp, or a block of kLanes threads, merges `count` elements' moments. In one pass:
@@ -197,15 +208,47 @@ __device__ void running_coefficients(const ForwardArgs& args, int64_t c) {
   store_statistics<A>(args.statistics, c, mean, rstd, rstd * weight, bias);
 }
 
-// A team of kLanes lanes; the first one's result counts.
+// What a channel's gradients are made with, beside its sums; loaded side by side.
+template <typename A>
+struct GradParameters {
+  A rstd, center;
+  LoadedValue weight;
+
+  __device__ __forceinline__ GradParameters(const BackwardArgs& args, int64_t c)
+      : rstd(static_cast<const A*>(args.statistics.rstd)[c]),
+        center(static_cast<const A*>(args.statistics.mean)[c]),
+        weight(args.affine.weight, args.affine.dtype, c, 1) {}
+};
+
+// What follows from a channel's sums of dy and of dy * (x - mean), one thread. first: it stores the
+// parameters' gradients.
+template <typename A>
+__device__ BackwardCoefficients<A> grad_coefficients(const BackwardArgs& args,
+                                                     const GradParameters<A>& loaded, double sum,
+                                                     double dot, int64_t count, int64_t c,
+                                                     bool first) {
+  const double rstd = loaded.rstd, scale = rstd * loaded.weight;
+  const double by_count = 1 / static_cast<double>(count);
+  if (first) {
+    store_value(args.dweight, args.affine.dtype, c, dot * rstd);
+    store_value(args.dbias, args.affine.dtype, c, sum);
+    if (args.dconstant) {
+      // In training dx sums to 0, or to NaN where a gradient is not finite.
+      const double through = args.training ? 0 : scale;
+      store_value(args.dconstant, args.constant_dtype, c, sum * through);
+    }
+  }
+  return {static_cast<A>(scale), loaded.center,
+          static_cast<A>(-scale * rstd * rstd * dot * by_count),
+          static_cast<A>(-scale * sum * by_count)};
+}
+
+// A team of kLanes lanes merges the parts; the first one's result counts.
 template <typename A, int kLanes = 32>
 __device__ BackwardCoefficients<A> merge_grads(const BackwardArgs& args,
                                                const GradPartial<A>* partials, int splits,
                                                int64_t count, int64_t c, bool first) {
-  const BatchNormAffine& affine = args.affine;
-  const A loaded_rstd = static_cast<const A*>(args.statistics.rstd)[c];
-  const A center = static_cast<const A*>(args.statistics.mean)[c];
-  const LoadedValue weight(affine.weight, affine.dtype, c, 1);
+  const GradParameters<A> loaded(args, c);
   double sum = 0, dot = 0;
   if (args.has_sums) {
     for_each_item<kLanes, 9>(partials + c * splits, splits, [&](const GradPartial<A>& part) {
@@ -216,18 +259,27 @@ __device__ BackwardCoefficients<A> merge_grads(const BackwardArgs& args,
     dot = team_sum<kLanes>(dot);
   }
   if (threadIdx.x % kLanes != 0) return {};
-  const double rstd = loaded_rstd, scale = rstd * weight, by_count = 1 / static_cast<double>(count);
-  if (first) {
-    store_value(args.dweight, affine.dtype, c, dot * rstd);
-    store_value(args.dbias, affine.dtype, c, sum);
-    if (args.dconstant) {
-      // In training dx sums to 0, or to NaN where a gradient is not finite.
-      const double through = args.training ? 0 : scale;
-      store_value(args.dconstant, args.constant_dtype, c, sum * through);
-    }
-  }
-  return {static_cast<A>(scale), center, static_cast<A>(-scale * rstd * rstd * dot * by_count),
-          static_cast<A>(-scale * sum * by_count)};
+  return grad_coefficients(args, loaded, sum, dot, count, c, first);
+}
+
+// What a channel's input gradient is made with: dx = dy' * by_grad + (x - mean) * by_input +
+// offset, [c] each.
+template <typename A>
+struct GradCoefficients {
+  A* by_grad;
+  A* by_input;
+  A* offset;
+};
+
+template <typename A>
+__device__ __forceinline__ void store_coefficients(const BackwardCoefficients<A>& k,
+                                                   const BatchNormStatistics& statistics, int64_t c,
+                                                   const GradCoefficients<A>& results) {
+  // As the forward pass rounded it, where the value before the activation is made with it again.
+  const A* scale = static_cast<const A*>(statistics.scale);
+  results.by_grad[c] = scale ? scale[c] : k.by_grad;
+  results.by_input[c] = k.by_input;
+  results.offset[c] = k.offset;
 }
 
 }  // namespace braze::cuda

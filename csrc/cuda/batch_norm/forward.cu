@@ -3,6 +3,7 @@
 // over the elements. There are no atomics and no counters to clear, and results are bitwise
 // repeatable. ladder/ leads up to it.
 #include "layout.cuh"
+#include "resident.cuh"
 
 namespace braze::cuda {
 namespace {
@@ -127,6 +128,17 @@ void coefficients_of_moments(cudaStream_t s, const BatchNormShape& shape,
   check_launch("batch_norm_coefficients");
 }
 
+template <typename T>
+ApplyArgs<T> apply_args(const void* x, const BatchNormTail& tail,
+                        const BatchNormStatistics& statistics, void* y, void* mask) {
+  return {static_cast<const T*>(x),
+          static_cast<const T*>(tail.residual),
+          static_cast<T*>(y),
+          static_cast<uint8_t*>(mask),
+          statistics,
+          ActivationArgs<acc_t<T>>(tail.activation)};
+}
+
 // Returns how many partial results each channel has.
 int launch_moments(cudaStream_t s, const BatchNormShape& shape, const void* x,
                    MomentsPartial* partials, int64_t* batches) {
@@ -222,12 +234,7 @@ void batch_norm_apply(Stream stream, const BatchNormShape& shape, const void* x,
   const cudaStream_t s = as_cuda(stream);
   dispatch(shape.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const ApplyArgs<T> args{static_cast<const T*>(x),
-                            static_cast<const T*>(tail.residual),
-                            static_cast<T*>(y),
-                            static_cast<uint8_t*>(mask),
-                            statistics,
-                            ActivationArgs<acc_t<T>>(tail.activation)};
+    const ApplyArgs<T> args = apply_args<T>(x, tail, statistics, y, mask);
     with_layout_and_code<T>(
         shape, tail.activation,
         [&](auto width, auto code, const PlaneShape& planes, dim3 grid) {
@@ -241,6 +248,40 @@ void batch_norm_apply(Stream stream, const BatchNormShape& shape, const void* x,
         });
   });
   check_launch("batch_norm_apply");
+}
+
+bool batch_norm_resident(Stream stream, const BatchNormShape& shape, const void* x,
+                         const ForwardArgs& forward, const BatchNormTail& tail, void* y, void* mask,
+                         int64_t* batches, void* workspace, int64_t least_bytes) {
+  bool done = false;
+  dispatch(shape.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    if constexpr (!std::is_same_v<T, double>) {
+      if (!takes_resident<T>(shape, false, least_bytes)) return;
+      const RingPlan plan = plan_resident<T>(shape, false);
+      const RingPartials<3> partials{static_cast<float*>(workspace), shape.c};
+      const ApplyArgs<T> args = apply_args<T>(x, tail, forward.statistics, y, mask);
+      done = with_resident_code(tail.activation, [&](auto code) {
+        launch_cooperative(resident_forward_kernel<T, decltype(code)::value>, plan.parts,
+                           plan.threads, plan.shared_bytes(), as_cuda(stream), plan, args, forward,
+                           partials, 1 / static_cast<double>(shape.count()), batches);
+      });
+    }
+  });
+  check_launch("batch_norm_train");
+  return done;
+}
+
+void batch_norm_train(Stream stream, const BatchNormShape& shape, const void* x,
+                      const BatchNormAffine& affine, const BatchNormBuffers& buffers, double eps,
+                      const BatchNormTail& tail, const BatchNormStatistics& statistics, void* y,
+                      void* mask, void* workspace) {
+  if (batch_norm_resident(stream, shape, x, forward_args(affine, buffers, eps, statistics), tail, y,
+                          mask, buffers.batches, workspace, kResidentForwardBytes)) {
+    return;
+  }
+  batch_norm_coefficients(stream, shape, true, x, {}, affine, buffers, eps, statistics, workspace);
+  batch_norm_apply(stream, shape, x, tail, statistics, y, mask);
 }
 
 }  // namespace braze::cuda

@@ -38,15 +38,6 @@ struct GradSumsArgs {
   ActivationArgs<acc_t<T>> activation;
 };
 
-// What a channel's input gradient is made with: dx = dy' * by_grad + (x - mean) * by_input +
-// offset, [c] each.
-template <typename A>
-struct GradCoefficients {
-  A* by_grad;
-  A* by_input;
-  A* offset;
-};
-
 // Second pass; dy is dresidual where there is one, and the activation then the identity.
 template <typename T>
 struct InputGradArgs {
@@ -113,14 +104,14 @@ __device__ __forceinline__ void apply_vector(const ApplyArgs<T>& args, int64_t o
   store_vec(args.y + offset, y);
 }
 
-// Adds a vector's part to the sums.
-template <ActivationCode kCode, typename T, int N, typename C, typename F>
-__device__ __forceinline__ void sum_vector(const GradSumsArgs<T>& args, int64_t offset,
+// Adds a vector's part to the sums. keep(g): the gradient before the activation, where it is kept.
+template <ActivationCode kCode, typename T, int N, typename C, typename Keep, typename Add>
+__device__ __forceinline__ void sum_vector(const GradSumsArgs<T>& args,
                                            const Packed<T, N>& packed_dy,
                                            const Packed<T, N>& packed_x,
                                            const Packed<T, N>& packed_residual, uint8_t open,
                                            const C& center, const C& scale, const C& shift,
-                                           const F& add) {
+                                           const Keep& keep, const Add& add) {
   using A = acc_t<T>;
   const Vec<T, N> dy = packed_dy.unpacked(), x = packed_x.unpacked();
   A g[N], v[N];
@@ -144,7 +135,7 @@ __device__ __forceinline__ void sum_vector(const GradSumsArgs<T>& args, int64_t 
     Vec<T, N> kept;
 #pragma unroll
     for (int k = 0; k < N; ++k) kept.v[k] = convert<T>(g[k]);
-    store_vec(args.dresidual + offset, kept);
+    keep(kept);
   }
 #pragma unroll
   for (int k = 0; k < N; ++k) add(k, g[k], g[k] * (convert<A>(x.v[k]) - center[k]));

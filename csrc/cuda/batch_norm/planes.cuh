@@ -200,11 +200,13 @@ __global__ void __launch_bounds__(kPlaneThreads)
 #pragma unroll
     for (int u = 0; u < U; ++u) {
       if (!valid[u]) continue;
-      sum_vector<kCode>(args, offset[u], dy[u], x[u], residual[u], open[u], center, scale, shift,
-                        [&](int, A g, A product) {
-                          sum += g;
-                          dot += product;
-                        });
+      sum_vector<kCode>(
+          args, dy[u], x[u], residual[u], open[u], center, scale, shift,
+          [&](const Vec<T, N>& kept) { store_vec(args.dresidual + offset[u], kept); },
+          [&](int, A g, A product) {
+            sum += g;
+            dot += product;
+          });
     }
   }
   sum = plane_block_sum(sum, shared);

@@ -290,11 +290,13 @@ __global__ void __launch_bounds__(kMostRowThreads)
       for (int u = 0; u < U; ++u) {
         const int64_t r = row + u * plan.height;
         if (r >= me.rows) break;
-        sum_vector<kCode>(args, first + r * step, dy[u], x[u], residual[u], open[u], center, scale,
-                          shift, [&](int k, A g, A product) {
-                            v[0][k] += g;
-                            v[1][k] += product;
-                          });
+        sum_vector<kCode>(
+            args, dy[u], x[u], residual[u], open[u], center, scale, shift,
+            [&](const Vec<T, N>& kept) { store_vec(args.dresidual + first + r * step, kept); },
+            [&](int k, A g, A product) {
+              v[0][k] += g;
+              v[1][k] += product;
+            });
       }
     }
   }

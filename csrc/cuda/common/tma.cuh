@@ -45,6 +45,11 @@ __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// The same, and before its reads of what this thread wrote to global memory.
+__device__ __forceinline__ void fence_async_proxy_everywhere() {
+  asm volatile("fence.proxy.async;" ::: "memory");
+}
+
 // Brings a tensor map near, so that the first copy does not wait for it.
 __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
@@ -57,6 +62,15 @@ __device__ __forceinline__ void tma_load_4d(const CUtensorMap* map, uint64_t* ba
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
       "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(to),
       "l"(map), "r"(shared_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+      : "memory");
+}
+// `bytes` in a row, a multiple of 16, as the addresses are.
+__device__ __forceinline__ void tma_load_bytes(uint64_t* barrier, uint32_t to, const void* from,
+                                               uint32_t bytes) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(to),
+      "l"(from), "r"(bytes), "r"(shared_address(barrier))
       : "memory");
 }
 // Channels from c on of a run of pixels, to be had from an im2col map. The run begins at pixel (w,

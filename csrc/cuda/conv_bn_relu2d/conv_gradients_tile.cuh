@@ -139,15 +139,5 @@ struct Turn {
   }
 };
 
-// Beside tma_load_4d(): `bytes` in a row, a multiple of 16, as the addresses are.
-__device__ __forceinline__ void tma_load_bytes(uint64_t* barrier, uint32_t to, const void* from,
-                                               uint32_t bytes) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-          "r"(to),
-      "l"(from), "r"(bytes), "r"(shared_address(barrier))
-      : "memory");
-}
-
 }  // namespace
 }  // namespace braze::cuda::halo::pooled

@@ -109,7 +109,9 @@ __global__ void __launch_bounds__(kTeam == Team::kLanes ? kLaneThreads : kMaxTea
 #pragma unroll
       for (int k = 0; k < N; ++k) total.first += v[k];
     });
-    const A pivot = team_reduce<kTeam>(total, part.width, AddPairs{}).first * by_size;
+    // Divided: of equal elements it is their value, so that all deviations are 0.
+    const A pivot =
+        team_reduce<kTeam>(total, part.width, AddPairs{}).first / static_cast<A>(shape.size);
     total = {0, 0};
     each([&](int, const Packed<T, N>& packed) {
       A v[N];
