@@ -1,5 +1,5 @@
-// Batch norm's training passes over [rows, c] as one kernel each: sums, a barrier for the grid, what
-// follows from them, a second barrier, and the pass that writes. See row_ring.cuh.
+// Batch norm's training passes over [rows, c] as one kernel each: sums, a barrier for the grid,
+// what follows from them, a second barrier, and the pass that writes. See row_ring.cuh.
 #pragma once
 
 #include "cuda/common/grid_sync.cuh"
@@ -7,8 +7,8 @@
 
 namespace braze::cuda {
 
-// Vectors of each tensor that a thread has in a slot: 32 KB of the forward pass's one tensor, and of
-// the backward pass's two.
+// Vectors of each tensor that a thread has in a slot: 32 KB of the forward pass's one tensor, and
+// of the backward pass's two.
 constexpr int kForwardVectors = 4, kBackwardVectors = 2;
 
 template <typename T>

@@ -1,9 +1,9 @@
-// How a block of one kernel walks through its part of the rows of [rows, c] twice, forwards and then
-// backwards. The copy engine brings the rows to slots of shared memory ahead of the threads. What
-// the way forwards read last is still in the slots when the way back begins: 200 KB for each
+// How a block of one kernel walks through its part of the rows of [rows, c] twice, forwards and
+// then backwards. The copy engine brings the rows to slots of shared memory ahead of the threads.
+// What the way forwards read last is still in the slots when the way back begins: 200 KB for each
 // multiprocessor are read once, and what is asked for next the cache may have. (Blocks that on the
-// way back took whatever rows were left were slower: other multiprocessors' are in the cache's other
-// half.)
+// way back took whatever rows were left were slower: other multiprocessors' are in the cache's
+// other half.)
 #pragma once
 
 #include "cuda/common/tma.cuh"
@@ -187,9 +187,9 @@ class RowRing {
   const RingPlan& plan_;
   unsigned char* shared_;
   RingSlots& slots_;
-  int64_t begin_;       // the part's first vector
-  int rows_, stages_;   // of the part
-  int used_;            // slots
+  int64_t begin_;      // the part's first vector
+  int rows_, stages_;  // of the part
+  int used_;           // slots
 };
 
 // Where a thread stands.
@@ -229,7 +229,8 @@ struct StageVectors {
   // from: of the first row.
   __device__ __forceinline__ void load(const RingPlan& plan, const RingWorker& me, int rows,
                                        const T* from) {
-    me.template each_slot<kCount>(plan, rows, [&](int u, int vector) { v[u].load(from + vector * N); });
+    me.template each_slot<kCount>(plan, rows,
+                                  [&](int u, int vector) { v[u].load(from + vector * N); });
   }
 };
 

@@ -36,6 +36,20 @@ __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
+// A vector of shared memory, read where it stands: the compiler would rather keep what it has read
+// before, even where registers do not suffice.
+__device__ __forceinline__ uint4 load_shared_again(const uint4* p) {
+  uint4 v;
+  asm volatile("ld.volatile.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(shared_address(p)));
+  return v;
+}
+template <typename Raw>
+__device__ __forceinline__ Raw load_shared_again(const Raw* p) {
+  return *p;
+}
+
 // Runs compute(stage) for `tiles` tiles while load(stage, tile) fills the stages ahead of it.
 // arrived(stage) is called when a thread's own copies are there, and ends with a barrier of the
 // threads that share the stages: the stage that is refilled is the one that every warp has left.

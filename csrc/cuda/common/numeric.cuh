@@ -132,6 +132,9 @@ __device__ __forceinline__ void store_raw(uint4* p, const uint4& v) {
   asm volatile("st.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                : "memory");
 }
+__device__ __forceinline__ void store_raw(uint2* p, const uint2& v) {
+  asm volatile("st.v2.b32 [%0], {%1, %2};" ::"l"(p), "r"(v.x), "r"(v.y) : "memory");
+}
 template <typename Raw>
 __device__ __forceinline__ void store_raw(Raw* p, const Raw& v) {
   *p = v;

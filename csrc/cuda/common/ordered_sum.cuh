@@ -22,29 +22,39 @@ __device__ __forceinline__ Acc block_sum(Acc v) {
   return v;
 }
 
-constexpr int kSumColumns = 32, kSumRows = 8;
+constexpr int kSumThreads = 256;
+constexpr int kSumsAtOnce = 8;  // terms that a thread asks for together
 
 // out[i] = sum over s of partial[s * n + i], added up in fp64: there are few terms, and they are
-// the last chance to lose accuracy. kSumRows threads share out the terms of a sum. The last sums,
-// from number `first_last` on, go to `last`.
-template <typename T>
-__global__ void __launch_bounds__(kSumColumns* kSumRows)
+// the last chance to lose accuracy. A block's threads have kColumns sums at a time and share out
+// the terms of each. The last sums, from number `first_last` on, go to `last`.
+template <typename T, int kColumns>
+__global__ void __launch_bounds__(kSumThreads)
     ordered_sum_kernel(const acc_t<T>* partial, int splits, int64_t n, T* __restrict__ out,
                        int64_t first_last, T* __restrict__ last) {
+  constexpr int kRows = kSumThreads / kColumns;
+  __shared__ double parts[kRows][kColumns];
+  const int column = static_cast<int>(threadIdx.x) % kColumns;
+  const int row = static_cast<int>(threadIdx.x) / kColumns;
   wait_for_earlier_kernels();
-  __shared__ double parts[kSumRows][kSumColumns];
-  const int64_t stride = int64_t{gridDim.x} * kSumColumns;
-  for (int64_t first = blockIdx.x * int64_t{kSumColumns}; first < n; first += stride) {
-    const int64_t i = first + threadIdx.x;
+  const int64_t stride = int64_t{gridDim.x} * kColumns;
+  for (int64_t first = blockIdx.x * int64_t{kColumns}; first < n; first += stride) {
+    const int64_t i = first + column;
     double sum = 0;
-    if (i < n) {
-#pragma unroll 8
-      for (int s = threadIdx.y; s < splits; s += kSumRows) sum += partial[s * n + i];
+    for (int s = row; s < splits && i < n; s += kRows * kSumsAtOnce) {
+      acc_t<T> terms[kSumsAtOnce];
+#pragma unroll
+      for (int k = 0; k < kSumsAtOnce; ++k) {
+        const int at = s + k * kRows;
+        terms[k] = at < splits ? partial[at * n + i] : acc_t<T>(0);
+      }
+#pragma unroll
+      for (int k = 0; k < kSumsAtOnce; ++k) sum += terms[k];
     }
-    parts[threadIdx.y][threadIdx.x] = sum;
+    parts[row][column] = sum;
     __syncthreads();
-    if (threadIdx.y == 0 && i < n) {
-      for (int row = 1; row < kSumRows; ++row) sum += parts[row][threadIdx.x];
+    if (row == 0 && i < n) {
+      for (int r = 1; r < kRows; ++r) sum += parts[r][column];
       T* const to = i < first_last ? out + i : last + (i - first_last);
       *to = convert<T>(static_cast<acc_t<T>>(sum));
     }
@@ -57,10 +67,15 @@ template <typename T>
 void launch_ordered_sum(Stream stream, const acc_t<T>* partial, int splits, int64_t n, T* out,
                         int64_t last_sums = 0, T* last = nullptr) {
   const int64_t sums = n + last_sums;
-  const int blocks = grid_stride_blocks(sums, kSumColumns);
-  launch_early(ordered_sum_kernel<T>, blocks, dim3(kSumColumns, kSumRows), 0, stream, partial,
-               splits, sums, out, n, last);
-  check_launch("ordered_sum");
+  const auto launch = [&](auto columns) {
+    constexpr int kColumns = decltype(columns)::value;
+    launch_early(ordered_sum_kernel<T, kColumns>, grid_stride_blocks(sums, kColumns), kSumThreads,
+                 0, stream, partial, splits, sums, out, n, last);
+    check_launch("ordered_sum");
+  };
+  // Of few sums more threads share out the terms, so that all of them are asked for at once.
+  if (sums <= int64_t{sm_count()} * 128) return launch(std::integral_constant<int, 16>{});
+  launch(std::integral_constant<int, 32>{});
 }
 
 }  // namespace braze::cuda

@@ -1,14 +1,15 @@
 // Group norm of [n, c, inner], and instance norm, whose groups are channels. A group in an image is
 // a row of neighbouring elements, so that the forward pass is layer norm's with other parameters
-// (csrc/cuda/layer_norm/normalise.cuh). Where a row is too long to be held, and backward, each
-// plane, a channel in an image, is summed by a team of threads; a small kernel merges a group's
-// planes, launch_ordered_sum a channel's, and a pass over the planes makes y or dx. No atomics:
+// (csrc/cuda/layer_norm/normalise.cuh). Backward, a block has a group's dy and x in shared memory,
+// whose planes, a channel in an image each, its warps sum. Where shared memory does not hold a
+// group, each plane is summed by a team of threads; a small kernel merges a group's planes, and a
+// pass over the planes makes y or dx. launch_ordered_sum adds up a channel's planes. No atomics:
 // bitwise repeatable.
 //
-// Bytes per element of a 16-bit tensor: forward 4 (x, y), 6 where a row is too long to be held;
-// backward 10: dy, x for the sums; dy, x, dx.
+// Bytes per element of a 16-bit tensor: forward 4 (x, y), else 6; backward 6 (dy, x, dx), else 10.
 #include "launchers/group_norm.h"
 
+#include "cuda/common/fast_div.cuh"
 #include "cuda/common/ordered_sum.cuh"
 #include "cuda/layer_norm/normalise.cuh"
 
@@ -16,7 +17,7 @@ namespace braze::cuda {
 namespace {
 
 const KernelEntry kEntry({"group_norm", "planes", "float64 float32 bfloat16 float16", "sm_80+",
-                          true, "rows held in registers; backward, sums of planes"});
+                          true, "a group in registers or shared memory, else plane by plane"});
 
 constexpr int kGroupThreads = 128;  // of kernels with a warp per group
 
@@ -30,36 +31,47 @@ __device__ __forceinline__ acc_t<T> parameter_of(const void* values, bool wide, 
 }
 
 // A weight and a bias for each plane of at least N elements, so that a vector has those of two at
-// most.
-template <typename T>
+// most, and of one where not kAcross.
+template <typename T, bool kAcross>
 struct PlaneParameters {
   using A = acc_t<T>;
+  static constexpr bool kFixed = false;
+  static constexpr int kWidest = 32;
+  static constexpr bool kLong = false;
+
+  template <int N>
+  struct Held {
+    A weight[1 + kAcross], bias[1 + kAcross];
+    int here;  // elements of the first plane
+  };
 
   const void* weight;
   const void* bias;
   bool wide;  // float32 beside a 16-bit T
-  int64_t groups, channels, inner;
+  int groups, channels;
+  FastDiv inner;
 
+  __device__ __forceinline__ int64_t first(int64_t row) const { return row % groups * channels; }
   template <int N>
-  __device__ __forceinline__ void load(int64_t row, int64_t c, A (&w)[N], A (&b)[N]) const {
-    // In 32 bits where they do: a division of 64 bits takes a hundred instructions.
-    const int64_t in_group =
-        (c | inner) >> 31 ? c / inner : static_cast<int>(c) / static_cast<int>(inner);
-    const int64_t channel = row % groups * channels + in_group;
-    fill(w, b, channel, 0);
-    const int64_t rest = (in_group + 1) * inner - c;  // of this plane, from c on
-    if (rest < N) fill(w, b, channel + 1, static_cast<int>(rest));
+  __device__ __forceinline__ void hold(int64_t first, int64_t c, Held<N>& held) const {
+    int in_plane;
+    const int64_t channel = first + inner.div(static_cast<int>(c), in_plane);
+    held.here = inner.divisor() - in_plane;
+    held.weight[0] = parameter_of<T>(weight, wide, channel, A(1));
+    held.bias[0] = parameter_of<T>(bias, wide, channel, A(0));
+    if constexpr (kAcross) {
+      const int64_t other = channel + (held.here < N);
+      held.weight[1] = parameter_of<T>(weight, wide, other, A(1));
+      held.bias[1] = parameter_of<T>(bias, wide, other, A(0));
+    }
   }
-
- private:
   template <int N>
-  __device__ __forceinline__ void fill(A (&w)[N], A (&b)[N], int64_t channel, int from) const {
-    const A weight_here = parameter_of<T>(weight, wide, channel, A(1));
-    const A bias_here = parameter_of<T>(bias, wide, channel, A(0));
+  static __device__ __forceinline__ void get(const Held<N>& held, A (&w)[N], A (&b)[N]) {
 #pragma unroll
     for (int k = 0; k < N; ++k) {
-      w[k] = k < from ? w[k] : weight_here;
-      b[k] = k < from ? b[k] : bias_here;
+      const bool other = kAcross && k >= held.here;
+      w[k] = held.weight[other];
+      b[k] = held.bias[other];
     }
   }
 };
@@ -253,6 +265,143 @@ __global__ void __launch_bounds__(kMaxTeamThreads)
   });
 }
 
+// How a group's dy and x, in shared memory, are shared out among a block's warps.
+struct HeldGroupPlan {
+  int threads = 0;  // 0: too large
+  int split;        // parts of a plane, one a warp
+  int bytes;
+  int blocks;  // of a multiprocessor
+};
+
+constexpr int kHeldGroupThreads = 512;  // at most
+// Of a multiprocessor's blocks, at most: short vectors leave registers for more.
+constexpr int held_group_sm_threads(int vector) { return vector > 4 ? 1024 : 1536; }
+// Of a group's dy and x, at least: a block has nothing to do for less.
+constexpr int kLeastGroupBytes = 16 << 10;
+
+// dx and the sums of planes, of dy xhat and of dy, in one read of dy and x. `pitch`: of the sums,
+// from an image's to the next one's.
+template <int N, typename T>
+__global__ void __launch_bounds__(kHeldGroupThreads, held_group_sm_threads(N) / kHeldGroupThreads)
+    held_group_kernel(int64_t groups, int in_image, int inner, int64_t pitch, HeldGroupPlan plan,
+                      PlaneArgs<T> args) {
+  using A = acc_t<T>;
+  constexpr int kCopy = kVecWidth<T>;
+  extern __shared__ __align__(16) unsigned char shared[];
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  const int warps = static_cast<int>(blockDim.x) / 32;
+  const int channels = static_cast<int>(args.channels), size = channels * inner;
+  const int units = channels * plan.split, vectors = inner / N;
+  const int per_unit = (vectors + plan.split - 1) / plan.split;
+  T* const x = reinterpret_cast<T*>(shared);
+  T* const dy = x + size;
+  Pair<A>* const sums = reinterpret_cast<Pair<A>*>(dy + size);
+  wait_for_earlier_kernels();
+  const auto ask = [&](int64_t group) {
+    if (group < groups) {
+      const T* const from_x = args.x + group * size;
+      const T* const from_dy = args.dy + group * size;
+#pragma unroll 4
+      for (int c = static_cast<int>(threadIdx.x) * kCopy; c < size;
+           c += static_cast<int>(blockDim.x) * kCopy) {
+        cp_async<16>(x + c, from_x + c, true);
+        cp_async<16>(dy + c, from_dy + c, true);
+      }
+    }
+    cp_async_commit();
+  };
+  A next_mean = 0, next_rstd = 0;
+  const auto ask_statistics = [&](int64_t group) {
+    if (group < groups) next_mean = args.mean[group], next_rstd = args.rstd[group];
+  };
+  // f(unit, its plane, first and last vector) for the warp's parts of planes
+  const auto each_unit = [&](const auto& f) {
+#pragma unroll 1
+    for (int unit = warp; unit < units; unit += warps) {
+      const int plane = unit / plan.split, first = (unit - plane * plan.split) * per_unit;
+      f(unit, plane, first, min(first + per_unit, vectors));
+    }
+  };
+  int64_t group = blockIdx.x;
+  ask(group);
+  ask_statistics(group);
+  for (; group < groups; group += gridDim.x) {
+    const A mean = next_mean, rstd = next_rstd;
+    ask_statistics(group + gridDim.x);
+    cp_async_wait<0>();
+    __syncthreads();
+    const auto values = [&](int at, A(&g)[N], A(&xhat)[N]) {
+      Packed<T, N> v;
+      v.load(dy + at);
+      unpack(v, g);
+      v.load(x + at);
+      unpack(v, xhat);
+#pragma unroll
+      for (int k = 0; k < N; ++k) xhat[k] = (xhat[k] - mean) * rstd;
+    };
+    each_unit([&](int unit, int plane, int first, int last) {
+      Pair<A> total{0, 0};
+#pragma unroll 2
+      for (int v = first + lane; v < last; v += 32) {
+        A g[N], xhat[N];
+        values(plane * inner + v * N, g, xhat);
+#pragma unroll
+        for (int k = 0; k < N; ++k) total.first += g[k], total.second += g[k] * xhat[k];
+      }
+      total = team_reduce<Team::kLanes>(total, 32, AddPairs{});
+      if (lane == 0) sums[unit] = total;
+    });
+    __syncthreads();
+    // Each warp merges the planes, in float64.
+    const int image = static_cast<int>(group / in_image);
+    const int channel = static_cast<int>(group - int64_t{image} * in_image) * channels;
+    const auto weight_of = [&](int plane) {
+      return parameter_of<T>(args.weight, args.wide, channel + plane, A(1));
+    };
+    Pair<double> merged{0, 0};
+#pragma unroll 1
+    for (int plane = lane; plane < channels; plane += 32) {
+      Pair<A> total = sums[plane * plan.split];
+#pragma unroll 1
+      for (int i = 1; i < plan.split; ++i) {
+        total = AddPairs{}(total, sums[plane * plan.split + i]);
+      }
+      if (warp == 0) {
+        const int64_t at = image * pitch + channel + plane;
+        if (args.sum) args.sum[at] = total.first;
+        if (args.dot) args.dot[at] = total.second;
+      }
+      const double w = weight_of(plane);
+      merged.first += w * total.first;
+      merged.second += w * total.second;
+    }
+    merged = team_reduce<Team::kLanes>(merged, 32, AddPairs{});
+    if (args.dx) {
+      const A by_size = A(1) / static_cast<A>(size);
+      const A first_sum = static_cast<A>(merged.first) * by_size;
+      const A second_sum = static_cast<A>(merged.second) * by_size;
+      each_unit([&](int, int plane, int first, int last) {
+        const A w = weight_of(plane);
+        T* const to = args.dx + group * size + plane * inner;
+#pragma unroll 2
+        for (int v = first + lane; v < last; v += 32) {
+          A g[N], xhat[N];
+          values(plane * inner + v * N, g, xhat);
+#pragma unroll
+          for (int k = 0; k < N; ++k) g[k] = (g[k] * w - first_sum - xhat[k] * second_sum) * rstd;
+          Vec<T, N> result;
+#pragma unroll
+          for (int k = 0; k < N; ++k) result.v[k] = convert<T>(g[k]);
+          store_vec<N>(to + v * N, result);  // store_acc's would be taken apart
+        }
+      });
+    }
+    __syncthreads();  // x, dy and the sums are free
+    ask(group + gridDim.x);
+  }
+  cp_async_wait<0>();
+}
+
 // f(integral constant N): as with_row_vectors, or 4 of 16 bits, which divide more images' planes.
 template <typename T, typename F>
 void with_plane_vectors(int64_t inner, bool aligned, const F& f) {
@@ -290,11 +439,42 @@ struct Memory {
         merged(reinterpret_cast<Pair<A>*>(dot + shape.planes())) {}
 };
 
-// Whether the forward pass goes over planes: no team holds a group, even in vectors.
+// Whether the forward pass goes over planes: neither threads nor blocks hold a group, even in
+// vectors.
 template <typename T>
 bool is_too_long(const GroupNormShape& shape) {
   constexpr int kWidth = kVecWidth<T>;
-  return plan_row<kWidth, T>(ceil_div(shape.size(), kWidth) * kWidth).team == Team::kBlock;
+  const int64_t size = ceil_div(shape.size(), kWidth) * kWidth;
+  if (size > INT32_MAX / 2) return true;
+  return plan_held<kWidth, T, PlaneParameters<T, false>>(size).width == 0 &&
+         plan_stream<kWidth, T>(size).threads == 0;
+}
+
+// The threads and parts of planes that leave the fewest lanes idle, and as few parts as may be. As
+// many blocks as there is room for: while one waits for its group, others work.
+template <typename T>
+HeldGroupPlan plan_held_group(const GroupNormShape& shape, int vector, bool aligned) {
+  const int64_t most = most_shared_memory() - 1024, of_group = 2 * shape.size() * sizeof(T);
+  HeldGroupPlan best;
+  if (!aligned || shape.size() % kVecWidth<T> != 0 || of_group > most) return best;
+  if (of_group < kLeastGroupBytes) return best;
+  double best_share = 0.5;
+  const int64_t vectors = shape.inner / vector;
+  for (int split = 1; split <= 4; split *= 2) {
+    for (int threads = 256; threads <= kHeldGroupThreads; threads += 64) {
+      const int64_t units = shape.channels() * split, warps = threads / 32;
+      const int64_t steps = ceil_div(units, warps) * ceil_div(ceil_div(vectors, split), 32);
+      const double share = static_cast<double>(vectors * shape.channels()) / (steps * warps * 32);
+      const int64_t bytes = of_group + units * sizeof(Pair<acc_t<T>>);
+      if (share <= best_share || bytes > most) continue;
+      best_share = share;
+      const int64_t blocks =
+          std::min<int64_t>(most / (bytes + 1024), held_group_sm_threads(vector) / threads);
+      best = {threads, split, static_cast<int>(bytes),
+              static_cast<int>(std::max<int64_t>(blocks, 1))};
+    }
+  }
+  return best;
 }
 
 template <typename T>
@@ -312,6 +492,27 @@ void normalise_planes(Stream stream, const GroupNormShape& shape, const PlaneNor
                  launch.lanes, args);
   });
   check_launch("group_norm");
+}
+
+// Sums of planes, and dx, where shared memory does not hold a group.
+template <typename T>
+void sum_planes(cudaStream_t stream, const GroupNormShape& shape, const PlaneArgs<T>& args,
+                bool aligned) {
+  with_plane_teams<T>(shape, aligned, [&](auto team, auto width, auto planes, auto launch) {
+    constexpr Team kTeam = decltype(team)::value;
+    constexpr int N = decltype(width)::value;
+    plane_sums_kernel<kTeam, N>
+        <<<launch.grid, launch.block, 0, stream>>>(planes, launch.lanes, args);
+    check_launch("group_norm_backward");
+    if (!args.dx) return;
+    const auto blocks = static_cast<unsigned>(ceil_div(shape.rows(), kGroupThreads / 32));
+    merge_planes_kernel<<<blocks, kGroupThreads, 0, stream>>>(args, shape.rows(),
+                                                              1.0 / shape.size());
+    check_launch("group_norm_backward");
+    input_grad_kernel<kTeam, N>
+        <<<launch.grid, launch.block, 0, stream>>>(planes, launch.lanes, args);
+    check_launch("group_norm_backward");
+  });
 }
 
 }  // namespace
@@ -355,12 +556,23 @@ void group_norm(Stream stream, const GroupNormShape& shape, const void* x,
     }
     const NormArgs<T> args{
         in, y, shape.dtype, static_cast<A>(eps), static_cast<A*>(mean), static_cast<A*>(rstd)};
-    const PlaneParameters<T> parameters{affine.weight, affine.bias,      wide,
-                                        shape.groups,  shape.channels(), shape.inner};
     const bool two_planes_at_most = shape.inner >= kVecWidth<T>;
     with_row_vectors<T>(shape.size(), aligned && two_planes_at_most, [&](auto width) {
-      launch_rows<decltype(width)::value>(as_cuda(stream), shape.rows(), shape.size(), args,
-                                          parameters);
+      constexpr int N = decltype(width)::value;
+      const auto launch = [&](auto across) {
+        const PlaneParameters<T, decltype(across)::value> parameters{
+            affine.weight,
+            affine.bias,
+            wide,
+            static_cast<int>(shape.groups),
+            static_cast<int>(shape.channels()),
+            FastDiv(shape.inner)};
+        launch_rows<N>(as_cuda(stream), shape.rows(), shape.size(), args, parameters, parameters);
+      };
+      if constexpr (N > 1) {
+        if (shape.inner % N != 0) return launch(std::true_type{});
+      }
+      launch(std::false_type{});
     });
   });
   check_launch("group_norm");
@@ -380,41 +592,54 @@ void group_norm_backward(Stream stream, const GroupNormShape& shape, const void*
     using T = typename decltype(tag)::type;
     using A = acc_t<T>;
     const Memory<A> memory(workspace, shape);
-    const PlaneArgs<T> args{static_cast<const T*>(dy),
-                            static_cast<const T*>(x),
-                            static_cast<T*>(gradients.x),
-                            affine.weight,
-                            affine.dtype != shape.dtype,
-                            static_cast<const A*>(mean),
-                            static_cast<const A*>(rstd),
-                            memory.sum,
-                            memory.dot,
-                            memory.merged,
-                            shape.c,
-                            shape.channels()};
+    PlaneArgs<T> args{static_cast<const T*>(dy),
+                      static_cast<const T*>(x),
+                      static_cast<T*>(gradients.x),
+                      affine.weight,
+                      affine.dtype != shape.dtype,
+                      static_cast<const A*>(mean),
+                      static_cast<const A*>(rstd),
+                      memory.sum,
+                      memory.dot,
+                      memory.merged,
+                      shape.c,
+                      shape.channels()};
     const bool aligned =
         is_vec_aligned(args.dy) && is_vec_aligned(args.x) && is_vec_aligned(args.dx);
-    with_plane_teams<T>(shape, aligned, [&](auto team, auto width, auto planes, auto launch) {
-      constexpr Team kTeam = decltype(team)::value;
+    // What an image leaves of the parameters' gradients that are wanted, side by side.
+    const bool both = gradients.weight && gradients.bias;
+    bool held = false;
+    with_plane_vectors<T>(shape.inner, aligned, [&](auto width) {
       constexpr int N = decltype(width)::value;
-      plane_sums_kernel<kTeam, N><<<launch.grid, launch.block, 0, s>>>(planes, launch.lanes, args);
-      check_launch("group_norm_backward");
-      if (!gradients.x) return;
-      const auto blocks = static_cast<unsigned>(ceil_div(shape.rows(), kGroupThreads / 32));
-      merge_planes_kernel<<<blocks, kGroupThreads, 0, s>>>(args, shape.rows(), 1.0 / shape.size());
-      check_launch("group_norm_backward");
-      input_grad_kernel<kTeam, N><<<launch.grid, launch.block, 0, s>>>(planes, launch.lanes, args);
-      check_launch("group_norm_backward");
+      if constexpr (N > 1) {
+        const HeldGroupPlan plan = plan_held_group<T>(shape, N, aligned);
+        if (plan.threads == 0) return;
+        held = true;
+        args.dot = gradients.weight ? memory.sum : nullptr;
+        args.sum = gradients.bias ? memory.sum + both * shape.c : nullptr;
+        const auto kernel = held_group_kernel<N, T>;
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.bytes);
+        const auto blocks = static_cast<unsigned>(
+            std::min<int64_t>(shape.rows(), int64_t{sm_count()} * plan.blocks));
+        launch_early(kernel, blocks, plan.threads, plan.bytes, stream, shape.rows(),
+                     static_cast<int>(shape.groups), static_cast<int>(shape.inner),
+                     shape.c * (1 + both), plan, args);
+        check_launch("group_norm_backward");
+      }
     });
+    if (!held) sum_planes<T>(s, shape, args, aligned);
     dispatch(gradients.parameter_dtype, [&](auto parameter_tag) {
       using P = typename decltype(parameter_tag)::type;
       if constexpr (std::is_same_v<acc_t<P>, A>) {
         const int images = static_cast<int>(shape.n);
-        const auto sum = [&](const A* from, void* to) {
-          if (to) launch_ordered_sum<P>(stream, from, images, shape.c, static_cast<P*>(to));
-        };
-        sum(args.dot, gradients.weight);
-        sum(args.sum, gradients.bias);
+        P* const weight = static_cast<P*>(gradients.weight);
+        P* const bias = static_cast<P*>(gradients.bias);
+        if (held && both) {
+          launch_ordered_sum<P>(stream, args.dot, images, shape.c, weight, shape.c, bias);
+          return;
+        }
+        if (weight) launch_ordered_sum<P>(stream, args.dot, images, shape.c, weight);
+        if (bias) launch_ordered_sum<P>(stream, args.sum, images, shape.c, bias);
       }
     });
   });

@@ -2,18 +2,26 @@
 // columns contribute to the parameters' gradients; the sums of a block are partial results in the
 // workspace, [block][weight's and bias' columns], which launch_ordered_sum adds up. No atomics:
 // bitwise repeatable. See row.cuh.
+#include "ahead.cuh"
+#include "cuda/common/cluster.cuh"
 #include "cuda/common/ordered_sum.cuh"
-#include "row.cuh"
 
 namespace braze::cuda {
 namespace {
 
-// Of a block, one on a multiprocessor: as many as leave each the registers for `elements` of both
-// sums, and of dy and x of a row and of the next one.
-constexpr int block_threads(int elements) { return elements >= 24 ? 384 : kMaxTeamThreads; }
+// A thread has `words` registers' worth of a row, 16, 24 or 32, and twice as many sums. With 16
+// there is room for the weight too, and two rows of 16 bits are on their way; else the weight is in
+// shared memory, from where dy and x are read again after the reduction. Threads of a block, of
+// which a multiprocessor has one:
+constexpr int backward_threads(int words) { return words == 24 ? 640 : 512; }
+// bytes: of an element of dy and x
+constexpr int rows_ahead(int words, int bytes) { return words <= 16 && bytes <= 4 ? 2 : 1; }
+constexpr bool has_weight(int words) { return words <= 16; }
+template <typename A>
+constexpr int words_of(int elements) {
+  return elements * static_cast<int>(sizeof(A)) / 4;
+}
 
-// Of dynamic shared memory, that a kernel gets beside its own arrays without asking for more.
-constexpr int kUnaskedBytes = 47 << 10;
 constexpr int kColumnThreads = 256;  // of column_sums_kernel
 constexpr int kMostBlocksPerSm = 8;  // of dx alone
 
@@ -48,112 +56,213 @@ struct GradVector {
   }
 };
 
+// How a row's columns are shared out: kBlocks is 2 where a cluster of two blocks has a row, one
+// half each.
+template <int kWidth, int N, int kVectors, int kBlocks, typename In, typename Out>
+struct BackwardLayout {
+  using X = Slots<In, N, kVectors>;
+  using Dy = Slots<Out, N, kVectors>;
+  static constexpr int kWords = words_of<acc_t<In>>(kVectors * N);
+  static constexpr int kAhead = rows_ahead(kWords, sizeof(In) + sizeof(Out));
+  static constexpr int kStage = X::kBytes + Dy::kBytes;  // a warp's
+
+  static constexpr int slots_bytes(int threads) { return threads / 32 * (kAhead + 1) * kStage; }
+};
+
+// Weight's elements from `first` on, as they are, in shared memory, and ones where there are none.
+template <int N, typename W>
+__device__ __forceinline__ void bring_weight(const void* weight, int first, int count, int size,
+                                             unsigned char* to) {
+  for (int c = static_cast<int>(threadIdx.x) * N; c < count;
+       c += static_cast<int>(blockDim.x) * N) {
+    Vec<W, N> v;
+#pragma unroll
+    for (int k = 0; k < N; ++k) v.v[k] = convert<W>(1.0f);
+    if (weight && first + c < size) v = load_vec<N>(static_cast<const W*>(weight) + first + c);
+    store_vec<N>(reinterpret_cast<W*>(to) + c, v);
+  }
+}
+
+// The same sums in both blocks of a cluster.
+template <typename A>
+__device__ __forceinline__ void add_other_block(A (&v)[2], int part, int& turn) {
+  __shared__ Pair<A> both[2][2];
+  if (threadIdx.x < 2) {
+    *const_cast<Pair<A>*>(in_cluster(&both[turn][part], threadIdx.x)) = {v[0], v[1]};
+  }
+  cluster_sync();
+  v[0] = both[turn][0].first + both[turn][1].first;
+  v[1] = both[turn][0].second + both[turn][1].second;
+  turn ^= 1;
+}
+
 // Adds up what the block's teams have for their columns, and stores it as the block's partial
-// result. shared: of blockDim.x * kHeld * N values, where there is more than one team.
-template <Team kTeam, int N, int kHeld, typename A>
-__device__ void store_column_sums(A (&sums)[kHeld][N], int width, int size, A* shared, A* result) {
-  const int rank = static_cast<int>(threadIdx.x) % width;
-  int slot = static_cast<int>(threadIdx.x) / width, slots = static_cast<int>(blockDim.x) / width;
+// results, nullptr where they are not wanted. shared: of a weight's and a bias' columns for each
+// team, or each warp of smaller teams.
+template <int kWidth, int N, int kVectors, typename A>
+__device__ __forceinline__ void store_column_sums(A (&dweight)[kVectors][N],
+                                                  A (&dbias)[kVectors][N],
+                                                  const TeamPlace<kWidth>& place, int column,
+                                                  int size, A* shared, A* weight, A* bias) {
+  int slot = place.team(), slots = place.teams();
   bool stores = true;
-  if constexpr (kTeam == Team::kLanes) {
+  if constexpr (kWidth <= 32) {
     // Teams of the warp first.
 #pragma unroll
-    for (int u = 0; u < kHeld; ++u) {
+    for (int u = 0; u < kVectors; ++u) {
 #pragma unroll
       for (int k = 0; k < N; ++k) {
-        for (int offset = width; offset < 32; offset *= 2) {
-          sums[u][k] += __shfl_xor_sync(0xffffffffu, sums[u][k], offset);
+        for (int offset = place.width; offset < 32; offset *= 2) {
+          dweight[u][k] += __shfl_xor_sync(0xffffffffu, dweight[u][k], offset);
+          dbias[u][k] += __shfl_xor_sync(0xffffffffu, dbias[u][k], offset);
         }
       }
     }
-    stores = static_cast<int>(threadIdx.x) % 32 < width;
-    slot = static_cast<int>(threadIdx.x) / 32;
+    stores = place.lane() < place.width;
+    slot = place.warp();
     slots = static_cast<int>(blockDim.x) / 32;
   }
-  A* const to = slots == 1 ? result : shared + slot * size;
+  __syncthreads();  // the slots of rows are free
+  const bool direct = slots == 1;
+  A* const to_weight = direct ? weight : shared + slot * 2 * size;
+  A* const to_bias = direct ? bias : shared + slot * 2 * size + size;
 #pragma unroll
-  for (int u = 0; u < kHeld; ++u) {
-    const int c = (u * width + rank) * N;
-    if (stores && c < size) store_acc<N>(to + c, sums[u]);
+  for (int u = 0; u < kVectors; ++u) {
+    const int c = column + u * place.lanes * N;
+    if (stores && c < size) {
+      if (to_weight) store_acc<N>(to_weight + c, dweight[u]);
+      if (to_bias) store_acc<N>(to_bias + c, dbias[u]);
+    }
   }
-  if (slots == 1) return;
+  if (direct) return;
   __syncthreads();
-  for (int c = static_cast<int>(threadIdx.x); c < size; c += static_cast<int>(blockDim.x)) {
-    A sum = shared[c];
-    for (int s = 1; s < slots; ++s) sum += shared[s * size + c];
-    result[c] = sum;
+  for (int i = static_cast<int>(threadIdx.x); i < 2 * size; i += static_cast<int>(blockDim.x)) {
+    A sum = shared[i];
+#pragma unroll 4
+    for (int s = 1; s < slots; ++s) sum += shared[s * 2 * size + i];
+    A* const to = i < size ? weight : bias;
+    if (to) to[i < size ? i : i - size] = sum;
   }
-  __syncthreads();  // the next sums take the same memory
 }
 
-template <Team kTeam, int N, int kHeld, typename In, typename Out>
-__global__ void __launch_bounds__(block_threads(kHeld* N))
+template <int kWidth, int N, int kVectors, int kBlocks, typename In, typename Out>
+__global__ void __launch_bounds__(backward_threads(words_of<acc_t<In>>(kVectors* N)))
     layer_norm_backward_kernel(RowShape shape, int width, BackwardArgs<In, Out> args) {
   using A = acc_t<In>;
+  using Layout = BackwardLayout<kWidth, N, kVectors, kBlocks, In, Out>;
   extern __shared__ __align__(16) unsigned char shared[];
+  const TeamPlace<kWidth> place(width);
+  unsigned char* const slots = shared + place.warp() * (Layout::kAhead + 1) * Layout::kStage;
+  unsigned char* const weights = shared + Layout::slots_bytes(static_cast<int>(blockDim.x));
+  const int size = static_cast<int>(shape.size), step = place.lanes * N;
+  const int part = kBlocks == 2 ? static_cast<int>(blockIdx.x) % 2 : 0;
+  const int own = place.template first_vector<kVectors>() * N;  // of the block's columns
+  const int columns = kVectors * place.width * N;
+  const int column = part * columns + own;
+  const int64_t block = blockIdx.x / kBlocks, stride = int64_t{gridDim.x / kBlocks} * place.teams();
   wait_for_earlier_kernels();
-  const A by_size = A(1) / static_cast<A>(shape.size);
-  constexpr bool kAhead = kHeld * N < 32;  // else the registers do not suffice
-  A dweight[kHeld][N] = {}, dbias[kHeld][N] = {};
-  Packed<In, N> next_x[kHeld];
-  Packed<Out, N> next_dy[kHeld];
+  const auto ask = [&](int64_t row, int stage) {
+    const int left = row < shape.outer ? size - column : 0;
+    const int64_t offset = left > 0 ? row * size + column : 0;
+    unsigned char* const to = slots + stage * Layout::kStage;
+    const typename Layout::X x(to);
+    const typename Layout::Dy dy(to + Layout::X::kBytes);
+#pragma unroll
+    for (int u = 0; u < kVectors; ++u) {
+      x.ask(u, args.x + offset + u * step, u * step < left);
+      dy.ask(u, args.dy + offset + u * step, u * step < left);
+    }
+  };
   A next_mean = 0, next_rstd = 0;
-  const auto ask = [&](const RowPart& part) {
-    for_each_held<N, kHeld>(part, [&](int c, int u) {
-      next_x[u].load(args.x + part.base + c);
-      next_dy[u].load(args.dy + part.base + c);
-    });
-    if (part.size > 0) next_mean = args.mean[part.row], next_rstd = args.rstd[part.row];
+  const auto ask_statistics = [&](int64_t row) {
+    next_mean = next_rstd = 0;
+    if (row < shape.outer) next_mean = args.mean[row], next_rstd = args.rstd[row];
   };
-  const auto start = [&](const RowPart& part) {
-    if (kAhead) ask(part);
+  constexpr bool kHasWeight = has_weight(Layout::kWords);
+  A own_weight[kHasWeight ? kVectors : 1][N];
+  const auto start = [&] {
+    ask_statistics(block * place.teams() + place.team());
+    if constexpr (kHasWeight) {
+#pragma unroll
+      for (int u = 0; u < kVectors; ++u) {
+        const bool inside = column + u * step < size;
+        load_parameters<N, In>(inside ? args.weight : nullptr, args.wide_parameters,
+                               column + u * step, A(1), own_weight[u]);
+      }
+    } else {
+      if (sizeof(In) == 2 && args.wide_parameters) {
+        bring_weight<N, A>(args.weight, part * columns, columns, size, weights);
+      } else {
+        bring_weight<N, In>(args.weight, part * columns, columns, size, weights);
+      }
+      __syncthreads();
+    }
+    if constexpr (kBlocks == 2) cluster_meet();
   };
-  for_each_row_ahead(shape, width, start, [&](const RowPart& part, const RowPart& next) {
-    if (!kAhead) ask(part);
-    Packed<In, N> x[kHeld];
-    Packed<Out, N> dy[kHeld];
+  const auto weight_of = [&](int u, A(&w)[N]) {
+    if constexpr (kHasWeight) {
 #pragma unroll
-    for (int u = 0; u < kHeld; ++u) x[u] = next_x[u], dy[u] = next_dy[u];
-    const A mean = next_mean, rstd = next_rstd;
-    if (kAhead) ask(next);
-    const auto each = [&](const auto& f) { for_each_held<N, kHeld>(part, f); };
-    Pair<A> total{0, 0};
-    each([&](int c, int u) {
-      const GradVector<N, In, Out> v(dy[u], x[u], mean, rstd);
-      A w[N];
-      load_parameters<N, In>(args.weight, args.wide_parameters, c, A(1), w);
+      for (int k = 0; k < N; ++k) w[k] = own_weight[u][k];
+    } else if (sizeof(In) == 2 && args.wide_parameters) {
+      load_acc<N>(reinterpret_cast<const A*>(weights) + own + u * step, w);
+    } else {
+      Packed<In, N> v;
+      v.load(reinterpret_cast<const In*>(weights) + own + u * step);
+      unpack(v, w);
+    }
+  };
+  const A by_size = A(1) / static_cast<A>(size);
+  A dweight[kVectors][N] = {}, dbias[kVectors][N] = {};
+  int turn = 0, block_turn = 0;
+  for_each_row_in_slots<Layout::kAhead>(
+      shape.outer, block * place.teams(), stride, place.team(), ask, start,
+      [&](int64_t row, int stage) {
+        unsigned char* const from = slots + stage * Layout::kStage;
+        const typename Layout::X x(from);
+        const typename Layout::Dy dy(from + Layout::X::kBytes);
+        const A mean = next_mean, rstd = next_rstd;
+        ask_statistics(row + stride);
+        // Past a row's end, and of rows past the last one, all are zeros.
+        A total[2] = {};
 #pragma unroll
-      for (int k = 0; k < N; ++k) {
-        const A g = v.g[k] * w[k];
-        total.first += g;
-        total.second += g * v.xhat[k];
-        dweight[u][k] += v.g[k] * v.xhat[k];
-        dbias[u][k] += v.g[k];
-      }
-    });
-    if (!args.dx) return;
-    total = team_reduce<kTeam>(total, part.width, AddPairs{});
-    total = {total.first * by_size, total.second * by_size};
-    each([&](int c, int u) {
-      const GradVector<N, In, Out> v(dy[u], x[u], mean, rstd);
-      A w[N], result[N];
-      load_parameters<N, In>(args.weight, args.wide_parameters, c, A(1), w);
+        for (int u = 0; u < kVectors; ++u) {
+          const GradVector<N, In, Out> v(dy[u], x[u], mean, rstd);
+          A w[N];
+          weight_of(u, w);
 #pragma unroll
-      for (int k = 0; k < N; ++k) {
-        result[k] = (v.g[k] * w[k] - total.first - v.xhat[k] * total.second) * rstd;
-      }
-      store_acc<N>(args.dx + part.base + c, result);
-    });
-  });
-  const int size = static_cast<int>(shape.size);
-  const int64_t block = blockIdx.x * args.pitch;
-  A* const sums = reinterpret_cast<A*>(shared);
-  if (args.dweight) {
-    store_column_sums<kTeam, N, kHeld, A>(dweight, width, size, sums, args.dweight + block);
-  }
-  if (args.dbias) {
-    store_column_sums<kTeam, N, kHeld, A>(dbias, width, size, sums, args.dbias + block);
-  }
+          for (int k = 0; k < N; ++k) {
+            const A g = v.g[k] * w[k];
+            total[0] += g;
+            total[1] += g * v.xhat[k];
+            dweight[u][k] += v.g[k] * v.xhat[k];
+            dbias[u][k] += v.g[k];
+          }
+        }
+        if (!args.dx) return;
+        team_sums(total, place, turn);
+        if constexpr (kBlocks == 2) add_other_block(total, part, block_turn);
+        const A first = total[0] * by_size * rstd, second = total[1] * by_size * rstd;
+        const int left = row < shape.outer ? size - column : 0;
+        In* const to = args.dx + row * size + column;
+        constexpr bool kAgain = !kHasWeight;
+#pragma unroll
+        for (int u = 0; u < kVectors; ++u) {
+          const GradVector<N, In, Out> v(kAgain ? dy.again(u) : dy[u], kAgain ? x.again(u) : x[u],
+                                         mean, rstd);
+          A w[N], result[N];
+          weight_of(u, w);
+#pragma unroll
+          for (int k = 0; k < N; ++k) {
+            result[k] = v.g[k] * w[k] * rstd - first - v.xhat[k] * second;
+          }
+          if (u * step < left) store_acc<N>(to + u * step, result);
+        }
+      });
+  const int64_t result = block * args.pitch;
+  store_column_sums(dweight, dbias, place, column, size, reinterpret_cast<A*>(shared),
+                    args.dweight ? args.dweight + result : nullptr,
+                    args.dbias ? args.dbias + result : nullptr);
+  if constexpr (kBlocks == 2) cluster_sync();  // the other block still reads
 }
 
 // dx of rows that are too long to be held, which are read twice.
@@ -229,53 +338,81 @@ int most_parts(const LayerNormShape& shape) {
   return static_cast<int>(std::min<int64_t>(shape.rows, sm_count()));
 }
 
-// Returns how many there are.
+// dx and the parameters' gradients of rows that are too long for a team, in two passes; returns how
+// many partial results there are.
+template <typename In, typename Out, int N>
+int launch_long_rows(cudaStream_t stream, const RowShape& rows, const BackwardArgs<In, Out>& args,
+                     int parts) {
+  if (args.dx) {
+    const int64_t most = int64_t{sm_count()} * kMostBlocksPerSm;
+    launch_early(long_row_backward_kernel<N, In, Out>,
+                 static_cast<unsigned>(std::min(rows.outer, most)), kMaxTeamThreads, 0, stream,
+                 rows, args);
+    check_launch("layer_norm_backward");
+  }
+  if (args.dweight || args.dbias) {
+    const dim3 grid(static_cast<unsigned>(ceil_div(rows.size, kColumnThreads * N)), parts);
+    launch_early(column_sums_kernel<N, In, Out>, grid, kColumnThreads, 0, stream, rows, args);
+    check_launch("layer_norm_backward");
+  }
+  return parts;
+}
+
+// How `blocks` blocks share a row, if they do, each with as many vectors a thread as `held` lists.
+// weight_bytes: of an element of weight.
+template <typename In, typename Out, int N>
+AheadPlan plan_backward(int64_t size, int blocks, int weight_bytes,
+                        std::initializer_list<int> held) {
+  using A = acc_t<In>;
+  const int64_t columns = ceil_div(size, N * blocks) * N;  // of a block
+  const auto words = [](int vectors) { return words_of<A>(vectors * N); };
+  return plan_ahead<N>(
+      columns / N, kWidestTeam, held, most_shared_memory() - 1024,
+      [&](int vectors) { return backward_threads(words(vectors)); },
+      [&](int width, int vectors, int threads) -> int64_t {
+        const int bytes = sizeof(In) + sizeof(Out);
+        const int64_t stage = int64_t{vectors} * N * bytes;
+        const int64_t slots = threads * (rows_ahead(words(vectors), bytes) + 1) * stage;
+        const int64_t weight = has_weight(words(vectors)) ? 0 : width * vectors * N * weight_bytes;
+        const int teams = threads / std::max(width, 32);
+        const int64_t sums = teams > 1 ? 2 * teams * size * sizeof(A) : 0;
+        return std::max(slots + weight, sums);
+      });
+}
+
+// Returns how many partial results there are.
 template <typename In, typename Out, int N>
 int launch_backward(cudaStream_t stream, const LayerNormShape& shape,
                     const BackwardArgs<In, Out>& args) {
-  using A = acc_t<In>;
   const RowShape rows{shape.rows, shape.size, 1};
-  // Beside both sums and the next row a thread has registers for few vectors.
-  constexpr int kMost = N == 1 ? kMostScalars : kMostVectors;
-  constexpr int kLane = N == 1 ? kMost : 3, kWarps = N == 1 ? kMost : 2;
-  const HeldRowPlan plan = plan_held_row(shape.size / N, kLane, kWarps, kMost,
-                                         [](int held) { return block_threads(held * N); });
-  const bool of_parameters = args.dweight || args.dbias;
-  int parts = most_parts(shape);
-  if (plan.team == Team::kBlock) {
-    if (args.dx) {
-      const int64_t most = int64_t{sm_count()} * kMostBlocksPerSm;
-      launch_early(long_row_backward_kernel<N, In, Out>,
-                   static_cast<unsigned>(std::min(shape.rows, most)), kMaxTeamThreads, 0, stream,
-                   rows, args);
-      check_launch("layer_norm_backward");
-    }
-    if (of_parameters) {
-      const dim3 grid(static_cast<unsigned>(ceil_div(shape.size, kColumnThreads * N)), parts);
-      launch_early(column_sums_kernel<N, In, Out>, grid, kColumnThreads, 0, stream, rows, args);
-      check_launch("layer_norm_backward");
-    }
+  const auto launch = [&](const AheadPlan& plan, auto blocks) {
+    constexpr int kBlocks = decltype(blocks)::value;
+    const int64_t wanted = ceil_div(shape.rows, plan.threads / plan.width);
+    const int parts = static_cast<int>(std::min<int64_t>(wanted, sm_count() / kBlocks));
+    dispatch_ahead<N, kWidestTeam, 2, 3, 4>(plan, [&](auto width, auto vectors) {
+      constexpr int kWidth = decltype(width)::value, kVectors = decltype(vectors)::value;
+      // The most words are for the widest teams alone, of which shared memory has 16-bit rows.
+      constexpr bool kMost = words_of<acc_t<In>>(kVectors * N) == 32;
+      if constexpr (kMost ? kWidth == kTeamOfWarps && sizeof(In) == 2 : kBlocks == 1) {
+        const auto kernel = layer_norm_backward_kernel<kWidth, N, kVectors, kBlocks, In, Out>;
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.bytes);
+        launch_early_in_clusters(kernel, parts * kBlocks, plan.threads, plan.bytes, stream, kBlocks,
+                                 rows, plan.width, args);
+      }
+    });
+    check_launch("layer_norm_backward");
     return parts;
-  }
-  // Blocks as large as can be: each leaves partial results of all columns.
-  const int teams = block_threads(plan.held * N) / plan.width;
-  const int threads = teams * plan.width;
-  const int64_t wanted = ceil_div(shape.rows, teams);
-  const int64_t most = of_parameters ? parts : int64_t{sm_count()} * kMostBlocksPerSm;
-  parts = static_cast<int>(std::min(wanted, most));
-  dispatch_held<N, kMostVectors>(plan, [&](auto team, auto held) {
-    const auto kernel =
-        layer_norm_backward_kernel<decltype(team)::value, N, decltype(held)::value, In, Out>;
-    const int slots = plan.team == Team::kLanes ? threads / 32 : teams;
-    const int bytes =
-        of_parameters && slots > 1 ? slots * static_cast<int>(shape.size * sizeof(A)) : 0;
-    if (bytes > kUnaskedBytes) {
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  };
+  const int weight_bytes = args.wide_parameters ? sizeof(acc_t<In>) : sizeof(In);
+  const AheadPlan plan = plan_backward<In, Out, N>(shape.size, 1, weight_bytes, {2, 3, 4});
+  if (plan.width > 0) return launch(plan, std::integral_constant<int, 1>{});
+  if constexpr (sizeof(In) == 2 && N > 1) {
+    const AheadPlan of_pair = plan_backward<In, Out, N>(shape.size, 2, weight_bytes, {4});
+    if (of_pair.width == kWidestTeam && runs_sm90_code()) {
+      return launch(of_pair, std::integral_constant<int, 2>{});
     }
-    launch_early(kernel, parts, threads, bytes, stream, rows, plan.width, args);
-  });
-  check_launch("layer_norm_backward");
-  return parts;
+  }
+  return launch_long_rows<In, Out, N>(stream, rows, args, most_parts(shape));
 }
 
 // f(input tag, result tag) for the pairs of dtypes that exist.

@@ -48,7 +48,6 @@ __global__ void __launch_bounds__(kColumnThreads)
   for (int p = static_cast<int>(threadIdx.x) / 32; p < kPositions<T> && first + p < shape.inner;
        p += kColumnThreads / 32) {
     const int64_t row = outer * shape.inner + first + p;
-    const RowPart part{row, row * shape.size, 1, shape.size, lane, 32};
     const auto each = [&](const auto& f) {
 #pragma unroll 4
       for (int c = lane; c < size; c += 32) {
@@ -58,12 +57,19 @@ __global__ void __launch_bounds__(kColumnThreads)
     };
     Pair<A> total{0, 0};
     each([&](int, const A(&v)[1]) { total.first += v[0]; });
-    const A pivot = team_reduce<Team::kLanes>(total, 32, AddPairs{}).first * by_size;
+    const A pivot = quotient(team_reduce<Team::kLanes>(total, 32, AddPairs{}).first,
+                             static_cast<A>(size), by_size);
     total = {0, 0};
     each([&](int, const A(&v)[1]) { add_deviations(total, v, pivot); });
     total = team_reduce<Team::kLanes>(total, 32, AddPairs{});
-    const NormRow<A> norm = args.finish(part, pivot, total, by_size);
-    each([&](int c, A(&v)[1]) { args.store(parameters, norm, part, c, v); });
+    const NormRow<A> norm = args.finish(lane == 0, row, pivot, total, by_size);
+    each([&](int c, A(&v)[1]) {
+      typename P::template Held<1> held;
+      A w[1], b[1];
+      parameters.hold(0, c, held);
+      P::get(held, w, b);
+      args.store(norm, w, b, row * shape.size + c, v);
+    });
   }
 }
 

@@ -1,7 +1,6 @@
 // Teams of threads that work on one row each, for kernels that reduce along rows. These shapes of
 // team cover every layout with coalesced accesses:
 //   kLanes   2^k <= 32 neighbouring lanes of a warp; short rows that are contiguous in memory
-//   kWarps   whole warps, several teams a block, which wait for none but their own; longer ones
 //   kBlock   a whole block; long contiguous rows
 //   kColumn  blockDim.y threads, one under the other; rows strided by `inner`, so that the block's
 //            x direction, not the row, runs along memory
@@ -15,7 +14,7 @@
 
 namespace braze::cuda {
 
-enum class Team { kLanes, kWarps, kBlock, kColumn };
+enum class Team { kLanes, kBlock, kColumn };
 
 constexpr int kMaxTeamThreads = 512;
 
@@ -48,15 +47,6 @@ __device__ Pair<A> team_reduce(Pair<A> v, int width, Combine combine) {
   };
   if constexpr (kTeam == Team::kLanes) {
     shuffle(width);
-  } else if constexpr (kTeam == Team::kWarps) {
-    __shared__ Pair<A> warp_results[kMaxTeamThreads / 32];
-    shuffle(32);
-    const int team = static_cast<int>(threadIdx.x) / width, warps = width / 32;
-    if (threadIdx.x % 32 == 0) warp_results[threadIdx.x / 32] = v;
-    team_barrier(team, width);
-    v = warp_results[team * warps];
-    for (int w = 1; w < warps; ++w) v = combine(v, warp_results[team * warps + w]);
-    team_barrier(team, width);  // the next reduction writes warp_results again
   } else if constexpr (kTeam == Team::kBlock) {
     __shared__ Pair<A> warp_results[kMaxTeamThreads / 32];
     shuffle(32);
@@ -94,8 +84,8 @@ struct RowPart {
   }
 };
 
-// Of teams of lanes or warps, `lanes` threads each: this thread's part of the row that its team has
-// where the block's first team has row `first`.
+// Of teams of `lanes` lanes: this thread's part of the row that its team has where the block's
+// first team has row `first`.
 __device__ __forceinline__ RowPart team_part(const RowShape& shape, int lanes, int64_t first) {
   const int64_t row = first + threadIdx.x / lanes;
   return {row,
@@ -107,11 +97,11 @@ __device__ __forceinline__ RowPart team_part(const RowShape& shape, int lanes, i
 }
 
 // Calls f(part) for every row; all threads of a block make the same number of calls, so that f may
-// synchronise the block. `lanes` is the team's width for kLanes and kWarps.
+// synchronise the block. `lanes` is the team's width for kLanes.
 template <Team kTeam, typename F>
 __device__ void for_each_row(const RowShape& shape, int lanes, F f) {
   const int64_t rows = shape.outer * shape.inner;
-  if constexpr (kTeam == Team::kLanes || kTeam == Team::kWarps) {
+  if constexpr (kTeam == Team::kLanes) {
     const int teams = blockDim.x / lanes;
     for (int64_t first = int64_t{blockIdx.x} * teams; first < rows;
          first += int64_t{gridDim.x} * teams) {
@@ -131,24 +121,6 @@ __device__ void for_each_row(const RowShape& shape, int lanes, F f) {
                 row < rows ? shape.size : 0, static_cast<int>(threadIdx.y),
                 static_cast<int>(blockDim.y)});
     }
-  }
-}
-
-// The same for teams of lanes or warps and contiguous rows, with f(part, next): the part of the row
-// that comes after, of size 0 where there is none, so that f may ask for it beforehand. start(part)
-// is called with the first one.
-template <typename Start, typename F>
-__device__ __forceinline__ void for_each_row_ahead(const RowShape& shape, int lanes, Start start,
-                                                   F f) {
-  const int teams = blockDim.x / lanes;
-  int64_t first = int64_t{blockIdx.x} * teams;
-  RowPart part = team_part(shape, lanes, first);
-  start(part);
-  while (first < shape.outer) {
-    first += int64_t{gridDim.x} * teams;
-    const RowPart next = team_part(shape, lanes, first);
-    f(part, next);
-    part = next;
   }
 }
 
@@ -199,7 +171,6 @@ void dispatch_team(Team team, F&& f) {
   switch (team) {
     case Team::kLanes: return f(std::integral_constant<Team, Team::kLanes>{});
     case Team::kBlock: return f(std::integral_constant<Team, Team::kBlock>{});
-    case Team::kWarps: break;
     case Team::kColumn: return f(std::integral_constant<Team, Team::kColumn>{});
   }
 }
