@@ -7,14 +7,17 @@ import importlib
 import pytest
 import torch
 import torch.nn.functional as stock
-from matmul_common import hopper_only
+from matmul_common import cuda_kernels_of, hopper_only
 from test_conv2d_products import set_tf32
 from test_convert_residual import Bottleneck
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import braze
+import braze.nn.functional as F
 from braze._ops import norm_grads
 from braze._ops._common import below_autograd
+from braze._step_scope import StepScope
 from common import assert_by_rule
 
 CHANNELS_LAST = torch.channels_last
@@ -384,3 +387,132 @@ def test_who_looks_at_the_gradient_sees_it(gpu, used):
         # Of values near 0 rounding decides whether a ReLU lets the gradient through.
         assert (actual - exact).norm() <= 3 * (theirs - exact).norm() + 1e-3 * exact.norm()
         assert (actual == 0).float().mean() < 0.01  # a ReLU stops half of what goes on
+
+
+def layers(device, form=CHANNELS_LAST):
+    """What comes before a batch norm, and weights of convolutions behind it."""
+    z = torch.randn(16, 64, 16, 16, device=device).contiguous(memory_format=form)
+    weight = torch.randn(64, 64, 1, 1, device=device) / 8
+    return z.requires_grad_(), weight.requires_grad_()
+
+
+def gradients_in_a_step(function, *tensors):
+    """Of the sum of squares of function(*tensors), within what a step does."""
+    with StepScope() as scope:
+        loss = function(*tensors).square().sum()
+    with scope.backward():
+        return torch.autograd.grad(loss, tensors)
+
+
+def normed(z):
+    return F.batch_norm_act(z, None, None, training=True)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_batch_norm_before_a_convolution_alone(device, used, monkeypatch, in_place):
+    """What an operation in place makes of the result is not the result: its gradient goes on to
+    other tensors, too."""
+    set_tf32(device, True)
+    monkeypatch.setattr(norm_grads, "NORM_GRADS_ON", ("cpu", "cuda"))
+    z, weight = layers(device)
+
+    def work(z, weight):
+        y = normed(z)
+        return F.conv2d(y.add_(z) if in_place else y, weight)
+
+    def plain(z, weight):
+        y = stock.batch_norm(z, None, None, training=True).relu()
+        return stock.conv2d(y + z if in_place else y, weight)
+
+    ours = gradients_in_a_step(work, z, weight)
+    hopper = device == "cuda" and torch.cuda.get_device_capability() == (9, 0)
+    assert (used[True] > 0) == (hopper and not in_place)
+    wide = [t.detach().double().requires_grad_() for t in (z, weight)]
+    exact = torch.autograd.grad(plain(*wide).square().sum(), wide)
+    for actual, expected in zip(ours, exact, strict=True):
+        assert (actual - expected).norm() <= 1e-2 * expected.norm()
+
+
+def test_whose_norm_a_reader_finds(device, monkeypatch):
+    monkeypatch.setattr(norm_grads, "NORM_GRADS_ON", ("cpu", "cuda"))
+    z, _ = layers(device)
+
+    def found(change):
+        with StepScope():
+            return norm_grads.norm_before(change(normed(z))) is not None
+
+    def hooked(y):
+        y.register_hook(lambda g: None)
+        return y
+
+    def retained(y):
+        y.retain_grad()
+        return y
+
+    assert found(lambda y: y)
+    assert not found(lambda y: y.add_(z))
+    assert not found(lambda y: y.relu())
+    assert not found(hooked)
+    assert not found(retained)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        assert not found(lambda y: y)
+    assert not hasattr(normed(z), "_braze_norm")  # outside of a step
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_within_a_checkpoint(device, monkeypatch, reentrant):
+    """Which gives what was saved once."""
+    monkeypatch.setattr(norm_grads, "NORM_GRADS_ON", ("cpu", "cuda"))
+    tensors = layers(device)
+
+    def block(z, weight):
+        return F.conv2d(normed(z), weight)
+
+    def recomputed(*tensors):
+        return checkpoint(block, *tensors, use_reentrant=reentrant)
+
+    def gradients(function):
+        with StepScope() as scope:
+            loss = function(*tensors).square().sum()
+        with scope.backward():
+            loss.backward()
+        return [t.grad.clone() for t in tensors if t.grad is not None]
+
+    expected = gradients(block)
+    for t in tensors:
+        t.grad = None
+    for a, b in zip(gradients(recomputed), expected, strict=True):
+        assert (a - b).norm() <= 1e-2 * b.norm()
+
+
+def test_kernels(gpu):
+    """Nobody reads a block's gradient again for the sums."""
+    hopper_only("cuda")
+
+    def names(sums):
+        given, norm, affine, _ = tensors(SHAPES[4], torch.bfloat16, ACTIVATIONS[0], True, "cuda")
+        dy, x, weight, added = given
+        where = [1, 1], [0, 0], [1, 1], 1
+        rest = [True, False, False], False, False, "auto", added
+        z, mask, statistics = norm
+
+        def work():
+            with torch.no_grad(), below_autograd():
+                if not sums:
+                    dx, *_ = torch.ops.braze.conv2d_backward(dy, x, weight, *where, *rest)
+                    torch.ops.braze.batch_norm_act_backward(
+                        dx, z, None, *affine, mask, statistics, True, *ACTIVATIONS[0], [True] * 4
+                    )
+                    return
+                dx, *_, sets = torch.ops.braze.conv2d_norm_backward(
+                    dy, x, weight, *where, *rest, *norm, *ACTIVATIONS[0]
+                )
+                torch.ops.braze.batch_norm_backward_of_sums(
+                    dx, z, *affine, statistics, sets, [True, True, True, False]
+                )
+
+        work()
+        return cuda_kernels_of(work)
+
+    assert "row_grad_sums" in names(False)
+    assert "row_grad_sums" not in names(True)
