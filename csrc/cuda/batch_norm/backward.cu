@@ -1,6 +1,6 @@
 // Batch norm's backward pass, with an activation and a residual: partial sums over parts of the
 // channels, a small kernel that merges them, which gives the parameters' gradients and what dx is
-// made with, and a pass that makes dx.
+// made with, and a pass that makes dx; for large channels_last tensors one kernel (resident.cuh).
 #include "layout.cuh"
 #include "resident.cuh"
 

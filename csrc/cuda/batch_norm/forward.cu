@@ -1,7 +1,8 @@
 // Batch norm's forward pass, with an activation and a residual: one kernel reduces parts of the
 // channels into partial results in the workspace, a small one merges them, and one makes a pass
 // over the elements. There are no atomics and no counters to clear, and results are bitwise
-// repeatable. ladder/ leads up to it.
+// repeatable. In training large channels_last tensors take one kernel for all three (resident.cuh).
+// ladder/ leads up to it.
 #include "layout.cuh"
 #include "resident.cuh"
 
