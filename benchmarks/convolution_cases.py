@@ -315,6 +315,29 @@ def first_layers():
     return layers
 
 
+def other_filters():
+    """Forms that networks above lack: Inception-v3's rows and columns, DeepLab's dilated ones, and
+    ReXNet's 1 x 1 ones of channels that do not come in eights."""
+    layers = []
+    for channels, size, filters, taps, stride, padding, dilation in (
+        (128, 17, 128, (1, 7), 1, (0, 3), 1),
+        (128, 17, 192, (7, 1), 1, (3, 0), 1),
+        (192, 17, 192, (7, 1), 1, (3, 0), 1),
+        (384, 8, 384, (1, 3), 1, (0, 1), 1),
+        (48, 35, 64, (5, 5), 1, (2, 2), 1),
+        (288, 35, 384, (3, 3), 2, (0, 0), 1),
+        (256, 33, 256, (3, 3), 1, (2, 2), 2),
+        (2048, 33, 256, (3, 3), 1, (12, 12), 12),
+        (27, 56, 162, (1, 1), 1, (0, 0), 1),
+        (228, 28, 50, (1, 1), 1, (0, 0), 1),
+        (61, 28, 366, (1, 1), 1, (0, 0), 1),
+        (117, 14, 702, (1, 1), 1, (0, 0), 1),
+    ):
+        size = size, size
+        layers.append(Convolution(1, channels, *size, filters, *taps, stride, padding, dilation))
+    return layers
+
+
 #: network -> its convolutions, in order, repeated ones as often as they are, of a batch of one
 NETWORKS = {
     "ResNet-18": resnet((2, 2, 2, 2)),
@@ -335,9 +358,10 @@ NETWORKS = {
     "RegNet-Y 16GF": regnet_y((224, 448, 1232, 3024), (2, 4, 11, 1), 112),
     "Nature-CNN": nature_cnn(),
     "first layers": first_layers(),
+    "other filters": other_filters(),
 }
 #: of networks that are not timed at BATCHES
-OTHER_BATCHES = {"Nature-CNN": (1, 32, 256)}
+OTHER_BATCHES = {"Nature-CNN": (1, 32, 256), "other filters": (64,)}
 
 
 def awkward(n, c, size, k, taps, stride=1, padding=(0, 0), dilation=1, groups=1):

@@ -276,6 +276,12 @@ bool im2col_wins_strided_products(Conv2dPass pass, const Conv2dShape& s) {
          std::min(s.c, s.k) >= 32;
 }
 
+// Whether a filter is neither 1 x 1 nor an undilated 3 x 3 with a stride of 1 or 2.
+bool is_other_filter(const Conv2dShape& s) {
+  const bool usual = is_pointwise(s) || (s.r == 3 && s.s == 3);
+  return !usual || std::max(s.dilation_h, s.dilation_w) > 1 || std::max(s.stride_h, s.stride_w) > 2;
+}
+
 // Where both take a problem, whether implicit_gemm_wgmma is faster than halo_wgmma, which reads
 // each input once and wins while filters are few.
 bool im2col_beats_halo(const Conv2dArgs& args) {
@@ -284,6 +290,12 @@ bool im2col_beats_halo(const Conv2dArgs& args) {
   if (im2col_wins_small_images(args)) return true;
   if (std::min(s.c, s.k) < 64) return false;
   const int64_t filters = s.c * s.k;
+  if (size_of(s.dtype) == 2) {
+    // Filters of one row or column, and images that cannot be cut into stripes of equal width: 1.1
+    // to 1.9 times as fast on an H200 (1 x 7, 7 x 1, 3 x 3 at 55 x 57 and 127 x 129).
+    const bool is_uneven = s.q % 2 == 1 && s.q > 32;
+    if (is_uneven || (args.pass != Conv2dPass::kWgrad && is_other_filter(s))) return true;
+  }
   switch (args.pass) {
     case Conv2dPass::kFprop:
       if (is_strided(s)) return true;
@@ -408,21 +420,33 @@ bool fft_wins(const Conv2dProblem& problem) {
   return plan.by_elements && kMargin * fft < terms / kDirectRate;
 }
 
-// Few filters of 1 x 1 in TF32, forward, of sums too long for the kernels of few terms (64 to 256
-// channels, 64 x 64 to 256 x 256 pixels): implicit_gemm_wgmma is 1.3 to 2.7 times as fast as cuDNN.
+// Few filters of 1 x 1, forward, of sums too long for the kernels of few terms: in TF32 (64 to 256
+// channels, 64 x 64 to 256 x 256 pixels) implicit_gemm_wgmma is 1.3 to 2.7 times as fast as cuDNN,
+// in 16 bits (128 channels, 32 x 32 pixels) 1.3 times.
 bool im2col_wins_by_sums(const Conv2dArgs& args) {
   const Conv2dShape& s = args.shape;
-  return args.pass == Conv2dPass::kFprop && is_tf32(s) && is_pointwise(s) && !is_strided(s) &&
-         s.groups == 1 && s.k < 8 && s.c >= 64 && s.c <= 256 && s.n * s.p * s.q >= 64 * 64 * 64;
+  if (args.pass != Conv2dPass::kFprop || !is_pointwise(s) || is_strided(s)) return false;
+  if (s.groups > 1 || s.k >= 8 || s.c > 256 || is_plain_fp32(s)) return false;
+  const bool tf32 = is_tf32(s);
+  return s.c >= (tf32 ? 64 : 128) && s.n * s.p * s.q >= (tf32 ? 64 * 64 * 64 : 16 * 32 * 32);
+}
+
+// The input gradient of the same, where all threads of pointwise write whole rows: twice as fast as
+// direct and 1.2 times as cuDNN.
+bool pointwise_wins_few_filters(const Conv2dShape& s, Conv2dPass pass) {
+  return pass == Conv2dPass::kDgrad && size_of(s.dtype) == 2 && is_pointwise(s) && !is_strided(s) &&
+         s.groups == 1 && s.k < 8 && s.c >= 128 && s.c % 8 == 0;
 }
 
 // Images of one pixel (squeeze-and-excitation) in 16 bits: products of as many rows as images, as
 // measured on an H200 (batch 64, 4 to 672 channels and filters), where pointwise is up to 1.6
 // times, weight gradients up to 2.3 times as fast as cuDNN; sums of input gradients over more
 // filters than there are channels are not. Of more channels, up to 3024: weight gradients whose
-// rows are no whole vectors are 2 to 6 times as fast, sums of many channels up to 1.3 times.
+// rows are no whole vectors are 2 to 6 times as fast, sums of many channels up to 1.3 times. Of a
+// single image (2048 to 1000) all three are ahead.
 bool pointwise_wins_one_pixel(const Conv2dShape& s, Conv2dPass pass) {
   if (size_of(s.dtype) != 2 || !is_pointwise(s) || s.h * s.w != 1 || s.groups > 1) return false;
+  if (s.n == 1) return std::min(s.c, s.k) >= 512;
   if (s.n < 32 || s.n > 128) return false;
   const bool vectors = s.c % 8 == 0 && s.k % 8 == 0;
   if (std::max(s.c, s.k) > 672) {
@@ -453,6 +477,21 @@ bool is_grouped(const Conv2dShape& s) {
   return s.groups > 1 && std::min(s.c, s.k) >= kLeast * s.groups;
 }
 
+// Groups of one to three channels with several filters in all, 3 x 3 in 16 bits: which of grouped
+// and direct is the fastest, as measured on an H200 (one channel and two filters, three and three).
+bool grouped_wins_narrow_groups(const Conv2dArgs& args) {
+  const Conv2dShape& s = args.shape;
+  if (s.groups == 1 || size_of(s.dtype) != 2 || s.r * s.s < 9) return false;
+  return s.c < 3 * s.groups || args.pass == Conv2dPass::kDgrad;
+}
+
+// Large filters of few channels, whose rows of shared memory implicit_gemm_wgmma would fill by
+// half: implicit_gemm_mma is twice as fast as that (9 x 9, 32 channels).
+bool mma_wins_many_taps(const Conv2dShape& s) {
+  return size_of(s.dtype) == 2 && s.groups == 1 && s.r * s.s >= 49 && std::min(s.c, s.k) >= 16 &&
+         std::max(s.c, s.k) <= 32 && !is_strided(s);
+}
+
 // The fastest of our own, but for the FFT.
 int choose(const Conv2dArgs& args) {
   const Conv2dShape& s = args.shape;
@@ -460,7 +499,10 @@ int choose(const Conv2dArgs& args) {
   if (is_grouped(s) && !grouped_obstacle(args)) {
     return mma_wins_groups(args) && !mma_obstacle(args) ? kMma : kGrouped;
   }
-  if (pointwise_wins_one_pixel(s, args.pass) && !pointwise_obstacle(args)) return kPointwise;
+  if (grouped_wins_narrow_groups(args) && !grouped_obstacle(args)) return kGrouped;
+  const bool product_of_few =
+      pointwise_wins_one_pixel(s, args.pass) || pointwise_wins_few_filters(s, args.pass);
+  if (product_of_few && !pointwise_obstacle(args)) return kPointwise;
   if (narrow_wgmma_wins(args) && !narrow_input_wgmma_obstacle(args)) return kNarrowWgmma;
   if (im2col_wins_by_rows(args) && !im2col_obstacle(args)) return kIm2col;
   if (narrow_input_wins(args) && !narrow_input_obstacle(args)) return kNarrowInput;
@@ -476,6 +518,10 @@ int choose(const Conv2dArgs& args) {
   // weight gradients have one product of long sums.
   const bool wgrad = args.pass == Conv2dPass::kWgrad;
   if (wgrad && is_strided(s) && !is_plain_fp32(s) && !im2col_obstacle(args)) return kIm2col;
+  if (mma_wins_many_taps(s) && !mma_obstacle(args)) return kMma;
+  // Rows that are no whole vectors: implicit_gemm_mma reads them twice as fast.
+  const bool vectors = s.c % 8 == 0 && s.k % 8 == 0;
+  if (wgrad && size_of(s.dtype) == 2 && is_pointwise(s) && !vectors) return kMma;
   const bool product = wgrad || pointwise_beats_im2col(args) ||
                        (args.pass == Conv2dPass::kDgrad && is_strided(s) && size_of(s.dtype) == 2);
   if (product && is_pointwise(s) && !pointwise_obstacle(args)) return kPointwise;
@@ -519,12 +565,20 @@ bool depthwise_beats_cudnn(const Conv2dProblem& problem) {
 // 8, above all where groups do not come in fours; of 24, 56 and 112 it is 1.1 to 6 times slower.
 bool grouped_beats_cudnn(const Conv2dProblem& problem) {
   const Conv2dShape& s = problem.shape;
-  constexpr int64_t kLeastElements = 1 << 20;  // else launches decide
-  if (s.n * std::min(s.c * s.h * s.w, s.k * s.p * s.q) < kLeastElements) return false;
+  const int64_t elements = s.n * std::min(s.c * s.h * s.w, s.k * s.p * s.q);
+  if (elements < (s.groups <= 3 || s.c < 4 * s.groups ? 100e3 : 1 << 20)) return false;  // launches
   const int64_t width = s.c / s.groups, plane = s.p * s.q;
   const bool wgrad = problem.pass == Conv2dPass::kWgrad;
-  if (size_of(s.dtype) != 2 || s.c != s.k || width > 112) return false;
-  if (s.r != 3 || s.s != 3 || s.dilation_h > 1 || s.dilation_w > 1) return false;
+  if (size_of(s.dtype) != 2 || width > 112) return false;
+  if (s.dilation_h > 1 || s.dilation_w > 1) return false;
+  const bool gradient = problem.pass != Conv2dPass::kFprop;
+  // Two groups of 32: cuDNN's gradients took twice as long.
+  if (is_pointwise(s)) return gradient && s.groups == 2 && width == 32 && !is_strided(s);
+  if (s.r != 3 || s.s != 3) return false;
+  // Three groups of 16 and 32, one to three channels a group: cuDNN's took up to 16 times as long.
+  if (width < 4) return std::max(s.c, s.k) > s.groups;
+  if (s.groups == 3 && (width == 16 || width == 32)) return !gradient || s.c != s.k;
+  if (s.c != s.k) return false;
   if (width == 4) return wgrad && !is_strided(s) && plane >= 28 * 28;
   if (width % 8 != 0) return false;
   const bool special = width == 8 || width == 16 || width == 32;
@@ -543,6 +597,7 @@ bool halo_beats_cudnn(const Conv2dProblem& problem) {
   const Conv2dShape& s = problem.shape;
   const int64_t plane = s.p * s.q;
   if (is_pointwise(s)) return false;
+  if (size_of(s.dtype) == 2 && s.r * s.s > 9) return false;  // 5 x 5: 0.6 and 0.75 of its speed
   // cuDNN's weight gradients split the sum over pixels badly.
   if (problem.pass == Conv2dPass::kWgrad) {
     if (size_of(s.dtype) == 2 && s.n * plane < 64 * 7 * 7) return false;  // launches decide
@@ -570,17 +625,22 @@ bool stream_k_beats_cudnn(const Conv2dShape& s) {
   if (is_pointwise(s) && !is_strided(s)) {
     if (least < 16 || (tf32 && pixels > 64 * 56 * 56)) return false;
     if (tf32) return pixels >= 64 * 14 * 14 || least >= 512;
+    // (Of channels that do not come in eights cuDNN's are five times as fast.)
+    if (s.c % 8 != 0 || s.k % 8 != 0) return false;
     const int64_t most = std::max(s.c, s.k);
     if (pixels <= 64 * 7 * 7) return least <= 128 || (least < 256 && s.c * s.k <= 832 * 160);
     if (pixels <= 64 * 14 * 14) return least < 128 || (least == 128 && most <= 576);
     if (pixels <= 64 * 28 * 28) return least < 128 || (least == 128 && most <= 192);
     return least < 128 || (least == 128 && most <= 256 && most % 128 == 0);
   }
-  if (least < 32 || std::max(s.r, s.s) > 5 || std::max(s.stride_h, s.stride_w) > 3) return false;
+  if (least < 32 || std::max(s.r, s.s) > 7 || s.r * s.s > 25) return false;
+  if (std::max(s.stride_h, s.stride_w) > 3) return false;
   if (tf32) return pixels >= 512;
-  // cuDNN's split short sums of many results better.
+  // cuDNN's split short sums of many results better, and long ones of 25 taps.
   if (is_pointwise(s)) return pixels >= 64 * 7 * 7;
-  return pixels >= 4096 || (pixels >= 1024 && s.c * s.k <= 128 * 128);
+  const int64_t taps = s.r * s.s, filters = s.c * s.k;
+  if (taps == 25) return pixels >= 4096 && pixels <= 64 * 16 * 16;
+  return pixels >= 4096 || (pixels >= 1024 && filters <= (taps <= 4 ? 128 * 160 : 128 * 128));
 }
 
 // The same of both for 1 x 1 filters of TF32, forward and input gradient.
@@ -611,6 +671,28 @@ bool pointwise_16_bits_beat_cudnn(const Conv2dShape& s) {
   return pixels >= 64 * 28 * 28 || (pixels >= 64 * 14 * 14 && s.c >= 128 && s.k >= 512);
 }
 
+// Forward and input gradient of 16 bits by implicit_gemm_wgmma, filters of other forms: 1.05 to
+// 1.7 times as fast as cuDNN on an H200 (1 x 3, 1 x 7, 7 x 1, 2 x 2, 4 x 4, strides of 3, dilations
+// of 2 to 12; batch 8 to 64); of many channels only the far dilations are.
+bool other_filters_beat_cudnn(const Conv2dShape& s, Conv2dPass pass) {
+  const int64_t pixels = s.n * s.p * s.q, filters = s.c * s.k, taps = s.r * s.s;
+  const bool fprop = pass == Conv2dPass::kFprop;
+  const bool strides_far = std::max(s.stride_h, s.stride_w) >= 3;
+  const int64_t dilation = std::max(s.dilation_h, s.dilation_w);
+  if (!is_other_filter(s) || taps > 25 || pixels < 16 * 8 * 8 || pixels > 64 * 33 * 33) {
+    return false;
+  }
+  if (std::min(s.c, s.k) < (strides_far ? 32 : 64)) return false;
+  if (strides_far) return filters <= 128 * 256 && pixels <= 64 * 22 * 22;
+  if (dilation >= 8) return true;
+  if (dilation > 1) return filters <= (fprop ? 256 * 256 : 128 * 128);
+  if (s.r == s.s && s.r % 2 == 0) {  // (The input gradient of 4 x 4 / 2 has a rule of its own.)
+    return is_strided(s) && filters <= 64 * 128 && pixels <= 32 * (fprop ? 14 * 14 : 8 * 8);
+  }
+  if (taps == 3 && pixels <= 64 * 8 * 8) return filters <= 384 * 384;
+  return taps < 25 && filters <= 128 * (fprop ? 128 : 192) && pixels <= 64 * 17 * 17;
+}
+
 // The same of implicit_gemm_wgmma.
 bool im2col_beats_cudnn(const Conv2dProblem& problem) {
   const Conv2dShape& s = problem.shape;
@@ -624,10 +706,11 @@ bool im2col_beats_cudnn(const Conv2dProblem& problem) {
   }
   const bool wgrad = problem.pass == Conv2dPass::kWgrad;
   if (wgrad && !is_plain_fp32(s)) return stream_k_beats_cudnn(s);
+  if (is_16_bit && !one && other_filters_beat_cudnn(s, problem.pass)) return true;
   if (is_16_bit && s.dilation_h == 1 && s.dilation_w == 1) {
     if (one && strided) {
       return im2col_wins_strided_products(problem.pass, s) && pixels >= 32 * 9 * 9 &&
-             std::max(s.stride_h, s.stride_w) <= 2;
+             std::max(s.stride_h, s.stride_w) <= 3;
     }
     if (s.r == 2 && s.s == 2 && s.stride_h == 2 && s.stride_w == 2) {  // ConvNeXt's
       return std::min(s.c, s.k) >= 192 && pixels >= 64 * 7 * 7;
@@ -644,21 +727,43 @@ bool im2col_beats_cudnn(const Conv2dProblem& problem) {
   // A tap's channels are multiplied by rows of shared memory, whether these are full or not.
   const int64_t summed = problem.pass == Conv2dPass::kDgrad ? s.k : s.c;
   if (!is_16_bit && summed % 32 != 0) return false;
+  const bool small = plane <= 80 * 80 || (is_16_bit && pixels <= 16 * 32 * 32);
   switch (problem.pass) {
     case Conv2dPass::kFprop:
       if (one) return pointwise_16_bits_beat_cudnn(s);
       // Of rows that are not full cuDNN's sums take less.
       if (is_16_bit && plane >= 14 * 14 && filled_rows(s, s.c) < 0.85) return false;
-      return plane <= 80 * 80 && (is_16_bit || s.c < 256);
+      return small && (is_16_bit || s.c < 256);
     case Conv2dPass::kDgrad:
       // Level with cuDNN's alone, but behind beside a weight gradient: its blocks stay on their
       // SMs.
       if (one) return false;
       if (is_16_bit && plane > 60 * 60 && std::min(s.c, s.k) >= 128) return false;
-      return plane <= 80 * 80 && (!strided || !is_16_bit);
+      if (strided && is_16_bit) return s.k >= 2 * s.c && pixels <= 64 * 14 * 14;
+      return small;
     case Conv2dPass::kWgrad: break;
   }
   return false;
+}
+
+// Whether implicit_gemm_mma is faster than cuDNN, as measured on an H200 (batch 16 and 32, bf16):
+// on large filters of few channels gradients 1.4 and 3.7 times; on channels that do not come in
+// eights, so that no kernel with TMA takes them (13 to 127), forward of few channels 1.3 to 1.8
+// times, weight gradients of neither few nor many filters 1.6 and 8 times.
+bool mma_beats_cudnn(const Conv2dProblem& problem) {
+  const Conv2dShape& s = problem.shape;
+  const bool fprop = problem.pass == Conv2dPass::kFprop;
+  const int64_t pixels = s.n * s.p * s.q;
+  if (is_strided(s) || pixels < 32 * 14 * 14) return false;
+  if (mma_wins_many_taps(s)) return !fprop;
+  if (s.c % 8 == 0 && s.k % 8 == 0) return false;
+  const int64_t weights = s.c * s.k * s.r * s.s;
+  if (is_pointwise(s)) {
+    const bool short_sums = pixels <= 64 * 14 * 14;
+    return problem.pass == Conv2dPass::kWgrad && short_sums && weights >= 60000;
+  }
+  if (fprop) return s.c > 8 && s.c <= 20;
+  return problem.pass == Conv2dPass::kWgrad && weights >= 20000 && weights <= 100000;
 }
 
 // Whether that kernel is faster than cuDNN, as measured on an H200 (the same). What was not
@@ -668,7 +773,8 @@ bool beats_cudnn(const Conv2dProblem& problem, int kernel) {
   const bool is_channels_last = problem.x.c == 1 && s.c > 1, is_16_bit = size_of(s.dtype) == 2;
   const bool wgrad = problem.pass == Conv2dPass::kWgrad;
   if (kernel == kDepthwise) return depthwise_beats_cudnn(problem);
-  if (kernel == kGrouped ||
+  const bool narrow_groups = s.groups > 1 && s.c < 4 * s.groups && kernel == kDirect;
+  if (kernel == kGrouped || (narrow_groups && is_channels_last) ||
       (kernel == kMma && is_channels_last && mma_wins_groups(args_of(problem)))) {
     return grouped_beats_cudnn(problem);
   }
@@ -685,6 +791,8 @@ bool beats_cudnn(const Conv2dProblem& problem, int kernel) {
   if (problem.pass == Conv2dPass::kFprop && few) return true;
   if (problem.pass == Conv2dPass::kDgrad && s.k * s.r * s.s <= 4) return true;
   if (wgrad && s.c == 1 && s.r * s.s <= 32 && s.k <= 32) return true;
+  if (kernel == kPointwise && pointwise_wins_few_filters(s, problem.pass)) return true;
+  if (kernel == kMma && is_channels_last && is_16_bit) return mma_beats_cudnn(problem);
   // cuDNN's first choice for few pixels sums them one after the other: up to 50 times the error.
   if (wgrad && is_plain_fp32(s) && s.n * s.p * s.q < 1 << 16 && s.c <= 256 && s.k <= 256) {
     return true;

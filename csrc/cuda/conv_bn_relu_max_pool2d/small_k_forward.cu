@@ -249,7 +249,7 @@ void small_k_sum_moments(Stream stream, const SmallKShape& a, const void* x, dou
       using Tp = decltype(taps);
       for (const MomentPart& part : moment_parts(a)) {
         launch_early_in_clusters(moments_kernel<Tp, T>, part.blocks, kMomentThreads,
-                                 part.shared_bytes(Tp::C), stream, part.cluster, part,
+                                 part.shared_bytes<Tp>(), stream, part.cluster, part,
                                  static_cast<const T*>(x), moments, batches);
         check_launch("small_k moments");
         moments += int64_t{part.sets()} * Tp::kMoments;

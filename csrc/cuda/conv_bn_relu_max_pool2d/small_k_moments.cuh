@@ -2,8 +2,8 @@
 //
 // With v the window under a 2x2 square of convolution outputs, the sum of v v' over all squares
 // holds every product of two taps at each of the four positions: a quarter of the products that
-// patches need, and a plain matrix product, for which the fp64 tensor cores (mma.m8n8k4, sm_80+)
-// take their two operands from the same register. Rows or columns of outputs that are left over at
+// patches need, and a plain matrix product, for which the fp64 tensor cores take their two operands
+// from the same registers. Rows or columns of outputs that are left over at
 // an odd extent are squares of which only some positions count; they are summed by launches of
 // their own.
 #pragma once
@@ -26,22 +26,47 @@ struct MomentTiles {
   static constexpr int kProducts = kTiles * (kTiles + 1) / 2;  // the upper triangle
 };
 
-// The double at that address in shared memory, or 0 where `inside` is negative. Assembler: at a
-// load under a condition the compiler works out anew where the block's shared memory begins.
-__device__ __forceinline__ double load_shared(uint32_t address, int inside) {
-  double value;
-  asm volatile(
-      "{\n"
-      ".reg .pred inside;\n"
-      "setp.ge.s32 inside, %2, 0;\n"
-      "mov.f64 %0, 0d0000000000000000;\n"
-      "@inside ld.shared.f64 %0, [%1];\n"
-      "}"
-      : "=d"(value)
-      : "r"(address), "r"(inside)
-      : "memory");
-  return value;
-}
+// What a warp has of the sums of window elements and of their products.
+template <typename Tp>
+class WindowSums {
+ public:
+  static constexpr int kTiles = MomentTiles<Tp>::kTiles;
+
+  // v[i]: element 8i + lane / 4 of the window of square lane % 4, for four squares.
+  __device__ __forceinline__ void add(const double (&v)[kTiles]) {
+    int pair = 0;
+#pragma unroll
+    for (int i = 0; i < kTiles; i += 2) {
+#pragma unroll
+      for (int j = i; j < kTiles; ++j, ++pair) {
+        if (i + 1 < kTiles) {
+          mma_m16n8(products_[pair], v[i], v[i + 1], v[j]);
+        } else {
+          mma_m8n8(products_[pair], v[i], v[j]);
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) sums_[i] += v[i];
+  }
+  // Of the products of elements 8i to 8i + 7 with 8j to 8j + 7, j >= i, what mma_m8n8 leaves.
+  __device__ __forceinline__ const double* product(int i, int j) const {
+    const int even = i / 2;
+    return products_[even * kTiles - even * (even - 1) + j - 2 * even] + i % 2 * 2;
+  }
+  // Of elements 8i + lane / 4, over all squares.
+  __device__ __forceinline__ double sum(int i) const {
+    double sum = sums_[i];  // of one square in four
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    return sum + __shfl_xor_sync(~0u, sum, 2);
+  }
+
+ private:
+  // Of rows 8i to 8i + 15, i even, with columns from 8i on.
+  static constexpr int kRowPairs = (kTiles + 1) / 2;
+  double products_[kRowPairs * kTiles - kRowPairs * (kRowPairs - 1)][4] = {};
+  double sums_[kTiles] = {};
+};
 
 // Squares of outputs of which the same positions exist, and the blocks that take them. The blocks
 // of a cluster leave one set of moments.
@@ -51,9 +76,15 @@ struct MomentPart {
   int blocks, cluster;
 
   int sets() const { return blocks / cluster; }
-  int shared_bytes(int channels) const {
-    return std::max(kMomentWarps * kDumpTiles * 64, 2 * tiling.staged(channels)) *
-           static_cast<int>(sizeof(double));
+  // Two tiles' inputs and, as the window of what is no square, zeros.
+  template <typename Tp>
+  int shared_bytes() const {
+    const int doubles = 2 * tiling.staged(Tp::C) + zeros<Tp>(tiling);
+    return std::max(kMomentWarps * kDumpTiles * 64, doubles) * static_cast<int>(sizeof(double));
+  }
+  template <typename Tp>
+  static __host__ __device__ int zeros(const Tiling& tiling) {
+    return ((Tp::C - 1) * tiling.height + Tp::R) * tiling.pitch + Tp::kWinW;
   }
 };
 
@@ -77,73 +108,67 @@ inline std::vector<MomentPart> moment_parts(const SmallKShape& a) {
   return parts;
 }
 
-// Leaves the sums of p_i and of p_i p_j (j >= i) of each cluster's squares in
-// sums[set][kMoments]. The work of block `index` of part.blocks, kMomentThreads each, of the pixels
-// that make_pixels() gives once earlier kernels are done.
-template <typename Tp, typename MakePixels>
-__device__ __forceinline__ void sum_moments(const MomentPart& part, int index,
-                                            const MakePixels& make_pixels, double* sums_of_sets) {
-  using M = MomentTiles<Tp>;
-  const Tiling& tiling = part.tiling;
-  extern __shared__ double staged[];
-  // Where the squares' windows begin in a buffer, in bytes; negative: no square.
-  __shared__ int corners[2][kMaxTileSquares];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-
-  constexpr int kBytes = sizeof(double);
-  uint32_t place[M::kTiles];  // of the window elements 8i + lane / 4
+// The windows of a block's squares, in two buffers of shared memory of a tile's size: where a
+// thread's elements lie, and the squares' corners.
+template <typename Tp>
+class StagedWindows {
+ public:
+  // corners: [2][kMaxTileSquares], in shared memory, as is `staged`, of part.shared_bytes(). A
+  // barrier has to follow.
+  __device__ __forceinline__ StagedWindows(const Tiling& tiling, double* staged, int* corners)
+      : tiling_(tiling), size_(tiling.staged(Tp::C)), corners_(corners) {
 #pragma unroll
-  for (int i = 0; i < M::kTiles; ++i) {
-    const int e = 8 * i + lane / 4;
-    const int offset = e < Tp::kWin ? staged_offset<Tp>(tiling, e) : 0;  // others are never picked
-    place[i] = static_cast<uint32_t>(__cvta_generic_to_shared(staged + offset));
-  }
-  double products[M::kProducts][2] = {};
-  double sums[M::kTiles] = {};
-  int2 extent{}, other_extent{};  // of the tiles that `corners` is for, this buffer's and the other
-  const int set = index / part.cluster, size = tiling.staged(Tp::C);
-  wait_for_earlier_kernels();
-  InputLoader<Tp, decltype(make_pixels()), 8> loader(tiling, make_pixels());
-  if (index < tiling.tiles) loader.load(Tile(tiling, index));
-  for (int buffer = 0; index < tiling.tiles; index += part.blocks) {
-    const Tile tile(tiling, index);
-    double* const input = staged + buffer * size;
-    if (extent.x != tile.rows || extent.y != tile.columns) {
-      extent = {tile.rows, tile.columns};
-      for (int square = threadIdx.x; square < kMaxTileSquares; square += kMomentThreads) {
-        int in_plane, corner;
-        const bool valid = tile.locate(tiling, square, &in_plane, &corner);
-        corners[buffer][square] = valid ? corner * kBytes : -1;
-      }
+    for (int i = 0; i < kTiles; ++i) {
+      const int e = 8 * i + static_cast<int>(threadIdx.x) % 32 / 4;
+      const int offset = e < Tp::kWin ? staged_offset<Tp>(tiling, e) : 0;  // others: never picked
+      places_[i] = static_cast<uint32_t>(__cvta_generic_to_shared(staged + offset));
     }
-    loader.store(tile, [&](int i, auto value) { input[i] = convert<double>(value); });
-    const int next = index + part.blocks;
-    if (next < tiling.tiles) loader.load(Tile(tiling, next));
-    __syncthreads();  // one a tile: the next one goes to the other buffer
+    const int zeros = MomentPart::zeros<Tp>(tiling);
+    for (int i = threadIdx.x; i < zeros; i += kMomentThreads) staged[2 * size_ + i] = 0;
+  }
+  // Says which squares a tile in a buffer has. A barrier has to follow.
+  __device__ __forceinline__ void locate(int buffer, const Tile& tile) {
+    for (int square = threadIdx.x; square < kMaxTileSquares; square += kMomentThreads) {
+      int in_plane, corner;
+      const bool valid = tile.locate(tiling_, square, &in_plane, &corner);
+      corners_[buffer * kMaxTileSquares + square] =
+          kBytes * (valid ? corner : (2 - buffer) * size_);
+    }
+  }
+  // Adds the warp's part of the squares in a buffer.
+  __device__ __forceinline__ void add_to(WindowSums<Tp>& sums, int buffer) const {
     // Four squares a step, one to each of the lanes that differ in lane % 4.
-    const int squares = tiling.rows * tiling.columns, from = buffer * size * kBytes;
+    const int squares = tiling_.rows * tiling_.columns, from = buffer * size_ * kBytes;
+    const int* const corners = corners_ + buffer * kMaxTileSquares + threadIdx.x % 4;
 #pragma unroll 4
-    for (int square = 4 * warp; square < squares; square += 4 * kMomentWarps) {
-      const int corner = corners[buffer][square + lane % 4];
-      double v[M::kTiles];
+    for (int square = threadIdx.x / 32 * 4; square < squares; square += 4 * kMomentWarps) {
+      const uint32_t at = from + corners[square];
+      double v[kTiles];
 #pragma unroll
-      for (int i = 0; i < M::kTiles; ++i) {
-        v[i] = load_shared(place[i] + from + corner, corner);
-        sums[i] += v[i];
+      for (int i = 0; i < kTiles; ++i) {
+        // (Through a pointer the compiler works out anew where shared memory begins.)
+        asm volatile("ld.shared.f64 %0, [%1];" : "=d"(v[i]) : "r"(places_[i] + at) : "memory");
       }
-      int product = 0;
-#pragma unroll
-      for (int i = 0; i < M::kTiles; ++i) {
-#pragma unroll
-        for (int j = i; j < M::kTiles; ++j, ++product) mma_m8n8(products[product], v[i], v[j]);
-      }
+      sums.add(v);
     }
-    buffer ^= 1;
-    const int2 previous = extent;
-    extent = other_extent;
-    other_extent = previous;
   }
 
+ private:
+  static constexpr int kTiles = MomentTiles<Tp>::kTiles, kBytes = sizeof(double);
+  const Tiling& tiling_;
+  const int size_;
+  int* const corners_;
+  uint32_t places_[kTiles];
+};
+
+// Leaves the cluster's sums of p_i and of p_i p_j (j >= i) at sums_of_sets[set][kMoments]. `staged`
+// is free to be overwritten after a barrier, which this has.
+template <typename Tp>
+__device__ __forceinline__ void leave_moments(const MomentPart& part, int set,
+                                              const WindowSums<Tp>& sums, double* staged,
+                                              double* sums_of_sets) {
+  using M = MomentTiles<Tp>;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   // The block's sums, warp after warp in a fixed order, some tiles at a time. The sums of the
   // elements are one more tile.
   constexpr int kExtent = 8 * M::kTiles;
@@ -153,19 +178,22 @@ __device__ __forceinline__ void sum_moments(const MomentPart& part, int index,
   for (int first = 0; first <= M::kProducts; first += kDumpTiles) {
     __syncthreads();
     double* const mine = dump + warp * kDumpTiles * 64;
+    int tile = -first;  // of those that are dumped now
 #pragma unroll
-    for (int tile = 0; tile < kDumpTiles; ++tile) {
-      if (first + tile < M::kProducts) {
-        mine[64 * tile + 2 * lane] = products[first + tile][0];
-        mine[64 * tile + 2 * lane + 1] = products[first + tile][1];
-      } else if (first + tile == M::kProducts) {
+    for (int i = 0; i < M::kTiles; ++i) {
 #pragma unroll
-        for (int i = 0; i < M::kTiles; ++i) {  // a lane has summed one square in four
-          double sum = sums[i];
-          sum += __shfl_xor_sync(~0u, sum, 1);
-          sum += __shfl_xor_sync(~0u, sum, 2);
-          if (lane % 4 == 0) mine[64 * tile + 8 * i + lane / 4] = sum;
-        }
+      for (int j = i; j < M::kTiles; ++j, ++tile) {
+        if (tile < 0 || tile >= kDumpTiles) continue;
+        const double* const product = sums.product(i, j);
+        mine[64 * tile + 2 * lane] = product[0];
+        mine[64 * tile + 2 * lane + 1] = product[1];
+      }
+    }
+    if (tile >= 0 && tile < kDumpTiles) {
+#pragma unroll
+      for (int i = 0; i < M::kTiles; ++i) {
+        const double sum = sums.sum(i);
+        if (lane % 4 == 0) mine[64 * tile + 8 * i + lane / 4] = sum;
       }
     }
     __syncthreads();
@@ -225,6 +253,41 @@ __device__ __forceinline__ void sum_moments(const MomentPart& part, int index,
     }
   }
   sync();  // no block may leave before its sums are read
+}
+
+// Leaves the sums of p_i and of p_i p_j (j >= i) of each cluster's squares in
+// sums[set][kMoments]. The work of block `index` of part.blocks, kMomentThreads each, of the pixels
+// that make_pixels() gives once earlier kernels are done.
+template <typename Tp, typename MakePixels>
+__device__ __forceinline__ void sum_moments(const MomentPart& part, int index,
+                                            const MakePixels& make_pixels, double* sums_of_sets) {
+  const Tiling& tiling = part.tiling;
+  extern __shared__ double staged[];
+  __shared__ int corners[2 * kMaxTileSquares];
+  StagedWindows<Tp> windows(tiling, staged, corners);
+  WindowSums<Tp> sums;
+  int2 extent{}, other_extent{};  // of the tiles that `corners` is for, this buffer's and the other
+  const int set = index / part.cluster, size = tiling.staged(Tp::C);
+  wait_for_earlier_kernels();
+  InputLoader<Tp, decltype(make_pixels()), 8> loader(tiling, make_pixels());
+  if (index < tiling.tiles) loader.load(Tile(tiling, index));
+  for (int buffer = 0; index < tiling.tiles; index += part.blocks, buffer ^= 1) {
+    const Tile tile(tiling, index);
+    double* const input = staged + buffer * size;
+    if (extent.x != tile.rows || extent.y != tile.columns) {
+      extent = {tile.rows, tile.columns};
+      windows.locate(buffer, tile);
+    }
+    loader.store(tile, [&](int i, auto value) { input[i] = convert<double>(value); });
+    const int next = index + part.blocks;
+    if (next < tiling.tiles) loader.load(Tile(tiling, next));
+    __syncthreads();  // one a tile: the next one goes to the other buffer
+    windows.add_to(sums, buffer);
+    const int2 previous = extent;
+    extent = other_extent;
+    other_extent = previous;
+  }
+  leave_moments<Tp>(part, set, sums, staged, sums_of_sets);
 }
 
 // Counts the batch, where `batches` is not null.
