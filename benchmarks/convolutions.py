@@ -279,11 +279,11 @@ def time_problem(problem, recorded, quick=False, engines=conv_rivals.ENGINES, on
     if candidates:
         row["best_us"] = rounded(min(candidates))
     if own and vendor:
-        row["ratio"] = f"{times[vendor][0] / times[own][0]:.3f}"
+        row["ratio"] = f"{times[vendor][0] / times[own][0]:.4g}"
     if own:
         row |= {"rate": f"{problem.case.flops / times[own][0] / 1e6:.4g}", "unit": "TFLOP/s"}
     if candidates and "auto" in ours:
-        row["auto_ratio"] = f"{min(candidates) / times['auto'][0]:.3f}"
+        row["auto_ratio"] = f"{min(candidates) / times['auto'][0]:.4g}"
         favourite = {}
         if device.type == "cuda":
             favourite = screen(timer, {FAVOURITE: own_maker(problem, FAVOURITE)})
