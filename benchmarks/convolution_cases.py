@@ -315,27 +315,27 @@ def first_layers():
     return layers
 
 
+def convolution(n, c, size, k, taps, stride=1, padding=(0, 0), dilation=1, groups=1):
+    return Convolution(n, c, *size, k, *taps, stride, padding, dilation, groups)
+
+
 def other_filters():
     """Forms that networks above lack: Inception-v3's rows and columns, DeepLab's dilated ones, and
     ReXNet's 1 x 1 ones of channels that do not come in eights."""
-    layers = []
-    for channels, size, filters, taps, stride, padding, dilation in (
-        (128, 17, 128, (1, 7), 1, (0, 3), 1),
-        (128, 17, 192, (7, 1), 1, (3, 0), 1),
-        (192, 17, 192, (7, 1), 1, (3, 0), 1),
-        (384, 8, 384, (1, 3), 1, (0, 1), 1),
-        (48, 35, 64, (5, 5), 1, (2, 2), 1),
-        (288, 35, 384, (3, 3), 2, (0, 0), 1),
-        (256, 33, 256, (3, 3), 1, (2, 2), 2),
-        (2048, 33, 256, (3, 3), 1, (12, 12), 12),
-        (27, 56, 162, (1, 1), 1, (0, 0), 1),
-        (228, 28, 50, (1, 1), 1, (0, 0), 1),
-        (61, 28, 366, (1, 1), 1, (0, 0), 1),
-        (117, 14, 702, (1, 1), 1, (0, 0), 1),
-    ):
-        size = size, size
-        layers.append(Convolution(1, channels, *size, filters, *taps, stride, padding, dilation))
-    return layers
+    return [
+        convolution(1, 128, (17, 17), 128, (1, 7), 1, (0, 3)),
+        convolution(1, 128, (17, 17), 192, (7, 1), 1, (3, 0)),
+        convolution(1, 192, (17, 17), 192, (7, 1), 1, (3, 0)),
+        convolution(1, 384, (8, 8), 384, (1, 3), 1, (0, 1)),
+        convolution(1, 48, (35, 35), 64, (5, 5), 1, (2, 2)),
+        convolution(1, 288, (35, 35), 384, (3, 3), 2),
+        convolution(1, 256, (33, 33), 256, (3, 3), 1, (2, 2), 2),
+        convolution(1, 2048, (33, 33), 256, (3, 3), 1, (12, 12), 12),
+        convolution(1, 27, (56, 56), 162, (1, 1)),
+        convolution(1, 228, (28, 28), 50, (1, 1)),
+        convolution(1, 61, (28, 28), 366, (1, 1)),
+        convolution(1, 117, (14, 14), 702, (1, 1)),
+    ]
 
 
 #: network -> its convolutions, in order, repeated ones as often as they are, of a batch of one
@@ -364,61 +364,57 @@ NETWORKS = {
 OTHER_BATCHES = {"Nature-CNN": (1, 32, 256), "other filters": (64,)}
 
 
-def awkward(n, c, size, k, taps, stride=1, padding=(0, 0), dilation=1, groups=1):
-    return Convolution(n, c, *size, k, *taps, stride, padding, dilation, groups)
-
-
 #: Odd extents, prime channels, stride 3, dilation, few groups, one image, filters that are not
 #: square.
 AWKWARD = [
     # one image
-    awkward(1, 3, (513, 513), 32, (3, 3), 2, (1, 1)),
-    awkward(1, 64, (127, 129), 64, (3, 3), 1, (1, 1)),
-    awkward(1, 256, (31, 33), 256, (3, 3), 1, (1, 1)),
-    awkward(1, 512, (7, 7), 512, (3, 3), 1, (1, 1)),
-    awkward(1, 2048, (1, 1), 1000, (1, 1)),
-    awkward(1, 128, (63, 65), 128, (1, 1)),
+    convolution(1, 3, (513, 513), 32, (3, 3), 2, (1, 1)),
+    convolution(1, 64, (127, 129), 64, (3, 3), 1, (1, 1)),
+    convolution(1, 256, (31, 33), 256, (3, 3), 1, (1, 1)),
+    convolution(1, 512, (7, 7), 512, (3, 3), 1, (1, 1)),
+    convolution(1, 2048, (1, 1), 1000, (1, 1)),
+    convolution(1, 128, (63, 65), 128, (1, 1)),
     # odd images
-    awkward(16, 64, (55, 57), 64, (3, 3), 1, (1, 1)),
-    awkward(16, 64, (37, 41), 128, (3, 3), 2, (1, 1)),
-    awkward(32, 32, (13, 17), 64, (5, 5), 1, (2, 2)),
-    awkward(16, 128, (29, 31), 128, (1, 1)),
-    awkward(64, 64, (9, 9), 64, (3, 3)),
-    awkward(64, 128, (5, 5), 128, (5, 5)),
+    convolution(16, 64, (55, 57), 64, (3, 3), 1, (1, 1)),
+    convolution(16, 64, (37, 41), 128, (3, 3), 2, (1, 1)),
+    convolution(32, 32, (13, 17), 64, (5, 5), 1, (2, 2)),
+    convolution(16, 128, (29, 31), 128, (1, 1)),
+    convolution(64, 64, (9, 9), 64, (3, 3)),
+    convolution(64, 128, (5, 5), 128, (5, 5)),
     # prime channels
-    awkward(32, 17, (28, 28), 31, (3, 3), 1, (1, 1)),
-    awkward(32, 67, (28, 28), 61, (3, 3), 1, (1, 1)),
-    awkward(16, 127, (14, 14), 131, (3, 3), 1, (1, 1)),
-    awkward(32, 257, (14, 14), 251, (1, 1)),
-    awkward(64, 5, (32, 32), 7, (3, 3), 1, (1, 1)),
-    awkward(16, 13, (56, 56), 64, (5, 5), 1, (2, 2)),
+    convolution(32, 17, (28, 28), 31, (3, 3), 1, (1, 1)),
+    convolution(32, 67, (28, 28), 61, (3, 3), 1, (1, 1)),
+    convolution(16, 127, (14, 14), 131, (3, 3), 1, (1, 1)),
+    convolution(32, 257, (14, 14), 251, (1, 1)),
+    convolution(64, 5, (32, 32), 7, (3, 3), 1, (1, 1)),
+    convolution(16, 13, (56, 56), 64, (5, 5), 1, (2, 2)),
     # stride 3, and strides longer than the filter
-    awkward(32, 64, (56, 56), 64, (3, 3), 3, (1, 1)),
-    awkward(32, 128, (28, 28), 256, (3, 3), 3),
-    awkward(32, 32, (64, 64), 64, (5, 5), 3, (2, 2)),
-    awkward(16, 64, (56, 56), 128, (1, 1), 3),
-    awkward(16, 96, (28, 28), 192, (2, 2), 3),
+    convolution(32, 64, (56, 56), 64, (3, 3), 3, (1, 1)),
+    convolution(32, 128, (28, 28), 256, (3, 3), 3),
+    convolution(32, 32, (64, 64), 64, (5, 5), 3, (2, 2)),
+    convolution(16, 64, (56, 56), 128, (1, 1), 3),
+    convolution(16, 96, (28, 28), 192, (2, 2), 3),
     # dilation
-    awkward(16, 64, (56, 56), 64, (3, 3), 1, (2, 2), 2),
-    awkward(8, 256, (33, 33), 256, (3, 3), 1, (2, 2), 2),
-    awkward(8, 512, (28, 28), 512, (3, 3), 1, (4, 4), 4),
-    awkward(8, 256, (33, 33), 256, (3, 3), 1, (12, 12), 12),
-    awkward(16, 64, (57, 57), 64, (3, 3), 2, (2, 2), 2),
+    convolution(16, 64, (56, 56), 64, (3, 3), 1, (2, 2), 2),
+    convolution(8, 256, (33, 33), 256, (3, 3), 1, (2, 2), 2),
+    convolution(8, 512, (28, 28), 512, (3, 3), 1, (4, 4), 4),
+    convolution(8, 256, (33, 33), 256, (3, 3), 1, (12, 12), 12),
+    convolution(16, 64, (57, 57), 64, (3, 3), 2, (2, 2), 2),
     # few groups, few filters a group
-    awkward(32, 48, (28, 28), 48, (3, 3), 1, (1, 1), 1, 3),
-    awkward(32, 96, (14, 14), 192, (3, 3), 1, (1, 1), 1, 3),
-    awkward(16, 64, (28, 28), 128, (3, 3), 1, (1, 1), 1, 64),
-    awkward(16, 126, (15, 15), 126, (3, 3), 2, (1, 1), 1, 42),
-    awkward(32, 64, (28, 28), 64, (1, 1), 1, (0, 0), 1, 2),
+    convolution(32, 48, (28, 28), 48, (3, 3), 1, (1, 1), 1, 3),
+    convolution(32, 96, (14, 14), 192, (3, 3), 1, (1, 1), 1, 3),
+    convolution(16, 64, (28, 28), 128, (3, 3), 1, (1, 1), 1, 64),
+    convolution(16, 126, (15, 15), 126, (3, 3), 2, (1, 1), 1, 42),
+    convolution(32, 64, (28, 28), 64, (1, 1), 1, (0, 0), 1, 2),
     # filters that are not square, or large, or even
-    awkward(16, 64, (28, 28), 64, (1, 7), 1, (0, 3)),
-    awkward(16, 64, (28, 28), 64, (7, 1), 1, (3, 0)),
-    awkward(16, 32, (56, 56), 32, (9, 9), 1, (4, 4)),
-    awkward(32, 64, (28, 28), 128, (4, 4), 2, (1, 1)),
-    awkward(32, 64, (16, 16), 64, (2, 2), 2),
+    convolution(16, 64, (28, 28), 64, (1, 7), 1, (0, 3)),
+    convolution(16, 64, (28, 28), 64, (7, 1), 1, (3, 0)),
+    convolution(16, 32, (56, 56), 32, (9, 9), 1, (4, 4)),
+    convolution(32, 64, (28, 28), 128, (4, 4), 2, (1, 1)),
+    convolution(32, 64, (16, 16), 64, (2, 2), 2),
     # few filters
-    awkward(16, 64, (64, 64), 1, (3, 3), 1, (1, 1)),
-    awkward(16, 128, (32, 32), 3, (1, 1)),
+    convolution(16, 64, (64, 64), 1, (3, 3), 1, (1, 1)),
+    convolution(16, 128, (32, 32), 3, (1, 1)),
 ]
 
 
@@ -447,6 +443,6 @@ def cases(networks=(), batches=(), usual=BATCHES):
     for n, c, size, k, taps, padding, groups in (
         large_filters.CASES if is_wanted("large filters") else ()
     ):
-        layer = awkward(n, c, size, k, taps, 1, padding, 1, groups)
+        layer = convolution(n, c, size, k, taps, 1, padding, 1, groups)
         found.setdefault(layer, []).append("large filters")
     return found

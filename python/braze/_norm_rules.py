@@ -12,6 +12,7 @@ import typing
 import torch
 
 from braze import _config
+from braze._ops._common import HALF_DTYPES
 
 
 class Faster(typing.NamedTuple):
@@ -27,21 +28,19 @@ class Faster(typing.NamedTuple):
     least: int = 0
 
 
-_HALVES = torch.bfloat16, torch.float16
-
 #: By op and device, and by dtype; float16's kernels are bfloat16's with another conversion.
 FASTER = {
     # On an H200 1.2 to 7 times torch's speed. Of 64 rows of 768 elements level with it, and so are
     # rows of 32768 in float32.
     ("layer_norm", "cuda"): {
-        **dict.fromkeys(_HALVES, Faster(96, 32768, 1 << 21)),
+        **dict.fromkeys(HALF_DTYPES, Faster(96, 32768, 1 << 21)),
         torch.float32: Faster(96, 16384, 1 << 21),
     },
     ("layer_norm", "cpu"): {},
     # On an H200, groups of 1024 to 2^18 elements, contiguous 1.2 to 3.7 times torch's speed,
     # channels last 1.2 to 2.3 times (backward in float32 0.6 to 1.1, which the forward outweighs).
     ("group_norm", "cuda"): dict.fromkeys(
-        (*_HALVES, torch.float32), Faster(1024, 1 << 18, 1 << 21)
+        (*HALF_DTYPES, torch.float32), Faster(1024, 1 << 18, 1 << 21)
     ),
     ("group_norm", "cpu"): {},
 }
@@ -86,6 +85,6 @@ def parameters_fit(input, weight, bias):
     found = {p.dtype for p in (weight, bias) if p is not None}
     if not found:
         return True
-    is_half = input.dtype in (torch.bfloat16, torch.float16)
+    is_half = input.dtype in HALF_DTYPES
     allowed = (input.dtype, torch.float32) if is_half else (input.dtype,)
     return len(found) == 1 and found.pop() in allowed

@@ -244,6 +244,9 @@ bool is_strided(const Conv2dShape& s) { return s.stride_h > 1 || s.stride_w > 1;
 bool is_plain_fp32(const Conv2dShape& s) { return s.dtype == DType::kFloat32 && !s.allow_tf32; }
 bool is_tf32(const Conv2dShape& s) { return s.dtype == DType::kFloat32 && s.allow_tf32; }
 
+// Whether rows of channels and of filters are whole vectors of 16 bits.
+bool in_whole_vectors(const Conv2dShape& s) { return s.c % 8 == 0 && s.k % 8 == 0; }
+
 // How much of the rows of shared memory that channels are multiplied by is channels.
 double filled_rows(const Conv2dShape& s, int64_t channels) {
   const int64_t row = 128 / size_of(s.dtype);
@@ -426,16 +429,19 @@ bool fft_wins(const Conv2dProblem& problem) {
 bool im2col_wins_by_sums(const Conv2dArgs& args) {
   const Conv2dShape& s = args.shape;
   if (args.pass != Conv2dPass::kFprop || !is_pointwise(s) || is_strided(s)) return false;
-  if (s.groups > 1 || s.k >= 8 || s.c > 256 || is_plain_fp32(s)) return false;
+  if (s.groups > 1 || s.k >= 8 || s.c > 256) return false;
   const bool tf32 = is_tf32(s);
+  if (!tf32 && size_of(s.dtype) != 2) return false;
   return s.c >= (tf32 ? 64 : 128) && s.n * s.p * s.q >= (tf32 ? 64 * 64 * 64 : 16 * 32 * 32);
 }
 
-// The input gradient of the same, where all threads of pointwise write whole rows: twice as fast as
-// direct and 1.2 times as cuDNN.
-bool pointwise_wins_few_filters(const Conv2dShape& s, Conv2dPass pass) {
-  return pass == Conv2dPass::kDgrad && size_of(s.dtype) == 2 && is_pointwise(s) && !is_strided(s) &&
-         s.groups == 1 && s.k < 8 && s.c >= 128 && s.c % 8 == 0;
+// The input gradient of the same in 16 bits and channels last, where all threads of pointwise write
+// whole rows: twice as fast as direct and 1.2 times as cuDNN.
+bool pointwise_wins_few_filters(const Conv2dArgs& args) {
+  const Conv2dShape& s = args.shape;
+  return args.pass == Conv2dPass::kDgrad && size_of(s.dtype) == 2 && args.out.c == 1 &&
+         is_pointwise(s) && !is_strided(s) && s.groups == 1 && s.k < 8 && s.c >= 128 &&
+         s.c % 8 == 0;
 }
 
 // Images of one pixel (squeeze-and-excitation) in 16 bits: products of as many rows as images, as
@@ -448,10 +454,9 @@ bool pointwise_wins_one_pixel(const Conv2dShape& s, Conv2dPass pass) {
   if (size_of(s.dtype) != 2 || !is_pointwise(s) || s.h * s.w != 1 || s.groups > 1) return false;
   if (s.n == 1) return std::min(s.c, s.k) >= 512;
   if (s.n < 32 || s.n > 128) return false;
-  const bool vectors = s.c % 8 == 0 && s.k % 8 == 0;
   if (std::max(s.c, s.k) > 672) {
-    if (pass == Conv2dPass::kWgrad) return !vectors;
-    return pass == Conv2dPass::kFprop && s.k < s.c && (s.c >= 1152 || !vectors);
+    if (pass == Conv2dPass::kWgrad) return !in_whole_vectors(s);
+    return pass == Conv2dPass::kFprop && s.k < s.c && (s.c >= 1152 || !in_whole_vectors(s));
   }
   return pass != Conv2dPass::kDgrad || s.k <= s.c;
 }
@@ -485,6 +490,14 @@ bool grouped_wins_narrow_groups(const Conv2dArgs& args) {
   return s.c < 3 * s.groups || args.pass == Conv2dPass::kDgrad;
 }
 
+// Weight gradients of 1 x 1 filters in 16 bits and channels last whose rows are no whole vectors:
+// implicit_gemm_mma reads them twice as fast as pointwise.
+bool mma_wins_uneven_rows(const Conv2dArgs& args) {
+  const Conv2dShape& s = args.shape;
+  return args.pass == Conv2dPass::kWgrad && size_of(s.dtype) == 2 && is_pointwise(s) &&
+         args.gathered.c == 1 && args.other.c == 1 && !in_whole_vectors(s);
+}
+
 // Large filters of few channels, whose rows of shared memory implicit_gemm_wgmma would fill by
 // half: implicit_gemm_mma is twice as fast as that (9 x 9, 32 channels).
 bool mma_wins_many_taps(const Conv2dShape& s) {
@@ -501,7 +514,7 @@ int choose(const Conv2dArgs& args) {
   }
   if (grouped_wins_narrow_groups(args) && !grouped_obstacle(args)) return kGrouped;
   const bool product_of_few =
-      pointwise_wins_one_pixel(s, args.pass) || pointwise_wins_few_filters(s, args.pass);
+      pointwise_wins_one_pixel(s, args.pass) || pointwise_wins_few_filters(args);
   if (product_of_few && !pointwise_obstacle(args)) return kPointwise;
   if (narrow_wgmma_wins(args) && !narrow_input_wgmma_obstacle(args)) return kNarrowWgmma;
   if (im2col_wins_by_rows(args) && !im2col_obstacle(args)) return kIm2col;
@@ -518,10 +531,8 @@ int choose(const Conv2dArgs& args) {
   // weight gradients have one product of long sums.
   const bool wgrad = args.pass == Conv2dPass::kWgrad;
   if (wgrad && is_strided(s) && !is_plain_fp32(s) && !im2col_obstacle(args)) return kIm2col;
-  if (mma_wins_many_taps(s) && !mma_obstacle(args)) return kMma;
-  // Rows that are no whole vectors: implicit_gemm_mma reads them twice as fast.
-  const bool vectors = s.c % 8 == 0 && s.k % 8 == 0;
-  if (wgrad && size_of(s.dtype) == 2 && is_pointwise(s) && !vectors) return kMma;
+  const bool by_mma = mma_wins_many_taps(s) || mma_wins_uneven_rows(args);
+  if (by_mma && !mma_obstacle(args)) return kMma;
   const bool product = wgrad || pointwise_beats_im2col(args) ||
                        (args.pass == Conv2dPass::kDgrad && is_strided(s) && size_of(s.dtype) == 2);
   if (product && is_pointwise(s) && !pointwise_obstacle(args)) return kPointwise;
@@ -565,8 +576,11 @@ bool depthwise_beats_cudnn(const Conv2dProblem& problem) {
 // 8, above all where groups do not come in fours; of 24, 56 and 112 it is 1.1 to 6 times slower.
 bool grouped_beats_cudnn(const Conv2dProblem& problem) {
   const Conv2dShape& s = problem.shape;
+  // Of fewer elements launches decide; of shapes that cuDNN has hardly a kernel for, of still
+  // fewer.
+  constexpr int64_t kLeastElements = 1 << 20, kLeastOfRare = 100'000;
   const int64_t elements = s.n * std::min(s.c * s.h * s.w, s.k * s.p * s.q);
-  if (elements < (s.groups <= 3 || s.c < 4 * s.groups ? 100e3 : 1 << 20)) return false;  // launches
+  if (elements < kLeastOfRare) return false;
   const int64_t width = s.c / s.groups, plane = s.p * s.q;
   const bool wgrad = problem.pass == Conv2dPass::kWgrad;
   if (size_of(s.dtype) != 2 || width > 112) return false;
@@ -578,7 +592,7 @@ bool grouped_beats_cudnn(const Conv2dProblem& problem) {
   // Three groups of 16 and 32, one to three channels a group: cuDNN's took up to 16 times as long.
   if (width < 4) return std::max(s.c, s.k) > s.groups;
   if (s.groups == 3 && (width == 16 || width == 32)) return !gradient || s.c != s.k;
-  if (s.c != s.k) return false;
+  if (elements < kLeastElements || s.c != s.k) return false;
   if (width == 4) return wgrad && !is_strided(s) && plane >= 28 * 28;
   if (width % 8 != 0) return false;
   const bool special = width == 8 || width == 16 || width == 32;
@@ -626,14 +640,14 @@ bool stream_k_beats_cudnn(const Conv2dShape& s) {
     if (least < 16 || (tf32 && pixels > 64 * 56 * 56)) return false;
     if (tf32) return pixels >= 64 * 14 * 14 || least >= 512;
     // (Of channels that do not come in eights cuDNN's are five times as fast.)
-    if (s.c % 8 != 0 || s.k % 8 != 0) return false;
+    if (!in_whole_vectors(s)) return false;
     const int64_t most = std::max(s.c, s.k);
     if (pixels <= 64 * 7 * 7) return least <= 128 || (least < 256 && s.c * s.k <= 832 * 160);
     if (pixels <= 64 * 14 * 14) return least < 128 || (least == 128 && most <= 576);
     if (pixels <= 64 * 28 * 28) return least < 128 || (least == 128 && most <= 192);
     return least < 128 || (least == 128 && most <= 256 && most % 128 == 0);
   }
-  if (least < 32 || std::max(s.r, s.s) > 7 || s.r * s.s > 25) return false;
+  if (least < 32 || std::max(s.r, s.s) > (tf32 ? 5 : 7) || s.r * s.s > 25) return false;
   if (std::max(s.stride_h, s.stride_w) > 3) return false;
   if (tf32) return pixels >= 512;
   // cuDNN's split short sums of many results better, and long ones of 25 taps.
@@ -756,7 +770,7 @@ bool mma_beats_cudnn(const Conv2dProblem& problem) {
   const int64_t pixels = s.n * s.p * s.q;
   if (is_strided(s) || pixels < 32 * 14 * 14) return false;
   if (mma_wins_many_taps(s)) return !fprop;
-  if (s.c % 8 == 0 && s.k % 8 == 0) return false;
+  if (in_whole_vectors(s)) return false;
   const int64_t weights = s.c * s.k * s.r * s.s;
   if (is_pointwise(s)) {
     const bool short_sums = pixels <= 64 * 14 * 14;
@@ -773,8 +787,9 @@ bool beats_cudnn(const Conv2dProblem& problem, int kernel) {
   const bool is_channels_last = problem.x.c == 1 && s.c > 1, is_16_bit = size_of(s.dtype) == 2;
   const bool wgrad = problem.pass == Conv2dPass::kWgrad;
   if (kernel == kDepthwise) return depthwise_beats_cudnn(problem);
-  const bool narrow_groups = s.groups > 1 && s.c < 4 * s.groups && kernel == kDirect;
-  if (kernel == kGrouped || (narrow_groups && is_channels_last) ||
+  const bool narrow_groups =
+      kernel == kDirect && is_16_bit && s.groups > 1 && !is_grouped(s) && is_channels_last;
+  if (kernel == kGrouped || narrow_groups ||
       (kernel == kMma && is_channels_last && mma_wins_groups(args_of(problem)))) {
     return grouped_beats_cudnn(problem);
   }
@@ -791,7 +806,7 @@ bool beats_cudnn(const Conv2dProblem& problem, int kernel) {
   if (problem.pass == Conv2dPass::kFprop && few) return true;
   if (problem.pass == Conv2dPass::kDgrad && s.k * s.r * s.s <= 4) return true;
   if (wgrad && s.c == 1 && s.r * s.s <= 32 && s.k <= 32) return true;
-  if (kernel == kPointwise && pointwise_wins_few_filters(s, problem.pass)) return true;
+  if (kernel == kPointwise && pointwise_wins_few_filters(args_of(problem))) return true;
   if (kernel == kMma && is_channels_last && is_16_bit) return mma_beats_cudnn(problem);
   // cuDNN's first choice for few pixels sums them one after the other: up to 50 times the error.
   if (wgrad && is_plain_fp32(s) && s.n * s.p * s.q < 1 << 16 && s.c <= 256 && s.k <= 256) {

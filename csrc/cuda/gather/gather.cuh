@@ -48,6 +48,12 @@ __device__ __forceinline__ int64_t index_at(const GatherArgs& args, int64_t firs
   return static_cast<uint64_t>(index) < static_cast<uint64_t>(args.count) ? index : -1;
 }
 
+// What a byte becomes.
+template <typename T, typename Byte>
+__device__ __forceinline__ T normalised_pixel(Byte byte, acc_t<T> scale, acc_t<T> shift) {
+  return convert<T>(static_cast<acc_t<T>>(byte) * scale + shift);
+}
+
 // N elements of a normalised image, from offset `at` of its layout in the batch.
 template <bool kInterleaved, int N, typename T>
 __device__ __forceinline__ Vec<T, N> normalised(const Gather& g, const uint8_t* image, int at) {
@@ -62,7 +68,7 @@ __device__ __forceinline__ Vec<T, N> normalised(const Gather& g, const uint8_t* 
 #pragma unroll
     for (int k = 0; k < N; ++k) {
       const A x = static_cast<A>(image[channel * pixels + pixel]);
-      result.v[k] = convert<T>(x * scale[channel] + shift[channel]);
+      result.v[k] = normalised_pixel<T>(x, scale[channel], shift[channel]);
       if (++channel == extent && k + 1 < N) {
         channel = 0;
         ++pixel;
@@ -74,7 +80,7 @@ __device__ __forceinline__ Vec<T, N> normalised(const Gather& g, const uint8_t* 
     A factor = scale[channel], term = shift[channel];
 #pragma unroll
     for (int k = 0; k < N; ++k) {
-      result.v[k] = convert<T>(static_cast<A>(bytes.v[k]) * factor + term);
+      result.v[k] = normalised_pixel<T>(bytes.v[k], factor, term);
       if (++pixel == extent && k + 1 < N) {
         pixel = 0;
         ++channel;

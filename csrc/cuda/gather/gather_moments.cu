@@ -32,8 +32,7 @@ class GatheredPixels {
   }
   __device__ __forceinline__ T value(int held, int /*channel*/) const {
     if (missing_) return convert<T>(std::numeric_limits<acc_t<T>>::quiet_NaN());
-    return held < 0 ? convert<T>(acc_t<T>(0))
-                    : convert<T>(static_cast<acc_t<T>>(held) * scale_ + shift_);
+    return held < 0 ? convert<T>(acc_t<T>(0)) : normalised_pixel<T>(held, scale_, shift_);
   }
 
  private:
@@ -142,7 +141,7 @@ class WholeImages {
 
  private:
   __device__ __forceinline__ T normalised(int byte) const {
-    return convert<T>(static_cast<acc_t<T>>(byte) * scale_ + shift_);
+    return normalised_pixel<T>(byte, scale_, shift_);
   }
 
   const GatherArgs& args_;

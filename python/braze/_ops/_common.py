@@ -19,7 +19,8 @@ _lib.define_missing_cuda_ops(_library)
 #: `with below_autograd():` inside a Function, so that the op's own Autograd kernel is not entered
 below_autograd = torch._C._AutoDispatchBelowAutograd
 
-FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+HALF_DTYPES = (torch.bfloat16, torch.float16)
+FLOAT_DTYPES = (torch.float64, torch.float32, *HALF_DTYPES)
 
 
 _functorch_is_active = torch._C._are_functorch_transforms_active

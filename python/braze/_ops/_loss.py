@@ -4,7 +4,8 @@ import re
 
 import torch
 
-HALF_DTYPES = (torch.bfloat16, torch.float16)
+from braze._ops._common import HALF_DTYPES
+
 #: torch's numbers for reduction="none", "mean" and "sum"
 NONE, MEAN, SUM = 0, 1, 2
 _REDUCTIONS = {"none": NONE, "mean": MEAN, "sum": SUM}

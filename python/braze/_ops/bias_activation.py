@@ -5,6 +5,7 @@ import torch
 
 from braze._ops._bilinear import masked
 from braze._ops._common import (
+    HALF_DTYPES,
     below_autograd,
     check_tensor,
     eager,
@@ -16,7 +17,6 @@ from braze._ops.activation import Activation, in_torch, passed_back
 from braze._ops.activation import activation as activation_of
 
 _ops = torch.ops.braze
-_HALF_DTYPES = torch.bfloat16, torch.float16
 
 
 class BiasActivation(torch.autograd.Function):
@@ -101,7 +101,7 @@ def bias_activation(input, bias, activation="gelu", settings=()):
 
 def _takes(input, bias):
     own = input.dtype
-    dtypes = (own, torch.float32) if own in _HALF_DTYPES else (own,)
+    dtypes = (own, torch.float32) if own in HALF_DTYPES else (own,)
     return (
         plain(input, bias)
         and bias.dtype in dtypes

@@ -6,6 +6,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from braze._ops._bilinear import masked
 from braze._ops._common import (
+    HALF_DTYPES,
     autocast_dtype,
     below_autograd,
     eager,
@@ -16,7 +17,6 @@ from braze._ops._common import (
 
 _ops = torch.ops.braze
 _STRIDED = torch.strided
-_HALF_DTYPES = torch.bfloat16, torch.float16
 
 #: On which devices :func:`cat` is the op, and from how many bytes of the result on. On a CPU the
 #: result is made faster than torch's, but an addition behind the gradients, of which torch's are
@@ -135,7 +135,7 @@ def cat_takes(tensors, dim):
     if enough is not True and not statically_known_true(enough):  # of sizes that are left open
         return False
     # torch casts, or refuses, 16-bit tensors of another dtype than autocast's.
-    return dtype not in _HALF_DTYPES or autocast_dtype(first) in (None, dtype)
+    return dtype not in HALF_DTYPES or autocast_dtype(first) in (None, dtype)
 
 
 def cat(tensors, dim=0, *, out=None):

@@ -7,6 +7,7 @@ from braze import _config
 from braze._nvtx import ranged
 from braze._ops._bilinear import masked
 from braze._ops._common import (
+    HALF_DTYPES,
     autocast_dtype,
     below_autograd,
     cast_to,
@@ -213,7 +214,7 @@ def conv_bn_act(
     if shape is None or not _goes_with(residual, input, weight, shape):
         return None
     of_channels = {input.dtype}
-    if input.dtype in (torch.bfloat16, torch.float16):
+    if input.dtype in HALF_DTYPES:
         of_channels.add(torch.float32)
     for vector in (bn_weight, bn_bias, running_mean, running_var):
         if vector is not None and (

@@ -6,6 +6,7 @@ import math
 import torch
 
 from braze._ops._common import (
+    HALF_DTYPES,
     autocast_dtype,
     below_autograd,
     derivatives,
@@ -14,7 +15,6 @@ from braze._ops._common import (
     register,
 )
 from braze._ops._loss import (
-    HALF_DTYPES,
     MEAN,
     NONE,
     acc_dtype,

@@ -6,6 +6,7 @@ import torch
 
 from braze._norm_rules import may_take_ours, parameters_fit, takes_ours
 from braze._ops._common import (
+    HALF_DTYPES,
     autocast_dtype,
     below_autograd,
     cast_to,
@@ -16,7 +17,6 @@ from braze._ops._common import (
 )
 
 _ops = torch.ops.braze
-_HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 
 class LayerNorm(torch.autograd.Function):
@@ -112,7 +112,7 @@ def _fake_backward(grad_output, input, weight, mean, rstd, normalized_shape, out
 
 def _autocast_dtype(input):
     """float32 where autocast is on: torch casts the function on CUDA, not on the CPU."""
-    if input.is_cuda and input.dtype in _HALF_DTYPES and torch.is_autocast_enabled("cuda"):
+    if input.is_cuda and input.dtype in HALF_DTYPES and torch.is_autocast_enabled("cuda"):
         return torch.float32
     return None
 
@@ -179,7 +179,7 @@ def layer_norm_for_product(input, normalized_shape, weight=None, bias=None, eps=
     """
     dtype = autocast_dtype(input) if isinstance(input, torch.Tensor) and input.is_cuda else None
     if (
-        dtype not in _HALF_DTYPES
+        dtype not in HALF_DTYPES
         or input.dtype not in (dtype, torch.float32)
         # Without a gradient it takes the place of two casts.
         or not _takes(input, normalized_shape, weight, bias, not torch.is_grad_enabled())

@@ -4,6 +4,7 @@ Kernels: csrc/cuda/pool/relu_max_pool2d.cu."""
 import torch
 
 from braze._ops._common import (
+    HALF_DTYPES,
     below_autograd,
     check_tensor,
     eager,
@@ -15,7 +16,6 @@ from braze._ops.pool import max_pool2d, pooled_size
 from braze._ops.relu import relu
 
 _ops = torch.ops.braze
-_HALF_DTYPES = torch.bfloat16, torch.float16
 #: Of windows whose gradient ReLU stops, in the place of their winner.
 _NO_TAP = 255
 _MOST_ELEMENTS = 1 << 31
@@ -119,7 +119,7 @@ def pools_behind_relu(kernel_size, stride=None, padding=0, dilation=1, ceil_mode
 def takes_bias(dtype, bias):
     """Whether the op adds such a bias, or None, to a tensor of a dtype."""
     return bias is None or bias.dtype == dtype or (
-        dtype in _HALF_DTYPES and bias.dtype == torch.float32
+        dtype in HALF_DTYPES and bias.dtype == torch.float32
     )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ import torch
 
 from braze._ops._bilinear import masked
 from braze._ops._common import (
+    HALF_DTYPES,
     below_autograd,
     check_tensor,
     eager,
@@ -15,7 +16,6 @@ from braze._ops._common import (
 )
 
 _ops = torch.ops.braze
-_HALF_DTYPES = torch.bfloat16, torch.float16
 
 
 class ScaleAdd(torch.autograd.Function):
@@ -106,7 +106,7 @@ def scale_add_takes(input, scale, residual):
     if scale is None or residual is None or not plain(input, scale, residual):
         return False
     own = input.dtype
-    dtypes = (own, torch.float32) if own in _HALF_DTYPES else (own,)
+    dtypes = (own, torch.float32) if own in HALF_DTYPES else (own,)
     return (
         scale.numel() > 1
         and scale.dtype in dtypes

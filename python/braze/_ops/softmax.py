@@ -6,10 +6,9 @@ import warnings
 import torch
 
 from braze import _config
-from braze._ops._common import below_autograd, eager, plain, register
+from braze._ops._common import HALF_DTYPES, below_autograd, eager, plain, register
 
 _ops = torch.ops.braze
-_HALF_DTYPES = (torch.bfloat16, torch.float16)
 
 
 class Softmax(torch.autograd.Function):
@@ -130,7 +129,7 @@ def _fake_backward(grad_output, output, dim, input_dtype):
 
 def _autocast_dtype(input):
     """float32 where autocast is on: torch casts both functions on CUDA, neither on the CPU."""
-    if input.is_cuda and input.dtype in _HALF_DTYPES and torch.is_autocast_enabled("cuda"):
+    if input.is_cuda and input.dtype in HALF_DTYPES and torch.is_autocast_enabled("cuda"):
         return torch.float32
     return None
 
@@ -164,7 +163,7 @@ def _apply(name, function, op, input, dim, stacklevel, dtype, *backend):
         dtype = _autocast_dtype(input)
     elif dtype == input.dtype:
         dtype = None
-    elif not (dtype == torch.float32 and input.dtype in _HALF_DTYPES):  # that one is fused
+    elif not (dtype == torch.float32 and input.dtype in HALF_DTYPES):  # that one is fused
         input, dtype = input.to(dtype), None
     if torch.compiler.is_compiling():
         return op(input, dim, dtype, *backend)
