@@ -161,19 +161,29 @@ class StagedWindows {
   uint32_t places_[kTiles];
 };
 
+// What leave_moments() needs of a block's shared memory. (Declared by its callers: arrays of a
+// function that several kernels call may be laid into the memory of all the file's kernels.)
+template <typename Tp>
+struct BlockMoments {
+  static constexpr int kExtent = 8 * MomentTiles<Tp>::kTiles;
+  double gram[kExtent][kExtent + 1];  // the last column: sums of the elements
+  double moments[Tp::kMoments];
+};
+
 // Leaves the cluster's sums of p_i and of p_i p_j (j >= i) at sums_of_sets[set][kMoments]. `staged`
 // is free to be overwritten after a barrier, which this has.
 template <typename Tp>
 __device__ __forceinline__ void leave_moments(const MomentPart& part, int set,
                                               const WindowSums<Tp>& sums, double* staged,
-                                              double* sums_of_sets) {
+                                              BlockMoments<Tp>& block, double* sums_of_sets) {
   using M = MomentTiles<Tp>;
+  constexpr int kExtent = BlockMoments<Tp>::kExtent;
+  auto& gram = block.gram;
+  auto& moments = block.moments;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   // The block's sums, warp after warp in a fixed order, some tiles at a time. The sums of the
   // elements are one more tile.
-  constexpr int kExtent = 8 * M::kTiles;
-  __shared__ double gram[kExtent][kExtent + 1];  // the last column: sums of the elements
-  double* const dump = staged;                   // [warps][kDumpTiles][64]
+  double* const dump = staged;  // [warps][kDumpTiles][64]
 #pragma unroll
   for (int first = 0; first <= M::kProducts; first += kDumpTiles) {
     __syncthreads();
@@ -217,7 +227,6 @@ __device__ __forceinline__ void leave_moments(const MomentPart& part, int set,
   __syncthreads();
 
   // From windows to patches: each position that exists sees the window from another corner on.
-  __shared__ double moments[Tp::kMoments];
   for (int m = threadIdx.x; m < Tp::K * (Tp::K + 1); m += kMomentThreads) {
     const int row = m % Tp::K, column = m / Tp::K - 1;  // column -1: the sum of p_row
     if (column >= 0 && column < row) continue;
@@ -264,6 +273,7 @@ __device__ __forceinline__ void sum_moments(const MomentPart& part, int index,
   const Tiling& tiling = part.tiling;
   extern __shared__ double staged[];
   __shared__ int corners[2 * kMaxTileSquares];
+  __shared__ BlockMoments<Tp> block;
   StagedWindows<Tp> windows(tiling, staged, corners);
   WindowSums<Tp> sums;
   int2 extent{}, other_extent{};  // of the tiles that `corners` is for, this buffer's and the other
@@ -287,7 +297,7 @@ __device__ __forceinline__ void sum_moments(const MomentPart& part, int index,
     extent = other_extent;
     other_extent = previous;
   }
-  leave_moments<Tp>(part, set, sums, staged, sums_of_sets);
+  leave_moments<Tp>(part, set, sums, staged, block, sums_of_sets);
 }
 
 // Counts the batch, where `batches` is not null.

@@ -167,6 +167,7 @@ __global__ void __launch_bounds__(kMomentThreads)
   extern __shared__ double staged[];
   __shared__ int corners[2 * kMaxTileSquares];
   __shared__ double values[256];
+  __shared__ BlockMoments<Tp> block;
   StagedWindows<Tp> windows(tiling, staged, corners);
   for (int i = threadIdx.x; i < 2 * size; i += kMomentThreads) staged[i] = 0;  // the padding
   for (int buffer = 0; buffer < 2; ++buffer) windows.locate(buffer, Tile(tiling, 0));
@@ -188,7 +189,7 @@ __global__ void __launch_bounds__(kMomentThreads)
     __syncthreads();  // one an image: the next one goes to the other buffer
     windows.add_to(sums, buffer);
   }
-  leave_moments<Tp>(part, set, sums, staged,
+  leave_moments<Tp>(part, set, sums, staged, block,
                     moments + group * (int64_t{kSmallKMostSets} * Tp::kMoments));
 }
 
