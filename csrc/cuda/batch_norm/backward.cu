@@ -2,6 +2,7 @@
 // channels, a small kernel that merges them, which gives the parameters' gradients and what dx is
 // made with, and a pass that makes dx; for large channels_last tensors one kernel (resident.cuh).
 #include "layout.cuh"
+#include "held.cuh"
 #include "resident.cuh"
 
 namespace braze::cuda {
@@ -118,6 +119,27 @@ bool launch_resident(cudaStream_t s, const BatchNormShape& shape, const Activati
   }
 }
 
+// The same of contiguous tensors.
+template <typename T>
+bool grads_held(cudaStream_t s, const BatchNormShape& shape, const Activation& activation,
+                const GradSumsArgs<T>& args, const InputGradArgs<T>& grads,
+                const BackwardArgs& backward) {
+  if constexpr (std::is_same_v<T, double>) {
+    return false;
+  } else {
+    if (!backward.training || !grads.dx) return false;
+    const bool done = with_held_planes<T>(
+        shape, activation, 2, args.residual || args.mask,
+        [&](const HeldPlan& plan, auto width, auto code) {
+          launch_held(s, plan,
+                      held_backward_kernel<T, decltype(width)::value, decltype(code)::value>, args,
+                      grads, backward);
+        });
+    check_launch("batch_norm_backward");
+    return done;
+  }
+}
+
 // The parts of the workspace.
 template <typename A>
 GradCoefficients<A> coefficients_in(void* workspace, const BatchNormShape& shape) {
@@ -163,7 +185,10 @@ void batch_norm_backward(Stream stream, const BatchNormShape& shape, bool traini
                                  statistics,
                                  coefficients,
                                  ActivationArgs<A>(activation)};
-    if (launch_resident<T>(s, shape, tail.activation, args, grads, merge, partials)) return;
+    if (grads_held<T>(s, shape, tail.activation, args, grads, merge) ||
+        launch_resident<T>(s, shape, tail.activation, args, grads, merge, partials)) {
+      return;
+    }
     int splits = 0;
     if (has_sums) splits = launch_sums<T>(s, shape, tail.activation, args, partials);
     launch_early(merge_grads_kernel<A>, coefficient_blocks(shape.c), kCoefficientThreads, 0, s,

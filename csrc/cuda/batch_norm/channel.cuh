@@ -122,14 +122,27 @@ struct BackwardCoefficients {
   A by_grad, center, by_input, offset;
 };
 
+// A channel's statistics as they are stored: y = (x - mean) * scale + shift.
 template <typename A>
-__device__ void store_statistics(const BatchNormStatistics& to, int64_t c, double mean, double rstd,
-                                 double scale, double shift) {
-  static_cast<A*>(to.mean)[c] = static_cast<A>(mean);
-  static_cast<A*>(to.rstd)[c] = static_cast<A>(rstd);
-  static_cast<A*>(to.scale)[c] = static_cast<A>(scale);
-  static_cast<A*>(to.shift)[c] = static_cast<A>(shift);
-}
+struct ChannelStatistics {
+  A mean, rstd, scale, shift;
+
+  // What rounding the mean takes away goes into the shift.
+  __device__ __forceinline__ ChannelStatistics(double exact_mean, double exact_rstd, double weight,
+                                               double bias)
+      : mean(static_cast<A>(exact_mean)),
+        rstd(static_cast<A>(exact_rstd)),
+        scale(static_cast<A>(exact_rstd * weight)),
+        shift(static_cast<A>(bias -
+                             (exact_mean - static_cast<double>(mean)) * exact_rstd * weight)) {}
+
+  __device__ __forceinline__ void store(const BatchNormStatistics& to, int64_t c) const {
+    static_cast<A*>(to.mean)[c] = mean;
+    static_cast<A*>(to.rstd)[c] = rstd;
+    static_cast<A*>(to.scale)[c] = scale;
+    static_cast<A*>(to.shift)[c] = shift;
+  }
+};
 
 // What a channel's coefficients are made with, beside its moments; loaded side by side.
 struct ChannelParameters {
@@ -142,24 +155,25 @@ struct ChannelParameters {
         running_var(args.running_var, args.buffer_dtype, c, 1) {}
 };
 
-// Training: what follows from the `count` elements of channel c, one thread. squares: about the
-// mean.
+// Training: the running statistics after `count` elements of channel c, one thread. squares: about
+// the mean.
+__device__ inline void update_running(const ForwardArgs& args, const ChannelParameters& loaded,
+                                      double count, double mean, double squares, int64_t c) {
+  if (!args.running_mean) return;
+  const double momentum = args.cumulative ? 1 / static_cast<double>(*args.batches) : args.momentum;
+  store_value(args.running_mean, args.buffer_dtype, c,
+              (1 - momentum) * loaded.running_mean + momentum * mean);
+  store_value(args.running_var, args.buffer_dtype, c,
+              (1 - momentum) * loaded.running_var + momentum * (squares / (count - 1)));
+}
+
+// And all that follows from them, one thread.
 template <typename A>
 __device__ void batch_coefficients(const ForwardArgs& args, const ChannelParameters& loaded,
                                    double count, double mean, double squares, int64_t c) {
-  const double rstd = rsqrt(squares / count + args.eps);
-  const double weight = loaded.weight, bias = loaded.bias;
-  if (args.running_mean) {
-    const double momentum =
-        args.cumulative ? 1 / static_cast<double>(*args.batches) : args.momentum;
-    store_value(args.running_mean, args.buffer_dtype, c,
-                (1 - momentum) * loaded.running_mean + momentum * mean);
-    store_value(args.running_var, args.buffer_dtype, c,
-                (1 - momentum) * loaded.running_var + momentum * (squares / (count - 1)));
-  }
-  // What rounding the mean took away goes into the shift.
-  const double rest = mean - static_cast<double>(static_cast<A>(mean));
-  store_statistics<A>(args.statistics, c, mean, rstd, rstd * weight, bias - rest * rstd * weight);
+  update_running(args, loaded, count, mean, squares, c);
+  ChannelStatistics<A>(mean, rsqrt(squares / count + args.eps), loaded.weight, loaded.bias)
+      .store(args.statistics, c);
 }
 
 template <typename A>
@@ -203,9 +217,9 @@ __device__ void merge_parts(const ForwardArgs& args, const Part* parts, int numb
 template <typename A>
 __device__ void running_coefficients(const ForwardArgs& args, int64_t c) {
   const ChannelParameters loaded(args, c);
-  const double rstd = 1 / sqrt(loaded.running_var + args.eps);
-  const double weight = loaded.weight, bias = loaded.bias, mean = loaded.running_mean;
-  store_statistics<A>(args.statistics, c, mean, rstd, rstd * weight, bias);
+  const double rstd = 1 / sqrt(loaded.running_var + args.eps), mean = loaded.running_mean;
+  // (The mean is of the buffer's dtype, which is no longer than A.)
+  ChannelStatistics<A>(mean, rstd, loaded.weight, loaded.bias).store(args.statistics, c);
 }
 
 // What a channel's gradients are made with, beside its sums; loaded side by side.

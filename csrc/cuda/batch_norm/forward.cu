@@ -4,6 +4,7 @@
 // repeatable. In training large channels_last tensors take one kernel for all three (resident.cuh).
 // ladder/ leads up to it.
 #include "layout.cuh"
+#include "held.cuh"
 #include "resident.cuh"
 
 namespace braze::cuda {
@@ -273,12 +274,40 @@ bool batch_norm_resident(Stream stream, const BatchNormShape& shape, const void*
   return done;
 }
 
+namespace {
+
+// batch_norm_train over contiguous tensors as one kernel; whether it is done.
+bool train_held(Stream stream, const BatchNormShape& shape, const void* x,
+                const ForwardArgs& forward, const BatchNormTail& tail, void* y, void* mask,
+                int64_t* batches) {
+  if (forward.cumulative) return false;  // all blocks would read the number that one counts up
+  bool done = false;
+  dispatch(shape.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    if constexpr (!std::is_same_v<T, double>) {
+      const ApplyArgs<T> args = apply_args<T>(x, tail, forward.statistics, y, mask);
+      done = with_held_planes<T>(
+          shape, tail.activation, 1, false, [&](const HeldPlan& plan, auto width, auto code) {
+            launch_held(as_cuda(stream), plan,
+                        held_forward_kernel<T, decltype(width)::value, decltype(code)::value>, args,
+                        forward, batches);
+          });
+    }
+  });
+  check_launch("batch_norm_train");
+  return done;
+}
+
+}  // namespace
+
 void batch_norm_train(Stream stream, const BatchNormShape& shape, const void* x,
                       const BatchNormAffine& affine, const BatchNormBuffers& buffers, double eps,
                       const BatchNormTail& tail, const BatchNormStatistics& statistics, void* y,
                       void* mask, void* workspace) {
-  if (batch_norm_resident(stream, shape, x, forward_args(affine, buffers, eps, statistics), tail, y,
-                          mask, buffers.batches, workspace, kResidentForwardBytes)) {
+  const ForwardArgs forward = forward_args(affine, buffers, eps, statistics);
+  if (train_held(stream, shape, x, forward, tail, y, mask, buffers.batches) ||
+      batch_norm_resident(stream, shape, x, forward, tail, y, mask, buffers.batches, workspace,
+                          kResidentForwardBytes)) {
     return;
   }
   batch_norm_coefficients(stream, shape, true, x, {}, affine, buffers, eps, statistics, workspace);

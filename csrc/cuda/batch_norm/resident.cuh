@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/common/grid_sync.cuh"
+#include "resident_codes.cuh"
 #include "row_ring.cuh"
 
 namespace braze::cuda {
@@ -20,28 +21,13 @@ RingPlan plan_resident(const BatchNormShape& shape, bool backward) {
 // Bytes of a tensor below which launches one after the other are as fast.
 constexpr int64_t kResidentForwardBytes = 3 << 20, kResidentBackwardBytes = 16 << 20;
 
-// Calls f(code) for the activations that have these kernels.
-template <typename F>
-bool with_resident_code(const Activation& activation, const F& f) {
-  if (!activation.smooth()) {
-    f(std::integral_constant<ActivationCode, ActivationCode::kClamp>{});
-  } else if (activation.kind == ActivationKind::kSiLU) {
-    f(std::integral_constant<ActivationCode, ActivationCode::kSiLU>{});
-  } else if (activation.kind == ActivationKind::kHardswish) {
-    f(std::integral_constant<ActivationCode, ActivationCode::kHardswish>{});
-  } else {
-    return false;
-  }
-  return true;
-}
-
 template <typename T>
 bool takes_resident(const BatchNormShape& shape, bool backward, int64_t least_bytes) {
   constexpr int N = kVecWidth<T>;
   return !std::is_same_v<T, double> && shape.channels_last && shape.c % N == 0 &&
          shape.c / N <= kRingThreads &&
-         shape.count() * shape.c * int64_t{sizeof(T)} >= least_bytes &&
-         compute_capability() >= 90 && plan_resident<T>(shape, backward).slots >= kLeastSlots;
+         shape.count() * shape.c * int64_t{sizeof(T)} >= least_bytes && runs_sm90_code() &&
+         plan_resident<T>(shape, backward).slots >= kLeastSlots;
 }
 
 #if __CUDA_ARCH__ >= 900

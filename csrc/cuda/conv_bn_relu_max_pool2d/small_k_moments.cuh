@@ -242,14 +242,11 @@ __device__ __forceinline__ void leave_moments(const MomentPart& part, int set,
 
   // The cluster's blocks in their order.
   const int cluster = part.cluster;
-  const auto sync = [&] {
-    if (cluster > 1) {
-      cluster_sync();
-    } else {
-      __syncthreads();
-    }
-  };
-  sync();
+  if (cluster > 1) {
+    cluster_sync();
+  } else {
+    __syncthreads();
+  }
   if (blockIdx.x % cluster == 0) {
     double* const to = sums_of_sets + int64_t{set} * Tp::kMoments;
     for (int m = threadIdx.x; m < Tp::kMoments; m += kMomentThreads) {
@@ -261,7 +258,8 @@ __device__ __forceinline__ void leave_moments(const MomentPart& part, int set,
       to[m] = total;
     }
   }
-  sync();  // no block may leave before its sums are read
+  // No block may leave before its sums are read. For what was written nobody need wait.
+  if (cluster > 1) cluster_meet();
 }
 
 // Leaves the sums of p_i and of p_i p_j (j >= i) of each cluster's squares in

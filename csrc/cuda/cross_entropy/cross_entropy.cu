@@ -64,8 +64,14 @@ __device__ void row_gradients(const LossArgs& args, const RowPart& part,
 // finish the reduction themselves then, and every thread has one row.
 template <Team kTeam, int N, bool kProbability, typename T>
 __global__ void __launch_bounds__(kMaxTeamThreads)
-    cross_entropy_kernel(LossArgs args, int lanes, void* loss, void* stats, void* total_weight,
-                         Pair<double>* partials, T* unit_grad) {
+    cross_entropy_kernel(LossArgs args, Meeting meeting, int lanes, void* loss, void* stats,
+                         void* total_weight, Pair<double>* partials, T* unit_grad) {
+  __shared__ LossMail mail;
+  if (meeting == Meeting::kCluster) {
+    const bool receives = blockIdx.x == 0 || unit_grad;
+    if (receives && threadIdx.x == 0 && threadIdx.y == 0) mail.expect(static_cast<int>(gridDim.x));
+    cluster_meet();
+  }
   wait_for_earlier_kernels();
   using A = acc_t<T>;
   const T* x = static_cast<const T*>(args.input);
@@ -126,7 +132,8 @@ __global__ void __launch_bounds__(kMaxTeamThreads)
     mine = AddPairs{}(mine, Pair<double>{row.first, row_weight});
   });
   __shared__ A divisor;
-  reduce_rows<T>(args, mine, loss, total_weight, partials, unit_grad ? &divisor : nullptr);
+  reduce_rows<T>(args, meeting, mine, loss, total_weight, partials, &mail,
+                 unit_grad ? &divisor : nullptr);
   if (unit_grad == nullptr) return;
   row_gradients<N, kProbability, T>(args, my_part, my_row, A(1) / divisor, unit_grad, nullptr);
 }
@@ -152,7 +159,8 @@ __global__ void __launch_bounds__(kMaxTeamThreads)
 
 template <typename T>
 __global__ void __launch_bounds__(kMaxTeamThreads)
-    nll_loss_kernel(LossArgs args, void* loss, void* total_weight, Pair<double>* partials) {
+    nll_loss_kernel(LossArgs args, Meeting meeting, void* loss, void* total_weight,
+                    Pair<double>* partials) {
   using A = acc_t<T>;
   const T* x = static_cast<const T*>(args.input);
   const RowShape shape = args.shape;
@@ -173,7 +181,7 @@ __global__ void __launch_bounds__(kMaxTeamThreads)
     if (args.reduction == Reduction::kNone) store_loss<T>(args, loss, row, v.first);
     mine = AddPairs{}(mine, Pair<double>{v.first, v.second});
   }
-  reduce_rows<T>(args, mine, loss, total_weight, partials);
+  reduce_rows<T>(args, meeting, mine, loss, total_weight, partials);
 }
 
 template <Team kTeam, int N, typename T>
@@ -258,11 +266,12 @@ void cross_entropy(Stream stream, const LossArgs& args, void* loss, void* stats,
                               : cross_entropy_kernel<kTeam, N, false, T>;
       if (launch.meeting == Meeting::kCluster) {
         launch_clusters("cross_entropy", stream, kernel, launch.grid, launch.block, 0, launch.grid,
-                        args, launch.lanes, loss, stats, total_weight, partials, grad);
+                        args, launch.meeting, launch.lanes, loss, stats, total_weight, partials,
+                        grad);
         return;
       }
-      launch_early(kernel, launch.grid, launch.block, 0, stream, args, launch.lanes, loss, stats,
-                   total_weight, partials, grad);
+      launch_early(kernel, launch.grid, launch.block, 0, stream, args, launch.meeting, launch.lanes,
+                   loss, stats, total_weight, partials, grad);
     });
     check_launch("cross_entropy");
     if (partials) launch_partials<T>(stream, args, partials, launch.grid, loss, total_weight);
@@ -299,10 +308,11 @@ void nll_loss(Stream stream, const LossArgs& args, void* loss, void* total_weigh
   dispatch(args.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const int blocks = nll_blocks(args);
-    Pair<double>* const partials = meeting_of(args, blocks, false) == Meeting::kPartials
-                                       ? static_cast<Pair<double>*>(workspace)
-                                       : nullptr;
-    nll_loss_kernel<T><<<blocks, 256, 0, as_cuda(stream)>>>(args, loss, total_weight, partials);
+    const Meeting meeting = meeting_of(args, blocks, false);
+    Pair<double>* const partials =
+        meeting == Meeting::kPartials ? static_cast<Pair<double>*>(workspace) : nullptr;
+    nll_loss_kernel<T>
+        <<<blocks, 256, 0, as_cuda(stream)>>>(args, meeting, loss, total_weight, partials);
     check_launch("nll_loss");
     if (partials) launch_partials<T>(stream, args, partials, blocks, loss, total_weight);
     check_launch("nll_loss");

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "launchers/cross_entropy.h"
-#include "cuda/common/cluster.cuh"
+#include "cuda/common/cluster_mail.cuh"
 #include "cuda/softmax/row_team.cuh"
 
 namespace braze::cuda {
@@ -92,34 +92,38 @@ __device__ void store_reduced(const LossArgs& args, Pair<double> sum, void* loss
   *static_cast<acc_t<T>*>(total_weight) = divisor_of<T>(args, sum);
 }
 
+// How the blocks of a launch come to one sum.
+enum class Meeting { kBlock, kCluster, kPartials };
+
+using LossMail = ClusterMail<Pair<double>, 1>;
+
 // The end of a forward kernel: `mine` is this thread's sum of row losses and weights. One block, or
-// a cluster that is the whole grid (no partials then), finishes the reduction itself; other blocks
-// leave partial sums to reduce_partials_kernel. `weight`, unless null, is in shared memory; it gets
-// the divisor of the losses, where the reduction is finished here, for all of the block to read.
+// a cluster that is the whole grid (whose `mail` expects a value of each block, where it is that of
+// the first block or where there is a weight), finishes the reduction itself; other blocks leave
+// partial sums to reduce_partials_kernel. `weight`, unless null, is in shared memory; it gets the
+// divisor of the losses, where the reduction is finished here, for all of the block to read.
 template <typename T>
-__device__ void reduce_rows(const LossArgs& args, Pair<double> mine, void* loss, void* total_weight,
-                            Pair<double>* partials, acc_t<T>* weight = nullptr) {
+__device__ void reduce_rows(const LossArgs& args, Meeting meeting, Pair<double> mine, void* loss,
+                            void* total_weight, Pair<double>* partials, LossMail* mail = nullptr,
+                            acc_t<T>* weight = nullptr) {
   const bool first = threadIdx.x == 0 && threadIdx.y == 0;
   if (args.reduction == Reduction::kNone) {
     if (first && blockIdx.x == 0) *static_cast<acc_t<T>*>(total_weight) = acc_t<T>(1);
     return;
   }
   Pair<double> sum = block_sum(mine);
-  if (partials) {
+  if (meeting == Meeting::kPartials) {
     if (first) partials[blockIdx.x] = sum;
     return;
   }
-  if (gridDim.x > 1) {
-    __shared__ Pair<double> of_block;
-    if (first) of_block = sum;
-    cluster_sync();
-    if (first && (blockIdx.x == 0 || weight)) {
-      sum = *in_cluster(&of_block, 0);
-      for (int i = 1; i < static_cast<int>(gridDim.x); ++i) {
-        sum = AddPairs{}(sum, *in_cluster(&of_block, i));
-      }
+  if (meeting == Meeting::kCluster && first) {
+    const int blocks = static_cast<int>(gridDim.x), receivers = weight ? blocks : 1;
+    for (int to = 0; to < receivers; ++to) mail->send(sum, static_cast<int>(blockIdx.x), 0, to);
+    if (blockIdx.x == 0 || weight) {
+      mail->wait();
+      sum = mail->values[0][0];
+      for (int i = 1; i < blocks; ++i) sum = AddPairs{}(sum, mail->values[i][0]);
     }
-    cluster_sync();  // no block ends while another may read its shared memory
   }
   if (weight) {
     if (first) *weight = divisor_of<T>(args, sum);
@@ -139,9 +143,6 @@ __global__ void reduce_partials_kernel(LossArgs args, const Pair<double>* partia
 }
 
 constexpr int kMaxPartials = 2048;
-
-// How the blocks of a launch come to one sum.
-enum class Meeting { kBlock, kCluster, kPartials };
 
 struct LossLaunch : TeamLaunch {
   Meeting meeting;

@@ -4,7 +4,7 @@
 // second launch.
 #include <climits>
 
-#include "cuda/common/cluster.cuh"
+#include "cuda/common/cluster_mail.cuh"
 #include "cuda/common/ordered_sum.cuh"
 #include "launchers/column_sum.h"
 
@@ -31,6 +31,12 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t first_column = int64_t{blockIdx.x / splits} * kColumns;
   const int64_t column = first_column + lane % kLanes * N;
   const int64_t begin = m * split / splits, end = m * (split + 1) / splits;
+  __shared__ ClusterMail<Acc, kColumns> mail;
+  if (out && finish == Finish::kCluster) {
+    const int columns = static_cast<int>(min(int64_t{kColumns}, n - first_column));
+    if (split == 0 && threadIdx.x == 0) mail.expect(splits * columns);
+    cluster_meet();
+  }
   Acc sum[N] = {};
   if (column < n) {
 #pragma unroll 4
@@ -70,17 +76,13 @@ __global__ void __launch_bounds__(kThreads)
     return;
   }
   if (finish == Finish::kCluster) {
-    if (has_column) sums[0][mine] = static_cast<Acc>(total);
-    cluster_sync();
-    if (has_column && split == 0) {
-      total = 0;
-      for (int s = 0; s < splits; ++s) total += *in_cluster(&sums[0][mine], s);
-    }
-    cluster_sync();  // no block ends while another may read its shared memory
+    if (has_column) mail.send(static_cast<Acc>(total), split, mine, 0);
+    if (split > 0) return;
+    mail.wait();
+    total = 0;
+    for (int s = 0; has_column && s < splits; ++s) total += mail.values[s][mine];
   }
-  if (has_column && split == 0) {
-    out[first_column + mine] = convert<T>(static_cast<Acc>(total));
-  }
+  if (has_column) out[first_column + mine] = convert<T>(static_cast<Acc>(total));
 }
 
 struct Plan {

@@ -4,7 +4,7 @@
 // backward reads: one pass that makes dx and sums it for the bias, where ReLU, pooling and the sum
 // take three. Bytes for each 16-bit element of x at 2 x 2: forward 2.75, backward 2.75.
 #include "cuda/common/channel_grads.cuh"
-#include "cuda/common/cluster.cuh"
+#include "cuda/common/cluster_mail.cuh"
 #include "cuda/common/ordered_sum.cuh"
 #include "launchers/common/registry.h"
 #include "stride_2.cuh"
@@ -152,6 +152,12 @@ __global__ void __launch_bounds__(kGradThreads)
   const int64_t first_vector = int64_t{blockIdx.x / splits} << log_pitch;
   const int64_t vector = first_vector + (threadIdx.x & (pitch - 1));
   const int64_t begin = plan.pairs * part / splits, end = plan.pairs * (part + 1) / splits;
+  __shared__ ClusterMail<A, N * kMostPitch> mail;
+  if (plan.finish == Finish::kCluster) {
+    const int vectors = static_cast<int>(min(int64_t{pitch}, plan.vectors - first_vector));
+    if (part == 0 && threadIdx.x == 0) mail.expect(splits * vectors * N);
+    cluster_meet();
+  }
   A sum[N] = {};
   if (vector < plan.vectors) {
     for (int64_t i = begin + (threadIdx.x >> log_pitch); i < end; i += kGradThreads >> log_pitch) {
@@ -192,15 +198,14 @@ __global__ void __launch_bounds__(kGradThreads)
     return;
   }
   if (plan.finish == Finish::kCluster) {
-    if (has_channel) sums[0][k][column] = static_cast<A>(total);
-    cluster_sync();
-    if (has_channel && part == 0) {
-      total = 0;
-      for (int s = 0; s < splits; ++s) total += *in_cluster(&sums[0][k][column], s);
-    }
-    cluster_sync();  // no block ends while another may read its shared memory
+    const int place = k * kMostPitch + column;
+    if (has_channel) mail.send(static_cast<A>(total), part, place, 0);
+    if (part > 0) return;
+    mail.wait();
+    total = 0;
+    for (int s = 0; has_channel && s < splits; ++s) total += mail.values[s][place];
   }
-  if (has_channel && part == 0) store_value(dbias, bias_dtype, channel, total);
+  if (has_channel) store_value(dbias, bias_dtype, channel, total);
 }
 
 // Up to so many steps of a thread a cluster is done before a second launch would be.
