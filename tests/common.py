@@ -3,14 +3,28 @@ several of them share."""
 
 import copy
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from braze._lib import build_info
 from braze.testing import DTYPES, assert_by_rule, check_against_stock, layouts
 from conftest import cuda_only
 
 __all__ = ["DTYPES", "assert_by_rule", "check_against_stock", "fuzzed", "layouts"]
+
+
+def runs_hopper_kernels(device="cuda"):
+    """Whether the kernels for sm_90a run: this GPU is one, and the library has their code."""
+    if device == "cpu" or torch.cuda.get_device_capability() != (9, 0):
+        return False
+    return "9.0a" in build_info()["cuda_archs"]
+
+
+def hopper_only(device):
+    if not runs_hopper_kernels(device):
+        pytest.skip("the kernel needs a GPU of compute capability 9.0, and code made for sm_90a")
 
 
 def assert_same_layer(ours, theirs, x):

@@ -1,6 +1,5 @@
 """What the tests of matrix products share: operands, and the kernels that there are."""
 
-import pytest
 import torch
 
 import braze
@@ -39,11 +38,6 @@ def cuda_kernels_of(function):
         function()
         torch.cuda.synchronize()
     return " ".join(event.key for event in profile.key_averages())
-
-
-def hopper_only(device):
-    if device == "cpu" or torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the kernel needs a GPU of compute capability 9.0")
 
 
 def majors(batch, rows, cols, transposed, device, dtype):

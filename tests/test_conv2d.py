@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 import braze
 import braze.nn.functional as F
 from braze import _config
-from common import assert_by_rule, assert_same_layer, check_against_stock, compile, fuzzed, layouts
+from common import (
+    assert_by_rule,
+    assert_same_layer,
+    check_against_stock,
+    compile,
+    fuzzed,
+    layouts,
+    runs_hopper_kernels,
+)
 
 # (input, weight, stride, padding, dilation, groups)
 CASES = {
@@ -310,7 +318,7 @@ def test_every_kernel_by_name(device, dtype, case):
     for kernel in kernels:
         if str(dtype).removeprefix("torch.") not in kernel["dtypes"].split():
             continue
-        if kernel["arch"] == "sm_90a" and torch.cuda.get_device_capability() != (9, 0):
+        if kernel["arch"] == "sm_90a" and not runs_hopper_kernels():
             continue
         with braze.backend(conv2d=kernel["name"]):
             # Tensor-core kernels that take no fp32, and those that take few shapes, say so.

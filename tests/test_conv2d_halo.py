@@ -9,15 +9,14 @@ from torch.nn import grad
 
 import braze
 import braze.nn.functional as F
-from common import assert_by_rule, check_against_stock
+from common import assert_by_rule, check_against_stock, hopper_only
 
 FLOATS = torch.float32, torch.float64
 
 
 @pytest.fixture
 def hopper(gpu):
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs compute capability 9.0")
+    hopper_only("cuda")
 
 
 CASES = [  # n, c, k, h, w, filter, padding

@@ -20,7 +20,7 @@ from test_conv2d_products import (
 
 import braze
 import braze.nn.functional as F
-from common import assert_by_rule, fuzzed
+from common import assert_by_rule, fuzzed, hopper_only
 
 NAME = "narrow_input_wgmma"
 # n, c, k, h, w, filter, stride, padding, dilation
@@ -53,8 +53,7 @@ PRECISIONS = {
 
 @pytest.fixture(params=PRECISIONS)
 def precision(request, gpu):
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the kernel is for Hopper")
+    hopper_only("cuda")
     dtype, tf32 = PRECISIONS[request.param]
     set_tf32("cuda", tf32)
     return dtype, tf32

@@ -12,7 +12,7 @@ from test_conv2d import cuda_kernels_of
 import braze
 import braze.nn.functional as F
 from braze.testing import WAYS, mover
-from common import assert_by_rule, fuzzed
+from common import assert_by_rule, fuzzed, runs_hopper_kernels
 
 NAME = "implicit_gemm_wgmma"
 FORMATS = {"nchw": torch.contiguous_format, "nhwc": torch.channels_last}
@@ -147,10 +147,6 @@ def own(device, name):
     return {"backend": name} if device == "cuda" else {}
 
 
-def hopper():
-    return torch.cuda.get_device_capability() == (9, 0)
-
-
 def set_tf32(device, allowed):
     if device == "cuda":
         torch.backends.cudnn.conv.fp32_precision = "tf32" if allowed else "ieee"
@@ -181,7 +177,7 @@ def pointwise_refuses(which, case, dtype, form, tf32):
     # With one channel either format is the other.
     if which != "wgrad" or form == "nhwc" or images == 1 or pixels == 1:
         return None
-    if not hopper():
+    if not runs_hopper_kernels():
         return "compute capability 9.0"
     if dtype == torch.float64 or (dtype == torch.float32 and not tf32):
         return "for contiguous images it takes"
@@ -225,7 +221,7 @@ def result_pixels(case):
 def test_implicit_gemm_wgmma(device, dtype, case, tf32):
     if tf32 and (device == "cpu" or dtype != torch.float32):
         pytest.skip("as without TF32")
-    if device == "cuda" and not hopper():
+    if device == "cuda" and not runs_hopper_kernels():
         pytest.skip("needs compute capability 9.0")
     skip_large(device, case)
     set_tf32(device, tf32)
@@ -257,7 +253,7 @@ def test_implicit_gemm_wgmma(device, dtype, case, tf32):
 )
 def test_moments(device, case):
     """Batch norm's statistics of what the kernel stores, which it leaves itself in TF32."""
-    if device == "cuda" and not hopper():
+    if device == "cuda" and not runs_hopper_kernels():
         pytest.skip("needs compute capability 9.0")
     skip_large(device, case)
     set_tf32(device, True)
@@ -315,7 +311,7 @@ def test_where_auto_takes_products(gpu, which, case):
     ],
 )
 def test_refuses_by_name_and_leaves_the_rest_to_others(gpu, name, why, shape, weight, arguments):
-    if name == "implicit_gemm_wgmma" and not hopper():
+    if name == "implicit_gemm_wgmma" and not runs_hopper_kernels():
         pytest.skip("needs compute capability 9.0")
     form = {"dtype": torch.bfloat16, "memory_format": torch.channels_last}
     x, w = (
@@ -337,7 +333,7 @@ def test_refuses_by_name_and_leaves_the_rest_to_others(gpu, name, why, shape, we
 def test_special_values_in_parts(gpu, which):
     """fp32's parts of infinities and NaN would not add up: tiles that have them are computed
     otherwise, and the others as ever."""
-    if not hopper():
+    if not runs_hopper_kernels():
         pytest.skip("needs compute capability 9.0")
     set_tf32("cuda", False)
     case = (9, 72, 140, 10, 9, 3, 1 if which == "wgrad" else 2, 1, 1)
@@ -360,7 +356,7 @@ def test_special_values_in_parts(gpu, which):
 
 
 def test_contiguous_tensors_are_refused(gpu):
-    if not hopper():
+    if not runs_hopper_kernels():
         pytest.skip("needs compute capability 9.0")
     case = WINDOWS[1]
     x, w, b = drawn(case, "cuda", torch.bfloat16, "nchw")
@@ -372,7 +368,7 @@ def test_contiguous_tensors_are_refused(gpu):
 @pytest.mark.parametrize("name", ["pointwise", "implicit_gemm_wgmma"])
 def test_repeatable(gpu, dtype, name, which):
     set_tf32("cuda", False)
-    if not hopper() or (name == "implicit_gemm_wgmma" and dtype == torch.float64):
+    if not runs_hopper_kernels() or (name == "implicit_gemm_wgmma" and dtype == torch.float64):
         pytest.skip("not the kernel's")
     case = POINTWISE[-1] if name == "pointwise" else WINDOWS[-2]
     x, w, b = drawn(case, "cuda", dtype, "nhwc")
@@ -384,7 +380,7 @@ def test_repeatable(gpu, dtype, name, which):
 
 def test_strided_views(gpu):
     """Slices of larger tensors: pixels further apart than their channels."""
-    if not hopper():
+    if not runs_hopper_kernels():
         pytest.skip("needs compute capability 9.0")
     wide = torch.randn(4, 12, 10, 96, device="cuda").bfloat16()
     x = wide[::2, 1:, :, 16:80].permute(0, 3, 1, 2)
@@ -401,7 +397,7 @@ def fuzz(data, device):
     pointwise = data.draw(st.booleans())
     name = "pointwise" if pointwise else "implicit_gemm_wgmma"
     form = data.draw(st.sampled_from(sorted(FORMATS))) if pointwise else "nhwc"
-    if device == "cuda" and not hopper():
+    if device == "cuda" and not runs_hopper_kernels():
         return
     unit = 1 if pointwise else 8
     size = 1 if pointwise else draw(1, 5)

@@ -18,7 +18,7 @@ from braze._ops._common import below_autograd
 from braze._ops.again import Again
 from braze._ops.conv_bn_act import ForkedConvBnAct, conv_bn_act
 from braze._step_scope import StepScope
-from common import assert_by_rule, check_against_stock
+from common import assert_by_rule, check_against_stock, hopper_only, runs_hopper_kernels
 
 op = torch.ops.braze.conv_bn_act.default
 FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
@@ -293,7 +293,7 @@ def test_added(device, dtype, case, form, tf32):
         pytest.skip("as without TF32")
     if device == "cpu" and n * c * k * h * w > 1 << 26:
         pytest.skip("takes the CPU seconds")
-    hopper = device == "cuda" and torch.cuda.get_device_capability() == (9, 0)
+    hopper = runs_hopper_kernels(device)
     forward = torch.ops.braze.conv_bn_relu2d.default
     backward = torch.ops.braze.conv_bn_relu2d_backward.default
     x, weight, _, _, gamma, beta = inputs(device, dtype, form, True, n, c, k, h)
@@ -333,8 +333,7 @@ def test_added(device, dtype, case, form, tf32):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_products_in_16_bits_add_on_the_way(gpu, dtype):
     """Also where cuDNN would make the gradient alone."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the kernel is for compute capability 9.0")
+    hopper_only("cuda")
     x, added = (
         torch.randn(64, 256, 14, 14, device="cuda").to(dtype, memory_format=torch.channels_last)
         for _ in range(2)

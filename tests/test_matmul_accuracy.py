@@ -3,10 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as stock
-from matmul_common import hopper_only, majors
+from matmul_common import majors
 
 import braze
-from common import assert_by_rule, check_against_stock
+from common import assert_by_rule, check_against_stock, hopper_only
 from conftest import cuda_only
 
 # For each tile shape of mma_sync in fp64, extents that are aligned and others that are not; some

@@ -7,7 +7,7 @@ import importlib
 import pytest
 import torch
 import torch.nn.functional as stock
-from matmul_common import cuda_kernels_of, hopper_only
+from matmul_common import cuda_kernels_of
 from test_conv2d_products import set_tf32
 from test_convert_residual import Bottleneck
 from torch import nn
@@ -18,7 +18,7 @@ import braze.nn.functional as F
 from braze._ops import norm_grads
 from braze._ops._common import below_autograd
 from braze._step_scope import StepScope
-from common import assert_by_rule
+from common import assert_by_rule, hopper_only, runs_hopper_kernels
 
 CHANNELS_LAST = torch.channels_last
 # n, c (the norm's), k, h, w, filter, stride: whole tiles, parts of tiles, more than one column of
@@ -425,7 +425,7 @@ def test_batch_norm_before_a_convolution_alone(device, used, monkeypatch, in_pla
         return stock.conv2d(y + z if in_place else y, weight)
 
     ours = gradients_in_a_step(work, z, weight)
-    hopper = device == "cuda" and torch.cuda.get_device_capability() == (9, 0)
+    hopper = runs_hopper_kernels(device)
     assert (used[True] > 0) == (hopper and not in_place)
     wide = [t.detach().double().requires_grad_() for t in (z, weight)]
     exact = torch.autograd.grad(plain(*wide).square().sum(), wide)
