@@ -98,13 +98,72 @@ def test_layouts(device, dtype):
         assert grad.is_contiguous(memory_format=fmt), name
 
 
-def test_gradients_of_channels_last(device, dtype):
-    x = torch.randn(3, 8, 6, 6, device=device).to(dtype).to(memory_format=torch.channels_last)
+# (shape, groups): groups of whole vectors of channels and not, of one channel, all channels as one;
+# parts of one image, images in plenty; single elements, and channels in tiles
+CHANNELS_LAST = [
+    ((3, 8, 6, 6), 2),
+    ((2, 40, 9, 12), 4),
+    ((2, 320, 7, 9), 32),
+    ((2, 16, 14, 14), 16),
+    ((1, 264, 20, 31), 1),
+    ((1, 96, 64, 65), 8),
+    ((150, 24, 3, 4), 3),
+    ((2, 7, 10, 11), 7),
+    ((1, 2056, 5, 3), 8),
+]
+
+
+def channels_last(shape, device, dtype):
+    x = torch.randn(shape, device=device).to(dtype)
+    return x.to(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize(("shape", "groups"), CHANNELS_LAST, ids=str)
+def test_channels_last(device, dtype, shape, groups):
     check_against_stock(
-        lambda x, w, b: F.group_norm(x, 2, w, b),
-        lambda x, w, b: stock.group_norm(x, 2, w, b),
-        [x.requires_grad_(), *parameters(8, device, dtype)],
+        lambda x, w, b: F.group_norm(x, groups, w, b),
+        lambda x, w, b: stock.group_norm(x, groups, w, b),
+        [
+            channels_last(shape, device, dtype).requires_grad_(),
+            *parameters(shape[1], device, dtype),
+        ],
     )
+
+
+def test_channels_last_without_parameters(device, dtype):
+    x = channels_last((2, 24, 8, 9), device, dtype).requires_grad_()
+    check_against_stock(lambda x: F.group_norm(x, 3), lambda x: stock.group_norm(x, 3), [x])
+    check_against_stock(F.instance_norm, stock.instance_norm, [x])
+
+
+def test_channels_last_beside_a_contiguous_gradient(device, dtype):
+    x = channels_last((2, 24, 8, 9), device, dtype).requires_grad_()
+    grad = torch.randn(x.shape, device=device).to(dtype)
+    check_against_stock(
+        lambda x: F.group_norm(x, 3), lambda x: stock.group_norm(x, 3), [x], grad_output=grad
+    )
+
+
+def test_unaligned_channels_last(device, dtype):
+    memory = torch.randn(2 * 8 * 64 + 1, device=device).to(dtype)
+    x = memory[1:].view(2, 8, 8, 8).permute(0, 3, 1, 2)
+    assert x.is_contiguous(memory_format=torch.channels_last)
+    check_against_stock(
+        lambda x: F.group_norm(x, 2), lambda x: stock.group_norm(x, 2), [x.requires_grad_()]
+    )
+
+
+def test_channels_last_is_repeatable(device):
+    x = channels_last((2, 64, 33, 31), device, torch.bfloat16).requires_grad_()
+    weight, bias = parameters(64, device, torch.bfloat16)
+    grad = torch.randn_like(x)
+
+    def run():
+        y = F.group_norm(x, 8, weight, bias)
+        return y, *torch.autograd.grad(y, (x, weight, bias), grad)
+
+    for first, second in zip(run(), run(), strict=True):
+        assert torch.equal(first, second)
 
 
 def test_unaligned_storage_offset(device, dtype):
@@ -114,25 +173,29 @@ def test_unaligned_storage_offset(device, dtype):
     )
 
 
+@pytest.mark.parametrize("fmt", [torch.contiguous_format, torch.channels_last], ids=str)
 @pytest.mark.parametrize("extent", [4, 30, 200])
-def test_large_mean(device, extent):
-    x = (torch.randn(2, 6, extent, extent, device=device) + 1e4).requires_grad_()
+def test_large_mean(device, extent, fmt):
+    x = torch.randn(2, 6, extent, extent, device=device) + 1e4
+    x = x.to(memory_format=fmt).requires_grad_()
     check_against_stock(lambda x: F.group_norm(x, 3), lambda x: stock.group_norm(x, 3), [x])
     _, mean, rstd = torch.ops.braze.group_norm(x, None, None, 3, 1e-5)
-    rows = x.detach().double().view(2, 3, -1)
+    rows = x.detach().double().reshape(2, 3, -1)
     torch.testing.assert_close(mean.double(), rows.mean(2), rtol=3e-7, atol=1e-6)
     expected = (rows.var(2, correction=0) + 1e-5).rsqrt()
     torch.testing.assert_close(rstd.double(), expected, rtol=3e-6, atol=0)
 
 
-def test_special_values(device, dtype):
+@pytest.mark.parametrize("fmt", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_special_values(device, dtype, fmt):
     x = torch.randn(6, 4, 5, 5, device=device)
     x[0, 0, 0, 0], x[1, 1, 0, 0], x[2, 3, 1, 1] = float("nan"), float("inf"), -float("inf")
     x[3] = 0.5  # no variance
     x[4] = 1e-40
-    x = x.to(dtype)
+    x = x.to(dtype).to(memory_format=fmt)
     actual, expected = F.group_norm(x, 2), stock.group_norm(x, 2)
-    for a, e, r in zip(actual, expected, stock.group_norm(x.double(), 2), strict=True):
+    exact = stock.group_norm(x.double().contiguous(), 2)
+    for a, e, r in zip(actual, expected, exact, strict=True):
         assert_by_rule(a, e, r)
 
 
@@ -164,9 +227,10 @@ def test_gradcheck(device):
     assert torch.autograd.gradgradcheck(F.instance_norm, x)
 
 
-def test_gradients_by_mask(device, dtype):
+@pytest.mark.parametrize("fmt", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_gradients_by_mask(device, dtype, fmt):
     """Each subset of gradients equals that part of all of them."""
-    x = torch.randn(3, 6, 5, 6, device=device).to(dtype)
+    x = torch.randn(3, 6, 5, 6, device=device).to(dtype).to(memory_format=fmt)
     weight, bias = (p.detach() for p in parameters(6, device, dtype))
     y, mean, rstd = torch.ops.braze.group_norm(x, weight, bias, 3, 1e-5)
     backward = torch.ops.braze.group_norm_backward

@@ -86,6 +86,8 @@ void group_gradient(const GroupNormShape& shape, int64_t row, const T* dy, const
 
 }  // namespace
 
+bool group_norm_takes_channels_last() { return false; }
+
 int64_t group_norm_forward_workspace_bytes(const GroupNormShape&) { return 0; }
 
 void group_norm(Stream, const GroupNormShape& shape, const void* x, const BatchNormAffine& affine,

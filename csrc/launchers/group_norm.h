@@ -6,12 +6,13 @@
 
 namespace braze {
 
-// n images of c channels with `inner` elements each, [n, c, inner] in memory; each of `groups` runs
-// of neighbouring channels is normalised by itself in each image. Statistics are kept in float32
-// (float64 for float64 input): "statistics dtype".
+// n images of c channels with `inner` elements each, [n, c, inner] in memory or, channels_last,
+// [n, inner, c]; each of `groups` runs of neighbouring channels is normalised by itself in each
+// image. Statistics are kept in float32 (float64 for float64 input): "statistics dtype".
 struct GroupNormShape {
   DType dtype;
   int64_t n, c, inner, groups;
+  bool channels_last = false;
 
   int64_t planes() const { return n * c; }
   int64_t rows() const { return n * groups; }
@@ -30,13 +31,17 @@ struct GroupNormGradients {
 
 namespace BRAZE_DEVICE {
 
+// Whether the functions below take channels_last tensors, which are aligned to 16 bytes then.
+bool group_norm_takes_channels_last();
+
 // y = (x - mean) rstd weight + bias, where rstd = 1 / sqrt(biased variance + eps). Parameters are
 // [c] each, or nullptr. mean and rstd, [n, groups] in the statistics dtype, are results.
 void group_norm(Stream stream, const GroupNormShape& shape, const void* x,
                 const BatchNormAffine& affine, double eps, void* y, void* mean, void* rstd,
                 void* workspace);
 
-// Moments of each plane, where a group is too long for threads to hold; else 0.
+// Moments of each plane, where a group is too long for threads to hold, or of parts of each channel
+// of channels_last images; else 0.
 int64_t group_norm_forward_workspace_bytes(const GroupNormShape& shape);
 
 // Sums of each plane of `inner` elements, and what dx is made with.

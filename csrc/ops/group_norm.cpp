@@ -13,19 +13,28 @@ GroupNormShape checked_shape(const char* op, const Tensor& input, int64_t num_gr
               ": Expected number of channels in input to be divisible by num_groups, but got input "
               "of shape ",
               shape_string(input), " and num_groups=", num_groups);
-  return {planes.dtype, planes.n, planes.c, planes.inner, num_groups};
+  const bool channels_last = keeps_channels_last(planes) && dev::group_norm_takes_channels_last();
+  return {planes.dtype, planes.n, planes.c, planes.inner, num_groups, channels_last};
 }
 
-// The kernels are for planes: contiguous.
-Tensor as_planes(const DeviceContext& context, const GroupNormShape& shape, const Tensor& t) {
+// As the kernels take it: in the shape's layout. Where they take none but planes, these are made.
+Tensor as_taken(const DeviceContext& context, const GroupNormShape& shape, const Tensor& t) {
+  if (shape.channels_last) {
+    return in_layout({shape.dtype, shape.n, shape.c, shape.inner, true}, t);
+  }
   if (!is_channels_last(t)) return as_contiguous(t);
   return transposed(context, t, sizes_of(t), shape.n, shape.inner, shape.c);
 }
 
-// A tensor of the input's format that run(memory) fills, which is planes.
+// A tensor of the input's format that run(memory) fills, in the shape's layout.
 template <typename F>
 Tensor written(const DeviceContext& context, const GroupNormShape& shape, const Tensor& input,
                const F& run) {
+  if (shape.channels_last) {
+    Tensor result = empty_4d(sizes_of(input), input, true);
+    run(result.mutable_data_ptr());
+    return result;
+  }
   Tensor planes = empty(sizes_of(input), input);
   run(planes.mutable_data_ptr());
   if (!is_channels_last(input)) return planes;
@@ -56,7 +65,7 @@ std::tuple<Tensor, Tensor, Tensor> group_norm(const Tensor& input, std::optional
   }
   Tensor mean = empty(groups, input, statistics_type(input));
   Tensor rstd = empty(groups, input, statistics_type(input));
-  const Tensor x = as_planes(context, shape, input);
+  const Tensor x = as_taken(context, shape, input);
   const auto w = dense(weight), b = dense(bias);
   const Workspace workspace(dev::group_norm_forward_workspace_bytes(shape), input);
   const Tensor out = written(context, shape, input, [&](void* y) {
@@ -96,7 +105,7 @@ std::tuple<Tensor, Tensor, Tensor> group_norm_backward(
   if (no_elements) {
     return {output_mask[0] ? unwritten(input) : empty({0}, input), grad_weight, grad_bias};
   }
-  const Tensor x = as_planes(context, shape, input), dy = as_planes(context, shape, grad_output);
+  const Tensor x = as_taken(context, shape, input), dy = as_taken(context, shape, grad_output);
   const auto w = dense(weight);
   const Tensor m = as_contiguous(mean), r = as_contiguous(rstd);
   const Workspace workspace(dev::group_norm_workspace_bytes(shape), input);

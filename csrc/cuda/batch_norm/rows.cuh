@@ -95,6 +95,46 @@ struct BackwardRowWorker : RowWorker<N> {
   int64_t step, last;
 };
 
+// The rows of a block that are the thread's line's, backwards, U at a time: load(u, offset) of all
+// of them, then f(u, offset). offset: of the thread's vector.
+template <int U, int N, typename Load, typename F>
+__device__ __forceinline__ void each_row_backwards(const RowPlan& plan,
+                                                   const BackwardRowWorker<N>& me, const Load& load,
+                                                   const F& f) {
+  for (int64_t row = me.line; row < me.rows; row += int64_t{plan.height} * U) {
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+      const int64_t r = row + u * plan.height;
+      if (r < me.rows) load(u, me.offset(r));
+    }
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+      const int64_t r = row + u * plan.height;
+      if (r >= me.rows) break;
+      f(u, me.offset(r));
+    }
+  }
+}
+// The same forwards.
+template <int U, int N, typename Load, typename F>
+__device__ __forceinline__ void each_row_forwards(const RowPlan& plan, const RowWorker<N>& me,
+                                                  const Load& load, const F& f) {
+  const int64_t step = plan.vectors * N, first = me.begin * step + me.channel;
+  for (int64_t row = me.line; row < me.rows; row += int64_t{plan.height} * U) {
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+      const int64_t r = row + u * plan.height;
+      if (r < me.rows) load(u, first + r * step);
+    }
+#pragma unroll
+    for (int u = 0; u < U; ++u) {
+      const int64_t r = row + u * plan.height;
+      if (r >= me.rows) break;
+      f(u, first + r * step);
+    }
+  }
+}
+
 // Shared memory of row_totals.
 template <typename A, int kSums, int N>
 using RowTotals = A[kSums][N * (kMostRowThreads + 32)];
@@ -239,23 +279,16 @@ __global__ void __launch_bounds__(kMostRowThreads)
   const Coefficients center(args.statistics.mean, me.channel);
   const Coefficients scale(args.statistics.scale, me.channel);
   const Coefficients shift(args.statistics.shift, me.channel);
-  for (int64_t row = me.line; row < me.rows; row += int64_t{plan.height} * U) {
-    Packed<T, N> x[U], residual[U];
-#pragma unroll
-    for (int u = 0; u < U; ++u) {
-      const int64_t r = row + u * plan.height;
-      if (r < me.rows) {
-        x[u].load(args.x + me.offset(r));
-        if (args.residual) residual[u].load(args.residual + me.offset(r));
-      }
-    }
-#pragma unroll
-    for (int u = 0; u < U; ++u) {
-      const int64_t r = row + u * plan.height;
-      if (r >= me.rows) break;
-      apply_vector<kCode>(args, me.offset(r), x[u], residual[u], center, scale, shift);
-    }
-  }
+  Packed<T, N> x[U], residual[U];
+  each_row_backwards<U>(
+      plan, me,
+      [&](int u, int64_t offset) {
+        x[u].load(args.x + offset);
+        if (args.residual) residual[u].load(args.residual + offset);
+      },
+      [&](int u, int64_t offset) {
+        apply_vector<kCode>(args, offset, x[u], residual[u], center, scale, shift);
+      });
 }
 
 template <typename T, int N, ActivationCode kCode>
@@ -266,39 +299,31 @@ __global__ void __launch_bounds__(kMostRowThreads)
   constexpr int U = N == 8 ? 3 : kSumLoads / 2;  // as many as registers hold
   __shared__ RowTotals<A, 2, N> shared;
   const RowWorker<N> me(plan, blockIdx.x);
-  const int64_t step = plan.vectors * N, first = me.begin * step + me.channel;
   A v[2][N] = {};  // sums of the gradient, and of it times deviations
   if (me.works) {
     using Coefficients = PerElement<A, N, false>;
     const Coefficients center(args.statistics.mean, me.channel);
     const Coefficients scale(args.statistics.scale, me.channel);
     const Coefficients shift(args.statistics.shift, me.channel);
-    for (int64_t row = me.line; row < me.rows; row += int64_t{plan.height} * U) {
-      Packed<T, N> dy[U], x[U], residual[U];
-      uint8_t open[U];
-#pragma unroll
-      for (int u = 0; u < U; ++u) {
-        const int64_t r = row + u * plan.height, offset = first + r * step;
-        if (r < me.rows) {
+    Packed<T, N> dy[U], x[U], residual[U];
+    uint8_t open[U];
+    each_row_forwards<U>(
+        plan, me,
+        [&](int u, int64_t offset) {
           dy[u].load(args.dy + offset);
           x[u].load(args.x + offset);
           if (args.residual) residual[u].load(args.residual + offset);
           if (args.mask) open[u] = args.mask[offset / N];
-        }
-      }
-#pragma unroll
-      for (int u = 0; u < U; ++u) {
-        const int64_t r = row + u * plan.height;
-        if (r >= me.rows) break;
-        sum_vector<kCode>(
-            args, dy[u], x[u], residual[u], open[u], center, scale, shift,
-            [&](const Vec<T, N>& kept) { store_vec(args.dresidual + first + r * step, kept); },
-            [&](int k, A g, A product) {
-              v[0][k] += g;
-              v[1][k] += product;
-            });
-      }
-    }
+        },
+        [&](int u, int64_t offset) {
+          sum_vector<kCode>(
+              args, dy[u], x[u], residual[u], open[u], center, scale, shift,
+              [&](const Vec<T, N>& kept) { store_vec(args.dresidual + offset, kept); },
+              [&](int k, A g, A product) {
+                v[0][k] += g;
+                v[1][k] += product;
+              });
+        });
   }
   A totals[2];
   row_totals(v, totals, shared, plan);
@@ -320,24 +345,17 @@ __global__ void __launch_bounds__(kMostRowThreads)
   const Coefficients shift(args.statistics.shift, me.channel);
   const Coefficients by_input(args.coefficients.by_input, me.channel);
   const Coefficients constant(args.coefficients.offset, me.channel);
-  for (int64_t row = me.line; row < me.rows; row += int64_t{plan.height} * U) {
-    Packed<T, N> dy[U], x[U];
-#pragma unroll
-    for (int u = 0; u < U; ++u) {
-      const int64_t r = row + u * plan.height;
-      if (r < me.rows) {
-        dy[u].load(args.dy + me.offset(r));
-        if (args.x) x[u].load(args.x + me.offset(r));
-      }
-    }
-#pragma unroll
-    for (int u = 0; u < U; ++u) {
-      const int64_t r = row + u * plan.height;
-      if (r >= me.rows) break;
-      input_grad_vector<kCode>(args, me.offset(r), dy[u], x[u], center, by_grad, shift, by_input,
-                               constant);
-    }
-  }
+  Packed<T, N> dy[U], x[U];
+  each_row_backwards<U>(
+      plan, me,
+      [&](int u, int64_t offset) {
+        dy[u].load(args.dy + offset);
+        if (args.x) x[u].load(args.x + offset);
+      },
+      [&](int u, int64_t offset) {
+        input_grad_vector<kCode>(args, offset, dy[u], x[u], center, by_grad, shift, by_input,
+                                 constant);
+      });
 }
 
 }  // namespace braze::cuda

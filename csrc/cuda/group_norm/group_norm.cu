@@ -3,12 +3,13 @@
 // (csrc/cuda/layer_norm/normalise.cuh). Backward, a block has a group's dy and x in shared memory,
 // whose planes, a channel in an image each, its warps sum. Where shared memory does not hold a
 // group, each plane is summed by a team of threads; a small kernel merges a group's planes, and a
-// pass over the planes makes y or dx. launch_ordered_sum adds up a channel's planes. No atomics:
-// bitwise repeatable.
+// pass over the planes makes y or dx. launch_ordered_sum adds up a channel's planes. Channels_last
+// images have kernels of their own (channels_last.cuh). No atomics: bitwise repeatable.
 //
 // Bytes per element of a 16-bit tensor: forward 4 (x, y), else 6; backward 6 (dy, x, dx), else 10.
 #include "launchers/group_norm.h"
 
+#include "channels_last.h"
 #include "cuda/common/fast_div.cuh"
 #include "cuda/common/ordered_sum.cuh"
 #include "cuda/layer_norm/normalise.cuh"
@@ -20,15 +21,6 @@ const KernelEntry kEntry({"group_norm", "planes", "float64 float32 bfloat16 floa
                           true, "a group in registers or shared memory, else plane by plane"});
 
 constexpr int kGroupThreads = 128;  // of kernels with a warp per group
-
-// A channel's parameter, of T or, where `wide`, of acc_t<T>; `absent` where there is none.
-template <typename T>
-__device__ __forceinline__ acc_t<T> parameter_of(const void* values, bool wide, int64_t channel,
-                                                 acc_t<T> absent) {
-  acc_t<T> p[1];
-  load_parameters<1, T>(values, wide, channel, absent, p);
-  return p[0];
-}
 
 // A weight and a bias for each plane of at least N elements, so that a vector has those of two at
 // most, and of one where not kAcross.
@@ -517,7 +509,10 @@ void sum_planes(cudaStream_t stream, const GroupNormShape& shape, const PlaneArg
 
 }  // namespace
 
+bool group_norm_takes_channels_last() { return true; }
+
 int64_t group_norm_forward_workspace_bytes(const GroupNormShape& shape) {
+  if (shape.channels_last) return images_forward_workspace_bytes(shape);
   int64_t bytes = 0;
   dispatch(shape.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
@@ -532,6 +527,9 @@ int64_t group_norm_forward_workspace_bytes(const GroupNormShape& shape) {
 void group_norm(Stream stream, const GroupNormShape& shape, const void* x,
                 const BatchNormAffine& affine, double eps, void* y, void* mean, void* rstd,
                 void* workspace) {
+  if (shape.channels_last) {
+    return normalise_images(stream, shape, x, affine, eps, y, mean, rstd, workspace);
+  }
   const bool wide = affine.dtype != shape.dtype;
   dispatch(shape.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
@@ -578,9 +576,18 @@ void group_norm(Stream stream, const GroupNormShape& shape, const void* x,
   check_launch("group_norm");
 }
 
-int64_t group_norm_workspace_bytes(const GroupNormShape& shape) {
+namespace {
+
+// Of what every backward pass has in the workspace: Memory.
+int64_t memory_bytes(const GroupNormShape& shape) {
   const int64_t element = shape.dtype == DType::kFloat64 ? 8 : 4;
-  return 2 * (shape.planes() + shape.rows()) * element;
+  return ceil_div(2 * (shape.planes() + shape.rows()) * element, int64_t{64}) * 64;
+}
+
+}  // namespace
+
+int64_t group_norm_workspace_bytes(const GroupNormShape& shape) {
+  return memory_bytes(shape) + (shape.channels_last ? images_backward_workspace_bytes(shape) : 0);
 }
 
 void group_norm_backward(Stream stream, const GroupNormShape& shape, const void* dy, const void* x,
@@ -608,22 +615,34 @@ void group_norm_backward(Stream stream, const GroupNormShape& shape, const void*
         is_vec_aligned(args.dy) && is_vec_aligned(args.x) && is_vec_aligned(args.dx);
     // What an image leaves of the parameters' gradients that are wanted, side by side.
     const bool both = gradients.weight && gradients.bias;
+    const int64_t pitch = shape.c * (1 + both);
+    const auto sums_of_images = [&] {
+      args.dot = gradients.weight ? memory.sum : nullptr;
+      args.sum = gradients.bias ? memory.sum + both * shape.c : nullptr;
+    };
     bool held = false;
+    if (shape.channels_last) {
+      held = true;
+      sums_of_images();
+      image_gradients(stream, shape, dy, x, affine, mean, rstd, gradients.x,
+                      {args.dot, args.sum, pitch},
+                      static_cast<char*>(workspace) + memory_bytes(shape));
+    }
     with_plane_vectors<T>(shape.inner, aligned, [&](auto width) {
       constexpr int N = decltype(width)::value;
       if constexpr (N > 1) {
+        if (held) return;
         const HeldGroupPlan plan = plan_held_group<T>(shape, N, aligned);
         if (plan.threads == 0) return;
         held = true;
-        args.dot = gradients.weight ? memory.sum : nullptr;
-        args.sum = gradients.bias ? memory.sum + both * shape.c : nullptr;
+        sums_of_images();
         const auto kernel = held_group_kernel<N, T>;
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.bytes);
         const auto blocks = static_cast<unsigned>(
             std::min<int64_t>(shape.rows(), int64_t{sm_count()} * plan.blocks));
         launch_early(kernel, blocks, plan.threads, plan.bytes, stream, shape.rows(),
-                     static_cast<int>(shape.groups), static_cast<int>(shape.inner),
-                     shape.c * (1 + both), plan, args);
+                     static_cast<int>(shape.groups), static_cast<int>(shape.inner), pitch, plan,
+                     args);
         check_launch("group_norm_backward");
       }
     });

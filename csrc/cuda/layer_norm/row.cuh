@@ -36,6 +36,15 @@ __device__ __forceinline__ void load_parameters(const void* values, bool wide, i
   }
 }
 
+// A channel's parameter, of T or, where `wide`, of acc_t<T>; `absent` where there is none.
+template <typename T>
+__device__ __forceinline__ acc_t<T> parameter_of(const void* values, bool wide, int64_t channel,
+                                                 acc_t<T> absent) {
+  acc_t<T> p[1];
+  load_parameters<1, T>(values, wide, channel, absent, p);
+  return p[0];
+}
+
 // N elements of a Packed as accumulation values.
 template <typename T, int N>
 __device__ __forceinline__ void unpack(const Packed<T, N>& packed, acc_t<T> (&out)[N]) {
