@@ -1,5 +1,7 @@
 """conv2d: public function, autograd Functions, fake kernels. Kernels: csrc/cuda/conv2d/."""
 
+import operator
+
 import torch
 from torch.utils import flop_counter
 
@@ -228,17 +230,25 @@ def pair(name, value):
     if type(value) is tuple and len(value) == 2 and type(value[0]) is type(value[1]) is int:
         return value
     values = tuple(value) if isinstance(value, (tuple, list)) else (value,)
-    for v in values:
-        if isinstance(v, bool) or not isinstance(v, (int, torch.SymInt)):
-            raise TypeError(
-                f"conv2d(): argument '{name}' must be an int or a tuple of ints, but got {value!r}"
-            )
+    try:
+        values = tuple([_integer(v) for v in values])
+    except TypeError:
+        raise TypeError(
+            f"conv2d(): argument '{name}' must be an int or a tuple of ints, but got {value!r}"
+        ) from None
     if len(values) not in (1, 2):
         raise RuntimeError(
             f"expected {name} to be a single integer value or a list of 2 values to match the "
             f"convolution dimensions, but got {name}={list(values)}"
         )
     return values if len(values) == 2 else values * 2
+
+
+def _integer(value):
+    """An int, or what torch takes for one: a number of numpy's, a tensor of one element."""
+    if isinstance(value, bool):
+        raise TypeError("a bool is no integer here")
+    return value if isinstance(value, (int, torch.SymInt)) else operator.index(value)
 
 
 def _same_padding(input, weight, stride, dilation):
