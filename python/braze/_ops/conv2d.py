@@ -251,6 +251,16 @@ def _integer(value):
     return value if isinstance(value, (int, torch.SymInt)) else operator.index(value)
 
 
+def number(name, value):
+    """An int, or what torch takes for one."""
+    try:
+        return value if type(value) is int else _integer(value)
+    except TypeError:
+        raise TypeError(
+            f"conv2d(): argument '{name}' must be int, not {type(value).__name__}"
+        ) from None
+
+
 def _same_padding(input, weight, stride, dilation):
     """Symmetric padding, and the input extended at the bottom and right where that is uneven."""
     if stride != (1, 1):
@@ -285,6 +295,7 @@ def geometry(input, weight, stride, padding, dilation):
 def op_arguments(input, weight, bias, stride, padding, dilation, groups):
     """A public function's arguments, of a 4-D input, as the op takes them."""
     input, stride, padding, dilation = geometry(input, weight, stride, padding, dilation)
+    groups = number("groups", groups)
     dtype = autocast_dtype(input)
     if dtype is not None:
         input, weight, bias = cast_to(dtype, input, weight, bias)
