@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as stock
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 import braze
 import braze.nn.functional as F
@@ -277,6 +278,25 @@ def test_module_without_running_statistics(device):
             torch.testing.assert_close(ours.state_dict(), theirs.state_dict())
             ours.eval()
             theirs.eval()
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_counts_in_other_dtypes(device, momentum):
+    """``module.type()`` casts the count of batches, too."""
+
+    def make():
+        torch.manual_seed(0)
+        head = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, momentum=momentum), nn.ReLU()
+        tail = nn.Conv2d(4, 5, 1), nn.BatchNorm2d(5, momentum=momentum), nn.SiLU()
+        return nn.Sequential(*head, nn.MaxPool2d(2), *tail, nn.BatchNorm2d(5, momentum=momentum))
+
+    theirs, ours = make().to(device), braze.convert(make()).to(device)
+    x = torch.randn(4, 3, 6, 6, device=device, dtype=torch.float64)
+    for model in (theirs, ours):
+        model.type(torch.float64)
+    for _ in range(3):
+        torch.testing.assert_close(ours(x), theirs(x))
+        torch.testing.assert_close(ours.state_dict(), theirs.state_dict())
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])

@@ -2,6 +2,7 @@ import copy
 import itertools
 import pickle
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as stock
@@ -163,6 +164,18 @@ def test_string_padding(device, kernel):
         check_against_stock(
             lambda x, w, p=padding, d=dilation: F.conv2d(x, w, padding=p, dilation=d),
             lambda x, w, p=padding, d=dilation: stock.conv2d(x, w, padding=p, dilation=d),
+            [x, w],
+        )
+
+
+def test_settings_that_torch_takes_for_integers(device):
+    x = randn(2, 4, 8, 9, device=device, dtype=torch.float64)
+    w = randn(4, 2, 3, 3, device=device, dtype=torch.float64)
+    two = numpy.int64(2)
+    for settings in ((two, two, two, two), ((two, 1), torch.tensor(1), [two, two], two)):
+        check_against_stock(
+            lambda x, w, s=settings: F.conv2d(x, w, None, *s),
+            lambda x, w, s=settings: stock.conv2d(x, w, None, *s),
             [x, w],
         )
 

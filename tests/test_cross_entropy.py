@@ -180,13 +180,15 @@ def test_autocast_follows_torch(device):
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         x = logits((3, 5), device, dtype)
         with torch.autocast(device, dtype=torch.bfloat16):
-            for settings in ({}, {"weight": weight.to(torch.promote_types(dtype, torch.float32))}):
+            weights = [weight.to(torch.promote_types(dtype, torch.float32))]
+            weights += [weight.bfloat16()] if dtype != torch.float64 else []
+            for settings in ({}, *({"weight": w} for w in weights)):
                 for name in ("cross_entropy", "nll_loss"):
                     loss = getattr(F, name)(x, target, **settings)
                     expected = getattr(stock, name)(x, target, **settings)
                     assert loss.dtype == expected.dtype
                     reference = getattr(stock, name)(
-                        x.float(), target, **(settings and {"weight": weight})
+                        x.float(), target, **{k: w.float() for k, w in settings.items()}
                     )
                     torch.testing.assert_close(loss.float(), reference)
             assert torch.ops.braze.cross_entropy(x, target)[0].dtype == expected.dtype

@@ -8,6 +8,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import braze
 from common import assert_by_rule
+from fake_cuda import FakeCuda
 from step_common import batches, loss_fn, make
 
 OPTIMIZERS = {
@@ -128,6 +129,31 @@ def test_skipped_updates_are_averaged_too(device, first):
         for a, s in zip(mine.parameters(), theirs.parameters(), strict=True):
             torch.testing.assert_close(a, s)
     assert trained[0][1].n_averaged == 5
+
+
+def test_averages_on_the_host():
+    """As ``ema.cpu()`` leaves them: the launch, which could not write to them, has none."""
+    trained = []
+    with FakeCuda():
+        for namespace in (braze.optim, torch.optim):
+            torch.manual_seed(0)
+            model, launched = torch.nn.Linear(3, 4).to("cuda"), []
+            optimizer = namespace.SGD(model.parameters(), lr=0.1)
+            if namespace is braze.optim:
+                average = braze.optim.EMA(model, optimizer, 0.5).cpu()
+                update = optimizer._update
+                optimizer._update = lambda group, launch, shared, update=update, seen=launched: (
+                    seen.append(launch.averages), update(group, launch, shared)
+                )  # fmt: skip
+            else:
+                average = averaged(model, optimizer, 0.5).cpu()
+            for _ in range(3):
+                model(torch.ones(2, 3, device="cuda")).sum().backward()
+                optimizer.step()
+            trained.append(average.state_dict())
+            assert launched == [[]] * 3 or namespace is torch.optim
+        assert average.module.weight.device.type == "cpu"
+    torch.testing.assert_close(*trained)
 
 
 def test_in_a_step(device):

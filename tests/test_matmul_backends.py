@@ -5,6 +5,7 @@ import torch
 from matmul_common import cuda_kernels_of, majors, own_kernels, randn
 
 import braze
+from braze import _config
 from common import assert_by_rule, check_against_stock, runs_hopper_kernels
 
 ROUND_TO_TF32 = ("09_wmma", "mma_sync", "wgmma", "stream_k")
@@ -112,6 +113,17 @@ def test_backend_is_kept_for_backward(device):
         out = braze.matmul(a, b)
         expected = braze.matmul(g, b.mT)
     assert torch.equal(torch.autograd.grad(out, a, g)[0], expected)
+
+
+def test_a_choice_may_be_entered_again():
+    chosen = _config.chosen_backend
+    ours = braze.backend(matmul="braze")
+    for _ in range(2):
+        with ours, braze.backend(conv2d="braze"):
+            with ours:
+                assert (chosen("matmul"), chosen("conv2d")) == ("braze", "braze")
+            assert (chosen("matmul"), chosen("conv2d")) == ("braze", "braze")
+        assert (chosen("matmul"), chosen("conv2d")) == ("auto", "auto")
 
 
 def test_which_library_runs_on_cuda(device):

@@ -852,6 +852,20 @@ def test_tensors_that_were_set_in_another_order(device, names):
             assert_equal([output[1], *model.buffers()], [twin(x), *twin.buffers()])
 
 
+def test_which_tensor_is_absent(device):
+    """Batch norm's weight and bias have the same shape."""
+    x = images(device)
+    for name in ("weight", "bias", "weight"):
+        model = on(device, layers)
+        nn.init.normal_(model[1].bias)
+        setattr(model[1], name, None)
+        twin = copy.deepcopy(model)
+        for _ in range(3):
+            with OneByOne():
+                expected = twin(x)
+            assert_equal([model(x)], [expected])
+
+
 @pytest.mark.parametrize("name", ["weight", "running_mean"])
 def test_plain_attributes_in_the_place_of_tensors(device, name):
     model, x = on(device, layers), images(device)

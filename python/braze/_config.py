@@ -94,14 +94,18 @@ class backend:
             if op not in _backends:
                 raise ValueError(f"backend: expected one of {', '.join(_backends)}, but got {op!r}")
             check_choice("backend", op, choice)
-        self._previous = dict(_backends)
+        self._choices, self._previous, self._entered = choices, [dict(_backends)], False
         _backends.update(choices)
 
     def __enter__(self):
+        if self._entered:  # again: what was set by the constructor has been taken back
+            self._previous.append(dict(_backends))
+            _backends.update(self._choices)
+        self._entered = True
         return self
 
     def __exit__(self, *exc):
-        _backends.update(self._previous)
+        _backends.update(self._previous.pop())
 
     def __repr__(self):
         return f"braze.backend({', '.join(f'{k}={v!r}' for k, v in _backends.items())})"

@@ -272,15 +272,17 @@ def batch_norm(
 def batch_norm_counting(
     input, running_mean, running_var, weight, bias, training, momentum, eps, num_batches_tracked
 ):
-    """:func:`batch_norm` that in training also adds one to the int64 `num_batches_tracked`, if not
-    None; without a momentum, the running statistics become the average over that many batches, or
-    stay as they are where nothing counts."""
+    """:func:`batch_norm` that in training also adds one to `num_batches_tracked`, if not None;
+    without a momentum, the running statistics become the average over that many batches, or stay as
+    they are where nothing counts."""
     if momentum is None and num_batches_tracked is None:
         momentum = 0.0
-    if not plain(input, weight, bias, running_mean, running_var):
-        if training and num_batches_tracked is not None:
-            num_batches_tracked.add_(1)
-            momentum = 1 / float(num_batches_tracked) if momentum is None else momentum
+    ours = plain(input, weight, bias, running_mean, running_var)
+    if training and not (ours and kernels_count(num_batches_tracked)):
+        count(num_batches_tracked)
+        momentum = 1 / float(num_batches_tracked) if momentum is None else momentum
+        num_batches_tracked = None
+    if not ours:
         norm = running_mean, running_var, weight, bias, training, momentum, eps
         return torch.nn.functional.batch_norm(input, *norm)
     uncounted = num_batches_tracked if training else None
@@ -301,6 +303,12 @@ def batch_norm_counting(
     except Exception:
         count(uncounted)
         raise
+
+
+def kernels_count(num_batches_tracked):
+    """Whether the kernels count in a tensor: not in one of another dtype than int64, such as
+    ``module.type(dtype)`` leaves, which casts all buffers."""
+    return num_batches_tracked is None or num_batches_tracked.dtype is torch.int64
 
 
 def count(num_batches_tracked):

@@ -25,6 +25,7 @@ from braze._ops.batch_norm import (
     empty_like_input,
     fake_parameter_gradients,
     gradients,
+    kernels_count,
     normalised,
 )
 from braze._ops.norm_grads import norm_backward_of, offer_norm, sums_of
@@ -276,7 +277,8 @@ def batch_norm_act(
     act = activation_of(activation, *settings)
     norm = weight, bias, training, momentum, eps, num_batches_tracked
     tensors = residual, weight, bias, running_mean, running_var
-    if not plain(input, *tensors) or not _goes_with(residual, input):
+    ours = plain(input, *tensors) and kernels_count(num_batches_tracked)
+    if not ours or not _goes_with(residual, input):
         output = batch_norm_counting(input, running_mean, running_var, *norm)
         return in_torch(act, output if residual is None else output + residual)
     if momentum is None and num_batches_tracked is None:

@@ -1,5 +1,7 @@
 """conv2d: public function, autograd Functions, fake kernels. Kernels: csrc/cuda/conv2d/."""
 
+import operator
+
 import torch
 from torch.utils import flop_counter
 
@@ -228,17 +230,35 @@ def pair(name, value):
     if type(value) is tuple and len(value) == 2 and type(value[0]) is type(value[1]) is int:
         return value
     values = tuple(value) if isinstance(value, (tuple, list)) else (value,)
-    for v in values:
-        if isinstance(v, bool) or not isinstance(v, (int, torch.SymInt)):
-            raise TypeError(
-                f"conv2d(): argument '{name}' must be an int or a tuple of ints, but got {value!r}"
-            )
+    try:
+        values = tuple([_integer(v) for v in values])
+    except TypeError:
+        raise TypeError(
+            f"conv2d(): argument '{name}' must be an int or a tuple of ints, but got {value!r}"
+        ) from None
     if len(values) not in (1, 2):
         raise RuntimeError(
             f"expected {name} to be a single integer value or a list of 2 values to match the "
             f"convolution dimensions, but got {name}={list(values)}"
         )
     return values if len(values) == 2 else values * 2
+
+
+def _integer(value):
+    """An int, or what torch takes for one: a number of numpy's, a tensor of one element."""
+    if isinstance(value, bool):
+        raise TypeError("a bool is no integer here")
+    return value if isinstance(value, (int, torch.SymInt)) else operator.index(value)
+
+
+def number(name, value):
+    """An int, or what torch takes for one."""
+    try:
+        return value if type(value) is int else _integer(value)
+    except TypeError:
+        raise TypeError(
+            f"conv2d(): argument '{name}' must be int, not {type(value).__name__}"
+        ) from None
 
 
 def _same_padding(input, weight, stride, dilation):
@@ -275,6 +295,7 @@ def geometry(input, weight, stride, padding, dilation):
 def op_arguments(input, weight, bias, stride, padding, dilation, groups):
     """A public function's arguments, of a 4-D input, as the op takes them."""
     input, stride, padding, dilation = geometry(input, weight, stride, padding, dilation)
+    groups = number("groups", groups)
     dtype = autocast_dtype(input)
     if dtype is not None:
         input, weight, bias = cast_to(dtype, input, weight, bias)

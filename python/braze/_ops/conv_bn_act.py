@@ -20,7 +20,7 @@ from braze._ops._common import (
 )
 from braze._ops.activation import activation as activation_of
 from braze._ops.again import again_of
-from braze._ops.batch_norm import check_settings
+from braze._ops.batch_norm import check_settings, kernels_count
 from braze._ops.batch_norm_act import (
     _batch_norm_act_backward,
     _fake,
@@ -201,6 +201,7 @@ def conv_bn_act(
         or torch.compiler.is_compiling()
         or weight is None
         or not plain(input, *others)
+        or not kernels_count(num_batches_tracked)
     ):
         return None
     if isinstance(padding, str):  # in training not measured

@@ -7,7 +7,7 @@ from torch.utils import flop_counter
 from braze import _config
 from braze._ops._bilinear import double_backward, masked
 from braze._ops._common import autocast_dtype, below_autograd, cast_to, eager, plain, register
-from braze._ops.conv2d import cast, fake_gradients, memory_format, pair
+from braze._ops.conv2d import cast, fake_gradients, memory_format, number, pair
 
 _ops = torch.ops.braze
 
@@ -194,7 +194,7 @@ def conv_transpose2d(
             pair("stride", stride),
             pair("padding", padding),
             pair("output_padding", output_padding),
-            groups,
+            number("groups", groups),
             pair("dilation", dilation),
         )
     except TypeError:  # torch's own, if it does not take them either

@@ -318,8 +318,9 @@ def cross_entropy(
             return _differentiable_in_weight(input, target, weight, reduction, label_smoothing)
     else:
         check_labels_fit(input, target)
-        if autocast and input.dtype in HALF_DTYPES:
-            dtype, weight = torch.float32, to_float32(weight)
+        if autocast:
+            weight = to_float32(weight)
+            dtype = torch.float32 if input.dtype in HALF_DTYPES else None
         check_weight_dtype(weight, dtype or input.dtype)
         refuse_weight_grad("cross_entropy", weight)
     if torch.compiler.is_compiling():

@@ -18,7 +18,7 @@ from braze._ops._common import (
     register,
     with_derivatives_of,
 )
-from braze._ops.batch_norm import batch_norm_counting, check_settings, count
+from braze._ops.batch_norm import batch_norm_counting, check_settings, count, kernels_count
 from braze._ops.batch_norm import gradients as batch_norm_gradients
 from braze._ops.conv2d import conv2d, conv2d_backward_flops, conv2d_flops
 from braze._ops.conv2d import geometry as conv2d_geometry
@@ -243,7 +243,7 @@ def as_one_op(
         forked: return an alias of the input beside it, see :class:`bn_relu.ForkedConvBnReLU2d`.
     """
     others = weight, bias, running_mean, running_var, bn_weight, bn_bias
-    if weight is None or not plain(input, *others):
+    if weight is None or not plain(input, *others) or not kernels_count(num_batches_tracked):
         return None
     if input.dim() != 4 or weight.dim() != 4:
         return None

@@ -146,14 +146,14 @@ def _describe(links, name, tensors, buffers):
 
 
 def _add(own, names, tensors, absent):
-    """Adds a layer's tensors of such names to some, and None to `absent` for each that it has not;
-    whether it has all of them, if as None, where torch keeps them."""
+    """Adds a layer's tensors of such names to some, and to `absent` the names of those that it has
+    not; whether it has all of them, if as None, where torch keeps them."""
     for name in names:
         if name not in own:
             return False
         tensor = own[name]
         if tensor is None:
-            absent.append(None)
+            absent.append(name)
         else:
             tensors.append(tensor)
     return True

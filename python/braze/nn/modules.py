@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from braze._ops._common import plain
-from braze._ops.batch_norm import batch_norm_counting
+from braze._ops.batch_norm import batch_norm_counting, kernels_count
 from braze._ops.conv_bn_act import conv_bn_act as one_conv_bn_act
 from braze._ops.fused import as_one_op
 from braze._ops.sync_batch_norm import sync_batch_norm
@@ -109,7 +109,7 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
         if group is None:
             settings = training, self.momentum, self.eps, batches
             return batch_norm_counting(input, mean, var, *parameters, *settings)
-        if not plain(input, *parameters, mean, var):
+        if not plain(input, *parameters, mean, var) or not kernels_count(batches):
             return super().forward(input)
         settings = self.momentum, self.eps, batches, group
         return sync_batch_norm(input, mean, var, *parameters, *settings)

@@ -202,8 +202,8 @@ class MultiTensor:
             states, step, shared = self._state_of(group, p, wanted)
             owner, sharded = p, type(p) not in _PLAIN and _sharded.is_sharded(p)
             average = averages.get(p) if averages else None
-            if average is not None and average.dtype != p.dtype:
-                average = None
+            if average is not None and (average.dtype, average.device) != (p.dtype, p.device):
+                average = None  # left to EMA
             if sharded:
                 kinds, kept = (*self._kinds, "average"), (*states, average)
                 p, grad, (*states, average) = _sharded.local(name, p, grad, kinds, kept)

@@ -11,9 +11,9 @@ class EMA(AveragedModel):
     Each step of the optimizer does what ``update_parameters(model)`` after it would: the first one
     copies the weights, the later ones make the average ``decay * average + (1 - decay) * weight``,
     also after an update that a ``GradScaler`` skips. What the optimizer does not update (parameters
-    without a gradient, or of another optimizer, and buffers) is averaged or copied behind its
-    launches, as torch has it. The state dict is torch's, and loads both ways; ``n_averaged`` is on
-    the parameters' device.
+    without a gradient, or of another optimizer, and buffers), and averages that ``ema.cpu()`` has
+    brought elsewhere, are averaged or copied behind its launches, as torch has it. The state dict
+    is torch's, and loads both ways; ``n_averaged`` is on the parameters' device.
 
     Args:
         model: a module; this one holds a copy of it.
