@@ -320,7 +320,7 @@ def run(device, args, kind=Cell, batches=()):
 
 def line(row):
     """A row for the terminal."""
-    figures = row["error"] or f"{row['ms']:>7} ms, first steps {row['first_s']} s, "
-    if not row["error"]:
-        figures += f"{row['memory_mb']} MB" if row["memory_mb"] != "" else ""
+    figures = row["error"] or f"{row['ms']:>7} ms, first steps {row['first_s']} s"
+    if not row["error"] and row["memory_mb"] != "":
+        figures += f", {row['memory_mb']} MB"
     return f"{row['network']:<16} {row['batch']:>5} {row['precision']} {row['mode']:<30} {figures}"

@@ -283,6 +283,19 @@ def pdl(c):
     c.note(210, 120, "its blocks take what room there is, and wait before they read")
 
 
+@card(150)
+def cooperative_launch(c):
+    """Cooperative launch: all blocks meet at a barrier of the grid"""
+    for i, (first, second) in enumerate(((120, 110), (150, 110), (95, 110))):
+        c.text(70, 33 + i * 32, f"block {i}", 11, "end")
+        c.box(80, 16 + i * 32, first, 26, BLUE, "first pass", 11)
+        c.box(80 + first, 16 + i * 32, 160 - first, 26, WHITE, "", 11, True)
+        c.box(240, 16 + i * 32, second, 26, GREEN, "second pass", 11)
+    c.line(240, 10, 240, 112, True)
+    c.note(240, 124, "barrier of the grid")
+    c.note(210, 142, "registers and shared memory keep what the first pass left there")
+
+
 @card(165)
 def cuda_graph(c):
     """CUDA graph: a chain and its branches"""

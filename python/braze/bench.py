@@ -4,6 +4,15 @@ import importlib
 import sys
 from pathlib import Path
 
+BATCH_HELP = (
+    "may be repeated; default, of convolutions: 64 and 256 (CPU: 16), of networks: their own, of "
+    "evaluation: 1 and 128, of population: 64 (CPU: 16)"
+)
+PRECISION_HELP = (
+    "of networks and evaluation (default: bf16), overhead and population (default: several); may "
+    "be repeated"
+)
+
 
 def add_arguments(parser):
     """Adds the subcommand's arguments to an ``argparse`` parser."""
@@ -18,7 +27,8 @@ def add_arguments(parser):
         "of networks, pass by pass, beside the best of cuDNN's engines and of torch; depthwise: "
         "depthwise convolutions of networks beside cuDNN's engines; networks: training steps of "
         "whole networks beside stock's modes; evaluation: the same without gradients; "
-        "norm_act: batch norm with addition and activation; "
+        "norm_act: batch norm with addition and activation, layer norm and group norm, beside a "
+        "copy of their bytes; "
         "optimizers: updates of all parameters beside torch's fused and foreach ones; "
         "overhead: the host's time for layers and steps in eager mode; "
         "population: many small networks in one step, and one after another; "
@@ -36,20 +46,19 @@ def add_arguments(parser):
     )
     parser.add_argument("--quick", action="store_true", help="few cases and repeats, nothing saved")
     parser.add_argument("--compile", action="store_true", help="time torch.compile of stock too")
-    add = parser.add_argument_group("of convolutions and networks").add_argument
-    many = {"action": "append", "help": "only this; may be repeated"}
-    add("--network", **many | {"help": "only networks whose name contains this; may be repeated"})
-    add("--batch", type=int, **many | {"help": "in the place of 64 and 256 (CPU: 16); repeatable"})
-    add("--mode", **many | {"help": "of networks: only modes whose name contains this"})
-    precisions = ["bf16", "fp16", "tf32", "fp32"]
-    add("--precision", choices=precisions, **many | {"help": "of networks: bf16"})
-    add("--members", type=int, **many | {"help": "of population: in the place of 8 and 32"})
+    add = parser.add_argument_group("of convolutions, networks and populations").add_argument
+    many, only_this = {"action": "append"}, "only this; may be repeated"
+    add("--network", **many, help="only networks whose name contains this; may be repeated")
+    add("--batch", type=int, **many, help=BATCH_HELP)
+    add("--mode", **many, help="of networks: only modes whose name contains this; may be repeated")
+    add("--precision", choices=["bf16", "fp16", "tf32", "fp32"], **many, help=PRECISION_HELP)
+    add("--members", type=int, **many, help="of population; default: 8 and 32 (CPU: 4)")
     add("--more", action="store_true", help="of networks: fifteen more of torchvision and timm")
-    add("--layout", choices=["channels_last", "contiguous"], **many)
-    add("--pass", dest="passes", choices=["fprop", "dgrad", "wgrad"], **many)
+    add("--layout", choices=["channels_last", "contiguous"], **many, help=only_this)
+    add("--pass", dest="passes", choices=["fprop", "dgrad", "wgrad"], **many, help=only_this)
     add("--seconds", type=float, help="leave out what has not begun by then")
     add("--engines", type=int, default=8, help="of cuDNN's, how many are tried (default: 8)")
-    add("--own", action="append", help="of our kernels, only this; may be repeated")
+    add("--own", **many, help="of our kernels of convolutions, only this; may be repeated")
     add("--anew", action="store_true", help="measure the rivals anew that an earlier run recorded")
     add("--tune", type=Path, metavar="PATH", help="add the fastest to this table of tuned choices")
     parser.add_argument("--results", type=Path, help="folder of the CSV files and MNIST JSON files")

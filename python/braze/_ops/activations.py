@@ -54,9 +54,9 @@ def _apply(input, name, *settings):
 def relu6(input, inplace=False):
     """min(max(input, 0), 6). As ``torch.nn.functional.relu6``.
 
-    This function and those below take and return what :func:`braze.nn.functional.relu` does, under
-    torch's names and defaults. In place, torch's own function runs. The second derivative and all
-    further ones are made of torch's ops.
+    In place, torch's own function runs. All else, of the other activations too, is as
+    :func:`braze.nn.functional.relu` has it, but that the second derivative and all further ones are
+    made of torch's ops.
     """
     if inplace or not plain(input):
         return stock.relu6(input, inplace)
@@ -64,30 +64,40 @@ def relu6(input, inplace=False):
 
 
 def hardtanh(input, min_val=-1.0, max_val=1.0, inplace=False):
-    """min(max(input, min_val), max_val). As ``torch.nn.functional.hardtanh``."""
+    """min(max(input, min_val), max_val). As ``torch.nn.functional.hardtanh``.
+
+    Dtypes, shapes and derivatives as of :func:`relu6`.
+    """
     if inplace or not plain(input) or not are_numbers(min_val, max_val):
         return stock.hardtanh(input, min_val, max_val, inplace)
     return _apply(input, "hardtanh", min_val, max_val)
 
 
 def leaky_relu(input, negative_slope=0.01, inplace=False):
-    """input, times the slope where it is negative. As ``torch.nn.functional.leaky_relu``."""
+    """input, times the slope where it is negative. As ``torch.nn.functional.leaky_relu``.
+
+    Dtypes, shapes and derivatives as of :func:`relu6`.
+    """
     if inplace or not plain(input) or not are_numbers(negative_slope):
         return stock.leaky_relu(input, negative_slope, inplace)
     return _apply(input, "leaky_relu", negative_slope)
 
 
 def silu(input, inplace=False):
-    """input * sigmoid(input). As ``torch.nn.functional.silu``."""
+    """input * sigmoid(input). As ``torch.nn.functional.silu``.
+
+    Dtypes, shapes and derivatives as of :func:`relu6`.
+    """
     if inplace or not plain(input):
         return stock.silu(input, inplace)
     return _apply(input, "silu")
 
 
 def gelu(input, *, approximate="none"):
-    """input times the normal distribution's function of it. As ``torch.nn.functional.gelu``.
+    """input times the cumulative normal distribution at it. As ``torch.nn.functional.gelu``.
 
     Args:
+        input: as of :func:`relu6`, like the result and its derivatives.
         approximate: "tanh" for the formula with tanh (Hendrycks and Gimpel, 2016), or "none".
     """
     if not plain(input) or not isinstance(approximate, str):
@@ -96,31 +106,46 @@ def gelu(input, *, approximate="none"):
 
 
 def hardswish(input, inplace=False):
-    """input * relu6(input + 3) / 6. As ``torch.nn.functional.hardswish``."""
+    """input * relu6(input + 3) / 6. As ``torch.nn.functional.hardswish``.
+
+    Dtypes, shapes and derivatives as of :func:`relu6`.
+    """
     if inplace or not plain(input):
         return stock.hardswish(input, inplace)
     return _apply(input, "hardswish")
 
 
 def hardsigmoid(input, inplace=False):
-    """relu6(input + 3) / 6. As ``torch.nn.functional.hardsigmoid``."""
+    """relu6(input + 3) / 6. As ``torch.nn.functional.hardsigmoid``.
+
+    Dtypes, shapes and derivatives as of :func:`relu6`.
+    """
     if inplace or not plain(input):
         return stock.hardsigmoid(input, inplace)
     return _apply(input, "hardsigmoid")
 
 
 def sigmoid(input):
-    """1 / (1 + exp(-input)). As ``torch.nn.functional.sigmoid``."""
+    """1 / (1 + exp(-input)). As ``torch.nn.functional.sigmoid``.
+
+    Dtypes, shapes and derivatives as of :func:`relu6`.
+    """
     return _apply(input, "sigmoid") if plain(input) else stock.sigmoid(input)
 
 
 def tanh(input):
-    """The hyperbolic tangent. As ``torch.nn.functional.tanh``."""
+    """The hyperbolic tangent. As ``torch.nn.functional.tanh``.
+
+    Dtypes, shapes and derivatives as of :func:`relu6`.
+    """
     return _apply(input, "tanh") if plain(input) else stock.tanh(input)
 
 
 def elu(input, alpha=1.0, inplace=False):
-    """input, or alpha * (exp(input) - 1) where it is negative. As ``torch.nn.functional.elu``."""
+    """input, or alpha * (exp(input) - 1) where it is negative. As ``torch.nn.functional.elu``.
+
+    Dtypes, shapes and derivatives as of :func:`relu6`.
+    """
     if inplace or not plain(input) or not are_numbers(alpha):
         return stock.elu(input, alpha, inplace)
     return _apply(input, "elu", alpha)
@@ -128,14 +153,20 @@ def elu(input, alpha=1.0, inplace=False):
 
 def celu(input, alpha=1.0, inplace=False):
     """input, or alpha * (exp(input / alpha) - 1) where it is negative. As
-    ``torch.nn.functional.celu``."""
+    ``torch.nn.functional.celu``.
+
+    Dtypes, shapes and derivatives as of :func:`relu6`.
+    """
     if inplace or not plain(input) or not are_numbers(alpha):
         return stock.celu(input, alpha, inplace)
     return _apply(input, "celu", alpha)
 
 
 def mish(input, inplace=False):
-    """input * tanh(log(1 + exp(input))). As ``torch.nn.functional.mish``."""
+    """input * tanh(log(1 + exp(input))). As ``torch.nn.functional.mish``.
+
+    Dtypes, shapes and derivatives as of :func:`relu6`.
+    """
     if inplace or not plain(input):
         return stock.mish(input, inplace)
     return _apply(input, "mish")

@@ -272,7 +272,9 @@ def batch_norm_act(
         and bias; the second derivative and all further ones are made of torch's ops.
 
     Raises:
-        As :func:`braze.nn.functional.batch_norm`; ValueError: an activation of another name.
+        ValueError: an activation of another name; else as
+            :func:`braze.nn.functional.batch_norm`.
+        TypeError, RuntimeError: as :func:`braze.nn.functional.batch_norm`.
     """
     act = activation_of(activation, *settings)
     norm = weight, bias, training, momentum, eps, num_batches_tracked

@@ -87,8 +87,9 @@ def bias_activation(input, bias, activation="gelu", settings=()):
         Other shapes and dtypes are computed, or refused, by torch.
 
     Raises:
-        ValueError: an activation of another name. TypeError: what are no tensors. RuntimeError:
-        shapes that do not broadcast.
+        ValueError: an activation of another name.
+        TypeError: an argument is not a tensor.
+        RuntimeError: shapes that do not broadcast.
     """
     act = activation_of(activation, *settings)
     check_tensor("bias_activation", "input", 1, input)

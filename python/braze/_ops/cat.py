@@ -155,8 +155,7 @@ def cat(tensors, dim=0, *, out=None):
     Returns:
         Of torch's shape, dtype and strides. Differentiable any number of times.
 
-    Raises:
-        What ``torch.cat`` raises.
+    Errors are those of ``torch.cat``.
     """
     if out is not None or not cat_takes(tensors, dim):
         return torch.cat(tensors, dim, out=out)

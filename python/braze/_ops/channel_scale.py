@@ -126,6 +126,10 @@ def channel_scale(input, scale):
 
     Returns:
         Same shape and memory format as `input`. Bitwise repeatable. Differentiable to any order.
+
+    Raises:
+        TypeError: an argument is not a tensor.
+        RuntimeError: shapes that do not broadcast.
     """
     check_tensor("channel_scale", "input", 1, input)
     if not _fits(input, scale):
@@ -200,6 +204,9 @@ def squeeze_excite(input, gate):
 
     Returns:
         Same shape and memory format as `input`. Differentiable as often as `gate`.
+
+    Raises:
+        TypeError: `input` is not a tensor.
     """
     check_tensor("squeeze_excite", "input", 1, input)
     records = torch.is_grad_enabled() and input.requires_grad

@@ -149,8 +149,12 @@ def relu_max_pool2d(
     Returns:
         [N, C, P, Q] in the input's dtype, channels_last unless `contiguous`. NaN and equal elements
         count as in :func:`max_pool2d`. Bitwise repeatable. Differentiable with respect to both; the
-        second derivative and all further ones are made of torch's ops. Windows that
-        :func:`pools_behind_relu` does not take are pooled by :func:`max_pool2d`.
+        second derivative and all further ones are made of torch's ops. Windows
+        of more than 3 x 3 elements, and strides other than 2, are left to :func:`max_pool2d`.
+
+    Raises:
+        TypeError: `input` or `bias` is not a tensor.
+        RuntimeError: a bias that does not fit; settings as in :func:`max_pool2d`.
     """
     check_tensor("relu_max_pool2d", "input", 1, input)
     if bias is not None:

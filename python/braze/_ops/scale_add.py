@@ -136,7 +136,8 @@ def scale_add(input, scale, residual):
         Other shapes and dtypes are computed, or refused, by torch.
 
     Raises:
-        TypeError: what are no tensors. RuntimeError: shapes that do not broadcast.
+        TypeError: an argument is not a tensor.
+        RuntimeError: shapes that do not broadcast.
     """
     for position, (name, tensor) in enumerate(
         (("input", input), ("scale", scale), ("residual", residual)), 1

@@ -44,11 +44,12 @@ class Muon(MultiTensor, torch.optim.Muon):
 
     Those are flattened to matrices of one row for each output channel. Constructor, state dict,
     hooks and learning-rate schedulers are torch's. The momentum of all parameters is one launch,
-    the Newton-Schulz iterations are braze's products in bfloat16, batched over parameters of one
-    shape and on a GPU of similar ones, and the update is a launch for each adjustment of the
-    learning rate. A 1-element float32 or float64 tensor as `lr` on the parameters' device is read
-    by the kernel. Works with ``torch.amp.GradScaler`` without waiting for the GPU; the gradients
-    themselves stay scaled. Formulas and sources: docs/optimizers.md.
+    the Newton-Schulz iterations are braze's products in bfloat16 (of float32 matrices on a GPU in
+    float16), batched over parameters of one shape and on a GPU of similar ones, and the update is a
+    launch for each adjustment of the learning rate. A 1-element float32 or float64 tensor as `lr`
+    on the parameters' device is read by the kernel. Works with ``torch.amp.GradScaler`` without
+    waiting for the GPU; the gradients themselves stay scaled. Formulas and sources:
+    docs/optimizers.md.
 
     Args:
         params: of two and more dimensions; use another optimizer for all others.

@@ -44,6 +44,10 @@ class Step:
 
         Returns:
             The step itself.
+
+        Raises:
+            TypeError: another loader.
+            ValueError: its data set is not on the model's device.
         """
         caller = self._parts.caller
         if not hasattr(loader, "gather_next"):
@@ -67,6 +71,9 @@ class Step:
 
         Yields:
             The loss of each step, as a call returns it.
+
+        Raises:
+            RuntimeError: no loader has been bound.
         """
         loader = self._parts.loader
         if loader is None:
