@@ -30,7 +30,7 @@ from braze.population import branches
 KEY = ("members", "batch", "precision", "mode")
 COLUMNS = [*KEY, "ms", "p20", "p80", "us_a_member", "memory_mb", "error", *results.ENVIRONMENT]
 WARM_UP, CHECKED = 4, 8
-STREAMS = (1, 4, 8, 32)  # beside the population's own number
+STREAMS = (1, 4, 16, 32)  # beside the population's own number
 IMAGES = 60_000
 
 

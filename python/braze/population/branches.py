@@ -11,7 +11,7 @@ from braze.step.prefetch import Prefetch
 
 #: Streams that the members' chains of kernels are dealt out to. Each member on a stream of its own
 #: would take all members' memory at once; on one stream, its members share it.
-STREAMS = 16
+STREAMS = 8
 _MOST_LOSSES = 1 << 26  # of a graph's buffer: 256 MiB in float32
 
 
