@@ -50,7 +50,7 @@ void bias_activation(Stream, const BiasActivationShape& shape, const Activation&
     using Bias = typename decltype(parameter)::type;
     for_each_sum(shape, static_cast<const T*>(x), static_cast<const Bias*>(bias),
                  [&](int64_t offset, int64_t count, acc_t<T>* v) {
-                   activate(activation, v, count);
+                   activate(activation, v, v, count);
                    T* to = static_cast<T*>(y) + offset;
 #pragma omp simd
                    for (int64_t j = 0; j < count; ++j) to[j] = T(v[j]);
@@ -73,7 +73,7 @@ void bias_activation_backward(Stream, const BiasActivationShape& shape,
                    const T* from = static_cast<const T*>(dy) + offset;
 #pragma omp simd
                    for (int64_t j = 0; j < count; ++j) grad[j] = A(from[j]);
-                   pass_back(activation, v, grad, count);
+                   pass_back(activation, v, grad, grad, count);
                    if (kept) std::copy(grad, grad + count, kept + offset);
                    if (!dx) return;
                    T* to = static_cast<T*>(dx) + offset;

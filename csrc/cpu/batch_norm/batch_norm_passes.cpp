@@ -152,7 +152,7 @@ void batch_norm_apply(Stream, const BatchNormShape& shape, const void* x, const 
       A v[kChunk];
       const T* in = static_cast<const T*>(x) + offset;
       before_activation(in, residual ? residual + offset : nullptr, count, k, at, v);
-      activate(tail.activation, v, count);
+      activate(tail.activation, v, v, count);
       T* out = static_cast<T*>(y) + offset;
 #pragma omp simd
       for (int64_t j = 0; j < count; ++j) out[j] = v[j];

@@ -60,7 +60,7 @@ struct GradSource {
       A v[kChunk];
       before_activation(x + offset, residual ? residual + offset : nullptr, count, statistics, at,
                         v);
-      pass_back(activation, v, grad, count);
+      pass_back(activation, v, grad, grad, count);
     }
     if (!kept) return;
     T* to = kept + offset;

@@ -1,5 +1,6 @@
-// Activations of arrays in the accumulation type: values go through a buffer in the cache, so that
-// each activation has one loop, which the compiler vectorises, for all ops and dtypes.
+// Activations of arrays in the accumulation type: values of other types go through a buffer in the
+// cache, so that each activation has one loop, which the compiler vectorises, for all ops and
+// dtypes.
 #pragma once
 
 #include <algorithm>
@@ -35,33 +36,46 @@ struct HostMath {
   }
 };
 
-// v[j] = f(v[j]).
+// condition ? a : b of values that are there in any case: of a conditional expression the compiler
+// may make a branch, around a load even, and no vectors then.
+inline float select(bool condition, float a, float b) {
+  const uint32_t mask = -static_cast<uint32_t>(condition);
+  return float_of((bits_of(a) & mask) | (bits_of(b) & ~mask));
+}
+inline double select(bool condition, double a, double b) { return condition ? a : b; }
+
+// to[j] = f(v[j]); `to` may be v.
 template <typename A>
-void activate(const Activation& activation, A* v, int64_t count) {
+void activate(const Activation& activation, const A* v, A* to, int64_t count) {
   const A first = static_cast<A>(activation.first), second = static_cast<A>(activation.second);
   if (!activation.smooth()) {
 #pragma omp simd
-    for (int64_t j = 0; j < count; ++j) v[j] = clamped(v[j], first, second);
+    for (int64_t j = 0; j < count; ++j) {  // as clamped()
+      const A above = select(v[j] < first, first, v[j]);
+      to[j] = select(above > second, second, above);
+    }
     return;
   }
   Smooth<A, HostMath>::with(activation.kind, [&](auto function, auto) {
 #pragma omp simd
-    for (int64_t j = 0; j < count; ++j) v[j] = function(v[j], first, second);
+    for (int64_t j = 0; j < count; ++j) to[j] = function(v[j], first, second);
   });
 }
 
-// grad[j] *= f'(v[j]).
+// to[j] = grad[j] f'(v[j]); `to` may be grad.
 template <typename A>
-void pass_back(const Activation& activation, const A* v, A* grad, int64_t count) {
+void pass_back(const Activation& activation, const A* v, const A* grad, A* to, int64_t count) {
   const A first = static_cast<A>(activation.first), second = static_cast<A>(activation.second);
   if (!activation.smooth()) {
 #pragma omp simd
-    for (int64_t j = 0; j < count; ++j) grad[j] = through_clamp(grad[j], v[j], first, second);
+    for (int64_t j = 0; j < count; ++j) {  // as through_clamp()
+      to[j] = select((v[j] <= first) | (v[j] >= second), A(0), grad[j]);
+    }
     return;
   }
   Smooth<A, HostMath>::with(activation.kind, [&](auto, auto slope) {
 #pragma omp simd
-    for (int64_t j = 0; j < count; ++j) grad[j] *= slope(v[j], first, second);
+    for (int64_t j = 0; j < count; ++j) to[j] = grad[j] * slope(v[j], first, second);
   });
 }
 
