@@ -36,6 +36,14 @@ def gpu():
     require_cuda()
 
 
+@pytest.fixture
+def hopper(gpu):
+    """For tests of the kernels for sm_90a alone: skips them where these do not run."""
+    from common import hopper_only
+
+    hopper_only("cuda")
+
+
 cuda_only = pytest.mark.usefixtures("gpu")
 
 

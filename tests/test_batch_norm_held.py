@@ -3,12 +3,14 @@ few channels of all images in shared memory."""
 
 import pytest
 import torch
-import torch.nn.functional as stock
-from matmul_common import cuda_kernels_of
 from test_batch_norm_act import check, inputs, ours
+from test_batch_norm_ladder import of_stock
+from test_batch_norm_resident import kernels_of_step
 
 import braze
-from common import assert_by_rule, check_against_stock, hopper_only
+from common import assert_by_rule, check_against_stock
+
+pytestmark = pytest.mark.usefixtures("hopper")
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # one channel of a cluster, two, four and eight; two blocks and as many as there may be; images that
@@ -26,26 +28,8 @@ SHAPES = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _where_it_runs(gpu):
-    hopper_only("cuda")
-
-
-def of_stock(x, *parameters):
-    mean, var, weight, bias = (*parameters, *(None,) * 4)[:4]
-    return stock.batch_norm(x, mean, var, weight, bias, True)
-
-
-def by_ours(x, *parameters):
-    mean, var, weight, bias = (*parameters, *(None,) * 4)[:4]
-    return ours("identity", True, x, None, weight, bias, mean, var)
-
-
-def kernels_of(x, name="relu"):
-    x = x.detach().requires_grad_()
-    grad = torch.ones_like(x)
-    norm = (None,) * 4
-    return cuda_kernels_of(lambda: torch.autograd.grad(ours(name, True, x, None, *norm), x, grad))
+def by_ours(x):
+    return ours("identity", True, x, None, *(None,) * 4)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -55,7 +39,7 @@ def kernels_of(x, name="relu"):
 def test_matches_stock(shape, name, residual, dtype):
     args = inputs(shape, "cuda", dtype, residual=residual)
     assert check(name, True, args).is_contiguous()
-    kernels = kernels_of(args[0], name)
+    kernels = kernels_of_step(args[0], name)
     assert "held_forward_kernel" in kernels
     assert "held_backward_kernel" in kernels
 
@@ -64,14 +48,14 @@ def test_what_takes_it():
     """Tensors of a megabyte and more whose channels fit a cluster, with an activation that has it;
     elsewhere the passes are kernels of their own."""
     x = torch.randn(64, 64, 28, 28, device="cuda", dtype=torch.bfloat16)
-    assert "held_forward" in kernels_of(x)
-    assert "held" not in kernels_of(x[:4].contiguous())
-    assert "held" not in kernels_of(x, "mish")
-    assert "held" not in kernels_of(x.contiguous(memory_format=torch.channels_last))
-    assert "held" not in kernels_of(x.double())
-    assert "held" not in kernels_of(torch.randn(1, 512, 56, 40, device="cuda"))
+    assert "held_forward" in kernels_of_step(x)
+    assert "held" not in kernels_of_step(x[:4].contiguous())
+    assert "held" not in kernels_of_step(x, "mish")
+    assert "held" not in kernels_of_step(x.contiguous(memory_format=torch.channels_last))
+    assert "held" not in kernels_of_step(x.double())
+    assert "held" not in kernels_of_step(torch.randn(1, 512, 56, 40, device="cuda"))
     large = torch.randn(256, 8, 112, 112, device="cuda", dtype=torch.bfloat16)  # 6 MB a channel
-    assert "held" not in kernels_of(large)
+    assert "held" not in kernels_of_step(large)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -9,14 +9,9 @@ from torch.nn import grad
 
 import braze
 import braze.nn.functional as F
-from common import assert_by_rule, check_against_stock, hopper_only
+from common import assert_by_rule, check_against_stock
 
 FLOATS = torch.float32, torch.float64
-
-
-@pytest.fixture
-def hopper(gpu):
-    hopper_only("cuda")
 
 
 CASES = [  # n, c, k, h, w, filter, padding

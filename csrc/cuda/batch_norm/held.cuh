@@ -83,19 +83,14 @@ class HeldPlanes {
         rank_(static_cast<int>(blockIdx.x) % plan.cluster),
         team_(kHeldWarps / plan.channels),
         local_(static_cast<int>(threadIdx.x) / 32 / team_) {
-    const int group = static_cast<int>(blockIdx.x) / plan.cluster;
-    const int first = rank_ * plan.of_block;
-    images_ = max(0, min(plan.of_block, plan.images - first));
-    group_ = group;
-    from_ = first * plan.step + int64_t{group} * plan.run;
+    images_ = images_of(rank_);
+    group_ = static_cast<int>(blockIdx.x) / plan.cluster;
+    from_ = rank_ * plan.of_block * plan.step + int64_t{group_} * plan.run;
   }
-  __device__ __forceinline__ int rank() const { return rank_; }
-  // The warp's channel: among the cluster's, and in all.
-  __device__ __forceinline__ int local() const { return local_; }
+  // The warp's channel.
   __device__ __forceinline__ int64_t channel() const {
     return int64_t{group_} * plan_.channels + local_;
   }
-  __device__ __forceinline__ int elements() const { return images_ * plan_.run; }
 
   // The first warp asks for a tensor's part; `full` has to expect `bytes()`.
   __device__ __forceinline__ void ask(uint64_t* full, T* to, const T* tensor) const {
@@ -106,7 +101,7 @@ class HeldPlanes {
     }
   }
   __device__ __forceinline__ uint32_t bytes() const {
-    return static_cast<uint32_t>(elements()) * static_cast<uint32_t>(sizeof(T));
+    return static_cast<uint32_t>(images_ * plan_.run) * static_cast<uint32_t>(sizeof(T));
   }
 
   // f(place, offset) for the thread's vectors: in shared memory, and in the tensor.

@@ -65,11 +65,12 @@ inline RowPlan plan_row_pass(int64_t rows, int64_t vectors) {
 template <int N>
 struct RowWorker {
   bool works;  // not the threads behind the end of the tile
+  int part;    // of the rows, the block's
   int line, column;
   int64_t channel;      // of its vector's first element
   int64_t begin, rows;  // of the block
 
-  __device__ explicit RowWorker(const RowPlan& plan, int64_t part) {
+  __device__ explicit RowWorker(const RowPlan& plan, int64_t part) : part(static_cast<int>(part)) {
     line = static_cast<int>(threadIdx.x) / plan.tile;
     column = static_cast<int>(threadIdx.x) - line * plan.tile;
     const int64_t vector = int64_t{blockIdx.y} * plan.tile + column;

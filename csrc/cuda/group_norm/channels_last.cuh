@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(kMostRowThreads)
   wait_for_earlier_kernels();
   const BackwardRowWorker<N> me(plan);
   if (!me.works) return;
-  const int64_t image = g.parts.div(plan.parts - 1 - static_cast<int>(blockIdx.x));
+  const int64_t image = g.parts.div(me.part);
   const Coefficients center = of_their_groups<N>(g, args.mean, image, me.channel);
   const Coefficients scale(args.scale, image * g.c + me.channel);
   const Coefficients shift(args.shift, image * g.c + me.channel);
@@ -184,7 +184,7 @@ __global__ void __launch_bounds__(kMostRowThreads)
   const RowWorker<N> me(plan, blockIdx.x);
   A v[2][N] = {};
   if (me.works) {
-    const int64_t image = g.parts.div(static_cast<int>(blockIdx.x));
+    const int64_t image = g.parts.div(me.part);
     const auto center = of_their_groups<N>(g, args.mean, image, me.channel);
     Packed<T, N> dy[U], x[U];
     each_row_forwards<U>(
@@ -279,7 +279,7 @@ __global__ void __launch_bounds__(kMostRowThreads)
   wait_for_earlier_kernels();
   const BackwardRowWorker<N> me(plan);
   if (!me.works) return;
-  const int64_t image = g.parts.div(plan.parts - 1 - static_cast<int>(blockIdx.x));
+  const int64_t image = g.parts.div(me.part);
   const Coefficients center = of_their_groups<N>(g, args.mean, image, me.channel);
   const Coefficients by_input = of_their_groups<N>(g, args.by_input, image, me.channel);
   const Coefficients constant = of_their_groups<N>(g, args.constant, image, me.channel);

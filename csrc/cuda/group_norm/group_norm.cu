@@ -620,21 +620,13 @@ void group_norm_backward(Stream stream, const GroupNormShape& shape, const void*
       args.dot = gradients.weight ? memory.sum : nullptr;
       args.sum = gradients.bias ? memory.sum + both * shape.c : nullptr;
     };
-    bool held = false;
-    if (shape.channels_last) {
-      held = true;
-      sums_of_images();
-      image_gradients(stream, shape, dy, x, affine, mean, rstd, gradients.x,
-                      {args.dot, args.sum, pitch},
-                      static_cast<char*>(workspace) + memory_bytes(shape));
-    }
-    with_plane_vectors<T>(shape.inner, aligned, [&](auto width) {
+    bool side_by_side = false;
+    const auto hold_groups = [&](auto width) {
       constexpr int N = decltype(width)::value;
       if constexpr (N > 1) {
-        if (held) return;
         const HeldGroupPlan plan = plan_held_group<T>(shape, N, aligned);
         if (plan.threads == 0) return;
-        held = true;
+        side_by_side = true;
         sums_of_images();
         const auto kernel = held_group_kernel<N, T>;
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.bytes);
@@ -645,15 +637,24 @@ void group_norm_backward(Stream stream, const GroupNormShape& shape, const void*
                      args);
         check_launch("group_norm_backward");
       }
-    });
-    if (!held) sum_planes<T>(s, shape, args, aligned);
+    };
+    if (shape.channels_last) {
+      side_by_side = true;
+      sums_of_images();
+      image_gradients(stream, shape, dy, x, affine, mean, rstd, gradients.x,
+                      {args.dot, args.sum, pitch},
+                      static_cast<char*>(workspace) + memory_bytes(shape));
+    } else {
+      with_plane_vectors<T>(shape.inner, aligned, hold_groups);
+      if (!side_by_side) sum_planes<T>(s, shape, args, aligned);
+    }
     dispatch(gradients.parameter_dtype, [&](auto parameter_tag) {
       using P = typename decltype(parameter_tag)::type;
       if constexpr (std::is_same_v<acc_t<P>, A>) {
         const int images = static_cast<int>(shape.n);
         P* const weight = static_cast<P*>(gradients.weight);
         P* const bias = static_cast<P*>(gradients.bias);
-        if (held && both) {
+        if (side_by_side && both) {
           launch_ordered_sum<P>(stream, args.dot, images, shape.c, weight, shape.c, bias);
           return;
         }
