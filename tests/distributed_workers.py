@@ -92,7 +92,9 @@ def replicated(device):
 
 def accumulated_on_a_stream(net):
     """As captured steps ask for: nodes that accumulate gradients are made anew, once."""
-    parameter, stream = next(net.parameters()), torch.Stream("cpu")
+    parameter = next(net.parameters())
+    # torch.cuda.stream takes a CPU's stream only where there is no GPU.
+    stream = torch.cuda.Stream() if torch.cuda.is_available() else torch.Stream("cpu")
 
     def node():
         return parameter.expand_as(parameter).grad_fn.next_functions[0][0]

@@ -246,7 +246,7 @@ def test_repeatable_also_in_a_graph(precision):
         assert all(torch.equal(a, e) for a, e in zip(results, expected, strict=True))
 
 
-def test_more_than_2_to_the_31_elements(gpu):
+def test_more_than_2_to_the_31_elements(hopper):
     check_first_layer_beyond_31_bits(NAME)
 
 
@@ -258,7 +258,7 @@ def test_more_than_2_to_the_31_elements(gpu):
         ("up to 8 x 8", (2, 3, 8, 12, 12, 9, 1, 4, 1), torch.bfloat16),
     ],
 )
-def test_weight_gradients_that_are_refused(gpu, why, case, dtype):
+def test_weight_gradients_that_are_refused(hopper, why, case, dtype):
     x, w, b = drawn(case, "cuda", dtype, "nhwc")
     dy = gradient(case, x, w, "nhwc")
     with pytest.raises(RuntimeError, match=why):
@@ -279,7 +279,7 @@ def test_weight_gradients_that_are_refused(gpu, why, case, dtype):
         ("multiples of 16 bytes", (2, 3, 12, 12), (12, 3, 3, 3), {}),
     ],
 )
-def test_refuses_by_name(gpu, why, shape, weight, arguments):
+def test_refuses_by_name(hopper, why, shape, weight, arguments):
     x, w = (torch.randn(s, device="cuda").bfloat16() for s in (shape, weight))
     if why != "side by side":
         x = x.contiguous(memory_format=torch.channels_last)
@@ -288,6 +288,7 @@ def test_refuses_by_name(gpu, why, shape, weight, arguments):
 
 
 def fuzz(data, device):
+    hopper_only(device)
     draw = lambda low, high: data.draw(st.integers(low, high))  # noqa: E731
     dtype, tf32 = data.draw(st.sampled_from(list(PRECISIONS.values())))
     strides = [1, 2, 4] if tf32 else [1, 2, 4, 8]

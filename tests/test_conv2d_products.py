@@ -290,7 +290,7 @@ TAKEN = [
 
 
 @pytest.mark.parametrize(("which", "case"), TAKEN, ids=str)
-def test_where_auto_takes_products(gpu, which, case):
+def test_where_auto_takes_products(hopper, which, case):
     x, w, b = drawn(case, "cuda", torch.bfloat16, "nhwc")
     tensors = x, w, b, gradient(case, x, w, "nhwc")
     assert "braze" in cuda_kernels_of(lambda: run(which, case, *tensors))

@@ -37,8 +37,7 @@ FASTER = {
         torch.float32: Faster(96, 16384, 1 << 21),
     },
     ("layer_norm", "cpu"): {},
-    # On an H200, groups of 1024 to 2^18 elements, contiguous 1.2 to 3.7 times torch's speed,
-    # channels last 1.2 to 2.3 times (backward in float32 0.6 to 1.1, which the forward outweighs).
+    # On an H200, groups of 1024 to 2^18 elements 1.1 to 7.9 times torch's speed in both layouts;
     ("group_norm", "cuda"): dict.fromkeys(
         (*HALF_DTYPES, torch.float32), Faster(1024, 1 << 18, 1 << 21)
     ),

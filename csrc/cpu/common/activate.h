@@ -36,24 +36,13 @@ struct HostMath {
   }
 };
 
-// condition ? a : b of values that are there in any case: of a conditional expression the compiler
-// may make a branch, around a load even, and no vectors then.
-inline float select(bool condition, float a, float b) {
-  const uint32_t mask = -static_cast<uint32_t>(condition);
-  return float_of((bits_of(a) & mask) | (bits_of(b) & ~mask));
-}
-inline double select(bool condition, double a, double b) { return condition ? a : b; }
-
 // to[j] = f(v[j]); `to` may be v.
 template <typename A>
 void activate(const Activation& activation, const A* v, A* to, int64_t count) {
   const A first = static_cast<A>(activation.first), second = static_cast<A>(activation.second);
   if (!activation.smooth()) {
 #pragma omp simd
-    for (int64_t j = 0; j < count; ++j) {  // as clamped()
-      const A above = select(v[j] < first, first, v[j]);
-      to[j] = select(above > second, second, above);
-    }
+    for (int64_t j = 0; j < count; ++j) to[j] = clamped(v[j], first, second);
     return;
   }
   Smooth<A, HostMath>::with(activation.kind, [&](auto function, auto) {
@@ -68,9 +57,7 @@ void pass_back(const Activation& activation, const A* v, const A* grad, A* to, i
   const A first = static_cast<A>(activation.first), second = static_cast<A>(activation.second);
   if (!activation.smooth()) {
 #pragma omp simd
-    for (int64_t j = 0; j < count; ++j) {  // as through_clamp()
-      to[j] = select((v[j] <= first) | (v[j] >= second), A(0), grad[j]);
-    }
+    for (int64_t j = 0; j < count; ++j) to[j] = through_clamp(grad[j], v[j], first, second);
     return;
   }
   Smooth<A, HostMath>::with(activation.kind, [&](auto, auto slope) {

@@ -3,6 +3,7 @@
 // one element, and divide of two, which each device has its own of.
 #pragma once
 
+#include <cstdint>
 #include <limits>
 
 #include "launchers/common/both.h"
@@ -37,17 +38,31 @@ constexpr double kNoBound = std::numeric_limits<double>::quiet_NaN();
 constexpr Activation kIdentity{ActivationKind::kClamp, kNoBound, kNoBound};
 constexpr Activation kReLU{ActivationKind::kClamp, 0, kNoBound};
 
+// condition ? a : b of values that are there in any case: of a conditional expression a host's
+// compiler may make a branch, around a load even, and no vectors then.
+template <typename A>
+BRAZE_BOTH A select(bool condition, A a, A b) {
+  return condition ? a : b;
+}
+#ifndef __CUDACC__
+inline float select(bool condition, float a, float b) {
+  const uint32_t mask = -static_cast<uint32_t>(condition);
+  return __builtin_bit_cast(float, (__builtin_bit_cast(uint32_t, a) & mask) |
+                                       (__builtin_bit_cast(uint32_t, b) & ~mask));
+}
+#endif
+
 // NaN stays NaN; no comparison with a bound that is NaN holds.
 template <typename A>
 BRAZE_BOTH A clamped(A v, A low, A high) {
-  v = v < low ? low : v;
-  return v > high ? high : v;
+  v = select(v < low, low, v);
+  return select(v > high, high, v);
 }
 
 // The gradient that a clamp lets through, torch's way: none at a bound, NaN's.
 template <typename A>
 BRAZE_BOTH A through_clamp(A grad, A v, A low, A high) {
-  return (v <= low) | (v >= high) ? A(0) : grad;
+  return select((v <= low) | (v >= high), A(0), grad);
 }
 
 // The normal distribution's density and, by the error function of v / sqrt(2), its integral.
@@ -74,8 +89,8 @@ struct Smooth {
     return v > A(20) ? A(1) : Math::divide(n, n + A(2));
   }
 
-  static BRAZE_BOTH A leaky_relu(A v, A slope, A) { return v > A(0) ? v : v * slope; }
-  static BRAZE_BOTH A leaky_relu_slope(A v, A slope, A) { return v > A(0) ? A(1) : slope; }
+  static BRAZE_BOTH A leaky_relu(A v, A slope, A) { return select(v > A(0), v, v * slope); }
+  static BRAZE_BOTH A leaky_relu_slope(A v, A slope, A) { return select(v > A(0), A(1), slope); }
 
   static BRAZE_BOTH A silu(A v, A, A) { return Math::divide(v, A(1) + Math::exp(-v)); }
   static BRAZE_BOTH A silu_slope(A v, A, A) {
@@ -99,12 +114,12 @@ struct Smooth {
 
   static BRAZE_BOTH A hardsigmoid(A v, A, A) { return clamped(v + A(3), A(0), A(6)) * A(1. / 6); }
   static BRAZE_BOTH A hardsigmoid_slope(A v, A, A) {
-    return (v > A(-3)) & (v < A(3)) ? A(1. / 6) : A(0);
+    return select((v > A(-3)) & (v < A(3)), A(1. / 6), A(0));
   }
 
   static BRAZE_BOTH A hardswish(A v, A, A) { return v * clamped(v + A(3), A(0), A(6)) * A(1. / 6); }
   static BRAZE_BOTH A hardswish_slope(A v, A, A) {
-    return v <= A(-3) ? A(0) : v < A(3) ? v * A(1. / 3) + A(0.5) : A(1);
+    return select(v <= A(-3), A(0), select(v < A(3), v * A(1. / 3) + A(0.5), A(1)));
   }
 
   static BRAZE_BOTH A logistic(A v, A, A) { return sigmoid(v); }
