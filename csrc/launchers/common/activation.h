@@ -47,8 +47,8 @@ BRAZE_BOTH A select(bool condition, A a, A b) {
 #ifndef __CUDACC__
 inline float select(bool condition, float a, float b) {
   const uint32_t mask = -static_cast<uint32_t>(condition);
-  return __builtin_bit_cast(float, (__builtin_bit_cast(uint32_t, a) & mask) |
-                                       (__builtin_bit_cast(uint32_t, b) & ~mask));
+  return __builtin_bit_cast(
+      float, (__builtin_bit_cast(uint32_t, a) & mask) | (__builtin_bit_cast(uint32_t, b) & ~mask));
 }
 #endif
 
