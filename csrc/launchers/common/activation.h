@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 #include <limits>
 
 #include "launchers/common/both.h"
@@ -47,8 +48,11 @@ BRAZE_BOTH A select(bool condition, A a, A b) {
 #ifndef __CUDACC__
 inline float select(bool condition, float a, float b) {
   const uint32_t mask = -static_cast<uint32_t>(condition);
-  return __builtin_bit_cast(
-      float, (__builtin_bit_cast(uint32_t, a) & mask) | (__builtin_bit_cast(uint32_t, b) & ~mask));
+  uint32_t bits[2];
+  std::memcpy(bits, &a, sizeof(float)), std::memcpy(bits + 1, &b, sizeof(float));
+  bits[0] = (bits[0] & mask) | (bits[1] & ~mask);
+  std::memcpy(&a, bits, sizeof(float));
+  return a;
 }
 #endif
 
