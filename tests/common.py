@@ -1,6 +1,7 @@
 """The tests' names for the tolerance rule and the checks built on it (braze/testing.py), and what
 several of them share."""
 
+import contextlib
 import copy
 
 import pytest
@@ -25,6 +26,36 @@ def runs_hopper_kernels(device="cuda"):
 def hopper_only(device):
     if not runs_hopper_kernels(device):
         pytest.skip("the kernel needs a GPU of compute capability 9.0, and code made for sm_90a")
+
+
+def cuda_kernels_of(function):
+    """The names of all that runs on the GPU, joined."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        function()
+        torch.cuda.synchronize()
+    gpu = torch.autograd.DeviceType.CUDA
+    return " ".join(e.key for e in profile.key_averages() if e.device_type == gpu)
+
+
+@contextlib.contextmanager
+def gpu_memory_left(count):
+    """No more than so many bytes within. What earlier tests' tensors have left between them, which
+    torch's allocator may not give back, is taken."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    taken, size = [], 1 << 30
+    torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
+    try:
+        while size >= 1 << 20:
+            try:
+                taken.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+            except torch.OutOfMemoryError:
+                size //= 2
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + count) / total)
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def assert_same_layer(ours, theirs, x):

@@ -33,13 +33,6 @@ def own_kernels(device):
     return [k for k in braze.kernels("matmul") if wanted(k["arch"]) and k["name"] not in vendor]
 
 
-def cuda_kernels_of(function):
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        function()
-        torch.cuda.synchronize()
-    return " ".join(event.key for event in profile.key_averages())
-
-
 def majors(batch, rows, cols, transposed, device, dtype):
     """Matrices in memory as they are, or as their transposes."""
     shape = (batch, cols, rows) if transposed else (batch, rows, cols)

@@ -7,12 +7,11 @@ import torch
 import torch.nn.functional as stock
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from matmul_common import cuda_kernels_of
 
 import braze.nn.functional as F
 from braze import nn
 from braze._ops.batch_norm_act import BatchNormAct
-from common import assert_by_rule, check_against_stock, compile, layouts
+from common import assert_by_rule, check_against_stock, compile, cuda_kernels_of, layouts
 
 op = torch.ops.braze.batch_norm_act.default
 inference = torch.ops.braze.batch_norm_act_inference.default

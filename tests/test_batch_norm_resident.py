@@ -4,14 +4,13 @@ two passes: by name, and where large channels_last tensors take it by themselves
 import pytest
 import torch
 import torch.nn.functional as stock
-from matmul_common import cuda_kernels_of
 from test_batch_norm_act import check, inputs, ours
 from test_batch_norm_ladder import by, of_stock
 from torch import nn
 
 import braze
 import braze.nn.functional as F
-from common import assert_by_rule, check_against_stock
+from common import assert_by_rule, check_against_stock, cuda_kernels_of
 
 pytestmark = pytest.mark.usefixtures("hopper")
 

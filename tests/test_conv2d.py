@@ -16,6 +16,7 @@ from common import (
     assert_same_layer,
     check_against_stock,
     compile,
+    cuda_kernels_of,
     fuzzed,
     layouts,
     runs_hopper_kernels,
@@ -369,13 +370,6 @@ def test_backend_is_honoured_on_cpu():
         assert torch.equal(default, patches)
         assert torch.equal(braze_, patches)
         assert not torch.equal(direct, patches)
-
-
-def cuda_kernels_of(function):
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        function()
-        torch.cuda.synchronize()
-    return " ".join(event.key for event in profile.key_averages())
 
 
 def test_which_library_runs_on_cuda(device):

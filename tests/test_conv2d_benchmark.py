@@ -8,7 +8,7 @@ import braze
 import braze.nn.functional as F
 from braze import _config, _lib, _tuned
 from braze._problems import Convolution
-from common import assert_by_rule, compile
+from common import assert_by_rule, compile, gpu_memory_left
 from conftest import cuda_only
 from tune_common import index_of
 
@@ -189,13 +189,6 @@ def test_without_memory_for_a_workspace(backend):
     x, w, _ = tensors("cuda", "contiguous", torch.bfloat16, batch=256, size=56)
     expected = torch.conv2d(x.double(), w.double(), padding=1)
     stock = torch.conv2d(x, w, padding=1)
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    total = torch.cuda.get_device_properties(0).total_memory
-    room = torch.cuda.memory_reserved() + stock.nbytes + (8 << 20)
-    torch.cuda.set_per_process_memory_fraction(room / total)
-    try:
+    with gpu_memory_left(stock.nbytes + (8 << 20)):
         y = torch.ops.braze.conv2d(x, w, None, [1, 1], [1, 1], [1, 1], 1, False, False, backend)
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
     assert_by_rule(y, stock, expected, ulps=8)

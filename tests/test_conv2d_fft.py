@@ -8,11 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as stock
 from conv2d_common import FORMATS, PASSES, geometry, reference
-from test_conv2d import cuda_kernels_of
 
 import braze
 import braze.nn.functional as F
-from common import assert_by_rule, check_against_stock, compile
+from common import assert_by_rule, check_against_stock, compile, cuda_kernels_of, gpu_memory_left
 from conftest import cuda_only
 
 # n, c, h, w, k, (r, s), stride, padding, dilation, groups
@@ -461,18 +460,11 @@ def test_without_memory_for_transforms():
     x, w, b, dy = drawn(case, "cuda", torch.float32)
     exact = reference("fprop", case, *(t.double() for t in (x, w, b, dy)))
     stock_result = reference("fprop", case, x, w, b, dy)
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    total = torch.cuda.get_device_properties(0).total_memory
-    room = torch.cuda.memory_reserved() + stock_result.nbytes + (8 << 20)
-    torch.cuda.set_per_process_memory_fraction(room / total)
-    try:
+    with gpu_memory_left(stock_result.nbytes + (8 << 20)):
         with pytest.raises(RuntimeError):
             run("fprop", case, x, w, b, dy)
         torch.cuda.empty_cache()
         actual = run("fprop", case, x, w, b, dy, "auto")
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
     assert_by_rule(actual, stock_result, exact, ulps=8, terms=31 * 31)
 
 

@@ -6,12 +6,11 @@ import torch
 import torch.nn.functional as stock
 from conv2d_common import FORMATS, PASSES, check, geometry, reference, run
 from hypothesis import strategies as st
-from test_conv2d import cuda_kernels_of
 from test_conv2d_products import set_tf32
 
 import braze
 import braze.nn.functional as F
-from common import assert_by_rule, check_against_stock, fuzzed
+from common import assert_by_rule, check_against_stock, cuda_kernels_of, fuzzed
 
 NAME = "grouped"
 

@@ -4,12 +4,11 @@ and where `auto` and "braze" take them."""
 import pytest
 import torch
 import torch.nn.functional as stock
-from test_conv2d import cuda_kernels_of
 from torch.nn import grad
 
 import braze
 import braze.nn.functional as F
-from common import assert_by_rule, check_against_stock
+from common import assert_by_rule, check_against_stock, cuda_kernels_of
 
 FLOATS = torch.float32, torch.float64
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.nn.functional as stock
 from hypothesis import strategies as st
-from test_conv2d import cuda_kernels_of
 from test_conv2d_products import (
     FORMATS,
     check,
@@ -24,7 +23,7 @@ from test_conv2d_products import (
 
 import braze
 import braze.nn.functional as F
-from common import assert_by_rule, check_against_stock, fuzzed
+from common import assert_by_rule, check_against_stock, cuda_kernels_of, fuzzed
 
 NAME = "narrow_input"
 PASSES = ["fprop", "wgrad"]

@@ -8,12 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as stock
 from hypothesis import strategies as st
-from test_conv2d import cuda_kernels_of
 from test_conv2d_products import check, drawn, gradient, own, reference, run, set_tf32, skip_large
 
 import braze
 import braze.nn.functional as F
-from common import assert_by_rule, check_against_stock, fuzzed
+from common import assert_by_rule, check_against_stock, cuda_kernels_of, fuzzed
 
 NAME = "narrow_output"
 # n, c, k, h, w, filter, stride, padding, dilation

@@ -5,7 +5,6 @@ import pytest
 import torch
 import torch.nn.functional as stock
 from hypothesis import strategies as st
-from test_conv2d import cuda_kernels_of
 from test_conv2d_products import (
     FORMATS,
     check,
@@ -20,7 +19,7 @@ from test_conv2d_products import (
 
 import braze
 import braze.nn.functional as F
-from common import assert_by_rule, fuzzed, hopper_only
+from common import assert_by_rule, cuda_kernels_of, fuzzed, hopper_only
 
 NAME = "narrow_input_wgmma"
 # n, c, k, h, w, filter, stride, padding, dilation

@@ -7,12 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as stock
 from hypothesis import strategies as st
-from test_conv2d import cuda_kernels_of
 
 import braze
 import braze.nn.functional as F
 from braze.testing import WAYS, mover
-from common import assert_by_rule, fuzzed, runs_hopper_kernels
+from common import assert_by_rule, cuda_kernels_of, fuzzed, runs_hopper_kernels
 
 NAME = "implicit_gemm_wgmma"
 FORMATS = {"nchw": torch.contiguous_format, "nhwc": torch.channels_last}

@@ -6,11 +6,17 @@ import pytest
 import torch
 import torch.nn.functional as stock
 from hypothesis import strategies as st
-from matmul_common import cuda_kernels_of
 
 import braze
 import braze.nn.functional as F
-from common import assert_by_rule, assert_same_layer, check_against_stock, compile, fuzzed
+from common import (
+    assert_by_rule,
+    assert_same_layer,
+    check_against_stock,
+    compile,
+    cuda_kernels_of,
+    fuzzed,
+)
 from convert_models import ops_run
 
 # (input, weight, stride, padding, dilation, groups)

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as stock
 from convert_common import assert_trains_alike
-from matmul_common import cuda_kernels_of
 from test_convert_residual import BasicBlock, Bottleneck
 from torch import nn
 
@@ -18,7 +17,13 @@ from braze._ops._common import below_autograd
 from braze._ops.again import Again
 from braze._ops.conv_bn_act import ForkedConvBnAct, conv_bn_act
 from braze._step_scope import StepScope
-from common import assert_by_rule, check_against_stock, hopper_only, runs_hopper_kernels
+from common import (
+    assert_by_rule,
+    check_against_stock,
+    cuda_kernels_of,
+    hopper_only,
+    runs_hopper_kernels,
+)
 
 op = torch.ops.braze.conv_bn_act.default
 FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}

@@ -6,12 +6,11 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as stock
-from matmul_common import cuda_kernels_of
 from torch import nn
 
 import braze
 from braze._ops.conv_bn_act import conv_bn_act
-from common import assert_by_rule
+from common import assert_by_rule, cuda_kernels_of
 
 op = torch.ops.braze.conv_bn_act_inference.default
 LAST = torch.channels_last

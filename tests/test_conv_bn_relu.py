@@ -317,7 +317,8 @@ def test_gradients_at_once_of_any_scale(device, shape, values):
     (x, weight, *_), _, dy, z, backward = backward_at_once(device, "tf32", shape, False)
     rows, images = torch.arange(x.shape[2], device=device), len(x)
     by = {
-        "tiny": torch.tensor(2.0**-100),
+        # (Of products below float32's normal range cuDNN, with which these compare, drops bits.)
+        "tiny": torch.tensor(2.0**-80),
         "huge": torch.tensor(2.0**90),
         "growing": 2.0 ** (4.0 * rows).clamp(max=40)[:, None],
         "zeros first": (rows >= 4).float()[:, None],
@@ -327,7 +328,7 @@ def test_gradients_at_once_of_any_scale(device, shape, values):
     if values == "growing":  # z, whose statistics stay: what becomes dz grows too
         z.mul_(2.0 ** (3.0 * rows).clamp(max=24)[:, None])
     elif values in ("tiny", "huge"):
-        weight.mul_(by), dy.mul_(2.0**-20 if values == "huge" else by * 2.0**80)
+        weight.mul_(by), dy.mul_(2.0**-20 if values == "huge" else by * 2.0**60)
     dx, dw, *_ = backward(*[True] * 5)
     exact_dx, *_ = backward(True, *[False] * 4, allow_tf32=False)
     _, exact_dw, *_ = backward(False, *[True] * 4, allow_tf32=False)

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from matmul_common import cuda_kernels_of, majors, own_kernels, randn
+from matmul_common import majors, own_kernels, randn
 
 import braze
 from braze import _config
-from common import assert_by_rule, check_against_stock, runs_hopper_kernels
+from common import assert_by_rule, check_against_stock, cuda_kernels_of, runs_hopper_kernels
 
 ROUND_TO_TF32 = ("09_wmma", "mma_sync", "wgmma", "stream_k")
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as stock
 from hypothesis import strategies as st
-from matmul_common import cuda_kernels_of, majors, own_kernels
+from matmul_common import majors, own_kernels
 from torch.autograd import DeviceType
 
 from braze.testing import WAYS, mover
-from common import assert_by_rule, fuzzed, hopper_only
+from common import assert_by_rule, cuda_kernels_of, fuzzed, hopper_only
 from conftest import cuda_only
 
 SIZES = [

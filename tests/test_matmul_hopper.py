@@ -5,11 +5,11 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as stock
-from matmul_common import cuda_kernels_of, majors
+from matmul_common import majors
 
 import braze
 import braze.nn.functional as F
-from common import assert_by_rule, check_against_stock, hopper_only
+from common import assert_by_rule, check_against_stock, cuda_kernels_of, hopper_only
 from conftest import cuda_only
 
 HOPPER_SHAPES = [

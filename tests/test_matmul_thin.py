@@ -6,11 +6,10 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as stock
-from matmul_common import cuda_kernels_of
 from test_matmul_ladder import LAYOUTS, check, in_memory, running
 
 import braze
-from common import assert_by_rule
+from common import assert_by_rule, cuda_kernels_of
 from conftest import cuda_only
 
 # Batch, m, n, k: one output, few and many; sums of one round of loads and of several.

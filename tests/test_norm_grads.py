@@ -7,7 +7,6 @@ import importlib
 import pytest
 import torch
 import torch.nn.functional as stock
-from matmul_common import cuda_kernels_of
 from test_conv2d_products import set_tf32
 from test_convert_residual import Bottleneck
 from torch import nn
@@ -18,7 +17,7 @@ import braze.nn.functional as F
 from braze._ops import norm_grads
 from braze._ops._common import below_autograd
 from braze._step_scope import StepScope
-from common import assert_by_rule, hopper_only, runs_hopper_kernels
+from common import assert_by_rule, cuda_kernels_of, hopper_only, runs_hopper_kernels
 
 CHANNELS_LAST = torch.channels_last
 # n, c (the norm's), k, h, w, filter, stride: whole tiles, parts of tiles, more than one column of

@@ -11,7 +11,7 @@ import braze.nn.functional as F
 from braze import _tuned, _tuning_conv2d, tuning
 from braze.__main__ import main
 from braze._problems import PASSES, Convolution
-from common import assert_by_rule, hopper_only
+from common import assert_by_rule, cuda_kernels_of, hopper_only
 from tune_common import PRODUCT, index_of, place, timed
 
 pytestmark = pytest.mark.usefixtures("empty_tables")
@@ -187,10 +187,17 @@ def test_a_choice_takes_effect_for_its_pass_alone(device):
 @pytest.mark.parametrize("choice", ["depthwise", "cudnn:99", "no_such_kernel", "braze", "auto", ""])
 def test_a_choice_that_is_refused_leaves_it_to_the_rules(device, choice):
     tensors = of(device)
-    present = results(*tensors)
+
+    def what_runs():
+        # (The vendor's input gradients may add in any order.)
+        if device == "cuda":
+            return sorted(cuda_kernels_of(lambda: results(*tensors)).split())
+        return [result.tolist() for result in results(*tensors)]
+
+    present = what_runs()
     for pass_name in PASSES:
         _tuned.put(index_of(device), FPROP._replace(pass_name=pass_name), choice, True)
-    assert same(results(*tensors), present) == [True] * 3
+    assert what_runs() == present
 
 
 def test_deterministic_ignores_measured_choices(device):

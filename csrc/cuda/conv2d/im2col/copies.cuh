@@ -80,7 +80,9 @@ class WindowCopies {
         corner_(corner_of(a.windows, (p.row * Tile::kCluster + rank) * Tile::kRows)),
         taps_(taps_of(a, p.batch)),
         column_(p.column * Tile::kColumns),
-        rank_(rank) {}
+        rank_(rank) {
+    if (p.first > 0) taps_.skip_to(p.first);
+  }
 
   __device__ __forceinline__ void copy(int, uint64_t* full, uint32_t to) {
     const int channel = taps_.block() * Tile::kDepth, weights = taps_.weights();
@@ -109,6 +111,26 @@ template <typename A, typename Tile, int kColumnMajor>
 class Copies<A, Tile, 0, kColumnMajor, std::enable_if_t<A::kWindows>>
     : public im2col::WindowCopies<A, Tile, kColumnMajor> {
   using im2col::WindowCopies<A, Tile, kColumnMajor>::WindowCopies;
+};
+
+// What no channels fill is not multiplied.
+template <typename A>
+class Steps<A, std::enable_if_t<A::kWindows>> {
+ public:
+  __device__ __forceinline__ Steps(const A& a, int depth)
+      : blocks_(a.windows.blocks),
+        last_((a.windows.last_bytes * kSteps + kSwizzle - 1) / kSwizzle),
+        block_(depth % blocks_) {}
+  __device__ __forceinline__ int next() {
+    const bool is_last = ++block_ == blocks_;
+    if (is_last) block_ = 0;
+    // From a shuffle the compiler learns that it is the same in all of a warp: else products wait
+    // for each other (C7520).
+    return __shfl_sync(~0u, is_last ? last_ : kSteps, 0);
+  }
+
+ private:
+  int blocks_, last_, block_;
 };
 
 }  // namespace braze::cuda::hopper

@@ -2,8 +2,8 @@
 
 namespace braze::cuda::im2col {
 
-void run_fp16(Stream stream, const Conv2dArgs& args, int tile, void* workspace) {
-  run<__half>(stream, args, tile, workspace);
+void run_fp16(Stream stream, const Conv2dArgs& args, int variant, void* workspace) {
+  run<__half>(stream, args, variant, workspace);
 }
 
 void run_norm_grad_fp16(Stream stream, const Conv2dArgs& args, const Conv2dPlan& plan,

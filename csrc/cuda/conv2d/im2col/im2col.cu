@@ -1,5 +1,6 @@
 #include "im2col.h"
 
+#include <algorithm>
 #include <climits>
 
 #include "cuda/conv2d/halo/tiles.cuh"
@@ -13,22 +14,87 @@ double tail_of(const hopper::TileKind& t) {
   return t.columns > 192 ? 2.5 : t.columns > 128 ? 1.0 : 0.1;
 }
 
-// The tile whose waves are done first, by the matrix product's times (matmul/hopper/plan.cuh).
-int choose_tile(const MatmulArgs& p, bool (*has)(const hopper::TileKind&) = has_tile,
-                bool has_tail = false) {
-  const int multiprocessors = sm_count();
+// What a variant takes, in microseconds on an H200, and the TB/s that it reaches where memory
+// decides: fitted to fprop and dgrad of the networks in benchmarks/convolution_cases.py, batches of
+// 1, 8, 64.
+struct Times {
+  Variant variant;
+  double start, tile, stage, memory;
+};
+constexpr Times kTimes16[] = {
+    // clang-format off
+    {{6, 0}, 3.48, 2.61, 0.661, 4.90},   // 128 x 256, two blocks
+    {{7, 0}, 4.05, 2.13, 0.511, 4.11},   // 128 x 192, two blocks
+    {{8, 0}, 4.07, 1.43, 0.349, 3.31},   // 128 x 128
+    {{10, 0}, 4.63, 0.69, 0.278, 3.44},  // 128 x 64
+    {{19, 0}, 4.38, 1.34, 0.360, 3.31},  // 128 x 128, two blocks
+    // A depth split by 2, 4, 8: 128 x 128, 128 x 64, 64 x 64.
+    {{16, 1}, 2.51, 6.04, 0.308, 0.93}, {{16, 2}, 2.24, 5.92, 0.293, 0.60}, {{16, 3}, 3.57, 4.70, 0.321, 0.65},
+    {{17, 1}, 6.50, 0.30, 0.288, 1.80}, {{17, 2}, 6.42, 0.07, 0.294, 1.19}, {{17, 3}, 6.45, 0.21, 0.309, 1.40},
+    {{18, 1}, 6.32, 0.02, 0.224, 1.70}, {{18, 2}, 5.74, 0.22, 0.231, 1.14}, {{18, 3}, 5.87, 0.02, 0.252, 1.79},
+    // clang-format on
+};
+constexpr Times kTimesTf32[] = {
+    // clang-format off
+    {{6, 0}, 3.54, 5.51, 0.636, 4.21},
+    {{7, 0}, 4.11, 4.13, 0.495, 4.24},
+    {{8, 0}, 4.38, 2.97, 0.328, 3.62},
+    {{10, 0}, 5.00, 1.39, 0.246, 3.56},
+    {{19, 0}, 4.63, 2.92, 0.328, 3.60},
+    {{16, 1}, 8.88, 0.09, 0.329, 2.53}, {{16, 2}, 2.39, 6.02, 0.361, 1.02}, {{16, 3}, 7.46, 0.56, 0.561, 3.00},
+    {{17, 1}, 6.76, 0.55, 0.297, 2.63}, {{17, 2}, 6.58, 0.03, 0.354, 1.76}, {{17, 3}, 6.23, 0.08, 0.524, 3.00},
+    {{18, 1}, 6.79, 0.00, 0.242, 2.26}, {{18, 2}, 5.83, 0.14, 0.307, 3.00}, {{18, 3}, 5.83, 0.03, 0.391, 1.41},
+    // clang-format on
+};
+
+template <size_t kCount>
+constexpr bool are_compiled(const Times (&all)[kCount]) {
+  for (const Times& t : all) {
+    const hopper::TileKind& kind = t.variant.kind();
+    if (!(t.variant.cluster_bits > 0 ? has_split_tile(kind) : has_tile(kind))) return false;
+  }
+  return true;
+}
+static_assert(are_compiled(kTimes16) && are_compiled(kTimesTf32));
+
+// The variant that takes the least time. `may_split`: the depth too; has: of the others; bytes: of
+// all tensors.
+Variant choose_variant(const MatmulArgs& p, int64_t bytes, bool may_split,
+                       bool (*has)(const hopper::TileKind&) = has_tile, bool has_tail = false) {
   const int64_t stages = p.k * size_of(p.dtype) / hopper::kSwizzle;
-  int best = -1;
+  Variant best{-1, 0};
   double least = hopper::kNoPlan;
-  for (int i = 0; i < hopper::kTileKindCount; ++i) {
-    const hopper::TileKind& t = hopper::kTileKinds[i];
-    if (!has(t)) continue;
+  const auto try_variant = [&](const Times& times) {
+    const hopper::TileKind& t = times.variant.kind();
+    const int cluster = times.variant.cluster();  // of the blocks that split a depth
+    if (cluster == 1 ? !has(t) : !may_split || stages < 2 * cluster) return;
     const int64_t tiles = ceil_div(p.m, t.rows * t.blocks) * t.blocks * ceil_div(p.n, t.columns);
-    const double tile = t.tile + stages * t.stage + (has_tail ? tail_of(t) : 0);
-    const double cost = t.start + ceil_div(tiles, multiprocessors) * tile;
-    if (cost < least) best = i, least = cost;
+    const int64_t blocks = tiles * cluster;
+    if (cluster > 1 && blocks > hopper::blocks_at_once(cluster)) return;
+    const double tile = times.tile + ceil_div(stages, cluster) * times.stage +
+                        (has_tail && cluster == 1 ? tail_of(t) : 0);
+    const double products = ceil_div(blocks, sm_count()) * tile;
+    const double memory = bytes / (times.memory * 1e6);
+    const double cost = times.start + std::max(products, memory) + 0.1 * std::min(products, memory);
+    if (cost < least) best = times.variant, least = cost;
+  };
+  if (size_of(p.dtype) == 2) {
+    for (const Times& t : kTimes16) try_variant(t);
+  } else {
+    for (const Times& t : kTimesTf32) try_variant(t);
   }
   return best;
+}
+
+// Of the input, the result and the weights.
+int64_t bytes_of(const Conv2dArgs& args) {
+  const Conv2dShape& s = args.shape;
+  const int64_t elements = s.n * (s.c * s.h * s.w + s.k * s.p * s.q) + s.k * s.c * s.r * s.s;
+  return elements * size_of(s.dtype);
+}
+
+Variant whole_variant(const Conv2dArgs& args) {
+  return choose_variant(result_matrix(args, pass_of(args)), bytes_of(args), false);
 }
 
 // The same for the weight gradient, whose blocks all sum for as long.
@@ -131,23 +197,26 @@ void plan(const Conv2dArgs& given, Conv2dPlan* plan) {
     return;
   }
   const MatmulArgs p = result_matrix(args, pass_of(args));
-  plan->variant = choose_tile(p);
+  plan->variant = choose_variant(p, bytes_of(args), !has_phases(args)).number();
   plan->workspace_bytes = weight_bytes(args);
-  plan->moment_sets = moment_rows(args, p, hopper::kTileKinds[plan->variant]) / 64;
+  plan->moment_sets = moment_rows(args, p, whole_variant(args).kind()) / 64;
 }
 
 void plan_tail(const Conv2dArgs& given, Conv2dPlan* plan) {
   const Conv2dArgs args = by_rows(given);
-  plan->variant = choose_tile(result_matrix(args, pass_of(args)), has_tile, true);
+  const MatmulArgs p = result_matrix(args, pass_of(args));
+  plan->variant = choose_variant(p, bytes_of(args), true, has_tile, true).number();
 }
 
 void run(Stream stream, const Conv2dArgs& given, const Conv2dPlan& plan, void* workspace) {
   const Conv2dArgs args = by_rows(given);
   if (in_parts(args.shape)) return run_split(stream, args, plan, workspace);
+  // The plan does not know whether moments will be wanted; whole tiles leave them.
+  const int variant = args.moments ? whole_variant(args).number() : plan.variant;
   switch (args.shape.dtype) {
-    case DType::kBFloat16: return run_bf16(stream, args, plan.variant, workspace);
-    case DType::kFloat16: return run_fp16(stream, args, plan.variant, workspace);
-    case DType::kFloat32: return run_tf32(stream, args, plan.variant, workspace);
+    case DType::kBFloat16: return run_bf16(stream, args, variant, workspace);
+    case DType::kFloat16: return run_fp16(stream, args, variant, workspace);
+    case DType::kFloat32: return run_tf32(stream, args, variant, workspace);
     case DType::kFloat64: break;  // an obstacle
   }
 }
@@ -165,7 +234,7 @@ bool takes_added(const Conv2dArgs& args) {
 
 void run_added(Stream stream, const Conv2dArgs& args, const Conv2dPlan& plan, const void* added,
                void* workspace) {
-  run_tf32(stream, args, plan.variant, workspace, added);
+  run_tf32(stream, args, whole_variant(args).number(), workspace, added);
 }
 
 bool plan_norm_grad(const Conv2dArgs& args, bool has_mask, Conv2dPlan* plan) {
@@ -174,9 +243,10 @@ bool plan_norm_grad(const Conv2dArgs& args, bool has_mask, Conv2dPlan* plan) {
   // Masks are read by 8 bytes, of 16 bytes of the result each.
   if (has_mask && s.c * size_of(s.dtype) % (8 * 16) != 0) return false;
   const MatmulArgs p = result_matrix(args, pass_of(args));
-  plan->variant = choose_tile(p, has_sums_tile);
+  const Variant chosen = choose_variant(p, bytes_of(args), false, has_sums_tile);
+  plan->variant = chosen.number();
   plan->workspace_bytes = weight_bytes(args);
-  plan->moment_sets = clusters_of_column(p, hopper::kTileKinds[plan->variant]);
+  plan->moment_sets = clusters_of_column(p, chosen.kind());
   return plan->moment_sets > 0;
 }
 

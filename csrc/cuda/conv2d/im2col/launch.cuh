@@ -14,8 +14,26 @@ namespace braze::cuda::im2col {
 
 // The matrix product's tiles that are compiled for windows. Others are for products of few rows.
 constexpr bool has_tile(const hopper::TileKind& t) {
-  return t.depth == hopper::Depth::kWhole && t.plain && t.rows == 128;
+  return t.depth == hopper::Depth::kWhole && t.rows == 128 && t.swapped_columns % 192 == 0;
 }
+
+// And those whose depth a cluster splits, for few tiles.
+constexpr bool has_split_tile(const hopper::TileKind& t) {
+  return t.depth == hopper::Depth::kSplit && t.columns <= 128;
+}
+
+// How fprop and dgrad go: the tile's number in hopper::kTileKinds, and how many blocks split its
+// depth, log2.
+struct Variant {
+  int tile, cluster_bits;
+
+  static Variant of(int number) {
+    return {number % hopper::kTileKindCount, number / hopper::kTileKindCount};
+  }
+  int number() const { return tile + cluster_bits * hopper::kTileKindCount; }
+  int cluster() const { return 1 << cluster_bits; }
+  constexpr const hopper::TileKind& kind() const { return hopper::kTileKinds[tile]; }
+};
 
 // And those of the weight gradient.
 constexpr bool has_wgrad_tile(const hopper::TileKind& t) {
@@ -27,11 +45,11 @@ constexpr bool has_sums_tile(const hopper::TileKind& t) {
   return has_tile(t) && t.blocks == 1 && t.columns <= 128;
 }
 
-// tile: its number in hopper::kTileKinds.
-void run_bf16(Stream stream, const Conv2dArgs& args, int tile, void* workspace);
-void run_fp16(Stream stream, const Conv2dArgs& args, int tile, void* workspace);
+// variant: a Variant's number; of the weight gradient the tile's.
+void run_bf16(Stream stream, const Conv2dArgs& args, int variant, void* workspace);
+void run_fp16(Stream stream, const Conv2dArgs& args, int variant, void* workspace);
 // added: what is added to an input gradient of stride 1, or nullptr.
-void run_tf32(Stream stream, const Conv2dArgs& args, int tile, void* workspace,
+void run_tf32(Stream stream, const Conv2dArgs& args, int variant, void* workspace,
               const void* added = nullptr);
 
 void run_norm_grad_bf16(Stream stream, const Conv2dArgs& args, const Conv2dPlan& plan,
@@ -95,15 +113,31 @@ inline int64_t weight_bytes(const Conv2dArgs& args) {
   return s.k * s.r * s.s * s.c * size_of(s.dtype);
 }
 
+// Fills the workspace with them, if they are wanted, and returns it.
+inline const void* transpose_weights(Stream stream, const Conv2dArgs& args, void* workspace) {
+  if (weight_bytes(args) == 0) return nullptr;
+  const Conv2dShape& s = args.shape;
+  transpose_copy(stream, s.dtype, args.other.data, workspace, 1, s.k, s.r * s.s * s.c);
+  return workspace;
+}
+
+template <typename Tile, int kColumnMajor, typename A>
+void launch_split(Stream stream, const Conv2dArgs& args, A a, const Pass& pass, int cluster_bits,
+                  void* workspace) {
+  const void* transposed = transpose_weights(stream, args, workspace);
+  const MatmulArgs p = result_matrix(args, pass);
+  hopper::set_tiles<Tile>(a, p, hopper::operand_a(p), hopper::operand_b(p));
+  a.windows = pass.windows;
+  a.cluster_bits = cluster_bits;
+  hopper::launch_cluster_split<Tile, 0, kColumnMajor, false>(
+      stream, a, window_map(args, Tile::kRows), weight_map<Tile, kColumnMajor>(args, transposed));
+}
+
 template <typename Tile, int kColumnMajor, typename A>
 void launch(Stream stream, const Conv2dArgs& args, A a, const Pass& pass, void* workspace) {
   constexpr bool kScattered = A::kScattered, kMoments = std::is_same_v<A, MomentArgs>;
   const Conv2dShape& s = args.shape;
-  const void* transposed = nullptr;
-  if (weight_bytes(args) > 0) {
-    transpose_copy(stream, s.dtype, args.other.data, workspace, 1, s.k, s.r * s.s * s.c);
-    transposed = workspace;
-  }
+  const void* transposed = transpose_weights(stream, args, workspace);
   MatmulArgs p = result_matrix(args, pass);
   if constexpr (std::is_same_v<A, PhaseArgs>) p.batch = s.stride_h * s.stride_w;
   hopper::set_tiles<Tile>(a, p, hopper::operand_a(p), hopper::operand_b(p));
@@ -210,6 +244,32 @@ void launch_wgrad(Stream stream, const Conv2dArgs& args, void* workspace) {
   hopper::launch_shares<Tile, 1, 1, false>(stream, a, other, pixels, c_map, workspace);
 }
 
+// Without moments.
+template <typename T>
+void run_split_depth(Stream stream, const Conv2dArgs& args, const Variant& variant,
+                     void* workspace) {
+  hopper::with_tile(variant.tile, [&](auto tile) {
+    constexpr hopper::TileKind kKind = hopper::kTileKinds[tile.value];
+    if constexpr (has_split_tile(kKind)) {
+      using Tile = hopper::SmallTile<T, kKind.rows, kKind.columns, kKind.stages(sizeof(T), false)>;
+      const auto launch_with = [&](auto column_major, const auto& a) {
+        launch_split<Tile, column_major.value>(stream, args, a, pass_of(args), variant.cluster_bits,
+                                               workspace);
+      };
+      if (args.pass == Conv2dPass::kDgrad) {
+        launch_with(std::integral_constant < int, sizeof(T) == 2 ? 1 : 0 > {}, WindowArgs{});
+      } else if (args.tail) {
+        SplitTailArgs a{};
+        a.tail = Tail::of(args.tail, args.shape.dtype);
+        a.added = args.tail->added;
+        launch_with(std::integral_constant<int, 0>{}, a);
+      } else {
+        launch_with(std::integral_constant<int, 0>{}, WindowArgs{});
+      }
+    }
+  });
+}
+
 template <typename T>
 void run(Stream stream, const Conv2dArgs& args, int number, void* workspace,
          [[maybe_unused]] const void* added = nullptr) {
@@ -220,7 +280,9 @@ void run(Stream stream, const Conv2dArgs& args, int number, void* workspace,
       }
     });
   }
-  hopper::with_tile(number, [&](auto tile) {
+  const Variant variant = Variant::of(number);
+  if (variant.cluster_bits > 0) return run_split_depth<T>(stream, args, variant, workspace);
+  hopper::with_tile(variant.tile, [&](auto tile) {
     constexpr hopper::TileKind kKind = hopper::kTileKinds[tile.value];
     if constexpr (has_tile(kKind)) {
       using Tile = hopper::Tile<T, kKind.rows, kKind.columns, kKind.stages(sizeof(T), false),

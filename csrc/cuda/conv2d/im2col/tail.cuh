@@ -13,6 +13,32 @@
 
 namespace braze::cuda::im2col {
 
+// The same where a cluster splits a tile's depth, whose blocks have few results each.
+struct SplitTailArgs : WindowArgs {
+  static constexpr bool kTail = true;
+
+  Tail tail;
+  const void* added;  // laid out as the result, or nullptr
+
+  // sum: of two neighbouring columns, an even one first, of `row` and of that 8 on.
+  template <typename T>
+  __device__ __forceinline__ void finish(float (&sum)[4], int row, int column) const {
+    if (column >= columns) return;  // of which there is an even number
+    const float2 first = tail.coefficients(column), second = tail.coefficients(column + 1);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float &a = sum[2 * half], &b = sum[2 * half + 1];
+      a = fmaf(a, first.x, first.y), b = fmaf(b, second.x, second.y);
+      const int r = row + half * 8;
+      if (!added || r >= rows) continue;
+      const auto* const from = static_cast<const T*>(added) + r * c_ld + column;
+      const auto pair = *reinterpret_cast<const Vec<T, 2>*>(from);
+      a += convert<float>(pair.v[0]), b += convert<float>(pair.v[1]);
+    }
+    tail.activate<T>(sum);
+  }
+};
+
 struct TailArgs : ColumnArgs {
   static constexpr bool kTail = true;
 

@@ -2,8 +2,9 @@
 
 namespace braze::cuda::im2col {
 
-void run_tf32(Stream stream, const Conv2dArgs& args, int tile, void* workspace, const void* added) {
-  run<float>(stream, args, tile, workspace, added);
+void run_tf32(Stream stream, const Conv2dArgs& args, int variant, void* workspace,
+              const void* added) {
+  run<float>(stream, args, variant, workspace, added);
 }
 
 void run_norm_grad_tf32(Stream stream, const Conv2dArgs& args, const Conv2dPlan& plan,

@@ -109,7 +109,9 @@ Pass pass_of(const Conv2dArgs& args, Phases* phases) {
   w.first_h = narrow(v.first), w.first_w = narrow(h.first);
   w.taps_w = FastDiv(h.taps);
   w.step_h = narrow(v.step), w.step_w = narrow(h.step);
-  w.blocks = narrow(ceil_div(pass.channels * size_of(s.dtype), kRowBytes));
+  const int64_t bytes = pass.channels * size_of(s.dtype);
+  w.blocks = narrow(ceil_div(bytes, kRowBytes));
+  w.last_bytes = narrow(bytes - (w.blocks - 1) * kRowBytes);
   w.tap = narrow(v.tap * s.s + h.tap);
   w.tap_h = narrow(v.tap_step * s.s), w.tap_w = narrow(h.tap_step);
   if (phases) {

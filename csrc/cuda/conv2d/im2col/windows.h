@@ -17,7 +17,8 @@ struct Windows {
   int stride_h, stride_w, first_h, first_w;
   FastDiv taps_w;  // in a row of the window
   int step_h, step_w;
-  int blocks;  // of channels, a swizzled row each: a stage's depth
+  int blocks;      // of channels, a swizzled row each: a stage's depth
+  int last_bytes;  // of the last one's rows that channels fill
   // Which of the filter's taps, counted as they lie in memory, belongs to the window's first one,
   // and how it goes on.
   int tap, tap_h, tap_w;

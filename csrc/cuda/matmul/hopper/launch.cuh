@@ -123,9 +123,21 @@ void launch(Stream stream, const MatmulArgs& p, bool persistent = true, const A&
       stream, args.tiles, persistent, row_map, column_map, c_map, args);
 }
 
-// The same with the depth split over `cluster` blocks.
+// Of tiles whose depth the blocks of a cluster split. args: with tiles and cluster_bits set.
+template <typename Tile, int kRowMajor, int kColumnMajor, bool kSwap, typename A>
+void launch_cluster_split(Stream stream, const A& args, const CUtensorMap& row_map,
+                          const CUtensorMap& column_map) {
+  constexpr auto kKernel = cluster_split_kernel<Tile, kRowMajor, kColumnMajor, kSwap, A>;
+  const int cluster = 1 << args.cluster_bits;
+  resident_clusters<kKernel>(cluster, Tile::kThreads, Tile::kSharedBytes);
+  launch_early_in_clusters(kKernel, static_cast<unsigned>(args.tiles * cluster), Tile::kThreads,
+                           Tile::kSharedBytes, stream, cluster, row_map, column_map, args);
+  check_launch("matmul wgmma");
+}
+
+// A product with the depth split over `cluster` blocks.
 template <typename Tile, int kRowMajor, int kColumnMajor, bool kSwap, typename A = Args>
-void launch_cluster_split(Stream stream, const MatmulArgs& p, int cluster, const A& epilogue = {}) {
+void launch_split_product(Stream stream, const MatmulArgs& p, int cluster, const A& epilogue = {}) {
   using T = typename Tile::T;
   const Operand a = operand_a(p), b = operand_b(p);
   const Operand &rows = kSwap ? b : a, &columns = kSwap ? a : b;
@@ -134,12 +146,7 @@ void launch_cluster_split(Stream stream, const MatmulArgs& p, int cluster, const
   args.cluster_bits = cluster == 8 ? 3 : cluster == 4 ? 2 : 1;
   const CUtensorMap row_map = operand_map<T>(rows, p.k, p.batch, Tile::kRows);
   const CUtensorMap column_map = operand_map<T>(columns, p.k, p.batch, Tile::kColumns);
-  constexpr auto kKernel = cluster_split_kernel<Tile, kRowMajor, kColumnMajor, kSwap, A>;
-  resident_clusters<kKernel>(cluster, Tile::kThreads, Tile::kSharedBytes);
-  launch_early_in_clusters(kKernel, static_cast<unsigned>(args.tiles * cluster), Tile::kThreads,
-                           Tile::kSharedBytes, stream, cluster, row_map, column_map,
-                           static_cast<const A&>(args));
-  check_launch("matmul wgmma");
+  launch_cluster_split<Tile, kRowMajor, kColumnMajor, kSwap>(stream, args, row_map, column_map);
 }
 
 // The same in equal shares for all clusters. args: StreamArgs or made from it, with tiles set.
@@ -218,7 +225,7 @@ void launch_kind(Stream stream, const MatmulArgs& p, const Plan& plan, void* wor
   constexpr TileKind kKind = kTileKinds[kTile];
   constexpr int kStages = kKind.stages(sizeof(T), A::kFull);
   if constexpr (kKind.depth == Depth::kSplit) {
-    launch_cluster_split<SmallTile<T, kKind.rows, kKind.columns, kStages>, kR, kC, kSwap>(
+    launch_split_product<SmallTile<T, kKind.rows, kKind.columns, kStages>, kR, kC, kSwap>(
         stream, p, plan.cluster, epilogue);
   } else if constexpr (kKind.depth == Depth::kShares) {
     using Shares = StreamTile<T, kKind.rows, kKind.columns, kStages, kKind.blocks>;

@@ -74,6 +74,7 @@ struct Ring {
 
 struct Args {
   static constexpr bool kFull = false;       // of FullArgs (hopper/epilogue.cuh) it is true
+  static constexpr bool kWindows = false;    // whether rows are windows: conv2d/im2col/copies.cuh
   static constexpr bool kScattered = false;  // whether rows of C lie anywhere (hopper/scatter.cuh)
   static constexpr bool kTail = false;       // whether it finishes results: conv2d/im2col/tail.cuh
   static constexpr bool kSums = false;       // whether it sums them: conv2d/im2col/norm_grad.cuh
@@ -203,6 +204,17 @@ class Copies {
   int row_, column_, row_batch_, column_batch_, rank_;
 };
 
+constexpr int kSteps = 4;  // products that a stage's depth is gone through in
+
+// How many of them a stage has, asked once for each. Fewer where a kernel's depth comes in pieces
+// that leave stages unfilled: it specializes this for its A.
+template <typename A, typename = void>
+class Steps {
+ public:
+  __device__ __forceinline__ Steps(const A&, int) {}
+  __device__ __forceinline__ static constexpr int next() { return kSteps; }
+};
+
 // Whether columns are transposed in shared memory (turn_columns.cuh).
 template <typename T, int kColumnMajor>
 constexpr bool are_turned = sizeof(T) == 4 && kColumnMajor == 1;
@@ -223,19 +235,20 @@ __device__ __forceinline__ void load_fragment(uint32_t tile, int row, int first,
   }
 }
 
-// acc += a slice of the tile: `rows` and `columns` are this consumer's operands in shared memory.
-template <typename Tile, int kRowMajor, int kColumnMajor>
+// acc += the first kCount steps of a slice of the tile: `rows` and `columns` are this consumer's
+// operands in shared memory.
+template <typename Tile, int kRowMajor, int kColumnMajor, int kCount = kSteps>
 __device__ __forceinline__ void multiply(float (&acc)[Tile::kBlocks][Tile::kColumns / 2],
                                          uint32_t rows, uint32_t columns, bool accumulate) {
   using T = typename Tile::T;
-  constexpr int kSteps = 4, kStepDepth = Tile::kDepth / kSteps;
+  constexpr int kStepDepth = Tile::kDepth / kSteps;
   constexpr int kRowStep = kRowMajor ? kStepDepth * kSwizzle : 32;
   constexpr int kColumnStep = kColumnMajor ? kStepDepth * kSwizzle : 32;
   constexpr int kBlock = Tile::kDepth * kSwizzle;  // between 64 columns of an MN-major operand
   const uint64_t row_desc = wgmma_descriptor<kSwizzle>(rows, kBlock);
   const uint64_t column_desc = wgmma_descriptor<kSwizzle>(columns, kBlock);
 #pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
+  for (int step = 0; step < kCount; ++step) {
 #pragma unroll
     for (int b = 0; b < Tile::kBlocks; ++b) {
       Wgmma<T, Tile::kColumns>::template run<kRowMajor, kColumnMajor>(
@@ -263,7 +276,7 @@ __device__ __forceinline__ void multiply_fragments(float (&acc)[Tile::kBlocks][T
 template <typename Tile, int kRowMajor, int kColumnMajor>
 __device__ __forceinline__ void multiply_stage(float (&acc)[Tile::kBlocks][Tile::kColumns / 2],
                                                uint32_t (&fragments)[4][4], uint32_t stage,
-                                               bool accumulate) {
+                                               bool accumulate, int steps = kSteps) {
   const int first_row = threadIdx.x / 128 * Tile::kBlocks * 64;  // of the tile
   const uint32_t columns = stage + Tile::kRowBytes;
   if constexpr (sizeof(typename Tile::T) == 4 && kRowMajor == 1) {
@@ -274,15 +287,29 @@ __device__ __forceinline__ void multiply_stage(float (&acc)[Tile::kBlocks][Tile:
       load_fragment<are_turned<float, kColumnMajor>>(stage, row, s * 8, fragments[s]);
     }
   }
+  const auto begin = [&](auto count) {
 #pragma unroll
-  for (int b = 0; b < Tile::kBlocks; ++b) wgmma_touch(acc[b]);
-  wgmma_fence();
-  if constexpr (sizeof(typename Tile::T) == 4 && kRowMajor == 1) {
-    multiply_fragments<Tile>(acc, fragments, columns, accumulate);
+    for (int b = 0; b < Tile::kBlocks; ++b) wgmma_touch(acc[b]);
+    wgmma_fence();
+    if constexpr (sizeof(typename Tile::T) == 4 && kRowMajor == 1) {
+      multiply_fragments<Tile>(acc, fragments, columns, accumulate);
+    } else {
+      multiply<Tile, kRowMajor, kColumnMajor, count.value>(acc, stage + first_row * kSwizzle,
+                                                           columns, accumulate);
+    }
+    wgmma_commit();
+  };
+  // Each count for itself: what stands between products would have them wait for each other.
+  static_assert(kSteps == 4);
+  if (steps == 4) {
+    begin(std::integral_constant<int, 4>{});
+  } else if (steps == 3) {
+    begin(std::integral_constant<int, 3>{});
+  } else if (steps == 2) {
+    begin(std::integral_constant<int, 2>{});
   } else {
-    multiply<Tile, kRowMajor, kColumnMajor>(acc, stage + first_row * kSwizzle, columns, accumulate);
+    begin(std::integral_constant<int, 1>{});
   }
-  wgmma_commit();
 }
 
 // The calling consumer has left the stage, and tells all whose copies fill it.
@@ -298,19 +325,21 @@ __device__ __forceinline__ void release_stage(uint64_t* empty, int stage) {
 
 // acc = rows * columns of the depths [first, last), which come in the stages from `at` on. Returns
 // the last of these, which is still to be released.
-template <typename Tile, int kRowMajor, int kColumnMajor>
-__device__ __forceinline__ int multiply_depths(float (&acc)[Tile::kBlocks][Tile::kColumns / 2],
+template <typename Tile, int kRowMajor, int kColumnMajor, typename A>
+__device__ __forceinline__ int multiply_depths(const A& a,
+                                               float (&acc)[Tile::kBlocks][Tile::kColumns / 2],
                                                Cursor<Tile::kStages>& at, uint32_t stages,
                                                const Ring& ring, int first, int last) {
   int before = -1;  // the stage whose products may still run
+  Steps<A> steps(a, first);
   [[maybe_unused]] uint32_t fragments[2][4][4];
   const auto step = [&](int d, auto& fragment) {
     mbarrier_wait(&ring.full[at.stage], at.phase);
     if constexpr (are_turned<typename Tile::T, kColumnMajor>) {
       mbarrier_wait(&ring.turned[at.stage], at.phase);
     }
-    multiply_stage<Tile, kRowMajor, kColumnMajor>(acc, fragment,
-                                                  stages + at.stage * Tile::kStageBytes, d > first);
+    multiply_stage<Tile, kRowMajor, kColumnMajor>(
+        acc, fragment, stages + at.stage * Tile::kStageBytes, d > first, steps.next());
     wgmma_wait<1>();
     if (before >= 0) release_stage<Tile>(ring.empty, before);
     before = at.stage;

@@ -101,6 +101,7 @@ constexpr TileKind kTileKinds[] = {
     {128, 128, 1, 6, 6, 2,  Depth::kSplit, 0, 0,  true, false,   0,   0,  2.9,  2.5,  0.34,  0.07, 32,    0,    0},
     {128,  64, 1, 8, 8, 2,  Depth::kSplit, 8, 8,  true, false,   0,   0,  3.4, 0.06, 0.205,  0.06, 24,    0,    0},
     { 64,  64, 1, 8, 8, 1,  Depth::kSplit, 0, 0,  true, false,   0,   0,  1.8,    0,  0.19,     0, 16,    0,    0},
+    {128, 128, 2, 6, 6, 2,  Depth::kWhole, 0, 0, false, false,   0,   0,  2.1,  0.7, 0.295,     0, 24,    0,    0},
     // clang-format on
 };
 constexpr int kTileKindCount = static_cast<int>(sizeof(kTileKinds) / sizeof(TileKind));
@@ -182,15 +183,19 @@ inline double stream_cost_of(const MatmulArgs& p, const Plan& plan, int multipro
          0.03e-6 * elements * size;
 }
 
+// Of clusters that split the depth: larger ones do not fill the device, and those that have to wait
+// are slow to start.
+inline int blocks_at_once(int cluster) {
+  return cluster == 8 ? 64 : cluster == 4 ? 96 : sm_count();
+}
+
 inline double cost_of(const MatmulArgs& p, const Plan& plan, int multiprocessors) {
   const TileKind& t = plan.kind();
   if (t.depth == Depth::kShares) return stream_cost_of(p, plan, multiprocessors);
   const int64_t rows = plan.swap ? p.n : p.m, columns = plan.swap ? p.m : p.n;
   const int64_t blocks = ceil_div(rows, t.rows * t.blocks) * t.blocks * p.batch *
                          ceil_div(columns, t.columns) * plan.cluster;
-  // Larger clusters do not fill the device, and those that have to wait are slow to start.
-  const int limit = plan.cluster == 8 ? 64 : plan.cluster == 4 ? 96 : multiprocessors;
-  if (plan.cluster > 1 && blocks > limit) return kNoPlan;
+  if (plan.cluster > 1 && blocks > blocks_at_once(plan.cluster)) return kNoPlan;
   const int64_t waves = ceil_div(blocks, multiprocessors);
   const int64_t size = size_of(p.dtype);
   const int64_t stages = ceil_div(ceil_div(p.k * size, 128), plan.cluster);

@@ -90,7 +90,8 @@ struct Finished {
     if constexpr (A::kScattered) {
       static_assert(!kSwap && Tile::kChunk == 64);
       named_barrier(1 + group, 128);
-      scatter_rows<typename Tile::T>(a, buffer, batch, row, column + chunk * Tile::kChunk);
+      constexpr int kAtOnce = Tile::kColumns > 192 ? 1 : Tile::kColumns > 128 ? 2 : 4;  // registers
+      scatter_rows<typename Tile::T, kAtOnce>(a, buffer, batch, row, column + chunk * Tile::kChunk);
       return;
     }
     fence_async_proxy();
@@ -145,11 +146,12 @@ __device__ __forceinline__ void consume(const CUtensorMap* c_map, const A& a, ui
     }
   };
   begin();
+  Steps<A> steps(a, p.first);
   [[maybe_unused]] uint32_t fragments[2][4][4];
   const auto step = [&](int depth, int chunk, auto& fragment) {
     mbarrier_wait(&full[at.stage], at.phase);
     multiply_stage<Tile, kRowMajor, kColumnMajor>(
-        acc, fragment, stages + at.stage * Tile::kStageBytes, depth > p.first);
+        acc, fragment, stages + at.stage * Tile::kStageBytes, depth > p.first, steps.next());
     if constexpr (Tile::kKept) {
       if (chunk >= 0) finished.template store<kSwap>(a, chunk, c_map, staging, group);
     }

@@ -51,7 +51,8 @@ struct SmallTile : Tile<T, kRows, kColumns, kStages, 1, kRows / 64> {
 template <typename Tile, int kRowMajor, int kColumnMajor, bool kSwap, typename A = Args>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     cluster_split_kernel(const __grid_constant__ CUtensorMap row_map,
-                         const __grid_constant__ CUtensorMap column_map, const A a) {
+                         const __grid_constant__ CUtensorMap column_map,
+                         const __grid_constant__ A a) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL  // other architectures get a kernel that nobody launches
   using T = typename Tile::T;
   constexpr int kCount = Tile::kColumns / 2, kConsumerThreads = Tile::kConsumers * 128;
@@ -79,22 +80,18 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   float acc[1][kCount];
   if (thread / 128 == Tile::kConsumers) {
     if (lane == 0) {
+      Copies<A, Tile, kRowMajor, kColumnMajor> copies(&row_map, &column_map, a, p, 0);
 #pragma unroll 1
       for (int d = p.first; d < p.last; ++d, at.next()) {
         mbarrier_wait(&empty[at.stage], at.phase ^ 1);
         mbarrier_expect(&full[at.stage], Tile::kStageBytes);
-        const uint32_t rows = stages + at.stage * Tile::kStageBytes;
-        load<T, kRowMajor, Tile::kRows, 1>(&row_map, &full[at.stage], rows, p.row * Tile::kRows,
-                                           d * Tile::kDepth, a.row_batch ? p.batch : 0);
-        load<T, kColumnMajor, Tile::kColumns, 1>(&column_map, &full[at.stage],
-                                                 rows + Tile::kRowBytes, p.column * Tile::kColumns,
-                                                 d * Tile::kDepth, a.column_batch ? p.batch : 0);
+        copies.copy(d, &full[at.stage], stages + at.stage * Tile::kStageBytes);
       }
     }
     __syncwarp();
   } else {
-    multiply_depths<Tile, kRowMajor, kColumnMajor>(acc, at, stages, {full, empty, nullptr}, p.first,
-                                                   p.last);
+    multiply_depths<Tile, kRowMajor, kColumnMajor>(a, acc, at, stages, {full, empty, nullptr},
+                                                   p.first, p.last);
   }
   // A block's share is `chunks` times 8 columns. Every block sends each share to its owner, to
   // where the stages were, once all have read theirs.
@@ -138,6 +135,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
           if (lane < 4) column_sums[thread / 32][i * 8 + lane * 2 + v] = both;
         }
       }
+    } else if constexpr (A::kTail) {
+      a.template finish<T>(sum, row, column + i * 8);
     } else {
       finish<T, kSwap>(a, sum, row, column + i * 8);
     }

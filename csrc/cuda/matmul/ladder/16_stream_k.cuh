@@ -145,7 +145,7 @@ __device__ __forceinline__ void consume_share(const CUtensorMap* c_map, const St
   float acc[Tile::kBlocks][Tile::kColumns / 2];
   for_share(a, cluster, [&](const Place& p, int part) {
     const int last =
-        multiply_depths<Tile, kRowMajor, kColumnMajor>(acc, at, stages, ring, p.first, p.last);
+        multiply_depths<Tile, kRowMajor, kColumnMajor>(a, acc, at, stages, ring, p.first, p.last);
     release_stage<Tile>(ring.empty, last);
 
     const int tile_row = (p.row * Tile::kCluster + rank) * Tile::kRows + group * Tile::kBlocks * 64;
