@@ -2,6 +2,7 @@
 pass by pass, where they must not refuse. The cases run on the CPU too, by its own kernels."""
 
 import contextlib
+import functools
 
 import pytest
 import torch
@@ -232,6 +233,19 @@ def test_implicit_gemm_wgmma(device, dtype, case, tf32):
             actual = run(which, case, x, w, b, dy, tf32, **own(device, "implicit_gemm_wgmma"))
             assert actual.is_contiguous(memory_format=torch.channels_last)
             check(actual, which, case, (x, w, b, dy), tf32)
+
+
+@pytest.mark.parametrize("tf32", [False, True], ids=["bfloat16", "tf32"])
+def test_few_pixels_split_the_depth(hopper, tf32):
+    """512 channels at 7 x 7, one image: the blocks of a cluster share a tile."""
+    case, dtype = (1, 512, 512, 7, 7, 3, 1, 1, 1), torch.float32 if tf32 else torch.bfloat16
+    set_tf32("cuda", tf32)
+    x, w, b = drawn(case, "cuda", dtype, "nhwc")
+    dy = gradient(case, x, w, "nhwc")
+    for which in ("fprop", "dgrad"):
+        call = functools.partial(run, which, case, x, w, b, dy, tf32, "implicit_gemm_wgmma")
+        assert "cluster_split_kernel" in cuda_kernels_of(call)
+        check(call(), which, case, (x, w, b, dy), tf32)
 
 
 @pytest.mark.parametrize(

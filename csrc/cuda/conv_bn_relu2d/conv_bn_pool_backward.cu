@@ -65,10 +65,13 @@ void finish_conv_bn_pool_backward(Stream stream, const ConvBnPoolBackward& probl
   Args a{};
   a.c = static_cast<int>(s.c), a.k = static_cast<int>(s.k), a.r = pooled::kFilterRows;
   a.w_k = dw.n, a.w_c = dw.c, a.w_r = dw.h, a.w_s = dw.w;
+  const int blocks = a.r * items_of_row(pooled::kChannels) / kSumItems;
   const float* const parts = weight_parts(problem, workspace);
   void* const out = const_cast<void*>(dw.data);
   const auto launch = [&](auto* typed) {
-    launch_sum(stream, a, pooled::kChannels, 1, blocks_of(problem), parts, typed);
+    using T = std::remove_pointer_t<decltype(typed)>;
+    launch_early(reduce_kernel<T>, blocks, kSumThreads, 0, stream, a, pooled::kChannels,
+                 blocks_of(problem), parts, typed);
   };
   if (s.dtype == DType::kBFloat16) {
     launch(static_cast<__nv_bfloat16*>(out));
@@ -77,6 +80,7 @@ void finish_conv_bn_pool_backward(Stream stream, const ConvBnPoolBackward& probl
   } else {
     launch(static_cast<float*>(out));
   }
+  check_launch("conv_bn_relu2d_backward");
 }
 
 }  // namespace braze::cuda

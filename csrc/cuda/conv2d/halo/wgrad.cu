@@ -227,8 +227,10 @@ void launch(Stream stream, void (*kernel)(CUtensorMap, CUtensorMap, WgradPlan, f
                partial);
   check_launch("conv2d halo_wgmma wgrad");
   const int channel_block = plan.row_bytes / static_cast<int>(sizeof(T));
-  launch_sum(stream, a, channel_block, static_cast<int>(plan.grid.y), static_cast<int>(plan.grid.x),
-             partial, static_cast<T*>(dw));
+  const dim3 grid(a.r * items_of_row(channel_block) / kSumItems, plan.grid.y);
+  launch_early(reduce_kernel<T>, grid, kSumThreads, 0, stream, a, channel_block,
+               static_cast<int>(plan.grid.x), partial, static_cast<T*>(dw));
+  check_launch("conv2d halo_wgmma wgrad reduce");
 }
 
 }  // namespace

@@ -17,12 +17,10 @@ __host__ __device__ constexpr int items_of_row(int channel_block) {
   return kFilters * kTapColumns * channel_block / kItem;
 }
 
-// A block of the sum: items side by side in a warp's lanes, by slices of the parts if these are
-// many.
-constexpr int kSumThreads = 256, kManyParts = 9, kSumSlices = 8;
-__host__ __device__ constexpr int items_of_block(int slices) { return kSumThreads / slices; }
-static_assert(items_of_row(32) % items_of_block(1) == 0);          // no more than one filter row
-static_assert(kSumThreads >= items_of_block(kSumSlices) * kItem);  // one gradient a thread
+// A block of the sum: items side by side in a warp's lanes, slices of the parts.
+constexpr int kSumItems = 32, kSumSlices = 8, kSumThreads = kSumItems * kSumSlices;
+static_assert(items_of_row(32) % kSumItems == 0);  // no more than one filter row
+static_assert(kSumThreads >= kSumItems * kItem);   // one gradient a thread
 
 // The accumulator of filter row `r` into its place: partial[block][r][kCount / 4][thread][4].
 template <int kCount>
@@ -39,60 +37,42 @@ __device__ __forceinline__ void store_partial(const float (&acc)[kCount], int r,
 }
 
 // dW = sum of the blocks' partial gradients, as store_partial left them.
-template <typename T, int kSlices>
+template <typename T>
 __global__ void __launch_bounds__(kSumThreads)
     reduce_kernel(const Args a, int channel_block, int parts, const float* partial,
                   T* __restrict__ dw) {
   wait_for_earlier_kernels();
-  constexpr int kItems = items_of_block(kSlices);
+  __shared__ float4 sums[kSumSlices][kSumItems + 1];
   const int count = items_of_row(channel_block) / 128;  // in each thread
   const int size = gridDim.y * a.r * count * 128;       // of each part
-  const int slice = threadIdx.x / kItems, lane = threadIdx.x % kItems;
-  const int item = blockIdx.x * kItems + lane;  // of this block of filters and channels
+  const int slice = threadIdx.x / kSumItems, lane = threadIdx.x % kSumItems;
+  const int item = blockIdx.x * kSumItems + lane;  // of this block of filters and channels
   const float4* from = reinterpret_cast<const float4*>(partial) + blockIdx.y * a.r * count * 128;
   float4 sum{0, 0, 0, 0};
 #pragma unroll 8
-  for (int part = slice; part < parts; part += kSlices) {
+  for (int part = slice; part < parts; part += kSumSlices) {
     const float4 v = from[int64_t{part} * size + item];
     sum = {sum.x + v.x, sum.y + v.y, sum.z + v.z, sum.w + v.w};
   }
-  // Number `part` of an item.
-  const auto store = [&](int of, int part, float total) {
-    const int channel_blocks = (a.c + channel_block - 1) / channel_block, thread = of % 128;
-    const int column = of / 128 % count * 8 + thread % 4 * 2 + part % 2, r = of / 128 / count;
-    const int k =
-        blockIdx.y / channel_blocks * kFilters + thread / 32 * 16 + thread % 32 / 4 + part / 2 * 8;
-    const int s = column / channel_block;
-    const int c = blockIdx.y % channel_blocks * channel_block + column % channel_block;
-    if (k < a.k && c < a.c) {
-      dw[k * a.w_k + c * a.w_c + r * a.w_r + s * a.w_s] = convert<T>(total);
-    }
-  };
-  if constexpr (kSlices == 1) {
-    store(item, 0, sum.x), store(item, 1, sum.y), store(item, 2, sum.z), store(item, 3, sum.w);
-  } else {
-    __shared__ float4 sums[kSlices][kItems + 1];
-    sums[slice][lane] = sum;
-    __syncthreads();
-    if (threadIdx.x >= kItems * kItem) return;
-    const int part = threadIdx.x % kItem, at = threadIdx.x / kItem;
-    float total = 0;
-    for (int other = 0; other < kSlices; ++other) {
-      total += reinterpret_cast<const float*>(&sums[other][at])[part];
-    }
-    store(blockIdx.x * kItems + at, part, total);
+  sums[slice][lane] = sum;
+  __syncthreads();
+  // One gradient a thread: number `part` of an item.
+  if (threadIdx.x >= kSumItems * kItem) return;
+  const int part = threadIdx.x % kItem, at = threadIdx.x / kItem;
+  float total = 0;
+  for (int other = 0; other < kSumSlices; ++other) {
+    total += reinterpret_cast<const float*>(&sums[other][at])[part];
   }
-}
-
-// Launches it for `blocks` of filters and channels.
-template <typename T>
-void launch_sum(Stream stream, const Args& a, int channel_block, int blocks, int parts,
-                const float* partial, T* dw) {
-  const int slices = parts < kManyParts ? 1 : kSumSlices;
-  const dim3 grid(a.r * items_of_row(channel_block) / items_of_block(slices), blocks);
-  const auto kernel = slices == 1 ? reduce_kernel<T, 1> : reduce_kernel<T, kSumSlices>;
-  launch_early(kernel, grid, kSumThreads, 0, stream, a, channel_block, parts, partial, dw);
-  check_launch("conv2d halo_wgmma wgrad reduce");
+  const int channel_blocks = (a.c + channel_block - 1) / channel_block;
+  const int of = blockIdx.x * kSumItems + at, thread = of % 128;
+  const int column = of / 128 % count * 8 + thread % 4 * 2 + part % 2, r = of / 128 / count;
+  const int k =
+      blockIdx.y / channel_blocks * kFilters + thread / 32 * 16 + thread % 32 / 4 + part / 2 * 8;
+  const int s = column / channel_block;
+  const int c = blockIdx.y % channel_blocks * channel_block + column % channel_block;
+  if (k < a.k && c < a.c) {
+    dw[k * a.w_k + c * a.w_c + r * a.w_r + s * a.w_s] = convert<T>(total);
+  }
 }
 
 }  // namespace

@@ -15,52 +15,64 @@ double tail_of(const hopper::TileKind& t) {
 }
 
 // What a variant takes, in microseconds on an H200, and the TB/s that it reaches where memory
-// decides: fitted to fprop and dgrad of the networks in benchmarks/convolution_cases.py, batches of
-// 1, 8, 64.
+// decides (3.00 where it decided no reading): fitted to fprop and dgrad of the networks in
+// benchmarks/convolution_cases.py, batches of 1, 8, 64.
 struct Times {
   Variant variant;
   double start, tile, stage, memory;
 };
+// A tile that is compiled for windows, by its shape.
+constexpr Variant whole(int rows, int columns, int blocks) {
+  int tile = 0;  // past the last one there is no constant
+  while (!(has_tile(hopper::kTileKinds[tile]) && hopper::kTileKinds[tile].rows == rows &&
+           hopper::kTileKinds[tile].columns == columns &&
+           hopper::kTileKinds[tile].blocks == blocks)) {
+    ++tile;
+  }
+  return {tile, 0};
+}
+// The same whose depth 2^cluster_bits blocks split.
+constexpr Variant split(int rows, int columns, int cluster_bits) {
+  int tile = 0;
+  while (!(has_split_tile(hopper::kTileKinds[tile]) && hopper::kTileKinds[tile].rows == rows &&
+           hopper::kTileKinds[tile].columns == columns)) {
+    ++tile;
+  }
+  return {tile, cluster_bits};
+}
+
 constexpr Times kTimes16[] = {
-    // clang-format off
-    {{6, 0}, 3.48, 2.61, 0.661, 4.90},   // 128 x 256, two blocks
-    {{7, 0}, 4.05, 2.13, 0.511, 4.11},   // 128 x 192, two blocks
-    {{8, 0}, 4.07, 1.43, 0.349, 3.31},   // 128 x 128
-    {{10, 0}, 4.63, 0.69, 0.278, 3.44},  // 128 x 64
-    {{19, 0}, 4.38, 1.34, 0.360, 3.31},  // 128 x 128, two blocks
-    // A depth split by 2, 4, 8: 128 x 128, 128 x 64, 64 x 64.
-    {{16, 1}, 2.51, 6.04, 0.308, 0.93}, {{16, 2}, 2.24, 5.92, 0.293, 0.60}, {{16, 3}, 3.57, 4.70, 0.321, 0.65},
-    {{17, 1}, 6.50, 0.30, 0.288, 1.80}, {{17, 2}, 6.42, 0.07, 0.294, 1.19}, {{17, 3}, 6.45, 0.21, 0.309, 1.40},
-    {{18, 1}, 6.32, 0.02, 0.224, 1.70}, {{18, 2}, 5.74, 0.22, 0.231, 1.14}, {{18, 3}, 5.87, 0.02, 0.252, 1.79},
-    // clang-format on
+    {whole(128, 256, 2), 3.48, 2.61, 0.661, 4.90}, {whole(128, 192, 2), 4.05, 2.13, 0.511, 4.11},
+    {whole(128, 128, 1), 4.07, 1.43, 0.349, 3.31}, {whole(128, 64, 1), 4.63, 0.69, 0.278, 3.44},
+    {whole(128, 128, 2), 4.38, 1.34, 0.360, 3.31}, {split(128, 128, 1), 2.51, 6.04, 0.308, 0.93},
+    {split(128, 128, 2), 2.24, 5.92, 0.293, 0.60}, {split(128, 128, 3), 3.57, 4.70, 0.321, 0.65},
+    {split(128, 64, 1), 6.50, 0.30, 0.288, 1.80},  {split(128, 64, 2), 6.42, 0.07, 0.294, 1.19},
+    {split(128, 64, 3), 6.45, 0.21, 0.309, 1.40},  {split(64, 64, 1), 6.32, 0.02, 0.224, 1.70},
+    {split(64, 64, 2), 5.74, 0.22, 0.231, 1.14},   {split(64, 64, 3), 5.87, 0.02, 0.252, 1.79},
 };
 constexpr Times kTimesTf32[] = {
-    // clang-format off
-    {{6, 0}, 3.54, 5.51, 0.636, 4.21},
-    {{7, 0}, 4.11, 4.13, 0.495, 4.24},
-    {{8, 0}, 4.38, 2.97, 0.328, 3.62},
-    {{10, 0}, 5.00, 1.39, 0.246, 3.56},
-    {{19, 0}, 4.63, 2.92, 0.328, 3.60},
-    {{16, 1}, 8.88, 0.09, 0.329, 2.53}, {{16, 2}, 2.39, 6.02, 0.361, 1.02}, {{16, 3}, 7.46, 0.56, 0.561, 3.00},
-    {{17, 1}, 6.76, 0.55, 0.297, 2.63}, {{17, 2}, 6.58, 0.03, 0.354, 1.76}, {{17, 3}, 6.23, 0.08, 0.524, 3.00},
-    {{18, 1}, 6.79, 0.00, 0.242, 2.26}, {{18, 2}, 5.83, 0.14, 0.307, 3.00}, {{18, 3}, 5.83, 0.03, 0.391, 1.41},
-    // clang-format on
+    {whole(128, 256, 2), 3.54, 5.51, 0.636, 4.21}, {whole(128, 192, 2), 4.11, 4.13, 0.495, 4.24},
+    {whole(128, 128, 1), 4.38, 2.97, 0.328, 3.62}, {whole(128, 64, 1), 5.00, 1.39, 0.246, 3.56},
+    {whole(128, 128, 2), 4.63, 2.92, 0.328, 3.60}, {split(128, 128, 1), 8.88, 0.09, 0.329, 2.53},
+    {split(128, 128, 2), 2.39, 6.02, 0.361, 1.02}, {split(128, 128, 3), 7.46, 0.56, 0.561, 3.00},
+    {split(128, 64, 1), 6.76, 0.55, 0.297, 2.63},  {split(128, 64, 2), 6.58, 0.03, 0.354, 1.76},
+    {split(128, 64, 3), 6.23, 0.08, 0.524, 3.00},  {split(64, 64, 1), 6.79, 0.00, 0.242, 2.26},
+    {split(64, 64, 2), 5.83, 0.14, 0.307, 3.00},   {split(64, 64, 3), 5.83, 0.03, 0.391, 1.41},
 };
 
-template <size_t kCount>
-constexpr bool are_compiled(const Times (&all)[kCount]) {
-  for (const Times& t : all) {
-    const hopper::TileKind& kind = t.variant.kind();
-    if (!(t.variant.cluster_bits > 0 ? has_split_tile(kind) : has_tile(kind))) return false;
-  }
-  return true;
+// What is read and written at least.
+int64_t bytes_of(const Conv2dArgs& args) {
+  const Conv2dShape& s = args.shape;
+  int64_t pixels = s.h * s.w;
+  if (args.pass == Conv2dPass::kFprop) pixels = std::min(pixels, s.p * s.q * s.r * s.s);
+  const int64_t elements = s.n * (s.c * pixels + s.k * s.p * s.q) + s.k * s.c * s.r * s.s;
+  return elements * size_of(s.dtype);
 }
-static_assert(are_compiled(kTimes16) && are_compiled(kTimesTf32));
 
-// The variant that takes the least time. `may_split`: the depth too; has: of the others; bytes: of
-// all tensors.
-Variant choose_variant(const MatmulArgs& p, int64_t bytes, bool may_split,
+// The variant that takes the least time. `may_split`: the depth too; has: of the others.
+Variant choose_variant(const Conv2dArgs& args, bool may_split,
                        bool (*has)(const hopper::TileKind&) = has_tile, bool has_tail = false) {
+  const MatmulArgs p = result_matrix(args, pass_of(args));
   const int64_t stages = p.k * size_of(p.dtype) / hopper::kSwizzle;
   Variant best{-1, 0};
   double least = hopper::kNoPlan;
@@ -73,9 +85,9 @@ Variant choose_variant(const MatmulArgs& p, int64_t bytes, bool may_split,
     if (cluster > 1 && blocks > hopper::blocks_at_once(cluster)) return;
     const double tile = times.tile + ceil_div(stages, cluster) * times.stage +
                         (has_tail && cluster == 1 ? tail_of(t) : 0);
-    const double products = ceil_div(blocks, sm_count()) * tile;
-    const double memory = bytes / (times.memory * 1e6);
-    const double cost = times.start + std::max(products, memory) + 0.1 * std::min(products, memory);
+    const double waves = ceil_div(blocks, sm_count()) * tile;
+    const double memory = bytes_of(args) / (times.memory * 1e6);
+    const double cost = times.start + std::max(waves, memory) + 0.1 * std::min(waves, memory);
     if (cost < least) best = times.variant, least = cost;
   };
   if (size_of(p.dtype) == 2) {
@@ -86,15 +98,21 @@ Variant choose_variant(const MatmulArgs& p, int64_t bytes, bool may_split,
   return best;
 }
 
-// Of the input, the result and the weights.
-int64_t bytes_of(const Conv2dArgs& args) {
-  const Conv2dShape& s = args.shape;
-  const int64_t elements = s.n * (s.c * s.h * s.w + s.k * s.p * s.q) + s.k * s.c * s.r * s.s;
-  return elements * size_of(s.dtype);
-}
-
-Variant whole_variant(const Conv2dArgs& args) {
-  return choose_variant(result_matrix(args, pass_of(args)), bytes_of(args), false);
+// The tile of a dgrad by phases, by the matrix product's times (matmul/hopper/plan.cuh): those
+// above are not fitted to it, and chose tiles that take up to 1.2 times as long.
+Variant choose_phase_variant(const Conv2dArgs& args) {
+  const MatmulArgs p = result_matrix(args, pass_of(args));
+  const int64_t stages = p.k * size_of(p.dtype) / hopper::kSwizzle;
+  Variant best{-1, 0};
+  double least = hopper::kNoPlan;
+  for (int i = 0; i < hopper::kTileKindCount; ++i) {
+    const hopper::TileKind& t = hopper::kTileKinds[i];
+    if (!has_tile(t) || !t.plain) continue;
+    const int64_t tiles = ceil_div(p.m, t.rows * t.blocks) * t.blocks * ceil_div(p.n, t.columns);
+    const double cost = t.start + ceil_div(tiles, sm_count()) * (t.tile + stages * t.stage);
+    if (cost < least) best = {i, 0}, least = cost;
+  }
+  return best;
 }
 
 // The same for the weight gradient, whose blocks all sum for as long.
@@ -196,23 +214,23 @@ void plan(const Conv2dArgs& given, Conv2dPlan* plan) {
     plan->workspace_bytes = hopper::stream_bytes(chosen);
     return;
   }
-  const MatmulArgs p = result_matrix(args, pass_of(args));
-  plan->variant = choose_variant(p, bytes_of(args), !has_phases(args)).number();
+  const bool in_phases = has_phases(args);
+  const Variant uncut = in_phases ? choose_phase_variant(args) : choose_variant(args, false);
+  plan->variant = (in_phases ? uncut : choose_variant(args, true)).number();
+  plan->tiling.set(uncut.number());  // where moments are wanted, or another tensor is added
   plan->workspace_bytes = weight_bytes(args);
-  plan->moment_sets = moment_rows(args, p, whole_variant(args).kind()) / 64;
+  plan->moment_sets = moment_rows(args, result_matrix(args, pass_of(args)), uncut.kind()) / 64;
 }
 
 void plan_tail(const Conv2dArgs& given, Conv2dPlan* plan) {
   const Conv2dArgs args = by_rows(given);
-  const MatmulArgs p = result_matrix(args, pass_of(args));
-  plan->variant = choose_variant(p, bytes_of(args), true, has_tile, true).number();
+  plan->variant = choose_variant(args, true, has_tile, true).number();
 }
 
 void run(Stream stream, const Conv2dArgs& given, const Conv2dPlan& plan, void* workspace) {
   const Conv2dArgs args = by_rows(given);
   if (in_parts(args.shape)) return run_split(stream, args, plan, workspace);
-  // The plan does not know whether moments will be wanted; whole tiles leave them.
-  const int variant = args.moments ? whole_variant(args).number() : plan.variant;
+  const int variant = args.moments ? plan.tiling.get<int>() : plan.variant;
   switch (args.shape.dtype) {
     case DType::kBFloat16: return run_bf16(stream, args, variant, workspace);
     case DType::kFloat16: return run_fp16(stream, args, variant, workspace);
@@ -234,7 +252,7 @@ bool takes_added(const Conv2dArgs& args) {
 
 void run_added(Stream stream, const Conv2dArgs& args, const Conv2dPlan& plan, const void* added,
                void* workspace) {
-  run_tf32(stream, args, whole_variant(args).number(), workspace, added);
+  run_tf32(stream, args, plan.tiling.get<int>(), workspace, added);
 }
 
 bool plan_norm_grad(const Conv2dArgs& args, bool has_mask, Conv2dPlan* plan) {
@@ -243,7 +261,7 @@ bool plan_norm_grad(const Conv2dArgs& args, bool has_mask, Conv2dPlan* plan) {
   // Masks are read by 8 bytes, of 16 bytes of the result each.
   if (has_mask && s.c * size_of(s.dtype) % (8 * 16) != 0) return false;
   const MatmulArgs p = result_matrix(args, pass_of(args));
-  const Variant chosen = choose_variant(p, bytes_of(args), false, has_sums_tile);
+  const Variant chosen = choose_variant(args, false, has_sums_tile);
   plan->variant = chosen.number();
   plan->workspace_bytes = weight_bytes(args);
   plan->moment_sets = clusters_of_column(p, chosen.kind());

@@ -12,9 +12,10 @@
 
 namespace braze::cuda::im2col {
 
-// The matrix product's tiles that are compiled for windows. Others are for products of few rows.
+// The matrix product's tiles that are compiled for windows. Others are for products of few rows, or
+// only swapped.
 constexpr bool has_tile(const hopper::TileKind& t) {
-  return t.depth == hopper::Depth::kWhole && t.rows == 128 && t.swapped_columns % 192 == 0;
+  return t.depth == hopper::Depth::kWhole && t.rows == 128 && (t.plain || t.swapped_columns == 0);
 }
 
 // And those whose depth a cluster splits, for few tiles.
@@ -122,8 +123,8 @@ inline const void* transpose_weights(Stream stream, const Conv2dArgs& args, void
 }
 
 template <typename Tile, int kColumnMajor, typename A>
-void launch_split(Stream stream, const Conv2dArgs& args, A a, const Pass& pass, int cluster_bits,
-                  void* workspace) {
+void launch_split_depth(Stream stream, const Conv2dArgs& args, A a, const Pass& pass,
+                        int cluster_bits, void* workspace) {
   const void* transposed = transpose_weights(stream, args, workspace);
   const MatmulArgs p = result_matrix(args, pass);
   hopper::set_tiles<Tile>(a, p, hopper::operand_a(p), hopper::operand_b(p));
@@ -253,8 +254,8 @@ void run_split_depth(Stream stream, const Conv2dArgs& args, const Variant& varia
     if constexpr (has_split_tile(kKind)) {
       using Tile = hopper::SmallTile<T, kKind.rows, kKind.columns, kKind.stages(sizeof(T), false)>;
       const auto launch_with = [&](auto column_major, const auto& a) {
-        launch_split<Tile, column_major.value>(stream, args, a, pass_of(args), variant.cluster_bits,
-                                               workspace);
+        launch_split_depth<Tile, column_major.value>(stream, args, a, pass_of(args),
+                                                     variant.cluster_bits, workspace);
       };
       if (args.pass == Conv2dPass::kDgrad) {
         launch_with(std::integral_constant < int, sizeof(T) == 2 ? 1 : 0 > {}, WindowArgs{});

@@ -8,30 +8,22 @@
 namespace braze::cuda::hopper {
 
 // 64 rows of 128 bytes, swizzled, from shared memory, by the 128 threads of a consumer: each moves
-// 16 bytes of several rows, kAtOnce rows at a time: to find where these go takes longest. Columns
-// are multiples of 16 bytes.
-template <typename T, int kAtOnce, typename A>
+// 16 bytes of several rows. Columns are multiples of 16 bytes.
+template <typename T, typename A>
 __device__ __forceinline__ void scatter_rows(const A& a, uint32_t from, int batch, int row,
                                              int column) {
   constexpr int kWidth = 16 / int{sizeof(T)};
   const int part = threadIdx.x % 8;
 #pragma unroll 1  // for lack of registers
-  for (int r = threadIdx.x % 128 / 8; r < 64; r += 16 * kAtOnce) {
-    T* to[kAtOnce];
-    uint4 v[kAtOnce];
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const int at = r + i * 16;
-      to[i] = a.template row_of<T>(batch, row + at);
-      asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(v[i].x), "=r"(v[i].y), "=r"(v[i].z), "=r"(v[i].w)
-                   : "r"(from + at * kSwizzle + ((part ^ (at % 8)) << 4))
-                   : "memory");
-    }
-    if (column + part * kWidth >= a.columns) return;
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      if (to[i]) *reinterpret_cast<uint4*>(to[i] + column + part * kWidth) = v[i];
+  for (int r = threadIdx.x % 128 / 8; r < 64; r += 16) {
+    T* const to = a.template row_of<T>(batch, row + r);
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(from + r * kSwizzle + ((part ^ (r % 8)) << 4))
+                 : "memory");
+    if (to && column + part * kWidth < a.columns) {
+      *reinterpret_cast<uint4*>(to + column + part * kWidth) = v;
     }
   }
 }

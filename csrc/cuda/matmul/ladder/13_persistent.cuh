@@ -90,8 +90,7 @@ struct Finished {
     if constexpr (A::kScattered) {
       static_assert(!kSwap && Tile::kChunk == 64);
       named_barrier(1 + group, 128);
-      constexpr int kAtOnce = Tile::kColumns > 192 ? 1 : Tile::kColumns > 128 ? 2 : 4;  // registers
-      scatter_rows<typename Tile::T, kAtOnce>(a, buffer, batch, row, column + chunk * Tile::kChunk);
+      scatter_rows<typename Tile::T>(a, buffer, batch, row, column + chunk * Tile::kChunk);
       return;
     }
     fence_async_proxy();
