@@ -253,12 +253,32 @@ double filled_rows(const Conv2dShape& s, int64_t channels) {
   return static_cast<double>(channels) / (ceil_div(channels, row) * row);
 }
 
+// The same in TF32 (24 to 128 channels and filters; 1.1 to 1.4 times): input gradients of wider
+// images too, where there are more channels than filters.
+bool im2col_wins_small_images_in_tf32(const Conv2dArgs& args) {
+  const Conv2dShape& s = args.shape;
+  const int64_t plane = s.p * s.q;
+  if (s.n * plane < 1024) return false;
+  if (args.pass == Conv2dPass::kFprop) return plane <= 16 * 16 && s.c >= 24 && s.k >= 64;
+  if (s.c * s.k < 32 * 128) return false;  // as in 16 bits
+  switch (args.pass) {
+    case Conv2dPass::kFprop: break;
+    case Conv2dPass::kDgrad:
+      if (plane <= 16 * 16) return s.c >= 32 && s.k >= 32;
+      return plane <= 60 * 60 && s.c >= 128 && s.k >= 32;
+    case Conv2dPass::kWgrad: break;
+  }
+  return plane <= 28 * 28 && s.c >= 32 && s.k >= 64;
+}
+
 // Images of few pixels, whose rows and columns fill a tile of halo_wgmma badly, as measured on an
 // H200 in bf16 (32 to 256 channels and filters, 7 x 7 to 16 x 16, batch 64): whether
 // implicit_gemm_wgmma is faster than that.
 bool im2col_wins_small_images(const Conv2dArgs& args) {
   const Conv2dShape& s = args.shape;
-  if (size_of(s.dtype) != 2 || is_pointwise(s) || is_strided(s)) return false;
+  if (is_pointwise(s) || is_strided(s)) return false;
+  if (is_tf32(s)) return s.r == 3 && s.s == 3 && im2col_wins_small_images_in_tf32(args);
+  if (size_of(s.dtype) != 2) return false;
   if (s.p * s.q > 16 * 16 || s.n * s.p * s.q > 64 * 16 * 16) return false;
   // (Smaller ones are up to a fifth faster by themselves, but not the two gradients beside each
   // other in a graph: its blocks fill multiprocessors. MNIST's step of 64 became 6 us longer.)
@@ -268,7 +288,7 @@ bool im2col_wins_small_images(const Conv2dArgs& args) {
     case Conv2dPass::kDgrad: return true;
     case Conv2dPass::kWgrad: break;
   }
-  return s.c <= 64 || filled_rows(s, s.c) >= 0.9;
+  return s.c <= 64 || filled_rows(s, s.c) >= 0.85;
 }
 
 // Every s-th pixel of 32 channels and more, forward in 16 bits: whether implicit_gemm_wgmma is
@@ -315,15 +335,25 @@ bool im2col_beats_halo(const Conv2dArgs& args) {
     if (s.c % 64 != 0) return filters > 224 * 224 && filled_rows(s, s.c) >= 0.9;
     return filters > 128 * 256 || s.n * s.p * s.q <= 64 * 16 * 16;
   }
-  return filters > (is_plain_fp32(s) ? 64 * 128 : 64 * 64);
+  const bool wide = s.p * s.q > 120 * 120 && s.c > s.k;  // halo_wgmma: 1.15 times as fast
+  return filters > (is_plain_fp32(s) || wide ? 64 * 128 : 64 * 64);
 }
 
-// Where pointwise is faster than implicit_gemm_wgmma: input gradients of TF32, long sums. (Forward
-// it is up to 4 us ahead at 1024 channels, but leaves no moments.)
+// Where pointwise is faster than implicit_gemm_wgmma: input gradients of TF32, of long sums or many
+// channels (1.05 to 1.2 times). (Forward it is up to 4 us ahead at 1024 channels, but leaves no
+// moments.)
 bool pointwise_beats_im2col(const Conv2dArgs& args) {
   const Conv2dShape& s = args.shape;
   if (!is_tf32(s) || !is_pointwise(s) || args.pass != Conv2dPass::kDgrad) return false;
-  return is_strided(s) ? s.c > 512 : std::min(s.c, s.k) > 128;
+  const int64_t pixels = s.n * s.p * s.q;
+  const bool few = pixels <= 64 * 7 * 7;
+  if (is_strided(s)) return s.c > 512 || few;
+  if (few && s.c > 800) return std::min(s.c, s.k) >= 256;
+  if (std::min(s.c, s.k) > 128) return true;
+  return s.k == 128 && pixels <= 64 * 28 * 28 &&
+         s.c >= (few                      ? 256
+                 : pixels <= 64 * 14 * 14 ? 528
+                                          : 480);
 }
 
 // Whether implicit_gemm_wgmma is faster than all others where a filter's row of pixels is one pixel
@@ -675,19 +705,29 @@ bool stream_k_beats_cudnn(const Conv2dShape& s) {
 bool pointwise_tf32_beats_cudnn(const Conv2dProblem& problem) {
   const Conv2dShape& s = problem.shape;
   const int64_t pixels = s.n * s.p * s.q;
-  if (std::min(s.c, s.k) < 64 || pixels < 64 * 7 * 7) return false;
-  if (problem.pass == Conv2dPass::kDgrad) return is_strided(s) || pixels <= 64 * 28 * 28;
-  if (is_strided(s)) return s.c <= 128 || (s.c <= 256 && pixels <= 64 * 7 * 7);
-  if (pixels > 64 * 28 * 28 || s.c < 192) return false;
-  const bool few = pixels <= 64 * 14 * 14;
-  return s.c >= 4 * s.k || (s.k <= 256 && (few || s.c * s.k < 512 * 256) && s.k <= s.c);
+  const bool tiny = pixels <= 64 * 7 * 7, few = pixels <= 64 * 14 * 14;
+  if (std::min(s.c, s.k) < 32 || pixels < 64 * 7 * 7) return false;
+  if (problem.pass == Conv2dPass::kDgrad) {
+    if (is_strided(s)) return s.k >= 64;
+    if (s.c < 64) return false;
+    if (pixels > 64 * 28 * 28) return s.c >= 96 && s.c <= 192 && s.k >= 128;
+    if (s.k < 64) return s.c >= (few ? 528 : 256) && !tiny;
+    return !(tiny && s.c > 800 && s.k <= 128);
+  }
+  if (is_strided(s)) return std::min(s.c, s.k) >= 64 && (s.c <= 128 || tiny);
+  if (pixels > 64 * 28 * 28 || s.c < 128) return false;
+  if (s.k < 64) return tiny && s.c >= 512;
+  if (s.c >= 4 * s.k) return true;
+  const bool not_many = few ? s.k <= (tiny ? 384 : 256) : s.c * s.k < 512 * 256;
+  return not_many && s.k <= s.c;
 }
 
 // Whether implicit_gemm_wgmma was measured for the like: else there may be too little work.
 bool im2col_is_known(const Conv2dShape& s) {
   const bool known = is_pointwise(s) || (s.r == 3 && s.s == 3);
+  const int64_t least = is_tf32(s) && !is_pointwise(s) ? 64 * 4 * 4 : 32 * 9 * 9;
   return known && s.dilation_h == 1 && s.dilation_w == 1 && std::max(s.stride_h, s.stride_w) <= 2 &&
-         std::min(s.c, s.k) >= 64 && s.n * s.p * s.q >= 32 * 9 * 9;
+         std::min(s.c, s.k) >= 64 && s.n * s.p * s.q >= least;
 }
 
 // Forward products of 16 bits by implicit_gemm_wgmma: of whole rows and tiles they are level with
@@ -752,25 +792,31 @@ bool im2col_beats_cudnn(const Conv2dProblem& problem) {
       return s.r == 3 && s.s == 3 && (tiny ? s.k <= s.c : s.c <= 64 && s.k <= 128);
     }
   }
+  if (is_tf32(s) && one) return pointwise_tf32_beats_cudnn(problem);
+  if (is_tf32(s) && std::min(s.c, s.k) < 64 && im2col_wins_small_images(args)) return true;
   if (!im2col_is_known(s)) return false;
   if (is_plain_fp32(s)) return !wgrad || !one;
-  if (one && !is_16_bit) return pointwise_tf32_beats_cudnn(problem);
-  // A tap's channels are multiplied by rows of shared memory, whether these are full or not.
-  const int64_t summed = problem.pass == Conv2dPass::kDgrad ? s.k : s.c;
-  if (!is_16_bit && summed % 32 != 0) return false;
-  const bool small = plane <= 80 * 80 || (is_16_bit && pixels <= 16 * 32 * 32);
+  const bool small =
+      plane <= (is_16_bit ? 80 * 80 : 60 * 60) || (is_16_bit && pixels <= 16 * 32 * 32);
   switch (problem.pass) {
     case Conv2dPass::kFprop:
       if (one) return pointwise_16_bits_beat_cudnn(s);
       // Of rows that are not full cuDNN's sums take less.
-      if (is_16_bit && plane >= 14 * 14 && filled_rows(s, s.c) < 0.85) return false;
-      return small && (is_16_bit || s.c < 256);
+      if (is_16_bit && plane >= 14 * 14 && filled_rows(s, s.c) < (s.c > 128 ? 0.75 : 0.85)) {
+        return false;
+      }
+      return small && (is_16_bit || s.c < 256 || plane <= 8 * 8);
     case Conv2dPass::kDgrad:
       // Level with cuDNN's alone, but behind beside a weight gradient: its blocks stay on their
       // SMs.
-      if (one) return false;
+      if (one) return s.k <= 128 && s.c >= 400 && pixels > 64 * 20 * 20 && pixels <= 64 * 30 * 30;
+      if (!is_16_bit && s.k % 32 != 0) return false;  // rows that are not full
+      // Few tiles of long sums, too many for clusters to split.
+      if (is_16_bit && plane <= 7 * 7 && s.c >= 160 && s.c <= 256 && pixels > 28 * 28) return false;
       if (is_16_bit && plane > 60 * 60 && std::min(s.c, s.k) >= 128) return false;
-      if (strided && is_16_bit) return s.k >= 2 * s.c && pixels <= 64 * 14 * 14;
+      if (strided && is_16_bit) {
+        return s.k >= 2 * s.c && s.c <= 128 && pixels <= 64 * 14 * 14;
+      }
       return small;
     case Conv2dPass::kWgrad: break;
   }

@@ -78,7 +78,8 @@ Variant choose_variant(const Conv2dArgs& args, bool may_split,
   double least = hopper::kNoPlan;
   const auto try_variant = [&](const Times& times) {
     const hopper::TileKind& t = times.variant.kind();
-    const int cluster = times.variant.cluster();  // of the blocks that split a depth
+    const int cluster = times.variant.cluster();          // of the blocks that split a depth
+    if (t.columns > 64 && t.columns - p.n >= 64) return;  // narrower tiles are never slower then
     if (cluster == 1 ? !has(t) : !may_split || stages < 2 * cluster) return;
     const int64_t tiles = ceil_div(p.m, t.rows * t.blocks) * t.blocks * ceil_div(p.n, t.columns);
     const int64_t blocks = tiles * cluster;
