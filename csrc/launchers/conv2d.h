@@ -28,8 +28,9 @@ struct Conv2dShape {
   int64_t pad_h, pad_w;  // at the top and at the left; the bottom and right follow from p and q
   int64_t dilation_h, dilation_w;
   int64_t groups;
-  bool allow_tf32;     // fp32 inputs may be rounded to TF32
-  bool deterministic;  // measured kernel choices are ignored
+  bool allow_tf32;             // fp32 inputs may be rounded to TF32
+  bool deterministic;          // measured kernel choices are ignored
+  bool wants_moments = false;  // of fprop's result, which some kernels leave at less than a pass
 };
 
 // Which of the three products: y from x and w, x's gradient from those of y and w, w's from those

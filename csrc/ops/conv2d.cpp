@@ -128,7 +128,7 @@ bool prefers_channels_last([[maybe_unused]] const Tensor& input, [[maybe_unused]
       if (tuned_decision(as_is, some_bias, input.get_device_index())) return false;
     }
     const Conv2dProblem problem = problem_in(true, pass, s, nullptr);
-    return decided(input, problem, {Wish::kOwn}, nullptr, false).plan.pays_transposes;
+    return decided(input, problem, {Wish::kOwn}, nullptr).plan.pays_transposes;
   });
 #else
   return false;

@@ -79,10 +79,8 @@ bool leaves_moments(const Conv2dPlan& plan) {
 }
 
 // "auto" takes what tuning found, else the faster one of our own and cuDNN, where that is there and
-// has an engine; names of kernels and of libraries are obeyed or refused. wants_moments: of fprop's
-// result.
-Decision decide(const Conv2dProblem& problem, const Wish& wish, const void* bias,
-                bool wants_moments, int device) {
+// has an engine; names of kernels and of libraries are obeyed or refused.
+Decision decide(const Conv2dProblem& problem, const Wish& wish, const void* bias, int device) {
 #ifdef BRAZE_CUDA
   if (wish.kind == Wish::kLibrary) {
     const std::string name = "cudnn" + (wish.number > 0 ? ":" + std::to_string(wish.number) : "");
@@ -95,7 +93,7 @@ Decision decide(const Conv2dProblem& problem, const Wish& wish, const void* bias
   }
 #endif
   const Conv2dPlan plan = dev::plan_conv2d(problem, wish.kernel());
-  const bool for_moments = wants_moments && leaves_moments(plan);
+  const bool for_moments = problem.shape.wants_moments && leaves_moments(plan);
   if (wish.kind == Wish::kAuto && !for_moments) {
     if (tuned_convolutions.in_use) {
       if (const auto tuned = tuned_decision(problem, bias, device)) return *tuned;
@@ -127,7 +125,7 @@ std::optional<Conv2dPlan> adding_plan([[maybe_unused]] const Conv2dProblem& prob
 // decide(), found again where the problem is not new.
 // like: a tensor on the device.
 Decision decided(const Tensor& like, const Conv2dProblem& problem, const Wish& wish,
-                 const void* bias, bool wants_moments) {
+                 const void* bias) {
   using Cache = PlanCache<41, Decision>;
   static auto& cache = *new Cache;  // never destroyed: threads may outlive static objects
   const auto& [pass, s, x, w, y] = problem;
@@ -155,7 +153,7 @@ Decision decided(const Tensor& like, const Conv2dProblem& problem, const Wish& w
                        s.groups,
                        s.allow_tf32,
                        s.deterministic,
-                       wants_moments,
+                       s.wants_moments,
                        x.n,
                        x.c,
                        x.h,
@@ -173,7 +171,7 @@ Decision decided(const Tensor& like, const Conv2dProblem& problem, const Wish& w
                        alignment_of(y.data),
                        bias ? alignment_of(bias) : 0};
   return cache.get(key, [&] {
-    Decision decision = decide(problem, wish, bias, wants_moments, like.get_device_index());
+    Decision decision = decide(problem, wish, bias, like.get_device_index());
     decision.adding = adding_plan(problem, wish, decision);
     return decision;
   });

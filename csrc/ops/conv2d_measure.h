@@ -173,14 +173,14 @@ double pass_time([[maybe_unused]] const Tensor& result, [[maybe_unused]] double 
 // loads kernels, the others find their tensors in L2 if these fit. Passes for a bias, and for
 // moments that are wanted, are a part of it where the kernel leaves them.
 double time_of(Stream stream, const Conv2dProblem& problem, const Decision& decision,
-               const Tensor& result, const void* bias, bool wants_moments, double limit) {
+               const Tensor& result, const void* bias, double limit) {
   const Workspace workspace(decision.workspace_bytes, result);
   std::optional<Workspace> sets;
-  if (wants_moments && decision.plan.moment_sets > 0) {
+  if (problem.shape.wants_moments && decision.plan.moment_sets > 0) {
     const int64_t count = problem.shape.k * decision.plan.moment_sets;
     sets.emplace(count * int64_t{sizeof(Moments)}, result);
   }
-  double more = wants_moments && !sets ? pass_time(result, 3.5, 1) : 0;
+  double more = problem.shape.wants_moments && !sets ? pass_time(result, 3.5, 1) : 0;
   if (bias && !decision.bias_fused) more += pass_time(result, 2.5, 2);
   Stopwatch watch(stream);
   double least = 0, last = 0;
@@ -206,9 +206,8 @@ int64_t most_workspace_bytes(const Conv2dShape& shape) {
 // Runs the candidates on the tensors themselves (the result is written again afterwards), what the
 // rules have chosen first, and returns the fastest; that one, where nothing is faster by far enough
 // to be sure.
-Wish fastest(Stream stream, const Conv2dProblem& problem, const Tensor& result, const void* bias,
-             bool wants_moments) {
-  const Decision by_rules = decided(result, problem, {}, bias, wants_moments);
+Wish fastest(Stream stream, const Conv2dProblem& problem, const Tensor& result, const void* bias) {
+  const Decision by_rules = decided(result, problem, {}, bias);
   const auto rules_have = [&](const Decision& d) {
     return d.library == by_rules.library &&
            (d.library >= 0 || d.plan.kernel == by_rules.plan.kernel);
@@ -228,7 +227,7 @@ Wish fastest(Stream stream, const Conv2dProblem& problem, const Tensor& result, 
     if (is_late && decision.library >= 0) continue;  // ours have nothing to compile
     if (decision.workspace_bytes > most && !rules_have(decision)) continue;
     try {
-      const double us = time_of(stream, problem, decision, result, bias, wants_moments, 2 * least);
+      const double us = time_of(stream, problem, decision, result, bias, 2 * least);
       if (us < least) least = us, best = wish;
       if (rules_have(decision)) before = us;
     } catch (const std::runtime_error&) {
@@ -271,12 +270,13 @@ bool is_depthwise_and_ahead(const Decision& decision) {
 // measured choices are to be ignored, where they have a kernel leave moments that are wanted, and
 // for most depthwise filters.
 Decision benchmarked(Stream stream, const Conv2dProblem& problem, const Tensor& result,
-                     const void* bias, bool wants_moments) {
+                     const void* bias) {
   // Never destroyed: threads may outlive static objects.
   static auto* const with_and_without = new Measured[2];
-  Measured& measured = with_and_without[wants_moments];
-  const Decision by_rules = decided(result, problem, {}, bias, wants_moments);
-  if (problem.shape.deterministic || (wants_moments && leaves_moments(by_rules.plan)) ||
+  Measured& measured = with_and_without[problem.shape.wants_moments];
+  const Decision by_rules = decided(result, problem, {}, bias);
+  if (problem.shape.deterministic ||
+      (problem.shape.wants_moments && leaves_moments(by_rules.plan)) ||
       is_depthwise_and_ahead(by_rules)) {
     return by_rules;
   }
@@ -288,10 +288,10 @@ Decision benchmarked(Stream stream, const Conv2dProblem& problem, const Tensor& 
   std::optional<Wish> wish = measured.find(*pass);
   if (!wish) {
     if (is_capturing(stream)) return by_rules;
-    wish = fastest(stream, problem, result, bias, wants_moments);
+    wish = fastest(stream, problem, result, bias);
     measured.keep(*pass, *wish);
   }
-  return decided(result, problem, *wish, bias, wants_moments);
+  return decided(result, problem, *wish, bias);
 }
 
 // In the place of a decision for whose workspace there is no memory: one that needs none.

@@ -104,22 +104,22 @@ struct Epilogue {
 // Runs one pass; `result` is the tensor that it writes. branch: runs it, unless null. Returns the
 // memory that the kernels work in: only for the stream that runs it may it be anything else's from
 // now on.
-Workspace run(Stream stream, const Conv2dProblem& problem, Tensor& result, const Choice& choice,
+Workspace run(Stream stream, Conv2dProblem problem, Tensor& result, const Choice& choice,
               const Epilogue& epilogue = {}, Branch* branch = nullptr) {
   const std::optional<Tensor>& bias = epilogue.bias;
   const bool relu = epilogue.relu;
   OutputMoments* const moments = epilogue.moments;
   const Tensor* const added = epilogue.added;
   const void* const bias_data = bias ? bias->const_data_ptr() : nullptr;
-  const bool wants_moments = moments != nullptr;
+  problem.shape.wants_moments = moments != nullptr;
   Decision decision;
   // What measuring finds adds nothing on the way, and the pass that would takes longer than it is
   // ahead.
   if (!choice.measure || added || epilogue.norm) {
-    decision = decided(result, problem, choice.wish, bias_data, wants_moments);
+    decision = decided(result, problem, choice.wish, bias_data);
   }
   if (choice.measure && !decision.adding) {
-    decision = benchmarked(stream, problem, result, bias_data, wants_moments);
+    decision = benchmarked(stream, problem, result, bias_data);
   }
   const auto norm_plan =
       epilogue.norm ? plan_of_norm(problem, choice, decision, result, added, *epilogue.norm)

@@ -27,14 +27,19 @@ __device__ __noinline__ float plain_sum(const Args& a, const unsigned char* weig
   return sum;
 }
 
-// acc (+)= W_tap X_tap over all taps and channel blocks, whose tiles of weights lie one behind the
-// other: `steps` of them, `blocks` for a tap. wait_for_weights(i) is called before the i-th is
-// read. In parts acc starts from zero, and each step's sum is added to it in fp32: the tensor
-// cores' truncating additions stay few.
+// The channel blocks that a stage holds: `count` from `first` on, of `all`.
+struct StageBlocks {
+  int first, count, all;
+};
+
+// acc (+)= W_tap X_tap over all taps and a stage's channel blocks, from zero with the first block.
+// Tiles of weights lie one behind the other, of all blocks for a tap; wait_for_weights(i) is called
+// before the i-th is read. In parts each step's sum is added to acc in fp32: the tensor cores'
+// truncating additions stay few.
 template <typename Op, typename L, int kPixels, int kPlanes, typename Wait>
 __device__ __forceinline__ void multiply_taps(float (&acc)[kPixels / 2], const Args& a,
                                               uint64_t w_desc, uint64_t x_desc, int weight_tile,
-                                              int plane_bytes, int blocks, int steps,
+                                              int plane_bytes, const StageBlocks& blocks,
                                               const Wait& wait_for_weights) {
   constexpr int kAcc = kPixels / 2;
   [[maybe_unused]] float part_sum[kPlanes == 1 ? 1 : kAcc];
@@ -42,17 +47,18 @@ __device__ __forceinline__ void multiply_taps(float (&acc)[kPixels / 2], const A
 #pragma unroll
     for (int v = 0; v < kAcc; ++v) acc[v] = 0;
   }
-  for (int i = 0, tap_row = 0, s = 0, block = 0; i < steps; ++i) {
-    const int w_offset = i * kPlanes * weight_tile;
+  const int steps = a.r * a.s * blocks.count, skipped = blocks.all - blocks.count;
+  for (int i = 0, tile = blocks.first, tap_row = 0, s = 0, block = 0; i < steps; ++i, ++tile) {
+    const int w_offset = tile * kPlanes * weight_tile;
     const int x_offset = block * kPlanes * plane_bytes + (tap_row + s) * L::kRowBytes;
     if constexpr (kPlanes == 1) {
-      wait_for_weights(i);
+      wait_for_weights(tile);
       wgmma_fence();
 #pragma unroll
       for (int step = 0; step < L::kRowBytes; step += 32) {
         Wgmma<Op, kPixels>::template run<0, 0>(acc, wgmma_advance(w_desc, w_offset + step),
                                                wgmma_advance(x_desc, x_offset + step),
-                                               i + step > 0);
+                                               blocks.first + i + step > 0);
       }
       wgmma_commit();
     } else {
@@ -75,8 +81,8 @@ __device__ __forceinline__ void multiply_taps(float (&acc)[kPixels / 2], const A
 #pragma unroll
       for (int v = 0; v < kAcc; ++v) acc[v] += part_sum[v];
     }
-    if (++block == blocks) {
-      block = 0;
+    if (++block == blocks.count) {
+      block = 0, tile += skipped;
       if (++s == a.s) s = 0, tap_row += a.pitch;
     }
   }
@@ -88,16 +94,16 @@ __device__ __forceinline__ void multiply_taps(float (&acc)[kPixels / 2], const A
 template <typename Op, typename L, int kPixels, int kColumns, typename Wait>
 __device__ __forceinline__ void multiply_columns(float (&acc)[kPixels / 2], const Args& a,
                                                  uint64_t w_desc, uint64_t x_desc, int weight_tile,
-                                                 int plane_bytes, int blocks,
+                                                 int plane_bytes, const StageBlocks& blocks,
                                                  const Wait& wait_for_weights) {
-  const int next = blocks * weight_tile;  // column
-  for (int r = 0, accumulate = 0; r < a.r; ++r) {
-    for (int block = 0; block < blocks; ++block) {
-      const int first = r * kColumns * blocks + block;
+  const int next = blocks.all * weight_tile;  // column
+  for (int r = 0, accumulate = blocks.first > 0; r < a.r; ++r) {
+    for (int block = 0; block < blocks.count; ++block) {
+      const int first = r * kColumns * blocks.all + blocks.first + block;
       const uint64_t weights = wgmma_advance(w_desc, first * weight_tile);
       const uint64_t pixels =
           wgmma_advance(x_desc, block * plane_bytes + r * a.pitch * L::kRowBytes);
-      wait_for_weights(first, kColumns, blocks);
+      wait_for_weights(first, kColumns, blocks.all);
       wgmma_fence();
 #pragma unroll
       for (int column = 0; column < kColumns; ++column) {

@@ -47,16 +47,17 @@ __device__ __forceinline__ void zero_behind(int loaded, unsigned char* planes, i
   }
 }
 
-// One thread has the inputs of a tile copied to `stage`: blocks of kChannels channels, a plane
-// each.
+// One thread has the inputs of a tile copied to `stage`: `blocks` of kChannels channels from
+// `first_block` on, a plane each.
 template <int kChannels>
 __device__ __forceinline__ void copy_tile(const CUtensorMap* map, uint64_t* full,
                                           unsigned char* stage, const Args& a, int tile, int blocks,
-                                          int plane_bytes) {
+                                          int plane_bytes, int first_block = 0) {
   const TilePlace place = place_of(a, tile);
   for (int block = 0; block < blocks; ++block) {
-    tma_load_4d(map, full, shared_address(stage + block * plane_bytes), block * kChannels,
-                place.stripe * a.q - a.pad_l, place.first_row - a.pad_t, place.image);
+    tma_load_4d(map, full, shared_address(stage + block * plane_bytes),
+                (first_block + block) * kChannels, place.stripe * a.q - a.pad_l,
+                place.first_row - a.pad_t, place.image);
   }
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <climits>
 
 #include "halo.h"
 #include "cuda/common/launch.cuh"
@@ -11,7 +12,7 @@ namespace braze::cuda::halo {
 
 constexpr int kFilters = 64;  // per block: the M of wgmma
 constexpr int kMaxStages = 6;
-constexpr int kMaxWeightTiles = 32;  // that are copied as they are, each with its barrier
+constexpr int kMaxWeightTiles = 40;  // that are copied as they are, each with its barrier
 constexpr int kSharedBytes = 227 * 1024 - 4 * 1024;  // dynamic; barriers and tables are static
 
 // Up to the next multiple of the bytes after which the pattern of swizzled rows repeats.
@@ -27,6 +28,7 @@ struct Args {
   int image_rows;              // rows from image to image in shared memory
   int row_tiles, tiles;        // tiles per image (group of images), tiles in all
   int stages, plane_rows;      // pixels of shared memory per stage and channel block
+  int stage_blocks, pieces;    // channel blocks of a stage; a tile passes through in so many
   int load_rows;               // rows that one copy brings
   int64_t w_k, w_c, w_r, w_s;  // weight strides, of the computed and of the reduced channel
   bool copy_weights;           // by TMA, as they are in memory
@@ -60,9 +62,13 @@ struct TileRing {
     mbarrier_init(&empty[threadIdx.x], readers);
     mbarrier_init_fence();
   }
-  // Waits until tile j's stage is free; returns what its copies have to arrive at.
-  __device__ __forceinline__ uint64_t* begin(int j, int stages) {
-    const int ring = stages * kGroups, before = j - stages;
+  // Waits until tile j's stage is free; returns what its copies have to arrive at. first_absent: of
+  // the tiles whose turn it would be after the last one, which some groups have no more.
+  __device__ __forceinline__ uint64_t* begin(int j, int stages, int first_absent = INT_MAX,
+                                             int present = kGroups) {
+    const int ring = stages * kGroups;
+    int before = j - stages;
+    while (before >= first_absent && before % kGroups >= present) before -= stages;
     if (before >= 0) mbarrier_wait(&empty[before % ring], before / ring & 1);
     return &full[j % ring];
   }

@@ -16,7 +16,8 @@ struct Plan {
   dim3 grid;
 };
 
-// Tiles of `pixels` positions; false where one does not fit.
+// Tiles of `pixels` positions, in stages of all channels, or of a block at a time where those do
+// not fit; false where neither do.
 bool tile(Plan& plan, int pixels, DType dtype) {
   Args& a = plan.args;
   if (!cut_into_tiles(a, plan.in_w, plan.in_h, pixels, plan.row_bytes,
@@ -30,13 +31,18 @@ bool tile(Plan& plan, int pixels, DType dtype) {
   // Parts are bf16: half as wide as the fp32 rows that they are made from.
   const int operand_row = plan.planes == 1 ? plan.row_bytes : plan.row_bytes / 2;
   const int weights = aligned(a.r * a.s * blocks * plan.planes * weight_rows * operand_row);
-  const int stage = blocks * aligned(a.plane_rows * plan.row_bytes);
+  int stage = blocks * aligned(a.plane_rows * plan.row_bytes);
   const int parts =
       plan.planes == 1 ? 0 : groups * blocks * plan.planes * aligned(a.plane_rows * operand_row);
   const int fixed = 1024 + weights + parts + (size == 2 ? groups * pixels * 128 : 0);
   const int turn = size == 4 ? groups * 4 * kTurnBytes : 0;
   // A stage that is split is free again before its products begin: one is enough.
-  const int needed = plan.planes == 1 ? 2 : 1;
+  int needed = plan.planes == 1 ? 2 : 1;
+  a.stage_blocks = blocks, a.pieces = 1;
+  if (fixed + needed * stage > kSharedBytes && plan.planes == 1 && blocks > 1 && a.r * a.s > 1) {
+    stage /= blocks, needed = groups;
+    a.stage_blocks = 1, a.pieces = blocks;
+  }
   if (fixed + needed * stage > kSharedBytes) return false;
   a.wide_stores = turn > 0 && fixed + turn + needed * stage <= kSharedBytes;
   plan.shared_bytes = fixed + (a.wide_stores ? turn : 0);
@@ -46,7 +52,7 @@ bool tile(Plan& plan, int pixels, DType dtype) {
   // wgmma may read a whole tile of weights past the last one: the stages follow. No more than a
   // block has tiles, so that the next kernel's blocks may start beside this one's.
   const int tiles = static_cast<int>(ceil_div(a.tiles, plan.grid.x));
-  a.stages = std::min({kMaxStages, (kSharedBytes - plan.shared_bytes) / stage, tiles});
+  a.stages = std::min({kMaxStages, (kSharedBytes - plan.shared_bytes) / stage, tiles * a.pieces});
   plan.shared_bytes += a.stages * stage;
   return true;
 }

@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(threads(consumers(kPixels, kPlanes)), 1)
   __shared__ int special_weights, special_tile[kConsumers][2];
 
   const int blocks = L::blocks(a), plane_bytes = L::plane_bytes(a);
-  const int raw_plane_bytes = Raw::plane_bytes(a), stage_bytes = Raw::stage_bytes(a);
+  const int raw_plane_bytes = Raw::plane_bytes(a), stage_bytes = a.stage_blocks * raw_plane_bytes;
   const int weight_tile = L::weight_tile(a), steps = a.r * a.s * blocks;
   unsigned char* stages = shared + L::weight_bytes(a);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -79,7 +79,8 @@ __global__ void __launch_bounds__(threads(consumers(kPixels, kPlanes)), 1)
   }
   const int loaded = a.load_rows * a.tile_images * a.pitch;
   unsigned char* operands = kPlanes == 1 ? stages : stages + a.stages * stage_bytes;
-  const int operand_planes = blocks * (kPlanes == 1 ? a.stages : kConsumers * kPlanes);
+  const int operand_planes =
+      kPlanes == 1 ? a.stage_blocks * a.stages : blocks * kConsumers * kPlanes;
   zero_behind<L::kRowBytes>(loaded, operands, operand_planes, plane_bytes, kThreads / 32);
   if (threadIdx.x == 0) special_weights = 0;
   if (threadIdx.x < 2 * kConsumers) special_tile[threadIdx.x / 2][threadIdx.x % 2] = 0;
@@ -111,13 +112,22 @@ __global__ void __launch_bounds__(threads(consumers(kPixels, kPlanes)), 1)
       if (a.copy_weights) copy_weights();
       wait_for_earlier_kernels();
     }
-    for (int j = 0, tile = blockIdx.x; tile < a.tiles; ++j, tile += gridDim.x) {
-      const int stage = j % a.stages;
-      uint64_t* const full = ring.begin(j, a.stages);
-      mbarrier_expect(full, blocks * loaded * Raw::kRowBytes);
-      copy_tile<kChannelBlock>(&x_map, full, stages + stage * stage_bytes, a, tile, blocks,
-                               raw_plane_bytes);
-      if (j == 0 && a.copy_weights && !a.early_weights) copy_weights();
+    // Every group's tile by its first channels, then by the next ones.
+    const int tiles = (a.tiles - blockIdx.x + gridDim.x - 1) / gridDim.x;  // of this block
+    for (int first = 0; first < tiles; first += kConsumers) {
+      const int present = min(kConsumers, tiles - first);
+      for (int piece = 0; piece < a.pieces; ++piece) {
+        const int first_block = piece * a.stage_blocks;
+        for (int g = 0; g < present; ++g) {
+          const int j = first * a.pieces + piece * kConsumers + g;
+          uint64_t* const full = ring.begin(j, a.stages, first * a.pieces, present);
+          mbarrier_expect(full, a.stage_blocks * loaded * Raw::kRowBytes);
+          copy_tile<kChannelBlock>(&x_map, full, stages + j % a.stages * stage_bytes, a,
+                                   blockIdx.x + (first + g) * gridDim.x, a.stage_blocks,
+                                   raw_plane_bytes, first_block);
+          if (j == 0 && a.copy_weights && !a.early_weights) copy_weights();
+        }
+      }
     }
     return;
   }
@@ -165,6 +175,7 @@ __global__ void __launch_bounds__(threads(consumers(kPixels, kPlanes)), 1)
 
   for (int j = group, tile = blockIdx.x + group * gridDim.x, turn = 0; tile < a.tiles;
        j += kConsumers, tile += kConsumers * gridDim.x, turn ^= 1) {
+    const bool is_first = j == group;
     const TilePlace place = place_of(a, tile);
     if (place.rows_left != rows_left_before || place.images_left != images_left_before) {
       rows_left_before = place.rows_left, images_left_before = place.images_left;
@@ -174,40 +185,46 @@ __global__ void __launch_bounds__(threads(consumers(kPixels, kPlanes)), 1)
       set_valid();
     }
 
-    const int stage = j % a.stages;
-    ring.wait(j, a.stages);
-    unsigned char* tile_operands = stages + stage * stage_bytes;
-    if constexpr (kPlanes > 1) {
-      tile_operands = operands + group * L::stage_bytes(a);
-      split_tile<kPlanes, L::kRowBytes>(
-          ring, j, a.stages, stages + stage * stage_bytes, tile_operands,
-          {blocks, loaded, raw_plane_bytes, raw_plane_bytes, plane_bytes}, 2 + group,
-          special_tile[group], turn);
-    }
     wgmma_touch(acc);
     const uint64_t w_desc = wgmma_descriptor<L::kRowBytes>(shared_address(shared));
-    const uint64_t x_desc = wgmma_descriptor<L::kRowBytes>(shared_address(tile_operands));
-    if (kPlanes > 1 && (special_weights || special_tile[group][turn])) {
+    for (int piece = 0;;) {
+      const int stage = j % a.stages;
+      ring.wait(j, a.stages);
+      unsigned char* tile_operands = stages + stage * stage_bytes;
+      if constexpr (kPlanes > 1) {
+        tile_operands = operands + group * L::stage_bytes(a);
+        split_tile<kPlanes, L::kRowBytes>(
+            ring, j, a.stages, stages + stage * stage_bytes, tile_operands,
+            {blocks, loaded, raw_plane_bytes, raw_plane_bytes, plane_bytes}, 2 + group,
+            special_tile[group], turn);
+      }
+      const uint64_t x_desc = wgmma_descriptor<L::kRowBytes>(shared_address(tile_operands));
+      if (kPlanes > 1 && (special_weights || special_tile[group][turn])) {
 #pragma unroll
-      for (int i = 0; i < kAcc; ++i) {
-        acc[i] = plain_sum(a, shared, weight_tile, tile_operands, plane_bytes, blocks,
-                           i / 4 * 8 + lane % 4 * 2 + i % 2, row + i / 2 % 2 * 8);
-      }
-    } else {
-      const auto wait_for_weights = [&](int first, int count, int stride) {
-        if (!a.copy_weights || j != group) return;
-        for (int i = 0; i < count; ++i) mbarrier_wait(&weights_full[first + i * stride], 0);
-      };
-      if (kConsumers > 2 && a.s == 3) {
-        multiply_columns<Op, L, kPixels, 3>(acc, a, w_desc, x_desc, weight_tile, plane_bytes,
-                                            blocks, wait_for_weights);
+        for (int i = 0; i < kAcc; ++i) {
+          acc[i] = plain_sum(a, shared, weight_tile, tile_operands, plane_bytes, blocks,
+                             i / 4 * 8 + lane % 4 * 2 + i % 2, row + i / 2 % 2 * 8);
+        }
       } else {
-        multiply_taps<Op, L, kPixels, kPlanes>(acc, a, w_desc, x_desc, weight_tile, plane_bytes,
-                                               blocks, steps,
-                                               [&](int i) { wait_for_weights(i, 1, 0); });
+        const auto wait_for_weights = [&](int first, int count, int stride) {
+          if (!a.copy_weights || !is_first) return;
+          for (int i = 0; i < count; ++i) mbarrier_wait(&weights_full[first + i * stride], 0);
+        };
+        const StageBlocks of{piece * a.stage_blocks, a.stage_blocks, blocks};
+        if (kConsumers > 2 && a.s == 3) {
+          multiply_columns<Op, L, kPixels, 3>(acc, a, w_desc, x_desc, weight_tile, plane_bytes, of,
+                                              wait_for_weights);
+        } else {
+          multiply_taps<Op, L, kPixels, kPlanes>(acc, a, w_desc, x_desc, weight_tile, plane_bytes,
+                                                 of, [&](int i) { wait_for_weights(i, 1, 0); });
+        }
       }
+      wgmma_wait<0>();
+      if (++piece == a.pieces) break;
+      named_barrier(2 + group, 128);  // all have read this piece
+      if (thread == 0) ring.release(j, a.stages);
+      j += kConsumers;
     }
-    wgmma_wait<0>();
     wgmma_touch(acc);
     if (kStaged && thread == 0) tma_store_wait_read<0>();
     named_barrier(2 + group, 128);  // all have read this tile, and `out` is free
@@ -228,7 +245,7 @@ __global__ void __launch_bounds__(threads(consumers(kPixels, kPlanes)), 1)
         acc[i] = tail.bounded(fmaf(acc[i], scale_values[own], bias_values[own]));
       }
     }
-    if (moments && j == group) {  // position 0 is an output
+    if (moments && is_first) {  // position 0 is an output
       row_moments[0].shift = __shfl_sync(~0u, convert<float>(convert<T>(acc[0])), lane & ~3);
       row_moments[1].shift = __shfl_sync(~0u, convert<float>(convert<T>(acc[2])), lane & ~3);
     }
