@@ -235,6 +235,32 @@ def test_implicit_gemm_wgmma(device, dtype, case, tf32):
             check(actual, which, case, (x, w, b, dy), tf32)
 
 
+@pytest.mark.parametrize(
+    ("case", "passes", "tf32"),
+    [
+        # several tiles for each consumer, of several rounds of the ring
+        ((64, 128, 128, 28, 28, 3, 1, 1, 1), ("fprop", "dgrad"), False),
+        ((64, 64, 64, 56, 56, 3, 1, 1, 1), ("dgrad",), False),
+        ((33, 128, 72, 29, 31, 3, 1, 1, 1), ("fprop",), False),  # tiles that are not full
+        ((40, 128, 136, 27, 29, 3, 2, 1, 1), ("dgrad",), False),  # phases
+        ((40, 128, 136, 27, 29, 3, 2, 1, 1), ("dgrad",), True),
+        ((30, 64, 48, 27, 29, 1, 3, 0, 1), ("dgrad",), True),  # phases of no taps
+    ],
+    ids=str,
+)
+def test_consumers_take_turns(hopper, case, passes, tf32):
+    set_tf32("cuda", tf32)
+    x, w, b = drawn(case, "cuda", torch.float32 if tf32 else torch.bfloat16, "nhwc")
+    dy = gradient(case, x, w, "nhwc")
+    for which in passes:
+        call = functools.partial(run, which, case, x, w, b, dy, tf32, "implicit_gemm_wgmma")
+        assert "turns_kernel" in cuda_kernels_of(call)
+        actual = call()
+        check(actual, which, case, (x, w, b, dy), tf32)
+        for _ in range(20):
+            assert torch.equal(call(), actual)
+
+
 @pytest.mark.parametrize("tf32", [False, True], ids=["bfloat16", "tf32"])
 def test_few_pixels_split_the_depth(hopper, tf32):
     """512 channels at 7 x 7, one image: the blocks of a cluster share a tile."""

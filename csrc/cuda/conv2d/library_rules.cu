@@ -100,9 +100,11 @@ bool stream_k_beats_cudnn(const Conv2dShape& s) {
   const bool tf32 = is_tf32(s);
   if (is_pointwise(s) && !is_strided(s)) {
     if (least < 16 || (tf32 && pixels > 64 * 56 * 56)) return false;
-    if (tf32) {  // cuDNN's split the longest rows better
-      if (pixels <= 64 * 14 * 14) return pixels >= 64 * 14 * 14 ? s.c < 800 : least >= 512;
-      return pixels > 64 * 28 * 28 || s.c < 288 || s.c >= 384;
+    if (tf32) {
+      if (pixels < 64 * 14 * 14) return least >= 512;
+      // cuDNN's split some of 128 filters better.
+      const bool many = pixels <= 64 * 14 * 14 ? s.c >= 800 : s.c >= 288 && s.c < 384;
+      return !(many && s.k <= 128 && pixels <= 64 * 28 * 28);
     }
     // (Of channels that do not come in eights cuDNN's are five times as fast.)
     if (!in_whole_vectors(s)) return false;
@@ -132,7 +134,7 @@ bool pointwise_tf32_beats_cudnn(const Conv2dProblem& problem) {
     if (is_strided(s)) return s.k >= 64;
     if (s.c < 64) return false;
     if (pixels > 64 * 28 * 28) return s.c >= 96 && s.c <= 192 && s.k >= 128;
-    if (s.k < 64) return s.c >= (few ? 528 : 256) && !tiny;
+    if (s.k < 64) return im2col_wins_thin_gradients(args_of(problem));
     return !(tiny && s.c > 800 && s.k <= 128);
   }
   if (is_strided(s)) return std::min(s.c, s.k) >= 64 && (s.c <= 128 || tiny);
@@ -242,9 +244,7 @@ bool im2col_beats_cudnn(const Conv2dProblem& problem) {
       // Few tiles of long sums, too many for clusters to split.
       if (is_16_bit && plane <= 7 * 7 && s.c >= 160 && s.c <= 256 && pixels > 28 * 28) return false;
       if (is_16_bit && plane > 60 * 60 && std::min(s.c, s.k) >= 128) return false;
-      if (strided && is_16_bit) {
-        return s.k >= 2 * s.c && s.c <= 128 && pixels <= 64 * 14 * 14;
-      }
+      if (strided && is_16_bit) return s.c >= 128 && pixels <= 64 * 14 * 14;
       return small;
     case Conv2dPass::kWgrad: break;
   }

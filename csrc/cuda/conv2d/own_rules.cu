@@ -1,4 +1,5 @@
-// Which of our own kernels is the fastest for a pass: from measurements, which stand with each rule.
+// Which of our own kernels is the fastest for a pass: from measurements, which stand with each
+// rule.
 #include <algorithm>
 
 #include "cuda/conv2d/im2col/im2col.h"
@@ -24,10 +25,13 @@ bool im2col_wins_small_images_in_tf32(const Conv2dArgs& args) {
   const int64_t plane = s.p * s.q, pixels = s.n * plane;
   if (s.r != 3 || s.s != 3 || pixels < 1024 || pixels > 64 * 60 * 60) return false;
   if (args.pass == Conv2dPass::kFprop) {
-    return plane <= 16 * 16 && pixels <= 64 * 16 * 16 && s.c >= 16 && s.k >= 48;
+    if (plane > 16 * 16) return plane <= 28 * 28 && s.c == 32 && s.k >= 96;
+    return pixels <= 64 * 16 * 16 && s.c >= 16 && s.k >= 48;
   }
   if (s.c * s.k < 32 * 128) return false;  // as in 16 bits
-  if (args.pass == Conv2dPass::kWgrad) return plane <= 28 * 28 && s.c >= 32 && s.k >= 64;
+  if (args.pass == Conv2dPass::kWgrad) {
+    return plane <= 28 * 28 && s.c >= 32 && s.c < 64 && s.k >= 64;
+  }
   if (plane <= 16 * 16) return s.c >= 32 && s.k >= 32;
   return plane <= 60 * 60 && s.c >= 128 && s.k >= 32;
 }
@@ -43,10 +47,10 @@ bool im2col_wins_small_images(const Conv2dArgs& args) {
   if (is_tf32(s)) return im2col_wins_small_images_in_tf32(args);
   if (size_of(s.dtype) != 2) return false;
   if (s.p * s.q > 16 * 16 || s.n * s.p * s.q > 64 * 16 * 16) return false;
-  // (Smaller ones are up to a fifth faster by themselves, but not the two gradients beside each
-  // other in a graph: its blocks fill multiprocessors. MNIST's step of 64 became 6 us longer.)
-  if (std::min(s.c, s.k) < 32) return false;
-  if (s.c * s.k < 32 * 128) return args.pass == Conv2dPass::kFprop && s.k >= 64;
+  // (Smaller ones are up to a fifth faster by themselves, but not in a graph of small kernels: its
+  // blocks fill multiprocessors. MNIST's step of 64 became 2.5 us longer with the forward pass by
+  // it, 6 us with the two gradients.)
+  if (std::min(s.c, s.k) < 32 || s.c * s.k < 32 * 128) return false;
   switch (args.pass) {
     case Conv2dPass::kFprop: return s.k >= 64;
     case Conv2dPass::kDgrad: return true;
@@ -77,6 +81,12 @@ bool im2col_beats_halo(const Conv2dArgs& args) {
   const Conv2dShape& s = args.shape;
   if (s.groups > 1) return false;
   if (im2col_wins_small_images(args)) return true;
+  const bool fprop = args.pass == Conv2dPass::kFprop;
+  // Where halo_wgmma goes by blocks of channels it is 1.2 to 1.8 times as fast, with tiles enough
+  // for the time that its weights take.
+  if (is_tf32(s) && fprop && s.c > 64 && s.k <= 40 && !is_pointwise(s)) {
+    return s.n * s.p * s.q < 64 * 28 * 28;
+  }
   if (std::min(s.c, s.k) < 64) {  // of which 1 x 1 gradients in TF32 are level
     return is_tf32(s) && is_pointwise(s) && args.pass == Conv2dPass::kDgrad &&
            std::min(s.c, s.k) >= 32;
@@ -93,8 +103,7 @@ bool im2col_beats_halo(const Conv2dArgs& args) {
       if (is_strided(s)) return true;
       if (s.c > 64 || s.k > 192) return !(is_tf32(s) && is_pointwise(s) && s.c == 64);
       if (size_of(s.dtype) == 2 && s.k >= 128 && s.p * s.q <= 32 * 32) return true;
-      // Taps of TF32 leave room for tiles of 64 positions only.
-      return is_tf32(s) != is_pointwise(s);
+      return is_pointwise(s) ? !is_tf32(s) : is_tf32(s) && s.k > 64;
     case Conv2dPass::kDgrad:
       return filters > (size_of(s.dtype) == 2 && s.p * s.q < 14 * 14 ? 64 * 64 - 1 : 64 * 64);
     case Conv2dPass::kWgrad: break;
@@ -232,6 +241,19 @@ bool fft_wins(const Conv2dProblem& problem) {
   return plan.by_elements && kMargin * fft < terms / kDirectRate;
 }
 
+// Input gradients of 32 filters of 1 x 1 in TF32 to many channels, whose sums are too short for
+// other rules to take them for products: implicit_gemm_wgmma is 1.1 to 1.2 times as fast as cuDNN
+// on an H200 (256 channels at 28 x 28 and 528 at 14 x 14, batch 64).
+bool im2col_wins_thin_gradients(const Conv2dArgs& args) {
+  const Conv2dShape& s = args.shape;
+  if (args.pass != Conv2dPass::kDgrad || !is_tf32(s) || !is_pointwise(s) || is_strided(s)) {
+    return false;
+  }
+  const int64_t pixels = s.n * s.p * s.q;
+  return s.groups == 1 && s.k == 32 && pixels >= 64 * 14 * 14 &&
+         s.c >= (pixels <= 64 * 14 * 14 ? 528 : 256);
+}
+
 // Few filters of 1 x 1, forward, of sums too long for the kernels of few terms: in TF32 (64 to 256
 // channels, 64 x 64 to 256 x 256 pixels) implicit_gemm_wgmma is 1.3 to 2.7 times as fast as cuDNN,
 // in 16 bits (128 channels, 32 x 32 pixels) 1.3 times.
@@ -341,6 +363,7 @@ int fastest_own(const Conv2dArgs& args) {
   if (narrow_input_wins(args) && takes(kNarrowInput, args)) return kNarrowInput;
   if (narrow_output_wins(args) && takes(kNarrowOutput, args)) return kNarrowOutput;
   const bool product_of_im2col = im2col_wins_by_sums(args) || im2col_wins_few_pixels(args) ||
+                                 im2col_wins_thin_gradients(args) ||
                                  im2col_wins_strided_products(args.pass, s);
   if (product_of_im2col && takes(kIm2col, args)) return kIm2col;
   if (is_thin(args)) {

@@ -1,5 +1,5 @@
-// The choice among the convolution's kernels: own_rules.cu and library_rules.cu, for choose.cu. Where
-// a rule names a GPU it was measured there.
+// The choice among the convolution's kernels: own_rules.cu and library_rules.cu, for choose.cu.
+// Where a rule names a GPU it was measured there.
 #pragma once
 
 #include <algorithm>
@@ -63,8 +63,8 @@ inline bool is_grouped(const Conv2dShape& s) {
   return s.groups > 1 && std::min(s.c, s.k) >= kLeast * s.groups;
 }
 
-// Classes of passes that rules of both files are about, and kernels that are the fastest of ours for
-// them; what was measured stands with each.
+// Classes of passes that rules of both files are about, and kernels that are the fastest of ours
+// for them; what was measured stands with each.
 bool is_other_filter(const Conv2dShape& s);
 bool im2col_is_known(const Conv2dShape& s);
 bool im2col_wins_small_images(const Conv2dArgs& args);
@@ -72,6 +72,7 @@ bool im2col_wins_strided_products(Conv2dPass pass, const Conv2dShape& s);
 bool im2col_wins_by_rows(const Conv2dArgs& args);
 bool im2col_wins_by_sums(const Conv2dArgs& args);
 bool im2col_wins_few_pixels(const Conv2dArgs& args);
+bool im2col_wins_thin_gradients(const Conv2dArgs& args);
 bool mma_wins_groups(const Conv2dArgs& args);
 bool mma_wins_many_taps(const Conv2dShape& s);
 bool pointwise_beats_im2col(const Conv2dArgs& args);

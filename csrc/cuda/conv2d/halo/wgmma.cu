@@ -16,8 +16,14 @@ struct Plan {
   dim3 grid;
 };
 
-// Tiles of `pixels` positions, in stages of all channels, or of a block at a time where those do
-// not fit; false where neither do.
+// Whether there are kernels for stages of a channel block.
+bool goes_in_pieces(const Plan& plan, DType dtype) {
+  return dtype == DType::kFloat32 && plan.planes == 1 && plan.row_bytes == 128 &&
+         plan.args.r * plan.args.s > 1;
+}
+
+// Tiles of `pixels` positions, in stages of all channels, or in TF32 of a block of 128 bytes where
+// those do not fit; false where neither do.
 bool tile(Plan& plan, int pixels, DType dtype) {
   Args& a = plan.args;
   if (!cut_into_tiles(a, plan.in_w, plan.in_h, pixels, plan.row_bytes,
@@ -39,7 +45,7 @@ bool tile(Plan& plan, int pixels, DType dtype) {
   // A stage that is split is free again before its products begin: one is enough.
   int needed = plan.planes == 1 ? 2 : 1;
   a.stage_blocks = blocks, a.pieces = 1;
-  if (fixed + needed * stage > kSharedBytes && plan.planes == 1 && blocks > 1 && a.r * a.s > 1) {
+  if (fixed + needed * stage > kSharedBytes && goes_in_pieces(plan, dtype) && blocks > 1) {
     stage /= blocks, needed = groups;
     a.stage_blocks = 1, a.pieces = blocks;
   }
@@ -110,11 +116,11 @@ Plan make_plan(Conv2dPass pass, const Conv2dShape& s) {
   return chosen;
 }
 
-template <typename T, int kPixels, int kChannelBlock, int kPlanes = 1>
+template <typename T, int kPixels, int kChannelBlock, int kPlanes = 1, bool kInPieces = false>
 void launch(Stream stream, const Plan& plan, const CUtensorMap& x_map, const CUtensorMap& w_map,
             const CUtensorMap& y_map, const void* w, const void* bias, bool relu, const Tail& tail,
             const void* y, Moments* moments) {
-  const auto kernel = conv_kernel<T, kPixels, kChannelBlock, kPlanes>;
+  const auto kernel = conv_kernel<T, kPixels, kChannelBlock, kPlanes, kInPieces>;
   cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.shared_bytes);
   launch_early(kernel, plan.grid, threads(consumers(kPixels, kPlanes)), plan.shared_bytes, stream,
                x_map, w_map, y_map, plan.args, static_cast<const T*>(w),
@@ -138,6 +144,12 @@ constexpr auto launcher(const Plan& plan) {
   return plan.pixels == 224   ? launcher<T, 224>(plan.row_bytes)
          : plan.pixels == 128 ? launcher<T, 128>(plan.row_bytes)
                               : launcher<T, 64>(plan.row_bytes);
+}
+
+constexpr auto pieces_launcher(const Plan& plan) {
+  return plan.pixels == 224   ? launch<float, 224, 32, 1, true>
+         : plan.pixels == 128 ? launch<float, 128, 32, 1, true>
+                              : launch<float, 64, 32, 1, true>;
 }
 
 constexpr auto split_launcher(const Plan& plan) {
@@ -194,6 +206,7 @@ void run(Stream stream, const Conv2dArgs& args, const Conv2dPlan& planned, void*
                        {kFilters, extent(a.pitch), extent(rows), extent(a.tile_images)}, 128);
   }
   const auto launch = plan.planes > 1               ? split_launcher(plan)
+                      : a.pieces > 1                ? pieces_launcher(plan)
                       : s.dtype == DType::kFloat32  ? launcher<float>(plan)
                       : s.dtype == DType::kBFloat16 ? launcher<__nv_bfloat16>(plan)
                                                     : launcher<__half>(plan);

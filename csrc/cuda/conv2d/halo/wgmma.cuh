@@ -34,7 +34,8 @@ namespace braze::cuda::halo {
 
 constexpr int threads(int consumers) { return consumers * 128 + 32; }
 
-template <typename T, int kPixels, int kChannelBlock, int kPlanes>
+// kInPieces: a stage holds some of a tile's channel blocks, not all.
+template <typename T, int kPixels, int kChannelBlock, int kPlanes, bool kInPieces>
 __global__ void __launch_bounds__(threads(consumers(kPixels, kPlanes)), 1)
     conv_kernel(const __grid_constant__ CUtensorMap x_map,
                 const __grid_constant__ CUtensorMap w_map,
@@ -61,7 +62,8 @@ __global__ void __launch_bounds__(threads(consumers(kPixels, kPlanes)), 1)
   __shared__ int special_weights, special_tile[kConsumers][2];
 
   const int blocks = L::blocks(a), plane_bytes = L::plane_bytes(a);
-  const int raw_plane_bytes = Raw::plane_bytes(a), stage_bytes = a.stage_blocks * raw_plane_bytes;
+  const int stage_blocks = kInPieces ? a.stage_blocks : blocks;
+  const int raw_plane_bytes = Raw::plane_bytes(a), stage_bytes = stage_blocks * raw_plane_bytes;
   const int weight_tile = L::weight_tile(a), steps = a.r * a.s * blocks;
   unsigned char* stages = shared + L::weight_bytes(a);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -79,8 +81,7 @@ __global__ void __launch_bounds__(threads(consumers(kPixels, kPlanes)), 1)
   }
   const int loaded = a.load_rows * a.tile_images * a.pitch;
   unsigned char* operands = kPlanes == 1 ? stages : stages + a.stages * stage_bytes;
-  const int operand_planes =
-      kPlanes == 1 ? a.stage_blocks * a.stages : blocks * kConsumers * kPlanes;
+  const int operand_planes = kPlanes == 1 ? stage_blocks * a.stages : blocks * kConsumers * kPlanes;
   zero_behind<L::kRowBytes>(loaded, operands, operand_planes, plane_bytes, kThreads / 32);
   if (threadIdx.x == 0) special_weights = 0;
   if (threadIdx.x < 2 * kConsumers) special_tile[threadIdx.x / 2][threadIdx.x % 2] = 0;
@@ -112,18 +113,28 @@ __global__ void __launch_bounds__(threads(consumers(kPixels, kPlanes)), 1)
       if (a.copy_weights) copy_weights();
       wait_for_earlier_kernels();
     }
+    if constexpr (!kInPieces) {
+      for (int j = 0, tile = blockIdx.x; tile < a.tiles; ++j, tile += gridDim.x) {
+        uint64_t* const full = ring.begin(j, a.stages);
+        mbarrier_expect(full, blocks * loaded * Raw::kRowBytes);
+        copy_tile<kChannelBlock>(&x_map, full, stages + j % a.stages * stage_bytes, a, tile, blocks,
+                                 raw_plane_bytes);
+        if (j == 0 && a.copy_weights && !a.early_weights) copy_weights();
+      }
+      return;
+    }
     // Every group's tile by its first channels, then by the next ones.
     const int tiles = (a.tiles - blockIdx.x + gridDim.x - 1) / gridDim.x;  // of this block
     for (int first = 0; first < tiles; first += kConsumers) {
       const int present = min(kConsumers, tiles - first);
       for (int piece = 0; piece < a.pieces; ++piece) {
-        const int first_block = piece * a.stage_blocks;
+        const int first_block = piece * stage_blocks;
         for (int g = 0; g < present; ++g) {
           const int j = first * a.pieces + piece * kConsumers + g;
           uint64_t* const full = ring.begin(j, a.stages, first * a.pieces, present);
-          mbarrier_expect(full, a.stage_blocks * loaded * Raw::kRowBytes);
+          mbarrier_expect(full, stage_blocks * loaded * Raw::kRowBytes);
           copy_tile<kChannelBlock>(&x_map, full, stages + j % a.stages * stage_bytes, a,
-                                   blockIdx.x + (first + g) * gridDim.x, a.stage_blocks,
+                                   blockIdx.x + (first + g) * gridDim.x, stage_blocks,
                                    raw_plane_bytes, first_block);
           if (j == 0 && a.copy_weights && !a.early_weights) copy_weights();
         }
@@ -210,7 +221,7 @@ __global__ void __launch_bounds__(threads(consumers(kPixels, kPlanes)), 1)
           if (!a.copy_weights || !is_first) return;
           for (int i = 0; i < count; ++i) mbarrier_wait(&weights_full[first + i * stride], 0);
         };
-        const StageBlocks of{piece * a.stage_blocks, a.stage_blocks, blocks};
+        const StageBlocks of{piece * stage_blocks, stage_blocks, blocks};
         if (kConsumers > 2 && a.s == 3) {
           multiply_columns<Op, L, kPixels, 3>(acc, a, w_desc, x_desc, weight_tile, plane_bytes, of,
                                               wait_for_weights);
@@ -220,7 +231,7 @@ __global__ void __launch_bounds__(threads(consumers(kPixels, kPlanes)), 1)
         }
       }
       wgmma_wait<0>();
-      if (++piece == a.pieces) break;
+      if (!kInPieces || ++piece == a.pieces) break;
       named_barrier(2 + group, 128);  // all have read this piece
       if (thread == 0) ring.release(j, a.stages);
       j += kConsumers;

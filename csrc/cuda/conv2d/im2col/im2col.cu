@@ -31,6 +31,16 @@ constexpr Variant whole(int rows, int columns, int blocks) {
   }
   return {tile, 0};
 }
+// The same that consumers take in turns.
+constexpr Variant turns(int rows, int columns, int blocks) {
+  int tile = 0;
+  while (!(has_turn_tile(hopper::kTileKinds[tile]) && hopper::kTileKinds[tile].rows == rows &&
+           hopper::kTileKinds[tile].columns == columns &&
+           hopper::kTileKinds[tile].blocks == blocks)) {
+    ++tile;
+  }
+  return {tile, 0};
+}
 // The same whose depth 2^cluster_bits blocks split.
 constexpr Variant split(int rows, int columns, int cluster_bits) {
   int tile = 0;
@@ -42,13 +52,15 @@ constexpr Variant split(int rows, int columns, int cluster_bits) {
 }
 
 constexpr Times kTimes16[] = {
-    {whole(128, 256, 2), 3.48, 2.61, 0.661, 4.90}, {whole(128, 192, 2), 4.05, 2.13, 0.511, 4.11},
-    {whole(128, 128, 1), 4.07, 1.43, 0.349, 3.31}, {whole(128, 64, 1), 4.63, 0.69, 0.278, 3.44},
-    {whole(128, 128, 2), 4.38, 1.34, 0.360, 3.31}, {split(128, 128, 1), 2.51, 6.04, 0.308, 0.93},
-    {split(128, 128, 2), 2.24, 5.92, 0.293, 0.60}, {split(128, 128, 3), 3.57, 4.70, 0.321, 0.65},
-    {split(128, 64, 1), 6.50, 0.30, 0.288, 1.80},  {split(128, 64, 2), 6.42, 0.07, 0.294, 1.19},
-    {split(128, 64, 3), 6.45, 0.21, 0.309, 1.40},  {split(64, 64, 1), 6.32, 0.02, 0.224, 1.70},
-    {split(64, 64, 2), 5.74, 0.22, 0.231, 1.14},   {split(64, 64, 3), 5.87, 0.02, 0.252, 1.79},
+    {whole(128, 256, 2), 4.39, 1.25, 0.607, 4.03}, {whole(128, 192, 2), 4.24, 1.32, 0.489, 3.52},
+    {whole(128, 128, 1), 3.92, 0.90, 0.350, 3.76}, {whole(128, 64, 1), 4.13, 0.55, 0.287, 3.65},
+    {whole(128, 128, 2), 4.16, 0.87, 0.358, 3.81}, {turns(128, 128, 2), 4.28, 0.59, 0.353, 3.99},
+    {turns(128, 128, 1), 4.16, 0.57, 0.350, 4.01}, {turns(128, 64, 1), 4.21, 0.39, 0.276, 3.84},
+    {split(128, 128, 1), 2.51, 6.04, 0.308, 0.93}, {split(128, 128, 2), 2.24, 5.92, 0.293, 0.60},
+    {split(128, 128, 3), 3.57, 4.70, 0.321, 0.65}, {split(128, 64, 1), 6.50, 0.30, 0.288, 1.80},
+    {split(128, 64, 2), 6.42, 0.07, 0.294, 1.19},  {split(128, 64, 3), 6.45, 0.21, 0.309, 1.40},
+    {split(64, 64, 1), 6.32, 0.02, 0.224, 1.70},   {split(64, 64, 2), 5.74, 0.22, 0.231, 1.14},
+    {split(64, 64, 3), 5.87, 0.02, 0.252, 1.79},
 };
 constexpr Times kTimesTf32[] = {
     {whole(128, 256, 2), 3.54, 5.51, 0.636, 4.21}, {whole(128, 192, 2), 4.11, 4.13, 0.495, 4.24},
@@ -69,9 +81,18 @@ int64_t bytes_of(const Conv2dArgs& args) {
   return elements * size_of(s.dtype);
 }
 
-// The variant that takes the least time. `may_split`: the depth too; has: of the others.
-Variant choose_variant(const Conv2dArgs& args, bool may_split,
-                       bool (*has)(const hopper::TileKind&) = has_tile, bool has_tail = false) {
+// What results pass through on their way out: bias and ReLU at most; a Conv2dTail; moments or
+// another tensor that is added; a Conv2dNormGrad. Not all variants have all.
+enum class Then { kStore, kTail, kMoments, kNormGrad };
+bool has_variant(const Variant& v, Then then) {
+  const hopper::TileKind& t = v.kind();
+  if (has_turn_tile(t)) return then == Then::kStore;
+  if (v.cluster() > 1) return then == Then::kStore || then == Then::kTail;
+  return then == Then::kNormGrad ? has_sums_tile(t) : has_tile(t);
+}
+
+// The variant that takes the least time.
+Variant choose_variant(const Conv2dArgs& args, Then then) {
   const MatmulArgs p = result_matrix(args, pass_of(args));
   const int64_t stages = p.k * size_of(p.dtype) / hopper::kSwizzle;
   Variant best{-1, 0};
@@ -80,12 +101,12 @@ Variant choose_variant(const Conv2dArgs& args, bool may_split,
     const hopper::TileKind& t = times.variant.kind();
     const int cluster = times.variant.cluster();          // of the blocks that split a depth
     if (t.columns > 64 && t.columns - p.n >= 64) return;  // narrower tiles are never slower then
-    if (cluster == 1 ? !has(t) : !may_split || stages < 2 * cluster) return;
+    if (!has_variant(times.variant, then) || (cluster > 1 && stages < 2 * cluster)) return;
     const int64_t tiles = ceil_div(p.m, t.rows * t.blocks) * t.blocks * ceil_div(p.n, t.columns);
     const int64_t blocks = tiles * cluster;
     if (cluster > 1 && blocks > hopper::blocks_at_once(cluster)) return;
     const double tile = times.tile + ceil_div(stages, cluster) * times.stage +
-                        (has_tail && cluster == 1 ? tail_of(t) : 0);
+                        (then == Then::kTail && cluster == 1 ? tail_of(t) : 0);
     const double waves = ceil_div(blocks, sm_count()) * tile;
     const double memory = bytes_of(args) / (times.memory * 1e6);
     const double cost = times.start + std::max(waves, memory) + 0.1 * std::min(waves, memory);
@@ -99,24 +120,13 @@ Variant choose_variant(const Conv2dArgs& args, bool may_split,
   return best;
 }
 
-// The tile of a dgrad by phases, by the matrix product's times (matmul/hopper/plan.cuh): those
-// above are not fitted to it, and chose tiles that take up to 1.2 times as long.
-Variant choose_phase_variant(const Conv2dArgs& args) {
-  const MatmulArgs p = result_matrix(args, pass_of(args));
-  const int64_t stages = p.k * size_of(p.dtype) / hopper::kSwizzle;
-  Variant best{-1, 0};
-  double least = hopper::kNoPlan;
-  for (int i = 0; i < hopper::kTileKindCount; ++i) {
-    const hopper::TileKind& t = hopper::kTileKinds[i];
-    if (!has_tile(t) || !t.plain) continue;
-    const int64_t tiles = ceil_div(p.m, t.rows * t.blocks) * t.blocks * ceil_div(p.n, t.columns);
-    const double cost = t.start + ceil_div(tiles, sm_count()) * (t.tile + stages * t.stage);
-    if (cost < least) best = {i, 0}, least = cost;
-  }
-  return best;
+// The tile of a dgrad by phases: of short depths, between whose products consumers take turns
+// (H200, the networks' strided layers: up to 1.14 times as fast as the best of the others).
+constexpr Variant choose_phase_variant(const MatmulArgs& p) {
+  return p.n <= 64 ? turns(128, 64, 1) : turns(128, 128, 1);
 }
 
-// The same for the weight gradient, whose blocks all sum for as long.
+// The tile of the weight gradient, whose blocks all sum for as long.
 hopper::Plan choose_wgrad_plan(const MatmulArgs& p) {
   hopper::Plan best{};
   best.cost = hopper::kNoPlan;
@@ -215,17 +225,21 @@ void plan(const Conv2dArgs& given, Conv2dPlan* plan) {
     plan->workspace_bytes = hopper::stream_bytes(chosen);
     return;
   }
-  const bool in_phases = has_phases(args);
-  const Variant uncut = in_phases ? choose_phase_variant(args) : choose_variant(args, false);
-  plan->variant = (in_phases ? uncut : choose_variant(args, true)).number();
-  plan->tiling.set(uncut.number());  // where moments are wanted, or another tensor is added
+  const MatmulArgs p = result_matrix(args, pass_of(args));
+  if (has_phases(args)) {
+    plan->variant = choose_phase_variant(p).number();
+  } else {
+    const Variant uncut = choose_variant(args, Then::kMoments);
+    plan->variant = choose_variant(args, Then::kStore).number();
+    plan->tiling.set(uncut.number());
+    plan->moment_sets = moment_rows(args, p, uncut.kind()) / 64;
+  }
   plan->workspace_bytes = weight_bytes(args);
-  plan->moment_sets = moment_rows(args, result_matrix(args, pass_of(args)), uncut.kind()) / 64;
 }
 
 void plan_tail(const Conv2dArgs& given, Conv2dPlan* plan) {
   const Conv2dArgs args = by_rows(given);
-  plan->variant = choose_variant(args, true, has_tile, true).number();
+  plan->variant = choose_variant(args, Then::kTail).number();
 }
 
 void run(Stream stream, const Conv2dArgs& given, const Conv2dPlan& plan, void* workspace) {
@@ -262,7 +276,7 @@ bool plan_norm_grad(const Conv2dArgs& args, bool has_mask, Conv2dPlan* plan) {
   // Masks are read by 8 bytes, of 16 bytes of the result each.
   if (has_mask && s.c * size_of(s.dtype) % (8 * 16) != 0) return false;
   const MatmulArgs p = result_matrix(args, pass_of(args));
-  const Variant chosen = choose_variant(args, false, has_sums_tile);
+  const Variant chosen = choose_variant(args, Then::kNormGrad);
   plan->variant = chosen.number();
   plan->workspace_bytes = weight_bytes(args);
   plan->moment_sets = clusters_of_column(p, chosen.kind());

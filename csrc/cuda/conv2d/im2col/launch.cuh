@@ -4,6 +4,7 @@
 #include "added.cuh"
 #include "copies.cuh"
 #include "cuda/matmul/hopper/launch.cuh"
+#include "cuda/matmul/hopper/turns.cuh"
 #include "launchers/transpose.h"
 #include "moments.cuh"
 #include "norm_grad.cuh"
@@ -22,6 +23,9 @@ constexpr bool has_tile(const hopper::TileKind& t) {
 constexpr bool has_split_tile(const hopper::TileKind& t) {
   return t.depth == hopper::Depth::kSplit && t.columns <= 128;
 }
+
+// And those that consumers take in turns, where nothing but bias and ReLU follows.
+constexpr bool has_turn_tile(const hopper::TileKind& t) { return t.depth == hopper::Depth::kTurns; }
 
 // How fprop and dgrad go: the tile's number in hopper::kTileKinds, and how many blocks split its
 // depth, log2.
@@ -137,10 +141,8 @@ void launch_split_depth(Stream stream, const Conv2dArgs& args, A a, const Pass& 
 template <typename Tile, int kColumnMajor, typename A>
 void launch(Stream stream, const Conv2dArgs& args, A a, const Pass& pass, void* workspace) {
   constexpr bool kScattered = A::kScattered, kMoments = std::is_same_v<A, MomentArgs>;
-  const Conv2dShape& s = args.shape;
   const void* transposed = transpose_weights(stream, args, workspace);
-  MatmulArgs p = result_matrix(args, pass);
-  if constexpr (std::is_same_v<A, PhaseArgs>) p.batch = s.stride_h * s.stride_w;
+  const MatmulArgs p = result_matrix(args, pass);
   hopper::set_tiles<Tile>(a, p, hopper::operand_a(p), hopper::operand_b(p));
   a.windows = pass.windows;
   const CUtensorMap row_map = window_map(args, Tile::kRows);
@@ -245,6 +247,38 @@ void launch_wgrad(Stream stream, const Conv2dArgs& args, void* workspace) {
   hopper::launch_shares<Tile, 1, 1, false>(stream, a, other, pixels, c_map, workspace);
 }
 
+// fprop and dgrad, as they are.
+template <typename T, int kTile>
+void run_in_turns(Stream stream, const Conv2dArgs& args, void* workspace) {
+  constexpr hopper::TileKind kKind = hopper::kTileKinds[kTile];
+  using Tile =
+      hopper::TurnTile<T, kKind.rows, kKind.columns, kKind.stages(sizeof(T), false), kKind.blocks>;
+  const void* transposed = transpose_weights(stream, args, workspace);
+  const auto launch = [&](auto column_major, auto a, const Pass& pass, int64_t phases) {
+    using A = decltype(a);
+    MatmulArgs p = result_matrix(args, pass);
+    p.batch = phases;
+    hopper::set_tiles<Tile>(a, p, hopper::operand_a(p), hopper::operand_b(p));
+    a.windows = pass.windows;
+    const CUtensorMap row_map = window_map(args, Tile::kRows);
+    const CUtensorMap column_map = weight_map<Tile, column_major.value>(args, transposed);
+    const CUtensorMap c_map = A::kScattered ? row_map : hopper::output_map<Tile>(a, p, row_map);
+    hopper::launch_persistent<Tile, hopper::turns_kernel<Tile, 0, column_major.value, A>>(
+        stream, a.tiles, true, row_map, column_map, c_map, a);
+  };
+  constexpr std::integral_constant<int, 0> kAlong;
+  constexpr std::integral_constant<int, sizeof(T) == 2 ? 1 : 0> kOfDgrad;
+  if (has_phases(args)) {
+    PhaseArgs a{};
+    const Pass pass = pass_of(args, &a.phases);
+    launch(kOfDgrad, a, pass, args.shape.stride_h * args.shape.stride_w);
+  } else if (args.pass == Conv2dPass::kDgrad) {
+    launch(kOfDgrad, WindowArgs{}, pass_of(args), 1);
+  } else {
+    launch(kAlong, WindowArgs{}, pass_of(args), 1);
+  }
+}
+
 // Without moments.
 template <typename T>
 void run_split_depth(Stream stream, const Conv2dArgs& args, const Variant& variant,
@@ -285,15 +319,12 @@ void run(Stream stream, const Conv2dArgs& args, int number, void* workspace,
   if (variant.cluster_bits > 0) return run_split_depth<T>(stream, args, variant, workspace);
   hopper::with_tile(variant.tile, [&](auto tile) {
     constexpr hopper::TileKind kKind = hopper::kTileKinds[tile.value];
-    if constexpr (has_tile(kKind)) {
+    if constexpr (has_turn_tile(kKind)) {
+      run_in_turns<T, tile.value>(stream, args, workspace);
+    } else if constexpr (has_tile(kKind)) {
       using Tile = hopper::Tile<T, kKind.rows, kKind.columns, kKind.stages(sizeof(T), false),
                                 kKind.blocks, kKind.consumers>;
       constexpr int kDgradMajor = sizeof(T) == 2 ? 1 : 0;
-      if (has_phases(args)) {
-        PhaseArgs a{};
-        const Pass pass = pass_of(args, &a.phases);
-        return launch<Tile, kDgradMajor>(stream, args, a, pass, workspace);
-      }
       const Pass pass = pass_of(args);
       if (args.pass == Conv2dPass::kDgrad) {
         if constexpr (sizeof(T) == 4) {

@@ -26,6 +26,9 @@ struct Tile {
   static constexpr int kCluster = kCluster_, kConsumers = kConsumers_;
   static constexpr int kDepth = kSwizzle / int{sizeof(T)};
   static constexpr int kBlocks = kRows / kConsumers / 64;  // of 64 rows, per consumer
+  static constexpr int kReaders = kConsumers;              // of a stage
+  // Of the tile, a consumer's.
+  __device__ static constexpr int first_row(int consumer) { return consumer * kBlocks * 64; }
   static constexpr int kThreads = (kConsumers + 1) * 128;
   static constexpr int kRowBytes = kRows * kSwizzle;
   static constexpr int kStageBytes = kRowBytes + kLoadedColumns * kSwizzle;
@@ -45,7 +48,7 @@ struct Tile {
 };
 
 // Makes the ring's barriers, for the whole cluster to see: a stage is full with one arrival, the
-// producer's, and empty when every consumer has left it. Then waits for earlier kernels.
+// producer's, and empty when all that read it have left it. Then waits for earlier kernels.
 template <typename Tile>
 __device__ __forceinline__ void start_ring(const CUtensorMap* row_map,
                                            const CUtensorMap* column_map, uint64_t* full,
@@ -55,7 +58,7 @@ __device__ __forceinline__ void start_ring(const CUtensorMap* row_map,
     prefetch_tensor_map(column_map);
     for (int i = 0; i < Tile::kStages; ++i) {
       mbarrier_init(&full[i], 1);
-      mbarrier_init(&empty[i], Tile::kConsumers * Tile::kCluster);
+      mbarrier_init(&empty[i], Tile::kReaders * Tile::kCluster);
     }
     mbarrier_init_fence();
   }
@@ -121,6 +124,10 @@ struct Cursor {
   uint32_t phase = 0;
   __device__ __forceinline__ void next() {
     if (++stage == kStages) stage = 0, phase ^= 1;
+  }
+  __device__ __forceinline__ void skip(int count) {
+    const int to = stage + count, rounds = to / kStages;
+    stage = to - rounds * kStages, phase ^= rounds & 1;
   }
 };
 
@@ -277,7 +284,7 @@ template <typename Tile, int kRowMajor, int kColumnMajor>
 __device__ __forceinline__ void multiply_stage(float (&acc)[Tile::kBlocks][Tile::kColumns / 2],
                                                uint32_t (&fragments)[4][4], uint32_t stage,
                                                bool accumulate, int steps = kSteps) {
-  const int first_row = threadIdx.x / 128 * Tile::kBlocks * 64;  // of the tile
+  const int first_row = Tile::first_row(threadIdx.x / 128);
   const uint32_t columns = stage + Tile::kRowBytes;
   if constexpr (sizeof(typename Tile::T) == 4 && kRowMajor == 1) {
     const int lane = threadIdx.x % 32;
@@ -323,13 +330,19 @@ __device__ __forceinline__ void release_stage(uint64_t* empty, int stage) {
   }
 }
 
+struct Nothing {
+  __device__ void operator()() const {}
+};
+
 // acc = rows * columns of the depths [first, last), which come in the stages from `at` on. Returns
-// the last of these, which is still to be released.
-template <typename Tile, int kRowMajor, int kColumnMajor, typename A>
+// the last of these, which is still to be released. then(): called when all have come, while the
+// last products may still run.
+template <typename Tile, int kRowMajor, int kColumnMajor, typename A, typename Then = Nothing>
 __device__ __forceinline__ int multiply_depths(const A& a,
                                                float (&acc)[Tile::kBlocks][Tile::kColumns / 2],
                                                Cursor<Tile::kStages>& at, uint32_t stages,
-                                               const Ring& ring, int first, int last) {
+                                               const Ring& ring, int first, int last,
+                                               const Then& then = {}) {
   int before = -1;  // the stage whose products may still run
   Steps<A> steps(a, first);
   [[maybe_unused]] uint32_t fragments[2][4][4];
@@ -356,6 +369,7 @@ __device__ __forceinline__ int multiply_depths(const A& a,
   }
 #pragma unroll 1
   for (; d < last; ++d) step(d, fragments[0]);
+  then();
   wgmma_wait<0>();
 #pragma unroll
   for (int b = 0; b < Tile::kBlocks; ++b) wgmma_touch(acc[b]);

@@ -41,8 +41,9 @@ inline bool tma_stores(const MatmulArgs& p) {
 }
 
 // How a tile's depth is gone through: by one block; by the blocks of a cluster, a part each
-// (15_cluster_split.cuh); or in equal shares of the depths of all tiles (16_stream_k.cuh).
-enum class Depth { kWhole, kSplit, kShares };
+// (15_cluster_split.cuh); or in equal shares of the depths of all tiles (16_stream_k.cuh). kTurns:
+// by one consumer of a block, while the other has another tile (turns.cuh).
+enum class Depth { kWhole, kSplit, kShares, kTurns };
 
 // A tile, all that it is compiled with, and microseconds fitted to an H200.
 struct TileKind {
@@ -103,6 +104,9 @@ constexpr TileKind kTileKinds[] = {
     { 64,  64, 1, 8, 8, 1,  Depth::kSplit, 0, 0,  true, false,   0,   0,  1.8,    0,  0.19,     0, 16,    0,    0},
     // Of no product, but of convolutions (conv2d/im2col), which have times of their own.
     {128, 128, 2, 6, 6, 2,  Depth::kWhole, 0, 0, false, false,   0,   0,    0,    0,     0,     0,  0,    0,    0},
+    {128, 128, 2, 6, 6, 2,  Depth::kTurns, 0, 0, false, false,   0,   0,    0,    0,     0,     0,  0,    0,    0},
+    {128, 128, 1, 6, 6, 2,  Depth::kTurns, 0, 0, false, false,   0,   0,    0,    0,     0,     0,  0,    0,    0},
+    {128,  64, 1, 8, 8, 2,  Depth::kTurns, 0, 0, false, false,   0,   0,    0,    0,     0,     0,  0,    0,    0},
     // clang-format on
 };
 constexpr int kTileKindCount = static_cast<int>(sizeof(kTileKinds) / sizeof(TileKind));

@@ -173,15 +173,6 @@ __device__ __forceinline__ void consume(const CUtensorMap* c_map, const A& a, ui
     if (before >= 0) release_stage<Tile>(empty, before);
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) wgmma_touch(acc[b]);
-    if constexpr (A::kScattered) {
-      if (p.first == p.last) {  // nothing is summed
-#pragma unroll
-        for (int b = 0; b < kBlocks; ++b) {
-#pragma unroll
-          for (float& sum : acc[b]) sum = 0;
-        }
-      }
-    }
 
     const int tile_row = (p.row * kCluster + rank) * Tile::kRows + first_row;
     const int tile_column = p.column * Tile::kColumns;

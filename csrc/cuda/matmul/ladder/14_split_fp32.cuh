@@ -22,7 +22,7 @@ template <int kCluster_>
 struct SplitTile {
   using T = __nv_bfloat16;
   static constexpr int kRows = 128, kColumns = 128, kStages = 2, kCluster = kCluster_;
-  static constexpr int kConsumers = 2, kThreads = (kConsumers + 1) * 128;
+  static constexpr int kConsumers = 2, kReaders = 2, kThreads = (kConsumers + 1) * 128;
   static constexpr int kDepth = kSplitDepth;
   static constexpr int kShare = kColumns / kCluster;  // columns that a block loads, for all
   static constexpr int kRowPlane = kRows * kSwizzle, kColumnPlane = kColumns * kSwizzle;
