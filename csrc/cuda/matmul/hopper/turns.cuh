@@ -35,8 +35,8 @@ __device__ __forceinline__ void consume_in_turns(const CUtensorMap* c_map, const
   float acc[Tile::kBlocks][Tile::kColumns / 2];
   int tile = blockIdx.x / Tile::kCluster;
   const int stride = gridDim.x / Tile::kCluster;
-  // A wait for a stage sees no more of its phase than the parity. So a consumer may not wait for one
-  // before the other has found the stages before it to be full, and says so.
+  // A wait for a stage sees no more of its phase than the parity. So a consumer may not wait for
+  // one before the other has found the stages before it to be full, and says so.
   constexpr int kTurn = 3, kBoth = 256;  // named barriers
   bool has_turn = group == 0;
   // Past the stages of a tile of the other consumer's.
