@@ -16,7 +16,9 @@ double tail_of(const hopper::TileKind& t) {
 
 // What a variant takes, in microseconds on an H200, and the TB/s that it reaches where memory
 // decides (3.00 where it decided no reading): fitted to fprop and dgrad of the networks in
-// benchmarks/convolution_cases.py, batches of 1, 8, 64.
+// benchmarks/convolution_cases.py, batches of 1, 8, 64. (In 16 bits the times of tiles that are not
+// split are of a later run at batch 64, in which a kernel's start took 1.4 more: that is taken
+// off.)
 struct Times {
   Variant variant;
   double start, tile, stage, memory;
