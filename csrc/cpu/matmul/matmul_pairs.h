@@ -65,6 +65,7 @@ template <typename Unit>
 struct PairPlan {
   static constexpr int64_t kWidth = 32, kStep = Unit::kStep, kDepth = 512;
   static constexpr int64_t kRowStep = Unit::kRowStep;
+  static constexpr int64_t kLeastTask = 1 << 19;  // products of two numbers
 
   explicit PairPlan(const MatmulArgs& args)
       : panels(ceil_div(args.n, kWidth)),
@@ -86,6 +87,14 @@ struct PairPlan {
     while (num_threads() > 1 && tasks() < wanted && block_panels > 4) {
       block_panels = (block_panels + 1) / 2;
     }
+    // Of a product of few rows and columns a part for each thread, as long as that is worth handing
+    // over: 64 x 128 x 3136 would be one task.
+    const auto idle = [&] {
+      const int64_t count = tasks(), products = args.batch * args.m * args.n * args.k;
+      return count > 0 && count < num_threads() && products / (2 * count) >= kLeastTask;
+    };
+    while (idle() && block_panels > 1) block_panels = (block_panels + 1) / 2;
+    while (idle() && block_rows > 16) block_rows = round_up(block_rows / 2, kRowStep);
     if (b_matrices == 1) group = args.batch;
   }
 
