@@ -2,10 +2,10 @@
 
 #include <algorithm>
 #include <iterator>
-#include <type_traits>
 
 #include "cpu/common/copy_matrix.h"
 #include "cpu/common/parallel.h"
+#include "cpu/common/transpose_halves.h"
 
 namespace braze::cpu {
 namespace {
@@ -35,8 +35,8 @@ void naive_transpose(const T* in, T* out, int64_t batch, int64_t rows, int64_t c
 constexpr int64_t kBlock = 32;
 
 // Rung 2: in blocks whose cache lines all stay until they have been used up, on both sides; strips
-// of blocks are shared out to the threads. Elements of 4 and 8 bytes are transposed in registers:
-// one by one they take three times as long.
+// of blocks are shared out to the threads. Blocks are transposed in registers: elements one by one
+// take three times as long.
 template <typename T>
 void blocked_transpose(const T* in, T* out, int64_t batch, int64_t rows, int64_t cols) {
   const int64_t strips = ceil_div(cols, kBlock);  // a strip: kBlock rows of the output
@@ -48,17 +48,12 @@ void blocked_transpose(const T* in, T* out, int64_t batch, int64_t rows, int64_t
       const int64_t end_col = std::min(first_col + kBlock, cols);
       for (int64_t first_row = 0; first_row < rows; first_row += kBlock) {
         const int64_t end_row = std::min(first_row + kBlock, rows);
-        if constexpr (std::is_same_v<T, acc_t<T>>) {
-          copy_matrix(out + matrix + first_col * rows + first_row, rows,
-                      in + matrix + first_row * cols + first_col, 1, cols, end_col - first_col,
-                      end_row - first_row);
-          continue;
-        }
-        for (int64_t c = first_col; c < end_col; ++c) {
-#pragma omp simd
-          for (int64_t r = first_row; r < end_row; ++r) {
-            out[matrix + c * rows + r] = in[matrix + r * cols + c];
-          }
+        T* const to = out + matrix + first_col * rows + first_row;
+        const T* const from = in + matrix + first_row * cols + first_col;
+        if constexpr (sizeof(T) == 2) {
+          transpose_halves(to, rows, from, cols, end_col - first_col, end_row - first_row);
+        } else {
+          copy_matrix(to, rows, from, 1, cols, end_col - first_col, end_row - first_row);
         }
       }
     }
@@ -86,7 +81,7 @@ void transpose_copy(Stream, DType dtype, const void* in, void* out, int64_t batc
   switch (size_of(dtype)) {
     case 8: return run(TypeTag<double>{});
     case 4: return run(TypeTag<float>{});
-    default: return run(TypeTag<BFloat16>{});
+    default: return run(TypeTag<uint16_t>{});
   }
 }
 

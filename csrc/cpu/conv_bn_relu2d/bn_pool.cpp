@@ -8,6 +8,7 @@
 
 #include "cpu/batch_norm/batch_norm_parts.h"
 #include "cpu/common/copy_matrix.h"
+#include "cpu/common/transpose_halves.h"
 #include "cpu/conv_bn_relu2d/bn_pool_codes.h"
 #include "launchers/common/registry.h"
 
@@ -246,15 +247,25 @@ struct PooledRows {
   int64_t rows_from(int64_t first) const { return std::min(together, p - first); }
 };
 
-// Pixels of c channels each, to or from planes that lie `plane` apart; for the types that are their
-// own accumulation type, as bn_pool_turns() has it.
+// to[i * ld + j] = from[i + j * stride] for i < rows, j < cols.
+template <typename T>
+void transpose(T* to, int64_t ld, const T* from, int64_t stride, int64_t rows, int64_t cols) {
+  if constexpr (sizeof(T) == 2) {
+    transpose_halves(reinterpret_cast<uint16_t*>(to), ld, reinterpret_cast<const uint16_t*>(from),
+                     stride, rows, cols);
+  } else {
+    copy_matrix(to, ld, from, 1, stride, rows, cols);
+  }
+}
+
+// Pixels of c channels each, to or from planes that lie `plane` apart.
 template <typename T>
 void to_planes(const T* pixels, int64_t count, int64_t c, T* planes, int64_t plane) {
-  if constexpr (std::is_same_v<T, acc_t<T>>) copy_matrix(planes, plane, pixels, 1, c, c, count);
+  transpose(planes, plane, pixels, c, c, count);
 }
 template <typename T>
 void from_planes(const T* planes, int64_t plane, int64_t count, int64_t c, T* pixels) {
-  if constexpr (std::is_same_v<T, acc_t<T>>) copy_matrix(pixels, c, planes, 1, plane, count, c);
+  transpose(pixels, c, planes, plane, count, c);
 }
 
 template <typename T>
@@ -467,9 +478,7 @@ const KernelEntry kEntry({"bn_relu2d", "bn_pool", "float64 float32 bfloat16 floa
 
 }  // namespace
 
-bool bn_pool_turns(const BnPoolShape& shape) {
-  return shape.channels_last && size_of(shape.dtype) >= 4;  // see to_planes()
-}
+bool bn_pool_turns(const BnPoolShape& shape) { return shape.channels_last; }
 
 void bn_pool_forward(Stream, const BnPoolShape& shape, const void* z,
                      const BatchNormStatistics& statistics, void* y, uint32_t* codes) {
