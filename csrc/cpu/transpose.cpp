@@ -3,9 +3,8 @@
 #include <algorithm>
 #include <iterator>
 
-#include "cpu/common/copy_matrix.h"
 #include "cpu/common/parallel.h"
-#include "cpu/common/transpose_halves.h"
+#include "cpu/common/transpose_matrix.h"
 
 namespace braze::cpu {
 namespace {
@@ -48,13 +47,9 @@ void blocked_transpose(const T* in, T* out, int64_t batch, int64_t rows, int64_t
       const int64_t end_col = std::min(first_col + kBlock, cols);
       for (int64_t first_row = 0; first_row < rows; first_row += kBlock) {
         const int64_t end_row = std::min(first_row + kBlock, rows);
-        T* const to = out + matrix + first_col * rows + first_row;
-        const T* const from = in + matrix + first_row * cols + first_col;
-        if constexpr (sizeof(T) == 2) {
-          transpose_halves(to, rows, from, cols, end_col - first_col, end_row - first_row);
-        } else {
-          copy_matrix(to, rows, from, 1, cols, end_col - first_col, end_row - first_row);
-        }
+        transpose_matrix(out + matrix + first_col * rows + first_row, rows,
+                         in + matrix + first_row * cols + first_col, cols, end_col - first_col,
+                         end_row - first_row);
       }
     }
   });

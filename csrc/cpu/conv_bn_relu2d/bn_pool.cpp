@@ -7,8 +7,7 @@
 #include <vector>
 
 #include "cpu/batch_norm/batch_norm_parts.h"
-#include "cpu/common/copy_matrix.h"
-#include "cpu/common/transpose_halves.h"
+#include "cpu/common/transpose_matrix.h"
 #include "cpu/conv_bn_relu2d/bn_pool_codes.h"
 #include "launchers/common/registry.h"
 
@@ -247,25 +246,14 @@ struct PooledRows {
   int64_t rows_from(int64_t first) const { return std::min(together, p - first); }
 };
 
-// to[i * ld + j] = from[i + j * stride] for i < rows, j < cols.
-template <typename T>
-void transpose(T* to, int64_t ld, const T* from, int64_t stride, int64_t rows, int64_t cols) {
-  if constexpr (sizeof(T) == 2) {
-    transpose_halves(reinterpret_cast<uint16_t*>(to), ld, reinterpret_cast<const uint16_t*>(from),
-                     stride, rows, cols);
-  } else {
-    copy_matrix(to, ld, from, 1, stride, rows, cols);
-  }
-}
-
 // Pixels of c channels each, to or from planes that lie `plane` apart.
 template <typename T>
 void to_planes(const T* pixels, int64_t count, int64_t c, T* planes, int64_t plane) {
-  transpose(planes, plane, pixels, c, c, count);
+  transpose_matrix(planes, plane, pixels, c, c, count);
 }
 template <typename T>
 void from_planes(const T* planes, int64_t plane, int64_t count, int64_t c, T* pixels) {
-  transpose(pixels, c, planes, plane, count, c);
+  transpose_matrix(pixels, c, planes, plane, count, c);
 }
 
 template <typename T>

@@ -222,7 +222,7 @@ bool im2col_beats_cudnn(const Conv2dProblem& problem) {
     if (s.r == 2 && s.s == 2 && s.stride_h == 2 && s.stride_w == 2) {  // ConvNeXt's
       return std::min(s.c, s.k) >= 192 && pixels >= 64 * 7 * 7;
     }
-    if (!one && std::min(s.c, s.k) < 64 && im2col_wins_small_images(args_of(problem))) {
+    if (!one && std::min(s.c, s.k) < 64 && im2col_wins_small_images(args)) {
       const bool tiny = plane < 14 * 14;
       if (problem.pass == Conv2dPass::kFprop) return s.k >= 128;
       return s.r == 3 && s.s == 3 && (tiny ? s.k <= s.c : s.c <= 64 && s.k <= 128);

@@ -128,7 +128,7 @@ bool pointwise_beats_im2col(const Conv2dArgs& args) {
   const int64_t pixels = s.n * s.p * s.q;
   const bool few = pixels <= 64 * 7 * 7;
   if (args.pass == Conv2dPass::kFprop) {
-    if (s.wants_moments || is_strided(s) || s.n * s.p * s.q > 64 * 14 * 14) return false;
+    if (s.wants_moments || is_strided(s) || pixels > 64 * 14 * 14) return false;
     return few ? s.c >= 512 && s.k <= 192 : s.c >= 1024 && s.k <= 256;
   }
   if (is_strided(s)) return s.c > 512 || few;

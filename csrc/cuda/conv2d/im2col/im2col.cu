@@ -23,34 +23,24 @@ struct Times {
   Variant variant;
   double start, tile, stage, memory;
 };
-// A tile that is compiled for windows, by its shape.
-constexpr Variant whole(int rows, int columns, int blocks) {
+// The first tile of a kind, by its shape.
+constexpr int tile_of(bool (*is_kind)(const hopper::TileKind&), int rows, int columns, int blocks) {
   int tile = 0;  // past the last one there is no constant
-  while (!(has_tile(hopper::kTileKinds[tile]) && hopper::kTileKinds[tile].rows == rows &&
+  while (!(is_kind(hopper::kTileKinds[tile]) && hopper::kTileKinds[tile].rows == rows &&
            hopper::kTileKinds[tile].columns == columns &&
            hopper::kTileKinds[tile].blocks == blocks)) {
     ++tile;
   }
-  return {tile, 0};
+  return tile;
 }
-// The same that consumers take in turns.
+constexpr Variant whole(int rows, int columns, int blocks) {
+  return {tile_of(has_tile, rows, columns, blocks), 0};
+}
 constexpr Variant turns(int rows, int columns, int blocks) {
-  int tile = 0;
-  while (!(has_turn_tile(hopper::kTileKinds[tile]) && hopper::kTileKinds[tile].rows == rows &&
-           hopper::kTileKinds[tile].columns == columns &&
-           hopper::kTileKinds[tile].blocks == blocks)) {
-    ++tile;
-  }
-  return {tile, 0};
+  return {tile_of(has_turn_tile, rows, columns, blocks), 0};
 }
-// The same whose depth 2^cluster_bits blocks split.
 constexpr Variant split(int rows, int columns, int cluster_bits) {
-  int tile = 0;
-  while (!(has_split_tile(hopper::kTileKinds[tile]) && hopper::kTileKinds[tile].rows == rows &&
-           hopper::kTileKinds[tile].columns == columns)) {
-    ++tile;
-  }
-  return {tile, cluster_bits};
+  return {tile_of(has_split_tile, rows, columns, 1), cluster_bits};
 }
 
 constexpr Times kTimes16[] = {

@@ -1,5 +1,5 @@
-// Transposes matrices of 16-bit elements in registers, whatever type they are of. (copy_matrix.h
-// has that of 4 and 8 bytes.)
+// Transposes matrices in registers: those of 16-bit elements here, whatever type they are of,
+// others by copy_matrix().
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,8 @@
 
 namespace braze::cpu {
 
-// dst[i * ld + j] = src[i + j * stride] for i, j < 8: three rounds of interleaving rows i and i + 4.
+// dst[i * ld + j] = src[i + j * stride] for i, j < 8: three rounds of interleaving rows i and i
+// + 4.
 inline void transpose_halves_block(uint16_t* __restrict__ dst, int64_t ld,
                                    const uint16_t* __restrict__ src, int64_t stride) {
   using V = uint16_t __attribute__((vector_size(16)));
@@ -46,6 +47,18 @@ inline void transpose_halves(uint16_t* __restrict__ dst, int64_t ld,
     for (int64_t j = 0; j < cols; j = next_block<8>(j, cols)) {
       transpose_halves_block(dst + i * ld + j, ld, src + i + j * stride, stride);
     }
+  }
+}
+
+// The same of elements of any type.
+template <typename T>
+void transpose_matrix(T* to, int64_t ld, const T* from, int64_t stride, int64_t rows,
+                      int64_t cols) {
+  if constexpr (sizeof(T) == 2) {
+    transpose_halves(reinterpret_cast<uint16_t*>(to), ld, reinterpret_cast<const uint16_t*>(from),
+                     stride, rows, cols);
+  } else {
+    copy_matrix(to, ld, from, 1, stride, rows, cols);
   }
 }
 
