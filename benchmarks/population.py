@@ -6,7 +6,7 @@ The network is the CNN of examples/mnist.py; every member has weights, a learnin
 of the images of its own. A step is the batch's load, forward, cross entropy, backward and SGD of
 all members, in milliseconds of the wall clock between two synchronisations. Stock's rows read
 resident batches, without a load. Before anything is timed, the population's losses and weights are
-compared with the lone members', bit for bit.
+compared with the lone members', bit for bit, on as many multiprocessors.
 """
 
 import copy
@@ -30,7 +30,7 @@ from braze.population import branches
 KEY = ("members", "batch", "precision", "mode")
 COLUMNS = [*KEY, "ms", "p20", "p80", "us_a_member", "memory_mb", "error", *results.ENVIRONMENT]
 WARM_UP, CHECKED = 4, 8
-STREAMS = (1, 4, 16, 32)  # beside the population's own number
+STREAMS = (1, 4, 8, 16)  # beside the population's own number
 IMAGES = 60_000
 
 
@@ -151,8 +151,11 @@ def check(cell):
     try:
         mine, population = together(cell)
         theirs, models = one_after_another(cell)
+        share = branches.share_of(cell.device, branches.chain_count(population))
         for _ in range(CHECKED):
-            assert torch.equal(mine(), torch.stack(theirs())), "other losses than alone"
+            with braze.multiprocessors(share):
+                alone = theirs()
+            assert torch.equal(mine(), torch.stack(alone)), "other losses than alone"
         for model, lone in zip(population, models, strict=True):
             pairs = zip(model.parameters(), lone.parameters(), strict=True)
             assert all(torch.equal(p, q) for p, q in pairs), "other weights than alone"

@@ -13,6 +13,7 @@ shows.
 
 import contextlib
 import gc
+import types
 from unittest import mock
 
 import torch
@@ -36,6 +37,8 @@ _EMPTY = {
 }  # fmt: skip
 # It is opened, and nobody uses it.
 _SIDE_STREAM = {"braze.open_side_stream.default": True, "braze.join_side_stream.default": []}
+
+_PROPERTIES = types.SimpleNamespace(multi_processor_count=132)
 
 
 class Stream:
@@ -329,6 +332,7 @@ class FakeCuda(contextlib.ExitStack):
             "Stream": self._new_stream,
             "CUDAGraph": lambda: Graph(self),
             "current_stream": lambda device=None: self.stream,
+            "get_device_properties": lambda device=None: _PROPERTIES,
             "stream": self._on_stream,
             "synchronize": lambda device=None: self.wait("device"),
             "empty_cache": lambda: self.note("empty_cache"),

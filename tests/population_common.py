@@ -4,6 +4,7 @@ import torch
 
 import braze
 from braze.data import DeviceLoader
+from braze.population import branches
 from step_common import MAKERS, Net, assert_same, loss_fn
 
 N = 5
@@ -47,8 +48,19 @@ def alone(i, device, name="braze SGD", make_model=None, **options):
     return step, scheduler_of(optimizer, i)
 
 
+def as_member(device, n=N):
+    """Kernels count on as many multiprocessors as those of one of `n` small members."""
+    chains = -(-n // -(-n // branches.STREAMS))
+    return braze.multiprocessors(branches.share_of(torch.device(device), chains))
+
+
 def train_alone(i, device, data, epochs=None, **options):
     """A member by itself on its batches, or for as many epochs on its loader."""
+    with as_member(device):
+        return _train_alone(i, device, data, epochs, **options)
+
+
+def _train_alone(i, device, data, epochs, **options):
     step, scheduler = alone(i, device, **options)
     losses, norms = [], []
     if epochs is not None:

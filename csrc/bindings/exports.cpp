@@ -6,6 +6,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include "launchers/common/multiprocessors.h"
 #include "launchers/common/registry.h"
 #include "ops/plan_cache.h"
 #include "ops/workspace_cache.h"
@@ -62,6 +63,11 @@ BRAZE_EXPORT const BrazeTuning* braze_tuning(const char* op) {
 }
 
 #ifdef BRAZE_CUDA
+// How many multiprocessors launches may count on from now on; 0: all.
+BRAZE_EXPORT void braze_set_multiprocessors(int count) {
+  braze::multiprocessor_limit = count > 0 ? count : INT_MAX;
+}
+
 BRAZE_EXPORT int braze_device_attributes(int device, BrazeDeviceAttributes* out) {
   const auto get = [&](cudaDeviceAttr attribute, int64_t* value) {
     int v = 0;

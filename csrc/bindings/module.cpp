@@ -114,6 +114,11 @@ class Library {
   // How often this library has planned: not for problems that it had seen before.
   int64_t plans_made() const { return symbol<int64_t()>("braze_plans_made")(); }
 
+  // How many of a GPU's multiprocessors kernels count on; 0: all.
+  void set_multiprocessors(int count) const {
+    symbol<void(int)>("braze_set_multiprocessors")(count);
+  }
+
   // What the CPU library keeps for later calls of the thread that asks.
   int64_t kept_workspace_bytes() const { return symbol<int64_t()>("braze_kept_workspace_bytes")(); }
 
@@ -213,6 +218,7 @@ PYBIND11_MODULE(_C, m) {
       .def("clear_tuned", &Library::clear_tuned)
       .def("tuned", &Library::tuned)
       .def("plans_made", &Library::plans_made)
+      .def("set_multiprocessors", &Library::set_multiprocessors)
       .def("kept_workspace_bytes", &Library::kept_workspace_bytes)
       .def("record", &Library::record)
       .def("recorded", &Library::recorded);

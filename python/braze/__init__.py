@@ -16,6 +16,7 @@ __all__ = [
     "info",
     "kernels",
     "matmul",
+    "multiprocessors",
     "nn",
     "optim",
     "transpose_copy",
@@ -29,6 +30,7 @@ if _lib.load_error is None:
     try:
         from braze import _tuned, data, nn, optim
         from braze._config import backend, kernels
+        from braze._multiprocessors import multiprocessors
         from braze._ops.cross_entropy import check_errors
         from braze._ops.matmul import matmul
         from braze._ops.transpose import transpose_copy

@@ -8,7 +8,7 @@ import re
 
 import torch
 
-from braze import _lib, _tuned
+from braze import _lib, _multiprocessors, _tuned
 
 _AUTO = "auto"
 #: op -> chosen backend or kernel name
@@ -178,4 +178,5 @@ def settings(device_type):
         torch._C._get_cudnn_deterministic(),
         *_backends.values(),
         _tuned.version,
+        _multiprocessors.current(),
     )

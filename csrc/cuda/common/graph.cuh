@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "launchers/common/multiprocessors.h"
 #include "launchers/common/types.h"
 
 namespace braze::cuda {
@@ -68,8 +69,9 @@ inline Capture capture_of(cudaStream_t stream) {
 
 // Whether the next launch on a stream may be early: inside a capture, unless it waits for several
 // nodes, the one before it and those that end the branches it has joined; it would wait for one of
-// them only.
+// them only. Nor where what runs beside it has use for the multiprocessors that it would wait on.
 inline bool may_start_early(cudaStream_t stream) {
+  if (are_multiprocessors_shared()) return false;
   const Capture capture = capture_of(stream);
   return capture.active && capture.count <= 1;
 }

@@ -9,6 +9,7 @@
 #include <string>
 
 #include "graph.cuh"
+#include "launchers/common/multiprocessors.h"
 #include "launchers/common/types.h"
 
 namespace braze::cuda {
@@ -31,11 +32,12 @@ inline void check_launch(const char* kernel) {
   }
 }
 
+// Multiprocessors of the current device that a launch may count on.
 inline int sm_count() {
   int device = 0, count = 0;
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-  return count;
+  return std::min(count, multiprocessor_limit.load(std::memory_order_relaxed));
 }
 
 // Bytes of shared memory that a block of the current device can have.

@@ -1,6 +1,7 @@
 // Whether our fastest kernel for a pass is faster than cuDNN's: from measurements, which stand with
 // each rule. What nobody has measured goes to cuDNN.
 #include <algorithm>
+#include <cmath>
 
 #include "cuda/conv2d/depthwise/depthwise.h"
 #include "rules.h"
@@ -67,8 +68,11 @@ bool grouped_beats_cudnn(const Conv2dProblem& problem) {
   return plane >= 28 * 28 && (!is_strided(s) || !fours);
 }
 
+// Batches of more images than most measurements have: those of 256.
+bool is_large_batch(const Conv2dShape& s) { return s.n > 64; }
+
 // Whether halo_wgmma is faster than cuDNN's, as measured on an H200 (benchmarks/convolutions.py at
-// batch 64, benchmarks/conv2d.py at 64 to 8192), channels last, stride 1.
+// batch 64 and 256, benchmarks/conv2d.py at 64 to 8192), channels last, stride 1.
 bool halo_beats_cudnn(const Conv2dProblem& problem) {
   const Conv2dShape& s = problem.shape;
   const int64_t plane = s.p * s.q;
@@ -82,12 +86,14 @@ bool halo_beats_cudnn(const Conv2dProblem& problem) {
   }
   if (size_of(s.dtype) > 2) return s.c <= 128 && s.k <= 128;
   if (problem.pass == Conv2dPass::kFprop) {
-    if (plane > 80 * 80) return s.c <= 64 && s.k <= 64;
+    if (plane > 80 * 80) return s.c <= 64 && s.k <= 128;
     // Half-filled rows and tiles are cuDNN's by some per cent, where no moments are wanted.
-    if (s.c <= 32 && s.k < 128 && plane <= 32 * 32) return s.c % 32 == 0 && s.k % 64 == 0;
+    if (s.c <= 32 && s.k < 128 && plane <= 32 * 32 && s.n * plane <= 128 * 28 * 28) {
+      return s.c % 32 == 0 && s.k % 64 == 0;
+    }
     return s.c <= 64 ? s.k <= 256 : s.c <= 128 && s.k <= 32 && plane >= 28 * 28;
   }
-  if (s.c > 64 || s.k > 64) return false;
+  if (s.c > 64 || s.k > 64) return is_large_batch(s) && s.c <= 32 && s.k <= 128;
   // Tiles are whole images, or rows: those of 15 x 15 and 16 x 16 fill them badly.
   return plane <= 14 * 14 ? s.c <= 32 : plane >= 28 * 28;
 }
@@ -111,7 +117,14 @@ bool stream_k_beats_cudnn(const Conv2dShape& s) {
     const int64_t most = std::max(s.c, s.k);
     if (pixels <= 64 * 7 * 7) return least <= 128 || (least < 256 && s.c * s.k <= 832 * 160);
     if (pixels <= 64 * 14 * 14) return least < 128 || (least == 128 && most <= 576);
-    if (pixels <= 64 * 28 * 28) return least < 128 || (least == 128 && most <= 192);
+    if (pixels <= 64 * 28 * 28) {
+      if (is_large_batch(s) && s.c >= 480 && s.k < 112) return false;
+      return least < 128 || (least == 128 && most <= 192);
+    }
+    // (What cuDNN chooses for batch 256 is up to twice as slow as its best.)
+    if (is_large_batch(s) && s.p * s.q <= 28 * 28 && least == 128) {
+      return most <= 400 || most % 64 == 0;
+    }
     return least < 128 || (least == 128 && most <= 256 && most % 128 == 0);
   }
   if (least < 32 || std::max(s.r, s.s) > (tf32 ? 5 : 7) || s.r * s.s > 25) return false;
@@ -161,18 +174,28 @@ namespace {
 // cuDNN's at 28 x 28 and more, and ahead of those with many results.
 bool pointwise_16_bits_beat_cudnn(const Conv2dShape& s) {
   const int64_t pixels = s.n * s.p * s.q;
-  if (s.k % 64 != 0 || s.k < 128 || s.c % (pixels > 64 * 28 * 28 ? 64 : 32) != 0) return false;
+  const int64_t even = pixels <= 64 * 28 * 28 || (pixels > 64 * 60 * 60 && s.c >= 160) ? 32 : 64;
+  if (s.k % 64 != 0 || s.k < 128 || s.c % even != 0) return false;
   if (s.k > 256 && s.k % 256 != 0) return false;  // of which cuDNN has tiles
   return pixels >= 64 * 28 * 28 || (pixels >= 64 * 14 * 14 && s.c >= 128 && s.k >= 512);
 }
 
-// Input gradients of 1 x 1 filters of 16 bits by the same: of many channels 1.02 to 1.2 times as
-// fast as cuDNN's (480 to 992 at 14 x 14, 352 to 512 at 28 x 28). Others are level with cuDNN's
-// alone, but behind beside a weight gradient: the blocks stay on their multiprocessors.
+// Input gradients of 1 x 1 filters of 16 bits by the same: of many channels 1.02 to 1.4 times as
+// fast as cuDNN's. Others are level with cuDNN's alone, but behind beside a weight gradient: the
+// blocks stay on their multiprocessors.
 bool product_gradients_beat_cudnn(const Conv2dShape& s) {
   const int64_t pixels = s.n * s.p * s.q;
-  if (s.k < 96 || pixels <= 64 * 10 * 10 || pixels > 64 * 30 * 30) return false;
-  return pixels <= 64 * 20 * 20 ? s.c >= 480 && s.k <= 192 : s.c >= 352 && s.k <= 128;
+  if (s.k < 96 || s.k > 192 || pixels <= 64 * 10 * 10) return false;
+  // For these numbers of channels cuDNN chooses badly.
+  if (pixels > 64 * 60 * 60) return s.c >= 160 && s.c <= 224;
+  if (pixels > 64 * 30 * 30) return s.c > 400 && s.c < 480 && s.k <= 128;
+  if (pixels > 64 * 20 * 20) return s.c >= 352 && (s.c <= 512 || s.c >= 560) && s.k <= 128;
+  // Where tiles are full, and waves of blocks.
+  constexpr double kTile = 128;
+  const int64_t columns = ceil_div(s.c, int64_t{128});
+  const double waves = static_cast<double>(ceil_div(pixels, int64_t{128}) * columns) / sm_count();
+  const double full = s.c / (columns * kTile) * waves / std::ceil(waves);
+  return s.c >= 480 && full >= 0.83 && (s.c <= 800 || full >= 0.85);
 }
 
 // Forward and input gradient of 16 bits by implicit_gemm_wgmma, filters of other forms: 1.05 to
@@ -231,14 +254,14 @@ bool im2col_beats_cudnn(const Conv2dProblem& problem) {
   if (is_tf32(s) && one) return pointwise_tf32_beats_cudnn(problem);
   if (is_tf32(s) && std::min(s.c, s.k) < 64 && im2col_wins_small_images(args)) return true;
   if (!im2col_is_known(s)) return false;
-  if (is_plain_fp32(s)) return !wgrad || !one;
   const bool small =
       plane <= (is_16_bit ? 80 * 80 : 60 * 60) || (is_16_bit && pixels <= 16 * 32 * 32);
   switch (problem.pass) {
     case Conv2dPass::kFprop:
       if (one) return pointwise_16_bits_beat_cudnn(s);
       // Of rows that are not full cuDNN's sums take less.
-      if (is_16_bit && plane >= 14 * 14 && filled_rows(s, s.c) < (s.c > 128 ? 0.75 : 0.85)) {
+      if (is_16_bit && plane >= 14 * 14 &&
+          filled_rows(s, s.c) < (s.c > 128 && !is_large_batch(s) ? 0.75 : 0.85)) {
         return false;
       }
       return small && (is_16_bit || s.c < 256 || plane <= 8 * 8);
@@ -248,8 +271,13 @@ bool im2col_beats_cudnn(const Conv2dProblem& problem) {
       if (is_16_bit && strided) return s.c >= 128 && pixels <= 64 * 14 * 14;
       if (is_16_bit && plane > 80 * 80) return s.c > s.k;
       if (is_16_bit && plane > 60 * 60 && std::min(s.c, s.k) >= 128) return false;
+      // Tiles that are not full, and many of them.
+      if (is_16_bit && s.c <= 64 && s.k > 128 && plane > 32 * 32) return false;
+      if (is_16_bit && s.c < 128 && filled_rows(s, s.k) < 0.9 && is_large_batch(s)) return false;
       // Few tiles of long sums, too many for clusters to split.
-      if (is_16_bit && plane <= 7 * 7 && s.c >= 160 && s.c <= 256 && pixels > 28 * 28) return false;
+      if (is_16_bit && plane <= 7 * 7 && plane > 4 * 4 && s.c >= 160 && s.c <= 256) {
+        return pixels <= 28 * 28 || is_large_batch(s);
+      }
       return small;
     case Conv2dPass::kWgrad: break;
   }
@@ -311,12 +339,13 @@ bool beats_cudnn(const Conv2dProblem& problem, int kernel) {
     return true;
   }
   if (is_channels_last) {
+    if (is_known_in_fp32(s)) return beats_cudnn_in_fp32(problem);
     if (kernel == kIm2col) return im2col_beats_cudnn(problem);
     if (kernel == kPointwise) {
       if (wgrad && !is_plain_fp32(s)) return stream_k_beats_cudnn(s);
       if (is_tf32(s)) return pointwise_tf32_beats_cudnn(problem);
       return is_16_bit && is_strided(s) && problem.pass == Conv2dPass::kDgrad &&
-             std::min(s.c, s.k) >= 64;
+             std::min(s.c, s.k) >= 64 && s.n * s.p * s.q <= 128 * 28 * 28;
     }
     return !is_strided(s) && is_halo(kernel) && halo_beats_cudnn(problem);
   }

@@ -105,7 +105,9 @@ bool im2col_beats_halo(const Conv2dArgs& args) {
       if (size_of(s.dtype) == 2 && s.k >= 128 && s.p * s.q <= 32 * 32) return true;
       return is_pointwise(s) ? !is_tf32(s) : is_tf32(s) && s.k > 64;
     case Conv2dPass::kDgrad:
-      return filters > (size_of(s.dtype) == 2 && s.p * s.q < 14 * 14 ? 64 * 64 - 1 : 64 * 64);
+      // (In 16 bits stripes of other small images fill a tile badly.)
+      return filters >
+             (size_of(s.dtype) == 2 && s.p * s.q < 28 * 28 && s.q != 14 ? 64 * 64 - 1 : 64 * 64);
     case Conv2dPass::kWgrad: break;
   }
   if (size_of(s.dtype) == 2) {
@@ -172,13 +174,14 @@ bool narrow_gradients_win(const Conv2dArgs& args) {
 
 // Whether narrow_input is faster than cuDNN and than the others of ours, as measured on an H200
 // (benchmarks/convolutions.py, first layers at batch 64, and LeNet's and Nature-CNN's at 32 to
-// 1024): channels last, bf16 and TF32. Long filters leave its tiles no room in shared memory.
+// 1024): channels last; fp32 in parts by three channels, 1.1 to 2.5 times. Long filters leave its
+// tiles no room in shared memory.
 bool narrow_input_wins(const Conv2dArgs& args) {
   const Conv2dShape& s = args.shape;
   const bool wgrad = args.pass == Conv2dPass::kWgrad, is_16_bit = size_of(s.dtype) == 2;
   const Tensor4dRef &x = args.gathered, &y = wgrad ? args.other : args.out;
   if (args.pass == Conv2dPass::kDgrad || s.c > 8) return narrow_gradients_win(args);
-  if (is_plain_fp32(s) || (x.c != 1 && s.c > 1) || y.c != 1) return false;
+  if ((is_plain_fp32(s) && s.c < 3) || (x.c != 1 && s.c > 1) || y.c != 1) return false;
   if (s.n * s.p * s.q < (is_16_bit ? 64 * 10 * 10 : 64 * 20 * 20)) return false;  // not measured
   if (s.c == 8 && (wgrad || !is_16_bit) && takes(kHalo, args)) return false;
   const int64_t terms = s.c * s.r * s.s;
@@ -366,6 +369,10 @@ int fastest_own(const Conv2dArgs& args) {
                                  im2col_wins_thin_gradients(args) ||
                                  im2col_wins_strided_products(args.pass, s);
   if (product_of_im2col && takes(kIm2col, args)) return kIm2col;
+  if (args.gathered.c == 1 && is_known_in_fp32(s)) {
+    const int kernel = fastest_own_in_fp32(args);
+    if (kernel >= 0 && takes(kernel, args)) return kernel;
+  }
   if (is_thin(args)) {
     const bool tf32 = is_tf32(s) && !is_pointwise(s);
     return tf32 && args.pass != Conv2dPass::kWgrad && takes(kHalo, args) ? kHalo : kDirect;

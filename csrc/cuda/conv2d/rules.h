@@ -1,4 +1,5 @@
-// The choice among the convolution's kernels: own_rules.cu and library_rules.cu, for choose.cu.
+// The choice among the convolution's kernels: own_rules.cu, fp32_rules.cu and library_rules.cu, for
+// choose.cu.
 // Where a rule names a GPU it was measured there.
 #pragma once
 
@@ -34,6 +35,12 @@ bool takes(int kernel, const Conv2dArgs& args);
 int fastest_own(const Conv2dArgs& args);
 // Whether the FFT is faster than that, and than cuDNN.
 bool fft_wins(const Conv2dProblem& problem);
+
+// The same of fp32 at fp32's accuracy, where it was measured, and channels last: -1 where the other
+// rules decide.
+bool is_known_in_fp32(const Conv2dShape& s);
+int fastest_own_in_fp32(const Conv2dArgs& args);
+bool beats_cudnn_in_fp32(const Conv2dProblem& problem);
 
 // Whether the kernel, our fastest, is faster than cuDNN; where it leaves moments too.
 bool beats_cudnn(const Conv2dProblem& problem, int kernel);

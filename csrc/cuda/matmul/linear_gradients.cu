@@ -79,7 +79,7 @@ Problem<T> masked_problem(const MatmulArgs& args, const void* result) {
 
 template <typename T, typename Input, typename Weight>
 void launch(Stream stream, const LinearGradArgs& args) {
-  static_assert(Input::kThreads == Weight::kThreads && Input::kOrders && Weight::kOrders);
+  static_assert(Input::kThreads == Weight::kThreads && Input::kOrders == Weight::kOrders);
   Problem<T> input = masked_problem<T>(args.input, args.result);
   Problem<T> weight = masked_problem<T>(args.weight, args.result);
   weight.first_block = input.template set_tiles<Input::kTileM, Input::kTileN, Input::kDepth>(1);
@@ -96,6 +96,7 @@ void launch(Stream stream, const LinearGradArgs& args) {
   launch_early(kernel, bias_block + bias_blocks, Input::kThreads, kShared, stream, input, weight,
                bias_block, static_cast<T*>(args.bias));
   check_launch("linear_gradients");
+  if (!Input::kOrders) return;
   note_ordering_kernel(stream, {input.written(),
                                 weight.written(),
                                 {args.bias, args.weight.m * static_cast<int64_t>(sizeof(T))}});
@@ -132,7 +133,11 @@ bool linear_gradients(Stream stream, const LinearGradArgs& args) {
   const auto run = [&](auto tag, auto split) {
     using T = typename decltype(tag)::type;
     constexpr bool kSplit = decltype(split)::value;
-    if (4 * (tiles(input, 64) + tiles(weight, 64)) >= 3 * sm_count()) {
+    const int64_t large = tiles(input, 64) + tiles(weight, 64);
+    // Many to a multiprocessor, as where several share the device: fewer blocks, which read less.
+    if (large >= 8 * sm_count() && !kSplit) {
+      launch_tiles<T, kSplit, MmaTile<64, 64, 32, 32, 2, 1>>(stream, args);
+    } else if (4 * large >= 3 * sm_count()) {
       launch_tiles<T, kSplit, MmaTile<32, 64, 32, 32, 2, 2>>(stream, args);
     } else {
       launch_tiles<T, kSplit, MmaTile<32, 32, 16, 16, 2, 2>>(stream, args);

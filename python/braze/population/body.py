@@ -5,7 +5,7 @@ import contextlib
 import torch
 from torch.utils import _pytree as pytree
 
-from braze.population.branches import Chains, MemberBranches
+from braze.population.branches import Chains, MemberBranches, chain_count
 from braze.step.batches import Batches
 from braze.step.body import Body
 from braze.step.casts import cast_ahead
@@ -93,7 +93,7 @@ class PopulationBody:
         kept = set(params)
         self.window_grads = [(p, grad) for p, grad in self.window_grads if p in kept]
         if self._chains is None or self._chains.device != self._parts.device:
-            self._chains = Chains(self._parts.device, len(self.members))
+            self._chains = Chains(self._parts.device, chain_count(self._parts.population))
 
     def clean_scaler(self):
         """There is none."""

@@ -5,14 +5,34 @@ from typing import NamedTuple
 
 import torch
 
-from braze import _lib
+from braze import _lib, _multiprocessors
 from braze.step.branches import LOSSES, Slots
 from braze.step.prefetch import Prefetch
 
-#: Streams that the members' chains of kernels are dealt out to. Each member on a stream of its own
-#: would take all members' memory at once; on one stream, its members share it.
-STREAMS = 8
+#: Streams that the members' chains of kernels are dealt out to, at most: of small members, and of
+#: others, whose kernels fill more of the GPU. On one stream, its members share memory.
+STREAMS, LARGE_STREAMS = 32, 8
+_LARGE_BYTES = 8 << 20  # of a member's parameters
+_WAVE = 8  # members whose weights are cast together, so that the first ones may begin
 _MOST_LOSSES = 1 << 26  # of a graph's buffer: 256 MiB in float32
+
+
+def chain_count(population):
+    """How many chains there are for a population: of as many members each."""
+    n = len(population)
+    nbytes = sum(p.numel() * p.element_size() for p in population[0].parameters())
+    most = LARGE_STREAMS if nbytes > _LARGE_BYTES else STREAMS
+    return -(-n // -(-n // most))
+
+
+def share_of(device, chains):
+    """How many multiprocessors the kernels of one of so many chains count on: these share all of
+    them. On the CPU whatever is set."""
+    count = _multiprocessors.current()
+    if device.type == "cuda":
+        count = count or torch.cuda.get_device_properties(device).multi_processor_count
+        count = max(1, count // chains)
+    return count
 
 
 class Chains:
@@ -21,16 +41,16 @@ class Chains:
 
     Args:
         device: of the members.
-        n: number of members.
+        count: how many there are.
     """
 
-    def __init__(self, device, n):
-        self.device, self.streams = device, []
+    def __init__(self, device, count):
+        self.device, self.streams, self._count = device, [], count
         if device.type == "cuda":
-            urgent = _lib.limits["urgent_priority"]
-            self.streams = [
-                torch.cuda.Stream(device, priority=urgent) for _ in range(min(n, STREAMS))
-            ]
+            # Not of the step's own stream's priority: torch would give that stream out again, and
+            # all other chains would wait for the one that is on it.
+            priority = _lib.limits["urgent_priority"] + 1
+            self.streams = [torch.cuda.Stream(device, priority=priority) for _ in range(count)]
         # indices of streams that have been given something, that wait for the main one's latest
         self._used, self._behind = set(), set()
 
@@ -39,7 +59,8 @@ class Chains:
         """Members may run within this block; at its end all of them are joined."""
         self._used, self._behind = set(), set()
         try:
-            yield
+            with _multiprocessors.multiprocessors(share_of(self.device, self._count)):
+                yield
         finally:
             for index in sorted(self._used):
                 torch.cuda.current_stream(self.device).wait_stream(self.streams[index])
@@ -65,8 +86,8 @@ class Chains:
             yield
 
     def waves(self, n):
-        """Members in groups that run at the same time."""
-        size = len(self.streams) or STREAMS
+        """Members in groups whose weights are cast together: few, that the first ones may begin."""
+        size = min(len(self.streams) or STREAMS, _WAVE)
         return [range(first, min(first + size, n)) for first in range(0, n, size)]
 
 

@@ -5,6 +5,7 @@ from torch.utils import _pytree as pytree
 
 from braze._nvtx import ranged
 from braze.population.body import PopulationBody
+from braze.population.branches import chain_count, share_of
 from braze.population.loaders import Loaders
 from braze.population.parts import PopulationParts
 from braze.population.work import PopulationWork
@@ -17,9 +18,11 @@ class PopulationStep(Step):
 
     Each call is one step of each member, whose losses, weights, buffers and random numbers are
     those of a :class:`braze.TrainStep` that trains it alone, bit for bit with
-    ``torch.use_deterministic_algorithms(True)``. On a GPU all of it is one CUDA graph, in which
-    members run side by side: the first two calls with a shape run eagerly, the third is captured,
-    and from then on it is replayed. On the CPU members run one after another.
+    ``torch.use_deterministic_algorithms(True)`` and, on a GPU, within
+    ``braze.multiprocessors(step.multiprocessors)``. There all of it is one CUDA graph, in which
+    members run side by side, each on its share of the multiprocessors: the first two calls with a
+    shape run eagerly, the third is captured, and from then on it is replayed. On the CPU members
+    run one after another.
 
     Learning rates, schedulers, what is noticed and what is not, what cannot be captured: as
     :class:`braze.TrainStep`. `population` and `optimizers` are what it was made of.
@@ -42,6 +45,12 @@ class PopulationStep(Step):
     def optimizers(self):
         """Of the members, a list."""
         return self._parts.optimizers()
+
+    @property
+    def multiprocessors(self):
+        """How many multiprocessors of the GPU each member's kernels count on: see
+        :func:`braze.multiprocessors`. On the CPU whatever is set."""
+        return share_of(self.device, chain_count(self.population))
 
     # ---- calling ----
 

@@ -17,8 +17,9 @@ double tail_of(const hopper::TileKind& t) {
 // What a variant takes, in microseconds on an H200, and the TB/s that it reaches where memory
 // decides (3.00 where it decided no reading): fitted to fprop and dgrad of the networks in
 // benchmarks/convolution_cases.py, batches of 1, 8, 64. (In 16 bits the times of tiles that are not
-// split are of a later run at batch 64, in which a kernel's start took 1.4 more: that is taken
-// off.)
+// split are of later runs at batch 64 and, of the last two of these, 256, in which a kernel's start
+// took 1.4 more: that is taken off, of the last two 0.7, and 4 % added to their stages, since they
+// gain little where the others are not waiting for their columns.)
 struct Times {
   Variant variant;
   double start, tile, stage, memory;
@@ -39,6 +40,9 @@ constexpr Variant whole(int rows, int columns, int blocks) {
 constexpr Variant turns(int rows, int columns, int blocks) {
   return {tile_of(has_turn_tile, rows, columns, blocks), 0};
 }
+constexpr Variant tall(int rows, int columns, int blocks) {
+  return {tile_of(has_tall_tile, rows, columns, blocks), 0};
+}
 constexpr Variant split(int rows, int columns, int cluster_bits) {
   return {tile_of(has_split_tile, rows, columns, 1), cluster_bits};
 }
@@ -48,6 +52,7 @@ constexpr Times kTimes16[] = {
     {whole(128, 128, 1), 3.92, 0.90, 0.350, 3.76}, {whole(128, 64, 1), 4.13, 0.55, 0.287, 3.65},
     {whole(128, 128, 2), 4.16, 0.87, 0.358, 3.81}, {turns(128, 128, 2), 4.28, 0.59, 0.353, 3.99},
     {turns(128, 128, 1), 4.16, 0.57, 0.350, 4.01}, {turns(128, 64, 1), 4.21, 0.39, 0.276, 3.84},
+    {turns(256, 64, 1), 5.20, 0.66, 0.494, 3.86},  {tall(256, 128, 1), 5.00, 1.33, 0.658, 3.93},
     {split(128, 128, 1), 2.51, 6.04, 0.308, 0.93}, {split(128, 128, 2), 2.24, 5.92, 0.293, 0.60},
     {split(128, 128, 3), 3.57, 4.70, 0.321, 0.65}, {split(128, 64, 1), 6.50, 0.30, 0.288, 1.80},
     {split(128, 64, 2), 6.42, 0.07, 0.294, 1.19},  {split(128, 64, 3), 6.45, 0.21, 0.309, 1.40},
@@ -78,15 +83,22 @@ int64_t bytes_of(const Conv2dArgs& args) {
 enum class Then { kStore, kTail, kMoments, kNormGrad };
 bool has_variant(const Variant& v, Then then) {
   const hopper::TileKind& t = v.kind();
-  if (has_turn_tile(t)) return then == Then::kStore;
+  if (has_turn_tile(t) || has_tall_tile(t)) return then == Then::kStore;
   if (v.cluster() > 1) return then == Then::kStore || then == Then::kTail;
   return then == Then::kNormGrad ? has_sums_tile(t) : has_tile(t);
+}
+
+// Whether rows of shared memory that are read of a pixel's channels lie across cache lines, in
+// TF32: narrow tiles, which wait for them most, took 1.3 times as long (144 channels beside 160).
+bool crosses_lines(const Conv2dArgs& args) {
+  return size_of(args.shape.dtype) == 4 && args.gathered.w * 4 % hopper::kSwizzle != 0;
 }
 
 // The variant that takes the least time.
 Variant choose_variant(const Conv2dArgs& args, Then then) {
   const MatmulArgs p = result_matrix(args, pass_of(args));
   const int64_t stages = p.k * size_of(p.dtype) / hopper::kSwizzle;
+  const bool uneven = crosses_lines(args);
   Variant best{-1, 0};
   double least = hopper::kNoPlan;
   const auto try_variant = [&](const Times& times) {
@@ -97,7 +109,8 @@ Variant choose_variant(const Conv2dArgs& args, Then then) {
     const int64_t tiles = ceil_div(p.m, t.rows * t.blocks) * t.blocks * ceil_div(p.n, t.columns);
     const int64_t blocks = tiles * cluster;
     if (cluster > 1 && blocks > hopper::blocks_at_once(cluster)) return;
-    const double tile = times.tile + ceil_div(stages, cluster) * times.stage +
+    const double slower = !uneven || t.blocks > 1 ? 1 : t.columns > 64 ? 1.15 : 1.3;
+    const double tile = times.tile + ceil_div(stages, cluster) * times.stage * slower +
                         (then == Then::kTail && cluster == 1 ? tail_of(t) : 0);
     const double waves = ceil_div(blocks, sm_count()) * tile;
     const double memory = bytes_of(args) / (times.memory * 1e6);
@@ -118,14 +131,32 @@ constexpr Variant choose_phase_variant(const MatmulArgs& p) {
   return p.n <= 64 ? turns(128, 64, 1) : turns(128, 128, 1);
 }
 
-// The tile of the weight gradient, whose blocks all sum for as long.
-hopper::Plan choose_wgrad_plan(const MatmulArgs& p) {
-  hopper::Plan best{};
-  best.cost = hopper::kNoPlan;
+// Of the weight gradient, whose blocks all sum for as long: by stream-K or, in 16 bits, by
+// clusters, for few tiles and short sums, whose parts need not go through memory. In 16 bits what
+// gathers pixels takes longer than matrices do, above all to several blocks: fitted to the
+// networks' layers at 3 x 3 to 28 x 28, batch 64, on an H200 (the chosen tile is 2 % behind the
+// best).
+Variant choose_wgrad_variant(const Conv2dArgs& args) {
+  const MatmulArgs p = gradient_matrices(args);
+  const bool gathers = size_of(p.dtype) == 2 && args.shape.r * args.shape.s > 1;
+  constexpr double kStart = 1, kClusterStage = 1.3;
+  Variant best{-1, 0};
+  double least = hopper::kNoPlan;
   for (hopper::Plan plan{}; plan.tile < hopper::kTileKindCount; ++plan.tile) {
     if (!has_wgrad_tile(plan.kind())) continue;
-    plan.cost = hopper::stream_cost_of(p, plan, sm_count());
-    if (plan.cost < best.cost) best = plan;
+    const double slower = !gathers ? 1 : plan.kind().blocks > 1 ? 1.45 : 1.1;
+    const double cost = kStart + hopper::stream_cost_of(p, plan, sm_count(), slower);
+    if (cost < least) best = {plan.tile, 0}, least = cost;
+  }
+  const int64_t stages = ceil_div(p.k * size_of(p.dtype), hopper::kSwizzle);
+  for (const Times& t : kTimes16) {
+    const hopper::TileKind& kind = t.variant.kind();
+    const int cluster = t.variant.cluster();
+    if (!has_wgrad_split_tile(kind, size_of(p.dtype)) || stages < 2 * cluster) continue;
+    const int64_t tiles = p.batch * ceil_div(p.m, kind.rows) * ceil_div(p.n, kind.columns);
+    if (tiles * cluster > hopper::blocks_at_once(cluster)) continue;
+    const double cost = t.start + t.tile + ceil_div(stages, cluster) * t.stage * kClusterStage;
+    if (cost < least) best = t.variant, least = cost;
   }
   return best;
 }
@@ -212,9 +243,9 @@ void plan(const Conv2dArgs& given, Conv2dPlan* plan) {
   const Conv2dArgs args = by_rows(given);
   if (in_parts(args.shape)) return plan_split(args, plan);
   if (args.pass == Conv2dPass::kWgrad) {
-    const hopper::Plan chosen = choose_wgrad_plan(gradient_matrices(args));
-    plan->variant = chosen.tile;
-    plan->workspace_bytes = hopper::stream_bytes(chosen);
+    const Variant chosen = choose_wgrad_variant(args);
+    plan->variant = chosen.number();
+    plan->workspace_bytes = hopper::stream_bytes(hopper::Plan{chosen.tile});
     return;
   }
   const MatmulArgs p = result_matrix(args, pass_of(args));

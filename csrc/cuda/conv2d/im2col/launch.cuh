@@ -27,8 +27,13 @@ constexpr bool has_split_tile(const hopper::TileKind& t) {
 // And those that consumers take in turns, where nothing but bias and ReLU follows.
 constexpr bool has_turn_tile(const hopper::TileKind& t) { return t.depth == hopper::Depth::kTurns; }
 
-// How fprop and dgrad go: the tile's number in hopper::kTileKinds, and how many blocks split its
-// depth, log2.
+// And that of twice the rows, for the same: columns are loaded half as often.
+constexpr bool has_tall_tile(const hopper::TileKind& t) {
+  return t.depth == hopper::Depth::kWhole && t.rows == 256 && t.swapped_columns == 0;
+}
+
+// How a pass goes: the tile's number in hopper::kTileKinds, and how many blocks split its depth,
+// log2.
 struct Variant {
   int tile, cluster_bits;
 
@@ -40,9 +45,13 @@ struct Variant {
   constexpr const hopper::TileKind& kind() const { return hopper::kTileKinds[tile]; }
 };
 
-// And those of the weight gradient.
+// And those of the weight gradient. A cluster splits its depth in 16 bits only: TF32 turns columns
+// (matmul/hopper/turn_columns.cuh), for which that kernel has no warps.
 constexpr bool has_wgrad_tile(const hopper::TileKind& t) {
   return t.depth == hopper::Depth::kShares;
+}
+constexpr bool has_wgrad_split_tile(const hopper::TileKind& t, int64_t size) {
+  return size == 2 && has_split_tile(t);
 }
 
 // And those of gradients with a Conv2dNormGrad, which keep sums in registers beside a tile's.
@@ -50,7 +59,7 @@ constexpr bool has_sums_tile(const hopper::TileKind& t) {
   return has_tile(t) && t.blocks == 1 && t.columns <= 128;
 }
 
-// variant: a Variant's number; of the weight gradient the tile's.
+// variant: a Variant's number.
 void run_bf16(Stream stream, const Conv2dArgs& args, int variant, void* workspace);
 void run_fp16(Stream stream, const Conv2dArgs& args, int variant, void* workspace);
 // added: what is added to an input gradient of stride 1, or nullptr.
@@ -229,22 +238,31 @@ inline MatmulArgs gradient_matrices(const Conv2dArgs& args) {
   p.c = const_cast<void*>(args.out.data);
   return p;
 }
+// By stream-K, or by clusters that split its depth.
 template <typename T, int kTile>
-void launch_wgrad(Stream stream, const Conv2dArgs& args, void* workspace) {
+void launch_wgrad(Stream stream, const Conv2dArgs& args, int cluster_bits, void* workspace) {
   constexpr hopper::TileKind kKind = hopper::kTileKinds[kTile];
+  constexpr bool kShares = kKind.depth == hopper::Depth::kShares;
   constexpr int kStages = kKind.stages(sizeof(T), false);
-  using Tile = hopper::StreamTile<T, kKind.rows, kKind.columns, kStages, kKind.blocks>;
+  using Shares = hopper::StreamTile<T, kKind.rows, kKind.columns, kStages, kKind.blocks>;
+  using Small = hopper::SmallTile<T, kKind.rows, kShares ? 64 : kKind.columns, kStages>;
+  using Tile = std::conditional_t<kShares, Shares, Small>;
   const MatmulArgs p = gradient_matrices(args);
   const hopper::Operand gradients = hopper::operand_a(p), image = hopper::operand_b(p);
   WgradArgs a{};
   hopper::set_tiles<Tile>(a, p, gradients, image);
   a.c_batch = p.n, a.c_ld = p.batch * p.n;
+  a.cluster_bits = cluster_bits;
   a.windows = pass_of(args).windows;
   a.boxes = static_cast<int>(wgrad_boxes(args.shape));
   const CUtensorMap pixels = window_map(args, Tile::kDepth);
   const CUtensorMap other = hopper::operand_map<T>(gradients, p.k, 1, Tile::kRows);
-  const CUtensorMap c_map = hopper::output_map<Tile>(a, p, other);
-  hopper::launch_shares<Tile, 1, 1, false>(stream, a, other, pixels, c_map, workspace);
+  if constexpr (kShares) {
+    const CUtensorMap c_map = hopper::output_map<Tile>(a, p, other);
+    hopper::launch_shares<Tile, 1, 1, false>(stream, a, other, pixels, c_map, workspace);
+  } else {
+    hopper::launch_cluster_split<Tile, 1, 1, false>(stream, a, other, pixels);
+  }
 }
 
 // fprop and dgrad, as they are.
@@ -308,19 +326,27 @@ void run_split_depth(Stream stream, const Conv2dArgs& args, const Variant& varia
 template <typename T>
 void run(Stream stream, const Conv2dArgs& args, int number, void* workspace,
          [[maybe_unused]] const void* added = nullptr) {
+  const Variant variant = Variant::of(number);
   if (args.pass == Conv2dPass::kWgrad) {
-    return hopper::with_tile(number, [&](auto tile) {
-      if constexpr (has_wgrad_tile(hopper::kTileKinds[tile.value])) {
-        launch_wgrad<T, tile.value>(stream, args, workspace);
+    return hopper::with_tile(variant.tile, [&](auto tile) {
+      constexpr hopper::TileKind kKind = hopper::kTileKinds[tile.value];
+      if constexpr (has_wgrad_tile(kKind) || has_wgrad_split_tile(kKind, sizeof(T))) {
+        launch_wgrad<T, tile.value>(stream, args, variant.cluster_bits, workspace);
       }
     });
   }
-  const Variant variant = Variant::of(number);
   if (variant.cluster_bits > 0) return run_split_depth<T>(stream, args, variant, workspace);
   hopper::with_tile(variant.tile, [&](auto tile) {
     constexpr hopper::TileKind kKind = hopper::kTileKinds[tile.value];
-    if constexpr (has_turn_tile(kKind)) {
+    if constexpr (kKind.stages(sizeof(T), false) == 0) {
+      throw std::runtime_error("conv2d: no kernel of this tile shape");
+    } else if constexpr (has_turn_tile(kKind)) {
       run_in_turns<T, tile.value>(stream, args, workspace);
+    } else if constexpr (has_tall_tile(kKind)) {
+      using Tile = hopper::Tile<T, kKind.rows, kKind.columns, kKind.stages(sizeof(T), false), 1>;
+      const bool dgrad = args.pass == Conv2dPass::kDgrad;
+      const auto launch_tall = dgrad ? launch<Tile, 1, WindowArgs> : launch<Tile, 0, WindowArgs>;
+      launch_tall(stream, args, WindowArgs{}, pass_of(args), workspace);
     } else if constexpr (has_tile(kKind)) {
       using Tile = hopper::Tile<T, kKind.rows, kKind.columns, kKind.stages(sizeof(T), false),
                                 kKind.blocks, kKind.consumers>;

@@ -15,6 +15,7 @@
 namespace braze::cuda::im2col {
 
 struct WgradArgs : WithWindows<hopper::StreamArgs> {
+  static constexpr bool kWindows = false;  // its columns are, and all of a stage is multiplied
   int boxes;  // of taps side by side, a swizzled row of channels each; 0: taps are the batch
 };
 

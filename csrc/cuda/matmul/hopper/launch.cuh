@@ -42,14 +42,18 @@ CUtensorMap operand_map(const Operand& o, int64_t k, int64_t batch, int outer_bo
   return matrix_map<T>(o.data, k, o.outer, o.outer_stride, count, o.batch, outer_box);
 }
 
-// How many clusters of the kernel run at once; on its first use allows it its shared memory.
+// How many clusters of the kernel run at once, on the multiprocessors that it may count on; on its
+// first use allows it its shared memory.
 template <auto kKernel>
 int resident_clusters(int cluster, int threads, int shared_bytes) {
   static std::atomic<int> known[64];
   int device = 0;
   cudaGetDevice(&device);
   std::atomic<int>& count = known[device % 64];
-  if (const int clusters = count.load(std::memory_order_relaxed)) return clusters;
+  const auto allowed = [&](int clusters) {
+    return std::clamp(multiprocessor_limit.load(std::memory_order_relaxed) / cluster, 1, clusters);
+  };
+  if (const int clusters = count.load(std::memory_order_relaxed)) return allowed(clusters);
   cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeClusterDimension;
@@ -67,7 +71,7 @@ int resident_clusters(int cluster, int threads, int shared_bytes) {
                              cudaGetErrorString(error));
   }
   count.store(clusters, std::memory_order_relaxed);
-  return clusters;
+  return allowed(clusters);
 }
 
 // What the tiles of a product, each in `splits` parts, are and where they go.

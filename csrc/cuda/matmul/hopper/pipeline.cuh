@@ -81,6 +81,7 @@ struct Args {
   static constexpr bool kScattered = false;  // whether rows of C lie anywhere (hopper/scatter.cuh)
   static constexpr bool kTail = false;       // whether it finishes results: conv2d/im2col/tail.cuh
   static constexpr bool kSums = false;       // whether it sums them: conv2d/im2col/norm_grad.cuh
+  static constexpr bool kInside = false;     // of StreamArgs (16_stream_k.cuh) it is true
   template <typename Tile>
   struct State {};  // what a consumer's thread keeps for that
 

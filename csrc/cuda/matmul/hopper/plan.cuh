@@ -107,6 +107,8 @@ constexpr TileKind kTileKinds[] = {
     {128, 128, 2, 6, 6, 2,  Depth::kTurns, 0, 0, false, false,   0,   0,    0,    0,     0,     0,  0,    0,    0},
     {128, 128, 1, 6, 6, 2,  Depth::kTurns, 0, 0, false, false,   0,   0,    0,    0,     0,     0,  0,    0,    0},
     {128,  64, 1, 8, 8, 2,  Depth::kTurns, 0, 0, false, false,   0,   0,    0,    0,     0,     0,  0,    0,    0},
+    {256,  64, 1, 4, 0, 2,  Depth::kTurns, 0, 0, false, false,   0,   0,    0,    0,     0,     0,  0,    0,    0},
+    {256, 128, 1, 4, 0, 2,  Depth::kWhole, 0, 0, false, false,   0,   0,    0,    0,     0,     0,  0,    0,    0},
     // clang-format on
 };
 constexpr int kTileKindCount = static_cast<int>(sizeof(kTileKinds) / sizeof(TileKind));
@@ -145,13 +147,13 @@ inline int64_t stream_bytes(const Plan& plan) {
 
 // Of 16_stream_k.cuh with operands that both lie across the depth, as a weight gradient's do,
 // fitted to readings of an H200 with cold caches. What is read comes from memory in the meantime;
-// parts go to L2 and back.
+// parts go to L2 and back. slower: by how much a stage takes longer than theirs.
 inline double across_cost_of(const MatmulArgs& p, const Plan& plan, int64_t tiles, int64_t stages,
-                             int clusters) {
+                             int clusters, double slower) {
   const TileKind& t = plan.kind();
   const int64_t size = size_of(p.dtype);
   const double each = static_cast<double>(tiles) / clusters;
-  const double stage = size == 4 ? t.across32 : t.across16;
+  const double stage = slower * (size == 4 ? t.across32 : t.across16);
   double products = each * stages * stage;
   double parts = std::min(1.0, 2 / each) * (1 + std::max(1.0, 1 / each));  // of a tile
   if (const int splits = splits_of_tiles(tiles, stages, clusters)) {
@@ -167,7 +169,8 @@ inline double across_cost_of(const MatmulArgs& p, const Plan& plan, int64_t tile
 
 // Of 16_stream_k.cuh, from readings of its own: blocks are at different depths, so that they share
 // less of what is in L2 than those of other kernels, and a stage takes longer.
-inline double stream_cost_of(const MatmulArgs& p, const Plan& plan, int multiprocessors) {
+inline double stream_cost_of(const MatmulArgs& p, const Plan& plan, int multiprocessors,
+                             double slower = 1) {
   const TileKind& t = plan.kind();
   const int64_t rows = plan.swap ? p.n : p.m, columns = plan.swap ? p.m : p.n;
   const int64_t tiles = p.batch * ceil_div(rows, t.rows * t.blocks) * ceil_div(columns, t.columns);
@@ -177,7 +180,7 @@ inline double stream_cost_of(const MatmulArgs& p, const Plan& plan, int multipro
   const bool split = splits_of_tiles(tiles, stages, clusters) > 0;
   if (!split && tiles_to_share(tiles, clusters) == 0) return kNoPlan;
   if (operand_a(p).mn_major() && operand_b(p).mn_major()) {
-    return across_cost_of(p, plan, tiles, stages, clusters);
+    return across_cost_of(p, plan, tiles, stages, clusters, slower);
   }
   const double each = static_cast<double>(tiles) / clusters, parts = std::max(1.0, 1 / each);
   const bool fragments = size == 4 && (plan.swap ? operand_b(p) : operand_a(p)).mn_major();
@@ -191,7 +194,7 @@ inline double stream_cost_of(const MatmulArgs& p, const Plan& plan, int multipro
 // Of clusters that split the depth: larger ones do not fill the device, and those that have to wait
 // are slow to start.
 inline int blocks_at_once(int cluster) {
-  return cluster == 8 ? 64 : cluster == 4 ? 96 : sm_count();
+  return std::min(cluster == 8 ? 64 : cluster == 4 ? 96 : INT_MAX, sm_count());
 }
 
 inline double cost_of(const MatmulArgs& p, const Plan& plan, int multiprocessors) {

@@ -18,6 +18,8 @@
 namespace braze::cuda::hopper {
 
 struct StreamArgs : Args {
+  static constexpr bool kInside = true;  // of operands across the depth it loads a BoxesInside
+
   int clusters;       // that share the work
   int stream_tiles;   // the first ones, whose depths are shared out; the others are taken whole
   int share, longer;  // stages of each share; the first `longer` ones have one more

@@ -1,0 +1,77 @@
+// Which of our own kernels is the fastest in fp32 at fp32's accuracy, and whether it is faster than
+// cuDNN: as measured on an H200 (benchmarks/convolutions.py, the 161 layers of eight networks at
+// batch 64, channels last). Products in parts are 1.2 to 5 times as fast as cuDNN's on CUDA cores.
+#include <algorithm>
+
+#include "rules.h"
+
+namespace braze::cuda {
+
+namespace {
+
+constexpr int64_t kBatch = 64;  // of the measurements
+int64_t pixels_of(const Conv2dShape& s) { return s.n * s.p * s.q; }
+
+// 1 x 1 filters. Planes of parts are written and read again: kernels that split what they have read
+// win where that is most of the work.
+int fastest_product(Conv2dPass pass, const Conv2dShape& s) {
+  const int64_t pixels = pixels_of(s), least = std::min(s.c, s.k), most = std::max(s.c, s.k);
+  const bool few = pixels <= kBatch * 14 * 14, many = pixels > kBatch * 28 * 28;
+  switch (pass) {
+    case Conv2dPass::kFprop:
+      if (is_strided(s)) return kPointwise;
+      if (s.k <= 64 && few) return kPointwise;
+      if (s.k < 64) return kSimt;
+      return s.c <= 96 && many ? kHalo : kIm2col;
+    case Conv2dPass::kDgrad:
+      if (is_strided(s)) return kIm2col;
+      if (s.k < 64) return kPointwise;
+      if (s.c == 64) return s.k <= 128 ? kHalo : kIm2col;
+      return s.k <= 96 && s.c <= 224 && !few ? kHalo : kIm2col;
+    case Conv2dPass::kWgrad: break;
+  }
+  if (least < 64 && few && !is_strided(s)) return kPointwise;
+  if (least <= 64) return most > 64 || is_strided(s) ? kSimt : kPointwise;
+  // Where its splits of the sum fill the waves: 1.1 to 1.2 times as fast as implicit_gemm_wgmma.
+  if (is_strided(s)) return least >= 512 && !many ? kPointwise : kIm2col;
+  const bool fills =
+      pixels <= kBatch * 7 * 7 ? most >= 672 && most <= 992 : few && most >= 416 && most <= 592;
+  return least <= 128 && fills ? kPointwise : kIm2col;
+}
+
+}  // namespace
+
+bool is_known_in_fp32(const Conv2dShape& s) {
+  if (!is_plain_fp32(s) || s.groups > 1 || std::min(s.c, s.k) < 16) return false;
+  if (s.dilation_h > 1 || s.dilation_w > 1 || std::max(s.stride_h, s.stride_w) > 2) return false;
+  if (is_pointwise(s)) return s.c >= 64 && pixels_of(s) >= kBatch * 7 * 6;
+  return s.r == 3 && s.s == 3 && pixels_of(s) >= kBatch * 3 * 3;
+}
+
+int fastest_own_in_fp32(const Conv2dArgs& args) {
+  const Conv2dShape& s = args.shape;
+  if (is_pointwise(s)) return fastest_product(args.pass, s);
+  if (is_strided(s)) return kIm2col;
+  const int64_t pixels = pixels_of(s);
+  if (args.pass == Conv2dPass::kDgrad) {
+    const bool tiny = pixels <= kBatch * 3 * 3 || (pixels <= kBatch * 7 * 7 && s.c < 64);
+    return tiny && takes(kSimt, args) && !takes(kHalo, args) ? kSimt : -1;
+  }
+  if (args.pass == Conv2dPass::kFprop) return -1;
+  // A tile of pixels is split once for all taps, but multiplied by rows that are not full.
+  if (pixels <= kBatch * 4 * 4) return kIm2col;
+  if (std::min(s.c, s.k) <= 96) return kHalo;
+  constexpr int64_t kRow = 64;  // channels of a row of parts
+  return 0.85 * (ceil_div(s.c, kRow) * kRow) > s.c ? kHalo : kIm2col;
+}
+
+// Weight gradients of 1 x 1 with few filters are read, split and written in the time that cuDNN
+// multiplies them in.
+bool beats_cudnn_in_fp32(const Conv2dProblem& problem) {
+  const Conv2dShape& s = problem.shape;
+  if (!is_pointwise(s) || problem.pass != Conv2dPass::kWgrad) return true;
+  const int64_t least = std::min(s.c, s.k), pixels = pixels_of(s);
+  return least > 32 || pixels <= kBatch * 7 * 7 || (least <= 16 && pixels <= kBatch * 14 * 14);
+}
+
+}  // namespace braze::cuda
