@@ -248,7 +248,8 @@ bool im2col_beats_cudnn(const Conv2dProblem& problem) {
     if (!one && std::min(s.c, s.k) < 64 && im2col_wins_small_images(args)) {
       const bool tiny = plane < 14 * 14;
       if (problem.pass == Conv2dPass::kFprop) return s.k >= 128;
-      return s.r == 3 && s.s == 3 && (tiny ? s.k <= s.c : s.c <= 64 && s.k <= 128);
+      if (s.r != 3 || s.s != 3) return false;
+      return tiny ? s.k <= s.c || is_large_batch(s) : s.c <= 64 && s.k <= 128;
     }
   }
   if (is_tf32(s) && one) return pointwise_tf32_beats_cudnn(problem);
@@ -269,8 +270,8 @@ bool im2col_beats_cudnn(const Conv2dProblem& problem) {
       if (one) return product_gradients_beat_cudnn(s);
       if (!is_16_bit && s.k % 32 != 0) return false;  // rows that are not full
       if (is_16_bit && strided) return s.c >= 128 && pixels <= 64 * 14 * 14;
-      if (is_16_bit && plane > 80 * 80) return s.c > s.k;
-      if (is_16_bit && plane > 60 * 60 && std::min(s.c, s.k) >= 128) return false;
+      if (is_16_bit && plane > 80 * 80) return s.c > s.k || is_large_batch(s);
+      if (is_16_bit && plane > 60 * 60 && std::min(s.c, s.k) >= 128) return is_large_batch(s);
       // Tiles that are not full, and many of them.
       if (is_16_bit && s.c <= 64 && s.k > 128 && plane > 32 * 32) return false;
       if (is_16_bit && s.c < 128 && filled_rows(s, s.k) < 0.9 && is_large_batch(s)) return false;

@@ -248,9 +248,12 @@ void small_k_sum_moments(Stream stream, const SmallKShape& a, const void* x, dou
     dispatch_taps(a, [&](auto taps) {
       using Tp = decltype(taps);
       for (const MomentPart& part : moment_parts(a)) {
-        launch_early_in_clusters(moments_kernel<Tp, T>, part.blocks, kMomentThreads,
-                                 part.shared_bytes<Tp>(), stream, part.cluster, part,
-                                 static_cast<const T*>(x), moments, batches);
+        const auto kernel = moments_kernel<Tp, T>;
+        const int bytes = part.shared_bytes<Tp>();
+        // Of large tiles of three channels it takes more than 48 KiB with what is static.
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+        launch_early_in_clusters(kernel, part.blocks, kMomentThreads, bytes, stream, part.cluster,
+                                 part, static_cast<const T*>(x), moments, batches);
         check_launch("small_k moments");
         moments += int64_t{part.sets()} * Tp::kMoments;
         batches = nullptr;

@@ -114,6 +114,7 @@ class PopulationBody:
         n, norms, kept = len(self.members), [], []
         losses, prefetch, side_streams, _ = branches or (None, None, [None] * n, {})
         with contextlib.ExitStack() as stack:
+            stack.enter_context(self._chains.sharing())
             if branches:
                 stack.enter_context(none_but(self._parts.params[0]))
                 stack.callback(losses.join)

@@ -27,9 +27,9 @@ def chain_count(population):
 
 def share_of(device, chains):
     """How many multiprocessors the kernels of one of so many chains count on: these share all of
-    them. On the CPU whatever is set."""
+    them. Of a single chain, and on the CPU, whatever is set."""
     count = _multiprocessors.current()
-    if device.type == "cuda":
+    if device.type == "cuda" and chains > 1:
         count = count or torch.cuda.get_device_properties(device).multi_processor_count
         count = max(1, count // chains)
     return count
@@ -54,13 +54,16 @@ class Chains:
         # indices of streams that have been given something, that wait for the main one's latest
         self._used, self._behind = set(), set()
 
+    def sharing(self):
+        """Within this block kernels count on a chain's share of the device."""
+        return _multiprocessors.multiprocessors(share_of(self.device, self._count))
+
     @contextlib.contextmanager
     def forked(self):
         """Members may run within this block; at its end all of them are joined."""
         self._used, self._behind = set(), set()
         try:
-            with _multiprocessors.multiprocessors(share_of(self.device, self._count)):
-                yield
+            yield
         finally:
             for index in sorted(self._used):
                 torch.cuda.current_stream(self.device).wait_stream(self.streams[index])

@@ -49,7 +49,7 @@ class PopulationStep(Step):
     @property
     def multiprocessors(self):
         """How many multiprocessors of the GPU each member's kernels count on: see
-        :func:`braze.multiprocessors`. On the CPU whatever is set."""
+        :func:`braze.multiprocessors`. Of a single member, and on the CPU, whatever is set."""
         return share_of(self.device, chain_count(self.population))
 
     # ---- calling ----
