@@ -8,6 +8,7 @@
 
 #include "cpu/common/numeric.h"
 #include "cpu/common/parallel.h"
+#include "cpu/common/transpose_matrix.h"
 #include "cpu/conv_bn_relu_max_pool2d/small_k_gradient.h"
 #include "cpu/conv_bn_relu_max_pool2d/small_k_image.h"
 #include "launchers/common/registry.h"
@@ -15,12 +16,13 @@
 namespace braze::cpu {
 namespace {
 
-constexpr int kPairGroup = 4;  // products of one tap with others that are summed together
+constexpr int kTapBlock = 3;  // taps whose products with as many others are summed together
 
-// sums[j] += the sum over a patch's positions of pixel i * pixel j, for kPairGroup pixels at
-// offsets[j]; returns the sum of pixel i, at `offset`.
-double sum_products(const SmallKShape& a, const PaddedImage<double>& image, int64_t offset,
-                    const int64_t* offsets, double* sums) {
+// products[i][j]: the sums over a patch's positions of pixel i * pixel j, of pixels at `rows` and
+// `columns`, kTapBlock of each; sums[i]: those of pixel i.
+void sum_products(const SmallKShape& a, const PaddedImage<double>& image, const int64_t* rows,
+                  const int64_t* columns, double (&products)[kTapBlock][kTapBlock],
+                  double (&sums)[kTapBlock]) {
   using V = vec_t<double>;
   using Mask = decltype(V{} == V{});
   constexpr int64_t kL = kLanes<double>;
@@ -32,24 +34,33 @@ double sum_products(const SmallKShape& a, const PaddedImage<double>& image, int6
     const V v = load<V>(&image.values[i]);
     return whole ? v : reinterpret_cast<V>(reinterpret_cast<Mask>(v) & tail);
   };
-  V plain{}, products[kPairGroup] = {};
+  V total[kTapBlock][kTapBlock] = {}, plain[kTapBlock] = {};
   for (int64_t p = 0; p < a.p; ++p) {
     const auto add = [&](int64_t position, bool whole) {
-      const V v = at(offset + position, whole);
-      plain += v;
-#pragma GCC unroll 4
-      for (int j = 0; j < kPairGroup; ++j) products[j] += v * at(offsets[j] + position, whole);
+      V x[kTapBlock], y[kTapBlock];
+#pragma GCC unroll 3
+      for (int i = 0; i < kTapBlock; ++i) {
+        x[i] = at(rows[i] + position, whole), y[i] = at(columns[i] + position, whole);
+        plain[i] += x[i];
+      }
+#pragma GCC unroll 3
+      for (int i = 0; i < kTapBlock; ++i) {
+#pragma GCC unroll 3
+        for (int j = 0; j < kTapBlock; ++j) total[i][j] += x[i] * y[j];
+      }
     };
     const int64_t row = p * image.pitch;
     for (int64_t q = 0; q < full; q += kL) add(row + q, true);
     if (full < a.q) add(row + full, false);
   }
-  double sum = 0;
-  for (int64_t l = 0; l < kL; ++l) {
-    sum += plain[l];
-    for (int j = 0; j < kPairGroup; ++j) sums[j] += products[j][l];
+  for (int i = 0; i < kTapBlock; ++i) {
+    sums[i] = 0;
+    for (int64_t l = 0; l < kL; ++l) sums[i] += plain[i][l];
+    for (int j = 0; j < kTapBlock; ++j) {
+      products[i][j] = 0;
+      for (int64_t l = 0; l < kL; ++l) products[i][j] += total[i][j][l];
+    }
   }
-  return sum;
 }
 
 // Sums of p_i and p_i p_j (j >= i) over all patches.
@@ -60,18 +71,22 @@ std::vector<double> moments(const SmallKShape& a, const T* x) {
   parallel_for(0, a.n, 8, [&](int64_t first, int64_t last) {
     PaddedImage<double> image(a);
     std::vector<double> sums(size);
+    std::vector<int64_t> offsets = image.taps;  // those added are of no use
+    offsets.resize(ceil_div(taps, kTapBlock) * kTapBlock);
+    // Of the pairs (i, j): those of i come behind all of smaller ones.
+    const auto pair = [&](int64_t i, int64_t j) { return taps + i * taps - i * (i + 1) / 2 + j; };
     for (int64_t n = first; n < last; ++n) {
       image.load(a, x, n);
-      int64_t pair = taps;
-      for (int64_t i = 0; i < taps; ++i) {
-        for (int64_t j = i; j < taps; j += kPairGroup) {
-          const int64_t count = std::min<int64_t>(kPairGroup, taps - j);
-          int64_t offsets[kPairGroup] = {};  // of no use beyond `count`
-          std::copy_n(&image.taps[j], count, offsets);
-          double products[kPairGroup] = {};
-          const double sum = sum_products(a, image, image.taps[i], offsets, products);
-          if (j == i) sums[i] += sum;
-          for (int64_t l = 0; l < count; ++l) sums[pair++] += products[l];
+      for (int64_t i = 0; i < taps; i += kTapBlock) {
+        for (int64_t j = i; j < taps; j += kTapBlock) {
+          double products[kTapBlock][kTapBlock], plain[kTapBlock];
+          sum_products(a, image, &offsets[i], &offsets[j], products, plain);
+          for (int64_t k = i; k < std::min(i + kTapBlock, taps); ++k) {
+            if (j == i) sums[k] += plain[k - i];
+            for (int64_t l = std::max(j, k); l < std::min(j + kTapBlock, taps); ++l) {
+              sums[pair(k, l)] += products[k - i][l - j];
+            }
+          }
         }
       }
     }
@@ -185,18 +200,22 @@ struct PooledPixels {
   }
 };
 
-// The pooled image to memory, in torch's layout.
+// The pooled image to memory, in torch's layout. `narrow` has room for its values in 16 bits.
 template <typename T>
-void store_image(const SmallKShape& a, const PooledImage<acc_t<T>>& image, T* y) {
-  const int64_t row = a.channels_last ? a.k : 1, column = a.channels_last ? 1 : image.pixels;
+void store_image(const SmallKShape& a, const PooledImage<acc_t<T>>& image, std::vector<T>& narrow,
+                 T* y) {
+  const acc_t<T>* const values = image.values.data();
   if constexpr (std::is_same_v<T, acc_t<T>>) {
     if (!a.channels_last) {
-      return copy_matrix(y, image.pixels, image.values.data(), 1, image.width, a.k, image.pixels);
+      return copy_matrix(y, image.pixels, values, 1, image.width, a.k, image.pixels);
     }
+  } else if (!a.channels_last) {
+    narrow.resize(image.values.size());
+    for (size_t i = 0; i < narrow.size(); ++i) narrow[i] = T(values[i]);
+    return transpose_matrix(y, image.pixels, narrow.data(), image.width, a.k, image.pixels);
   }
   for (int64_t i = 0; i < image.pixels; ++i) {
-    const acc_t<T>* from = &image.values[i * image.width];
-    for (int64_t k = 0; k < a.k; ++k) y[i * row + k * column] = T(from[k]);
+    for (int64_t k = 0; k < a.k; ++k) y[i * a.k + k] = T(values[i * image.width + k]);
   }
 }
 
@@ -221,6 +240,7 @@ void forward(const SmallKShape& a, const T* x, const T* w, const double* scale_s
   parallel_for(0, a.n, 2, [&](int64_t first, int64_t last) {
     PaddedImage<A> image(a);
     Pooled pooled(a);
+    std::vector<T> narrow;
     for (int64_t n = first; n < last; ++n) {
       image.load(a, x, n);
       T* result = y + n * a.k * pooled.pixels;
@@ -244,7 +264,7 @@ void forward(const SmallKShape& a, const T* x, const T* w, const double* scale_s
         for (; v + 1 < vectors; v += 2) pool(std::integral_constant<int, 2>{}, v);
         if (v < vectors) pool(std::integral_constant<int, 1>{}, v);
       }
-      if (!pooled.template matches<T>(a)) store_image(a, pooled, result);
+      if (!pooled.template matches<T>(a)) store_image(a, pooled, narrow, result);
       pooled.pack_codes(codes + n * pooled.pixels * pooled.words);
     }
   });

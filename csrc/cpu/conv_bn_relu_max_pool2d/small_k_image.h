@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <mutex>
+#include <type_traits>
 #include <vector>
 
 #include "cpu/conv_bn_relu2d/bn_pool_codes.h"
@@ -33,7 +34,13 @@ struct PaddedImage {
         const T* row = x + n * a.x_n + c * a.x_c + h * a.x_h;
         A* out = values.data() + (c * height + h + a.pad_h) * pitch + a.pad_w;
         const int64_t width = std::min(a.w, pitch - a.pad_w);
-        for (int64_t w = 0; w < width; ++w) out[w] = static_cast<A>(row[w * a.x_w]);
+        if constexpr (std::is_same_v<A, acc_t<T>>) {
+          copy_row(out, row, a.x_w, width);
+        } else if (a.x_w == 1) {  // a loop of its own, which is vectorised
+          for (int64_t w = 0; w < width; ++w) out[w] = static_cast<A>(row[w]);
+        } else {
+          for (int64_t w = 0; w < width; ++w) out[w] = static_cast<A>(row[w * a.x_w]);
+        }
       }
     }
   }
