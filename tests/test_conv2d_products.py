@@ -261,6 +261,35 @@ def test_consumers_take_turns(hopper, case, passes, tf32):
             assert torch.equal(call(), actual)
 
 
+@pytest.mark.parametrize(
+    ("case", "which", "tile"),
+    [
+        ((40, 72, 120, 57, 59, 3, 1, 1, 1), "fprop", "256, 128"),  # tiles that are not full
+        ((32, 128, 64, 56, 56, 3, 1, 1, 1), "fprop", "256, 64"),
+        ((64, 64, 64, 56, 56, 3, 1, 1, 1), "dgrad", "256, 64"),
+    ],
+    ids=str,
+)
+def test_tall_tiles(hopper, case, which, tile):
+    x, w, b = drawn(case, "cuda", torch.bfloat16, "nhwc")
+    dy = gradient(case, x, w, "nhwc")
+    call = functools.partial(run, which, case, x, w, b, dy, False, "implicit_gemm_wgmma")
+    assert f"<__nv_bfloat16, {tile}, " in cuda_kernels_of(call)
+    check(call(), which, case, (x, w, b, dy), False)
+
+
+# taps side by side in one product, and a product for each
+@pytest.mark.parametrize(
+    "case", [(64, 256, 256, 3, 3, 3, 1, 1, 1), (64, 160, 320, 7, 7, 3, 1, 1, 1)], ids=str
+)
+def test_weight_gradients_of_short_sums_split_the_depth(hopper, case):
+    x, w, b = drawn(case, "cuda", torch.bfloat16, "nhwc")
+    dy = gradient(case, x, w, "nhwc")
+    call = functools.partial(run, "wgrad", case, x, w, b, dy, False, "implicit_gemm_wgmma")
+    assert "cluster_split_kernel" in cuda_kernels_of(call)
+    check(call(), "wgrad", case, (x, w, b, dy), False)
+
+
 @pytest.mark.parametrize("tf32", [False, True], ids=["bfloat16", "tf32"])
 def test_few_pixels_split_the_depth(hopper, tf32):
     """512 channels at 7 x 7, one image: the blocks of a cluster share a tile."""

@@ -5,6 +5,7 @@ import torch
 from population_common import SEEDS, N, alone, loaders, make, maker
 
 import braze
+from braze import _multiprocessors
 from braze._step_scope import current
 from braze.population import branches
 from fake_cuda import FakeCuda
@@ -183,6 +184,20 @@ def test_generators_only_where_members_draw(fake):
         for batch in batches("cuda", 3):
             step(*batch)
         assert sorted(len(entry.graph.generators) for entry in entries(step)) == [0, expected]
+
+
+def test_members_share_the_multiprocessors(fake):
+    """And chains are no streams that torch might give out for the step's own."""
+    step, _ = make("cuda", make_model=plain)
+    seen = []
+    for member in step.population:
+        member.register_forward_hook(lambda *_: seen.append(_multiprocessors.current()))
+    for batch in batches("cuda", 3):
+        step(*batch)
+    assert set(seen) == {step.multiprocessors} == {132 // STREAMS}
+    assert _multiprocessors.current() is None
+    chains = step._body._chains.streams
+    assert {stream.priority for stream in chains}.isdisjoint({step._graphs._stream.priority})
 
 
 def test_random_numbers_outside_stay(fake):
