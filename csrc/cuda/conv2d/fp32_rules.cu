@@ -65,10 +65,26 @@ int fastest_own_in_fp32(const Conv2dArgs& args) {
   return 0.85 * (ceil_div(s.c, kRow) * kRow) > s.c ? kHalo : kIm2col;
 }
 
+namespace {
+
+// Whether planes of parts, which implicit_gemm_wgmma and pointwise multiply, take more workspace
+// than cuDNN is given (libraries/cudnn_plans.h).
+bool has_large_planes(const Conv2dProblem& problem) {
+  constexpr int64_t kMostBytes = int64_t{2} << 30, kPartBytes = 6;
+  const Conv2dShape& s = problem.shape;
+  const int64_t x = s.n * s.h * s.w * s.c, y = s.n * s.p * s.q * s.k;
+  const bool reads_x = problem.pass != Conv2dPass::kDgrad;
+  const bool reads_y = problem.pass != Conv2dPass::kFprop;
+  return kPartBytes * (reads_x * x + reads_y * y) > kMostBytes;
+}
+
+}  // namespace
+
 // Weight gradients of 1 x 1 with few filters are read, split and written in the time that cuDNN
 // multiplies them in.
-bool beats_cudnn_in_fp32(const Conv2dProblem& problem) {
+bool beats_cudnn_in_fp32(const Conv2dProblem& problem, int kernel) {
   const Conv2dShape& s = problem.shape;
+  if ((kernel == kIm2col || kernel == kPointwise) && has_large_planes(problem)) return false;
   if (!is_pointwise(s) || problem.pass != Conv2dPass::kWgrad) return true;
   const int64_t least = std::min(s.c, s.k), pixels = pixels_of(s);
   return least > 32 || pixels <= kBatch * 7 * 7 || (least <= 16 && pixels <= kBatch * 14 * 14);

@@ -40,7 +40,7 @@ bool fft_wins(const Conv2dProblem& problem);
 // rules decide.
 bool is_known_in_fp32(const Conv2dShape& s);
 int fastest_own_in_fp32(const Conv2dArgs& args);
-bool beats_cudnn_in_fp32(const Conv2dProblem& problem);
+bool beats_cudnn_in_fp32(const Conv2dProblem& problem, int kernel);
 
 // Whether the kernel, our fastest, is faster than cuDNN; where it leaves moments too.
 bool beats_cudnn(const Conv2dProblem& problem, int kernel);
