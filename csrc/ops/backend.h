@@ -3,6 +3,7 @@
 
 #include <utility>
 
+#include "launchers/common/multiprocessors.h"
 #include "launchers/common/registry.h"
 #include "ops/common.h"
 
@@ -16,10 +17,11 @@ extern "C" int32_t torch_get_num_threads(uint32_t* threads);
 
 namespace braze {
 
-// Part of every key: the device, or on the CPU the number of threads that work is cut for.
+// Part of every key: the device and how many of its multiprocessors, or on the CPU how many
+// threads, work is cut for.
 inline int64_t plan_context([[maybe_unused]] const Tensor& t) {
 #ifdef BRAZE_CUDA
-  return t.get_device_index();
+  return int64_t{t.get_device_index()} << 32 | multiprocessor_limit;
 #else
   uint32_t threads = 1;
   torch_get_num_threads(&threads);

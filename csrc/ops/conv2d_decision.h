@@ -129,7 +129,7 @@ Decision decided(const Tensor& like, const Conv2dProblem& problem, const Wish& w
   using Cache = PlanCache<41, Decision>;
   static auto& cache = *new Cache;  // never destroyed: threads may outlive static objects
   const auto& [pass, s, x, w, y] = problem;
-  const Cache::Key key{plan_context(),
+  const Cache::Key key{plan_generation,
                        plan_context(like),
                        wish.kind,
                        wish.number,

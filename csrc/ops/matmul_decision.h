@@ -84,7 +84,7 @@ Decision decided(const MatmulArgs& args, const Tensor& out, const Wish& wish) {
   using Cache = PlanCache<22, Decision>;
   static auto& cache = *new Cache;  // never destroyed: threads may outlive static objects
   const auto flag = [](bool value, int place) { return static_cast<int64_t>(value) << place; };
-  const Cache::Key key{plan_context(),
+  const Cache::Key key{plan_generation,
                        plan_context(out),
                        wish.kind,
                        wish.number,

@@ -10,20 +10,14 @@
 #include <vector>
 
 #include "launchers/common/hash_words.h"
-#include "launchers/common/multiprocessors.h"
 
 namespace braze {
 
 // How often plans were made, in all caches, for tests.
 inline std::atomic<int64_t> plans_made{0};
 
-// Whoever changes what plans follow from, as tuning does, counts it up.
+// Part of every key: whoever changes what plans follow from, as tuning does, counts it up.
 inline std::atomic<int64_t> plan_generation{0};
-
-// Part of every key.
-inline int64_t plan_context() {
-  return plan_generation << 32 | multiprocessor_limit.load(std::memory_order_relaxed);
-}
 
 // How addresses count in a key: by the largest power of two that divides them, up to what any
 // kernel or library asks for.

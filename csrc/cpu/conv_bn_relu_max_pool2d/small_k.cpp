@@ -205,14 +205,16 @@ template <typename T>
 void store_image(const SmallKShape& a, const PooledImage<acc_t<T>>& image, std::vector<T>& narrow,
                  T* y) {
   const acc_t<T>* const values = image.values.data();
-  if constexpr (std::is_same_v<T, acc_t<T>>) {
-    if (!a.channels_last) {
-      return copy_matrix(y, image.pixels, values, 1, image.width, a.k, image.pixels);
+  if (!a.channels_last) {
+    const T* from;
+    if constexpr (std::is_same_v<T, acc_t<T>>) {
+      from = values;
+    } else {
+      narrow.resize(image.values.size());
+      for (size_t i = 0; i < narrow.size(); ++i) narrow[i] = T(values[i]);
+      from = narrow.data();
     }
-  } else if (!a.channels_last) {
-    narrow.resize(image.values.size());
-    for (size_t i = 0; i < narrow.size(); ++i) narrow[i] = T(values[i]);
-    return transpose_matrix(y, image.pixels, narrow.data(), image.width, a.k, image.pixels);
+    return transpose_matrix(y, image.pixels, from, image.width, a.k, image.pixels);
   }
   for (int64_t i = 0; i < image.pixels; ++i) {
     for (int64_t k = 0; k < a.k; ++k) y[i * a.k + k] = T(values[i * image.width + k]);

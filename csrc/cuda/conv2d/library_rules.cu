@@ -191,10 +191,10 @@ bool product_gradients_beat_cudnn(const Conv2dShape& s) {
   if (pixels > 64 * 30 * 30) return s.c > 400 && s.c < 480 && s.k <= 128;
   if (pixels > 64 * 20 * 20) return s.c >= 352 && (s.c <= 512 || s.c >= 560) && s.k <= 128;
   // Where tiles are full, and waves of blocks.
-  constexpr double kTile = 128;
-  const int64_t columns = ceil_div(s.c, int64_t{128});
-  const double waves = static_cast<double>(ceil_div(pixels, int64_t{128}) * columns) / sm_count();
-  const double full = s.c / (columns * kTile) * waves / std::ceil(waves);
+  constexpr int64_t kTile = 128;
+  const int64_t columns = ceil_div(s.c, kTile);
+  const double waves = static_cast<double>(ceil_div(pixels, kTile) * columns) / sm_count();
+  const double full = static_cast<double>(s.c) / (columns * kTile) * waves / std::ceil(waves);
   return s.c >= 480 && full >= 0.83 && (s.c <= 800 || full >= 0.85);
 }
 

@@ -84,6 +84,7 @@ class WindowCopies {
     if (p.first > 0) taps_.skip_to(p.first);
   }
 
+  __device__ __forceinline__ static constexpr uint32_t bytes() { return Tile::kStageBytes; }
   __device__ __forceinline__ void copy(int, uint64_t* full, uint32_t to) {
     const int channel = taps_.block() * Tile::kDepth, weights = taps_.weights();
     tma_load_im2col(row_map_, full, to, channel, corner_.w, corner_.h, corner_.n, taps_.right(),

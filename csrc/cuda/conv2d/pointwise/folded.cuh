@@ -28,6 +28,7 @@ class Copies<pointwise::FoldedArgs, Tile, 0, 0> {
         column_(p.column * Tile::kColumns),
         rank_(rank) {}
 
+  __device__ __forceinline__ static constexpr uint32_t bytes() { return Tile::kStageBytes; }
   __device__ __forceinline__ void copy(int d, uint64_t* full, uint32_t to) {
     int stage;
     const int image = stages_.div(d, stage);

@@ -81,7 +81,6 @@ struct Args {
   static constexpr bool kScattered = false;  // whether rows of C lie anywhere (hopper/scatter.cuh)
   static constexpr bool kTail = false;       // whether it finishes results: conv2d/im2col/tail.cuh
   static constexpr bool kSums = false;       // whether it sums them: conv2d/im2col/norm_grad.cuh
-  static constexpr bool kInside = false;     // of StreamArgs (16_stream_k.cuh) it is true
   template <typename Tile>
   struct State {};  // what a consumer's thread keeps for that
 
@@ -197,6 +196,8 @@ class Copies {
         column_batch_(a.column_batch ? p.batch : 0),
         rank_(rank) {}
 
+  // Of a stage.
+  __device__ __forceinline__ static constexpr uint32_t bytes() { return Tile::kStageBytes; }
   // Depth d, in tiles, to the stage at `to`. Depths come one after the other.
   __device__ __forceinline__ void copy(int d, uint64_t* full, uint32_t to) {
     load<T, kRowMajor, Tile::kRows, 1>(row_map_, full, to, row_, d * Tile::kDepth, row_batch_);

@@ -31,7 +31,7 @@ __device__ __forceinline__ void produce(const CUtensorMap* row_map, const CUtens
 #pragma unroll 1
     for (int d = p.first; d < p.last; ++d, at.next()) {
       mbarrier_wait(&empty[at.stage], at.phase ^ 1);
-      mbarrier_expect(&full[at.stage], Tile::kStageBytes);
+      mbarrier_expect(&full[at.stage], copies.bytes());
       copies.copy(d, &full[at.stage], stages + at.stage * Tile::kStageBytes);
     }
     if constexpr (A::kTail || A::kSums) {

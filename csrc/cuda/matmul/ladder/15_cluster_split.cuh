@@ -84,11 +84,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 #pragma unroll 1
       for (int d = p.first; d < p.last; ++d, at.next()) {
         mbarrier_wait(&empty[at.stage], at.phase ^ 1);
-        if constexpr (A::kInside && kRowMajor == 1 && kColumnMajor == 1) {
-          mbarrier_expect(&full[at.stage], copies.bytes());
-        } else {
-          mbarrier_expect(&full[at.stage], Tile::kStageBytes);
-        }
+        mbarrier_expect(&full[at.stage], copies.bytes());
         copies.copy(d, &full[at.stage], stages + at.stage * Tile::kStageBytes);
       }
     }

@@ -18,8 +18,6 @@
 namespace braze::cuda::hopper {
 
 struct StreamArgs : Args {
-  static constexpr bool kInside = true;  // of operands across the depth it loads a BoxesInside
-
   int clusters;       // that share the work
   int stream_tiles;   // the first ones, whose depths are shared out; the others are taken whole
   int share, longer;  // stages of each share; the first `longer` ones have one more
@@ -217,11 +215,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 #pragma unroll 1
         for (int d = p.first; d < p.last; ++d, at.next()) {
           mbarrier_wait(&empty[at.stage], at.phase ^ 1);
-          if constexpr (kRowMajor == 1 && kColumnMajor == 1) {
-            mbarrier_expect(&full[at.stage], copies.bytes());
-          } else {
-            mbarrier_expect(&full[at.stage], Tile::kStageBytes);
-          }
+          mbarrier_expect(&full[at.stage], copies.bytes());
           copies.copy(d, &full[at.stage], stages + at.stage * Tile::kStageBytes);
         }
       });
