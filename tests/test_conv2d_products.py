@@ -290,6 +290,21 @@ def test_weight_gradients_of_short_sums_split_the_depth(hopper, case):
     check(call(), "wgrad", case, (x, w, b, dy), False)
 
 
+@pytest.mark.parametrize("precision", ["bfloat16", "tf32", "float32"])
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_few_multiprocessors(hopper, precision, count):
+    """Fewer than a cluster takes, and as many as whole waves of tiles fill."""
+    case, tf32 = (2, 256, 256, 6, 6, 3, 1, 0, 1), precision == "tf32"
+    set_tf32("cuda", tf32)
+    dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+    x, w, b = drawn(case, "cuda", dtype, "nhwc")
+    dy = gradient(case, x, w, "nhwc")
+    for which in PASSES:
+        with braze.multiprocessors(count):
+            found = run(which, case, x, w, b, dy, tf32, NAME)
+        check(found, which, case, (x, w, b, dy), tf32)
+
+
 @pytest.mark.parametrize("tf32", [False, True], ids=["bfloat16", "tf32"])
 def test_few_pixels_split_the_depth(hopper, tf32):
     """512 channels at 7 x 7, one image: the blocks of a cluster share a tile."""

@@ -49,7 +49,9 @@ def network():
         braze.nn.Conv2d(3, 32, 3, padding=1), braze.nn.BatchNorm2d(32), braze.nn.ReLU(),
         braze.nn.MaxPool2d(2), braze.nn.Conv2d(32, 64, 3, padding=1), braze.nn.BatchNorm2d(64),
         braze.nn.ReLU(), braze.nn.Conv2d(64, 128, 1), braze.nn.Conv2d(128, 128, 3, groups=128),
-        braze.nn.Conv2d(128, 96, 3, stride=2), torch.nn.Flatten(), braze.nn.Linear(96 * 9, 10),
+        braze.nn.GroupNorm(8, 128), braze.nn.Conv2d(128, 256, 3, padding=1),
+        braze.nn.Conv2d(256, 96, 3, stride=2), torch.nn.Flatten(), braze.nn.LayerNorm(96 * 9),
+        braze.nn.Linear(96 * 9, 2048), braze.nn.LayerNorm(2048), braze.nn.Linear(2048, 10),
     ]  # fmt: skip
     return braze.convert(torch.nn.Sequential(*layers)).to("cuda", memory_format=torch.channels_last)
 
@@ -61,15 +63,21 @@ def gradients(network, images, labels, dtype):
 
 
 @cuda_only
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("count", [1, 5, 64])
-def test_results_are_the_same_but_for_the_order_of_sums(network, dtype, count):
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
+@pytest.mark.parametrize("count", [1, 2, 5, 64])
+@pytest.mark.parametrize("backend", ["auto", "braze"])
+def test_results_are_the_same_but_for_the_order_of_sums(network, precision, count, backend):
+    if precision == "tf32":
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        torch.backends.cudnn.conv.fp32_precision = "tf32"
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     images = torch.randn(16, 3, 18, 18, device="cuda").to(memory_format=torch.channels_last)
     labels = torch.randint(10, (16,), device="cuda")
-    expected = gradients(network, images, labels, dtype)
-    with braze.multiprocessors(count):
-        found = gradients(network, images, labels, dtype)
-    limit = 1e-4 if dtype == torch.float32 else 5e-2
+    with braze.backend(conv2d=backend, matmul=backend, layer_norm=backend, group_norm=backend):
+        expected = gradients(network, images, labels, dtype)
+        with braze.multiprocessors(count):
+            found = gradients(network, images, labels, dtype)
+    limit = {"fp32": 1e-4, "tf32": 1e-2, "bf16": 5e-2}[precision]
     for one, other in zip(found, expected, strict=True):
         assert (one - other).norm() <= limit * other.norm() + 1e-5
 

@@ -17,7 +17,9 @@ from population_common import (
 )
 
 import braze
+from braze.data import DeviceLoader
 from braze.population import branches
+from conftest import cuda_only
 from step_common import CALLS, Net, batches, loss_fn, recorded_ops
 
 pytestmark = pytest.mark.usefixtures("deterministic")
@@ -140,6 +142,36 @@ def test_moments_of_the_members_batches(any_device):
     if any_device == "cpu":
         taken = [len(shapes[12]) == 2 for name, shapes in ops if name == "conv_bn_relu_max_pool2d"]
         assert taken == [False] * N + [True] * 15 * N  # the first step learns of the block
+
+
+@cuda_only
+def test_moments_are_as_many_sums_as_a_member_reads():
+    """Those of a graph's first batch too, which are not summed by the graph."""
+
+    def make_model():
+        layers = braze.nn.ConvBnReLUMaxPool2d(1, 4, 3, padding=1), torch.nn.Flatten()
+        return torch.nn.Sequential(*layers, braze.nn.Linear(4 * 14 * 14, 5)).to("cuda")
+
+    def make_loaders():
+        generator = torch.Generator().manual_seed(0)
+        images = torch.randint(256, (192, 28, 28), dtype=torch.uint8, generator=generator)
+        labels = torch.randint(5, (192,), generator=generator)
+        options = {"mean": 0.5, "std": 0.25, "device": "cuda"}
+        return [DeviceLoader(images, labels, 64, seed=i, **options) for i in range(N)]
+
+    step, _ = make("cuda", make_model=make_model)
+    step.bind(make_loaders())
+    with braze.multiprocessors(4):
+        share = step.multiprocessors
+        losses = [loss for _ in range(2) for loss in step.epoch()]
+    assert share == 2
+    trained = []
+    for i, loader in enumerate(make_loaders()):
+        lone, _ = alone(i, "cuda", make_model=make_model)
+        lone.bind(loader)
+        with braze.multiprocessors(share):
+            trained.append((lone, [loss for _ in range(2) for loss in lone.epoch()], None))
+    assert_members(step, losses, trained)
 
 
 def test_one_cast_of_a_wave():

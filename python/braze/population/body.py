@@ -95,6 +95,11 @@ class PopulationBody:
         if self._chains is None or self._chains.device != self._parts.device:
             self._chains = Chains(self._parts.device, chain_count(self._parts.population))
 
+    def sharing(self):
+        """Within this block kernels count on a chain's share of the device: also those that fill
+        the first batch of a graph, whose moments are as many sums as there are blocks."""
+        return self._chains.sharing()
+
     def clean_scaler(self):
         """There is none."""
 
@@ -114,7 +119,7 @@ class PopulationBody:
         n, norms, kept = len(self.members), [], []
         losses, prefetch, side_streams, _ = branches or (None, None, [None] * n, {})
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._chains.sharing())
+            stack.enter_context(self.sharing())
             if branches:
                 stack.enter_context(none_but(self._parts.params[0]))
                 stack.callback(losses.join)

@@ -48,6 +48,10 @@ class PopulationWork(StepWork):
             fetched = MembersPrefetch(parts.loader, batches.place, *batch, batches.filters())
         return PopulationBranches(losses, fetched, way, {})
 
+    def before_replay(self, entry, call):
+        with self._body.sharing():
+            super().before_replay(entry, call)
+
     def finish(self, entry, prepared, recorded):
         if not all(side is None or side.all_arrived() for side in prepared.side_streams):
             return None

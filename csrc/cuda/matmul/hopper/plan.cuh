@@ -138,6 +138,25 @@ inline int splits_of_tiles(int64_t tiles, int64_t depth_tiles, int clusters) {
   return splits > 0 && 8 * splits * tiles >= 7 * clusters ? static_cast<int>(splits) : 0;
 }
 
+// A product as 16_stream_k.cuh shares it out.
+struct SharedProduct {
+  int64_t tiles, stages;  // stages: of each tile
+  int clusters;           // that run at once, perhaps none
+
+  SharedProduct(const MatmulArgs& p, const Plan& plan, int multiprocessors) {
+    const TileKind& t = plan.kind();
+    const int64_t rows = plan.swap ? p.n : p.m, columns = plan.swap ? p.m : p.n;
+    tiles = p.batch * ceil_div(rows, t.rows * t.blocks) * ceil_div(columns, t.columns);
+    stages = ceil_div(p.k * size_of(p.dtype), 128);
+    clusters = multiprocessors / t.blocks;
+  }
+  bool is_possible() const { return clusters > 0 && tiles * stages <= INT_MAX; }
+  // In how many parts each tile is cut, or 0.
+  int splits() const { return splits_of_tiles(tiles, stages, clusters); }
+  // Whether all tiles stay whole, since they fill their waves.
+  bool is_uncut() const { return splits() == 0 && tiles_to_share(tiles, clusters) == 0; }
+};
+
 // Workspace for the parts of tiles: at most two of each cluster.
 inline int64_t stream_bytes(const Plan& plan) {
   const TileKind& t = plan.kind();
@@ -148,17 +167,18 @@ inline int64_t stream_bytes(const Plan& plan) {
 // Of 16_stream_k.cuh with operands that both lie across the depth, as a weight gradient's do,
 // fitted to readings of an H200 with cold caches. What is read comes from memory in the meantime;
 // parts go to L2 and back. slower: by how much a stage takes longer than theirs.
-inline double across_cost_of(const MatmulArgs& p, const Plan& plan, int64_t tiles, int64_t stages,
-                             int clusters, double slower) {
-  const TileKind& t = plan.kind();
+inline double across_cost_of(const MatmulArgs& p, const TileKind& t, const SharedProduct& shared,
+                             double slower) {
   const int64_t size = size_of(p.dtype);
-  const double each = static_cast<double>(tiles) / clusters;
+  const double each = static_cast<double>(shared.tiles) / shared.clusters;
   const double stage = slower * (size == 4 ? t.across32 : t.across16);
-  double products = each * stages * stage;
+  double products = each * shared.stages * stage;
   double parts = std::min(1.0, 2 / each) * (1 + std::max(1.0, 1 / each));  // of a tile
-  if (const int splits = splits_of_tiles(tiles, stages, clusters)) {
-    products = ceil_div(stages, splits) * stage;
+  if (const int splits = shared.splits()) {
+    products = ceil_div(shared.stages, splits) * stage;
     parts = splits == 1 ? 0 : splits;
+  } else if (shared.is_uncut()) {
+    parts = 0;
   }
   const int64_t elements =
       copies(operand_a(p), p.batch) * p.m * p.k + copies(operand_b(p), p.batch) * p.k * p.n;
@@ -168,26 +188,24 @@ inline double across_cost_of(const MatmulArgs& p, const Plan& plan, int64_t tile
 }
 
 // Of 16_stream_k.cuh, from readings of its own: blocks are at different depths, so that they share
-// less of what is in L2 than those of other kernels, and a stage takes longer.
+// less of what is in L2 than those of other kernels, and a stage takes longer. kNoPlan where no
+// cluster has room.
 inline double stream_cost_of(const MatmulArgs& p, const Plan& plan, int multiprocessors,
                              double slower = 1) {
   const TileKind& t = plan.kind();
-  const int64_t rows = plan.swap ? p.n : p.m, columns = plan.swap ? p.m : p.n;
-  const int64_t tiles = p.batch * ceil_div(rows, t.rows * t.blocks) * ceil_div(columns, t.columns);
-  const int clusters = multiprocessors / t.blocks;
-  const int64_t size = size_of(p.dtype), stages = ceil_div(p.k * size, 128);
-  if (tiles * stages > INT_MAX) return kNoPlan;
-  const bool split = splits_of_tiles(tiles, stages, clusters) > 0;
-  if (!split && tiles_to_share(tiles, clusters) == 0) return kNoPlan;
+  const SharedProduct shared(p, plan, multiprocessors);
+  if (!shared.is_possible()) return kNoPlan;
   if (operand_a(p).mn_major() && operand_b(p).mn_major()) {
-    return across_cost_of(p, plan, tiles, stages, clusters, slower);
+    return across_cost_of(p, t, shared, slower);
   }
-  const double each = static_cast<double>(tiles) / clusters, parts = std::max(1.0, 1 / each);
+  const int64_t size = size_of(p.dtype);
+  const double each = static_cast<double>(shared.tiles) / shared.clusters;
+  const double parts = std::max(1.0, 1 / each);
   const bool fragments = size == 4 && (plan.swap ? operand_b(p) : operand_a(p)).mn_major();
   const int64_t elements = copies(operand_a(p), p.batch) * p.m * p.k +
                            copies(operand_b(p), p.batch) * p.k * p.n + p.batch * p.m * p.n;
-  return t.start + t.tile * (ceil_div(tiles, clusters) + 1) +
-         each * stages * (t.stage + fragments * t.fragments) + 0.14 * parts +
+  return t.start + t.tile * (ceil_div(shared.tiles, shared.clusters) + 1) +
+         each * shared.stages * (t.stage + fragments * t.fragments) + 0.14 * parts +
          0.03e-6 * elements * size;
 }
 
@@ -199,7 +217,13 @@ inline int blocks_at_once(int cluster) {
 
 inline double cost_of(const MatmulArgs& p, const Plan& plan, int multiprocessors) {
   const TileKind& t = plan.kind();
-  if (t.depth == Depth::kShares) return stream_cost_of(p, plan, multiprocessors);
+  if (t.depth == Depth::kShares) {
+    const double cost = stream_cost_of(p, plan, multiprocessors);
+    // What need not be cut is left to the other kernels, where they take the operands.
+    const bool only = size_of(p.dtype) == 4 && operand_a(p).mn_major() && operand_b(p).mn_major();
+    const bool uncut = cost < kNoPlan && SharedProduct(p, plan, multiprocessors).is_uncut();
+    return uncut && !only ? kNoPlan : cost;
+  }
   const int64_t rows = plan.swap ? p.n : p.m, columns = plan.swap ? p.m : p.n;
   const int64_t blocks = ceil_div(rows, t.rows * t.blocks) * t.blocks * p.batch *
                          ceil_div(columns, t.columns) * plan.cluster;
