@@ -17,6 +17,7 @@ PLACES = {
     "wgmma": 13,
     "wgmma_split": 14,
     "stream_k": 16,
+    "wgmma_scaled": 17,
     "online": 6,
     "planes": 5,
     "rows": 5,

@@ -75,7 +75,7 @@ class Product:
 
 def own_kernels(dtype):
     # fp32 has two: one on CUDA cores, one on tensor cores at fp32's accuracy.
-    return ("simt_tma", "wgmma_split") if dtype == "float32" else ("braze",)
+    return ("simt_tma", "wgmma_scaled") if dtype == "float32" else ("braze",)
 
 
 SQUARES = [

@@ -20,7 +20,7 @@ SIZE = 1024
 DEPTHS = (64, 256, 1024, 4096)
 INPUTS = ("normal", "wide", "positive")
 KERNELS = {
-    "cuda": ("simt", "simt_tma", "mma_split", "wgmma_split", VENDORS["matmul"]),
+    "cuda": ("simt", "simt_tma", "mma_split", "wgmma_split", "wgmma_scaled", VENDORS["matmul"]),
     "cpu": ("blocked",),
 }
 

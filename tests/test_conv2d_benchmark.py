@@ -92,6 +92,19 @@ def test_what_is_not_measured(device):
     assert passes(x[:0], w, dy[:0], "benchmark")[0].shape == (0, 24, 12, 12)
 
 
+@cuda_only
+def test_nothing_is_measured_where_others_share_the_gpu(device):
+    x, w, dy = tensors(device)
+    with braze.multiprocessors(4):
+        actual, expected = passes(x, w, dy, "benchmark"), passes(x, w, dy, "auto")
+        made = plans(device)
+        passes(x, w, dy, "benchmark")
+        assert plans(device) == made
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+    passes(x, w, dy, "benchmark")  # but now
+    assert plans(device) > made
+
+
 def test_tuned_choices_go_first(device):
     x, w, dy = tensors(device)
     problem = Convolution(

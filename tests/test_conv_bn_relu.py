@@ -11,7 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import braze
 import braze.nn.functional as F
 from braze._ops.bn_relu import ConvBnReLU2d
-from common import assert_by_rule, check_against_stock
+from common import assert_by_rule, check_against_stock, cuda_kernels_of, hopper_only
+from conftest import cuda_only
 
 # n, c, h, w, filters, filter size, options: few and many channels, odd extents, several tiles per
 # image and several images per tile of the kernels that leave statistics
@@ -264,9 +265,10 @@ def backward_at_once(device, arithmetic, shape, contiguous):
     )
     dy = torch.randn_like(y)
 
-    def backward(*mask, allow_tf32=tf32):
+    def backward(*mask, allow_tf32=tf32, backend="auto"):
+        settings = allow_tf32, False, backend
         return torch.ops.braze.conv_bn_relu2d_backward(
-            dy, x, weight, gamma, beta, *saved, *geometry, True, True, mask, allow_tf32
+            dy, x, weight, gamma, beta, *saved, *geometry, True, True, mask, *settings
         )
 
     return (x, weight, gamma, beta), y, dy, saved[0], backward
@@ -292,6 +294,15 @@ def test_gradients_at_once(device, arithmetic, shape, contiguous):
     ):
         assert_by_rule(actual, stock_, exact, 2**13 if arithmetic == "tf32" else 4)
     assert norm[0].eq(0).all()
+
+
+@cuda_only
+def test_gradients_at_once_under_benchmark(device):
+    hopper_only(device)
+    *_, backward = backward_at_once(device, torch.bfloat16, AT_ONCE[0], False)
+    for backend, expected in ("auto", True), ("benchmark", True), ("cudnn", False):
+        ran = cuda_kernels_of(lambda backend=backend: backward(*[True] * 5, backend=backend))
+        assert ("conv_gradients_kernel" in ran) == expected
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -72,7 +72,7 @@ def test_fp64_by_tma_refuses_odd_rows(device):
             torch.ops.braze.matmul(left, right, backend="dmma_tma")
 
 
-SPLIT_KERNELS = ["wgmma_split", "mma_split"]
+SPLIT_KERNELS = ["wgmma_split", "wgmma_scaled", "mma_split"]
 
 
 @pytest.mark.parametrize("name", SPLIT_KERNELS)
@@ -94,6 +94,65 @@ def test_split_fp32(device, transposed, kind, name):
             out = braze.matmul(a, b)
             assert torch.equal(out, braze.matmul(a, b))
         assert_by_rule(out, torch.matmul(a, b), torch.matmul(a.double(), b.double()))
+
+
+def apart(count, bits, device):
+    """Powers of two, the largest `bits` above the smallest."""
+    return torch.randint(-bits // 2, bits // 2 + 1, (count,), device=device).float().exp2()
+
+
+@pytest.mark.parametrize("name", SPLIT_KERNELS)
+@pytest.mark.parametrize("what", ["rows", "columns", "channels", "zeros"])
+@pytest.mark.parametrize("transposed", [(0, 0), (0, 1), (1, 0), (1, 1)], ids=str)
+@cuda_only
+def test_split_fp32_of_values_far_apart(device, transposed, what, name):
+    """Each row, column and channel has fp32's accuracy by itself: errors in units of |A| |B|."""
+    hopper_only(device)
+    m, n, k = 300, 268, 500
+    a = majors(1, m, k, transposed[0], device, torch.float32)
+    b = majors(1, k, n, transposed[1], device, torch.float32)
+    if what == "rows":
+        a, b = a * apart(m, 120, device)[:, None], b * 2**40
+    elif what == "columns":
+        a, b = a * 2**-90, b * apart(n, 120, device)
+    elif what == "channels":
+        between = apart(k, 20, device)
+        a, b = a * between, b / between[:, None]
+    else:
+        a[1::2], b[:, ::3] = 0, 0
+    with braze.backend(matmul=name):
+        out = braze.matmul(a, b)
+    exact, size = a.double() @ b.double(), (a.double().abs() @ b.double().abs()).clamp_min(1e-300)
+    own, stock = (((x.double() - exact).abs() / size).max() for x in (out, torch.matmul(a, b)))
+    assert own <= 2 * stock + 4 * torch.finfo(torch.float32).eps / 2
+
+
+@pytest.mark.parametrize(
+    "powers", [(-140, 126), (-126, 100), (-60, -60), (-75, -75), (100, -126), (58, 62)]
+)
+@cuda_only
+def test_scaled_fp16_at_the_ends_of_the_range(device, powers):
+    """Inputs or results that are denormal, or nearly infinite."""
+    hopper_only(device)
+    powers = torch.tensor(powers, device=device)
+    a = torch.ldexp(torch.randn(140, 300, device=device), powers[0])
+    b = torch.ldexp(torch.randn(300, 130, device=device), powers[1])
+    with braze.backend(matmul="wgmma_scaled"):
+        out = braze.matmul(a, b)
+    assert_by_rule(out, torch.matmul(a, b), a.double() @ b.double())
+
+
+@cuda_only
+def test_scaled_fp16_overflows_where_the_result_does(device):
+    """Not before, of sums that are not split: they are scaled back at the end."""
+    hopper_only(device)
+    a, b = (torch.randn(s, device=device) for s in ((140, 100), (100, 130)))
+    with braze.backend(matmul="wgmma_scaled"):
+        out = braze.matmul(a * 2.0**62, b * 2.0**63)
+    exact = (a.double() @ b.double()) * 2.0**125
+    assert 0.2 < exact.float().isinf().float().mean() < 0.8
+    assert (out.isinf() == exact.float().isinf()).float().mean() > 0.999
+    assert not out.isnan().any()
 
 
 @pytest.mark.parametrize("name", SPLIT_KERNELS)

@@ -16,7 +16,7 @@ def test_every_kernel_by_name(device, dtype):
     assert kernels
     for kernel in kernels:
         # TMA takes rows of multiples of 16 bytes, wgmma for TF32 a depth of a multiple of 4.
-        tma = kernel["arch"] == "sm_90a" and kernel["name"] != "wgmma_split"
+        tma = kernel["arch"] == "sm_90a" and kernel["name"] not in ("wgmma_split", "wgmma_scaled")
         m, k, n = (80, 136, 96) if tma else (67, 130, 71)
         if kernel["name"] in ("gemv", "outer"):
             continue  # each's gradients are for the other: test_matmul_thin.py

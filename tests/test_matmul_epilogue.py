@@ -38,7 +38,7 @@ LARGE_SIZES = [
 ]
 WITH_FULL_EPILOGUE = {
     "cpu": ["blocked", "dot_bf16", "amx", "01_naive", "02_reordered"],
-    "cuda": ["simt", "mma_sync", "mma_split", "wgmma", "wgmma_split"],
+    "cuda": ["simt", "mma_sync", "mma_split", "wgmma", "wgmma_split", "wgmma_scaled"],
 }
 NAN = float("nan")
 EXACT_BELOW = 1 << 24  # integers in fp32

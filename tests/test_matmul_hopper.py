@@ -161,6 +161,7 @@ def test_stream_k_across_the_depth(device, dtype, m, n, k):
         ("wgmma", torch.bfloat16),
         ("stream_k", torch.bfloat16),
         ("wgmma_split", torch.float32),
+        ("wgmma_scaled", torch.float32),
         ("simt_tma", torch.float32),
         ("dmma_tma", torch.float64),
     ],
@@ -299,7 +300,7 @@ def test_hopper_kernel_runs_where_expected(device):
     # Of A by columns, which come by 64, a tile of 144 loads 192.
     assert "128, 144, 5, 2, 2, 192" in names("wgmma", randn16(264, 3152).mT, randn16(264, 760))
     # fp32 with TF32 off
-    assert "split_planes_kernel" in names("braze", big[:2048].float(), big.float())
+    assert "split_scaled_kernel" in names("braze", big[:2048].float(), big.float())
     wide = big[:1024, :1024].float()
-    assert "split_planes_kernel" in names("braze", wide, wide)
-    assert "split_planes_kernel" not in names("braze", wide[:, :128], wide[:128])  # too short sums
+    assert "split_scaled_kernel" in names("braze", wide, wide)
+    assert "split_scaled_kernel" not in names("braze", wide[:, :128], wide[:128])  # too short sums

@@ -15,6 +15,15 @@ struct Conv2dArguments {
   const std::string& backend;
 };
 
+// The backend that measures at the first call of a pass (conv2d_measure.h).
+constexpr char kBenchmark[] = "benchmark";
+
+// Whether `backend` lets ops that convolve in a kernel of their own take it: that is measured to be
+// faster than all that a convolution by itself may find.
+inline bool leaves_choice(const std::string& backend) {
+  return backend == "auto" || backend == "braze" || backend == kBenchmark;
+}
+
 // Moments of the result's channels, with their memory.
 struct OutputMoments {
   Tensor memory;

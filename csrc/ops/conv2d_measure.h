@@ -22,7 +22,6 @@
 namespace braze {
 namespace {
 
-constexpr char kBenchmark[] = "benchmark";
 // `backend`, with whether it wants new passes measured.
 struct Choice {
   Wish wish;
@@ -267,15 +266,16 @@ bool is_depthwise_and_ahead(const Decision& decision) {
 
 // The decision under "benchmark": what tuning chose, else what was measured, else what is measured
 // now. Rules decide for what cannot be tuned either, for a new pass within a capture, where
-// measured choices are to be ignored, where they have a kernel leave moments that are wanted, and
-// for most depthwise filters.
+// measured choices are to be ignored, where they have a kernel leave moments that are wanted, for
+// most depthwise filters, and where other work shares the GPU: by itself the kernel wins that takes
+// all of it.
 Decision benchmarked(Stream stream, const Conv2dProblem& problem, const Tensor& result,
                      const void* bias) {
   // Never destroyed: threads may outlive static objects.
   static auto* const with_and_without = new Measured[2];
   Measured& measured = with_and_without[problem.shape.wants_moments];
   const Decision by_rules = decided(result, problem, {}, bias);
-  if (problem.shape.deterministic ||
+  if (problem.shape.deterministic || are_multiprocessors_shared() ||
       (problem.shape.wants_moments && leaves_moments(by_rules.plan)) ||
       is_depthwise_and_ahead(by_rules)) {
     return by_rules;

@@ -226,15 +226,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> conv_bn_relu2d(
 }
 
 // The gradients of the convolution's input and weight by one kernel, which makes that of its output
-// on the way; nothing where passes one after the other have to, or do it faster. (Tuning, which
-// times convolutions alone, knows nothing of it.)
+// on the way; nothing where passes one after the other have to, or do it faster. (Tuning and
+// "benchmark", which time convolutions alone, know nothing of it.)
 std::optional<std::pair<Tensor, Tensor>> gradients_at_once(
     [[maybe_unused]] const DeviceContext& context, [[maybe_unused]] const Backward& b,
     [[maybe_unused]] const Tensor& input, [[maybe_unused]] const Tensor& weight,
     [[maybe_unused]] const Conv2dArguments& args) {
 #ifdef BRAZE_CUDA
-  const bool leaves_choice = args.backend == "auto" || args.backend == "braze";
-  if (!b.training || !b.pool || !leaves_choice || input.numel() == 0) return std::nullopt;
+  if (!b.training || !b.pool || !leaves_choice(args.backend) || input.numel() == 0) {
+    return std::nullopt;
+  }
   if (!is_channels_last(input) || !is_channels_last(weight)) return std::nullopt;
   const Conv2dShape shape = conv2d_shape(input, weight, args);
   check_grad_output("conv2d_backward", b.z, input, {shape.n, shape.k, shape.p, shape.q});

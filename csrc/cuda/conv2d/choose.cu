@@ -182,7 +182,7 @@ constexpr Kernel kKernels[] = {
      pointwise::run},
     {{"conv2d", "implicit_gemm_wgmma", "float32 bfloat16 float16", "sm_90a", true,
       "implicit GEMM on tensor cores: TMA in im2col mode and wgmma, producer and consumers apart; "
-      "float32 as TF32 or in bf16 parts"},
+      "float32 as TF32 or in scaled fp16 parts"},
      im2col_obstacle,
      im2col::plan,
      im2col::run},

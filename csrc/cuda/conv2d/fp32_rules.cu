@@ -27,11 +27,11 @@ int fastest_product(Conv2dPass pass, const Conv2dShape& s) {
       if (is_strided(s)) return kIm2col;
       if (s.k < 64) return kPointwise;
       if (s.c == 64) return s.k <= 128 ? kHalo : kIm2col;
-      return s.k <= 96 && s.c <= 224 && !few ? kHalo : kIm2col;
+      return s.k <= 96 && s.c <= 256 && !few ? kHalo : kIm2col;
     case Conv2dPass::kWgrad: break;
   }
   if (least < 64 && few && !is_strided(s)) return kPointwise;
-  if (least <= 64) return most > 64 || is_strided(s) ? kSimt : kPointwise;
+  if (least <= (is_strided(s) ? 128 : 64)) return most > 64 ? kSimt : kPointwise;
   // Where its splits of the sum fill the waves: 1.1 to 1.2 times as fast as implicit_gemm_wgmma.
   if (is_strided(s)) return least >= 512 && !many ? kPointwise : kIm2col;
   const bool fills =
@@ -53,16 +53,20 @@ int fastest_own_in_fp32(const Conv2dArgs& args) {
   if (is_pointwise(s)) return fastest_product(args.pass, s);
   if (is_strided(s)) return kIm2col;
   const int64_t pixels = pixels_of(s);
+  // Of few channels to many a kernel that splits tiles multiplies rows that are half empty.
+  const bool forward = args.pass == Conv2dPass::kFprop;
+  const int64_t from = forward ? s.c : s.k, to = forward ? s.k : s.c;
+  if (args.pass != Conv2dPass::kWgrad && from <= 32 && to >= 96 && pixels > kBatch * 14 * 14) {
+    return kIm2col;
+  }
   if (args.pass == Conv2dPass::kDgrad) {
     const bool tiny = pixels <= kBatch * 3 * 3 || (pixels <= kBatch * 7 * 7 && s.c < 64);
     return tiny && takes(kSimt, args) && !takes(kHalo, args) ? kSimt : -1;
   }
   if (args.pass == Conv2dPass::kFprop) return -1;
-  // A tile of pixels is split once for all taps, but multiplied by rows that are not full.
+  // A tile of pixels is split once for all taps, but in three parts: planes have two.
   if (pixels <= kBatch * 4 * 4) return kIm2col;
-  if (std::min(s.c, s.k) <= 96) return kHalo;
-  constexpr int64_t kRow = 64;  // channels of a row of parts
-  return 0.85 * (ceil_div(s.c, kRow) * kRow) > s.c ? kHalo : kIm2col;
+  return std::min(s.c, s.k) < 96 ? kHalo : kIm2col;
 }
 
 namespace {
@@ -70,7 +74,7 @@ namespace {
 // Whether planes of parts, which implicit_gemm_wgmma and pointwise multiply, take more workspace
 // than cuDNN is given (libraries/cudnn_plans.h).
 bool has_large_planes(const Conv2dProblem& problem) {
-  constexpr int64_t kMostBytes = int64_t{2} << 30, kPartBytes = 6;
+  constexpr int64_t kMostBytes = int64_t{2} << 30, kPartBytes = 4;
   const Conv2dShape& s = problem.shape;
   const int64_t x = s.n * s.h * s.w * s.c, y = s.n * s.p * s.q * s.k;
   const bool reads_x = problem.pass != Conv2dPass::kDgrad;
@@ -87,6 +91,7 @@ bool beats_cudnn_in_fp32(const Conv2dProblem& problem, int kernel) {
   if ((kernel == kIm2col || kernel == kPointwise) && has_large_planes(problem)) return false;
   if (!is_pointwise(s) || problem.pass != Conv2dPass::kWgrad) return true;
   const int64_t least = std::min(s.c, s.k), pixels = pixels_of(s);
+  if (least == 64 && s.k > s.c && pixels > kBatch * 28 * 28) return false;
   return least > 32 || pixels <= kBatch * 7 * 7 || (least <= 16 && pixels <= kBatch * 14 * 14);
 }
 

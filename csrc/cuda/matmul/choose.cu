@@ -154,6 +154,12 @@ constexpr Kernel kKernels[] = {
      hopper::plan_split,
      hopper::run_split,
      true},
+    {{"matmul", "wgmma_scaled", kFp32, kHopper, true,
+      "fp32 at fp32's accuracy on tensor cores: three products of scaled fp16 parts"},
+     hopper::split_obstacle,
+     hopper::plan_scaled,
+     hopper::run_scaled,
+     true},
 };
 constexpr int kCount = std::size(kKernels);
 const KernelEntries kEntries(kKernels, kCount);
@@ -163,7 +169,7 @@ constexpr int kCoalesced = number_of("02_coalesced"), kGemv = number_of("gemv"),
               kThin = number_of("thin"), kOuter = number_of("outer"), kSimt = number_of("simt"),
               kSimtTma = number_of("simt_tma"), kDmmaTma = number_of("dmma_tma"),
               kMma = number_of("mma_sync"), kMmaSplit = number_of("mma_split"),
-              kWgmma = number_of("wgmma"), kSplit = number_of("wgmma_split");
+              kWgmma = number_of("wgmma"), kScaled = number_of("wgmma_scaled");
 
 // The fastest of our own.
 int choose(const MatmulArgs& args) {
@@ -178,7 +184,7 @@ int choose(const MatmulArgs& args) {
   if (takes(kWgmma) && hopper::preferred(args, deep && !full)) return kWgmma;
   if (!takes(kMma)) {  // fp32 at its own accuracy
     if (deep && args.k >= kLongSplitSum && takes(kMmaSplit)) return kMmaSplit;
-    if (takes(kSplit) && hopper::split_preferred(args)) return kSplit;
+    if (takes(kScaled) && hopper::scaled_preferred(args)) return kScaled;
     if (takes(kSimtTma) && hopper::simt_tma_preferred(args)) return kSimtTma;
   }
   return takes(kMma) ? kMma : takes(kSimt) ? kSimt : kCoalesced;
@@ -191,7 +197,8 @@ int choose(const MatmulArgs& args) {
 // decides, and beyond where neither operand lies along the depth.
 bool beats_cublas(const MatmulArgs& args, int kernel) {
   const int64_t products = args.batch * args.m * args.n * args.k;
-  if (kernel == kOuter || kernel == kSplit) return true;
+  if (kernel == kOuter) return true;
+  if (kernel == kScaled) return hopper::scaled_beats_cublas(args);
   // 16-bit operands from the caches: cuBLASLt takes 0.6 to 0.76 of the time for larger results.
   if (kernel == kThin) return size_of(args.dtype) > 2 || args.batch * args.m * args.n <= 1 << 13;
   if (kernel == kGemv) return products <= 1 << 23;  // long rows of outputs come slowly

@@ -6,7 +6,7 @@
 
 namespace braze::cuda::im2col {
 
-// All passes of bfloat16, float16 and float32 (as TF32, or in bf16 parts at its own accuracy), one
+// All passes of bfloat16, float16 and float32 (as TF32, or in fp16 parts at its own accuracy), one
 // group, channels last. Why it cannot take the arguments, or nullptr.
 const char* obstacle(const Conv2dArgs& args);
 void plan(const Conv2dArgs& args, Conv2dPlan* plan);

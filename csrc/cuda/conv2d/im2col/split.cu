@@ -10,12 +10,12 @@ namespace braze::cuda::im2col {
 namespace {
 
 using hopper::aligned;
-using hopper::kPlanes;
 using hopper::Parts;
 
 // Pixels go through pairs of blocks, which share weights. Of filters there may be few.
-using WindowTile = hopper::SplitTile<2>;
-using GradientTile = hopper::SplitTile<1>;
+using WindowTile = hopper::ScaledTile<2>;
+using GradientTile = hopper::ScaledTile<1>;
+constexpr int kPlanes = WindowTile::kPlanes;
 
 // A tensor, dense and channels last, as `outer` rows of channels.
 struct Rows {
@@ -30,9 +30,9 @@ struct Rows {
 struct SplitPlan {
   int splits;
   int64_t flag_bytes[2], plane_bytes[2], partial_bytes;
-  int64_t total() const {
-    return flag_bytes[0] + flag_bytes[1] + plane_bytes[0] + plane_bytes[1] + partial_bytes;
-  }
+  // Of flags, behind which the two largest magnitudes lie.
+  int64_t flags() const { return flag_bytes[0] + flag_bytes[1] + aligned(2 * sizeof(uint32_t)); }
+  int64_t total() const { return flags() + plane_bytes[0] + plane_bytes[1] + partial_bytes; }
 };
 
 // The image that windows are of, and the other operand.
@@ -51,7 +51,7 @@ Operands operands_of(const Conv2dArgs& args) {
                 : rows(args.other.data, s.k * taps, s.c, dgrad ? 0 : 128 * taps)};
 }
 
-Parts parts_of(const Rows& t, void* flags, void* planes) {
+Parts parts_of(const Rows& t, void* flags, uint32_t* largest, void* planes) {
   const auto* const data = static_cast<const float*>(t.data);
   return {data,
           0,
@@ -60,19 +60,21 @@ Parts parts_of(const Rows& t, void* flags, void* planes) {
           t.outer,
           t.channels,
           t.row_bytes / 2,
-          static_cast<__nv_bfloat16*>(planes),
+          planes,
           static_cast<int*>(flags),
           static_cast<int>(t.flags()),
           t.block == 0,
           is_vec_aligned(data) && t.channels % 4 == 0,
-          t.block ? t.block : 128};
+          t.block ? t.block : 128,
+          hopper::Scaled::kAll,
+          largest};
 }
 
 // Weights in planes: channels, filters, taps.
 CUtensorMap weight_map(const Conv2dShape& s, const Rows& t, const void* planes, int filters) {
   const auto u = [](int64_t v) { return static_cast<uint64_t>(v); };
   const int64_t taps = s.r * s.s;
-  return make_tensor_map(CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, planes,
+  return make_tensor_map(CU_TENSOR_MAP_DATA_TYPE_FLOAT16, planes,
                          {u(s.c), u(s.k), u(taps), kPlanes},
                          {u(taps * t.row_bytes), u(t.row_bytes), u(t.plane_bytes())},
                          {64, static_cast<uint32_t>(filters), 1, 1}, kRowBytes);
@@ -81,7 +83,7 @@ CUtensorMap weight_map(const Conv2dShape& s, const Rows& t, const void* planes, 
 // Gradients in planes: filters, pixels.
 CUtensorMap gradient_map(const Rows& t, const void* planes) {
   const auto u = [](int64_t v) { return static_cast<uint64_t>(v); };
-  return make_tensor_map(CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, planes,
+  return make_tensor_map(CU_TENSOR_MAP_DATA_TYPE_FLOAT16, planes,
                          {u(t.channels), u(t.outer), 1, kPlanes},
                          {u(t.row_bytes), u(t.plane_bytes()), u(t.plane_bytes())},
                          {64, hopper::kSplitDepth, 1, 1}, kRowBytes);
@@ -93,7 +95,7 @@ CUtensorMap plane_window_map(const Conv2dArgs& args, const Rows& t, const void* 
   const Conv2dShape& s = args.shape;
   const int64_t pixel = t.row_bytes / 2, width = args.pass == Conv2dPass::kDgrad ? s.q : s.w;
   const Tensor4dRef image{planes, t.outer / s.n * pixel, 1, width * pixel, pixel};
-  return window_map(args, pixels, DType::kBFloat16, image, s.n * kPlanes);
+  return window_map(args, pixels, DType::kFloat16, image, s.n * kPlanes);
 }
 
 // The pass as a product, for its extents.
@@ -125,7 +127,7 @@ SplitPlan make_plan(const Conv2dArgs& args) {
   // Phases are not all as deep.
   const int64_t most = wgrad ? 64 : args.pass == Conv2dPass::kDgrad ? 1 : 16;
   plan.splits = hopper::choose_splits(e.batch * rows * ceil_div(e.columns, 128), e.stages, most,
-                                      e.batch * e.rows * e.columns)
+                                      e.batch * e.rows * e.columns, hopper::kScaledStage)
                     .splits;
   if (plan.splits > 1) plan.partial_bytes = plan.splits * e.batch * e.rows * e.columns * 4;
   return plan;
@@ -168,13 +170,14 @@ void run_split(Stream stream, const Conv2dArgs& args, const Conv2dPlan& planned,
   const Extents e = extents_of(args);
   char* const image_flags = static_cast<char*>(workspace);
   char* const other_flags = image_flags + plan.flag_bytes[0];
-  char* const image_planes = other_flags + plan.flag_bytes[1];
+  auto* const largest = reinterpret_cast<uint32_t*>(other_flags + plan.flag_bytes[1]);
+  char* const image_planes = image_flags + plan.flags();
   char* const other_planes = image_planes + plan.plane_bytes[0];
   auto* const partial =
       plan.splits > 1 ? reinterpret_cast<float*>(other_planes + plan.plane_bytes[1]) : nullptr;
-  cudaMemsetAsync(image_flags, 0, plan.flag_bytes[0] + plan.flag_bytes[1], as_cuda(stream));
-  const Parts image_parts = parts_of(image, image_flags, image_planes);
-  const Parts other_parts = parts_of(other, other_flags, other_planes);
+  cudaMemsetAsync(image_flags, 0, plan.flags(), as_cuda(stream));
+  const Parts image_parts = parts_of(image, image_flags, largest, image_planes);
+  const Parts other_parts = parts_of(other, other_flags, largest + 1, other_planes);
   hopper::launch_split_planes(stream, image_parts, other_parts);
 
   const bool dgrad = args.pass == Conv2dPass::kDgrad;
@@ -184,6 +187,7 @@ void run_split(Stream stream, const Conv2dArgs& args, const Conv2dPlan& planned,
     a.windows.blocks = static_cast<int>(ceil_div(pass.channels, hopper::kSplitDepth));
     a.row.special = rows.special, a.row.blocks = rows.blocks;
     a.column.special = columns.special, a.column.blocks = columns.blocks;
+    a.row.largest = rows.largest, a.column.largest = columns.largest;  // of all: no strides
     a.partial = partial;
     a.c = const_cast<void*>(args.out.data), a.bias = args.bias, a.relu = args.relu;
     a.plain.image = image_parts.data, a.plain.other = other_parts.data;

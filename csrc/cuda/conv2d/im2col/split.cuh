@@ -1,11 +1,13 @@
-// fp32 at fp32's accuracy by the parts of matmul/ladder/14_split_fp32.cuh: windows of images in
-// three planes, which are that many times as many images. An image with an infinity or NaN sends
-// the tiles that it has windows in to CUDA cores; so do weights, by blocks of 128 of the result's
-// channels. The weight gradient goes by blocks of 128 channels on either side.
+// fp32 at fp32's accuracy by the parts of matmul/ladder/17_scaled_fp16.cuh: windows of images in
+// two planes, which are that many times as many images. What a tensor is scaled by is its own
+// largest magnitude: pixels are in the sums of many results, with other channels each. An image
+// with an infinity or NaN sends the tiles that it has windows in to CUDA cores; so do weights, by
+// blocks of 128 of the result's channels. The weight gradient goes by blocks of 128 channels on
+// either side.
 #pragma once
 
 #include "copies.cuh"
-#include "cuda/matmul/ladder/14_split_fp32.cuh"
+#include "cuda/matmul/ladder/17_scaled_fp16.cuh"
 #include "wgrad.cuh"
 
 namespace braze::cuda::im2col {
@@ -116,7 +118,7 @@ class WindowPartCopies {
   __device__ __forceinline__ void copy(int, uint64_t* full, uint32_t rows, uint32_t columns) {
     const int channel = taps_.block() * Tile::kDepth, weights = taps_.weights();
 #pragma unroll
-    for (int plane = 0; plane < hopper::kPlanes; ++plane) {
+    for (int plane = 0; plane < Tile::kPlanes; ++plane) {
       tma_load_im2col(row_map_, full, rows + plane * Tile::kRowPlane, channel, corner_.w, corner_.h,
                       corner_.n + plane * images_, taps_.right(), taps_.down());
       hopper::load<typename Tile::T, kColumnMajor, Tile::kShare, Tile::kCluster>(
@@ -170,7 +172,7 @@ class PartCopies<im2col::SplitWgradArgs, Tile, 1, 1> {
     const int pixel = d * Tile::kDepth;
     im2col::Corner from = im2col::corner_of(windows_, pixel);
 #pragma unroll
-    for (int plane = 0; plane < kPlanes; ++plane, from.n += images_) {
+    for (int plane = 0; plane < Tile::kPlanes; ++plane, from.n += images_) {
       load<typename Tile::T, 1, Tile::kRows, 1>(row_map_, full, rows + plane * Tile::kRowPlane,
                                                 row_, pixel, 0, plane);
       constexpr int kWidth = kSwizzle / int{sizeof(typename Tile::T)};

@@ -24,11 +24,15 @@ void run(Stream stream, const MatmulArgs& args, const MatmulPlan& plan, void* wo
 const char* stream_k_obstacle(const MatmulArgs& args);
 void plan_stream_k(const MatmulArgs& args, MatmulPlan* plan);
 
-// The same for 14_split_fp32.cuh.
+// The same for 14_split_fp32.cuh and for 17_scaled_fp16.cuh.
 const char* split_obstacle(const MatmulArgs& args);
-bool split_preferred(const MatmulArgs& args);
 void plan_split(const MatmulArgs& args, MatmulPlan* plan);
 void run_split(Stream stream, const MatmulArgs& args, const MatmulPlan& plan, void* workspace);
+bool scaled_preferred(const MatmulArgs& args);
+// Whether it is faster than cuBLAS, whose time on CUDA cores follows from the products (H200).
+bool scaled_beats_cublas(const MatmulArgs& args);
+void plan_scaled(const MatmulArgs& args, MatmulPlan* plan);
+void run_scaled(Stream stream, const MatmulArgs& args, const MatmulPlan& plan, void* workspace);
 
 // The same for simt_tma.cuh: fp32 on CUDA cores.
 const char* simt_tma_obstacle(const MatmulArgs& args);

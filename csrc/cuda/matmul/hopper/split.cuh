@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "cuda/matmul/ladder/14_split_fp32.cuh"
+#include "cuda/matmul/ladder/17_scaled_fp16.cuh"
 
 namespace braze::cuda::hopper {
 
@@ -16,25 +17,47 @@ struct SplitDepth {
   double microseconds;
 };
 
-// Splits, at most `most`, that fill the waves of blocks. A part is two stages or more.
-inline SplitDepth choose_splits(int64_t tiles, int64_t stages, int64_t most, int64_t results) {
+// Splits, at most `most`, that fill the waves of blocks. A part is two stages or more. stage: its
+// microseconds.
+inline SplitDepth choose_splits(int64_t tiles, int64_t stages, int64_t most, int64_t results,
+                                double stage) {
   const int64_t multiprocessors = sm_count();
   most = std::clamp(stages / 2, int64_t{1}, most);
   SplitDepth best{1, std::numeric_limits<double>::infinity()};
   for (int splits = 1; splits <= most; ++splits) {
     const double waves = static_cast<double>(ceil_div(tiles * splits, multiprocessors));
     const double sum = splits == 1 ? 0 : 2 + 1.5e-6 * splits * results;
-    const double microseconds = waves * (3.8 + 1.7 * ceil_div(stages, splits)) + sum;
+    const double microseconds = waves * (3.8 + stage * ceil_div(stages, splits)) + sum;
     if (microseconds < best.microseconds) best = {splits, microseconds};
   }
   return best;
 }
 
+// Of tiles of three parts, and of two.
+constexpr double kSplitStage = 1.7, kScaledStage = 1.05;
+
+// As one row, where that makes no difference to what is largest.
+inline Parts in_one_row(Parts p) {
+  if (p.scaled != Scaled::kAll || p.batch != 1 || p.row_stride != p.inner) return p;
+  p.inner *= p.outer, p.outer = 1;
+  return p;
+}
+
+// Makes the planes of two matrices; where they are scaled, after what they are scaled by, where 0
+// was before.
 inline void launch_split_planes(Stream stream, const Parts& a, const Parts& b) {
   constexpr int kThreads = 256;
   const auto groups = [](const Parts& p) { return p.batch * p.outer * p.ld / 8; };
   const int blocks = grid_stride_blocks(std::max(groups(a), groups(b)), kThreads);
-  launch_early(split_planes_kernel, dim3(blocks, 2), kThreads, 0, stream, a, b);
+  if (a.scaled == Scaled::kNot) {
+    launch_early(split_planes_kernel, dim3(blocks, 2), kThreads, 0, stream, a, b);
+  } else {
+    const Parts rows[] = {in_one_row(a), in_one_row(b)};
+    const int64_t pieces = std::max(largest_pieces(rows[0]), largest_pieces(rows[1]));
+    launch_early(find_largest_kernel, dim3(grid_stride_blocks(32 * pieces, kLargestThreads), 2),
+                 kLargestThreads, 0, stream, rows[0], rows[1]);
+    launch_early(split_scaled_kernel, dim3(blocks, 2), kThreads, 0, stream, a, b);
+  }
   check_launch("matmul split_planes");
 }
 

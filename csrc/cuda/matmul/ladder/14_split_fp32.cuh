@@ -15,13 +15,15 @@
 
 namespace braze::cuda::hopper {
 
-constexpr int kPlanes = 3;
 constexpr int kSplitDepth = 64;  // of a stage
 
-template <int kCluster_>
-struct SplitTile {
-  using T = __nv_bfloat16;
-  static constexpr int kRows = 128, kColumns = 128, kStages = 2, kCluster = kCluster_;
+// Tiles of parts: in kPlanes planes of T.
+template <typename T_, int kPlanes_, int kStages_, int kCluster_>
+struct PartTile {
+  using T = T_;
+  static constexpr int kPlanes = kPlanes_, kStages = kStages_, kCluster = kCluster_;
+  static constexpr bool kScaled = std::is_same_v<T, __half>;  // fp16 has few exponents
+  static constexpr int kRows = 128, kColumns = 128;
   static constexpr int kConsumers = 2, kReaders = 2, kThreads = (kConsumers + 1) * 128;
   static constexpr int kDepth = kSplitDepth;
   static constexpr int kShare = kColumns / kCluster;  // columns that a block loads, for all
@@ -31,13 +33,19 @@ struct SplitTile {
   static constexpr int kSharedBytes = 1024 + kStages * kStageBytes;
 };
 
+template <int kCluster>
+using SplitTile = PartTile<__nv_bfloat16, 3, 2, kCluster>;
+
 // The matrices before they were split, and which blocks of 128 rows or columns hold infinities or
-// NaN (by batch, if the operand has one).
+// NaN (by batch, if the operand has one). What 17_scaled_fp16.cuh scaled them by: the bits of the
+// largest magnitudes, with their strides; nullptr of other parts.
 struct SplitOperand {
   const float* data;
   int64_t batch, outer, depth;  // strides
   const int* special;
   int blocks;
+  const uint32_t* largest;
+  int64_t largest_batch, largest_outer;
 };
 struct SplitArgs : Args {
   SplitOperand row, column;
@@ -103,7 +111,7 @@ class PartCopies {
   __device__ __forceinline__ void copy(int d, uint64_t* full, uint32_t rows, uint32_t columns) {
     using T = typename Tile::T;
 #pragma unroll
-    for (int plane = 0; plane < kPlanes; ++plane) {
+    for (int plane = 0; plane < Tile::kPlanes; ++plane) {
       load<T, kRowMajor, Tile::kRows, 1>(row_map_, full, rows + plane * Tile::kRowPlane, row_,
                                          d * Tile::kDepth, row_batch_, plane);
       load<T, kColumnMajor, Tile::kShare, Tile::kCluster>(
@@ -139,19 +147,63 @@ __device__ __forceinline__ void produce_parts(const CUtensorMap* row_map,
   drain_ring<Tile>(empty, at);
 }
 
+// What a thread sums of its tile: 64 x 128 results of its warpgroup.
+template <typename Tile>
+class PartSums {
+ public:
+  static constexpr int kCount = Tile::kColumns / 2;
+  float sums[kCount];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) sums[i] = 0;
+  }
+  // Multiplies a stage.
+  template <int kRowMajor, int kColumnMajor>
+  __device__ __forceinline__ void multiply(uint64_t rows, uint64_t columns) {
+    using Pairs = halo::PartPairs<Tile::kPlanes>;
+    wgmma_touch(part_);
+    wgmma_fence();
+#pragma unroll
+    for (int pair = 0; pair < Pairs::kCount; ++pair) {
+#pragma unroll
+      for (int step = 0; step < 4; ++step) {
+        Wgmma<typename Tile::T, Tile::kColumns>::template run<kRowMajor, kColumnMajor>(
+            part_,
+            wgmma_advance(rows, Pairs::first(pair) * Tile::kRowPlane + step * step_of(kRowMajor)),
+            wgmma_advance(columns,
+                          Pairs::second(pair) * Tile::kColumnPlane + step * step_of(kColumnMajor)),
+            pair + step > 0);
+      }
+    }
+    wgmma_commit();
+    wgmma_wait<0>();
+    wgmma_touch(part_);
+  }
+  // Adds what the stage gave.
+  __device__ __forceinline__ void add() {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) sums[i] += part_[i];
+  }
+  // Behind the last stage.
+  template <typename A>
+  __device__ __forceinline__ void finish(const A&, const Place&, int, int) {}
+
+ private:
+  // Bytes between 16 values of the depth.
+  static constexpr int step_of(int major) { return major ? 16 * kSwizzle : 32; }
+  float part_[kCount];
+};
+
 template <typename Tile, int kRowMajor, int kColumnMajor, typename A>
 __device__ __forceinline__ void consume_parts(const A& a, uint32_t stages, uint64_t* full,
                                               uint64_t* empty) {
-  using T = typename Tile::T;
-  using Pairs = halo::PartPairs<kPlanes>;
-  constexpr int kCluster = Tile::kCluster, kCount = Tile::kColumns / 2;
-  constexpr int kRowStep = kRowMajor ? 16 * kSwizzle : 32;
-  constexpr int kColumnStep = kColumnMajor ? 16 * kSwizzle : 32;
+  constexpr int kCluster = Tile::kCluster;
   constexpr int kBlock = Tile::kDepth * kSwizzle;  // between 64 columns of an MN-major operand
   const int rank = kCluster > 1 ? static_cast<int>(cluster_rank()) : 0;
   const int group = threadIdx.x / 128, thread = threadIdx.x % 128, lane = threadIdx.x % 32;
   Cursor<Tile::kStages> at;
-  float acc[kCount], part[kCount];
+  PartSums<Tile> acc;
 
   for (int tile = blockIdx.x / kCluster; tile < a.tiles; tile += gridDim.x / kCluster) {
     const PartPlace p = part_of(a, tile);
@@ -160,50 +212,33 @@ __device__ __forceinline__ void consume_parts(const A& a, uint32_t stages, uint6
     const int column = p.column * Tile::kColumns + lane % 4 * 2;
     if (is_special<Tile>(a, p)) {
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        acc[i] =
+      for (int i = 0; i < acc.kCount; ++i) {
+        acc.sums[i] =
             plain_sum(a, p.batch, row + i / 2 % 2 * 8, column + i / 4 * 8 + i % 2, p.first, p.last);
       }
     } else {
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) acc[i] = 0;
+      acc.clear();
       for (int d = p.first; d < p.last; ++d, at.next()) {
         mbarrier_wait(&full[at.stage], at.phase);
         const uint32_t rows = stages + at.stage * Tile::kStageBytes;
-        const uint64_t row_desc = wgmma_descriptor<kSwizzle>(rows + group * 64 * kSwizzle, kBlock);
-        const uint64_t column_desc = wgmma_descriptor<kSwizzle>(rows + Tile::kRowBytes, kBlock);
-        wgmma_touch(part);
-        wgmma_fence();
-#pragma unroll
-        for (int pair = 0; pair < Pairs::kCount; ++pair) {
-#pragma unroll
-          for (int step = 0; step < 4; ++step) {
-            Wgmma<T, Tile::kColumns>::template run<kRowMajor, kColumnMajor>(
-                part,
-                wgmma_advance(row_desc, Pairs::first(pair) * Tile::kRowPlane + step * kRowStep),
-                wgmma_advance(column_desc,
-                              Pairs::second(pair) * Tile::kColumnPlane + step * kColumnStep),
-                pair + step > 0);
-          }
-        }
-        wgmma_commit();
-        wgmma_wait<0>();
-        wgmma_touch(part);
+        acc.template multiply<kRowMajor, kColumnMajor>(
+            wgmma_descriptor<kSwizzle>(rows + group * 64 * kSwizzle, kBlock),
+            wgmma_descriptor<kSwizzle>(rows + Tile::kRowBytes, kBlock));
         release_stage<Tile>(empty, at.stage);
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) acc[i] += part[i];
+        acc.add();
       }
+      acc.finish(a, p, row, column);
     }
     if constexpr (A::kScattered) {
-      scatter_direct<float, true>(a, p.batch, acc, row, column);
+      scatter_direct<float, true>(a, p.batch, acc.sums, row, column);
     } else if (a.partial) {
       const int64_t index = int64_t{p.split} * a.batch + p.batch;
       store_direct<float, false>(a.partial + index * a.rows * a.columns, a.columns, a.rows,
-                                 a.columns, acc, row, column);
+                                 a.columns, acc.sums, row, column);
     } else {
-      finish<float, false>(a, acc, row, column);
+      hopper::finish<float, false>(a, acc.sums, row, column);
       store_direct<float, false>(static_cast<float*>(a.c) + p.batch * a.c_batch, a.c_ld, a.rows,
-                                 a.columns, acc, row, column);
+                                 a.columns, acc.sums, row, column);
     }
   }
 }
@@ -230,16 +265,35 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 #endif
 }
 
+// What the parts of a matrix were scaled by together.
+enum class Scaled : uint8_t { kNot, kRows, kColumns, kAll };
+
 // A matrix's parts, in the layout it has: `outer` rows of `inner` values, rows of planes padded to
 // `ld`. Infinities and NaN are told by blocks of `block` rows (`block_inner`: columns).
 struct Parts {
   const float* data;
   int64_t batch_stride, row_stride, batch, outer, inner, ld;
-  __nv_bfloat16* planes;
+  void* planes;
   int* special;
   int blocks;
   bool block_inner, vectors;
   int64_t block = 128;
+  Scaled scaled = Scaled::kNot;
+  uint32_t* largest = nullptr;  // bits of magnitudes, of each batch's rows, columns, or of all
+
+  // Values [column, column + N) of a row, zeros behind its end.
+  template <int N>
+  __device__ __forceinline__ void load(const float* row, int64_t column, float (&v)[N]) const {
+    if (vectors && column + N <= inner) {
+#pragma unroll
+      for (int j = 0; j < N; j += 4) {
+        *reinterpret_cast<float4*>(v + j) = *reinterpret_cast<const float4*>(row + column + j);
+      }
+    } else {
+#pragma unroll
+      for (int j = 0; j < N; ++j) v[j] = column + j < inner ? row[column + j] : 0.0f;
+    }
+  }
 };
 
 // Eight values a thread; the blocks' second coordinate tells the operand.
@@ -253,22 +307,17 @@ static __global__ void __launch_bounds__(256)
   for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < total; i += stride) {
     const int64_t row = i / groups, column = (i - row * groups) * 8;
     const int64_t batch = row / p.outer, outer = row - batch * p.outer;
-    const float* const from = p.data + batch * p.batch_stride + outer * p.row_stride + column;
     float v[8];
-    if (p.vectors && column + 8 <= p.inner) {
-      *reinterpret_cast<float4*>(v) = *reinterpret_cast<const float4*>(from);
-      *reinterpret_cast<float4*>(v + 4) = *reinterpret_cast<const float4*>(from + 4);
-    } else {
-#pragma unroll
-      for (int j = 0; j < 8; ++j) v[j] = column + j < p.inner ? from[j] : 0.0f;
-    }
+    p.load(p.data + batch * p.batch_stride + outer * p.row_stride, column, v);
     // Tiles of infinities and NaN are marked, and never read.
+    constexpr int kPlanes = SplitTile<1>::kPlanes;
     uint32_t parts[kPlanes][4];
     const bool special = halo::split_values(v, parts);
 #pragma unroll
     for (int k = 0; k < kPlanes; ++k) {
       // A plain assignment would become stores of 4 bytes.
-      __stcg(reinterpret_cast<uint4*>(p.planes + k * plane + row * p.ld + column),
+      __stcg(reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(p.planes) + k * plane +
+                                      row * p.ld + column),
              uint4{parts[k][0], parts[k][1], parts[k][2], parts[k][3]});
     }
     if (special) p.special[batch * p.blocks + (p.block_inner ? column : outer) / p.block] = 1;
