@@ -52,7 +52,6 @@ struct BlockedIm2colWgradPlan {
     parts = tasks >= 4 * num_threads() ? 1 : std::min(num_threads(), chunks(g));
     dy_size = dy_in_place ? 0 : kSteps * dy_ld;
     x_size = x_in_place ? 0 : kSteps * ld + kL;
-    rows_size = kPairs ? kPixels * ld + kVecBytes : 0;
     slab_size =
         x_in_place
             ? 0
@@ -66,7 +65,7 @@ struct BlockedIm2colWgradPlan {
   }
   // Bytes of a worker.
   int64_t scratch() const {
-    return round_up((dy_size + x_size) * sizeof(Acc) + (rows_size + slab_size) * sizeof(Element) +
+    return round_up((dy_size + x_size) * sizeof(Acc) + slab_size * sizeof(Element) +
                         copied_size * sizeof(T),
                     64);
   }
@@ -91,7 +90,7 @@ struct BlockedIm2colWgradPlan {
   bool x_in_place, dy_in_place;
   int64_t ld, dy_ld;  // of rows
   int64_t parts;
-  int64_t dy_size, x_size, rows_size, slab_size, copied_size;
+  int64_t dy_size, x_size, slab_size, copied_size;
 };
 
 template <typename T, typename Step>
@@ -135,8 +134,7 @@ class BlockedIm2colWgrad {
     Acc* const dy = reinterpret_cast<Acc*>(scratch);
     Acc* const x = dy + plan_.dy_size;
     Element* const slab = reinterpret_cast<Element*>(x + plan_.x_size);
-    Element* const rows = Plan::kPairs ? slab + plan_.slab_size : reinterpret_cast<Element*>(x);
-    T* const copied = reinterpret_cast<T*>(slab + plan_.slab_size + plan_.rows_size);
+    T* const copied = reinterpret_cast<T*>(slab + plan_.slab_size);
     Acc* const sums = sums_ + task.part * plan_.sums_size(g_) +
                       (task.group * g_.filters + task.filter) * plan_.columns +
                       task.channel * plan_.taps;
@@ -149,6 +147,7 @@ class BlockedIm2colWgrad {
       const int64_t begin = chunk % plan_.pieces * plan_.piece;
       const int64_t end = std::min(plan_.pixels, begin + plan_.piece), pixels = end - begin;
       const int64_t padded = Plan::kPairs ? round_up(pixels, 2) : pixels;
+      const int64_t width = round_up(patches.depth(), kL);
       const T* const x_from = static_cast<const T*>(g_.x.data) + image * g_.x.n +
                               (task.group * g_.channels + task.channel) * g_.x.c;
       const T* const dy_from = static_cast<const T*>(g_.dy.data) + image * g_.dy.n +
@@ -156,19 +155,17 @@ class BlockedIm2colWgrad {
       for (int64_t i = 0; i < images; ++i) {
         if (!plan_.x_in_place) {
           patches.fill(slab, x_from + i * g_.x.n, begin, end);
-          patches.copy(slab, begin, end, rows + i * padded * plan_.ld, plan_.ld);
+          if constexpr (Plan::kPairs) {
+            patches.copy_pairs(slab, begin, end,
+                               reinterpret_cast<uint32_t*>(x) + i * padded / 2 * plan_.ld, plan_.ld,
+                               width);
+          } else {
+            patches.copy(slab, begin, end, x + i * padded * plan_.ld, plan_.ld);
+          }
         }
         if (!plan_.dy_in_place) {
           copy_dy(dy, copied, task, dy_from + i * g_.dy.n, begin, end,
                   i * padded / (Plan::kPairs ? 2 : 1));
-        }
-      }
-      const int64_t width = round_up(patches.depth(), kL);
-      if constexpr (Plan::kPairs) {
-        for (int64_t i = 0; i < images; ++i) {
-          pack_pairs(reinterpret_cast<uint32_t*>(x) + i * padded / 2 * plan_.ld, plan_.ld,
-                     reinterpret_cast<const uint16_t*>(rows) + i * padded * plan_.ld, 1, plan_.ld,
-                     width, pixels);
         }
       }
       const Acc* const left =

@@ -127,6 +127,33 @@ class Patches {
     }
   }
 
+  // The patches of pixels of 16 bits by twos, of which the slab was filled: rows at `to`, `ld` apart,
+  // of elements of one patch, and above them those of the next one, which are zeros behind the last.
+  // Zeros from the depth on to `width`.
+  void copy_pairs(const Element* slab, int64_t begin, int64_t end, uint32_t* to, int64_t ld,
+                  int64_t width) const {
+    static_assert(sizeof(Element) == sizeof(uint16_t));
+    const int64_t depth_here = depth();
+    const auto window = [&](int64_t pixel) {
+      const int64_t i = pixel / w_.out - begin / w_.out, j = pixel % w_.out;
+      return reinterpret_cast<const uint16_t*>(slab + row_offset(i) + j * w_.step * channels_);
+    };
+    for (int64_t pixel = begin; pixel < end; pixel += 2, to += ld) {
+      const uint16_t* const low = window(pixel);
+      const uint16_t* const high = pixel + 1 < end ? window(pixel + 1) : nullptr;
+      uint32_t* out = to;
+      for (const Run& run : runs_) {
+        if (high) {
+          pair_up(out, low + run.offset, high + run.offset, run.length);
+        } else {
+          std::copy_n(low + run.offset, run.length, out);
+        }
+        out += run.length;
+      }
+      std::fill(to + depth_here, to + width, 0u);
+    }
+  }
+
   // Of the slab: where the window of row i's first pixel begins, and where taps are from there.
   int64_t row_offset(int64_t i) const { return i * h_.step * width_ * channels_; }
   std::vector<int64_t> tap_offsets() const {

@@ -83,6 +83,12 @@ inline void add_product(vec_t<float>&, Bf16Pair, const vec_t<float>&) {}
 
 #endif
 
+// Values and, above each, another one.
+inline void pair_up(uint32_t* __restrict__ to, const uint16_t* low, const uint16_t* high,
+                    int64_t count) {
+  for (int64_t j = 0; j < count; ++j) to[j] = low[j] | static_cast<uint32_t>(high[j]) << 16;
+}
+
 // Packs `lanes` columns, `depth` deep, into rows of pairs, `width` wide: column j's values of rows
 // 2 p and 2 p + 1 lie side by side at p * width + j. What is beyond the columns or the depth is
 // zero. to: ceil(depth / 2) rows.
@@ -100,7 +106,7 @@ inline void pack_pairs(uint32_t* to, int64_t width, const uint16_t* from, int64_
       uint32_t* __restrict__ const out = to + p * width;
       const uint16_t *const low = from + 2 * p * depth_stride, *const high = low + depth_stride;
       if (lane_stride == 1) {
-        for (int64_t j = 0; j < lanes; ++j) out[j] = low[j] | static_cast<uint32_t>(high[j]) << 16;
+        pair_up(out, low, high, lanes);
       } else {
         for (int64_t j = 0; j < lanes; ++j) {
           out[j] = low[j * lane_stride] | static_cast<uint32_t>(high[j * lane_stride]) << 16;
