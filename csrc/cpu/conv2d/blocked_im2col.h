@@ -191,6 +191,26 @@ class BlockedIm2col {
         });
         continue;
       }
+      if constexpr (Plan::kPairs) {
+        // Not of short runs, which fill tiles together.
+        if (rounds_to_result() && rows_adjoin() && pixels >= 2 * kMostPixels) {
+          const PanelBias<Acc> bias(static_cast<const T*>(conv_.bias), filter, filters);
+          with_full(filters, width, [&](auto full) {
+            for_each_run(task, [&](int64_t first, int64_t count, T* to) {
+              rows_times_panel(rows_at + first * rows_ld, rows_ld, count, panel, width, plan_.steps,
+                               tiles, width, false, false, [&](int64_t i, bool adds) {
+                                 return RoundedTile<full>{to + filter + i * conv_.dst_strides.w,
+                                                          conv_.dst_strides.w,
+                                                          filters,
+                                                          bias.values,
+                                                          adds ? tiles + i * width : nullptr,
+                                                          width};
+                               });
+            });
+          });
+          continue;
+        }
+      }
       rows_times_panel(rows_at, rows_ld, rows, panel, width, plan_.steps, tiles, width);
       for_each_run(task, [&](int64_t first, int64_t count, T* to) {
         store_pixels(tiles + first * width, width, count, filters, conv_.bias, filter,
@@ -211,7 +231,28 @@ class BlockedIm2col {
       const bool direct = stores_to_result(filters == width);
       Acc* const sums = direct ? reinterpret_cast<Acc*>(to + filter) : tiles;
       const int64_t ld = direct ? d.w : width, row_ld = direct ? d.h : columns * width;
-      windows_times_panel(slab, rows, packed(task.group, j), width, sums, row_ld, ld);
+      if constexpr (Plan::kPairs) {
+        if (rounds_to_result()) {
+          const PanelBias<Acc> bias(static_cast<const T*>(conv_.bias), filter, filters);
+          with_full(filters, width, [&](auto full) {
+            windows_times_panel(slab, rows, packed(task.group, j), width, sums, row_ld, ld,
+                                [&](int64_t i, int64_t column, bool adds) {
+                                  Acc* const at = sums + i * row_ld + column * ld;
+                                  return RoundedTile<full>{to + filter + i * d.h + column * d.w,
+                                                           d.w,
+                                                           filters,
+                                                           bias.values,
+                                                           adds ? at : nullptr,
+                                                           ld};
+                                });
+          });
+          continue;
+        }
+      }
+      windows_times_panel(slab, rows, packed(task.group, j), width, sums, row_ld, ld,
+                          [&](int64_t i, int64_t column, bool adds) {
+                            return TileOfSums<Acc>{sums + i * row_ld + column * ld, ld, adds};
+                          });
       for (int64_t i = 0; !direct && i < rows; ++i) {
         store_pixels(tiles + i * row_ld, width, columns, filters, conv_.bias, filter,
                      to + i * d.h + filter * d.c, d.w, d.c);
@@ -220,8 +261,10 @@ class BlockedIm2col {
   }
 
   // rows_times_panel() of windows that begin `stride` steps apart: their steps are at offsets_.
+  // last(row, column, adds): where a tile goes behind its last step.
+  template <typename Last>
   void windows_times_panel(const Step* slab, int64_t rows, const Acc* panel, int64_t width, Acc* to,
-                           int64_t row_ld, int64_t ld) const {
+                           int64_t row_ld, int64_t ld, const Last& last) const {
     const int64_t columns = conv_.w.out, height = even_height(columns);
     const int64_t stride = conv_.w.step * conv_.channels / kValues, depth = plan_.steps;
     const int64_t tiles = rows * ceil_div(columns, height);
@@ -233,16 +276,22 @@ class BlockedIm2col {
       for (int64_t i = 0; i < rows; ++i) {
         for (int64_t j = 0; j < columns; j += height, ahead += each * steps) {
           const Step* const from = slab + patches_.row_offset(i) / kValues + j * stride;
-          Acc* const out = to + i * row_ld + j * ld;
-          with_pixels<1>(std::min(height, columns - j), width / kL, [&](auto pixels, auto vecs) {
-            outer_products<Acc, pixels, vecs>(
-                steps, [=](int64_t q) { return from + offsets[q]; }, stride,
-                [=, at = panel + p * width](int64_t q) {
-                  __builtin_prefetch(ahead + q * each, 0, 2);
-                  return at + q * vecs * kL;
-                },
-                out, ld, p > 0);
-          });
+          const auto run = [&](const auto& tile) {
+            with_pixels<1>(std::min(height, columns - j), width / kL, [&](auto pixels, auto vecs) {
+              outer_products<Acc, pixels, vecs>(
+                  steps, [=](int64_t q) { return from + offsets[q]; }, stride,
+                  [=, at = panel + p * width](int64_t q) {
+                    __builtin_prefetch(ahead + q * each, 0, 2);
+                    return at + q * vecs * kL;
+                  },
+                  tile);
+            });
+          };
+          if (p + steps < depth) {
+            run(TileOfSums<Acc>{to + i * row_ld + j * ld, ld, p > 0});
+          } else {
+            run(last(i, j, p > 0));
+          }
         }
       }
     }
@@ -252,6 +301,8 @@ class BlockedIm2col {
     }
   }
 
+  // Whether 16-bit results are rounded to where they belong. Sums of nothing leave no tiles.
+  bool rounds_to_result() const { return conv_.dst_strides.c == 1 && plan_.steps > 0; }
   // Whether sums of a panel need neither an epilogue nor a transposition, nor lie in short pieces.
   bool stores_to_result(bool full) const {
     return std::is_same_v<T, Acc> && !conv_.bias && conv_.dst_strides.c == 1 && full &&

@@ -43,6 +43,7 @@ struct BlockedIm2colWgradPlan {
                   g.w.step == 1 && g.h.extent == g.h.out && g.w.extent == g.w.out),
         x_in_place(!kPairs && std::is_same_v<T, Acc> && is_inside && channels % kL == 0 &&
                    g.channels % channels == 0 && lies_in_rows(g, g.x)),
+        pairs_adjoin(kPairs && is_inside && g.x.c == 1 && g.x.h == g.w.out * g.x.w),
         dy_in_place(!kPairs && std::is_same_v<T, Acc> && lies_in_rows(g, g.dy)) {
     const int64_t block = round_up(taps * channels + 1, kL);  // columns of a task
     const auto apart = [](int64_t row) { return collide(row) ? row + kL : row; };
@@ -65,9 +66,9 @@ struct BlockedIm2colWgradPlan {
   }
   // Bytes of a worker.
   int64_t scratch() const {
-    return round_up((dy_size + x_size) * sizeof(Acc) + slab_size * sizeof(Element) +
-                        copied_size * sizeof(T),
-                    64);
+    return round_up(
+        (dy_size + x_size) * sizeof(Acc) + slab_size * sizeof(Element) + copied_size * sizeof(T),
+        64);
   }
   int64_t bytes(const WeightGradient& g) const {
     return round_up(parts * sums_size(g), 16) * sizeof(Acc) + num_threads() * scratch();
@@ -87,7 +88,9 @@ struct BlockedIm2colWgradPlan {
   int64_t together, pieces, piece;  // images of a chunk, or parts of one, of `piece` pixels
   bool dy_rows_adjoin;
   bool is_inside;  // filters of one pixel that meet the one with the number of the result's
-  bool x_in_place, dy_in_place;
+  bool x_in_place;
+  bool pairs_adjoin;  // of filters of one pixel: what they meet are adjoining rows, in 16 bits
+  bool dy_in_place;
   int64_t ld, dy_ld;  // of rows
   int64_t parts;
   int64_t dy_size, x_size, slab_size, copied_size;
@@ -153,7 +156,11 @@ class BlockedIm2colWgrad {
       const T* const dy_from = static_cast<const T*>(g_.dy.data) + image * g_.dy.n +
                                (task.group * g_.filters + task.filter) * g_.dy.c;
       for (int64_t i = 0; i < images; ++i) {
-        if (!plan_.x_in_place) {
+        if (plan_.pairs_adjoin) {
+          pack_pairs(reinterpret_cast<uint32_t*>(x) + i * padded / 2 * plan_.ld, plan_.ld,
+                     reinterpret_cast<const uint16_t*>(x_from + i * g_.x.n + begin * g_.x.w), 1,
+                     g_.x.w, task.channels, pixels);
+        } else if (!plan_.x_in_place) {
           patches.fill(slab, x_from + i * g_.x.n, begin, end);
           if constexpr (Plan::kPairs) {
             patches.copy_pairs(slab, begin, end,

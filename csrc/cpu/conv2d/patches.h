@@ -127,9 +127,9 @@ class Patches {
     }
   }
 
-  // The patches of pixels of 16 bits by twos, of which the slab was filled: rows at `to`, `ld` apart,
-  // of elements of one patch, and above them those of the next one, which are zeros behind the last.
-  // Zeros from the depth on to `width`.
+  // The patches of pixels of 16 bits by twos, of which the slab was filled: rows at `to`, `ld`
+  // apart, of elements of one patch, and above them those of the next one, which are zeros behind
+  // the last. Zeros from the depth on to `width`.
   void copy_pairs(const Element* slab, int64_t begin, int64_t end, uint32_t* to, int64_t ld,
                   int64_t width) const {
     static_assert(sizeof(Element) == sizeof(uint16_t));

@@ -149,12 +149,16 @@ class Pointwise {
           packed_ + (task.group * plan_.packed_filters + j * kPanel) * plan_.steps;
       const bool direct = stores_to_result(filters == width);
       const bool is_cold = j == 0 && plan_.in_place;
+      const PanelBias<Acc> bias(static_cast<const T*>(conv_.bias),
+                                task.group * conv_.filters + j * kPanel, filters);
       for (int64_t run = task.first_run; run < task.last_run; ++run) {
         const auto [from, ld] = pixels_of(task, run);
         T* const to = result(task, run) + j * kPanel * conv_.dst_strides.c;
         if (direct) {
           rows_times_panel(from, ld, pixels, panel, width, plan_.steps, reinterpret_cast<Acc*>(to),
                            plan_.runs.to, false, is_cold);
+        } else if (rounds_to_result()) {
+          round_to(to, filters, bias.values, from, ld, pixels, panel, width, tiles, is_cold);
         } else {
           rows_times_panel(from, ld, pixels, panel, width, plan_.steps, tiles, width, false,
                            is_cold);
@@ -163,6 +167,21 @@ class Pointwise {
                        conv_.dst_strides.c);
         }
       }
+    }
+  }
+
+  // rows_times_panel() of 16-bit results, which are rounded as they leave the registers.
+  void round_to(T* to, int64_t filters, const Acc* bias, const Step* from, int64_t ld,
+                int64_t pixels, const Acc* panel, int64_t width, Acc* tiles, bool is_cold) const {
+    if constexpr (Plan::kPairs) {
+      with_full(filters, width, [&](auto full) {
+        rows_times_panel(
+            from, ld, pixels, panel, width, plan_.steps, tiles, width, false, is_cold,
+            [=, to_ld = plan_.runs.to](int64_t i, bool adds) {
+              return RoundedTile<full>{
+                  to + i * to_ld, to_ld, filters, bias, adds ? tiles + i * width : nullptr, width};
+            });
+      });
     }
   }
 
@@ -190,6 +209,10 @@ class Pointwise {
     return {reinterpret_cast<const Step*>(copied), plan_.ld};
   }
 
+  // Whether they are rounded to where they belong. Sums of nothing leave no tiles.
+  bool rounds_to_result() const {
+    return Plan::kPairs && conv_.dst_strides.c == 1 && plan_.steps > 0;
+  }
   // Whether sums of a panel need neither an epilogue nor a transposition.
   bool stores_to_result(bool full) const {
     return std::is_same_v<T, Acc> && !conv_.bias && conv_.dst_strides.c == 1 && full;

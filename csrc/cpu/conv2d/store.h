@@ -16,6 +16,22 @@ inline bool all_finite(const float* values, int64_t count) {
   return odd == 0;
 }
 
+// Calls f(std::bool_constant): whether a panel of so many filters fills its vectors.
+template <typename F>
+void with_full(int64_t filters, int64_t width, const F& f) {
+  filters == width ? f(std::true_type{}) : f(std::false_type{});
+}
+
+// The bias of a panel's filters, or zeros.
+template <typename Acc>
+struct PanelBias {
+  template <typename T>
+  PanelBias(const T* bias, int64_t filter, int64_t filters) {
+    for (int64_t f = 0; bias && f < filters; ++f) values[f] = Acc(bias[filter + f]);
+  }
+  Acc values[2 * kLanes<Acc>] = {};
+};
+
 // pixels x filters sums (64 filters at most), rows `width` apart, plus the bias from `filter` on
 // (or nullptr), to a result of those strides.
 template <typename T>

@@ -74,12 +74,69 @@ inline void store_rounded(const float* sums, int64_t width, int64_t rows, int64_
   }
 }
 
+// Where a tile of sums goes, plus a bias of its columns and, if not nullptr, what has been summed
+// before, rounded to bf16: to rows `ld` apart, of so many columns. kFull: of all that a tile has.
+template <bool kFull>
+struct RoundedTile {
+  BFloat16* to;
+  int64_t ld, columns;
+  const float* bias;
+  const float* before;
+  int64_t before_ld;
+
+  template <int kRows, int kVecs>
+  void store(const vec_t<float> (&tile)[kRows][kVecs]) const {
+    using V = vec_t<float>;
+    static_assert(kVecs <= 2);
+    constexpr int64_t kL = kLanes<float>;
+    [[maybe_unused]] const auto mask = static_cast<__mmask32>((uint64_t{1} << columns) - 1);
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows; ++i) {
+      V sums[kVecs];
+#pragma GCC unroll 2
+      for (int j = 0; j < kVecs; ++j) {
+        sums[j] = tile[i][j];
+        if (before) sums[j] += load<V>(before + i * before_ld + j * kL);
+        sums[j] += load<V>(bias + j * kL);
+      }
+      if constexpr (kVecs == 2) {
+        __m512i rounded;
+        asm("vcvtne2ps2bf16 %1, %2, %0" : "=v"(rounded) : "v"(sums[0]), "v"(sums[1]));
+        if constexpr (kFull) {
+          std::memcpy(&to[i * ld].bits, &rounded, sizeof(rounded));
+        } else {
+          _mm512_mask_storeu_epi16(&to[i * ld].bits, mask, rounded);
+        }
+      } else {
+        __m256i rounded;
+        asm("vcvtneps2bf16 %1, %0" : "=v"(rounded) : "v"(sums[0]));
+        if constexpr (kFull) {
+          std::memcpy(&to[i * ld].bits, &rounded, sizeof(rounded));
+        } else {
+          _mm256_mask_storeu_epi16(&to[i * ld].bits, static_cast<__mmask16>(mask), rounded);
+        }
+      }
+    }
+  }
+};
+
 #else
 
 inline bool dot_bf16_available() { return false; }
 inline void store_rounded(const float*, int64_t, int64_t, int64_t, const float*, BFloat16*,
                           int64_t) {}
 inline void add_product(vec_t<float>&, Bf16Pair, const vec_t<float>&) {}
+template <bool kFull>
+struct RoundedTile {
+  BFloat16* to;
+  int64_t ld, columns;
+  const float* bias;
+  const float* before;
+  int64_t before_ld;
+
+  template <typename Sums>
+  void store(const Sums&) const {}
+};
 
 #endif
 

@@ -62,19 +62,25 @@ class Panels {
   int64_t n_, vecs_, count_, narrow_, wide_;
 };
 
-// A tile of vectors to rows at `out`, `ld` apart: = or +=.
-template <typename Acc, int kRows, int kVecs>
-inline void store_tile(const vec_t<Acc> (&tile)[kRows][kVecs], Acc* __restrict__ out, int64_t ld,
-                       bool accumulate) {
+// Where a tile of vectors goes: to rows at `out`, `ld` apart, = or +=.
+template <typename Acc>
+struct TileOfSums {
+  Acc* out;
+  int64_t ld;
+  bool accumulate;
+
+  template <int kRows, int kVecs>
+  void store(const vec_t<Acc> (&tile)[kRows][kVecs]) const {
 #pragma GCC unroll 16
-  for (int i = 0; i < kRows; ++i) {
+    for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 8
-    for (int j = 0; j < kVecs; ++j) {
-      Acc* to = out + i * ld + j * kLanes<Acc>;
-      store(to, accumulate ? tile[i][j] + load<vec_t<Acc>>(to) : tile[i][j]);
+      for (int j = 0; j < kVecs; ++j) {
+        Acc* const to = out + i * ld + j * kLanes<Acc>;
+        cpu::store(to, accumulate ? tile[i][j] + load<vec_t<Acc>>(to) : tile[i][j]);
+      }
     }
   }
-}
+};
 
 // sum += a, broadcast, times b.
 template <typename Acc>
@@ -82,16 +88,15 @@ inline void add_product(vec_t<Acc>& sum, Acc a, const vec_t<Acc>& b) {
   sum += a * b;
 }
 
-// Rows x kVecs vectors at `out` (rows `ld` apart) = or += the sum over `depth` steps of kScalars
-// values, `stride` apart and each broadcast, times kVecs vectors; scalars(p) and vectors(p) point
-// at those of step p. The steps are summed from zero before they join what is there: shorter chains
-// of additions round less. A step is what add_product takes at once: a value, or a pair of bf16.
+// A tile of kScalars x kVecs vectors: the sum over `depth` steps of kScalars values, `stride` apart
+// and each broadcast, times kVecs vectors; scalars(p) and vectors(p) point at those of step p. The
+// steps are summed from zero before they join what is there: shorter chains of additions round
+// less. A step is what add_product takes at once: a value, or a pair of bf16.
 // Never inlined: within a larger function gcc 12 keeps some tiles in memory, not in registers.
 template <typename Acc, int kScalars, int kVecs, typename Scalars, typename Stride,
-          typename Vectors>
+          typename Vectors, typename Tile>
 __attribute__((noinline)) void outer_products(int64_t depth, const Scalars& scalars, Stride stride,
-                                              const Vectors& vectors, Acc* __restrict__ out,
-                                              int64_t ld, bool accumulate) {
+                                              const Vectors& vectors, const Tile tile) {
   using V = vec_t<Acc>;
   // Rows of A are addressed in fours, from a register that has the first one's address.
   constexpr int kGroup = 4;
@@ -111,7 +116,16 @@ __attribute__((noinline)) void outer_products(int64_t depth, const Scalars& scal
       }
     }
   }
-  store_tile(acc, out, ld, accumulate);
+  tile.store(acc);
+}
+
+// The same to rows at `out`, `ld` apart: = or +=.
+template <typename Acc, int kScalars, int kVecs, typename Scalars, typename Stride,
+          typename Vectors>
+inline void outer_products(int64_t depth, const Scalars& scalars, Stride stride,
+                           const Vectors& vectors, Acc* out, int64_t ld, bool accumulate) {
+  outer_products<Acc, kScalars, kVecs>(depth, scalars, stride, vectors,
+                                       TileOfSums<Acc>{out, ld, accumulate});
 }
 
 using Adjacent = std::integral_constant<int64_t, 1>;
@@ -136,17 +150,17 @@ inline void broadcast_kernel(int64_t depth, const Acc* __restrict__ a, const Row
 
 // kRows rows of A where they are, `a_ld` steps apart, times a panel of B of kVecs vectors: A is
 // never packed. Meanwhile `each` bytes a step at `ahead` come closer.
-template <typename Acc, int kRows, int kVecs, typename Step>
+template <typename Acc, int kRows, int kVecs, typename Step, typename Tile>
 inline void rows_kernel(int64_t depth, const Step* __restrict__ a, int64_t a_ld,
                         const Acc* __restrict__ b, const char* ahead, int64_t each,
-                        Acc* __restrict__ out, int64_t ld, bool accumulate) {
+                        const Tile& tile) {
   outer_products<Acc, kRows, kVecs>(
       depth, [a](int64_t p) { return a + p; }, a_ld,
       [=](int64_t p) {
         __builtin_prefetch(ahead + p * each, 0, 2);
         return b + p * kVecs * kLanes<Acc>;
       },
-      out, ld, accumulate);
+      tile);
 }
 
 // Pixels of a tile of broadcast_kernel: more than half of the most, so that rows of any length from
@@ -200,11 +214,12 @@ inline int panel_rows(int64_t rows) {
 // `rows` rows of A where they are times a packed panel of B, one or two vectors wide: to = or +=.
 // `depth` steps of A are a row, in which the panel's rows are `width` wide. What follows a part of
 // the panel in memory, its next part or the next panel, is prefetched meanwhile; or, of rows that
-// are `cold`, which nobody has read yet, those behind the ones at work.
-template <typename Acc, typename Step>
+// are `cold`, which nobody has read yet, those behind the ones at work. last(i, adds): where the
+// tile from row i on goes behind the last step, if not to `to`, which has earlier sums if it adds.
+template <typename Acc, typename Step, typename Last>
 void rows_times_panel(const Step* a, int64_t a_ld, int64_t rows, const Acc* panel, int64_t width,
-                      int64_t depth, Acc* to, int64_t ld, bool accumulate = false,
-                      bool cold = false) {
+                      int64_t depth, Acc* to, int64_t ld, bool accumulate, bool cold,
+                      const Last& last) {
   if (rows == 0) return;
   if (depth == 0 && !accumulate) {
     for (int64_t i = 0; i < rows; ++i) std::fill_n(to + i * ld, width, Acc(0));
@@ -221,8 +236,15 @@ void rows_times_panel(const Step* a, int64_t a_ld, int64_t rows, const Acc* pane
       with_pixels<1>(tile_rows, width / kLanes<Acc>, [&](auto rows_tag, auto vecs_tag) {
         for (int64_t i = first; i < first + tiles * rows_tag; i += rows_tag) {
           if (cold) ahead = reinterpret_cast<const char*>(a + (i + rows_tag) * a_ld);
-          rows_kernel<Acc, rows_tag, vecs_tag>(steps, a + i * a_ld + p, a_ld, panel + p * width,
-                                               ahead, each, to + i * ld, ld, accumulate || p > 0);
+          const auto run = [&](const auto& tile) {
+            rows_kernel<Acc, rows_tag, vecs_tag>(steps, a + i * a_ld + p, a_ld, panel + p * width,
+                                                 ahead, each, tile);
+          };
+          if (p + steps < depth) {
+            run(TileOfSums<Acc>{to + i * ld, ld, accumulate || p > 0});
+          } else {
+            run(last(i, accumulate || p > 0));
+          }
           ahead += each * steps;
         }
       });
@@ -230,6 +252,14 @@ void rows_times_panel(const Step* a, int64_t a_ld, int64_t rows, const Acc* pane
     multiply(0, whole, height);
     if (whole * height < rows) multiply(whole * height, 1, rows - whole * height);
   }
+}
+
+template <typename Acc, typename Step>
+void rows_times_panel(const Step* a, int64_t a_ld, int64_t rows, const Acc* panel, int64_t width,
+                      int64_t depth, Acc* to, int64_t ld, bool accumulate = false,
+                      bool cold = false) {
+  rows_times_panel(a, a_ld, rows, panel, width, depth, to, ld, accumulate, cold,
+                   [=](int64_t i, bool adds) { return TileOfSums<Acc>{to + i * ld, ld, adds}; });
 }
 
 // Columns of the left operand of columns_times_columns in a panel: even tiles of kMostPixels at
