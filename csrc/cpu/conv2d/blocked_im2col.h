@@ -186,8 +186,8 @@ class BlockedIm2col {
       const Acc* const panel = packed(task.group, j);
       if (stores_to_result(filters == width)) {
         for_each_run(task, [&](int64_t first, int64_t count, T* to) {
-          rows_times_panel(rows_at + first * rows_ld, rows_ld, count, panel, width, plan_.steps,
-                           reinterpret_cast<Acc*>(to + filter), conv_.dst_strides.w);
+          rows_times_panel_to(reinterpret_cast<Acc*>(to + filter), conv_.dst_strides.w,
+                              rows_at + first * rows_ld, rows_ld, count, panel, width, plan_.steps);
         });
         continue;
       }

@@ -155,8 +155,8 @@ class Pointwise {
         const auto [from, ld] = pixels_of(task, run);
         T* const to = result(task, run) + j * kPanel * conv_.dst_strides.c;
         if (direct) {
-          rows_times_panel(from, ld, pixels, panel, width, plan_.steps, reinterpret_cast<Acc*>(to),
-                           plan_.runs.to, false, is_cold);
+          rows_times_panel_to(reinterpret_cast<Acc*>(to), plan_.runs.to, from, ld, pixels, panel,
+                              width, plan_.steps, is_cold);
         } else if (rounds_to_result()) {
           round_to(to, filters, bias.values, from, ld, pixels, panel, width, tiles, is_cold);
         } else {

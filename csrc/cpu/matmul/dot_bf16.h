@@ -92,6 +92,7 @@ struct RoundedTile {
     [[maybe_unused]] const auto mask = static_cast<__mmask32>((uint64_t{1} << columns) - 1);
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) {
+      __builtin_prefetch(to + (i + kRows) * ld, 1, 3);  // as TileOfSums has it
       V sums[kVecs];
 #pragma GCC unroll 2
       for (int j = 0; j < kVecs; ++j) {

@@ -62,8 +62,10 @@ class Panels {
   int64_t n_, vecs_, count_, narrow_, wide_;
 };
 
-// Where a tile of vectors goes: to rows at `out`, `ld` apart, = or +=.
-template <typename Acc>
+// Where a tile of vectors goes: to rows at `out`, `ld` apart, = or +=. kCold: of a result that is
+// in no cache. What the next tile, behind this one, is going to write comes closer meanwhile:
+// stores that miss wait for few lines at a time.
+template <typename Acc, bool kCold = false>
 struct TileOfSums {
   Acc* out;
   int64_t ld;
@@ -76,6 +78,7 @@ struct TileOfSums {
 #pragma GCC unroll 8
       for (int j = 0; j < kVecs; ++j) {
         Acc* const to = out + i * ld + j * kLanes<Acc>;
+        if constexpr (kCold) __builtin_prefetch(to + kRows * ld, 1, 3);
         cpu::store(to, accumulate ? tile[i][j] + load<vec_t<Acc>>(to) : tile[i][j]);
       }
     }
@@ -254,6 +257,14 @@ void rows_times_panel(const Step* a, int64_t a_ld, int64_t rows, const Acc* pane
   }
 }
 
+// The same to a result that is in no cache.
+template <typename Acc, typename Step>
+void rows_times_panel_to(Acc* result, int64_t ld, const Step* a, int64_t a_ld, int64_t rows,
+                         const Acc* panel, int64_t width, int64_t depth, bool cold = false) {
+  rows_times_panel(
+      a, a_ld, rows, panel, width, depth, result, ld, false, cold,
+      [=](int64_t i, bool adds) { return TileOfSums<Acc, true>{result + i * ld, ld, adds}; });
+}
 template <typename Acc, typename Step>
 void rows_times_panel(const Step* a, int64_t a_ld, int64_t rows, const Acc* panel, int64_t width,
                       int64_t depth, Acc* to, int64_t ld, bool accumulate = false,
