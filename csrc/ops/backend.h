@@ -29,6 +29,11 @@ inline int64_t plan_context([[maybe_unused]] const Tensor& t) {
 #endif
 }
 
+// Whether an op may take whatever kernel it has for its arguments.
+inline bool leaves_choice(const std::string& backend) {
+  return backend == "auto" || backend == "braze";
+}
+
 // `backend`, read once: the fastest of all ("auto"), of our own ("braze"), an algorithm of the
 // vendor's library, or one kernel.
 struct Wish {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "launchers/conv2d.h"
+#include "ops/backend.h"
 #include "ops/batch_norm.h"
 #include "ops/common.h"
 
@@ -20,8 +21,8 @@ constexpr char kBenchmark[] = "benchmark";
 
 // Whether `backend` lets ops that convolve in a kernel of their own take it: that is measured to be
 // faster than all that a convolution by itself may find.
-inline bool leaves_choice(const std::string& backend) {
-  return backend == "auto" || backend == "braze" || backend == kBenchmark;
+inline bool leaves_convolution(const std::string& backend) {
+  return leaves_choice(backend) || backend == kBenchmark;
 }
 
 // Moments of the result's channels, with their memory.

@@ -233,7 +233,7 @@ std::optional<std::pair<Tensor, Tensor>> gradients_at_once(
     [[maybe_unused]] const Tensor& input, [[maybe_unused]] const Tensor& weight,
     [[maybe_unused]] const Conv2dArguments& args) {
 #ifdef BRAZE_CUDA
-  if (!b.training || !b.pool || !leaves_choice(args.backend) || input.numel() == 0) {
+  if (!b.training || !b.pool || !leaves_convolution(args.backend) || input.numel() == 0) {
     return std::nullopt;
   }
   if (!is_channels_last(input) || !is_channels_last(weight)) return std::nullopt;

@@ -314,7 +314,7 @@ std::tuple<Tensor, Tensor, Tensor> gradients(const char* op, const Tensor& grad_
   Tensor passed = result || output_mask[2] ? as_contiguous(grad_output) : grad_output;
   const Tensor dense_result = result ? as_contiguous(*result) : passed;
   // Few rows: both products, and the rest as far as it is still to be done, in one launch.
-  const bool own = settings.backend == "auto" || settings.backend == "braze";
+  const bool own = leaves_choice(settings.backend);
   const auto in_one_launch = [&](const Tensor& dy_tensor, const void* relu_result, void* bias) {
     if (!own || !output_mask[0] || !output_mask[1]) return false;
     const Matrices dy = rows_of(dy_tensor), x = rows_of(input), w = rows_of(weight);

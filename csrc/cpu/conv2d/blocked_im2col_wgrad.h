@@ -54,7 +54,7 @@ struct BlockedIm2colWgradPlan {
     dy_size = dy_in_place ? 0 : kSteps * dy_ld;
     x_size = x_in_place ? 0 : kSteps * ld + kL;
     slab_size =
-        x_in_place
+        x_in_place || pairs_adjoin
             ? 0
             : round_up(Patches<T, Element>::slab_size(g.h, g.w, channels, std::min(pixels, piece)),
                        16);

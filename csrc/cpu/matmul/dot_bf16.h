@@ -74,6 +74,15 @@ inline void store_rounded(const float* sums, int64_t width, int64_t rows, int64_
   }
 }
 
+#else
+
+inline bool dot_bf16_available() { return false; }
+inline void store_rounded(const float*, int64_t, int64_t, int64_t, const float*, BFloat16*,
+                          int64_t) {}
+inline void add_product(vec_t<float>&, Bf16Pair, const vec_t<float>&) {}
+
+#endif
+
 // Where a tile of sums goes, plus a bias of its columns and, if not nullptr, what has been summed
 // before, rounded to bf16: to rows `ld` apart, of so many columns. kFull: of all that a tile has.
 template <bool kFull>
@@ -86,6 +95,7 @@ struct RoundedTile {
 
   template <int kRows, int kVecs>
   void store(const vec_t<float> (&tile)[kRows][kVecs]) const {
+#ifdef BRAZE_HAS_DOT_BF16
     using V = vec_t<float>;
     static_assert(kVecs <= 2);
     constexpr int64_t kL = kLanes<float>;
@@ -118,28 +128,9 @@ struct RoundedTile {
         }
       }
     }
+#endif
   }
 };
-
-#else
-
-inline bool dot_bf16_available() { return false; }
-inline void store_rounded(const float*, int64_t, int64_t, int64_t, const float*, BFloat16*,
-                          int64_t) {}
-inline void add_product(vec_t<float>&, Bf16Pair, const vec_t<float>&) {}
-template <bool kFull>
-struct RoundedTile {
-  BFloat16* to;
-  int64_t ld, columns;
-  const float* bias;
-  const float* before;
-  int64_t before_ld;
-
-  template <typename Sums>
-  void store(const Sums&) const {}
-};
-
-#endif
 
 // Values and, above each, another one.
 inline void pair_up(uint32_t* __restrict__ to, const uint16_t* low, const uint16_t* high,

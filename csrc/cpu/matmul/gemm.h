@@ -265,6 +265,7 @@ void rows_times_panel_to(Acc* result, int64_t ld, const Step* a, int64_t a_ld, i
       a, a_ld, rows, panel, width, depth, result, ld, false, cold,
       [=](int64_t i, bool adds) { return TileOfSums<Acc, true>{result + i * ld, ld, adds}; });
 }
+// The same to sums that are.
 template <typename Acc, typename Step>
 void rows_times_panel(const Step* a, int64_t a_ld, int64_t rows, const Acc* panel, int64_t width,
                       int64_t depth, Acc* to, int64_t ld, bool accumulate = false,
