@@ -59,6 +59,20 @@ def test_bias_gradient_of_many_rows(device, dtype, rows, backend):
         check_against_stock(F.linear_relu, linear_relu, [x.detach(), w.detach(), b])
 
 
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
+@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize(
+    ("rows", "columns", "outputs"),
+    [(64, 3136, 128), (128, 520, 128), (5, 712, 8), (33, 1032, 72), (100, 4096, 16), (65, 600, 24)],
+)
+def test_on_a_part_of_a_gpu(device, dtype, rows, columns, outputs, count, bias):
+    """Where layers share a GPU, a block makes some columns of all of a layer's gradients."""
+    inputs = operands((rows, columns), outputs, bias, device, dtype)
+    with braze.multiprocessors(count):
+        check_against_stock(F.linear_relu, linear_relu, inputs)
+        check_against_stock(F.linear, stock.linear, inputs)
+
+
 def test_strides(device, dtype):
     def strided(shape):
         rows, cols = shape

@@ -103,7 +103,7 @@ struct BnPoolGeometry {
     for (int k = 0; k < N; ++k) to[k * p * q] = v.v[k];
   }
 
- private:
+  // Of a pooled pixel's channel where the pooled tensor is in NCHW order.
   __device__ __forceinline__ int64_t turned_offset(int64_t image, int row, int column,
                                                    int64_t channel) const {
     return (image * c + channel) * p * q + row * q + column;

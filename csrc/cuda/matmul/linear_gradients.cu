@@ -2,6 +2,7 @@
 // longer than the work: blocks of the first product, of the second, and of the bias gradient lie
 // side by side in the grid. The gradient of a ReLU after the layer is taken while dy is read.
 #include "gemm_plan.cuh"
+#include "linear_gradient_columns.cuh"
 #include "cuda/common/gemm_mma.cuh"
 #include "launchers/common/registry.h"
 
@@ -111,6 +112,43 @@ void launch_tiles(Stream stream, const LinearGradArgs& args) {
          MmaKernel<Tile, false, false, kLoad, kLoad, A, B, kSplit>>(stream, args);
 }
 
+// Whether gradient_columns_kernel takes the problem.
+bool takes_columns(const LinearGradArgs& args) {
+  using namespace gradient_columns;
+  const MatmulArgs &input = args.input, &weight = args.weight;
+  const auto dense = [](const MatrixRef& a, int64_t rows, int64_t columns) {
+    return a.col == 1 && a.row == columns && columns % kVector == 0 &&
+           reinterpret_cast<uintptr_t>(a.data) % 16 == 0;
+  };
+  return size_of(input.dtype) == 2 && input.m <= kMostExtent && input.k <= kMostExtent &&
+         dense(input.a, input.m, input.k) && dense(input.b, input.k, input.n) &&
+         dense(weight.b, input.m, input.n) && reinterpret_cast<uintptr_t>(args.result) % 16 == 0 &&
+         reinterpret_cast<uintptr_t>(input.c) % 16 == 0 &&
+         reinterpret_cast<uintptr_t>(weight.c) % 16 == 0;
+}
+
+template <typename T>
+void launch_columns(Stream stream, const LinearGradArgs& args) {
+  namespace columns = gradient_columns;
+  const MatmulArgs& input = args.input;
+  const columns::Problem<T> problem{masked_problem<T>(input, args.result).a,
+                                    static_cast<const T*>(args.weight.b.data),
+                                    static_cast<const T*>(input.b.data),
+                                    static_cast<T*>(input.c),
+                                    static_cast<T*>(args.weight.c),
+                                    static_cast<T*>(args.bias),
+                                    static_cast<int>(input.m),
+                                    static_cast<int>(input.k),
+                                    input.n};
+  const int bytes = problem.shared_bytes();
+  const auto blocks = static_cast<unsigned>(ceil_div(input.n, columns::kColumns));
+  const auto kernel = input.m <= 64 ? columns::gradient_columns_kernel<T, 1>
+                                    : columns::gradient_columns_kernel<T, 2>;
+  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  launch_early(kernel, blocks, columns::kThreads, bytes, stream, problem);
+  check_launch("linear_gradients");
+}
+
 int64_t tiles(const MatmulArgs& p, int64_t extent) {
   return ceil_div(p.m, extent) * ceil_div(p.n, extent);
 }
@@ -135,6 +173,9 @@ bool linear_gradients(Stream stream, const LinearGradArgs& args) {
     constexpr bool kSplit = decltype(split)::value;
     const int64_t large = tiles(input, 64) + tiles(weight, 64);
     // Many to a multiprocessor, as where several share the device: fewer blocks, which read less.
+    if constexpr (sizeof(T) == 2) {
+      if (large >= 8 * sm_count() && takes_columns(args)) return launch_columns<T>(stream, args);
+    }
     if (large >= 8 * sm_count() && !kSplit) {
       launch_tiles<T, kSplit, MmaTile<64, 64, 32, 32, 2, 1>>(stream, args);
     } else if (4 * large >= 3 * sm_count()) {

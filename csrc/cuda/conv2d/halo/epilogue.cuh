@@ -42,6 +42,13 @@ struct Accumulator {
   }
 };
 
+// Of sums of deviations from `shift`.
+__device__ __forceinline__ Moments moments_of(float shift, float sum, float square_sum, int count) {
+  if (count == 0) return {0, 0, 0};
+  const float mean = __fdividef(sum, count), m2 = fmaf(-mean, sum, square_sum);
+  return {static_cast<float>(count), shift + mean, m2 < 0 ? 0 : m2};
+}
+
 // Of the four threads that share a row, and one shift.
 __device__ __forceinline__ Moments merge_quad(Accumulator a, int count) {
 #pragma unroll
@@ -50,9 +57,7 @@ __device__ __forceinline__ Moments merge_quad(Accumulator a, int count) {
     a.square_sum += __shfl_xor_sync(~0u, a.square_sum, offset);
     count += __shfl_xor_sync(~0u, count, offset);
   }
-  if (count == 0) return {0, 0, 0};
-  const float mean = __fdividef(a.sum, count), m2 = fmaf(-mean, a.sum, a.square_sum);
-  return {static_cast<float>(count), a.shift + mean, m2 < 0 ? 0 : m2};
+  return moments_of(a.shift, a.sum, a.square_sum, count);
 }
 
 }  // namespace braze::cuda::halo

@@ -58,6 +58,7 @@ __global__ void __launch_bounds__(threads(consumers(kPixels, kPlanes)), 1)
   __shared__ uint64_t weights_full[kMaxWeightTiles];
   // Of a position's output in its tile, or -1.
   __shared__ alignas(8) int offsets[kConsumers][kPixels];
+  __shared__ alignas(16) float shifts[kConsumers][kFilters];  // of the groups' moments
   // Whether weights have infinities or NaN, or a consumer's tile; two in turn.
   __shared__ int special_weights, special_tile[kConsumers][2];
 
@@ -170,18 +171,8 @@ __global__ void __launch_bounds__(threads(consumers(kPixels, kPlanes)), 1)
       scale_values[i] = of.x, bias_values[i] = of.y;
     }
   }
-  int count = 0, rows_left_before = a.tile_rows, images_left_before = a.tile_images;
-  Accumulator row_moments[2];
-  uint64_t valid = 0;  // bit i: this thread's position 8 * (i / 2) + 2 * (lane % 4) + i % 2
-  const auto set_valid = [&] {
-    valid = 0;
-#pragma unroll
-    for (int i = 0; i < kPixels / 4; i += 2) {
-      const int2 o = *reinterpret_cast<const int2*>(&offsets[group][i * 4 + lane % 4 * 2]);
-      valid |= static_cast<uint64_t>((o.x >= 0) + 2 * (o.y >= 0)) << i;
-    }
-  };
-  set_valid();
+  int rows_left_before = a.tile_rows, images_left_before = a.tile_images;
+  std::conditional_t<kStaged, StagedMoments<T, kPixels>, RowMoments<kPixels>> sums;
   float acc[kAcc];
 
   for (int j = group, tile = blockIdx.x + group * gridDim.x, turn = 0; tile < a.tiles;
@@ -193,7 +184,6 @@ __global__ void __launch_bounds__(threads(consumers(kPixels, kPlanes)), 1)
       named_barrier(2 + group, 128);  // nobody reads the old offsets
       set_offsets(place.rows_left, place.images_left);
       named_barrier(2 + group, 128);
-      set_valid();
     }
 
     wgmma_touch(acc);
@@ -256,23 +246,8 @@ __global__ void __launch_bounds__(threads(consumers(kPixels, kPlanes)), 1)
         acc[i] = tail.bounded(fmaf(acc[i], scale_values[own], bias_values[own]));
       }
     }
-    if (moments && is_first) {  // position 0 is an output
-      row_moments[0].shift = __shfl_sync(~0u, convert<float>(convert<T>(acc[0])), lane & ~3);
-      row_moments[1].shift = __shfl_sync(~0u, convert<float>(convert<T>(acc[2])), lane & ~3);
-    }
-    if (moments) count += __popcll(valid);
-    // Of what is stored: a channel of one value then has that mean, and no variance.
-    const auto add_moments = [&](int i, const float(&v)[4]) {  // of accumulators i to i + 3
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        if (valid >> (i / 2 + e) & 1) {
-          row_moments[0].add(v[e]);
-          row_moments[1].add(v[2 + e]);
-        }
-      }
-    };
     if constexpr (kStaged) {
-      stage_results<T, kPixels>(acc, out, moments != nullptr, add_moments);
+      stage_results<T, kPixels>(acc, out);
       fence_async_proxy();
       named_barrier(2 + group, 128);
       if (thread == 0) {
@@ -280,13 +255,9 @@ __global__ void __launch_bounds__(threads(consumers(kPixels, kPlanes)), 1)
                      place.image);
         tma_store_commit();
       }
+      if (moments) sums.add(out, offsets[group], is_first, shifts[group]);
     } else {
-      if (moments) {
-#pragma unroll
-        for (int i = 0; i < kAcc; i += 4) {
-          add_moments(i, {acc[i], acc[i + 1], acc[i + 2], acc[i + 3]});
-        }
-      }
+      if (moments) sums.add(acc, offsets[group], is_first, shifts[group]);
       T* to = y + first_output(a, place);
       if (a.wide_stores) {
         store_wide<kPixels>(acc, a.k, offsets[group], k0, out, to);
@@ -295,17 +266,16 @@ __global__ void __launch_bounds__(threads(consumers(kPixels, kPlanes)), 1)
       }
     }
   }
-  if (moments) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const Moments merged = merge_quad(row_moments[half], count);
-      const int k = k0 + row + 8 * half;
-      if (lane % 4 == 0 && k < a.k) {
-        moments[(int64_t{k} * gridDim.x + blockIdx.x) * kConsumers + group] = merged;
-      }
-    }
-  }
   if (kStaged && thread == 0) tma_store_wait_read<0>();
+  if (moments) {
+    const auto store_moments = [&](int filter, const Moments& merged) {
+      if (k0 + filter >= a.k) return;
+      moments[(int64_t{k0 + filter} * gridDim.x + blockIdx.x) * kConsumers + group] = merged;
+    };
+    const auto sync = [&] { named_barrier(2 + group, 128); };
+    if constexpr (kStaged) sync();  // `out` is free
+    sums.merge(out, shifts[group], sync, store_moments);
+  }
 #endif
 }
 
