@@ -99,8 +99,8 @@ __global__ void __launch_bounds__(kPlaneThreads)
 
 // The pooled gradient where it is in NCHW order, of a block's channels and of a chunk of pixels, on
 // its way through shared memory: lanes beside each other read pixels beside each other there. (A
-// lane with eight channels of a pixel reads eight lines: 17.5 us of a multiprocessor's for 16 images
-// of 64 x 7 x 7 in bf16.)
+// lane with eight channels of a pixel reads eight lines: 17.5 us of a multiprocessor's for 16
+// images of 64 x 7 x 7 in bf16.)
 template <typename T, int N, int kAtOnce>
 class TurnedChunk {
  public:
@@ -113,7 +113,8 @@ class TurnedChunk {
   // By all of the block's threads: of `span` pixels from `first` on.
   __device__ __forceinline__ void load(const T* dy, int64_t first, const RowPlace<N>& place,
                                        const BnPoolSplit& split, const BnPoolGeometry& geometry) {
-    constexpr int kTasks = 2;  // of a warp, whose loads are in flight together: 32 pixels of a vector
+    constexpr int kTasks =
+        2;  // of a warp, whose loads are in flight together: 32 pixels of a vector
     const int lane = threadIdx.x % 32, warps = blockDim.x / 32;
     const int runs = (span_ + 31) / 32, tasks = runs * place.width;
     for (int task = threadIdx.x / 32; task < tasks; task += kTasks * warps) {

@@ -14,9 +14,9 @@
 namespace braze::cuda::gradient_columns {
 
 constexpr int kThreads = 128, kWarps = kThreads / 32;
-constexpr int kColumns = 64;        // of a block
-constexpr int kMostExtent = 128;    // rows, and outputs
-constexpr int kVector = 8;          // elements of 16 bytes
+constexpr int kColumns = 64;      // of a block
+constexpr int kMostExtent = 128;  // rows, and outputs
+constexpr int kVector = 8;        // elements of 16 bytes
 constexpr int kChunks = kColumns / kVector;
 
 // All dense and row-major: x and dx [rows][columns], dy and `result` [rows][outputs], w and dw
@@ -76,8 +76,8 @@ __device__ __forceinline__ void load_fragment(uint32_t (&r)[4], T* panel, int ro
 template <int kCount>
 using Sums = float[kCount][kColumns / 8][4];
 
-// sums += A B, of 16 kCount rows from `row` on: A of `depth` columns, panels of dy (kTransposed: its
-// transpose), B a panel whose rows are the depth.
+// sums += A B, of 16 kCount rows from `row` on: A of `depth` columns, panels of dy (kTransposed:
+// its transpose), B a panel whose rows are the depth.
 template <bool kTransposed, typename T, int kCount>
 __device__ __forceinline__ void multiply(Sums<kCount>& sums, T* dy, int panel_size, T* b, int row,
                                          int depth) {

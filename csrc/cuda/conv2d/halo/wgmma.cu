@@ -170,7 +170,9 @@ void plan(const Conv2dArgs& args, Conv2dPlan* plan) {
   if (args.pass == Conv2dPass::kWgrad) return plan_wgrad(args, plan);
   const Plan tiling = make_plan(args.pass, args.shape);
   if (args.pass == Conv2dPass::kFprop) {
-    plan->moment_sets = static_cast<int>(tiling.grid.x) * consumers(tiling.pixels, tiling.planes);
+    // fp32: of each group.
+    const int groups = size_of(args.shape.dtype) == 2 ? 1 : consumers(tiling.pixels, tiling.planes);
+    plan->moment_sets = static_cast<int>(tiling.grid.x) * groups;
   }
   plan->tiling.set(tiling);
 }

@@ -19,7 +19,7 @@
 // whose parts would not add up, are computed on CUDA cores.
 #pragma once
 
-#include "epilogue.cuh"
+#include "moments.cuh"
 #include "multiply.cuh"
 #include "parts.cuh"
 #include "store.cuh"
@@ -32,7 +32,8 @@
 
 namespace braze::cuda::halo {
 
-constexpr int threads(int consumers) { return consumers * 128 + 32; }
+// A warp copies; three more are in registers that nobody else could have.
+constexpr int threads(int consumers) { return consumers * 128 + 32 * (1 + kMomentWarps); }
 
 // kInPieces: a stage holds some of a tile's channel blocks, not all.
 template <typename T, int kPixels, int kChannelBlock, int kPlanes, bool kInPieces>
@@ -49,8 +50,9 @@ __global__ void __launch_bounds__(threads(consumers(kPixels, kPlanes)), 1)
   constexpr bool kStaged = sizeof(T) == 2;  // output through shared memory and TMA
   constexpr int kConsumers = consumers(kPixels, kPlanes), kThreads = threads(kConsumers);
   constexpr int kAcc = kPixels / 2;
+  // Groups that multiply at the same time also end at the same time, and nobody multiplies then.
+  constexpr bool kInTurns = kStaged;
   static_assert(kPixels % 16 == 0);  // results leave by 16 positions
-  static_assert(kPixels / 4 <= 64);  // bits of `valid`, below: of the positions of a thread
   extern __shared__ unsigned char shared_bytes[];
   // Swizzled rows are found by absolute address, whose pattern repeats every 1024 bytes.
   unsigned char* shared = shared_bytes + (-shared_address(shared_bytes) & 1023);
@@ -58,7 +60,8 @@ __global__ void __launch_bounds__(threads(consumers(kPixels, kPlanes)), 1)
   __shared__ uint64_t weights_full[kMaxWeightTiles];
   // Of a position's output in its tile, or -1.
   __shared__ alignas(8) int offsets[kConsumers][kPixels];
-  __shared__ alignas(16) float shifts[kConsumers][kFilters];  // of the groups' moments
+  __shared__ StagedTiles<kConsumers> staged;
+  __shared__ uint64_t turns[kConsumers];  // of the groups at the tensor cores
   // Whether weights have infinities or NaN, or a consumer's tile; two in turn.
   __shared__ int special_weights, special_tile[kConsumers][2];
 
@@ -72,6 +75,9 @@ __global__ void __launch_bounds__(threads(consumers(kPixels, kPlanes)), 1)
 
   ring.init(a.stages);
   if (threadIdx.x == 0) {
+    if (kStaged) staged.init();
+    for (uint64_t& turn : turns) mbarrier_init(&turn, 1);
+    mbarrier_init_fence();
     if (a.copy_weights) {
       for (int i = 0; i < steps; ++i) mbarrier_init(&weights_full[i], 1);
       mbarrier_init_fence();
@@ -144,6 +150,18 @@ __global__ void __launch_bounds__(threads(consumers(kPixels, kPlanes)), 1)
     return;
   }
 
+  unsigned char* out =
+      stages + a.stages * stage_bytes + (kPlanes == 1 ? 0 : kConsumers * L::stage_bytes(a));
+  if (warp > kConsumers * 4) {
+    if constexpr (kStaged) {
+      if (moments) {
+        sum_up_staged<T, kPixels>(staged, a, out, offsets, k0, reinterpret_cast<float2*>(shared),
+                                  moments);
+      }
+    }
+    return;
+  }
+
   if (!a.copy_weights) {
     if (load_weights<T, kChannelBlock, kPlanes, kConsumers * 128>(a, w, k0, shared))
       special_weights = 1;
@@ -153,9 +171,7 @@ __global__ void __launch_bounds__(threads(consumers(kPixels, kPlanes)), 1)
   if (a.early_weights) wait_for_earlier_kernels();
 
   // Consumers: the warpgroups take turns, so that one's epilogue hides behind the others' MMAs.
-  unsigned char* out = stages + a.stages * stage_bytes +
-                       (kPlanes == 1 ? 0 : kConsumers * L::stage_bytes(a)) +
-                       group * (kStaged ? kPixels * 128 : 4 * kTurnBytes);
+  out += group * (kStaged ? kPixels * 128 : 4 * kTurnBytes);
   const int row = (warp % 4) * 16 + lane / 4;  // of the accumulator: this filter and the one 8 on
   float bias_values[2] = {};
   if (bias) {
@@ -172,7 +188,7 @@ __global__ void __launch_bounds__(threads(consumers(kPixels, kPlanes)), 1)
     }
   }
   int rows_left_before = a.tile_rows, images_left_before = a.tile_images;
-  std::conditional_t<kStaged, StagedMoments<T, kPixels>, RowMoments<kPixels>> sums;
+  RowMoments<kPixels> row_moments;  // fp32's
   float acc[kAcc];
 
   for (int j = group, tile = blockIdx.x + group * gridDim.x, turn = 0; tile < a.tiles;
@@ -182,6 +198,7 @@ __global__ void __launch_bounds__(threads(consumers(kPixels, kPlanes)), 1)
     if (place.rows_left != rows_left_before || place.images_left != images_left_before) {
       rows_left_before = place.rows_left, images_left_before = place.images_left;
       named_barrier(2 + group, 128);  // nobody reads the old offsets
+      if (kStaged && moments && !is_first) mbarrier_wait(&staged.read[group], turn ^ 1);
       set_offsets(place.rows_left, place.images_left);
       named_barrier(2 + group, 128);
     }
@@ -212,7 +229,10 @@ __global__ void __launch_bounds__(threads(consumers(kPixels, kPlanes)), 1)
           for (int i = 0; i < count; ++i) mbarrier_wait(&weights_full[first + i * stride], 0);
         };
         const StageBlocks of{piece * stage_blocks, stage_blocks, blocks};
-        if (kConsumers > 2 && a.s == 3) {
+        if (kInTurns && (group > 0 || !is_first)) {
+          mbarrier_wait(&turns[group], group > 0 ? turn : turn ^ 1);
+        }
+        if ((kInTurns || kConsumers > 2) && a.s == 3) {
           multiply_columns<Op, L, kPixels, 3>(acc, a, w_desc, x_desc, weight_tile, plane_bytes, of,
                                               wait_for_weights);
         } else {
@@ -220,6 +240,7 @@ __global__ void __launch_bounds__(threads(consumers(kPixels, kPlanes)), 1)
                                                  of, [&](int i) { wait_for_weights(i, 1, 0); });
         }
       }
+      if (kInTurns && thread == 0) mbarrier_arrive(&turns[(group + 1) % kConsumers]);
       wgmma_wait<0>();
       if (!kInPieces || ++piece == a.pieces) break;
       named_barrier(2 + group, 128);  // all have read this piece
@@ -227,7 +248,10 @@ __global__ void __launch_bounds__(threads(consumers(kPixels, kPlanes)), 1)
       j += kConsumers;
     }
     wgmma_touch(acc);
-    if (kStaged && thread == 0) tma_store_wait_read<0>();
+    if (kStaged && thread == 0) {
+      tma_store_wait_read<0>();
+      if (moments && !is_first) mbarrier_wait(&staged.read[group], turn ^ 1);
+    }
     named_barrier(2 + group, 128);  // all have read this tile, and `out` is free
     if (kPlanes == 1 && thread == 0) ring.release(j, a.stages);
 
@@ -251,13 +275,13 @@ __global__ void __launch_bounds__(threads(consumers(kPixels, kPlanes)), 1)
       fence_async_proxy();
       named_barrier(2 + group, 128);
       if (thread == 0) {
+        if (moments) mbarrier_arrive(&staged.full[group]);
         tma_store_5d(&y_map, shared_address(out), k0, 0, place.stripe, place.first_row,
                      place.image);
         tma_store_commit();
       }
-      if (moments) sums.add(out, offsets[group], is_first, shifts[group]);
     } else {
-      if (moments) sums.add(acc, offsets[group], is_first, shifts[group]);
+      if (moments) row_moments.add(acc, offsets[group], is_first);
       T* to = y + first_output(a, place);
       if (a.wide_stores) {
         store_wide<kPixels>(acc, a.k, offsets[group], k0, out, to);
@@ -266,16 +290,13 @@ __global__ void __launch_bounds__(threads(consumers(kPixels, kPlanes)), 1)
       }
     }
   }
-  if (kStaged && thread == 0) tma_store_wait_read<0>();
-  if (moments) {
-    const auto store_moments = [&](int filter, const Moments& merged) {
+  if (!kStaged && moments) {
+    row_moments.merge([&](int filter, const Moments& merged) {
       if (k0 + filter >= a.k) return;
       moments[(int64_t{k0 + filter} * gridDim.x + blockIdx.x) * kConsumers + group] = merged;
-    };
-    const auto sync = [&] { named_barrier(2 + group, 128); };
-    if constexpr (kStaged) sync();  // `out` is free
-    sums.merge(out, shifts[group], sync, store_moments);
+    });
   }
+  if (kStaged && thread == 0) tma_store_wait_read<0>();
 #endif
 }
 
