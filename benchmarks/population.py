@@ -6,7 +6,9 @@ The network is the CNN of examples/mnist.py; every member has weights, a learnin
 of the images of its own. A step is the batch's load, forward, cross entropy, backward and SGD of
 all members, in milliseconds of the wall clock between two synchronisations. Stock's rows read
 resident batches, without a load. Before anything is timed, the population's losses and weights are
-compared with the lone members', bit for bit, on as many multiprocessors.
+compared with the lone members', bit for bit, on as many multiprocessors. Beside it the host's time:
+of a call that finds the device idle, until it returns. A step that takes no longer is limited by
+the host.
 """
 
 import copy
@@ -14,6 +16,7 @@ import gc
 import importlib.util
 import itertools
 import statistics
+import time
 from pathlib import Path
 
 import torch
@@ -28,8 +31,10 @@ from braze.data import DeviceLoader
 from braze.population import branches
 
 KEY = ("members", "batch", "precision", "mode")
-COLUMNS = [*KEY, "ms", "p20", "p80", "us_a_member", "memory_mb", "error", *results.ENVIRONMENT]
-WARM_UP, CHECKED = 4, 8
+COLUMNS = [
+    *KEY, "ms", "p20", "p80", "us_a_member", "host_ms", "memory_mb", "error", *results.ENVIRONMENT,
+]  # fmt: skip
+WARM_UP, CHECKED, CALLS = 4, 8, 21
 STREAMS = (1, 4, 8, 16)  # beside the population's own number
 IMAGES = 60_000
 
@@ -168,12 +173,13 @@ def begin(cell, mode, make):
     values = (str(cell.members), str(cell.batch_size), cell.precision, mode)
     row, on_gpu = dict.fromkeys(COLUMNS, "") | dict(zip(KEY, values, strict=True)), False
     try:
+        if mode == "braze population":
+            check(cell)
         if on_gpu := cell.device.type == "cuda":
+            gc.collect()
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(cell.device)
             before = torch.cuda.memory_allocated(cell.device)
-        if mode == "braze population":
-            check(cell)
         step, kept = make(cell)
         for _ in range(WARM_UP):
             step()
@@ -184,6 +190,18 @@ def begin(cell, mode, make):
     except Exception as problem:  # of compilers too: the row says it
         row["error"] = f"{type(problem).__name__}: {problem}".splitlines()[0]
         return row, None
+
+
+def host_seconds(step, device):
+    """Of a call, until it returns."""
+    seconds = []
+    for _ in range(CALLS):
+        wait(device)
+        start = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - start)
+    wait(device)
+    return statistics.median(seconds)
 
 
 def time_cell(cell, args):
@@ -201,7 +219,8 @@ def time_cell(cell, args):
     for _ in range(3 if args.quick else ROUNDS):
         for _, step, _, trial, seconds in ready:
             seconds.append(seconds_of(step, max(1, round(LEAST / trial)), cell.device))
-    for row, *_, seconds in ready:
+    for row, step, *_, seconds in ready:
+        row["host_ms"] = f"{1e3 * host_seconds(step, cell.device):.4g}"
         low, *_, high = statistics.quantiles(seconds, n=5, method="inclusive")
         ms = statistics.median(seconds), low, high
         row |= {k: f"{1e3 * v:.4g}" for k, v in zip(("ms", "p20", "p80"), ms, strict=True)}
@@ -223,7 +242,9 @@ def run(device, args):
 
 def line(row):
     """A row for the terminal."""
-    figures = row["error"] or f"{row['ms']:>8} ms  {row['us_a_member']:>7} us a member"
+    figures = row["error"] or (
+        f"{row['ms']:>8} ms  {row['us_a_member']:>7} us a member  host {row['host_ms']:>7} ms"
+    )
     what = f"{row['members']:>3} of batch {row['batch']:>4} {row['precision']}"
     return f"{what} {row['mode']:<36} {figures}"
 
@@ -235,6 +256,8 @@ def sections(folder):
 
 def summary(rows):
     """A line per mode."""
-    head = ["members", "batch", "precision", "what", "|", "ms", "µs a member", "MB"]
-    columns = ("members", "batch", "precision", "mode", "ms", "us_a_member", "memory_mb")
-    return table(head, [[row[name] for name in columns] for row in rows if not row["error"]])
+    head = ["members", "batch", "precision", "what", "|", "ms", "p20", "host ms", "µs a member", "MB"]
+    columns = ("members", "batch", "precision", "mode", "ms", "p20", "host_ms", "us_a_member")
+    columns += ("memory_mb",)
+    shown = [row for row in rows if not row["error"]]
+    return table(head, [[row.get(name, "") for name in columns] for row in shown])

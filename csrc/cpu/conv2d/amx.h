@@ -284,13 +284,13 @@ class AmxConvolution {
     multiply({segment}, offsets, sums, task);
   }
 
-  // Segments times panels. What is less, the weights or the positions, stays in the caches: a
-  // block of positions meets all panels, and results are stored by whole pixels, or a panel meets
-  // all blocks.
+  // Segments times panels, so many at once as stay in a second-level cache beside the positions: a
+  // block of positions meets all of these, so that results are stored by long parts of pixels.
   void multiply(const std::vector<Segment>& segments, const std::vector<int64_t>& offsets,
                 float* sums, const Task& task) const {
     constexpr int64_t kHeld = int64_t{256} << 10;
-    const int64_t bytes = (task.last_panel - task.first_panel) * plan_.steps * 16 * kPanel * 4;
+    const int64_t panel_bytes = std::max<int64_t>(1, plan_.steps * 16 * kPanel * 4);
+    const int64_t panels = std::max<int64_t>(1, kHeld / panel_bytes);
     if (plan_.steps_at_once < plan_.steps) {
       for (int64_t j = task.first_panel; j < task.last_panel; ++j) {
         for (const Segment& segment : segments) multiply_twice(segment, offsets, sums, task, j);
@@ -311,11 +311,9 @@ class AmxConvolution {
         for (int64_t j = begin; j < end; ++j) multiply_next({&segment, place(segment, p), j});
       }
     };
-    for (const Segment& segment : segments) {
-      if (bytes <= kHeld) each_block(segment, task.first_panel, task.last_panel);
-    }
-    for (int64_t j = task.first_panel; bytes > kHeld && j < task.last_panel; ++j) {
-      for (const Segment& segment : segments) each_block(segment, j, j + 1);
+    for (int64_t j = task.first_panel; j < task.last_panel; j += panels) {
+      const int64_t end = std::min(task.last_panel, j + panels);
+      for (const Segment& segment : segments) each_block(segment, j, end);
     }
     if (before.sums) store(before, task.group);
   }

@@ -97,76 +97,100 @@ __global__ void __launch_bounds__(kPlaneThreads)
   if (threadIdx.x == 0) partials[int64_t{blockIdx.x} * splits + blockIdx.y] = {sum, dot};
 }
 
-// The pooled gradient where it is in NCHW order, of a block's channels and of a chunk of pixels, on
-// its way through shared memory: lanes beside each other read pixels beside each other there. (A
-// lane with eight channels of a pixel reads eight lines: 17.5 us of a multiprocessor's for 16
-// images of 64 x 7 x 7 in bf16.)
-template <typename T, int N, int kAtOnce>
-class TurnedChunk {
+// The pooled gradient where it is in NCHW order, of a block's channels and of one chunk of pixels
+// after the other, on its way through shared memory: lanes beside each other read pixels beside each
+// other there. (A lane with eight channels of a pixel reads eight lines.)
+template <typename T, int N>
+class TurnedChunks {
  public:
   // A place for each of the block's vectors, and one for each channel.
-  static constexpr int kElements = (kAtOnce * kSumThreads + kRowTile) * N;
+  static constexpr int kElements = (kSumThreads + kRowTile) * N;
 
-  __device__ TurnedChunk(T* shared, const RowPlace<N>& place)
-      : shared_(shared), span_(kAtOnce * place.height), pitch_(span_ | 1) {}
+  __device__ TurnedChunks(const T* dy, T* shared, const RowPlace<N>& place,
+                          const BnPoolSplit& split, const BnPoolGeometry& geometry)
+      : dy_(dy),
+        shared_(shared),
+        place_(place),
+        split_(split),
+        geometry_(geometry),
+        pitch_(place.height | 1),
+        runs_((place.height + 31) / 32),
+        warps_(blockDim.x / 32) {}
 
-  // By all of the block's threads: of `span` pixels from `first` on.
-  __device__ __forceinline__ void load(const T* dy, int64_t first, const RowPlace<N>& place,
-                                       const BnPoolSplit& split, const BnPoolGeometry& geometry) {
-    constexpr int kTasks =
-        2;  // of a warp, whose loads are in flight together: 32 pixels of a vector
-    const int lane = threadIdx.x % 32, warps = blockDim.x / 32;
-    const int runs = (span_ + 31) / 32, tasks = runs * place.width;
-    for (int task = threadIdx.x / 32; task < tasks; task += kTasks * warps) {
-      T values[kTasks][N];
-      T* to[kTasks];
-#pragma unroll
-      for (int t = 0; t < kTasks; ++t) {
-        const int vector = (task + t * warps) / runs;
-        const int pixel = (task + t * warps - vector * runs) * 32 + lane;
-        const bool present = vector < place.width && pixel < span_ && first + pixel < place.end;
-        to[t] = present ? shared_ + vector * N * pitch_ + pixel : nullptr;
-        if (!present) continue;
-        int64_t image;
-        int row, column, group;
-        split(first + pixel, &image, &row, &column, &group);
-        const T* const from =
-            dy + geometry.turned_offset(image, row, column, place.tile_begin + vector * N);
-#pragma unroll
-        for (int k = 0; k < N; ++k) values[t][k] = from[k * geometry.p * geometry.q];
-      }
-#pragma unroll
-      for (int t = 0; t < kTasks; ++t) {
-        if (!to[t]) continue;
-#pragma unroll
-        for (int k = 0; k < N; ++k) to[t][k * pitch_] = values[t][k];
-      }
+  // Starts the loads of the chunk from pixel `first` on.
+  __device__ __forceinline__ void load(int64_t first) {
+    first_ = first;
+    load(0, values_);
+  }
+  // The chunk, to shared memory.
+  __device__ __forceinline__ void store() const {
+    store(0, values_);
+    // There are more tasks than warps where lines are no whole number of warps long.
+    for (int t = 1; t * warps_ < runs_ * place_.width; ++t) {
+      T values[N];
+      load(t, values);
+      store(t, values);
     }
   }
-
   // The vector of a thread's column of pixel `pixel` of the chunk.
-  __device__ __forceinline__ Vec<T, N> at(int pixel, const RowPlace<N>& place) const {
+  __device__ __forceinline__ Vec<T, N> at(int pixel) const {
     Vec<T, N> v;
 #pragma unroll
-    for (int k = 0; k < N; ++k) v.v[k] = shared_[(place.column * N + k) * pitch_ + pixel];
+    for (int k = 0; k < N; ++k) v.v[k] = shared_[(place_.column * N + k) * pitch_ + pixel];
     return v;
   }
 
  private:
-  T* shared_;
-  int span_, pitch_;  // odd, so that vectors beside each other are in other banks
+  // 32 pixels of a vector are a warp's task. Its task t: this lane's pixel; false without one.
+  __device__ __forceinline__ bool locate(int t, int* vector, int* pixel) const {
+    const int task = threadIdx.x / 32 + t * warps_;
+    *vector = task / runs_;
+    *pixel = (task - *vector * runs_) * 32 + threadIdx.x % 32;
+    return *vector < place_.width && *pixel < place_.height;
+  }
+  __device__ __forceinline__ void load(int t, T (&values)[N]) const {
+    int vector, pixel;
+    if (!locate(t, &vector, &pixel) || first_ + pixel >= place_.end) return;
+    int64_t image;
+    int row, column, group;
+    split_(first_ + pixel, &image, &row, &column, &group);
+    const T* const from =
+        dy_ + geometry_.turned_offset(image, row, column, place_.tile_begin + vector * N);
+#pragma unroll
+    for (int k = 0; k < N; ++k) values[k] = from[k * geometry_.p * geometry_.q];
+  }
+  __device__ __forceinline__ void store(int t, const T (&values)[N]) const {
+    int vector, pixel;
+    if (!locate(t, &vector, &pixel)) return;
+    T* const to = shared_ + vector * N * pitch_ + pixel;
+#pragma unroll
+    for (int k = 0; k < N; ++k) to[k * pitch_] = values[k];
+  }
+
+  const T* const dy_;
+  T* const shared_;
+  const RowPlace<N>& place_;
+  const BnPoolSplit& split_;
+  const BnPoolGeometry& geometry_;
+  const int pitch_;  // pixels; odd, so that vectors beside each other are in other banks
+  const int runs_, warps_;
+  int64_t first_ = 0;
+  T values_[N];
 };
 
-// A block per part of the pooled pixels and tile of channels, as in row_grad_sums_kernel. z: or its
-// values at the windows' maxima, beside which dy may be in NCHW order.
-template <typename T, int N, bool kMaxima, bool kTurned>
+enum class Pooled { kWindows, kTurned, kMaxima };
+
+// A block per part of the pooled pixels and tile of channels, as in row_grad_sums_kernel. kMaxima: z
+// are its values at the windows' maxima; kTurned: dy is in NCHW order.
+template <typename T, int N, Pooled kPooled>
 __global__ void __launch_bounds__(kSumThreads)
     pooled_row_sums_kernel(const T* dy, const T* z, const uint32_t* codes, const acc_t<T>* mean,
                            RowShape shape, BnPoolSplit split, BnPoolGeometry geometry,
                            GradPartial<acc_t<T>>* __restrict__ partials) {
   using A = acc_t<T>;
+  constexpr bool kMaxima = kPooled == Pooled::kMaxima, kTurned = kPooled == Pooled::kTurned;
   constexpr int kAtOnce = kMaxima ? 2 : 1;  // pixels whose loads are in flight together
-  using Turned = TurnedChunk<T, N, kAtOnce>;
+  using Turned = TurnedChunks<T, N>;
   __shared__ union {
     RowSums<A, N> sums;
     T turned[kTurned ? Turned::kElements : 1];
@@ -174,14 +198,16 @@ __global__ void __launch_bounds__(kSumThreads)
   const RowPlace<N> place(shape);
   const int64_t channel = place.channel();
   const int64_t right = geometry.depth, down = geometry.w * geometry.depth;
-  Turned turned(shared.turned, place);
+  [[maybe_unused]] Turned turned(dy, shared.turned, place, split, geometry);
   order_earlier_kernels();  // as in batch_norm.cu: so that the next one's blocks spread
   A center[N] = {}, sum[N] = {}, dot[N] = {};
   if (place.works()) {
 #pragma unroll
     for (int k = 0; k < N; ++k) center[k] = mean[channel + k];
   }
-  for (int64_t first = place.begin; first < place.end; first += kAtOnce * place.height) {
+  if constexpr (kTurned) turned.load(place.begin);
+  const int step = kAtOnce * place.height;
+  for (int64_t first = place.begin; first < place.end; first += step) {
     Packed<T, N> g[kAtOnce], window[kAtOnce][kMaxima ? 1 : 4];
     uint32_t bits[kAtOnce];
 #pragma unroll
@@ -190,15 +216,13 @@ __global__ void __launch_bounds__(kSumThreads)
       bits[u] = kAllStopped;
       if (!place.works() || at >= place.end) continue;
       bits[u] = load_codes<N>(codes, pooled);
+      if constexpr (!kTurned) g[u].load(dy + pooled);
       if constexpr (kMaxima) {
         window[u][0].load(z + pooled);
-        if constexpr (!kTurned) g[u].load(dy + pooled);
       } else {
         int64_t image;
         int row, column, group;
         split(at, &image, &row, &column, &group);
-        const Vec<T, N> loaded = geometry.load_pooled<N>(dy, image, row, column, channel);
-        g[u] = reinterpret_cast<const Packed<T, N>&>(loaded);
         const T* corner = z + geometry.input(image, 2 * row, 2 * column) + channel;
         window[u][0].load(corner);
         window[u][1].load(corner + right);
@@ -207,14 +231,15 @@ __global__ void __launch_bounds__(kSumThreads)
       }
     }
     if constexpr (kTurned) {
-      turned.load(dy, first, place, split, geometry);
+      turned.store();
       __syncthreads();
+      turned.load(first + step);
     }
 #pragma unroll
     for (int u = 0; u < kAtOnce; ++u) {
       Vec<T, N> grads;
       if constexpr (kTurned) {
-        grads = turned.at(place.line + u * place.height, place);
+        grads = turned.at(place.line + u * place.height);
       } else {
         grads = g[u].unpacked();
       }
@@ -415,9 +440,10 @@ int launch_sums(cudaStream_t s, const BnPoolShape& shape, const T* dy, const T* 
           plan_pixels<T, N>(shape.n * shape.p() * shape.q(), shape.c, kSumThreads);
       splits = plan.rows.splits;
       const T* const maxima = reinterpret_cast<const T*>(codes + bn_pool_maxima_word(shape));
-      const auto kernel = !shape.keeps_maxima ? pooled_row_sums_kernel<T, N, false, false>
-                          : shape.turned      ? pooled_row_sums_kernel<T, N, true, true>
-                                              : pooled_row_sums_kernel<T, N, true, false>;
+      // Pooled tensors that may be turned are too small for their maxima to be kept.
+      const auto kernel = shape.keeps_maxima ? pooled_row_sums_kernel<T, N, Pooled::kMaxima>
+                          : shape.turned     ? pooled_row_sums_kernel<T, N, Pooled::kTurned>
+                                             : pooled_row_sums_kernel<T, N, Pooled::kWindows>;
       launch_early(kernel, plan.grid(), plan.threads, 0, s, dy, shape.keeps_maxima ? maxima : z,
                    codes, mean, plan.rows, BnPoolSplit(1, shape.q(), shape.p()), geometry,
                    partials);
