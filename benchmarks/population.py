@@ -256,8 +256,8 @@ def sections(folder):
 
 def summary(rows):
     """A line per mode."""
-    head = ["members", "batch", "precision", "what", "|", "ms", "p20", "host ms", "µs a member", "MB"]
-    columns = ("members", "batch", "precision", "mode", "ms", "p20", "host_ms", "us_a_member")
-    columns += ("memory_mb",)
+    head = ["members", "batch", "precision", "what"]
+    head += ["|", "ms", "p20", "host ms", "µs a member", "MB"]
+    columns = [*KEY, "ms", "p20", "host_ms", "us_a_member", "memory_mb"]
     shown = [row for row in rows if not row["error"]]
     return table(head, [[row.get(name, "") for name in columns] for row in shown])

@@ -98,8 +98,8 @@ __global__ void __launch_bounds__(kPlaneThreads)
 }
 
 // The pooled gradient where it is in NCHW order, of a block's channels and of one chunk of pixels
-// after the other, on its way through shared memory: lanes beside each other read pixels beside each
-// other there. (A lane with eight channels of a pixel reads eight lines.)
+// after the other, on its way through shared memory: lanes beside each other read pixels beside
+// each other there. (A lane with eight channels of a pixel reads eight lines.)
 template <typename T, int N>
 class TurnedChunks {
  public:
@@ -180,8 +180,8 @@ class TurnedChunks {
 
 enum class Pooled { kWindows, kTurned, kMaxima };
 
-// A block per part of the pooled pixels and tile of channels, as in row_grad_sums_kernel. kMaxima: z
-// are its values at the windows' maxima; kTurned: dy is in NCHW order.
+// A block per part of the pooled pixels and tile of channels, as in row_grad_sums_kernel. kMaxima:
+// z are its values at the windows' maxima; kTurned: dy is in NCHW order.
 template <typename T, int N, Pooled kPooled>
 __global__ void __launch_bounds__(kSumThreads)
     pooled_row_sums_kernel(const T* dy, const T* z, const uint32_t* codes, const acc_t<T>* mean,
