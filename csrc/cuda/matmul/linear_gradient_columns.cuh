@@ -110,9 +110,13 @@ struct Results {
 
   __device__ __forceinline__ explicit Results(const Sums<kCount>& sums) {
 #pragma unroll
-    for (int i = 0; i < kCount * (kColumns / 8) * 2; ++i) {
-      const float* const two = &sums[0][0][0] + 2 * i;
-      (&pairs[0][0][0])[i] = {convert<T>(two[0]), convert<T>(two[1])};
+    for (int i = 0; i < kCount; ++i) {
+#pragma unroll
+      for (int n = 0; n < kColumns / 8; ++n) {
+        const float(&four)[4] = sums[i][n];
+        pairs[i][n][0] = {convert<T>(four[0]), convert<T>(four[1])};
+        pairs[i][n][1] = {convert<T>(four[2]), convert<T>(four[3])};
+      }
     }
   }
 
