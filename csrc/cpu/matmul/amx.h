@@ -77,10 +77,11 @@ class WholeTiles {
 
 // kRowTiles x kColumnTiles tiles of sums at `out`, rows `ld` floats apart, = or += `steps` steps,
 // each 32 deep, of rows of A times a panel of B. At step s the first row of A is at a(s), the
-// others `a_ld` values apart; b(s) are 16 rows of pairs, `b_ld` pairs apart.
-template <int kRowTiles, int kColumnTiles, typename A, typename B>
+// others `a_ld` values apart; b(s) are 16 rows of pairs, `b_ld` pairs apart. aside(s) is called in
+// step s, for what is to be done between the products.
+template <int kRowTiles, int kColumnTiles, typename A, typename B, typename Aside>
 inline void multiply_tiles(int64_t steps, const A& a, int64_t a_ld, const B& b, int64_t b_ld,
-                           float* out, int64_t ld, bool accumulate) {
+                           float* out, int64_t ld, bool accumulate, const Aside& aside) {
   constexpr bool kTwoRows = kRowTiles == 2, kTwoColumns = kColumnTiles == 2;
   const int64_t stride = ld * 4, a_stride = a_ld * 2, b_stride = b_ld * 4;
   float* const below = out + 16 * ld;
@@ -110,6 +111,7 @@ inline void multiply_tiles(int64_t steps, const A& a, int64_t a_ld, const B& b, 
       BRAZE_TILE_MULTIPLY(1, 4, 7);
       if constexpr (kTwoRows) BRAZE_TILE_MULTIPLY(3, 5, 7);
     }
+    aside(s);
   }
   BRAZE_TILE_STORE(0, out, stride);
   if constexpr (kTwoColumns) BRAZE_TILE_STORE(1, out + 16, stride);
@@ -119,16 +121,22 @@ inline void multiply_tiles(int64_t steps, const A& a, int64_t a_ld, const B& b, 
 
 // The same for up to 32 rows of A and 32 columns of B, of which those tiles are left out that have
 // none of `rows` and `columns`.
+template <typename A, typename B, typename Aside>
+inline void multiply_block(int64_t rows, int64_t columns, int64_t steps, const A& a, int64_t a_ld,
+                           const B& b, int64_t b_ld, float* out, int64_t ld, bool accumulate,
+                           const Aside& aside) {
+  if (rows > 16) {
+    columns > 16 ? multiply_tiles<2, 2>(steps, a, a_ld, b, b_ld, out, ld, accumulate, aside)
+                 : multiply_tiles<2, 1>(steps, a, a_ld, b, b_ld, out, ld, accumulate, aside);
+  } else {
+    columns > 16 ? multiply_tiles<1, 2>(steps, a, a_ld, b, b_ld, out, ld, accumulate, aside)
+                 : multiply_tiles<1, 1>(steps, a, a_ld, b, b_ld, out, ld, accumulate, aside);
+  }
+}
 template <typename A, typename B>
 inline void multiply_block(int64_t rows, int64_t columns, int64_t steps, const A& a, int64_t a_ld,
                            const B& b, int64_t b_ld, float* out, int64_t ld, bool accumulate) {
-  if (rows > 16) {
-    columns > 16 ? multiply_tiles<2, 2>(steps, a, a_ld, b, b_ld, out, ld, accumulate)
-                 : multiply_tiles<2, 1>(steps, a, a_ld, b, b_ld, out, ld, accumulate);
-  } else {
-    columns > 16 ? multiply_tiles<1, 2>(steps, a, a_ld, b, b_ld, out, ld, accumulate)
-                 : multiply_tiles<1, 1>(steps, a, a_ld, b, b_ld, out, ld, accumulate);
-  }
+  multiply_block(rows, columns, steps, a, a_ld, b, b_ld, out, ld, accumulate, [](int64_t) {});
 }
 
 #undef BRAZE_TILE_ZERO
