@@ -112,19 +112,16 @@ void launch_tiles(Stream stream, const LinearGradArgs& args) {
          MmaKernel<Tile, false, false, kLoad, kLoad, A, B, kSplit>>(stream, args);
 }
 
-// Whether gradient_columns_kernel takes the problem.
+// Whether gradient_columns_kernel takes the problem, of 16-bit elements.
 bool takes_columns(const LinearGradArgs& args) {
   using namespace gradient_columns;
   const MatmulArgs &input = args.input, &weight = args.weight;
-  const auto dense = [](const MatrixRef& a, int64_t rows, int64_t columns) {
-    return a.col == 1 && a.row == columns && columns % kVector == 0 &&
-           reinterpret_cast<uintptr_t>(a.data) % 16 == 0;
+  const auto dense = [](const MatrixRef& a, int64_t columns) {
+    return a.col == 1 && a.row == columns && columns % kVector == 0 && is_vec_aligned(a.data);
   };
-  return size_of(input.dtype) == 2 && input.m <= kMostExtent && input.k <= kMostExtent &&
-         dense(input.a, input.m, input.k) && dense(input.b, input.k, input.n) &&
-         dense(weight.b, input.m, input.n) && reinterpret_cast<uintptr_t>(args.result) % 16 == 0 &&
-         reinterpret_cast<uintptr_t>(input.c) % 16 == 0 &&
-         reinterpret_cast<uintptr_t>(weight.c) % 16 == 0;
+  return input.m <= kMostExtent && input.k <= kMostExtent && dense(input.a, input.k) &&
+         dense(input.b, input.n) && dense(weight.b, input.n) && is_vec_aligned(args.result) &&
+         is_vec_aligned(input.c) && is_vec_aligned(weight.c);
 }
 
 template <typename T>
@@ -173,10 +170,11 @@ bool linear_gradients(Stream stream, const LinearGradArgs& args) {
     constexpr bool kSplit = decltype(split)::value;
     const int64_t large = tiles(input, 64) + tiles(weight, 64);
     // Many to a multiprocessor, as where several share the device: fewer blocks, which read less.
+    const bool many = large >= 8 * sm_count();
     if constexpr (sizeof(T) == 2) {
-      if (large >= 8 * sm_count() && takes_columns(args)) return launch_columns<T>(stream, args);
+      if (many && takes_columns(args)) return launch_columns<T>(stream, args);
     }
-    if (large >= 8 * sm_count() && !kSplit) {
+    if (many && !kSplit) {
       launch_tiles<T, kSplit, MmaTile<64, 64, 32, 32, 2, 1>>(stream, args);
     } else if (4 * large >= 3 * sm_count()) {
       launch_tiles<T, kSplit, MmaTile<32, 64, 32, 32, 2, 2>>(stream, args);
