@@ -202,7 +202,18 @@ def test_opcheck(device, dtype, channels_last, pool):
             torch.library.opcheck(backward, (*head, *geometry, True, pool, mask, *settings))
 
 
-@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[1], (90, 16, 28, 28, 64, 3, {"padding": 1})])
+# Pooled pixels of one image or of several in a block, with a last block that is not full; planes of
+# one pixel; and more than the L2 cache holds.
+FORMATS = [
+    SHAPES[0],
+    SHAPES[1],
+    (7, 16, 14, 14, 64, 3, {"padding": 1}),
+    (5, 16, 2, 3, 32, 3, {"padding": 1}),
+    (90, 16, 28, 28, 64, 3, {"padding": 1}),
+]
+
+
+@pytest.mark.parametrize("shape", FORMATS)
 def test_memory_format_of_the_result(device, dtype, shape):
     """Any format gives the same numbers, forward and backward, at any size."""
     with braze.backend(conv2d="braze"):  # cuDNN's float64 gradients are not repeatable
@@ -222,10 +233,9 @@ def test_memory_format_of_the_result(device, dtype, shape):
                 assert all(map(torch.equal, grads, expected))
 
 
-@pytest.mark.parametrize("n", [2, 90])
-def test_fakes_of_what_is_kept(device, n):
-    """On a GPU much of z at the maxima is kept behind the codes."""
-    args = inputs((n, 16, 28, 28, 64, 3, {}), device, torch.float32)
+def test_fakes_of_what_is_kept(device):
+    """On a GPU z at the maxima is kept behind the codes."""
+    args = inputs((2, 16, 28, 28, 64, 3, {}), device, torch.float32)
     x, *rest = (
         t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t for t in args
     )
@@ -236,7 +246,7 @@ def test_fakes_of_what_is_kept(device, n):
         fakes = torch.ops.braze.conv_bn_relu2d(x, *rest, None, None, None, *settings)
     assert [(t.shape, t.stride()) for t in kept] == [(t.shape, t.stride()) for t in fakes]
     codes = kept[0].numel() // 8
-    assert (kept[2].numel() > codes) == (device == "cuda" and n == 90)
+    assert (kept[2].numel() > codes) == (device == "cuda")
 
 
 # Enough tiles for every multiprocessor to take several: there one kernel makes the gradients of a

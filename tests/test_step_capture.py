@@ -9,7 +9,7 @@ import braze
 from braze.step import branches
 from braze.step.host_state import HostState
 from braze.step.parts import StepParts
-from braze.step.rates import Rates
+from braze.step.rates import AllRates, Rates
 from conftest import cuda_only
 from step_common import assert_same, batches, check, entries, loss_fn, make, make_plain, plain_loop
 
@@ -157,6 +157,43 @@ def test_rates_stay_numbers_outside_a_capture(device):
     key = stock.key()
     optimizer.param_groups[0]["lr"] = 0.2
     assert stock.key() != key
+
+
+def test_rates_of_several_optimizers(device):
+    """What is compared at once is noticed as what each would notice."""
+    pairs = [make_plain(device) for _ in range(3)]
+    optimizers = [optimizer for _, optimizer in pairs]
+    rates, groups = AllRates(optimizers, torch.device(device)), optimizers[1].param_groups
+    key = rates.key()
+    with rates.on_device():
+        tensor, other = groups[0]["lr"], optimizers[2].param_groups[0]["lr"]
+    for rate in 0.25, 0.125:
+        assert rates.key() is rates.key()
+        assert rates.key() == key
+        rates.write()
+        assert tensor != rate
+        groups[0]["lr"] = rate
+        assert rates.key() == key
+        assert tensor != rate
+        rates.write()
+        assert (tensor, other) == (rate, 0.1)
+    known = {key}
+    spare = torch.nn.Parameter(torch.zeros(2, device=device))
+    changes = [
+        lambda: groups[0].update(momentum=0.5),
+        lambda: groups[0].update(mine=1),
+        lambda: setattr(optimizers[2], "max_grad_norm", 2.0),
+        lambda: optimizers[0].add_param_group({"params": [spare]}),
+        lambda: groups[0].update(weight_decay=0.125),
+    ]
+    for change in changes:
+        change()
+        assert rates.key() not in known
+        known.add(rates.key())
+    groups[0]["schedule"] = [1]  # what may change by itself
+    key = rates.key()
+    groups[0]["schedule"].append(2)
+    assert rates.key() != key
 
 
 def test_what_a_replay_cannot_repeat_is_found_and_undone(device):

@@ -33,10 +33,8 @@ struct BnPoolShape {
   int64_t pooled() const { return n * c * p() * q(); }
   // 2x2 tiles that cover z, those that are cut off included.
   int64_t tiles() const { return n * c * ((h + 1) / 2) * ((w + 1) / 2); }
-  // Whether it may. What is small is in the L2 cache anyway; others fill whole vectors of codes.
-  bool may_keep_maxima() const {
-    return channels_last && c % 32 == 0 && pooled() > int64_t{1} << 20;
-  }
+  // Whether it may: codes fill whole vectors then.
+  bool may_keep_maxima() const { return channels_last && c % 32 == 0; }
   BatchNormShape norm() const { return {dtype, n, c, h * w, channels_last}; }
 };
 

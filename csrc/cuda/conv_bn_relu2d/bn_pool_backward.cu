@@ -178,18 +178,18 @@ class TurnedChunks {
   T values_[N];
 };
 
-enum class Pooled { kWindows, kTurned, kMaxima };
-
 // A block per part of the pooled pixels and tile of channels, as in row_grad_sums_kernel. kMaxima:
 // z are its values at the windows' maxima; kTurned: dy is in NCHW order.
-template <typename T, int N, Pooled kPooled>
+template <typename T, int N, bool kMaxima, bool kTurned>
 __global__ void __launch_bounds__(kSumThreads)
     pooled_row_sums_kernel(const T* dy, const T* z, const uint32_t* codes, const acc_t<T>* mean,
                            RowShape shape, BnPoolSplit split, BnPoolGeometry geometry,
                            GradPartial<acc_t<T>>* __restrict__ partials) {
   using A = acc_t<T>;
-  constexpr bool kMaxima = kPooled == Pooled::kMaxima, kTurned = kPooled == Pooled::kTurned;
-  constexpr int kAtOnce = kMaxima ? 2 : 1;  // pixels whose loads are in flight together
+  // Pixels whose loads are in flight together. (What is turned goes through shared memory, a chunk
+  // of one pixel for each thread at a time.)
+  constexpr int kAtOnce = kMaxima && !kTurned ? 2 : 1;
+  constexpr bool kAhead = kMaxima && kTurned;  // while a chunk is waited for, the next one's loads
   using Turned = TurnedChunks<T, N>;
   __shared__ union {
     RowSums<A, N> sums;
@@ -205,29 +205,41 @@ __global__ void __launch_bounds__(kSumThreads)
 #pragma unroll
     for (int k = 0; k < N; ++k) center[k] = mean[channel + k];
   }
-  if constexpr (kTurned) turned.load(place.begin);
+  struct Loaded {
+    Packed<T, N> g, window[kMaxima ? 1 : 4];
+    uint32_t bits;
+  };
+  const auto load = [&](int64_t at, Loaded& to) {
+    to.bits = kAllStopped;
+    if (!place.works() || at >= place.end) return;
+    const int64_t pooled = at * shape.c + channel;
+    to.bits = load_codes<N>(codes, pooled);
+    if constexpr (!kTurned) to.g.load(dy + pooled);
+    if constexpr (kMaxima) {
+      to.window[0].load(z + pooled);
+    } else {
+      int64_t image;
+      int row, column, group;
+      split(at, &image, &row, &column, &group);
+      const T* corner = z + geometry.input(image, 2 * row, 2 * column) + channel;
+      to.window[0].load(corner);
+      to.window[1].load(corner + right);
+      to.window[2].load(corner + down);
+      to.window[3].load(corner + down + right);
+    }
+  };
   const int step = kAtOnce * place.height;
+  [[maybe_unused]] Loaded ahead;
+  if constexpr (kTurned) turned.load(place.begin);
+  if constexpr (kAhead) load(place.begin + place.line, ahead);
   for (int64_t first = place.begin; first < place.end; first += step) {
-    Packed<T, N> g[kAtOnce], window[kAtOnce][kMaxima ? 1 : 4];
-    uint32_t bits[kAtOnce];
+    Loaded loaded[kAtOnce];
 #pragma unroll
     for (int u = 0; u < kAtOnce; ++u) {
-      const int64_t at = first + place.line + u * place.height, pooled = at * shape.c + channel;
-      bits[u] = kAllStopped;
-      if (!place.works() || at >= place.end) continue;
-      bits[u] = load_codes<N>(codes, pooled);
-      if constexpr (!kTurned) g[u].load(dy + pooled);
-      if constexpr (kMaxima) {
-        window[u][0].load(z + pooled);
+      if constexpr (kAhead) {
+        loaded[u] = ahead;
       } else {
-        int64_t image;
-        int row, column, group;
-        split(at, &image, &row, &column, &group);
-        const T* corner = z + geometry.input(image, 2 * row, 2 * column) + channel;
-        window[u][0].load(corner);
-        window[u][1].load(corner + right);
-        window[u][2].load(corner + down);
-        window[u][3].load(corner + down + right);
+        load(first + place.line + u * place.height, loaded[u]);
       }
     }
     if constexpr (kTurned) {
@@ -235,20 +247,21 @@ __global__ void __launch_bounds__(kSumThreads)
       __syncthreads();
       turned.load(first + step);
     }
+    if constexpr (kAhead) load(first + step + place.line, ahead);
 #pragma unroll
     for (int u = 0; u < kAtOnce; ++u) {
       Vec<T, N> grads;
       if constexpr (kTurned) {
         grads = turned.at(place.line + u * place.height);
       } else {
-        grads = g[u].unpacked();
+        grads = loaded[u].g.unpacked();
       }
       Vec<T, N> values[kMaxima ? 1 : 4];
 #pragma unroll
-      for (int i = 0; i < (kMaxima ? 1 : 4); ++i) values[i] = window[u][i].unpacked();
+      for (int i = 0; i < (kMaxima ? 1 : 4); ++i) values[i] = loaded[u].window[i].unpacked();
 #pragma unroll
       for (int k = 0; k < N; ++k) {
-        const uint32_t code = bits[u] >> (4 * k) & 7;
+        const uint32_t code = loaded[u].bits >> (4 * k) & 7;
         if (code == kStopped) continue;
         T value = values[0].v[k];
         if constexpr (!kMaxima) {
@@ -440,10 +453,11 @@ int launch_sums(cudaStream_t s, const BnPoolShape& shape, const T* dy, const T* 
           plan_pixels<T, N>(shape.n * shape.p() * shape.q(), shape.c, kSumThreads);
       splits = plan.rows.splits;
       const T* const maxima = reinterpret_cast<const T*>(codes + bn_pool_maxima_word(shape));
-      // Pooled tensors that may be turned are too small for their maxima to be kept.
-      const auto kernel = shape.keeps_maxima ? pooled_row_sums_kernel<T, N, Pooled::kMaxima>
-                          : shape.turned     ? pooled_row_sums_kernel<T, N, Pooled::kTurned>
-                                             : pooled_row_sums_kernel<T, N, Pooled::kWindows>;
+      const auto kernel = shape.turned
+                              ? (shape.keeps_maxima ? pooled_row_sums_kernel<T, N, true, true>
+                                                    : pooled_row_sums_kernel<T, N, false, true>)
+                              : (shape.keeps_maxima ? pooled_row_sums_kernel<T, N, true, false>
+                                                    : pooled_row_sums_kernel<T, N, false, false>);
       launch_early(kernel, plan.grid(), plan.threads, 0, s, dy, shape.keeps_maxima ? maxima : z,
                    codes, mean, plan.rows, BnPoolSplit(1, shape.q(), shape.p()), geometry,
                    partials);

@@ -67,13 +67,60 @@ __global__ void __launch_bounds__(kBnPoolThreads)
   }
 }
 
+// What a block has pooled, of whole pixels, on its way to NCHW order: lanes beside each other store
+// pixels beside each other there. (A lane with eight channels of a pixel stores to eight lines.)
 template <typename T, int N>
+class TurnedBlock {
+ public:
+  // `groups`: vectors of channels of a pixel. A power of two, so that a block has whole pixels.
+  static bool fits(int64_t groups) {
+    return groups <= kBnPoolThreads && kBnPoolThreads % groups == 0;
+  }
+
+  // This thread's vector, of its pixel.
+  __device__ __forceinline__ void put(int groups, const Vec<T, N>& v) {
+    const int pixels = kBnPoolThreads / groups, thread = static_cast<int>(threadIdx.x);
+    T* const to = values_ + (thread & (groups - 1)) * N * (pixels + 1) + thread / groups;
+#pragma unroll
+    for (int j = 0; j < N; ++j) to[j * (pixels + 1)] = v.v[j];
+  }
+
+  // By all threads. steps: vectors in all.
+  __device__ __forceinline__ void store(int groups, int64_t steps, const BnPoolSplit& split,
+                                        const BnPoolGeometry& geometry, T* __restrict__ y) const {
+    __syncthreads();
+    const int pixels = kBnPoolThreads / groups, plane = geometry.p * geometry.q;
+    const int log_pixels = 31 - __clz(pixels);
+    const int64_t first_step = blockIdx.x * int64_t{kBnPoolThreads};
+    const int64_t there = (steps - first_step) / groups;  // pixels, of which the block may have all
+    int64_t first_image;
+    int row, column, group;
+    split(first_step, &first_image, &row, &column, &group);
+#pragma unroll
+    for (int u = 0; u < N; ++u) {
+      const int at = static_cast<int>(threadIdx.x) + u * kBnPoolThreads;
+      const int channel = at >> log_pixels, pixel = at & (pixels - 1);
+      if (pixel >= there) continue;
+      const int place = row * geometry.q + column + pixel, images = place / plane;
+      y[((first_image + images) * geometry.c + channel) * plane + place - images * plane] =
+          values_[channel * (pixels + 1) + pixel];
+    }
+  }
+
+ private:
+  T values_[2 * kBnPoolThreads * N];  // [channel][pixel], with room for one pixel more
+};
+
+// kTurned: y is in NCHW order, and TurnedBlock fits.
+template <typename T, int N, bool kTurned>
 __global__ void __launch_bounds__(kBnPoolThreads)
     pool_pixels_kernel(const T* z, T* __restrict__ y, uint32_t* __restrict__ codes,
                        T* __restrict__ maxima, int64_t steps, BnPoolSplit split,
                        BnPoolGeometry geometry, Coefficients<acc_t<T>> k) {
   order_earlier_kernels();
   using A = acc_t<T>;
+  [[maybe_unused]] const int groups = static_cast<int>(geometry.c) / N;
+  __shared__ std::conditional_t<kTurned, TurnedBlock<T, N>, char> turned;
   const int64_t step = blockIdx.x * int64_t{kBnPoolThreads} + threadIdx.x;
   const bool valid = step < steps;
   uint32_t bits = 0;
@@ -103,9 +150,16 @@ __global__ void __launch_bounds__(kBnPoolThreads)
       bits |= code << (4 * j);
     }
     if (maxima) store_vec(maxima + step * N, maximum);
-    geometry.store_pooled(y, image, row, column, channel, result);
+    if constexpr (kTurned) {
+      turned.put(groups, result);
+    } else {
+      geometry.store_pooled(y, image, row, column, channel, result);
+    }
   }
   store_codes<N>(codes, step * N, valid, bits);
+  if constexpr (kTurned) {
+    turned.store(groups, steps, split, geometry, y);
+  }
 }
 
 const KernelEntry kEntry({"bn_relu2d", "bn_pool", "float64 float32 bfloat16 float16", "sm_80+",
@@ -137,8 +191,11 @@ void bn_pool_forward(Stream stream, const BnPoolShape& shape, const void* z,
         const auto blocks = static_cast<unsigned int>(ceil_div(steps, kBnPoolThreads));
         T* const maxima =
             shape.keeps_maxima ? reinterpret_cast<T*>(codes + bn_pool_maxima_word(shape)) : nullptr;
-        launch_early(pool_pixels_kernel<T, N>, blocks, kBnPoolThreads, 0, s, in, out, codes, maxima,
-                     steps, BnPoolSplit(shape.c / N, shape.q(), shape.p()), geometry, k);
+        const bool turned = shape.turned && TurnedBlock<T, N>::fits(shape.c / N);
+        const auto kernel =
+            turned ? pool_pixels_kernel<T, N, true> : pool_pixels_kernel<T, N, false>;
+        launch_early(kernel, blocks, kBnPoolThreads, 0, s, in, out, codes, maxima, steps,
+                     BnPoolSplit(shape.c / N, shape.q(), shape.p()), geometry, k);
       });
       note_ordering_kernel(stream, {{y, shape.pooled() * size_of(shape.dtype)},
                                     {codes, bn_pool_code_words(shape) * int64_t{4}}});

@@ -308,8 +308,7 @@ def _code_words(input, output, training):
     words = (output.numel() + 7) // 8
     if not (training and input.is_cuda and is_channels_last(input) and input.shape[1] % 32 == 0):
         return words
-    # The last condition, since under dynamic shapes it is a guard.
-    return words + (output.numel() * output.element_size() // 4 if output.numel() > 1 << 20 else 0)
+    return words + output.numel() * output.element_size() // 4
 
 
 def _fake(input, weight, bias, mean, var, batches, training, momentum, eps, max_pool):

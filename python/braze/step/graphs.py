@@ -1,13 +1,11 @@
 """The graphs of captured work: one for each kind of call, found by what it has frozen."""
 
-import contextlib
-
 import torch
 from torch.utils import _pytree as pytree
 
 from braze import _config, _lib
 from braze.step.host_state import HostState
-from braze.step.rates import Rates
+from braze.step.rates import AllRates
 from braze.step.recording import record
 
 # Calls that run eagerly, as true ones, before their kind is captured: they create what the
@@ -139,7 +137,7 @@ class Graphs:
         # time to hash.
         self._kind = self._key = self._entry = None
         self._stream = self._last_stream = self._last_number = self._pool = None
-        self._rates = []
+        self._rates = AllRates([], None)
 
     def prepare(self):
         """After each inspection of the parts."""
@@ -151,7 +149,7 @@ class Graphs:
             self._stream = torch.cuda.Stream(parts.device, priority=urgent)
             self._last_number = None  # streams of two devices may have the same
         parts.ranks.accumulate_on(self._stream)
-        self._rates = [Rates(optimizer, parts.device) for optimizer in parts.optimizers()]
+        self._rates = AllRates(parts.optimizers(), parts.device)
         for optimizer in parts.optimizers():
             # Its eager steps are meant: no need to warn of them.
             optimizer._warned_capturable_if_run_uncaptured = True
@@ -186,8 +184,7 @@ class Graphs:
         if call.copied:
             load(entry.leaves, call.leaves)
         work.before_replay(entry, call)
-        for rates in self._rates:
-            rates.write()
+        self._rates.write()
         entry.graph.replay()
         return work.after_replay(entry, call)
 
@@ -234,7 +231,7 @@ class Graphs:
                 ]
             ),
             parts.key(),
-            tuple([rates.key() for rates in self._rates]),
+            self._rates.key(),
             _config.settings(parts.device.type),
         )
 
@@ -253,9 +250,7 @@ class Graphs:
             self._pool = torch.cuda.graph_pool_handle()
         try:
             prepared = work.prepare(entry, call, way)
-            with contextlib.ExitStack() as stack:
-                for rates in self._rates:
-                    stack.enter_context(rates.on_device())
+            with self._rates.on_device():
                 graph, recorded = record(
                     lambda: work.record(entry, call, prepared),
                     self._stream,

@@ -81,7 +81,7 @@ class StepParts(Watched):
         return [self.optimizer]
 
     def others(self):
-        parts = [self.model, self.loss_fn, self.optimizer, self.grad_scaler, self.autocast]
+        parts = [self.model, self.loss_fn, self.grad_scaler, self.autocast]
         if self.loader is not None:
             parts += self.loader.dtype, self.loader.memory_format
         return parts

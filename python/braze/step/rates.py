@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from braze._C import reads
+from braze._C import read, reads
 from braze.optim import MultiTensor
 
 _NOT_READ_IN_A_STEP = ("params", "param_names", "initial_lr", "max_lr", "min_lr")
@@ -77,6 +77,21 @@ class Rates:
                 frozen.append(_frozen(value))
         return tuple(frozen)
 
+    def is_plain(self):
+        """Whether the last :meth:`key` depends on nothing but which objects are in
+        :meth:`places`."""
+        return (
+            holds_groups(self._optimizer)
+            and getattr(self._optimizer, "_average", None) is None
+            and all(known.group is not None for known in self._known)
+        )
+
+    def places(self):
+        """Where the optimizer has its settings, for ``braze._C.read``."""
+        groups = self._optimizer.param_groups
+        own = vars(self._optimizer), ("param_groups", "max_grad_norm", "_average")
+        return [own, (groups, None), *[(group, None) for group in groups]]
+
     @contextlib.contextmanager
     def on_device(self):
         """Groups hold tensors within this block.
@@ -119,8 +134,64 @@ class Rates:
                 held[1] = lr
 
 
+def holds_groups(optimizer):
+    """Whether its groups are an attribute of its own: some that wrap others read theirs."""
+    return "param_groups" in getattr(optimizer, "__dict__", ())
+
+
 def _version(tensor):
     return 0 if tensor.is_inference() else tensor._version
+
+
+class _Seen(NamedTuple):
+    """What the last call found of all optimizers: most calls find the same objects."""
+
+    exact: bool
+    key: tuple
+    places: list  # for braze._C.reads
+    values: list
+
+
+class AllRates:
+    """The :class:`Rates` of several optimizers. While none of their groups changes, one comparison
+    is made for all of them together.
+
+    Args:
+        optimizers: a list.
+        device: where a graph reads the rates.
+    """
+
+    def __init__(self, optimizers, device):
+        self._rates = [Rates(optimizer, device) for optimizer in optimizers]
+        self._seen = None
+        self._written = False  # whether the tensors hold what was seen
+
+    def key(self):
+        """The optimizers' keys."""
+        seen, exact = self._seen, torch.are_deterministic_algorithms_enabled()
+        if seen and seen.exact is exact and reads(seen.places, _ABSENT, seen.values):
+            return seen.key
+        key, self._seen, self._written = tuple([r.key() for r in self._rates]), None, False
+        if all(rates.is_plain() for rates in self._rates):
+            places = [place for rates in self._rates for place in rates.places()]
+            self._seen = _Seen(exact, key, places, read(places, _ABSENT))
+        return key
+
+    @contextlib.contextmanager
+    def on_device(self):
+        """As :meth:`Rates.on_device`, for all."""
+        self._written = False
+        with contextlib.ExitStack() as stack:
+            for rates in self._rates:
+                stack.enter_context(rates.on_device())
+            yield
+
+    def write(self):
+        """As :meth:`Rates.write`, behind :meth:`key`."""
+        if self._seen is None or not self._written:
+            for rates in self._rates:
+                rates.write()
+            self._written = True
 
 
 class _Known(NamedTuple):

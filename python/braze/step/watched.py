@@ -4,9 +4,10 @@ import weakref
 
 import torch
 
-from braze._C import held, holds, same, state
+from braze._C import held, holds, read, reads, same, state
 from braze.optim import MultiTensor
 from braze.step.ranks import Ranks
+from braze.step.rates import holds_groups
 
 # Hundreds of modules are looked at in every call, so by what runs in C.
 _STRUCTURE = "_modules", "_parameters"
@@ -31,6 +32,8 @@ class Watched:
         self.buffers = b""
         self.ranks = Ranks(())
         self._structure, self._beside, self._hooked = [], [], []
+        self._wrappers = []  # optimizers that read another's groups
+        self._places, self._found = [], []  # of the others' groups, and what was there
 
     def roots(self):
         """The modules, without those inside of them."""
@@ -93,7 +96,11 @@ class Watched:
             )
         self.modules = list(dict.fromkeys(m for root in roots for m in root.modules()))
         self.ranks = Ranks(self.modules)
-        self._structure, self._beside = held(self.modules, _STRUCTURE), self._beside_modules()
+        self._structure = held(self.modules, _STRUCTURE)
+        self._wrappers = [optimizer for optimizer in optimizers if not holds_groups(optimizer)]
+        self._places = [place for optimizer in optimizers for place in _places_of(optimizer)]
+        self._found = read(self._places, None)
+        self._beside = self._beside_modules()
 
     def loose_params(self):
         """Parameters that belong to none of the modules."""
@@ -113,13 +120,15 @@ class Watched:
             return False  # the model has been moved
         # The same objects, compared by identity: the same work. What these lists hold cannot be
         # freed, so that no new object takes an old one's place unseen.
-        return same(self._beside_modules(), self._beside) and holds(
-            self.modules, _STRUCTURE, self._structure
+        return (
+            same(self._beside_modules(), self._beside)
+            and reads(self._places, None, self._found)
+            and holds(self.modules, _STRUCTURE, self._structure)
         )
 
     def _beside_modules(self):
-        parts = self.others()
-        for optimizer in self.optimizers():
+        parts = [*self.others(), *self.optimizers()]
+        for optimizer in self._wrappers:
             for group in optimizer.param_groups:
                 parts.append(group)
                 parts += group["params"]
@@ -138,3 +147,14 @@ class Watched:
         """What else Python code may change while it is recorded: objects as
         :class:`braze.step.host_state.HostState`."""
         return []
+
+
+def _places_of(optimizer):
+    """Where it has its groups and their parameters, for ``braze._C.read``."""
+    if not holds_groups(optimizer):
+        return []
+    groups = optimizer.param_groups
+    places = [(vars(optimizer), ("param_groups",)), (groups, None)]
+    for group in groups:
+        places += (group, ("params",)), (group["params"], None)
+    return places
