@@ -11,6 +11,7 @@
 #include "cpu/conv2d/passes.h"
 #include "cpu/conv2d/patches.h"
 #include "cpu/conv2d/pixel_runs.h"
+#include "cpu/conv2d/store.h"
 
 namespace braze::cpu {
 
@@ -25,6 +26,9 @@ struct BlockedIm2colWgradPlan {
   // one.
   static constexpr int64_t kSteps = 128, kFilters = 256, kColumns = 288;
   static constexpr int64_t kPixels = kPairs ? 2 * kSteps : kSteps;
+  // Columns of one operand that cost less to read the other one in place, from the second-level
+  // cache each time, than to copy it.
+  static constexpr int64_t kFew = 64;
 
   explicit BlockedIm2colWgradPlan(const WeightGradient& g)
       : pixels(g.h.out * g.w.out),
@@ -41,10 +45,13 @@ struct BlockedIm2colWgradPlan {
         dy_rows_adjoin(g.dy.h == g.w.out * g.dy.w),
         is_inside(taps == 1 && stays_inside(g.h) && stays_inside(g.w) && g.h.step == 1 &&
                   g.w.step == 1 && g.h.extent == g.h.out && g.w.extent == g.w.out),
-        x_in_place(!kPairs && std::is_same_v<T, Acc> && is_inside && channels % kL == 0 &&
-                   g.channels % channels == 0 && lies_in_rows(g, g.x)),
+        x_adjoins(is_inside && lies_in_rows(g, g.x)),
+        dy_adjoins(lies_in_rows(g, g.dy)),
+        x_in_place(!kPairs && std::is_same_v<T, Acc> && x_adjoins && channels % kL == 0 &&
+                   g.channels % channels == 0 && (!collide(g.x.w) || filters <= kFew)),
         pairs_adjoin(kPairs && is_inside && g.x.c == 1 && g.x.h == g.w.out * g.x.w),
-        dy_in_place(!kPairs && std::is_same_v<T, Acc> && lies_in_rows(g, g.dy)) {
+        dy_in_place(!kPairs && std::is_same_v<T, Acc> && dy_adjoins &&
+                    (!collide(g.dy.w) || taps * channels <= kFew)) {
     const int64_t block = round_up(taps * channels + 1, kL);  // columns of a task
     const auto apart = [](int64_t row) { return collide(row) ? row + kL : row; };
     ld = x_in_place ? g.x.w : apart(block);
@@ -78,8 +85,7 @@ struct BlockedIm2colWgradPlan {
   static bool collide(int64_t row) { return row * 4 % 512 == 0; }
   // Whether a chunk of a tensor are rows of adjoining elements, evenly spaced.
   bool lies_in_rows(const WeightGradient& g, const Tensor4dRef& t) const {
-    return t.c == 1 && t.h == g.w.out * t.w && (together == 1 || t.n == pixels * t.w) &&
-           !collide(t.w);
+    return t.c == 1 && t.h == g.w.out * t.w && (together == 1 || t.n == pixels * t.w);
   }
 
   int64_t pixels, taps;
@@ -88,6 +94,7 @@ struct BlockedIm2colWgradPlan {
   int64_t together, pieces, piece;  // images of a chunk, or parts of one, of `piece` pixels
   bool dy_rows_adjoin;
   bool is_inside;  // filters of one pixel that meet the one with the number of the result's
+  bool x_adjoins, dy_adjoins;  // whether chunks are rows of adjoining elements
   bool x_in_place;
   bool pairs_adjoin;  // of filters of one pixel: what they meet are adjoining rows, in 16 bits
   bool dy_in_place;
@@ -179,10 +186,19 @@ class BlockedIm2colWgrad {
           plan_.dy_in_place ? reinterpret_cast<const Acc*>(dy_from) + begin * g_.dy.w : dy;
       const Acc* const right =
           plan_.x_in_place ? reinterpret_cast<const Acc*>(x_from) + begin * g_.x.w : x;
+      const int64_t row = begin + images * pixels;  // of the next chunk
       multiply(left, task.filters, right, width, images * padded / (Plan::kPairs ? 2 : 1), sums,
-               chunk > first);
+               chunk > first,
+               {dy_from + row * g_.dy.w, plan_.dy_adjoins && task.filters == g_.dy.w ? g_.dy.w : 0},
+               {x_from + row * g_.x.w, plan_.x_adjoins && task.channels == g_.x.w ? g_.x.w : 0});
     }
   }
+
+  // What the next chunk is made of, `elements` for each of this one's steps; 0: not known.
+  struct Ahead {
+    const T* first;
+    int64_t elements;
+  };
 
   // Rows of an image's filters, from step `first` on.
   void copy_dy(Acc* to, T* copied, const Task& task, const T* from, int64_t begin, int64_t end,
@@ -210,19 +226,19 @@ class BlockedIm2colWgrad {
     }
   }
 
-  // sums, plan_.columns apart, = or += the products of columns of dy's rows and of patches. Behind
-  // rows that are read in place lie those of the next chunk, which come closer meanwhile.
+  // sums, plan_.columns apart, = or += the products of columns of dy's rows and of patches. What
+  // the next chunk is made of comes closer meanwhile.
   void multiply(const Acc* dy, int64_t filters, const Acc* x, int64_t width, int64_t steps,
-                Acc* sums, bool accumulate) const {
+                Acc* sums, bool accumulate, const Ahead& dy_ahead, const Ahead& x_ahead) const {
     const int64_t height = even_height(filters), vecs = width / kL;
     const int64_t ld = plan_.ld, dy_ld = plan_.dy_ld;
     const int64_t tiles = ceil_div(vecs, 2) * ceil_div(filters, height);
-    const auto each = [&](bool in_place, int64_t row) {  // bytes in a step
-      return in_place ? ceil_div(row * int64_t{sizeof(Acc)}, tiles) : 0;
+    const auto each = [&](const Ahead& ahead) {  // bytes in a step of a tile
+      return ceil_div(ahead.elements * int64_t{sizeof(T)}, tiles);
     };
-    const int64_t dy_each = each(plan_.dy_in_place, dy_ld), x_each = each(plan_.x_in_place, ld);
-    const char* dy_next = reinterpret_cast<const char*>(dy + steps * dy_ld);
-    const char* x_next = reinterpret_cast<const char*>(x + steps * ld);
+    const int64_t dy_each = each(dy_ahead), x_each = each(x_ahead);
+    const char* dy_next = reinterpret_cast<const char*>(dy_ahead.first);
+    const char* x_next = reinterpret_cast<const char*>(x_ahead.first);
     for (int64_t j = 0; j < vecs; j += 2) {
       const Acc* const right = x + j * kL;
       for (int64_t i = 0; i < filters; i += height) {
@@ -251,16 +267,8 @@ class BlockedIm2colWgrad {
       const int64_t channels = std::min(plan_.channels, g_.channels - c);
       for (const int64_t th : taps_h.order) {
         for (const int64_t tw : taps_w.order) {
-          T* const to = dw + c * g_.dw.c + th * g_.dw.h + tw * g_.dw.w;
-          const bool is_plain = plan_.parts == 1 && g_.dw.c == 1;
-          for (int64_t i = 0; is_plain && i < channels; ++i) to[i] = T(from[i]);
-          for (int64_t i = 0; !is_plain && i < channels; ++i) {
-            Acc sum = 0;
-            for (int64_t part = 0; part < plan_.parts; ++part) {
-              sum += from[part * plan_.sums_size(g_) + i];
-            }
-            to[i * g_.dw.c] = T(sum);
-          }
+          add_parts(from, plan_.sums_size(g_), plan_.parts, channels,
+                    dw + c * g_.dw.c + th * g_.dw.h + tw * g_.dw.w, g_.dw.c);
           from += channels;
         }
       }

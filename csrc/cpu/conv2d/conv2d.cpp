@@ -125,12 +125,26 @@ bool wants_patches(const Conv2dProblem& problem) {
   }
   // Against implicit_gemm's weight gradients: those of rows of which its tiles waste a part, of few
   // channels, and sums that no cache holds.
-  constexpr int64_t kLeastFilters = 32, kManyWeights = int64_t{1} << 20;
-  constexpr int64_t kWastedRow = kIsAvx2 ? 7 : 14;
+  constexpr int64_t kLeastFilters = 32, kManyWeights = int64_t{1} << 21, kWastedRow = 2;
   if (filters < kLeastFilters) return false;
   if (s.q <= kWastedRow) return true;
   const bool is_few = c < kLanes<float> && taps * c >= (is_slow_to_copy ? 64 : 16);
   return is_few || taps * c * k >= kManyWeights;
+}
+
+// For the weight gradient in fp32 of 1 x 1 filters over pixels that lie side by side:
+// blocked_im2col where its blocks have all channels of a pixel, and all filters or few channels, so
+// that hardly anything is read twice; pointwise where no cache holds the sums that implicit_gemm
+// has in each thread.
+int pointwise_wgrad_kernel(const Conv2dProblem& problem) {
+  const Conv2dShape& s = problem.shape;
+  const int64_t c = s.c / s.groups, k = s.k / s.groups;
+  constexpr int64_t kManyWeights = int64_t{1} << 20, kMostChannels = 288, kFewChannels = 64;
+  constexpr int64_t kMostFilters = kIsAvx2 ? 64 : 256;
+  if (c * k >= kManyWeights) return kPointwise;
+  const bool is_narrow =
+      c <= kMostChannels && (k <= kMostFilters || (!kIsAvx2 && c <= kFewChannels));
+  return is_narrow && !is_strided(s) ? kBlockedIm2col : kImplicitGemm;
 }
 
 // Whether narrow_input is faster than copies of patches and implicit_gemm, as measured in float32
@@ -179,6 +193,9 @@ int choose(const Conv2dProblem& problem) {
     // Every s-th pixel of contiguous images has to be copied one by one.
     const bool skips = problem.pass == Conv2dPass::kFprop && is_strided(s) && problem.x.c != 1;
     if ((!is_wgrad && !skips) || has_few_pixels(problem)) return kPointwise;
+    if (is_wgrad && s.dtype == DType::kFloat32 && problem.x.c == 1 && problem.y.c == 1) {
+      return pointwise_wgrad_kernel(problem);
+    }
     if (wants_patches(problem) || blocked_im2col_reads_in_place(problem)) return kBlockedIm2col;
     // Weight gradients of many pixels, or of pixels that do not lie side by side, are read in place
     // there.
@@ -197,14 +214,20 @@ int choose(const Conv2dProblem& problem) {
   }
   // With fewer channels or filters transformations take longer than they save.
   constexpr int64_t kLeastChannels = 16;
-  // A weight gradient transforms both operands. Against AVX-512's products it gains later.
-  constexpr int64_t kLeastSums = kIsAvx2 ? 16 * 16 : 32 * 32;
-  const bool is_wide = std::min(c, k) >= kLeastChannels && (!is_wgrad || c * k >= kLeastSums);
+  // A weight gradient transforms both operands, and the sums back. Against AVX-512's products it
+  // gains later, and of few pixels; of odd extents tiles of 2 x 2 pixels waste a part.
+  constexpr int64_t kFewPixels = 4096, kLeastSums = kIsAvx2 ? 16 * 16 : 32 * 32;
+  const int64_t covered = ceil_div(s.p, 2) * ceil_div(s.q, 2) * 4;
+  const bool gains = c * k >= (s.n * s.p * s.q < kFewPixels ? 48 * 48 : kLeastSums) &&
+                     100 * s.p * s.q > 82 * covered;
+  const bool is_wide = std::min(c, k) >= kLeastChannels && (!is_wgrad || gains);
   // Of few tiles of 2 x 2 pixels the filters are most of what is read, and transformed they are
   // nearly twice as large (64 to 512 channels, 3 x 3 to 11 x 11 pixels, batch 1 to 4).
   constexpr int64_t kFewTiles = 32, kManyFilters = 64 * 64;
   const int64_t tiles = s.n * ceil_div(s.p, 2) * ceil_div(s.q, 2);
-  if (tiles <= kFewTiles && c * k >= kManyFilters && wants_patches(problem)) return kBlockedIm2col;
+  const bool has_few_tiles = tiles <= kFewTiles && c * k >= kManyFilters;
+  if (has_few_tiles && wants_patches(problem)) return kBlockedIm2col;
+  if (has_few_tiles && is_wgrad) return kImplicitGemm;
   if (is_wide && !winograd_obstacle(problem)) return kWinograd;
   return wants_patches(problem) ? kBlockedIm2col : kImplicitGemm;
 }

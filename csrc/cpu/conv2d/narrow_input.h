@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "cpu/conv2d/store.h"
 #include "cpu/conv2d/passes.h"
 #include "cpu/conv2d/patches.h"
 
@@ -144,13 +145,7 @@ class NarrowInput {
         for (int64_t c = 0; c < g_.channels; ++c, from += plan_.filters) {
           T* const to = static_cast<T*>(const_cast<void*>(g_.dw.data)) + c * g_.dw.c +
                         th * g_.dw.h + tw * g_.dw.w;
-          for (int64_t f = 0; f < g_.filters; ++f) {
-            Acc sum = 0;
-            for (int64_t part = 0; part < plan_.parts; ++part) {
-              sum += from[part * plan_.sums_size() + f];
-            }
-            to[f * g_.dw.n] = T(sum);
-          }
+          add_parts(from, plan_.sums_size(), plan_.parts, g_.filters, to, g_.dw.n);
         }
       }
     }

@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "cpu/conv2d/pixel_runs.h"
+#include "cpu/conv2d/store.h"
 #include "cpu/matmul/dot_bf16.h"
 #include "cpu/matmul/gemm.h"
 
@@ -137,13 +138,8 @@ class PointwiseWgrad {
 
   void store(int64_t filter) const {
     T* const dw = static_cast<T*>(const_cast<void*>(g_.dw.data)) + filter * g_.dw.n;
-    for (int64_t c = 0; c < g_.channels; ++c) {
-      Acc sum = 0;
-      for (int64_t part = 0; part < plan_.parts; ++part) {
-        sum += sums_[part * plan_.sums_size(g_) + filter * plan_.padded_channels + c];
-      }
-      dw[c * g_.dw.c] = T(sum);
-    }
+    add_parts(sums_ + filter * plan_.padded_channels, plan_.sums_size(g_), plan_.parts, g_.channels,
+              dw, g_.dw.c);
   }
 
   const WeightGradient& g_;

@@ -22,6 +22,27 @@ void with_full(int64_t filters, int64_t width, const F& f) {
   filters == width ? f(std::true_type{}) : f(std::false_type{});
 }
 
+// to[i * stride] = the sum over `parts` of from[part * pitch + i], in their order, for i < count.
+template <typename T>
+void add_parts(const acc_t<T>* from, int64_t pitch, int64_t parts, int64_t count, T* to,
+               int64_t stride) {
+  constexpr int64_t kAtOnce = 64;
+  for (int64_t first = 0; first < count; first += kAtOnce, from += kAtOnce) {
+    const int64_t number = std::min(kAtOnce, count - first);
+    acc_t<T> sums[kAtOnce] = {};
+    for (int64_t part = 0; part < parts; ++part) {
+      const acc_t<T>* const of_part = from + part * pitch;
+      for (int64_t i = 0; i < number; ++i) sums[i] += of_part[i];
+    }
+    T* const there = to + first * stride;
+    if (stride == 1) {
+      for (int64_t i = 0; i < number; ++i) there[i] = T(sums[i]);
+    } else {
+      for (int64_t i = 0; i < number; ++i) there[i * stride] = T(sums[i]);
+    }
+  }
+}
+
 // The bias of a panel's filters, or zeros.
 template <typename Acc>
 struct PanelBias {

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "cpu/conv2d/passes.h"
+#include "cpu/conv2d/store.h"
 #include "cpu/matmul/gemm.h"
 
 namespace braze::cpu {
@@ -257,17 +258,22 @@ class ComputeWeightGradient {
   void store(int64_t group, int64_t filter) const {
     T* dw =
         static_cast<T*>(const_cast<void*>(g_.dw.data)) + (group * g_.filters + filter) * g_.dw.n;
-    for (int64_t c = 0; c < g_.channels; ++c) {
-      for (int64_t tap = 0; tap < plan_.taps; ++tap) {
-        const int64_t column =
-            plan_.pixel_lanes ? (tap * g_.channels + c) * kL : tap * plan_.padded_channels + c;
+    const Acc* const from = acc_ + group * plan_.acc_size() + filter * plan_.columns;
+    const int64_t part_size = g_.groups * plan_.acc_size();
+    for (int64_t tap = 0; tap < plan_.taps; ++tap) {
+      T* const to = dw + tap / g_.w.taps() * g_.dw.h + tap % g_.w.taps() * g_.dw.w;
+      if (!plan_.pixel_lanes) {
+        add_parts(from + tap * plan_.padded_channels, part_size, plan_.parts, g_.channels, to,
+                  g_.dw.c);
+        continue;
+      }
+      for (int64_t c = 0; c < g_.channels; ++c) {
         Acc sum = 0;
         for (int64_t part = 0; part < plan_.parts; ++part) {
-          const Acc* from = acc_ + (part * g_.groups + group) * plan_.acc_size() +
-                            filter * plan_.columns + column;
-          for (int64_t l = 0; l < (plan_.pixel_lanes ? kL : 1); ++l) sum += from[l];
+          const Acc* const lanes = from + part * part_size + (tap * g_.channels + c) * kL;
+          for (int64_t l = 0; l < kL; ++l) sum += lanes[l];
         }
-        dw[c * g_.dw.c + tap / g_.w.taps() * g_.dw.h + tap % g_.w.taps() * g_.dw.w] = T(sum);
+        to[c * g_.dw.c] = T(sum);
       }
     }
   }

@@ -99,7 +99,7 @@ inline void add_product(vec_t<Acc>& sum, Acc a, const vec_t<Acc>& b) {
 template <typename Acc, int kScalars, int kVecs, typename Scalars, typename Stride,
           typename Vectors, typename Tile>
 __attribute__((noinline)) void outer_products(int64_t depth, const Scalars& scalars, Stride stride,
-                                              const Vectors& vectors, const Tile tile) {
+                                              const Vectors& vectors, const Tile& tile) {
   using V = vec_t<Acc>;
   // Rows of A are addressed in fours, from a register that has the first one's address.
   constexpr int kGroup = 4;
