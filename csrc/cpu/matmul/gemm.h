@@ -95,7 +95,9 @@ inline void add_product(vec_t<Acc>& sum, Acc a, const vec_t<Acc>& b) {
 // and each broadcast, times kVecs vectors; scalars(p) and vectors(p) point at those of step p. The
 // steps are summed from zero before they join what is there: shorter chains of additions round
 // less. A step is what add_product takes at once: a value, or a pair of bf16.
-// Never inlined: within a larger function gcc 12 keeps some tiles in memory, not in registers.
+// Never inlined: within a larger function gcc 12 keeps some tiles in memory, not in registers. The
+// tile's place by reference: a copy of it on the stack would be read in larger pieces than it was
+// written in, and such a read waits until every store before it has left, the last tile's too.
 template <typename Acc, int kScalars, int kVecs, typename Scalars, typename Stride,
           typename Vectors, typename Tile>
 __attribute__((noinline)) void outer_products(int64_t depth, const Scalars& scalars, Stride stride,
