@@ -409,6 +409,15 @@ class AmxConvolution {
     std::fill(to, end, 0);
   }
 
+  // Whether rows of sums are, as far as they have been computed: of few filters one tile.
+  static bool are_finite(const float* sums, int64_t rows, int64_t filters) {
+    constexpr int64_t kTile = 16;
+    if (filters > kTile) return all_finite(sums, rows * kPanel);
+    bool finite = true;
+    for (int64_t i = 0; i < rows; ++i) finite &= all_finite(sums + i * kPanel, kTile);
+    return finite;
+  }
+
   void store(const Block& block, int64_t group) const {
     const Segment& segment = *block.segment;
     const int64_t filter = group * conv_.filters + block.panel * kPanel;
@@ -422,7 +431,7 @@ class AmxConvolution {
       const int64_t count = std::min(next, row * segment.pitch + segment.width) - p;
       if (count > 0) {
         const float* const from = block.sums + (p - begin) * kPanel;
-        finite &= plan_.run_length % kStep == 0 || all_finite(from, count * kPanel);
+        finite &= plan_.run_length % kStep == 0 || are_finite(from, count, filters);
         store_pixels(
             from, kPanel, count, filters, conv_.bias, filter,
             segment.to + filter * stride + row * segment.row_stride + column * segment.pixel_stride,
