@@ -320,6 +320,20 @@ def test_what_auto_takes(case, names):
 
 
 @pytest.mark.skipif(not HAS_AMX, reason="not on this processor")
+def test_amx_judges_what_it_has_computed():
+    """Few filters leave columns of the sums as they were in memory: here NaN, of the call before.
+    They are no reason to make the result again by another kernel."""
+
+    few, many = ((1, 48, 130, 120, k, (3, 3), (1, 1), (1, 1), 1, 1) for k in (3, 32))
+    tensors, others = (drawn(case, torch.bfloat16, "nhwc") for case in (few, many))
+    others[0].fill_(math.nan)
+    expected = run("fprop", few, *tensors, "amx")
+    for _ in range(5):
+        assert run("fprop", many, *others, "amx").isnan().all()
+        assert torch.equal(run("fprop", few, *tensors, "amx"), expected)
+
+
+@pytest.mark.skipif(not HAS_AMX, reason="not on this processor")
 @pytest.mark.parametrize("case", [BLOCKED[6], POINTWISE[1], NARROW[1]], ids=str)
 def test_auto_takes_amx(case):
     tensors = drawn(case, torch.bfloat16, "nhwc")
