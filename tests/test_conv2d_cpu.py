@@ -323,7 +323,6 @@ def test_what_auto_takes(case, names):
 def test_amx_judges_what_it_has_computed():
     """Few filters leave columns of the sums as they were in memory: here NaN, of the call before.
     They are no reason to make the result again by another kernel."""
-
     few, many = ((1, 48, 130, 120, k, (3, 3), (1, 1), (1, 1), 1, 1) for k in (3, 32))
     tensors, others = (drawn(case, torch.bfloat16, "nhwc") for case in (few, many))
     others[0].fill_(math.nan)

@@ -147,6 +147,19 @@ int pointwise_wgrad_kernel(const Conv2dProblem& problem) {
   return is_narrow && !is_strided(s) ? kBlockedIm2col : kImplicitGemm;
 }
 
+// Whether a weight gradient of so many sums, and of so many tiles of 2 x 2 pixels an image, gains
+// by Winograd's: it transforms both operands, and the sums back, so that it gains later, of few
+// pixels and against AVX-512's products too, and not where odd extents leave much of the tiles
+// empty.
+bool transformed_wgrad_gains(const Conv2dShape& s, int64_t sums, int64_t tiles) {
+  constexpr int64_t kFewPixels = 4096, kLeastSumsOfFew = 48 * 48;
+  constexpr int64_t kLeastSums = kIsAvx2 ? 16 * 16 : 32 * 32;
+  constexpr int64_t kLeastFilled = 82;  // of tiles, per cent
+  const int64_t pixels = s.p * s.q;
+  return sums >= (s.n * pixels < kFewPixels ? kLeastSumsOfFew : kLeastSums) &&
+         100 * pixels > kLeastFilled * 4 * tiles;
+}
+
 // Whether narrow_input is faster than copies of patches and implicit_gemm, as measured in float32
 // with images of one and three channels. Where dy has to be copied there have to be taps and
 // filters enough to meet the copies; more weights than these are in nobody's first-level cache.
@@ -214,18 +227,13 @@ int choose(const Conv2dProblem& problem) {
   }
   // With fewer channels or filters transformations take longer than they save.
   constexpr int64_t kLeastChannels = 16;
-  // A weight gradient transforms both operands, and the sums back. Against AVX-512's products it
-  // gains later, and of few pixels; of odd extents tiles of 2 x 2 pixels waste a part.
-  constexpr int64_t kFewPixels = 4096, kLeastSums = kIsAvx2 ? 16 * 16 : 32 * 32;
-  const int64_t covered = ceil_div(s.p, 2) * ceil_div(s.q, 2) * 4;
-  const bool gains = c * k >= (s.n * s.p * s.q < kFewPixels ? 48 * 48 : kLeastSums) &&
-                     100 * s.p * s.q > 82 * covered;
-  const bool is_wide = std::min(c, k) >= kLeastChannels && (!is_wgrad || gains);
-  // Of few tiles of 2 x 2 pixels the filters are most of what is read, and transformed they are
-  // nearly twice as large (64 to 512 channels, 3 x 3 to 11 x 11 pixels, batch 1 to 4).
+  const int64_t tiles = ceil_div(s.p, 2) * ceil_div(s.q, 2);  // of 2 x 2 pixels, of an image
+  const bool is_wide =
+      std::min(c, k) >= kLeastChannels && (!is_wgrad || transformed_wgrad_gains(s, c * k, tiles));
+  // Of few tiles the filters are most of what is read, and transformed they are nearly twice as
+  // large (64 to 512 channels, 3 x 3 to 11 x 11 pixels, batch 1 to 4).
   constexpr int64_t kFewTiles = 32, kManyFilters = 64 * 64;
-  const int64_t tiles = s.n * ceil_div(s.p, 2) * ceil_div(s.q, 2);
-  const bool has_few_tiles = tiles <= kFewTiles && c * k >= kManyFilters;
+  const bool has_few_tiles = s.n * tiles <= kFewTiles && c * k >= kManyFilters;
   if (has_few_tiles && wants_patches(problem)) return kBlockedIm2col;
   if (has_few_tiles && is_wgrad) return kImplicitGemm;
   if (is_wide && !winograd_obstacle(problem)) return kWinograd;

@@ -8,9 +8,9 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "cpu/conv2d/store.h"
 #include "cpu/conv2d/passes.h"
 #include "cpu/conv2d/patches.h"
+#include "cpu/conv2d/store.h"
 
 namespace braze::cpu {
 

@@ -1,4 +1,5 @@
-// The epilogue of kernels that have filters across the lanes.
+// How results are stored: the epilogue of kernels that have filters across the lanes, and the sum
+// of the parts of a weight gradient.
 #pragma once
 
 #include <algorithm>
