@@ -412,24 +412,26 @@ def test_refuses_by_name_and_leaves_the_rest_to_others(gpu, name, why, shape, we
     assert_by_rule(F.conv2d(x, w, **arguments), stock.conv2d(x, w, **arguments), exact)
 
 
+@pytest.mark.parametrize("channels", [(72, 140), (64, 60), (30, 32)], ids=str)
 @pytest.mark.parametrize("which", PASSES)
-def test_special_values_in_parts(gpu, which):
+def test_special_values_in_parts(gpu, which, channels):
     """fp32's parts of infinities and NaN would not add up: tiles that have them are computed
     otherwise, and the others as ever."""
     if not runs_hopper_kernels():
         pytest.skip("needs compute capability 9.0")
     set_tf32("cuda", False)
-    case = (9, 72, 140, 10, 9, 3, 1 if which == "wgrad" else 2, 1, 1)
+    c, k = channels
+    case = (9, c, k, 10, 9, 3, 1 if which == "wgrad" else 2, 1, 1)
     x, w, b = drawn(case, "cuda", torch.float32, "nhwc")
     dy = gradient(case, x, w, "nhwc")
     k, p, q = dy.shape[1:]
     inf, nan = float("inf"), float("nan")
     if which == "fprop":
-        x[0, 3, 2, 2], x[8, 71, 9, 8], w[139, 5, 1, 1] = inf, nan, -inf
+        x[0, 3, 2, 2], x[8, c - 1, 9, 8], w[k - 1, 5, 1, 1] = inf, nan, -inf
     elif which == "dgrad":
-        dy[0, 3, 2, 2], dy[8, k - 1, p - 1, q - 1], w[5, 70, 1, 1] = inf, nan, -inf
+        dy[0, 3, 2, 2], dy[8, k - 1, p - 1, q - 1], w[5, c - 2, 1, 1] = inf, nan, -inf
     else:
-        dy[0, 3, 2, 2], x[8, 71, 5, 5] = inf, nan
+        dy[0, 3, 2, 2], x[8, c - 1, 5, 5] = inf, nan
     actual = run(which, case, x, w, b, dy, backend="implicit_gemm_wgmma")
     exact = reference(which, case, *(t.double().cpu() for t in (x, w, b, dy)))
     assert not exact.isfinite().all()

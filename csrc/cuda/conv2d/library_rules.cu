@@ -340,7 +340,7 @@ bool beats_cudnn(const Conv2dProblem& problem, int kernel) {
     return true;
   }
   if (is_channels_last) {
-    if (is_known_in_fp32(s)) return beats_cudnn_in_fp32(problem, kernel);
+    if (is_known_in_fp32(problem.pass, s)) return beats_cudnn_in_fp32(problem, kernel);
     if (kernel == kIm2col) return im2col_beats_cudnn(problem);
     if (kernel == kPointwise) {
       if (wgrad && !is_plain_fp32(s)) return stream_k_beats_cudnn(s);

@@ -369,7 +369,7 @@ int fastest_own(const Conv2dArgs& args) {
                                  im2col_wins_thin_gradients(args) ||
                                  im2col_wins_strided_products(args.pass, s);
   if (product_of_im2col && takes(kIm2col, args)) return kIm2col;
-  if (args.gathered.c == 1 && is_known_in_fp32(s)) {
+  if (args.gathered.c == 1 && is_known_in_fp32(args.pass, s)) {
     const int kernel = fastest_own_in_fp32(args);
     if (kernel >= 0 && takes(kernel, args)) return kernel;
   }

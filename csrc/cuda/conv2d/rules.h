@@ -38,7 +38,7 @@ bool fft_wins(const Conv2dProblem& problem);
 
 // The same of fp32 at fp32's accuracy, where it was measured, and channels last: -1 where the other
 // rules decide.
-bool is_known_in_fp32(const Conv2dShape& s);
+bool is_known_in_fp32(Conv2dPass pass, const Conv2dShape& s);
 int fastest_own_in_fp32(const Conv2dArgs& args);
 bool beats_cudnn_in_fp32(const Conv2dProblem& problem, int kernel);
 

@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   Turn turn{kStages};
   if (group > kInputs) {
-    set_registers<kMakerRegisters>();
+    set_registers<kFirstRegisters, kMakerRegisters>();
     if (lane == 0) mbarrier_arrive(&barriers.made[0]);  // as for those that they make alone
     turn.next();
     for (int tile = first_tile + step; tile < plan.tiles; tile += step, turn.next()) {
@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (lane == 0) mbarrier_arrive(&barriers.made[turn.place]);
     }
   } else if (group > 0) {
-    set_registers<kInputRegisters>();
+    set_registers<kFirstRegisters, kInputRegisters>();
     for (int tile = first_tile; tile < plan.tiles; tile += step, turn.next()) {
       unsigned char* const stage = stages + turn.place * plan.stage_bytes;
       const Tile place = tile_at(plan, tile);
@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (lane == 0) mbarrier_arrive(&barriers.empty[turn.place]);
     }
   } else {
-    set_registers<kWeightRegisters>();
+    set_registers<kFirstRegisters, kWeightRegisters>();
     float acc[kFilterRows][kTapColumns * kChannels / 2];
 #pragma unroll
     for (auto& row : acc) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "conv_gradients_tile.cuh"
+#include "cuda/common/registers.cuh"
 
 namespace braze::cuda::halo::pooled {
 namespace {
@@ -14,16 +15,6 @@ constexpr int kFirstRegisters = 65536 / kThreads / 8 * 8;
 constexpr int kWeightRegisters = 176, kInputRegisters = 88, kMakerRegisters = 64;
 static_assert(kWeightRegisters + kInputs * kInputRegisters + kMakers * kMakerRegisters <=
               (1 + kInputs + kMakers) * kFirstRegisters);
-
-// Called by whole warpgroups: gives up registers, or waits until others have.
-template <int kCount>
-__device__ __forceinline__ void set_registers() {
-  if constexpr (kCount > kFirstRegisters) {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
-  } else {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
-  }
-}
 
 // What dz is made with, from the partial sums. Called by all threads; a barrier has to follow.
 __device__ __forceinline__ void merge_coefficients(

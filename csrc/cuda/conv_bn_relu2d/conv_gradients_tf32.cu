@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   Turn turn{kStages};
   if (group > kInputs) {
-    set_registers<kMakerRegisters>();
+    set_registers<kFirstRegisters, kMakerRegisters>();
     if (maker >= kMakerThreads) {
       if (lane == 0) copier.copy(INT_MAX, barriers, slots, sources, plan);
       return;
@@ -236,7 +236,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (lane == 0) mbarrier_arrive(&barriers.made[turn.place]);
     }
   } else if (group > 0) {
-    set_registers<kInputRegisters>();
+    set_registers<kFirstRegisters, kInputRegisters>();
     for (int tile = first_tile; tile < plan.tiles; tile += step, turn.next()) {
       const uint32_t stage = shared_address(stages) + turn.place * plan.stage_bytes;
       const Tile place = tile_at(plan, tile);
@@ -259,7 +259,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (group - 1 >= plan.chunks && lane == 0) mbarrier_arrive(&barriers.empty[turn.place]);
     }
   } else {
-    set_registers<kWeightRegisters>();
+    set_registers<kFirstRegisters, kWeightRegisters>();
     float acc[kFilterRows][kTapColumns * kChannels / 2];
 #pragma unroll
     for (auto& row : acc) {

@@ -160,6 +160,11 @@ constexpr Kernel kKernels[] = {
      hopper::plan_scaled,
      hopper::run_scaled,
      true},
+    {{"matmul", "wgmma_long", kFp32, kHopper, true,
+      "fp32 at fp32's accuracy on tensor cores: long sums of few results, split as they are read"},
+     hopper::long_obstacle,
+     hopper::plan_long,
+     hopper::run_long},
 };
 constexpr int kCount = std::size(kKernels);
 const KernelEntries kEntries(kKernels, kCount);
@@ -169,7 +174,17 @@ constexpr int kCoalesced = number_of("02_coalesced"), kGemv = number_of("gemv"),
               kThin = number_of("thin"), kOuter = number_of("outer"), kSimt = number_of("simt"),
               kSimtTma = number_of("simt_tma"), kDmmaTma = number_of("dmma_tma"),
               kMma = number_of("mma_sync"), kMmaSplit = number_of("mma_split"),
-              kWgmma = number_of("wgmma"), kScaled = number_of("wgmma_scaled");
+              kWgmma = number_of("wgmma"), kScaled = number_of("wgmma_scaled"),
+              kLong = number_of("wgmma_long");
+
+int64_t products_of(const MatmulArgs& args) { return args.batch * args.m * args.n * args.k; }
+
+// Long sums in parts that are made as operands are read, where planes of parts, whose products are
+// half as many, would take longer.
+bool prefers_long(const MatmulArgs& args) {
+  return args.k >= 1024 && products_of(args) >= 1 << 26 &&
+         hopper::long_microseconds(args) < hopper::scaled_microseconds(args);
+}
 
 // The fastest of our own.
 int choose(const MatmulArgs& args) {
@@ -183,6 +198,7 @@ int choose(const MatmulArgs& args) {
   const bool deep = prefers_deep_tiles(args);  // which mma_sync has without the full epilogue
   if (takes(kWgmma) && hopper::preferred(args, deep && !full)) return kWgmma;
   if (!takes(kMma)) {  // fp32 at its own accuracy
+    if (takes(kLong) && prefers_long(args)) return kLong;
     if (deep && args.k >= kLongSplitSum && takes(kMmaSplit)) return kMmaSplit;
     if (takes(kScaled) && hopper::scaled_preferred(args)) return kScaled;
     if (takes(kSimtTma) && hopper::simt_tma_preferred(args)) return kSimtTma;
@@ -196,9 +212,10 @@ int choose(const MatmulArgs& args) {
 // takes 2 to 4 us more); fp32 at its own accuracy on tensor cores; TF32 up to the sizes where power
 // decides, and beyond where neither operand lies along the depth.
 bool beats_cublas(const MatmulArgs& args, int kernel) {
-  const int64_t products = args.batch * args.m * args.n * args.k;
+  const int64_t products = products_of(args);
   if (kernel == kOuter) return true;
   if (kernel == kScaled) return hopper::scaled_beats_cublas(args);
+  if (kernel == kLong) return products >= 1 << 28;
   // 16-bit operands from the caches: cuBLASLt takes 0.6 to 0.76 of the time for larger results.
   if (kernel == kThin) return size_of(args.dtype) > 2 || args.batch * args.m * args.n <= 1 << 13;
   if (kernel == kGemv) return products <= 1 << 23;  // long rows of outputs come slowly

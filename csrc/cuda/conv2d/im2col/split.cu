@@ -12,10 +12,21 @@ namespace {
 using hopper::aligned;
 using hopper::Parts;
 
-// Pixels go through pairs of blocks, which share weights. Of filters there may be few.
+// Pixels go through pairs of blocks, which share weights; of few channels of the result, alone. Of
+// the weight gradient's filters there may be few.
 using WindowTile = hopper::ScaledTile<2>;
+template <int kColumns, int kLoadedColumns = kColumns>
+using NarrowTile = hopper::PartTile<__half, 2, 4, 1, kColumns, kLoadedColumns>;
 using GradientTile = hopper::ScaledTile<1>;
 constexpr int kPlanes = WindowTile::kPlanes;
+
+// f(a type that is the tile, of windows with so many channels of the result).
+template <bool kDgrad, typename F>
+auto dispatch_window_tile(int64_t columns, F&& f) {
+  if (columns <= 32) return f(TypeTag<NarrowTile<32, kDgrad ? 64 : 32>>{});
+  if (columns <= 64) return f(TypeTag<NarrowTile<64>>{});
+  return f(TypeTag<WindowTile>{});
+}
 
 // A tensor, dense and channels last, as `outer` rows of channels.
 struct Rows {
@@ -115,6 +126,8 @@ Extents extents_of(const Conv2dArgs& args) {
           pass.taps * ceil_div(pass.channels, stage)};
 }
 
+constexpr double kNarrowStage = 0.6;  // microseconds, as kScaledStage
+
 SplitPlan make_plan(const Conv2dArgs& args) {
   const auto [image, other] = operands_of(args);
   const Extents e = extents_of(args);
@@ -122,12 +135,13 @@ SplitPlan make_plan(const Conv2dArgs& args) {
   plan.flag_bytes[0] = aligned(image.flags() * 4), plan.flag_bytes[1] = aligned(other.flags() * 4);
   plan.plane_bytes[0] = aligned(kPlanes * image.plane_bytes());
   plan.plane_bytes[1] = aligned(kPlanes * other.plane_bytes());
-  const bool wgrad = args.pass == Conv2dPass::kWgrad;
-  const int64_t rows = wgrad ? ceil_div(e.rows, 128) : 2 * ceil_div(e.rows, 256);
+  const bool wgrad = args.pass == Conv2dPass::kWgrad, narrow = !wgrad && e.columns <= 64;
+  const int64_t rows = wgrad || narrow ? ceil_div(e.rows, 128) : 2 * ceil_div(e.rows, 256);
   // Phases are not all as deep.
   const int64_t most = wgrad ? 64 : args.pass == Conv2dPass::kDgrad ? 1 : 16;
   plan.splits = hopper::choose_splits(e.batch * rows * ceil_div(e.columns, 128), e.stages, most,
-                                      e.batch * e.rows * e.columns, hopper::kScaledStage)
+                                      e.batch * e.rows * e.columns,
+                                      narrow ? kNarrowStage : hopper::kScaledStage)
                     .splits;
   if (plan.splits > 1) plan.partial_bytes = plan.splits * e.batch * e.rows * e.columns * 4;
   return plan;
@@ -207,22 +221,27 @@ void run_split(Stream stream, const Conv2dArgs& args, const Conv2dPlan& planned,
     case Conv2dPass::kFprop: {
       SplitWindowArgs a{};
       set(a, pass_of(args), image_parts, other_parts);
-      set_tiles<WindowTile>(a, e, plan);
       a.c_ld = e.columns;
-      hopper::launch_persistent<WindowTile,
-                                hopper::split_kernel<WindowTile, 0, 0, SplitWindowArgs>>(
-          stream, a.tiles, true, plane_window_map(args, image, image_planes, WindowTile::kRows),
-          weight_map(s, other, other_planes, WindowTile::kShare), a);
+      dispatch_window_tile<false>(e.columns, [&](auto tag) {
+        using Tile = typename decltype(tag)::type;
+        set_tiles<Tile>(a, e, plan);
+        hopper::launch_persistent<Tile, hopper::split_kernel<Tile, 0, 0, SplitWindowArgs>>(
+            stream, a.tiles, true, plane_window_map(args, image, image_planes, Tile::kRows),
+            weight_map(s, other, other_planes, Tile::kShare), a);
+      });
       break;
     }
     case Conv2dPass::kDgrad: {
       SplitPhaseArgs a{};
       set(a, pass_of(args, &a.phases), image_parts, other_parts);
-      set_tiles<WindowTile>(a, e, plan);
       a.c_ld = e.columns;
-      hopper::launch_persistent<WindowTile, hopper::split_kernel<WindowTile, 0, 1, SplitPhaseArgs>>(
-          stream, a.tiles, true, plane_window_map(args, image, image_planes, WindowTile::kRows),
-          weight_map(s, other, other_planes, hopper::kSplitDepth), a);
+      dispatch_window_tile<true>(e.columns, [&](auto tag) {
+        using Tile = typename decltype(tag)::type;
+        set_tiles<Tile>(a, e, plan);
+        hopper::launch_persistent<Tile, hopper::split_kernel<Tile, 0, 1, SplitPhaseArgs>>(
+            stream, a.tiles, true, plane_window_map(args, image, image_planes, Tile::kRows),
+            weight_map(s, other, other_planes, hopper::kSplitDepth), a);
+      });
       break;
     }
     case Conv2dPass::kWgrad: {

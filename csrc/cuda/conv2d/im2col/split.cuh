@@ -84,7 +84,7 @@ template <typename Tile, typename A>
 __device__ __forceinline__ bool is_special_window(const A& a, const hopper::Place& p) {
   const int first = p.row * Tile::kCluster * Tile::kRows;
   const int last = min(first + Tile::kCluster * Tile::kRows, a.rows) - 1;
-  bool special = a.column.special[p.column] != 0;
+  bool special = a.column.special[p.column * Tile::kColumns / 128] != 0;
   for (int n = corner_of(a.windows, first).n; n <= corner_of(a.windows, last).n; ++n) {
     special |= a.row.special[n] != 0;
   }

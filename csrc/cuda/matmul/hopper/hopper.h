@@ -29,10 +29,18 @@ const char* split_obstacle(const MatmulArgs& args);
 void plan_split(const MatmulArgs& args, MatmulPlan* plan);
 void run_split(Stream stream, const MatmulArgs& args, const MatmulPlan& plan, void* workspace);
 bool scaled_preferred(const MatmulArgs& args);
+double scaled_microseconds(const MatmulArgs& args);
 // Whether it is faster than cuBLAS, whose time on CUDA cores follows from the products (H200).
 bool scaled_beats_cublas(const MatmulArgs& args);
 void plan_scaled(const MatmulArgs& args, MatmulPlan* plan);
 void run_scaled(Stream stream, const MatmulArgs& args, const MatmulPlan& plan, void* workspace);
+
+// The same for long_sums.cuh: fp32, long sums of few results. long_microseconds(): estimated for an
+// H200.
+const char* long_obstacle(const MatmulArgs& args);
+double long_microseconds(const MatmulArgs& args);
+void plan_long(const MatmulArgs& args, MatmulPlan* plan);
+void run_long(Stream stream, const MatmulArgs& args, const MatmulPlan& plan, void* workspace);
 
 // The same for simt_tma.cuh: fp32 on CUDA cores.
 const char* simt_tma_obstacle(const MatmulArgs& args);

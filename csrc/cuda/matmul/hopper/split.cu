@@ -39,8 +39,10 @@ void set_splits(const MatmulArgs& p, SplitPlan& plan) {
                     Tile::kScaled ? kScaledStage : kSplitStage);
   const int64_t elements = plane_elements(operand_a(p), p) + plane_elements(operand_b(p), p);
   plan.splits = depth.splits;
-  plan.microseconds =
-      depth.microseconds + (Tile::kScaled ? 14 + 3.1e-6 * elements : 11 + 5e-6 * elements);
+  // Columns' largest magnitudes are looked for row by row, of many short rows slowly.
+  const int64_t rows = (operand_a(p).mn_major() + operand_b(p).mn_major()) * p.k;
+  plan.microseconds = depth.microseconds + (Tile::kScaled ? 14 + 3.1e-6 * elements + 1.9e-3 * rows
+                                                          : 11 + 5e-6 * elements);
 }
 
 template <typename Tile>
@@ -187,9 +189,13 @@ bool scaled_preferred(const MatmulArgs& p) {
   return plan.microseconds < simt_microseconds(p) && plan.total() <= kMaxWorkspace;
 }
 
+double scaled_microseconds(const MatmulArgs& p) {
+  return make_split_plan<ScaledTile<2>>(p).microseconds;
+}
+
 bool scaled_beats_cublas(const MatmulArgs& p) {
   const double products = static_cast<double>(p.batch) * p.m * p.n * p.k;
-  return make_split_plan<ScaledTile<2>>(p).microseconds < 0.97 * (7 + products / 24e6);
+  return scaled_microseconds(p) < 0.97 * (7 + products / 24e6);
 }
 
 void plan_split(const MatmulArgs& p, MatmulPlan* plan) { plan_parts<SplitTile<2>>(p, plan); }

@@ -17,17 +17,19 @@ namespace braze::cuda::hopper {
 
 constexpr int kSplitDepth = 64;  // of a stage
 
-// Tiles of parts: in kPlanes planes of T.
-template <typename T_, int kPlanes_, int kStages_, int kCluster_>
+// Tiles of parts: in kPlanes planes of T. Of narrow ones more columns may be loaded, as rows of
+// MN-major operands are 64 columns wide.
+template <typename T_, int kPlanes_, int kStages_, int kCluster_, int kColumns_ = 128,
+          int kLoadedColumns_ = kColumns_>
 struct PartTile {
   using T = T_;
   static constexpr int kPlanes = kPlanes_, kStages = kStages_, kCluster = kCluster_;
   static constexpr bool kScaled = std::is_same_v<T, __half>;  // fp16 has few exponents
-  static constexpr int kRows = 128, kColumns = 128;
+  static constexpr int kRows = 128, kColumns = kColumns_, kLoadedColumns = kLoadedColumns_;
   static constexpr int kConsumers = 2, kReaders = 2, kThreads = (kConsumers + 1) * 128;
   static constexpr int kDepth = kSplitDepth;
-  static constexpr int kShare = kColumns / kCluster;  // columns that a block loads, for all
-  static constexpr int kRowPlane = kRows * kSwizzle, kColumnPlane = kColumns * kSwizzle;
+  static constexpr int kShare = kLoadedColumns / kCluster;  // that a block loads, for all
+  static constexpr int kRowPlane = kRows * kSwizzle, kColumnPlane = kLoadedColumns * kSwizzle;
   static constexpr int kRowBytes = kPlanes * kRowPlane;
   static constexpr int kStageBytes = kRowBytes + kPlanes * kColumnPlane;
   static constexpr int kSharedBytes = 1024 + kStages * kStageBytes;
@@ -58,7 +60,7 @@ struct SplitArgs : Args {
 template <typename Tile>
 __device__ __forceinline__ bool is_special(const SplitArgs& a, const Place& p) {
   const int batch = a.column_batch ? p.batch : 0;
-  bool special = a.column.special[batch * a.column.blocks + p.column] != 0;
+  bool special = a.column.special[batch * a.column.blocks + p.column * Tile::kColumns / 128] != 0;
   const int* const rows = a.row.special + (a.row_batch ? p.batch : 0) * a.row.blocks;
   for (int i = p.row * Tile::kCluster; i < (p.row + 1) * Tile::kCluster; ++i) {
     special |= i < a.row.blocks && rows[i] != 0;
@@ -147,7 +149,7 @@ __device__ __forceinline__ void produce_parts(const CUtensorMap* row_map,
   drain_ring<Tile>(empty, at);
 }
 
-// What a thread sums of its tile: 64 x 128 results of its warpgroup.
+// What a thread sums of its tile: 64 rows of results are its warpgroup's.
 template <typename Tile>
 class PartSums {
  public:

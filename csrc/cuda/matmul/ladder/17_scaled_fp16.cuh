@@ -33,9 +33,9 @@ __device__ __forceinline__ float power_of_two(int exponent) {  // of a normal nu
   return __uint_as_float(static_cast<uint32_t>(exponent + 127) << 23);
 }
 
-template <int kStages, int kCluster>
-class PartSums<PartTile<__half, 2, kStages, kCluster>> {
-  using Tile = PartTile<__half, 2, kStages, kCluster>;
+template <int kStages, int kCluster, int kColumns, int kLoadedColumns>
+class PartSums<PartTile<__half, 2, kStages, kCluster, kColumns, kLoadedColumns>> {
+  using Tile = PartTile<__half, 2, kStages, kCluster, kColumns, kLoadedColumns>;
 
  public:
   static constexpr int kCount = Tile::kColumns / 2;
