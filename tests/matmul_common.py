@@ -39,3 +39,12 @@ def majors(batch, rows, cols, transposed, device, dtype):
     t = torch.randn(shape, device=device).to(dtype)
     t = t.mT if transposed else t
     return t[0] if batch == 1 else t
+
+
+def assert_same_where_special(out, reference, atol=1e-4):
+    """Infinities and NaN of a product are those of the exact one, and the rest is close to it."""
+    assert torch.equal(out.isnan(), reference.isnan())
+    assert torch.equal(out.isposinf(), reference.isposinf())
+    assert torch.equal(out.isneginf(), reference.isneginf())
+    finite = reference.isfinite()
+    torch.testing.assert_close(out[finite], reference[finite].float(), rtol=1e-4, atol=atol)

@@ -50,6 +50,11 @@ BLOCKED = [
     (2, 6, 12, 12, 9, (2, 2), (3, 3), (1, 0), 1, 1),  # inputs that no filter reaches
     (2, 300, 5, 5, 290, (3, 3), (1, 1), (2, 2), 2, 1),  # several blocks of filters and channels
     (2, 8, 3, 3, 8, (3, 3), (1, 1), (4, 5), 1, 1),  # windows of nothing but padding
+    (2, 16, 3, 40, 32, (3, 3), (1, 1), (9, 2), 2, 1),  # rows of nothing but padding
+    (2, 32, 33, 33, 40, (3, 3), (1, 1), (12, 12), 12, 1),  # taps far apart, some in the padding
+    (1, 256, 20, 31, 48, (3, 3), (1, 1), (24, 24), 24, 1),  # of whole rows and tiles
+    (2, 24, 29, 31, 40, (3, 3), (2, 1), (9, 10), 5, 1),
+    (1, 18, 24, 26, 33, (2, 3), (3, 2), (0, 11), 11, 1),
 ]
 DEPTHWISE = [
     (2, 24, 9, 11, 24, (3, 3), (1, 1), (1, 1), 1, 24),  # a vector and a part of one
@@ -58,6 +63,7 @@ DEPTHWISE = [
     (2, 64, 70, 70, 64, (3, 3), (1, 1), (1, 1), 1, 64),  # several blocks of rows
     (2, 17, 9, 8, 17, (2, 3), (3, 2), (0, 4), 2, 17),  # inputs that no filter reaches
     (2, 16, 5, 6, 16, (1, 1), (1, 1), (0, 0), 1, 16),
+    (2, 40, 30, 33, 40, (3, 3), (1, 1), (9, 9), 9, 40),  # taps far apart
 ]
 NARROW = [
     (1, 1, 5, 6, 1, (1, 2), (1, 1), (0, 0), 1, 1),

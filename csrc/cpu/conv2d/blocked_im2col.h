@@ -76,6 +76,55 @@ struct BlockedIm2colPlan {
   int64_t patches_size, slab_size, tile_size;
 };
 
+// Which steps of the reduction meet the image, of tiles of `height` pixels in rows of the result:
+// where dilated filters reach into the padding, and in small images, a part of them does not.
+class StepsInside {
+ public:
+  using Range = TapShifts::Range;
+
+  // Of `rows` rows from first_row on. each: steps of a tap, of `depth` in all, which are gone
+  // through in pieces of kDepth.
+  StepsInside(const Axis& h, const Axis& w, int64_t first_row, int64_t rows, int64_t height,
+              int64_t each, int64_t depth)
+      : tiles_(ceil_div(w.out, height)), taps_w_(w.taps()), each_(each) {
+    const TapShifts taps_h(h), taps_w(w);
+    for (int64_t i = first_row; i < first_row + rows; ++i) {
+      const Range taps = taps_h.inside(h, i, i);
+      rows_.push_back({taps.begin * taps_w_ * each, taps.end * taps_w_ * each});
+    }
+    for (int64_t j = 0; j < w.out; j += height) {
+      columns_.push_back(taps_w.inside(w, j, std::min(j + height, w.out) - 1));
+    }
+    last_pieces_.resize(rows * tiles_);
+    for (int64_t p = 0; p < depth; p += kDepth) {
+      for (int64_t tile = 0; tile < rows * tiles_; ++tile) {
+        const Range steps = of(tile / tiles_, tile % tiles_, p, std::min(depth, p + kDepth));
+        if (steps.begin < steps.end) last_pieces_[tile] = p;
+      }
+    }
+  }
+
+  // Of steps [begin, end) those that tile j of row i needs: none, or all but those in front and
+  // behind whose rows lie outside.
+  Range of(int64_t i, int64_t j, int64_t begin, int64_t end) const {
+    const Range steps{std::max(begin, rows_[i].begin), std::min(end, rows_[i].end)};
+    if (steps.begin >= steps.end) return {begin, begin};
+    for (int64_t tap = steps.begin / each_; tap * each_ < steps.end; ++tap) {
+      const int64_t w = tap % taps_w_;
+      if (w >= columns_[j].begin && w < columns_[j].end) return steps;
+    }
+    return {begin, begin};
+  }
+  // Where the last piece begins that tile j of row i has steps in; the first piece, if it has none.
+  int64_t last_piece(int64_t i, int64_t j) const { return last_pieces_[i * tiles_ + j]; }
+
+ private:
+  int64_t tiles_, taps_w_, each_;
+  std::vector<Range> rows_;     // steps
+  std::vector<Range> columns_;  // of a tile: taps of a row of the filter
+  std::vector<int64_t> last_pieces_;
+};
+
 template <typename T, typename Step>
 class BlockedIm2col {
   using Acc = acc_t<T>;
@@ -225,6 +274,8 @@ class BlockedIm2col {
     const int64_t rows = (task.end - task.begin) / columns;
     const Tensor4dRef& d = conv_.dst_strides;
     T* const to = static_cast<T*>(conv_.dst) + task.image * d.n + first_row * d.h;
+    const StepsInside inside(conv_.h, conv_.w, first_row, rows, even_height(columns),
+                             conv_.channels / kValues, plan_.steps);
     for (int64_t j = task.first_panel; j < task.last_panel; ++j) {
       const int64_t width = panel_width(j), filter = task.group * conv_.filters + j * kPanel;
       const int64_t filters = std::min(width, conv_.filters - j * kPanel);
@@ -235,7 +286,7 @@ class BlockedIm2col {
         if (rounds_to_result()) {
           const PanelBias<Acc> bias(static_cast<const T*>(conv_.bias), filter, filters);
           with_full(filters, width, [&](auto full) {
-            windows_times_panel(slab, rows, packed(task.group, j), width, sums, row_ld, ld,
+            windows_times_panel(slab, inside, rows, packed(task.group, j), width, sums, row_ld, ld,
                                 [&](int64_t i, int64_t column, bool adds) {
                                   Acc* const at = sums + i * row_ld + column * ld;
                                   return RoundedTile<full>{to + filter + i * d.h + column * d.w,
@@ -249,7 +300,7 @@ class BlockedIm2col {
           continue;
         }
       }
-      windows_times_panel(slab, rows, packed(task.group, j), width, sums, row_ld, ld,
+      windows_times_panel(slab, inside, rows, packed(task.group, j), width, sums, row_ld, ld,
                           [&](int64_t i, int64_t column, bool adds) {
                             return TileOfSums<Acc>{sums + i * row_ld + column * ld, ld, adds};
                           });
@@ -263,34 +314,42 @@ class BlockedIm2col {
   // rows_times_panel() of windows that begin `stride` steps apart: their steps are at offsets_.
   // last(row, column, adds): where a tile goes behind its last step.
   template <typename Last>
-  void windows_times_panel(const Step* slab, int64_t rows, const Acc* panel, int64_t width, Acc* to,
-                           int64_t row_ld, int64_t ld, const Last& last) const {
+  void windows_times_panel(const Step* slab, const StepsInside& inside, int64_t rows,
+                           const Acc* panel, int64_t width, Acc* to, int64_t row_ld, int64_t ld,
+                           const Last& last) const {
     const int64_t columns = conv_.w.out, height = even_height(columns);
     const int64_t stride = conv_.w.step * conv_.channels / kValues, depth = plan_.steps;
     const int64_t tiles = rows * ceil_div(columns, height);
+    std::vector<char> begun(tiles, 0);  // whether a tile has had any steps
     for (int64_t p = 0; p < depth; p += kDepth) {
       const int64_t steps = std::min(kDepth, depth - p);
       const int64_t each = width * int64_t{sizeof(Acc)} / tiles;  // bytes of what follows
       const char* ahead = reinterpret_cast<const char*>(panel + (p + steps) * width);
-      const int64_t* const offsets = offsets_.data() + p;
-      for (int64_t i = 0; i < rows; ++i) {
-        for (int64_t j = 0; j < columns; j += height, ahead += each * steps) {
+      for (int64_t i = 0, tile = 0; i < rows; ++i) {
+        for (int64_t j = 0; j < columns; j += height, ++tile, ahead += each * steps) {
+          const auto [first, end] = inside.of(i, j / height, p, p + steps);
+          const int64_t last_piece = inside.last_piece(i, j / height), count = end - first;
+          // A tile that meets nothing is zero.
+          if (count == 0 && (p != last_piece || begun[tile])) continue;
           const Step* const from = slab + patches_.row_offset(i) / kValues + j * stride;
-          const auto run = [&](const auto& tile) {
+          const int64_t* const offsets = offsets_.data() + first;
+          const auto multiply = [&](const auto& sums) {
             with_pixels<1>(std::min(height, columns - j), width / kL, [&](auto pixels, auto vecs) {
               outer_products<Acc, pixels, vecs>(
-                  steps, [=](int64_t q) { return from + offsets[q]; }, stride,
-                  [=, at = panel + p * width](int64_t q) {
+                  count, [=](int64_t q) { return from + offsets[q]; }, stride,
+                  [=, at = panel + first * width](int64_t q) {
                     __builtin_prefetch(ahead + q * each, 0, 2);
                     return at + q * vecs * kL;
                   },
-                  tile);
+                  sums);
             });
           };
-          if (p + steps < depth) {
-            run(TileOfSums<Acc>{to + i * row_ld + j * ld, ld, p > 0});
+          const bool adds = begun[tile];
+          begun[tile] = true;
+          if (p < last_piece) {
+            multiply(TileOfSums<Acc>{to + i * row_ld + j * ld, ld, adds});
           } else {
-            run(last(i, j, p > 0));
+            multiply(last(i, j, adds));
           }
         }
       }

@@ -187,11 +187,26 @@ class BlockedIm2colWgrad {
       const Acc* const right =
           plan_.x_in_place ? reinterpret_cast<const Acc*>(x_from) + begin * g_.x.w : x;
       const int64_t row = begin + images * pixels;  // of the next chunk
-      multiply(left, task.filters, right, width, images * padded / (Plan::kPairs ? 2 : 1), sums,
-               chunk > first,
+      const bool adds = chunk > first;
+      const TapShifts::Range columns =
+          adds && images == 1 ? columns_inside(patches, begin, end, task.channels, width)
+                              : TapShifts::Range{0, width};
+      multiply(left, task.filters, right, columns, images * padded / (Plan::kPairs ? 2 : 1), sums,
+               adds,
                {dy_from + row * g_.dy.w, plan_.dy_adjoins && task.filters == g_.dy.w ? g_.dy.w : 0},
                {x_from + row * g_.x.w, plan_.x_adjoins && task.channels == g_.x.w ? g_.x.w : 0});
     }
+  }
+
+  // Columns of the patches of pixels [begin, end) of an image, in whole pairs of vectors: all but
+  // those in front and behind that are zeros, since their taps meet padding alone.
+  TapShifts::Range columns_inside(const Patches<T, Element>& patches, int64_t begin, int64_t end,
+                                  int64_t channels, int64_t width) const {
+    const TapShifts::Range taps =
+        patches.taps_h.inside(g_.h, begin / g_.w.out, (end - 1) / g_.w.out);
+    const int64_t each = patches.taps_w.shifts.size() * channels;
+    return {taps.begin * each / (2 * kL) * (2 * kL),
+            std::min(width, round_up(taps.end * each, 2 * kL))};
   }
 
   // What the next chunk is made of, `elements` for each of this one's steps; 0: not known.
@@ -226,20 +241,22 @@ class BlockedIm2colWgrad {
     }
   }
 
-  // sums, plan_.columns apart, = or += the products of columns of dy's rows and of patches. What
-  // the next chunk is made of comes closer meanwhile.
-  void multiply(const Acc* dy, int64_t filters, const Acc* x, int64_t width, int64_t steps,
-                Acc* sums, bool accumulate, const Ahead& dy_ahead, const Ahead& x_ahead) const {
-    const int64_t height = even_height(filters), vecs = width / kL;
+  // sums, plan_.columns apart, = or += the products of columns of dy's rows and of patches, of the
+  // latter the columns of a range of whole vectors. What the next chunk is made of comes closer
+  // meanwhile.
+  void multiply(const Acc* dy, int64_t filters, const Acc* x, const TapShifts::Range& columns,
+                int64_t steps, Acc* sums, bool accumulate, const Ahead& dy_ahead,
+                const Ahead& x_ahead) const {
+    const int64_t height = even_height(filters), vecs = columns.end / kL;
     const int64_t ld = plan_.ld, dy_ld = plan_.dy_ld;
-    const int64_t tiles = ceil_div(vecs, 2) * ceil_div(filters, height);
+    const int64_t tiles = ceil_div(columns.end - columns.begin, 2 * kL) * ceil_div(filters, height);
     const auto each = [&](const Ahead& ahead) {  // bytes in a step of a tile
-      return ceil_div(ahead.elements * int64_t{sizeof(T)}, tiles);
+      return tiles ? ceil_div(ahead.elements * int64_t{sizeof(T)}, tiles) : 0;
     };
     const int64_t dy_each = each(dy_ahead), x_each = each(x_ahead);
     const char* dy_next = reinterpret_cast<const char*>(dy_ahead.first);
     const char* x_next = reinterpret_cast<const char*>(x_ahead.first);
-    for (int64_t j = 0; j < vecs; j += 2) {
+    for (int64_t j = columns.begin / kL; j < vecs; j += 2) {
       const Acc* const right = x + j * kL;
       for (int64_t i = 0; i < filters; i += height) {
         const Step* const left = reinterpret_cast<const Step*>(dy + i);

@@ -124,10 +124,11 @@ bool wants_patches(const Conv2dProblem& problem) {
     return filters >= (is_slow_to_copy && s.q < kShortRow ? kManyFilters : kLeastFilters);
   }
   // Against implicit_gemm's weight gradients: those of rows of which its tiles waste a part, of few
-  // channels, and sums that no cache holds.
+  // channels, sums that no cache holds, and dilated filters of which much meets padding.
   constexpr int64_t kLeastFilters = 32, kManyWeights = int64_t{1} << 21, kWastedRow = 2;
   if (filters < kLeastFilters) return false;
   if (s.q <= kWastedRow) return true;
+  if (s.dilation_h > 1 && s.pad_h >= s.dilation_h && 8 * s.dilation_h > s.p) return true;
   const bool is_few = c < kLanes<float> && taps * c >= (is_slow_to_copy ? 64 : 16);
   return is_few || taps * c * k >= kManyWeights;
 }

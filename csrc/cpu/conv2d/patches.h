@@ -29,11 +29,34 @@ class TapShifts {
     for (const int64_t t : order) shifts.push_back(shift(t));
   }
   int64_t first() const { return shifts.empty() ? 0 : shifts.front(); }
-  // Positions that `outputs` output positions in a row meet.
+  // From the first to the last of the positions that `outputs` output positions in a row meet.
   static int64_t reach(const Axis& axis, int64_t outputs) {
     const TapShifts taps(axis);
     return taps.shifts.empty() ? 0
                                : (outputs - 1) * axis.step + taps.shifts.back() - taps.first() + 1;
+  }
+
+  // Whether one of `outputs` output positions meets the position that is so far behind the first.
+  // Dilated taps leave some out.
+  bool meets(const Axis& axis, int64_t position, int64_t outputs) const {
+    return std::any_of(shifts.begin(), shifts.end(), [&](int64_t shift) {
+      const int64_t from = position - (shift - first());
+      return from >= 0 && from % axis.step == 0 && from / axis.step < outputs;
+    });
+  }
+
+  // Of the taps by their shifts those that meet a position of the axis' source at one of outputs
+  // [first, last]: [begin, end). The others meet padding alone.
+  struct Range {
+    int64_t begin, end;
+  };
+  Range inside(const Axis& axis, int64_t first, int64_t last) const {
+    const auto is_inside = [&](int64_t shift) {
+      return last * axis.step + shift >= 0 && first * axis.step + shift < axis.extent;
+    };
+    const auto begin = std::find_if(shifts.begin(), shifts.end(), is_inside);
+    const auto end = std::find_if_not(begin, shifts.end(), is_inside);
+    return {begin - shifts.begin(), end - shifts.begin()};
   }
 
   std::vector<int64_t> order, shifts;  // taps by their shifts
@@ -93,11 +116,18 @@ class Patches {
     return TapShifts::reach(h, rows) * TapShifts::reach(w, w.out) * channels + kSlack;
   }
 
-  // Rows of output, all of them or a half, a quarter, ..., so that their slab has `most` elements
-  // at most; one row where none has.
+  // Rows of output, all of them or a half, a quarter, ..., that fill `most` elements of their slab
+  // at most; one row where none do.
   static int64_t rows_within(const Axis& h, const Axis& w, int64_t channels, int64_t most) {
+    const TapShifts taps(h);
+    const int64_t row_size = TapShifts::reach(w, w.out) * channels;
+    const auto filled = [&](int64_t rows) {
+      int64_t count = 0;
+      for (int64_t i = 0; i < TapShifts::reach(h, rows); ++i) count += taps.meets(h, i, rows);
+      return count * row_size;
+    };
     int64_t rows = h.out;
-    while (rows > 1 && slab_size(h, w, channels, rows * w.out) > most) rows = ceil_div(rows, 2);
+    while (rows > 1 && filled(rows) > most) rows = ceil_div(rows, 2);
     return rows;
   }
 
@@ -194,6 +224,7 @@ class Patches {
     const int64_t left = std::clamp<int64_t>(-taps_w.first(), 0, width_);
     const int64_t right = std::clamp<int64_t>(w_.extent - taps_w.first(), left, width_);
     for (int64_t row = 0; row < rows; ++row, slab += width_ * channels_) {
+      if (!taps_h.meets(h_, row, last - first)) continue;
       const int64_t y = first * h_.step + taps_h.first() + row;
       const bool inside = y >= 0 && y < h_.extent;
       const int64_t begin = inside ? left : width_, end = inside ? right : width_;
