@@ -95,12 +95,15 @@ class StepsInside {
     for (int64_t j = 0; j < w.out; j += height) {
       columns_.push_back(taps_w.inside(w, j, std::min(j + height, w.out) - 1));
     }
-    last_pieces_.resize(rows * tiles_);
-    for (int64_t p = 0; p < depth; p += kDepth) {
-      for (int64_t tile = 0; tile < rows * tiles_; ++tile) {
+    for (int64_t tile = 0; tile < rows * tiles_; ++tile) {
+      Range pieces{-1, 0};
+      for (int64_t p = 0; p < depth; p += kDepth) {
         const Range steps = of(tile / tiles_, tile % tiles_, p, std::min(depth, p + kDepth));
-        if (steps.begin < steps.end) last_pieces_[tile] = p;
+        if (steps.begin == steps.end) continue;
+        if (pieces.begin < 0) pieces.begin = p;
+        pieces.end = p;
       }
+      pieces_.push_back({std::max(pieces.begin, int64_t{0}), pieces.end});
     }
   }
 
@@ -115,14 +118,15 @@ class StepsInside {
     }
     return {begin, begin};
   }
-  // Where the last piece begins that tile j of row i has steps in; the first piece, if it has none.
-  int64_t last_piece(int64_t i, int64_t j) const { return last_pieces_[i * tiles_ + j]; }
+  // Where the first and the last piece begin that tile j of row i has steps in; both are the first
+  // of all if it has none.
+  Range pieces(int64_t i, int64_t j) const { return pieces_[i * tiles_ + j]; }
 
  private:
   int64_t tiles_, taps_w_, each_;
   std::vector<Range> rows_;     // steps
   std::vector<Range> columns_;  // of a tile: taps of a row of the filter
-  std::vector<int64_t> last_pieces_;
+  std::vector<Range> pieces_;
 };
 
 template <typename T, typename Step>
@@ -320,17 +324,16 @@ class BlockedIm2col {
     const int64_t columns = conv_.w.out, height = even_height(columns);
     const int64_t stride = conv_.w.step * conv_.channels / kValues, depth = plan_.steps;
     const int64_t tiles = rows * ceil_div(columns, height);
-    std::vector<char> begun(tiles, 0);  // whether a tile has had any steps
     for (int64_t p = 0; p < depth; p += kDepth) {
       const int64_t steps = std::min(kDepth, depth - p);
       const int64_t each = width * int64_t{sizeof(Acc)} / tiles;  // bytes of what follows
       const char* ahead = reinterpret_cast<const char*>(panel + (p + steps) * width);
-      for (int64_t i = 0, tile = 0; i < rows; ++i) {
-        for (int64_t j = 0; j < columns; j += height, ++tile, ahead += each * steps) {
+      for (int64_t i = 0; i < rows; ++i) {
+        for (int64_t j = 0; j < columns; j += height, ahead += each * steps) {
           const auto [first, end] = inside.of(i, j / height, p, p + steps);
-          const int64_t last_piece = inside.last_piece(i, j / height), count = end - first;
-          // A tile that meets nothing is zero.
-          if (count == 0 && (p != last_piece || begun[tile])) continue;
+          const auto [first_piece, last_piece] = inside.pieces(i, j / height);
+          const int64_t count = end - first;
+          if (count == 0 && p != last_piece) continue;  // a tile that meets nothing is zero
           const Step* const from = slab + patches_.row_offset(i) / kValues + j * stride;
           const int64_t* const offsets = offsets_.data() + first;
           const auto multiply = [&](const auto& sums) {
@@ -344,12 +347,10 @@ class BlockedIm2col {
                   sums);
             });
           };
-          const bool adds = begun[tile];
-          begun[tile] = true;
           if (p < last_piece) {
-            multiply(TileOfSums<Acc>{to + i * row_ld + j * ld, ld, adds});
+            multiply(TileOfSums<Acc>{to + i * row_ld + j * ld, ld, p > first_piece});
           } else {
-            multiply(last(i, j, adds));
+            multiply(last(i, j, p > first_piece));
           }
         }
       }

@@ -122,8 +122,9 @@ class Patches {
     const TapShifts taps(h);
     const int64_t row_size = TapShifts::reach(w, w.out) * channels;
     const auto filled = [&](int64_t rows) {
+      const int64_t reach = TapShifts::reach(h, rows);
       int64_t count = 0;
-      for (int64_t i = 0; i < TapShifts::reach(h, rows); ++i) count += taps.meets(h, i, rows);
+      for (int64_t i = 0; i < reach; ++i) count += taps.meets(h, i, rows);
       return count * row_size;
     };
     int64_t rows = h.out;

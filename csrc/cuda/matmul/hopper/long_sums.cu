@@ -158,10 +158,11 @@ void run_long(Stream stream, const MatmulArgs& p, const MatmulPlan& planned, voi
   args.column_stride = plan.swap ? p.n : 1;
   args.bias = static_cast<const float*>(p.bias), args.relu = p.relu;
   args.swapped = plan.swap;
+  const bool vectors = a.vectors && b.vectors;
   dispatch_tile(plan.shape, [&](auto tag) {
     using Tile = typename decltype(tag)::type;
-    a.vectors&& b.vectors ? launch_products<Tile, true>(stream, args)
-                          : launch_products<Tile, false>(stream, args);
+    vectors ? launch_products<Tile, true>(stream, args)
+            : launch_products<Tile, false>(stream, args);
     plan.parts >= 8 ? launch_sum<Tile, 8>(stream, args) : launch_sum<Tile, 1>(stream, args);
   });
 }
