@@ -14,6 +14,7 @@ from benchmarks import (
     convolutions,
     counters,
     depthwise,
+    distributed,
     evaluation,
     ladder,
     networks,
@@ -103,6 +104,8 @@ def tables(what):
         return [Table("overhead", overhead.run, overhead.line, overhead.KEY)]
     if what == ["population"]:
         return [Table("population", population.run, population.line, population.KEY)]
+    if what == ["distributed"]:
+        return [Table("distributed", distributed.run, distributed.line, distributed.KEY)]
     if what == ["counters", "matmul"]:
         return [Table("counters_matmul", counters.run, counters.line)]
     is_ladder = what[:1] == ["ladder"]

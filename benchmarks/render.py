@@ -2,7 +2,8 @@
 
 A table stands between ``<!-- bench:NAME -->`` and ``<!-- /bench -->``, NAME being an op, one of
 MNIST's tables, ``products``, ``convolutions``, ``depthwise``, ``networks``, ``networks_headline``,
-``evaluation``, ``norm_act``, ``optimizers``, ``overhead``, ``population``, ``accuracy`` (fp32),
+``evaluation``, ``norm_act``, ``optimizers``, ``overhead``, ``population``, ``distributed``,
+``accuracy`` (fp32), ``examples``,
 ``ladder:OP``, ``rungs:OP`` (a line per kernel, for the largest case), ``kernels:OP`` (a line per
 case), ``counters:matmul`` or ``checks`` (what test runs printed).
 Figures in the documents are never typed by hand.
@@ -13,6 +14,7 @@ import re
 from operator import itemgetter
 
 from benchmarks import (
+    distributed,
     ladder_chart,
     norm_act,
     optimizers,
@@ -335,6 +337,7 @@ SECTIONS = {
     "networks_compiled": render_networks.compiled_sections,
     "networks_headline": render_networks.headline_sections,
     "examples": render_examples.sections,
+    "distributed": distributed.sections,
     "norm_act": norm_act.sections,
     "optimizers": optimizers.sections,
     "overhead": overhead.sections,

@@ -92,7 +92,9 @@ def main():
 
     torch.manual_seed(0)
     model = resnet(args.depth).to(device, memory_format=torch.channels_last)
-    model = nn.parallel.DistributedDataParallel(model, device_ids=[device.index] if cuda else None)
+    if ranks > 1:
+        ids = [device.index] if cuda else None
+        model = nn.parallel.DistributedDataParallel(model, device_ids=ids)
     if args.sync:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     braze.convert(model)

@@ -219,23 +219,32 @@ def resumed(device):
     images = torch.randint(256, (16 * ranks, 6, 6), dtype=torch.uint8, generator=generator)
     labels = torch.arange(16 * ranks) % 5
 
-    def make(size, num_replicas, at, group):
-        net = DistributedDataParallel(braze.convert(network(device, False)), process_group=group)
+    def bound(net, size, num_replicas, at):
         loader = DeviceLoader(
             images, labels, size, device=device, dtype=torch.float64, std=0.5,
             num_replicas=num_replicas, rank=at,
         )  # fmt: skip
-        return net, braze.TrainStep(net, F.cross_entropy, sgd(net)).bind(loader)
+        return braze.TrainStep(net, F.cross_entropy, sgd(net)).bind(loader)
 
-    together, step = make(4, ranks, rank, None)
+    def bare():
+        return braze.convert(network(device, False))
+
+    together = DistributedDataParallel(bare())
+    step = bound(together, 4, ranks, rank)
     for number, _ in enumerate(step.epoch()):
         if number == 1:
             state = copy.deepcopy(step.state_dict())
     groups = [dist.new_group([other]) for other in range(ranks)]
-    alone, step = make(4 * ranks, 1, 0, groups[rank])
-    step.load_state_dict(state)
-    assert len(list(step.epoch())) == 2  # of four batches
+    alone = DistributedDataParallel(bare(), process_group=groups[rank])
+    unwrapped = bare()
+    for net in (alone, unwrapped):
+        step = bound(net, 4 * ranks, 1, 0)
+        step.load_state_dict(copy.deepcopy(state))  # torch's optimizers keep what they load
+        assert len(list(step.epoch())) == 2  # of four batches
     assert_same(alone.state_dict(), together.state_dict())
+    assert_same(unwrapped.state_dict(), together.module.state_dict())
+    step.load_state_dict(state | {"model": alone.state_dict()})  # with the wrapper's names
+    assert_same(unwrapped.state_dict(), together.module.state_dict())
 
 
 def agreement(device):

@@ -16,7 +16,7 @@ from braze import bench
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import cli, ladder, render, results  # noqa: E402
+from benchmarks import cli, distributed, ladder, render, results  # noqa: E402
 from benchmarks.cli import OPS  # noqa: E402
 from benchmarks.harness import (  # noqa: E402
     Benchmark,
@@ -309,3 +309,26 @@ def test_unknown_op_and_missing_checkout(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit, match="part of the source tree"):
         bench.main(parse("relu"))
+
+
+def test_steps_on_several_gpus():
+    """Here in processes on the CPU."""
+    args = parse("distributed", "--quick", "--network", "MNIST")
+    rows = list(distributed.run(torch.device("cpu"), args))
+    assert [(row["gpus"], row["error"]) for row in rows] == [("1", ""), ("2", "")]
+    assert all(row["ms"] > 0 for row in rows)
+    one, two = (row["ms"] for row in rows)
+    text = distributed.summary(rows)
+    assert "| MNIST CNN | 64 | fp32 | own | 1 |" in text
+    assert f"| {2 * one / two:.2f} |" in text
+
+
+def test_a_program_that_fails_on_several_gpus(monkeypatch, tmp_path):
+    script = tmp_path / "fails.py"
+    script.write_text("raise OSError('no such thing')")
+    failing = distributed.Program("none", 1, "fp32", (str(script),))
+    monkeypatch.setattr(distributed, "programs", lambda *_: [failing])
+    monkeypatch.setattr(distributed.torch.cuda, "device_count", lambda: 1)
+    (row,) = distributed.run(torch.device("cuda"), parse("distributed", "--quick"))
+    assert "no such thing" in row["error"]
+    assert "none" not in distributed.summary([row])

@@ -20,7 +20,8 @@ def add_arguments(parser):
         "what",
         nargs="*",
         metavar="OP | render | ladder OP | products | convolutions | depthwise | networks | "
-        "evaluation | norm_act | optimizers | overhead | population | counters matmul",
+        "evaluation | norm_act | optimizers | overhead | population | distributed | "
+        "counters matmul",
         help="ops to time (default: all); render: rewrite the documents' tables from the results; "
         "ladder OP: time every kernel of an op beside the vendor's, or beside a copy of its bytes; "
         "products: matrix products beside the best of the vendor's algorithms; convolutions: those "
@@ -32,6 +33,7 @@ def add_arguments(parser):
         "optimizers: updates of all parameters beside torch's fused and foreach ones; "
         "overhead: the host's time for layers and steps in eager mode; "
         "population: many small networks in one step, and one after another; "
+        "distributed: training steps on one and on several GPUs; "
         "counters matmul: the ladder's hardware counters, by ncu",
     )
     parser.add_argument("--device", help="cpu or cuda[:i] (default: cuda where there is a GPU)")

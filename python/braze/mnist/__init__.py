@@ -67,7 +67,7 @@ def add_arguments(parser):
 def run(args):
     """Runs with parsed arguments. Raises ValueError or OSError for what the user can put right."""
     _check_options(args)
-    if ranks.count() > 1:
+    if ranks.count():
         device = _device(args.device or ranks.device_name(), args.precision)
         with ranks.group(device):
             _run(args, device, torch.distributed.get_rank(), ranks.count())
@@ -75,11 +75,11 @@ def run(args):
         _run(args, _device(args.device, args.precision))
 
 
-def _run(args, device, rank=0, num_replicas=1):
+def _run(args, device, rank=0, num_replicas=0):
     console = Console(quiet=rank > 0)
     _set_precision(args.precision)
     start = time.perf_counter()
-    with ranks.first_alone() if num_replicas > 1 else contextlib.nullcontext():
+    with ranks.first_alone() if num_replicas else contextlib.nullcontext():
         digits = _load(args, console)
     place = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     args.out.mkdir(parents=True, exist_ok=True)  # now, so that a bad --out costs no training
@@ -97,7 +97,7 @@ def _run(args, device, rank=0, num_replicas=1):
         accuracy.run(args, console, device, digits, about, loaded)
     elif args.profile:
         profile.run(args, console, _setup(args, device, digits), about)
-    elif num_replicas > 1:
+    elif num_replicas:
         setup = _setup(args, device, digits, num_replicas, rank)
         together = num_replicas * setup.batch_size
         epochs = args.epochs or _epochs(together, device, len(digits.train_images))
@@ -110,8 +110,8 @@ def _run(args, device, rank=0, num_replicas=1):
 def _check_options(args):
     if args.to_accuracy is not None and args.profile:
         raise ValueError("--to-accuracy and --profile: expected one of them")
-    if ranks.count() > 1 and (args.to_accuracy is not None or args.profile):
-        raise ValueError("--to-accuracy and --profile: one process, without torchrun")
+    if ranks.count() and (args.to_accuracy is not None or args.profile):
+        raise ValueError("--to-accuracy and --profile: without torchrun")
     for option in ("seeds", "held_out"):
         if getattr(args, option) and args.to_accuracy is None:
             raise ValueError(f"--{option.replace('_', '-')}: only with --to-accuracy")

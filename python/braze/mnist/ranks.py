@@ -2,7 +2,7 @@
 
 Each has the whole data set, takes its part of every batch (``--batch`` images), normalises by its
 own part's statistics, and averages gradients with the others by DistributedDataParallel: NCCL on
-GPUs, Gloo on CPUs.
+GPUs, Gloo on CPUs. Where torchrun starts one process, it does the same alone, without all this.
 """
 
 import contextlib
@@ -23,8 +23,8 @@ _ROUNDS = 5  # of timed steps
 
 
 def count():
-    """How many processes torchrun has started; 1 without it."""
-    return int(os.environ.get("WORLD_SIZE", 1)) if dist.is_torchelastic_launched() else 1
+    """How many processes torchrun has started; 0 without it."""
+    return int(os.environ.get("WORLD_SIZE", 1)) if dist.is_torchelastic_launched() else 0
 
 
 def device_name():
@@ -68,8 +68,9 @@ def train_and_time(args, console, setup, about, epochs, steps):
     first, ranks = dist.get_rank() == 0, dist.get_world_size()
     eager = BrazeStep(setup, "channels_last")
     model = eager.model
-    ids = [setup.device.index] if setup.device.type == "cuda" else None
-    eager.model = DistributedDataParallel(model, device_ids=ids)
+    if ranks > 1:
+        ids = [setup.device.index] if setup.device.type == "cuda" else None
+        eager.model = DistributedDataParallel(model, device_ids=ids)
     step = eager.captured(setup)
     start = time.perf_counter()
     losses = []
@@ -83,7 +84,8 @@ def train_and_time(args, console, setup, about, epochs, steps):
     seconds = time.perf_counter() - start
     right = setup.test_accuracy(model, eager.loader.memory_format) if first else None
     console.print(
-        f"{ranks} processes, {setup.batch_size} images each: test accuracy {right or 0:.2%} after "
+        f"{ranks} process{'es' * (ranks > 1)}, {setup.batch_size} images each: "
+        f"test accuracy {right or 0:.2%} after "
         f"{epochs} epoch{'s' * (epochs > 1)} in {seconds:.1f} s"
     )
     milliseconds = _milliseconds(step, setup, steps)

@@ -60,6 +60,29 @@ def forget_before_groups_end(graphs):
     dist.destroy_process_group = module.destroy_process_group = destroy_process_group
 
 
+def model_state(model):
+    """A model's ``state_dict()``, of a DistributedDataParallel's that of the model in it: it fits
+    one process alone, too."""
+    return _replicated(model).state_dict()
+
+
+def load_model_state(model, state):
+    """Loads a :func:`model_state`, or the ``state_dict()`` of a DistributedDataParallel."""
+    model = _replicated(model)
+    prefix = "module."
+    if all(name.startswith(prefix) for name in state) and not all(
+        name.startswith(prefix) for name in model.state_dict()
+    ):
+        wrapper = torch.nn.Module()
+        wrapper.module = model
+        model = wrapper
+    model.load_state_dict(state)
+
+
+def _replicated(model):
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
 class Ranks:
     """What of a model belongs to all ranks.
 

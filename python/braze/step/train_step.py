@@ -6,6 +6,7 @@ from braze._nvtx import ranged
 from braze.step.body import Body
 from braze.step.graphs import Graphs
 from braze.step.parts import StepParts
+from braze.step.ranks import load_model_state, model_state
 from braze.step.step import Step
 from braze.step.step_work import StepWork
 
@@ -107,7 +108,8 @@ class TrainStep(Step):
         """Everything that training goes on from: also within an epoch of :meth:`epoch`.
 
         Returns:
-            Dict of "model", "optimizer", "grad_scaler", "loader" (None without) and "rng".
+            Dict of "model" (of a DistributedDataParallel the model in it), "optimizer",
+            "grad_scaler", "loader" (None without) and "rng".
 
         Raises:
             RuntimeError: called within an accumulation window.
@@ -121,7 +123,7 @@ class TrainStep(Step):
         if self.device.type == "cuda":
             rng["cuda"] = torch.cuda.get_rng_state(self.device)
         return {
-            "model": self.model.state_dict(),
+            "model": model_state(self.model),
             "optimizer": self.optimizer.state_dict(),
             "grad_scaler": self.grad_scaler and self.grad_scaler.state_dict(),
             "loader": self._loader_state(),
@@ -150,7 +152,7 @@ class TrainStep(Step):
                 "step.grad_scaler.state_dict() before loading"
             )
         resume = self._resumption(state["loader"])
-        self.model.load_state_dict(state["model"])
+        load_model_state(self.model, state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         if self._parts.scales():
             self.grad_scaler.load_state_dict(state["grad_scaler"])
