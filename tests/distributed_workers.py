@@ -110,6 +110,7 @@ def accumulated_on_a_stream(net):
 def accumulated(device):
     """One exchange in a window, and the numbers of the plain loop, bit for bit."""
     rank, window, exchanges = dist.get_rank(), 2, []
+    torch.backends.cudnn.deterministic = True
 
     def average(_, bucket):
         exchanges.append(bucket.index())

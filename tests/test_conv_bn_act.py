@@ -143,9 +143,32 @@ class Identity(Bottleneck):
         self.downsample = None
 
 
+class Nested(nn.Module):
+    """A block whose layers are within others: the batch norm that is added to is not, or is."""
+
+    def __init__(self, channels, out, stride=1, norm_outside=True):
+        super().__init__()
+        layers = [nn.Conv2d(channels, 4, 1), nn.BatchNorm2d(4), nn.ReLU()]
+        layers += [nn.Conv2d(4, out, 3, stride, 1), nn.BatchNorm2d(out)]
+        self.norm = layers.pop() if norm_outside else nn.Identity()
+        self.body = nn.Sequential(*layers)
+        self.shortcut = nn.Identity()
+        if stride > 1:
+            projection = nn.Conv2d(channels, out, 1, stride)
+            self.shortcut = nn.Sequential(projection, nn.BatchNorm2d(out))
+
+    def forward(self, x):
+        return torch.relu(self.norm(self.body(x)) + self.shortcut(x))
+
+
 def network():
     # As many channels as rows that TMA takes.
     return nn.Sequential(nn.Conv2d(6, 8, 1), BasicBlock(8, 8), Identity(), BasicBlock(8, 16, 2))
+
+
+def nested_network():
+    blocks = Nested(8, 8), Nested(8, 8, 1, False), Nested(8, 16, 2)
+    return nn.Sequential(nn.Conv2d(6, 8, 1), *blocks)
 
 
 def blocks_run(monkeypatch):
@@ -228,10 +251,11 @@ def test_result_made_again_is_the_result(device, dtype):
     torch.library.opcheck(torch.ops.braze.bn_relu2d_again, (z, statistics))
 
 
+@pytest.mark.parametrize("make", [network, nested_network])
 @pytest.mark.parametrize("form", FORMATS)
-def test_converted_blocks(device, form, monkeypatch):
+def test_converted_blocks(device, form, make, monkeypatch):
     found, shortcuts = blocks_run(monkeypatch), shortcuts_run(monkeypatch)
-    original = network().to(device)
+    original = make().to(device)
     model = braze.convert(copy.deepcopy(original))
     x = torch.randn(3, 6, 8, 8, device=device).contiguous(memory_format=FORMATS[form])
     assert_trains_alike(model, original, x)

@@ -182,7 +182,7 @@ def test_what_changes():
     del model.conv2.aa  # the code asks for it with a default
     without_fusion(model, x, 1)
     model.downsample.bn.act = braze.nn.ReLU(inplace=True)
-    without_fusion(model, x, 2)  # of its own
+    without_fusion(model, x, 1)  # its own is part of conv_bn_relu2d
     model.downsample = nn.Sequential(nn.ReLU(inplace=True), conv(6, 8))  # overwrites its input
     with torch.no_grad():
         assert "batch_norm_act" not in ops_run(lambda: model(x.clone()))

@@ -180,6 +180,8 @@ def _are_joined(computed, owners):
     kinds, at, reached = computed[::-1], 0, 0
     while at < len(kinds):
         length = max(1, length_of_run(kinds[at:]))
+        if tuple(kinds[at : at + 2]) == CONV_AND_NORM:  # whose statistics the convolution leaves
+            length = max(length, 1 + max(1, length_of_run(kinds[at + 1 :])))
         if owners[at] > reached:
             return False
         at += length
@@ -189,6 +191,7 @@ def _are_joined(computed, owners):
 
 #: The kinds of what a chain may begin with before a run begins in it.
 ALONE = ("Conv2d",)
+CONV_AND_NORM = "Conv2d", "BatchNorm2d"
 #: Of how many links, at most, it is asked what run they begin with.
 WINDOW = 4 * LONGEST
 
