@@ -64,7 +64,7 @@ def resnet(depth, classes=1000):
     )
 
 
-def synthetic(image, count=256):
+def synthetic(count, image):
     """The same in every process: images whose brightness tells their label, one of ten."""
     generator = torch.Generator().manual_seed(0)
     labels = torch.randint(10, (count,), generator=generator)
@@ -77,6 +77,7 @@ def main():
     parser.add_argument("--depth", type=int, choices=LAYERS, default=50)
     parser.add_argument("--batch", type=int, default=64, help="images of one process")
     parser.add_argument("--image", type=int, default=224, help="height and width")
+    parser.add_argument("--images", type=int, default=256, help="of all processes")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--lr", type=float, default=0.05)
     parser.add_argument("--sync", action="store_true", help="statistics of all processes")
@@ -100,7 +101,8 @@ def main():
     braze.convert(model)
     optimizer = braze.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9, weight_decay=1e-4)
     loader = braze.data.DeviceLoader(
-        *synthetic(args.image), args.batch, drop_last=True, device=device, mean=0.5, std=0.25,
+        *synthetic(args.images, args.image), args.batch, drop_last=True, device=device,
+        mean=0.5, std=0.25,
         dtype=torch.bfloat16 if cuda else torch.float32, memory_format=torch.channels_last,
         num_replicas=ranks, rank=rank,
     )  # fmt: skip

@@ -3,6 +3,7 @@
 import copy
 import warnings
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -22,6 +23,8 @@ def everything(device):
     synchronised(device)
     replicated(device)
     accumulated(device)
+    with_buffers(device)
+    without_a_gradient(device)
     sharded(device)
     resumed(device)
     agreement(device)
@@ -86,8 +89,42 @@ def replicated(device):
         torch.testing.assert_close(step.grad_norm, norm)
         optimizer.step()
     assert_same(net.module.state_dict(), dict(alone.named_parameters()))
+    assert not step._parts.ranks.read_gradients()  # which braze exchanges
     if rank == 0:  # whose buffers the others get
         assert_same(net.module.state_dict(), dict(parts[rank].named_buffers()))
+
+
+def with_buffers(device):
+    """The first rank's go to all before a forward pass, unless the module is told otherwise."""
+    for broadcast in (True, False):
+        norm = nn.BatchNorm2d(3).to(device, torch.float64)
+        net = DistributedDataParallel(norm, broadcast_buffers=broadcast)
+        step = braze.TrainStep(net, lambda y, target: (y - target).square().sum(), sgd(net))
+        norm.running_mean.fill_(1.0 + dist.get_rank())
+        zeros = torch.zeros(2, 3, 4, 4, device=device, dtype=torch.float64)
+        step(zeros, zeros)
+        before = 1 if broadcast else 1 + dist.get_rank()
+        assert norm.running_mean.tolist() == [0.9 * before] * 3
+        assert norm.num_batches_tracked == 1
+
+
+def without_a_gradient(device):
+    """Of a parameter that nobody uses, which the others would wait for."""
+
+    class Unused(nn.Linear):
+        def __init__(self):
+            super().__init__(2, 2)
+            self.other = nn.Parameter(torch.ones(3))
+
+    x, target = torch.ones(2, 2, device=device), torch.zeros(2, 2, device=device)
+    for allowed in (False, True):
+        net = DistributedDataParallel(Unused().to(device), find_unused_parameters=allowed)
+        step = braze.TrainStep(net, F.mse_loss, sgd(net))
+        if allowed:
+            step(x, target)
+            continue
+        with pytest.raises(RuntimeError, match="a parameter got no gradient"):
+            step(x, target)
 
 
 def accumulated_on_a_stream(net):
@@ -135,6 +172,7 @@ def accumulated(device):
             (F.cross_entropy(nets[1](x), y) / window).backward()
             optimizers[1].step()
     expected = nets[1].state_dict()
+    assert step._parts.ranks.read_gradients()  # which the module exchanges, by its hook
     assert all(torch.equal(ours, expected[name]) for name, ours in nets[0].state_dict().items())
 
 

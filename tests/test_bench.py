@@ -326,7 +326,7 @@ def test_steps_on_several_gpus():
 def test_a_program_that_fails_on_several_gpus(monkeypatch, tmp_path):
     script = tmp_path / "fails.py"
     script.write_text("raise OSError('no such thing')")
-    failing = distributed.Program("none", 1, "fp32", (str(script),))
+    failing = distributed.Program("none", 1, "fp32", (str(script),), ("--images", 1))
     monkeypatch.setattr(distributed, "programs", lambda *_: [failing])
     monkeypatch.setattr(distributed.torch.cuda, "device_count", lambda: 1)
     (row,) = distributed.run(torch.device("cuda"), parse("distributed", "--quick"))

@@ -170,6 +170,6 @@ def test_what_members_share_is_not_written():
 
 
 def test_two_members_in_processes_are_refused(monkeypatch):
-    monkeypatch.setattr("braze.step.ranks.Ranks.read_gradients", lambda self: True)
+    monkeypatch.setattr("braze.step.ranks.Ranks.are_several", lambda self: True)
     with pytest.raises(ValueError, match="let each process train its own members"):
         braze.Population(Net, 2)

@@ -44,6 +44,8 @@ bool fork_side_stream(Stream main, bool urgent, Stream* branch);
 // What `main` is given from now on waits for what the side stream has been given.
 void join_side_stream(Stream main);
 void close_side_stream(Stream main);
+// What `stream` is given from now on waits for what the side stream of `main` has been given.
+void follow_side_stream(Stream main, Stream stream);
 // What `main` is given from now on waits for what the side stream had been given at the last call
 // of this since the last join, if any. A wait for what was given long ago is a short one.
 void move_side_stream_mark(Stream main);

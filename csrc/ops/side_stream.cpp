@@ -41,6 +41,11 @@ bool open_side_stream(const Tensor& device_of) {
   return dev::open_side_stream(DeviceContext(device_of).stream());
 }
 
+// stream: the address that CUDA knows it by.
+void follow_side_stream(const Tensor& device_of, int64_t stream) {
+  dev::follow_side_stream(DeviceContext(device_of).stream(), reinterpret_cast<Stream>(stream));
+}
+
 bool capture_mentions(const Tensor& memory) {
   const int64_t bytes = memory.numel() * static_cast<int64_t>(memory.element_size());
   return dev::capture_mentions(DeviceContext(memory).stream(), memory.const_data_ptr(), bytes);
@@ -99,6 +104,7 @@ void keep_until_join(const std::vector<Tensor>& read, const std::vector<Tensor>&
 BRAZE_IMPL(m) {
   m.impl("open_side_stream", TORCH_BOX(&open_side_stream));
   m.impl("join_side_stream", TORCH_BOX(&join_side_stream));
+  m.impl("follow_side_stream", TORCH_BOX(&follow_side_stream));
   m.impl("capture_mentions", TORCH_BOX(&capture_mentions));
 }
 #endif

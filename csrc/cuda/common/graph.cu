@@ -122,6 +122,16 @@ void join_side_stream(Stream main) {
   }
 }
 
+void follow_side_stream(Stream main, Stream stream) {
+  const std::lock_guard<std::mutex> lock(backward_mutex);
+  const BackwardStreams& b = backward_streams();
+  if (!b.open || b.main != main) return;
+  for (int urgent = 0; urgent < 2; ++urgent) {
+    const SideStream& side = b.streams[urgent];
+    if (b.pending[urgent]) order(side.stream, side.joined, as_cuda(stream));
+  }
+}
+
 void move_side_stream_mark(Stream main) {
   const std::lock_guard<std::mutex> lock(backward_mutex);
   BackwardStreams& b = backward_streams();

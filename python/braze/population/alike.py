@@ -14,7 +14,7 @@ def check_alike(models):
     """
     first, owners = _tensors(models[0]), {}
     for i, model in enumerate(models):
-        if Ranks(list(model.modules())).read_gradients():
+        if Ranks(list(model.modules())).are_several():
             raise ValueError(
                 "Population: expected models of this process alone, but a member is in "
                 "DistributedDataParallel or fully_shard; let each process train its own members"

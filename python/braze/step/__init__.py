@@ -25,6 +25,7 @@ A whole step, from the outside in:
 - `step_work`: the step as work for graphs.
 - `body`: one step as it runs eagerly and as it is recorded. `casts` casts parameters together,
   `batches` takes them from a loader, `moments` those of a batch's patches.
+- `exchange`: the average of several processes' gradients, made beside the backward pass.
 - `branches`: what a graph does concurrently with the chain of its kernels: `side_stream` has the
   gradients of parameters, `losses` keeps each replay's loss, `prefetch` gathers the next batch.
 

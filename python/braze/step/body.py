@@ -101,8 +101,10 @@ class Body:
                 side_stream.active(scaled, parts.params)
                 if side_stream
                 else contextlib.nullcontext(),
+                parts.ranks.exchanging(side_stream),
             ):
                 scaled.backward(self._one_like(scaled))
+            parts.ranks.finish(side_stream)
         if prefetch:
             prefetch.finish()
         torch.clear_autocast_cache()

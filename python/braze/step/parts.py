@@ -21,6 +21,7 @@ class StepParts(Watched):
     """
 
     caller = "TrainStep"
+    exchanges = True
     _found_on = "the model's parameters and buffers and the optimizer's parameters"
 
     def __init__(

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from braze.step.exchange import Exchange, takes
+
 # DistributedDataParallel times its first ten iterations by events that it asks for, which a capture
 # forbids: torch's "CUDA semantics", section on CUDA graphs.
 _EAGER_CALLS = 11
@@ -29,6 +31,9 @@ def renew_reducer(replicas):
     for hook, of_hook in hooks:
         replicas.register_comm_hook(of_hook, hook)
 
+
+#: A replica's :class:`Exchange`.
+_EXCHANGES = weakref.WeakKeyDictionary()
 
 #: Graphs that have exchanges in them.
 _EXCHANGING = weakref.WeakSet()
@@ -88,9 +93,11 @@ class Ranks:
 
     Args:
         modules: the model's.
+        exchanges: whether gradients may be exchanged here, in the place of torch's replicas. There
+            is one backward pass then, between :meth:`micro_step` and :meth:`exchanging`.
     """
 
-    def __init__(self, modules):
+    def __init__(self, modules, exchanges=False):
         fsdp = sys.modules.get("torch.distributed.fsdp")  # nobody has it without this import
         kinds = tuple(
             getattr(fsdp, name)
@@ -99,10 +106,25 @@ class Ranks:
         )
         self._replicated = [m for m in modules if isinstance(m, DistributedDataParallel)]
         self._sharded = any(isinstance(m, kinds) for m in modules)
+        self._may_exchange = exchanges and not self._sharded
+        self._exchanging = []  # within the last micro-step of a window
+
+    def _exchanges(self):
+        """Replicas, each with the :class:`Exchange` that does what it would; of all or of none."""
+        if not self._may_exchange or not all(map(takes, self._replicated)):
+            return []
+        for replicas in self._replicated:
+            if replicas not in _EXCHANGES:
+                _EXCHANGES[replicas] = Exchange(replicas.process_group, replicas.bucket_bytes_cap)
+        return [(replicas, _EXCHANGES[replicas]) for replicas in self._replicated]
+
+    def are_several(self):
+        """Whether the model belongs to several ranks."""
+        return bool(self._replicated) or self._sharded
 
     def read_gradients(self):
         """Whether gradients are read as soon as they are made, within the backward pass."""
-        return bool(self._replicated) or self._sharded
+        return self.are_several() and not self._exchanges()
 
     def accumulate_on(self, stream):
         """Lets replicas accumulate their gradients on a stream that is to be captured.
@@ -140,14 +162,38 @@ class Ranks:
         Sharded parameters get other memory in every step, which no graph could follow: never."""
         if self._sharded:
             return math.inf
-        return _EAGER_CALLS if self._replicated else 0
+        return _EAGER_CALLS if self._replicated and not self._exchanges() else 0
 
     @contextlib.contextmanager
     def micro_step(self, last):
         """Around a forward and a backward pass: replicas exchange gradients in the `last` one of an
         accumulation window. (Sharded gradients are exchanged in each, so that none lie whole in
         memory.)"""
+        exchanges = self._exchanges()
         with contextlib.ExitStack() as stack:
-            for module in () if last else self._replicated:
-                stack.enter_context(module.no_sync())
+            for module in self._replicated:
+                if exchanges or not last:
+                    stack.enter_context(module.no_sync())
+            for replicas, exchange in exchanges:
+                exchange.begin(replicas)
+            self._exchanging = [exchange for _, exchange in exchanges if last]
+            try:
+                yield
+            finally:
+                self._exchanging = []
+                for replicas, _ in exchanges:  # as behind its own exchange, or none
+                    replicas.require_forward_param_sync = last
+
+    @contextlib.contextmanager
+    def exchanging(self, side):
+        """Within :meth:`micro_step` around the backward pass alone; `side` is its
+        :class:`SideStream` or None."""
+        with contextlib.ExitStack() as stack:
+            for exchange in self._exchanging:
+                stack.enter_context(exchange.active(side))
             yield
+
+    def finish(self, side):
+        """Behind it, within :meth:`micro_step`: gradients are the averages of all ranks."""
+        for exchange in self._exchanging:
+            exchange.finish(side)

@@ -162,6 +162,13 @@ def taking_casts(gradients):
     return side if known.dtype == gradients[0].dtype else None
 
 
+def follow(device_of, stream):
+    """What `stream` is given from now on waits for what the side stream of the current one, if one
+    is open, has been given."""
+    if _open.get(device_of.device.index) is not None:
+        _ops.follow_side_stream.default(device_of, stream.cuda_stream)
+
+
 def join(gradients):
     """Before gradients are read within a backward pass: waits for those that are not made yet."""
     side = _open_for(gradients)

@@ -23,6 +23,8 @@ class Watched:
     """
 
     caller = None
+    #: see :class:`Ranks`
+    exchanges = False
     _found_on = "the modules' and optimizers' parameters and buffers"
 
     def __init__(self):
@@ -95,7 +97,7 @@ class Watched:
                 lambda _, reloaded=reloaded: (call := reloaded()) and call()
             )
         self.modules = list(dict.fromkeys(m for root in roots for m in root.modules()))
-        self.ranks = Ranks(self.modules)
+        self.ranks = Ranks(self.modules, self.exchanges)
         self._structure = held(self.modules, _STRUCTURE)
         self._wrappers = [optimizer for optimizer in optimizers if not holds_groups(optimizer)]
         self._places = [place for optimizer in optimizers for place in _places_of(optimizer)]

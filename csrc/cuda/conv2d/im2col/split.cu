@@ -1,6 +1,8 @@
 // Host side of split.cuh.
 #include "split.cuh"
 
+#include <type_traits>
+
 #include "cuda/common/gemm_problem.cuh"
 #include "cuda/matmul/hopper/launch.cuh"
 #include "cuda/matmul/hopper/split.cuh"
@@ -21,10 +23,11 @@ using GradientTile = hopper::ScaledTile<1>;
 constexpr int kPlanes = WindowTile::kPlanes;
 
 // f(a type that is the tile, of windows with so many channels of the result).
+constexpr int64_t kNarrowColumns = 64;
 template <bool kDgrad, typename F>
 auto dispatch_window_tile(int64_t columns, F&& f) {
   if (columns <= 32) return f(TypeTag<NarrowTile<32, kDgrad ? 64 : 32>>{});
-  if (columns <= 64) return f(TypeTag<NarrowTile<64>>{});
+  if (columns <= kNarrowColumns) return f(TypeTag<NarrowTile<kNarrowColumns>>{});
   return f(TypeTag<WindowTile>{});
 }
 
@@ -41,8 +44,10 @@ struct Rows {
 struct SplitPlan {
   int splits;
   int64_t flag_bytes[2], plane_bytes[2], partial_bytes;
-  // Of flags, behind which the two largest magnitudes lie.
-  int64_t flags() const { return flag_bytes[0] + flag_bytes[1] + aligned(2 * sizeof(uint32_t)); }
+  // Of flags, behind which the largest magnitudes lie.
+  int64_t flags() const {
+    return flag_bytes[0] + flag_bytes[1] + aligned(2 * hopper::maxima_bytes());
+  }
   int64_t total() const { return flags() + plane_bytes[0] + plane_bytes[1] + partial_bytes; }
 };
 
@@ -135,7 +140,8 @@ SplitPlan make_plan(const Conv2dArgs& args) {
   plan.flag_bytes[0] = aligned(image.flags() * 4), plan.flag_bytes[1] = aligned(other.flags() * 4);
   plan.plane_bytes[0] = aligned(kPlanes * image.plane_bytes());
   plan.plane_bytes[1] = aligned(kPlanes * other.plane_bytes());
-  const bool wgrad = args.pass == Conv2dPass::kWgrad, narrow = !wgrad && e.columns <= 64;
+  const bool wgrad = args.pass == Conv2dPass::kWgrad,
+             narrow = !wgrad && e.columns <= kNarrowColumns;
   const int64_t rows = wgrad || narrow ? ceil_div(e.rows, 128) : 2 * ceil_div(e.rows, 256);
   // Phases are not all as deep.
   const int64_t most = wgrad ? 64 : args.pass == Conv2dPass::kDgrad ? 1 : 16;
@@ -189,9 +195,9 @@ void run_split(Stream stream, const Conv2dArgs& args, const Conv2dPlan& planned,
   char* const other_planes = image_planes + plan.plane_bytes[0];
   auto* const partial =
       plan.splits > 1 ? reinterpret_cast<float*>(other_planes + plan.plane_bytes[1]) : nullptr;
-  cudaMemsetAsync(image_flags, 0, plan.flags(), as_cuda(stream));
   const Parts image_parts = parts_of(image, image_flags, largest, image_planes);
-  const Parts other_parts = parts_of(other, other_flags, largest + 1, other_planes);
+  const Parts other_parts =
+      parts_of(other, other_flags, largest + hopper::maxima_bytes() / 4, other_planes);
   hopper::launch_split_planes(stream, image_parts, other_parts);
 
   const bool dgrad = args.pass == Conv2dPass::kDgrad;
@@ -217,31 +223,30 @@ void run_split(Stream stream, const Conv2dArgs& args, const Conv2dPlan& planned,
   out.data = static_cast<float*>(const_cast<void*>(args.out.data));
   out.batch = e.rows * e.columns, out.row_stride = e.columns;
   out.bias = static_cast<const float*>(args.bias), out.relu = args.relu;
+  // Weights lie along the filters, to which the input gradient sums; there a box is a stage deep.
+  const auto over_windows = [&](auto& a, const Pass& pass, auto by_filters) {
+    constexpr bool kDgrad = decltype(by_filters)::value;
+    set(a, pass, image_parts, other_parts);
+    a.c_ld = e.columns;
+    dispatch_window_tile<kDgrad>(e.columns, [&](auto tag) {
+      using Tile = typename decltype(tag)::type;
+      constexpr int kFilters = kDgrad ? hopper::kSplitDepth : Tile::kShare;
+      set_tiles<Tile>(a, e, plan);
+      using Args = std::remove_reference_t<decltype(a)>;
+      hopper::launch_persistent<Tile, hopper::split_kernel<Tile, 0, kDgrad, Args>>(
+          stream, a.tiles, true, plane_window_map(args, image, image_planes, Tile::kRows),
+          weight_map(s, other, other_planes, kFilters), a);
+    });
+  };
   switch (args.pass) {
     case Conv2dPass::kFprop: {
       SplitWindowArgs a{};
-      set(a, pass_of(args), image_parts, other_parts);
-      a.c_ld = e.columns;
-      dispatch_window_tile<false>(e.columns, [&](auto tag) {
-        using Tile = typename decltype(tag)::type;
-        set_tiles<Tile>(a, e, plan);
-        hopper::launch_persistent<Tile, hopper::split_kernel<Tile, 0, 0, SplitWindowArgs>>(
-            stream, a.tiles, true, plane_window_map(args, image, image_planes, Tile::kRows),
-            weight_map(s, other, other_planes, Tile::kShare), a);
-      });
+      over_windows(a, pass_of(args), std::false_type{});
       break;
     }
     case Conv2dPass::kDgrad: {
       SplitPhaseArgs a{};
-      set(a, pass_of(args, &a.phases), image_parts, other_parts);
-      a.c_ld = e.columns;
-      dispatch_window_tile<true>(e.columns, [&](auto tag) {
-        using Tile = typename decltype(tag)::type;
-        set_tiles<Tile>(a, e, plan);
-        hopper::launch_persistent<Tile, hopper::split_kernel<Tile, 0, 1, SplitPhaseArgs>>(
-            stream, a.tiles, true, plane_window_map(args, image, image_planes, Tile::kRows),
-            weight_map(s, other, other_planes, hopper::kSplitDepth), a);
-      });
+      over_windows(a, pass_of(args, &a.phases), std::true_type{});
       break;
     }
     case Conv2dPass::kWgrad: {

@@ -43,20 +43,28 @@ inline Parts in_one_row(Parts p) {
   return p;
 }
 
-// Makes the planes of two matrices; where they are scaled, after what they are scaled by, where 0
-// was before.
-inline void launch_split_planes(Stream stream, const Parts& a, const Parts& b) {
-  constexpr int kThreads = 256;
+// Of find_largest_kernel over whole matrices: four of a multiprocessor have enough to wait for.
+inline int most_maxima() { return 4 * sm_count(); }
+inline int64_t maxima_bytes() { return (1 + most_maxima()) * int64_t{sizeof(uint32_t)}; }
+
+// Makes the planes of two matrices; where they are scaled, after what they are scaled by. Flags and
+// largest magnitudes are 0 before, but for Scaled::kAll, of both or neither.
+inline void launch_split_planes(Stream stream, Parts a, Parts b) {
   const auto groups = [](const Parts& p) { return p.batch * p.outer * p.ld / 8; };
-  const int blocks = grid_stride_blocks(std::max(groups(a), groups(b)), kThreads);
+  const int blocks = grid_stride_blocks(std::max(groups(a), groups(b)), kSplitThreads);
   if (a.scaled == Scaled::kNot) {
-    launch_early(split_planes_kernel, dim3(blocks, 2), kThreads, 0, stream, a, b);
+    launch_early(split_planes_kernel, dim3(blocks, 2), kSplitThreads, 0, stream, a, b);
   } else {
     const Parts rows[] = {in_one_row(a), in_one_row(b)};
     const int64_t pieces = std::max(largest_pieces(rows[0]), largest_pieces(rows[1]));
-    launch_early(find_largest_kernel, dim3(grid_stride_blocks(32 * pieces, kLargestThreads), 2),
-                 kLargestThreads, 0, stream, rows[0], rows[1]);
-    launch_early(split_scaled_kernel, dim3(blocks, 2), kThreads, 0, stream, a, b);
+    int finders = grid_stride_blocks(32 * pieces, kLargestThreads);
+    if (a.scaled == Scaled::kAll) {
+      finders = std::min(finders, most_maxima());
+      a.maxima = b.maxima = finders;
+    }
+    launch_early(find_largest_kernel, dim3(finders, 2), kLargestThreads, 0, stream, rows[0],
+                 rows[1]);
+    launch_early(split_scaled_kernel, dim3(blocks, 2), kSplitThreads, 0, stream, a, b);
   }
   check_launch("matmul split_planes");
 }

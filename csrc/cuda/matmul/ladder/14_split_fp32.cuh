@@ -281,7 +281,10 @@ struct Parts {
   bool block_inner, vectors;
   int64_t block = 128;
   Scaled scaled = Scaled::kNot;
-  uint32_t* largest = nullptr;  // bits of magnitudes, of each batch's rows, columns, or of all
+  // Bits of magnitudes, of each batch's rows, columns, or of all, behind which those of `maxima`
+  // parts lie.
+  uint32_t* largest = nullptr;
+  int maxima = 0;
 
   // Values [column, column + N) of a row, zeros behind its end.
   template <int N>

@@ -125,8 +125,9 @@ class PartSums<PartTile<__half, 2, kStages, kCluster, kColumns, kLoadedColumns>>
   int stages_;
 };
 
-// The largest magnitudes of rows, of columns or of all, as bits, where 0 was before. The blocks'
-// second coordinate tells the matrix.
+// The largest magnitudes, as bits, of rows and of columns, where 0 was before; or what each of
+// p.maxima blocks has found, and zeros for the flags of infinities. The blocks' second coordinate
+// tells the matrix.
 constexpr int kLargestThreads = 256, kLargestRows = 16;
 constexpr int kLargestWords = 8;  // of four values that a thread reads of a row
 
@@ -210,14 +211,37 @@ static __global__ void __launch_bounds__(kLargestThreads)
   of_all = __reduce_max_sync(~0u, of_all);
   if (lane == 0) atomicMax(&of_block, of_all);
   __syncthreads();
-  if (threadIdx.x == 0) atomicMax(p.largest, of_block);
+  if (threadIdx.x == 0) p.largest[1 + blockIdx.x] = of_block;
+  for (int64_t i = blockIdx.x * int64_t{kLargestThreads} + threadIdx.x; i < p.batch * p.blocks;
+       i += int64_t{gridDim.x} * kLargestThreads) {
+    p.special[i] = 0;
+  }
+}
+
+constexpr int kSplitThreads = 256;
+
+// The largest of the maxima, which the first block keeps for the products.
+__device__ __forceinline__ uint32_t merge_maxima(const Parts& p) {
+  __shared__ uint32_t of_warps[kSplitThreads / 32];
+  const int lane = threadIdx.x % 32;
+  uint32_t largest = 0;
+  for (int i = threadIdx.x; i < p.maxima; i += kSplitThreads) {
+    largest = max(largest, p.largest[1 + i]);
+  }
+  largest = __reduce_max_sync(~0u, largest);
+  if (lane == 0) of_warps[threadIdx.x / 32] = largest;
+  __syncthreads();
+  largest = __reduce_max_sync(~0u, of_warps[lane % (kSplitThreads / 32)]);
+  if (blockIdx.x == 0 && threadIdx.x == 0) *p.largest = largest;
+  return largest;
 }
 
 // Eight values a thread, as split_planes_kernel.
-static __global__ void __launch_bounds__(256)
+static __global__ void __launch_bounds__(kSplitThreads)
     split_scaled_kernel(const __grid_constant__ Parts a, const __grid_constant__ Parts b) {
   wait_for_earlier_kernels();
   const Parts& p = blockIdx.y == 0 ? a : b;
+  const uint32_t of_all = p.scaled == Scaled::kAll ? merge_maxima(p) : 0;
   const int64_t groups = p.ld / 8, total = p.batch * p.outer * groups;
   const int64_t plane = p.batch * p.outer * p.ld;
   const int64_t stride = int64_t{gridDim.x} * blockDim.x;
@@ -240,7 +264,7 @@ static __global__ void __launch_bounds__(256)
       for (int j = 0; j < 8; ++j) v[j] *= power_of_two(scale_exponent(bits[j]));
     } else {
       const float scale =
-          power_of_two(scale_exponent(p.largest[p.scaled == Scaled::kRows ? row : 0]));
+          power_of_two(scale_exponent(p.scaled == Scaled::kRows ? p.largest[row] : of_all));
 #pragma unroll
       for (int j = 0; j < 8; ++j) v[j] *= scale;
     }

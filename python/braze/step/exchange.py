@@ -1,0 +1,255 @@
+"""The average of several processes' gradients, made while a step's backward pass goes on."""
+
+import contextlib
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from braze._ops._common import FLOAT_DTYPES, HALF_DTYPES
+from braze._ops.cast import cast_
+from braze.step.side_stream import follow
+
+# Bytes of the first part that is sent, as of DistributedDataParallel's: the sooner it begins. Of
+# no more than the second, all are sent together: that takes hardly longer than the first alone.
+_FIRST_BYTES, _TOGETHER_BYTES = 1 << 20, 4 << 20
+
+
+def takes(replicas):
+    """Whether an :class:`Exchange` does what a DistributedDataParallel is asked to do.
+
+    That exchanges gradients as soon as autograd has handed them over, so that none may be made
+    later or by other streams, copies each of them by a launch of its own, and has to be called
+    eleven times before a capture. It is left to where it does something else than averaging all
+    gradients."""
+    own = replicas.__dict__
+    others = "_comm_hooks", "mixed_precision", "_delay_all_reduce_params", "static_graph"
+    if any(own.get(name) for name in (*others, "find_unused_parameters", "_use_python_reducer")):
+        return False
+    embeddings = nn.Embedding, nn.EmbeddingBag
+    if any(isinstance(m, embeddings) and m.sparse for m in replicas.modules()):
+        return False
+    return not replicas._join_config.enable and all(map(_is_plain, replicas.parameters()))
+
+
+def _is_plain(p):
+    """Whether a parameter has numbers that can be averaged, in as much memory as they need, in
+    whatever order, and no update within the backward pass."""
+    if not p.is_floating_point() or hasattr(p, "_in_backward_optimizers"):
+        return False
+    expected = 1
+    for stride, size in sorted(zip(p.stride(), p.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+class _Bucket:
+    """Gradients that are sent together.
+
+    Args:
+        params: theirs, of one dtype.
+    """
+
+    def __init__(self, params):
+        self.params, self.waiting = params, len(params)
+        count = sum(p.numel() for p in params)
+        self.flat = torch.zeros(count, dtype=params[0].dtype, device=params[0].device)
+        self.views = _parts(self.flat, params)  # where their averages lie
+
+
+def _parts(flat, params):
+    """A flat tensor as one for each parameter, laid out as that is."""
+    parts = flat.split([p.numel() for p in params])
+    return [
+        part.as_strided(p.shape, p.stride(), part.storage_offset())
+        for p, part in zip(params, parts, strict=True)
+    ]
+
+
+def _alike(to, grad):
+    """Whether a cast may copy one to the other: their elements lie in the same order."""
+    strides = zip(to.shape, to.stride(), grad.stride(), strict=True)
+    return {to.dtype, grad.dtype} <= _CAST and all(n == 1 or a == b for n, a, b in strides)
+
+
+def _copy(to, grads):
+    """Copies gradients in a launch for each dtype that they have."""
+    by_kind = {}
+    for view, grad in zip(to, grads, strict=True):
+        by_kind.setdefault((grad.dtype, _alike(view, grad)), []).append((view, grad))
+    for (_, alike), pairs in by_kind.items():
+        views, sources = map(list, zip(*pairs, strict=True))
+        (cast_ if alike else torch._foreach_copy_)(views, sources)
+
+
+_CAST = frozenset(FLOAT_DTYPES)
+
+
+class Exchange:
+    """Of one DistributedDataParallel, whose parameters' gradients and buffers it sends.
+
+    Gradients go in buckets of that module's sizes, the last layers' matrices first, vectors last,
+    as soon as all of one are there; on a GPU on a stream of its own, which waits for the side
+    stream on which gradients are made (:mod:`braze.step.side_stream`), while the main stream waits
+    for neither. Each becomes a part of its bucket, in memory that stays the same.
+
+    Args:
+        group: the processes'.
+        most_bytes: of a bucket.
+    """
+
+    def __init__(self, group, most_bytes):
+        self._group, self._most_bytes = group, most_bytes
+        self._params, self._buckets, self._of = [], [], {}
+        self._next, self._side, self._stream = 0, None, None
+        # Kept until the next step: a thread of Gloo that lets go of the last one needs the
+        # interpreter, which may be ending and wait for that thread.
+        self._sent = []
+
+    @torch.no_grad()
+    def begin(self, replicas):
+        """Before a forward pass: takes the parameters of which gradients are expected, and sends
+        the first process's buffers to all where the module would do that, which it then does
+        not."""
+        ignored = replicas.parameters_to_ignore
+        named = replicas.module.named_parameters()
+        self._share_out([p for name, p in named if p.requires_grad and name not in ignored])
+        wanted = replicas._check_sync_bufs_pre_fwd()
+        replicas.require_forward_param_sync = False
+        if not wanted:
+            return
+        replicas._assign_modules_buffers()
+        by_dtype = {}
+        for buffer in replicas.modules_buffers:
+            by_dtype.setdefault(buffer.dtype, []).append(buffer)
+        source = dist.get_global_rank(self._group, 0)
+        for buffers in by_dtype.values():
+            flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+            dist.broadcast(flat, source, self._group)
+            if dist.get_rank(self._group) > 0:
+                parts = flat.split([buffer.numel() for buffer in buffers])
+                views = [p.view(b.shape) for p, b in zip(parts, buffers, strict=True)]
+                torch._foreach_copy_(buffers, views)
+
+    @contextlib.contextmanager
+    def active(self, side):
+        """Sends gradients that are made within the block.
+
+        Args:
+            side: the :class:`SideStream` that is open, or None.
+
+        Raises:
+            RuntimeError: one of them got no gradient.
+        """
+        self._next, self._side, self._sent = 0, side, []
+        for bucket in self._buckets:
+            bucket.waiting = len(bucket.params)
+        handles = [p.register_post_accumulate_grad_hook(self._arrived) for p in self._params]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._side = None
+        if self._next < len(self._buckets):
+            raise RuntimeError(
+                "TrainStep: a parameter got no gradient, which the other processes wait for; "
+                "DistributedDataParallel(find_unused_parameters=True) allows that"
+            )
+
+    def finish(self, side):
+        """The main stream waits for what has been sent; parameters get the averages."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        for work in self._sent:
+            work.wait()
+        for bucket in self._buckets:
+            for p, view in zip(bucket.params, bucket.views, strict=True):
+                if side is not None:
+                    side.sources.pop(p.grad.data_ptr(), None)
+                p.grad = view
+
+    def _share_out(self, params):
+        if list(map(id, params)) == list(map(id, self._params)):
+            return
+        device = params[0].device if params else None
+        if device is not None and device.type == "cuda" and self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+        self._params, self._buckets = params, []
+        together = sum(p.numel() * p.element_size() for p in params) <= _TOGETHER_BYTES
+        part, size, most = [], 0, self._most_bytes if together else _FIRST_BYTES
+        last_first = params[::-1]
+        if not together:
+            # Vectors, which are made in other dtypes than matrices, behind these.
+            last_first.sort(key=lambda p: p.dim() < 2)
+        for p in last_first:
+            begins = part and not together and (p.dim() < 2) != (part[0].dim() < 2)
+            if part and (begins or size >= most or p.dtype != part[0].dtype):
+                self._buckets.append(_Bucket(part))
+                part, size, most = [], 0, self._most_bytes
+            part.append(p)
+            size += p.numel() * p.element_size()
+        if part:
+            self._buckets.append(_Bucket(part))
+        self._of = {id(p): bucket for bucket in self._buckets for p in bucket.params}
+
+    def _arrived(self, p):
+        self._of[id(p)].waiting -= 1
+        # In one order in all processes.
+        while self._next < len(self._buckets) and not self._buckets[self._next].waiting:
+            self._send(self._buckets[self._next])
+            self._next += 1
+
+    @torch.no_grad()
+    def _send(self, bucket):
+        sources = self._side.sources if self._side is not None else {}
+        grads = [sources.get(p.grad.data_ptr(), p.grad) for p in bucket.params]
+        if self._stream is None:
+            self._average(bucket, grads)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        follow(grads[0], self._stream)
+        with torch.cuda.stream(self._stream):
+            self._average(bucket, grads)
+
+    def _average(self, bucket, grads):
+        if self._travel_short(bucket, grads):
+            self._average_short(bucket, grads)
+            return
+        _copy(bucket.views, grads)
+        operation = dist.ReduceOp.SUM
+        if self._is_nccl(bucket):
+            operation = dist.ReduceOp.AVG  # which multiplies on the way
+        else:
+            bucket.flat.mul_(1 / dist.get_world_size(self._group))
+        on_cpu = self._stream is None
+        work = dist.all_reduce(bucket.flat, operation, self._group, async_op=on_cpu)
+        if on_cpu:
+            self._sent.append(work)
+
+    def _is_nccl(self, bucket):
+        return self._group._get_backend(bucket.flat.device).name() == "nccl"
+
+    def _travel_short(self, bucket, grads):
+        """Whether gradients go as the 16 bits that they are made in, and are cast where they
+        arrive: with two processes that is half of the bytes, and their mean the same."""
+        pairs = zip(bucket.params, grads, strict=True)
+        (dtype, alike), *others = {(grad.dtype, _alike(p, grad)) for p, grad in pairs}
+        return (
+            alike
+            and not others
+            and dtype in HALF_DTYPES
+            and bucket.flat.dtype == torch.float32
+            and dist.get_world_size(self._group) == 2
+            and self._is_nccl(bucket)
+        )
+
+    def _average_short(self, bucket, grads):
+        shape = dist.get_world_size(self._group), bucket.flat.numel()
+        both = torch.empty(shape, dtype=grads[0].dtype, device=bucket.flat.device)
+        own = both[dist.get_rank(self._group)]
+        cast_(_parts(own, bucket.params), grads)
+        dist.all_gather_into_tensor(both.view(-1), own, self._group)
+        torch.mean(both, 0, dtype=bucket.flat.dtype, out=bucket.flat)
