@@ -114,8 +114,8 @@ def run(device, args):
             if case in errors:
                 row["error"] = errors[case]
             else:
-                ms = found[case]
-                row |= {"ms": statistics.median(ms), "least": min(ms), "most": max(ms)}
+                ms = statistics.median(found[case]), min(found[case]), max(found[case])
+                row |= zip(("ms", "least", "most"), (f"{v:.4g}" for v in ms), strict=True)
             yield row
 
 

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from braze._ops._common import FLOAT_DTYPES, HALF_DTYPES
+from braze._ops._common import FLOAT_DTYPES
 from braze._ops.cast import cast_
 from braze.step.side_stream import follow
 
@@ -56,16 +56,12 @@ class _Bucket:
         self.params, self.waiting = params, len(params)
         count = sum(p.numel() for p in params)
         self.flat = torch.zeros(count, dtype=params[0].dtype, device=params[0].device)
-        self.views = _parts(self.flat, params)  # where their averages lie
-
-
-def _parts(flat, params):
-    """A flat tensor as one for each parameter, laid out as that is."""
-    parts = flat.split([p.numel() for p in params])
-    return [
-        part.as_strided(p.shape, p.stride(), part.storage_offset())
-        for p, part in zip(params, parts, strict=True)
-    ]
+        parts = self.flat.split([p.numel() for p in params])
+        #: where their averages lie, laid out as the parameters are
+        self.views = [
+            part.as_strided(p.shape, p.stride(), part.storage_offset())
+            for p, part in zip(params, parts, strict=True)
+        ]
 
 
 def _alike(to, grad):
@@ -90,10 +86,10 @@ _CAST = frozenset(FLOAT_DTYPES)
 class Exchange:
     """Of one DistributedDataParallel, whose parameters' gradients and buffers it sends.
 
-    Gradients go in buckets of that module's sizes, the last layers' matrices first, vectors last,
-    as soon as all of one are there; on a GPU on a stream of its own, which waits for the side
-    stream on which gradients are made (:mod:`braze.step.side_stream`), while the main stream waits
-    for neither. Each becomes a part of its bucket, in memory that stays the same.
+    Gradients go in buckets of that module's sizes, the last layers' first, as soon as all of one
+    are there; on a GPU on a stream of its own, which waits for the side stream on which gradients
+    are made (:mod:`braze.step.side_stream`), while the main stream waits for neither. Each becomes
+    a part of its bucket, in memory that stays the same.
 
     Args:
         group: the processes'.
@@ -180,13 +176,8 @@ class Exchange:
         self._params, self._buckets = params, []
         together = sum(p.numel() * p.element_size() for p in params) <= _TOGETHER_BYTES
         part, size, most = [], 0, self._most_bytes if together else _FIRST_BYTES
-        last_first = params[::-1]
-        if not together:
-            # Vectors, which are made in other dtypes than matrices, behind these.
-            last_first.sort(key=lambda p: p.dim() < 2)
-        for p in last_first:
-            begins = part and not together and (p.dim() < 2) != (part[0].dim() < 2)
-            if part and (begins or size >= most or p.dtype != part[0].dtype):
+        for p in reversed(params):
+            if part and (size >= most or p.dtype != part[0].dtype):
                 self._buckets.append(_Bucket(part))
                 part, size, most = [], 0, self._most_bytes
             part.append(p)
@@ -215,12 +206,9 @@ class Exchange:
             self._average(bucket, grads)
 
     def _average(self, bucket, grads):
-        if self._travel_short(bucket, grads):
-            self._average_short(bucket, grads)
-            return
         _copy(bucket.views, grads)
         operation = dist.ReduceOp.SUM
-        if self._is_nccl(bucket):
+        if self._group._get_backend(bucket.flat.device).name() == "nccl":
             operation = dist.ReduceOp.AVG  # which multiplies on the way
         else:
             bucket.flat.mul_(1 / dist.get_world_size(self._group))
@@ -228,28 +216,3 @@ class Exchange:
         work = dist.all_reduce(bucket.flat, operation, self._group, async_op=on_cpu)
         if on_cpu:
             self._sent.append(work)
-
-    def _is_nccl(self, bucket):
-        return self._group._get_backend(bucket.flat.device).name() == "nccl"
-
-    def _travel_short(self, bucket, grads):
-        """Whether gradients go as the 16 bits that they are made in, and are cast where they
-        arrive: with two processes that is half of the bytes, and their mean the same."""
-        pairs = zip(bucket.params, grads, strict=True)
-        (dtype, alike), *others = {(grad.dtype, _alike(p, grad)) for p, grad in pairs}
-        return (
-            alike
-            and not others
-            and dtype in HALF_DTYPES
-            and bucket.flat.dtype == torch.float32
-            and dist.get_world_size(self._group) == 2
-            and self._is_nccl(bucket)
-        )
-
-    def _average_short(self, bucket, grads):
-        shape = dist.get_world_size(self._group), bucket.flat.numel()
-        both = torch.empty(shape, dtype=grads[0].dtype, device=bucket.flat.device)
-        own = both[dist.get_rank(self._group)]
-        cast_(_parts(own, bucket.params), grads)
-        dist.all_gather_into_tensor(both.view(-1), own, self._group)
-        torch.mean(both, 0, dtype=bucket.flat.dtype, out=bucket.flat)
