@@ -56,8 +56,13 @@ def test_a_run_that_is_ended_keeps_its_rows(tmp_path, monkeypatch, number):
 
     monkeypatch.setattr(cli, "tables", lambda what: [cli.Table("relu", ended, results.line)])
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises((SystemExit, KeyboardInterrupt)):
-        cli.main(args, ROOT)
+    # A shell's background jobs ignore it.
+    interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises((SystemExit, KeyboardInterrupt)):
+            cli.main(args, ROOT)
+    finally:
+        signal.signal(signal.SIGINT, interrupt)
     assert len(results.load(tmp_path, "relu")) == 1
     assert signal.getsignal(signal.SIGTERM) is before
 
