@@ -85,8 +85,19 @@ AMX = [
     (2, 8, 11, 12, 70, (3, 2), (1, 3), (2, 1), 2, 2),
     (2, 4, 1, 9, 6, (1, 3), (1, 1), (2, 7), 3, 1),  # padding over filter and image
 ]
+# Groups of few channels and filters, as channels of several of which lie in a line of memory.
+GROUPED = [
+    (3, 12, 9, 11, 12, (3, 3), (1, 1), (1, 1), 1, 6),
+    (2, 15, 7, 30, 10, (3, 3), (1, 1), (1, 1), 1, 5),
+    (1, 64, 24, 25, 64, (3, 3), (1, 1), (1, 1), 1, 16),  # rows of groups of a single image
+    (5, 24, 8, 19, 48, (3, 2), (2, 1), (1, 0), 1, 24),
+    (1, 40, 3, 9, 80, (3, 3), (1, 2), (2, 1), 1, 5),
+    (4, 320, 6, 8, 160, (3, 3), (1, 1), (1, 1), 1, 40),
+    (2, 96, 10, 9, 512, (3, 3), (1, 1), (1, 1), 1, 4),  # more sums than the cache keeps
+]
 BY_NAME = {
     "amx": AMX,
+    "implicit_gemm": GROUPED,
     "depthwise": DEPTHWISE,
     "narrow_input": NARROW,
     "pointwise": POINTWISE,
@@ -150,7 +161,7 @@ def check_fuzzed(data, device):
         stride = data.draw(number(1, 3)), data.draw(number(1, 3))
     if name == "depthwise":
         groups = k = c
-    if name in ("amx", "im2col", "blocked_im2col", "depthwise", "narrow_input"):
+    if name not in ("pointwise", "winograd"):
         size, dilation = (data.draw(number(1, 3)), data.draw(number(1, 4))), data.draw(number(1, 2))
     if name == "winograd":
         size = 3, 3
@@ -385,7 +396,9 @@ def test_any_number_of_threads(threads):
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
-        for name, case in (("winograd", WINOGRAD[-1]), ("pointwise", POINTWISE[-1])):
+        cases = [("winograd", WINOGRAD[-1]), ("pointwise", POINTWISE[-1])]
+        cases += [("implicit_gemm", case) for case in GROUPED]
+        for name, case in cases:
             tensors = drawn(case, torch.float32, "nhwc")
             for which in PASSES:
                 check(which, case, tensors, name)

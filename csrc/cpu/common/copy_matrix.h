@@ -85,6 +85,26 @@ inline void transpose_block(acc_t<T>* __restrict__ dst, int64_t ld, const T* __r
   }
 }
 
+// The same for `rows` of 2 to 4, and blocks of eight columns: four elements are loaded of each, the
+// last of which may be the next columns'. Returns how many columns are done: the last one is not,
+// behind which there may be nothing.
+inline int64_t transpose_narrow(float* __restrict__ dst, int64_t ld, const float* __restrict__ src,
+                                int64_t stride, int64_t rows, int64_t cols) {
+  int64_t j = 0;
+  for (; j + 8 < cols; j += 8) {
+    vec8_t<float> v[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      std::memcpy(&v[i], src + (j + i) * stride, sizeof(v[i]) / 2);
+      std::memcpy(reinterpret_cast<char*>(&v[i]) + sizeof(v[i]) / 2, src + (j + i + 4) * stride,
+                  sizeof(v[i]) / 2);
+    }
+    transpose4<float>(v);
+    for (int64_t i = 0; i < rows; ++i) store8(dst + i * ld + j, v[i]);
+  }
+  return j;
+}
+
 // The block of kSize after the one at i, of n in all; the last one overlaps the one before.
 template <int kSize>
 inline int64_t next_block(int64_t i, int64_t n) {
@@ -114,8 +134,15 @@ void copy_matrix(acc_t<T>* __restrict__ dst, int64_t ld, const T* __restrict__ s
       if (cols >= 4) return transpose(std::integral_constant<int, 4>{});
     }
   }
+  int64_t done = 0;
+  if constexpr (std::is_same_v<T, float>) {
+    if (row_stride == 1 && rows > 1 && rows <= 4 && col_stride >= rows) {
+      done = transpose_narrow(dst, ld, src, col_stride, rows, cols);
+    }
+  }
   for (int64_t i = 0; i < rows; ++i) {
-    copy_row(dst + i * ld, src + i * row_stride, col_stride, cols);
+    copy_row(dst + i * ld + done, src + i * row_stride + done * col_stride, col_stride,
+             cols - done);
   }
 }
 

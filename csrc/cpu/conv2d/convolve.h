@@ -41,6 +41,12 @@ int64_t panel_filters(const Convolution& conv, bool filter_lanes) {
   return ceil_div(conv.filters, kLanes<Acc>) % 2 == 0 ? 2 * kLanes<Acc> : kLanes<Acc>;
 }
 
+// Groups that one task goes through after each other: where channels are adjacent, all. A line of
+// memory has several groups' channels, and threads that write to the same ones wait for each other.
+inline int64_t groups_of_a_task(const Convolution& conv) {
+  return conv.dst_strides.c == 1 ? std::max<int64_t>(1, conv.groups) : 1;
+}
+
 // How a convolution is cut into tasks, and the sizes in elements of what they use.
 template <typename Acc>
 struct ConvolutionPlan {
@@ -53,8 +59,13 @@ struct ConvolutionPlan {
         packed_filters(round_up(conv.filters, rows)),
         packed_size(round_up(conv.groups * packed_filters * conv.channels * conv.taps(), 16)) {
     block_rows = ceil_div(conv.h.out, ceil_div(conv.h.out, block_rows));  // even blocks
+    task_groups = groups_of_a_task(conv);
     while (num_threads() > 1 && tasks(conv) < 2 * num_threads() && block_rows > 4) {
       block_rows = ceil_div(block_rows, 2);
+    }
+    while (task_groups > 1 && tasks(conv) < 2 * num_threads() &&
+           task_groups * conv.filters > kLanes<Acc>) {
+      task_groups = ceil_div(task_groups, 2);
     }
     const SlabShape shape(conv.h, conv.w, block_rows);
     const int64_t pixels = std::max<int64_t>(1, shape.pixels());  // none where there is no tap
@@ -70,7 +81,8 @@ struct ConvolutionPlan {
     return ceil_div(conv.filters, block_filters);
   }
   int64_t tasks(const Convolution& conv) const {
-    return conv.images * conv.groups * row_blocks(conv) * filter_blocks(conv);
+    const int64_t parts = ceil_div(conv.groups, task_groups);
+    return conv.images * parts * row_blocks(conv) * filter_blocks(conv);
   }
   int64_t scratch() const { return slab_size + acc_size + row_size; }
   int64_t bytes() const { return (packed_size + num_threads() * scratch()) * sizeof(Acc); }
@@ -78,7 +90,7 @@ struct ConvolutionPlan {
   bool filter_lanes;
   int64_t rows;    // of a panel of weights
   RowTiles tiles;  // filters across the lanes: of a row of pixels
-  int64_t block_filters, block_rows, packed_filters, packed_size;
+  int64_t block_filters, block_rows, task_groups, packed_filters, packed_size;
   int64_t block_channels, slab_size, acc_size, row_size;
 };
 
@@ -108,9 +120,13 @@ class Convolve {
     for_each_task(plan_.tasks(conv_), [&](int64_t worker, int64_t task) {
       const int64_t filters = task % filter_blocks * plan_.block_filters;
       const int64_t rows = task / filter_blocks % row_blocks * plan_.block_rows;
-      const int64_t image_group = task / filter_blocks / row_blocks;
-      block(scratch_ + worker * plan_.scratch(), image_group / conv_.groups,
-            image_group % conv_.groups, rows, filters);
+      const int64_t parts = ceil_div(conv_.groups, plan_.task_groups);
+      const int64_t image = task / filter_blocks / row_blocks / parts;
+      const int64_t first = task / filter_blocks / row_blocks % parts * plan_.task_groups;
+      const int64_t end = std::min(first + plan_.task_groups, conv_.groups);
+      for (int64_t group = first; group < end; ++group) {
+        block(scratch_ + worker * plan_.scratch(), image, group, rows, filters);
+      }
     });
   }
 
@@ -230,6 +246,23 @@ class Convolve {
     }
   }
 
+  // A row of pixels of a group's filters.
+  template <int kFilters>
+  void store_pixels(const Acc* __restrict__ from, int64_t filters, T* __restrict__ to,
+                    const T* bias) const {
+    if (kFilters != 0) filters = kFilters;
+    const int64_t cols = conv_.w.out, stride = conv_.dst_strides.w;
+    if (bias) {
+      for (int64_t j = 0; j < cols; ++j, to += stride, from += filters) {
+        for (int64_t f = 0; f < filters; ++f) to[f] = T(from[f] + Acc(bias[f]));
+      }
+    } else {
+      for (int64_t j = 0; j < cols; ++j, to += stride, from += filters) {
+        for (int64_t f = 0; f < filters; ++f) to[f] = T(from[f]);
+      }
+    }
+  }
+
   // The epilogue: filters x pixels accumulators, rows `ld` apart, to the result.
   void store(const Acc* acc, int64_t ld, int64_t image, int64_t filter, int64_t filters,
              int64_t first_row, int64_t rows) const {
@@ -241,10 +274,12 @@ class Convolve {
       Acc* pixels = const_cast<Acc*>(acc) + plan_.acc_size;
       for (int64_t i = 0; i < rows; ++i) {
         copy_matrix(pixels, filters, acc + i * shape_.pitch, 1, ld, cols, filters);
-        for (int64_t j = 0; j < cols; ++j) {
-          T* to = dst + i * d.h + j * d.w;
-          const Acc* from = pixels + j * filters;
-          for (int64_t f = 0; f < filters; ++f) to[f] = T(bias ? from[f] + Acc(bias[f]) : from[f]);
+        T* const row = dst + i * d.h;
+        // A number that is known when this is compiled takes vectors.
+        switch (filters) {
+          case 4: store_pixels<4>(pixels, 4, row, bias); break;
+          case 8: store_pixels<8>(pixels, 8, row, bias); break;
+          default: store_pixels<0>(pixels, filters, row, bias);
         }
       }
       return;

@@ -37,6 +37,9 @@ struct WeightGradientPlan {
         SlabShape(g.h, g.w, block_rows).pixels() * slab_channels + kMaxPanelWidth<Acc>, 16);
     dy_size = round_up(block_rows * padded_width * packed_filters, 16);
     parts = std::min(num_threads(), units(g));
+    const bool is_adjacent = g.x.c == 1 && g.dy.c == 1;
+    const bool has_room = g.groups * acc_size() * sizeof(Acc) <= kMostSums;
+    task_groups = is_adjacent && has_room ? std::max<int64_t>(1, g.groups) : 1;
   }
   // Blocks of rows of images, which the parts share out.
   int64_t units(const WeightGradient& g) const { return g.images * ceil_div(g.h.out, block_rows); }
@@ -48,10 +51,15 @@ struct WeightGradientPlan {
 
   // A slab, and a block of dy: 256 KiB of fp32 each.
   static constexpr int64_t kMaxElements = 65536;
+  // Bytes of sums that the second-level cache keeps beside these.
+  static constexpr size_t kMostSums = size_t{512} << 10;
   bool pixel_lanes;
   int rows;  // filters in a register tile
   int64_t packed_filters, padded_channels, taps, padded_width, columns;
   int64_t block_rows, slab_size, dy_size, parts;
+  // Groups that a task goes through for each block: where channels are adjacent, all, as a line of
+  // memory has several groups' channels.
+  int64_t task_groups;
 };
 
 template <typename T>
@@ -83,17 +91,21 @@ class ComputeWeightGradient {
   }
 
   void run() const {
-    for_each_task(plan_.parts * g_.groups, [&](int64_t worker, int64_t task) {
-      const int64_t part = task / g_.groups, group = task % g_.groups;
-      Acc* acc = acc_ + task * plan_.acc_size();
-      std::fill_n(acc, plan_.acc_size(), Acc(0));
+    const int64_t tasks_of_part = ceil_div(g_.groups, plan_.task_groups);
+    for_each_task(plan_.parts * tasks_of_part, [&](int64_t worker, int64_t task) {
+      const int64_t part = task / tasks_of_part, first = task % tasks_of_part * plan_.task_groups;
+      const int64_t end = std::min(first + plan_.task_groups, g_.groups);
+      Acc* const sums = acc_ + part * g_.groups * plan_.acc_size();
+      std::fill_n(sums + first * plan_.acc_size(), (end - first) * plan_.acc_size(), Acc(0));
       // The padding of dy, which no block writes.
       Acc* packed_dy = scratch_ + worker * plan_.scratch() + plan_.slab_size;
       if (plan_.pixel_lanes) std::fill_n(packed_dy, plan_.dy_size, Acc(0));
       const int64_t units = plan_.units(g_), blocks = units / g_.images;
       for (int64_t i = part * units / plan_.parts; i < (part + 1) * units / plan_.parts; ++i) {
-        add_block(acc, scratch_ + worker * plan_.scratch(), i / blocks, group,
-                  i % blocks * plan_.block_rows);
+        for (int64_t group = first; group < end; ++group) {
+          add_block(sums + group * plan_.acc_size(), scratch_ + worker * plan_.scratch(),
+                    i / blocks, group, i % blocks * plan_.block_rows);
+        }
       }
     });
     parallel_for(0, g_.groups * g_.filters, ceil_div(16384, plan_.columns),
