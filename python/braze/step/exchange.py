@@ -18,10 +18,10 @@ _FIRST_BYTES, _TOGETHER_BYTES = 1 << 20, 4 << 20
 def takes(replicas):
     """Whether an :class:`Exchange` does what a DistributedDataParallel is asked to do.
 
-    That exchanges gradients as soon as autograd has handed them over, so that none may be made
-    later or by other streams, copies each of them by a launch of its own, and has to be called
-    eleven times before a capture. It is left to where it does something else than averaging all
-    gradients."""
+    The module exchanges gradients as soon as autograd has handed them over, so that none may be
+    made later or by other streams, copies each by a launch of its own, and has to be called eleven
+    times before a capture. Where it does something else than averaging all gradients, it is left to
+    that."""
     own = replicas.__dict__
     others = "_comm_hooks", "mixed_precision", "_delay_all_reduce_params", "static_graph"
     if any(own.get(name) for name in (*others, "find_unused_parameters", "_use_python_reducer")):
@@ -34,8 +34,10 @@ def takes(replicas):
 
 def _is_plain(p):
     """Whether a parameter has numbers that can be averaged, in as much memory as they need, in
-    whatever order, and no update within the backward pass."""
+    whatever order, is no DTensor, and has no update within the backward pass."""
     if not p.is_floating_point() or hasattr(p, "_in_backward_optimizers"):
+        return False
+    if type(p.detach()) is not torch.Tensor:
         return False
     expected = 1
     for stride, size in sorted(zip(p.stride(), p.shape, strict=True)):
