@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from benchmarks import results
-from benchmarks.markdown import described, op_sections, table
+from benchmarks.markdown import op_sections, table
 
 KEY = ("program", "batch", "precision", "statistics", "gpus")
 COLUMNS = [*KEY, "ms", "least", "most", "error", *results.ENVIRONMENT]
@@ -78,9 +78,8 @@ def milliseconds(command, gpus, folder):
 
 def cases_of(program, most):
     """(statistics, GPUs, command)."""
-    numbers = [1, *(2**i for i in range(1, most.bit_length()) if 2**i <= most)]
     option, images = program.images
-    for gpus in numbers:
+    for gpus in (2**i for i in range(most.bit_length())):
         command = *program.command, option, str(images * gpus)
         yield "own", gpus, command
         if program.synchronized and gpus > 1:
@@ -94,8 +93,6 @@ def run(device, args):
     for program in programs(on_gpu, args.quick, most):
         if args.network and not any(part in program.name for part in args.network):
             continue
-        if args.batch:
-            raise ValueError("bench distributed has batch sizes of its own")
         cases = list(cases_of(program, most))
         found = {case: [] for case in cases}
         errors = {}
@@ -127,11 +124,7 @@ def line(row):
 
 def sections(folder):
     """The table, per device and versions."""
-    return op_sections(folder, "distributed", summary, versions, described)
-
-
-def versions(row):
-    return described(row | {"clocks": ""})
+    return op_sections(folder, "distributed", summary)
 
 
 def summary(rows):

@@ -3,9 +3,8 @@
 A table stands between ``<!-- bench:NAME -->`` and ``<!-- /bench -->``, NAME being an op, one of
 MNIST's tables, ``products``, ``convolutions``, ``depthwise``, ``networks``, ``networks_headline``,
 ``evaluation``, ``norm_act``, ``optimizers``, ``overhead``, ``population``, ``distributed``,
-``accuracy`` (fp32), ``examples``,
-``ladder:OP``, ``rungs:OP`` (a line per kernel, for the largest case), ``kernels:OP`` (a line per
-case), ``counters:matmul`` or ``checks`` (what test runs printed).
+``examples``, ``accuracy`` (fp32), ``ladder:OP``, ``rungs:OP`` (a line per kernel, for the largest
+case), ``kernels:OP`` (a line per case), ``counters:matmul`` or ``checks`` (what test runs printed).
 Figures in the documents are never typed by hand.
 """
 

@@ -344,6 +344,7 @@ static void define(torch::stable::detail::StableLibrary& m) {
   // last join
   m.def("open_side_stream(Tensor device_of) -> bool");
   m.def("join_side_stream(Tensor device_of, bool close) -> Tensor[]");
+  // has a stream, by its address, wait for what that of the current one has been given
   m.def("follow_side_stream(Tensor device_of, int stream) -> ()");
   // whether what has been recorded in the capture of the current stream is given an address within
   // the memory of a dense tensor

@@ -80,9 +80,9 @@ struct ConvolutionPlan {
   int64_t filter_blocks(const Convolution& conv) const {
     return ceil_div(conv.filters, block_filters);
   }
+  int64_t group_blocks(const Convolution& conv) const { return ceil_div(conv.groups, task_groups); }
   int64_t tasks(const Convolution& conv) const {
-    const int64_t parts = ceil_div(conv.groups, task_groups);
-    return conv.images * parts * row_blocks(conv) * filter_blocks(conv);
+    return conv.images * group_blocks(conv) * row_blocks(conv) * filter_blocks(conv);
   }
   int64_t scratch() const { return slab_size + acc_size + row_size; }
   int64_t bytes() const { return (packed_size + num_threads() * scratch()) * sizeof(Acc); }
@@ -117,12 +117,13 @@ class Convolve {
   void run() const {
     pack_weights();
     const int64_t row_blocks = plan_.row_blocks(conv_), filter_blocks = plan_.filter_blocks(conv_);
+    const int64_t group_blocks = plan_.group_blocks(conv_);
     for_each_task(plan_.tasks(conv_), [&](int64_t worker, int64_t task) {
       const int64_t filters = task % filter_blocks * plan_.block_filters;
       const int64_t rows = task / filter_blocks % row_blocks * plan_.block_rows;
-      const int64_t parts = ceil_div(conv_.groups, plan_.task_groups);
-      const int64_t image = task / filter_blocks / row_blocks / parts;
-      const int64_t first = task / filter_blocks / row_blocks % parts * plan_.task_groups;
+      const int64_t groups = task / filter_blocks / row_blocks;
+      const int64_t image = groups / group_blocks;
+      const int64_t first = groups % group_blocks * plan_.task_groups;
       const int64_t end = std::min(first + plan_.task_groups, conv_.groups);
       for (int64_t group = first; group < end; ++group) {
         block(scratch_ + worker * plan_.scratch(), image, group, rows, filters);

@@ -209,6 +209,14 @@ def run_length(kinds):
     return 0
 
 
+def length_with_norm(kinds):
+    """How many links, innermost first, a convolution that they begin with leaves batch norm's
+    statistics for: both, and what is one run with the latter; 0 where they begin otherwise."""
+    if tuple(kinds[:2]) != ("Conv2d", "BatchNorm2d"):
+        return 0
+    return 1 + max(1, run_length(kinds[1:]))
+
+
 def stretch_length(kinds):
     """:func:`run_length` of runs and of what may be one program."""
     for length in range(min(len(kinds), LONGEST_STRETCH), 1, -1):
@@ -254,8 +262,9 @@ def in_turn(links, input, *added):
         input = alias_in(added[0], input)
     while end > 0:
         start = end - max(1, run_length(kinds[:end][::-1]))
-        if kinds[start:end] == ["Conv2d"] and kinds[start - 1 : start] == ["BatchNorm2d"]:
-            after = start - max(1, run_length(kinds[:start][::-1]))
+        with_norm = length_with_norm(kinds[:end][::-1])
+        if with_norm and start == end - 1:
+            after = end - with_norm
             of_part = added if "Add" in kinds[after:start] else ()
             output = conv_and_norm(links[after:end], input, *of_part)
             if output is not None:

@@ -21,7 +21,7 @@ from braze.convert.parts import (
 )
 from braze.convert.programs import LINK_KINDS, LONGEST_STRETCH
 from braze.convert.quiet import are_quiet, overwrites
-from braze.convert.runs import LONGEST, RUNS, run_of, runner
+from braze.convert.runs import LONGEST, RUNS, length_with_norm, run_of, runner
 from braze.convert.runs import run_length as length_of_run
 
 
@@ -179,9 +179,7 @@ def _are_joined(computed, owners):
         return False
     kinds, at, reached = computed[::-1], 0, 0
     while at < len(kinds):
-        length = max(1, length_of_run(kinds[at:]))
-        if tuple(kinds[at : at + 2]) == CONV_AND_NORM:  # whose statistics the convolution leaves
-            length = max(length, 1 + max(1, length_of_run(kinds[at + 1 :])))
+        length = max(1, length_of_run(kinds[at:]), length_with_norm(kinds[at:]))
         if owners[at] > reached:
             return False
         at += length
@@ -191,7 +189,6 @@ def _are_joined(computed, owners):
 
 #: The kinds of what a chain may begin with before a run begins in it.
 ALONE = ("Conv2d",)
-CONV_AND_NORM = "Conv2d", "BatchNorm2d"
 #: Of how many links, at most, it is asked what run they begin with.
 WINDOW = 4 * LONGEST
 

@@ -172,9 +172,8 @@ class Exchange:
     def _share_out(self, params):
         if list(map(id, params)) == list(map(id, self._params)):
             return
-        device = params[0].device if params else None
-        if device is not None and device.type == "cuda" and self._stream is None:
-            self._stream = torch.cuda.Stream(device)
+        if self._stream is None and params and params[0].is_cuda:
+            self._stream = torch.cuda.Stream(params[0].device)
         self._params, self._buckets = params, []
         together = sum(p.numel() * p.element_size() for p in params) <= _TOGETHER_BYTES
         part, size, most = [], 0, self._most_bytes if together else _FIRST_BYTES

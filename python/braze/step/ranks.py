@@ -93,8 +93,8 @@ class Ranks:
 
     Args:
         modules: the model's.
-        exchanges: whether gradients may be exchanged here, in the place of torch's replicas. There
-            is one backward pass then, between :meth:`micro_step` and :meth:`exchanging`.
+        exchanges: whether gradients may be exchanged here, in the place of torch's replicas: there
+            is one backward pass in each :meth:`micro_step`, within :meth:`exchanging`.
     """
 
     def __init__(self, modules, exchanges=False):
