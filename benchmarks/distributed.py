@@ -1,13 +1,12 @@
 """``python -m braze bench distributed``: training steps on one and on several GPUs of one host.
 
 Programs that a user runs, started by torchrun: examples/ddp_resnet.py and ``-m braze mnist``, each
-GPU with a batch of its own and with as many images, so that epochs are as long. One process trains
-without DistributedDataParallel: what is compared is a user's choice. The cases of a program take
-turns, several times; a row is the median.
+GPU with a batch of its own, on the same data set however many they are. One process trains without
+DistributedDataParallel: what is compared is a user's choice. What a program prints is a median of
+several rounds.
 """
 
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -20,8 +19,8 @@ from benchmarks import results
 from benchmarks.markdown import op_sections, table
 
 KEY = ("program", "batch", "precision", "statistics", "gpus")
-COLUMNS = [*KEY, "ms", "least", "most", "error", *results.ENVIRONMENT]
-ROUNDS, SECONDS = 2, 300
+COLUMNS = [*KEY, "ms", "error", *results.ENVIRONMENT]
+SECONDS = 300
 ROOT = Path(__file__).parent.parent
 
 
@@ -29,7 +28,6 @@ class Program(NamedTuple):
     """What is started.
 
     Attributes:
-        images: an option and how many of each GPU follow it.
         synchronized: what makes it normalise by all processes' images.
     """
 
@@ -37,26 +35,29 @@ class Program(NamedTuple):
     batch: int
     precision: str
     command: tuple
-    images: tuple
     synchronized: tuple = ()
 
 
 def programs(on_gpu, quick, most):
-    """On a CPU small ones: whether all of this works. most: processes."""
+    """On a CPU small ones: whether all of this works. most: processes, for all of which there are
+    images."""
     resnet = str(ROOT / "examples" / "ddp_resnet.py")
     if on_gpu:
         steps = "60" if quick else "200"
         of_resnet = (resnet, "--depth", "50", "--batch", "64", "--steps", steps)
+        of_resnet = (*of_resnet, "--images", str(256 * most))
         of_mnist = ("-m", "braze", "mnist", "--batch", "8192", "--precision", "bf16")
         return [
-            Program("ResNet-50", 64, "bf16", of_resnet, ("--images", 256), ("--sync",)),
-            Program("MNIST CNN", 8192, "bf16", of_mnist, ("--limit", 60_000 // most)),
+            Program("ResNet-50", 64, "bf16", of_resnet, ("--sync",)),
+            Program("MNIST CNN", 8192, "bf16", of_mnist),
         ]
     of_resnet = (resnet, "--depth", "18", "--image", "32", "--batch", "4", "--steps", "4")
-    of_mnist = ("-m", "braze", "mnist", "--epochs", "1", "--steps", "1")
+    of_resnet = (*of_resnet, "--images", str(16 * most))
+    of_mnist = ("-m", "braze", "mnist", "--epochs", "1", "--steps", "1", "--device", "cpu")
+    of_mnist = (*of_mnist, "--limit", str(128 * most))
     return [
-        Program("ResNet-18, 32 x 32", 4, "fp32", of_resnet, ("--images", 16), ("--sync",)),
-        Program("MNIST CNN", 64, "fp32", (*of_mnist, "--device", "cpu"), ("--limit", 128)),
+        Program("ResNet-18, 32 x 32", 4, "fp32", of_resnet, ("--sync",)),
+        Program("MNIST CNN", 64, "fp32", of_mnist),
     ]
 
 
@@ -78,12 +79,10 @@ def milliseconds(command, gpus, folder):
 
 def cases_of(program, most):
     """(statistics, GPUs, command)."""
-    option, images = program.images
     for gpus in (2**i for i in range(most.bit_length())):
-        command = *program.command, option, str(images * gpus)
-        yield "own", gpus, command
+        yield "own", gpus, program.command
         if program.synchronized and gpus > 1:
-            yield "all GPUs'", gpus, (*command, *program.synchronized)
+            yield "all GPUs'", gpus, (*program.command, *program.synchronized)
 
 
 def run(device, args):
@@ -93,26 +92,14 @@ def run(device, args):
     for program in programs(on_gpu, args.quick, most):
         if args.network and not any(part in program.name for part in args.network):
             continue
-        cases = list(cases_of(program, most))
-        found = {case: [] for case in cases}
-        errors = {}
-        with tempfile.TemporaryDirectory() as folder:
-            for _ in range(1 if args.quick else ROUNDS):
-                for case in cases:
-                    if case in errors:
-                        continue
-                    try:
-                        found[case].append(milliseconds(case[2], case[1], folder))
-                    except (RuntimeError, subprocess.TimeoutExpired) as problem:
-                        errors[case] = f"{type(problem).__name__}: {problem}".splitlines()[0]
-        for case in cases:
-            values = program.name, program.batch, program.precision, *case[:2]
+        for normalised, gpus, command in cases_of(program, most):
+            values = program.name, program.batch, program.precision, normalised, gpus
             row = dict.fromkeys(COLUMNS, "") | dict(zip(KEY, map(str, values), strict=True))
-            if case in errors:
-                row["error"] = errors[case]
-            else:
-                ms = statistics.median(found[case]), min(found[case]), max(found[case])
-                row |= zip(("ms", "least", "most"), (f"{v:.4g}" for v in ms), strict=True)
+            try:
+                with tempfile.TemporaryDirectory() as folder:
+                    row["ms"] = f"{milliseconds(command, gpus, folder):.4g}"
+            except (RuntimeError, subprocess.TimeoutExpired) as problem:
+                row["error"] = f"{type(problem).__name__}: {problem}".splitlines()[0]
             yield row
 
 
@@ -139,6 +126,5 @@ def summary(rows):
         rate = gpus * int(row["batch"]) / ms * 1e3
         alone.setdefault(program, rate if gpus == 1 else None)
         gain = f"{rate / alone[program]:.2f}" if alone[program] else ""
-        times = f"{row['ms']} ({row['least']}, {row['most']})"
-        body.append([program, *(row[k] for k in KEY[1:]), times, f"{rate:,.0f}", gain])
+        body.append([program, *(row[k] for k in KEY[1:]), row["ms"], f"{rate:,.0f}", gain])
     return table(head, body)

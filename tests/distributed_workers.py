@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import braze
 from braze.data import DeviceLoader
+from braze.step.exchange import Exchange
 from braze.step.ranks import Ranks, renew_reducer
 
 F = nn.functional
@@ -24,6 +26,8 @@ def everything(device):
     replicated(device)
     accumulated(device)
     with_buffers(device)
+    gathered(device)
+    in_16_bits(device)
     without_a_gradient(device)
     sharded(device)
     resumed(device)
@@ -106,6 +110,93 @@ def with_buffers(device):
         before = 1 if broadcast else 1 + dist.get_rank()
         assert norm.running_mean.tolist() == [0.9 * before] * 3
         assert norm.num_batches_tracked == 1
+
+
+class Halves(dict):
+    """Sources of gradients: matrices' have been made in 16 bits."""
+
+    def get(self, _, grad):
+        return grad.bfloat16() if grad.dim() > 1 else grad
+
+
+def gathered(device):
+    """Two processes send matrices' gradients as they were made; any others, sums in float32."""
+    ranks = dist.get_world_size()
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 6, 3), nn.GroupNorm(3, 6), nn.Flatten(), nn.Linear(6 * 16, 7)
+    alone = nn.Sequential(*layers).to(device, memory_format=torch.channels_last)
+    net = DistributedDataParallel(copy.deepcopy(alone))
+    # All together; a bucket for each parameter, of which a vector's has as many bytes as a sum.
+    for most_bytes, gathers, sums in ((1 << 20, 1, 0), (1, 2, 4)):
+        exchange = Exchange(net.process_group, most_bytes)
+        with pytest.MonkeyPatch.context() as patch:
+            gathered = counted(patch, dist, "all_gather_into_tensor")
+            summed = counted(patch, dist, "all_reduce")
+            for number in range(2):
+                check_exchange(exchange, net, alone, device, number)
+        counts = (gathers, sums) if ranks == 2 else (0, gathers + sums)
+        assert (len(gathered), len(summed)) == tuple(2 * count for count in counts)
+
+
+def check_exchange(exchange, net, alone, device, number):
+    """Of one backward pass, against the means of what all ranks' would make."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    images, halves = [image(device, number, other) for other in range(ranks)], Halves()
+    net.zero_grad()
+    with net.no_sync(), torch.enable_grad():
+        exchange.begin(net)
+        loss = net(images[rank]).square().sum()
+        with exchange.active(SimpleNamespace(sources=halves)):
+            loss.backward()
+        exchange.finish(None)
+    losses = [alone(x).square().sum() for x in images]
+    grads = [torch.autograd.grad(loss, alone.parameters()) for loss in losses]
+    for p, *made in zip(net.parameters(), *grads, strict=True):
+        mean = sum(halves.get(None, g).float() / ranks for g in made)
+        torch.testing.assert_close(p.grad, mean, rtol=1e-6, atol=1e-8)
+        if ranks == 2:
+            assert torch.equal(p.grad, mean)
+
+
+def image(device, number, rank):
+    generator = torch.Generator().manual_seed(100 * number + rank)
+    x = torch.randn(2, 3, 6, 6, generator=generator)
+    return x.to(device, memory_format=torch.channels_last)
+
+
+def in_16_bits(device):
+    """Under autocast a captured step gathers; its weights are those of sums, bit for bit."""
+    weights = []
+    for may_gather in (True, False):
+        torch.manual_seed(0)
+        layers = nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 16, 8)
+        net = nn.Sequential(*layers).to(device, memory_format=torch.channels_last)
+        net = DistributedDataParallel(braze.convert(net))
+        step = braze.TrainStep(net, F.cross_entropy, sgd(net), autocast=torch.bfloat16)
+        with pytest.MonkeyPatch.context() as patch:
+            counts = counted(patch, dist, "all_gather_into_tensor")
+            if not may_gather:
+                patch.setattr(Exchange, "_gathers", lambda *_: False)
+            for number in range(STEPS):
+                x = image(device, number, dist.get_rank())
+                step(x, torch.arange(2, device=device))
+        on_gpu = device == "cuda" and dist.get_world_size() == 2
+        assert bool(counts) == (may_gather and on_gpu)
+        weights.append([p.detach().clone() for p in net.parameters()])
+    for ours, expected in zip(*weights, strict=True):
+        assert torch.equal(ours, expected)
+
+
+def counted(patch, module, name):
+    """A list that gets longer with each call of a module's function."""
+    calls, function = [], getattr(module, name)
+
+    def call(*args, **kwargs):
+        calls.append(name)
+        return function(*args, **kwargs)
+
+    patch.setattr(module, name, call)
+    return calls
 
 
 def without_a_gradient(device):

@@ -47,6 +47,7 @@ PRECISIONS = {
     "bf16": (torch.bfloat16, False),
     "fp16": (torch.float16, False),
     "tf32": (torch.float32, True),
+    "fp32": (torch.float32, False),
 }
 
 
@@ -67,7 +68,7 @@ def forward(case, x, w, b, tf32):
 def test_matches_stock(precision, case, form):
     """form: of the weights."""
     dtype, tf32 = precision
-    if tf32 and case in LONG:
+    if dtype == torch.float32 and case in LONG:
         pytest.skip("rows of 16 bits")
     x, w, b = drawn(case, "cuda", dtype, "nhwc")
     w = w.contiguous(memory_format=FORMATS[form])
@@ -77,28 +78,29 @@ def test_matches_stock(precision, case, form):
         check(actual, "fprop", case, (x, w, added, b), tf32)
 
 
-def has_weight_gradient(case, dtype):
-    """Strides of 1 and 2, up to 8 x 8, 16 bits, more than a column of results."""
+def has_weight_gradient(case):
+    """Strides of 1 and 2, up to 8 x 8, more than a column of results."""
     width = case[4] + 2 * pair(case[7])[1] - case[5]
     across = pair(case[6])[1]
-    return dtype != torch.float32 and across <= 2 and case[5] <= 8 and width // across > 0
+    return across <= 2 and case[5] <= 8 and width // across > 0
 
 
-def weight_gradient(case, x, w, b, dy):
-    return run("wgrad", case, x, w, b, dy, backend=NAME)
+def weight_gradient(case, x, w, b, dy, tf32):
+    return run("wgrad", case, x, w, b, dy, tf32, backend=NAME)
 
 
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_weight_gradients_match_stock(precision, case, form):
     """form: of the weights."""
-    dtype, _ = precision
-    if not has_weight_gradient(case, dtype):
+    dtype, tf32 = precision
+    if not has_weight_gradient(case):
         pytest.skip("not the kernel's")
     x, w, b = drawn(case, "cuda", dtype, "nhwc")
     w = w.contiguous(memory_format=FORMATS[form])
     dy = gradient(case, x, w, "nhwc")
-    check(weight_gradient(case, x, w, b, dy), "wgrad", case, (x, w, b, dy))
+    actual = weight_gradient(case, x, w, b, dy, tf32)
+    check(actual, "wgrad", case, (x, w, b, dy), tf32)
 
 
 SPECIAL = [
@@ -114,15 +116,15 @@ SPECIAL = [
 def test_special_values_in_weight_gradients(precision, case):
     """Each weight's gradient from the pixels that it meets; padding is zeros that meet finite
     dy."""
-    dtype, _ = precision
-    if not has_weight_gradient(case, dtype):
+    dtype, tf32 = precision
+    if not has_weight_gradient(case):
         pytest.skip("not the kernel's")
     n, c, _, h, w_ = case[:5]
     x, w, b = drawn(case, "cuda", dtype, "nhwc")
     x[0, 0, 0, 0], x[n - 1, c - 1, h - 1, w_ - 1] = float("inf"), float("nan")
     x[n // 2, 0, h // 2, w_ - 1] = -float("inf")
     dy = gradient(case, x, w, "nhwc")
-    dw = weight_gradient(case, x, w, b, dy)
+    dw = weight_gradient(case, x, w, b, dy, tf32)
     (top, left), (down, right) = pair(case[7]), pair(case[6])
     padded = stock.pad(x.double(), [left, left, top, top])
     p, q = dy.shape[2:]
@@ -135,7 +137,8 @@ def test_special_values_in_weight_gradients(precision, case):
     # With finite values in their place the rest is what it is without them.
     finite = x.isfinite()
     close = x.where(finite, 100.0)
-    check(weight_gradient(case, close, w, b, dy), "wgrad", case, (close, w, b, dy))
+    actual = weight_gradient(case, close, w, b, dy, tf32)
+    check(actual, "wgrad", case, (close, w, b, dy), tf32)
 
 
 @pytest.mark.parametrize("case", SPECIAL, ids=str)
@@ -230,8 +233,8 @@ def test_repeatable_also_in_a_graph(precision):
     def step():
         x.copy_(images)
         results = [forward(case, x, w, b, tf32)]
-        if has_weight_gradient(case, dtype):
-            results.append(weight_gradient(case, x, w, b, dy))
+        if has_weight_gradient(case):
+            results.append(weight_gradient(case, x, w, b, dy, tf32))
         return results
 
     expected = step()
@@ -252,8 +255,8 @@ def test_more_than_2_to_the_31_elements(hopper):
 @pytest.mark.parametrize(
     ("why", "case", "dtype"),
     [
-        ("of 16 bits", (2, 3, 8, 12, 12, 3, 1, 1, 1), torch.float32),
         ("strides of 1 and 2", (2, 3, 8, 12, 12, 3, 4, 1, 1), torch.bfloat16),
+        ("strides of 1 and 2", (2, 3, 8, 12, 12, 3, 4, 1, 1), torch.float32),
         ("up to 8 x 8", (2, 3, 8, 12, 12, 9, 1, 4, 1), torch.bfloat16),
     ],
 )
@@ -290,8 +293,10 @@ def fuzz(data, device):
     hopper_only(device)
     draw = lambda low, high: data.draw(st.integers(low, high))  # noqa: E731
     dtype, tf32 = data.draw(st.sampled_from(list(PRECISIONS.values())))
-    strides = [1, 2, 4] if tf32 else [1, 2, 4, 8]
-    size, stride = draw(1, 8 if tf32 else 16), (draw(1, 5), data.draw(st.sampled_from(strides)))
+    is_16_bit = dtype != torch.float32
+    strides = [1, 2, 4, 8] if is_16_bit else [1, 2, 4]
+    size = draw(1, 16 if is_16_bit else 8)
+    stride = draw(1, 5), data.draw(st.sampled_from(strides))
     padding = draw(0, 5), draw(0, 5)
     least = [max(1, size - 2 * p) for p in padding]
     h, w = (least[0] + stride[0] + draw(0, 60), least[1] + draw(0, 60))
@@ -300,14 +305,63 @@ def fuzz(data, device):
     x, weight, b = drawn(case, device, dtype, "nhwc")
     actual = forward(case, x, weight, b, tf32)
     check(actual, "fprop", case, (x, weight, b, b), tf32)
-    if has_weight_gradient(case, dtype):
+    if has_weight_gradient(case):
         dy = gradient(case, x, weight, "nhwc")
-        actual = weight_gradient(case, x, weight, b, dy)
-        check(actual, "wgrad", case, (x, weight, b, dy))
+        actual = weight_gradient(case, x, weight, b, dy, tf32)
+        check(actual, "wgrad", case, (x, weight, b, dy), tf32)
 
 
 test_fuzzed_on_cpu, test_fuzzed_on_cuda = fuzzed(fuzz)
 del test_fuzzed_on_cpu  # the kernel is a GPU's
+
+
+@pytest.mark.parametrize("case", [SPECIAL[0], SPECIAL[4]], ids=str)
+def test_the_largest_numbers_of_fp32(hopper, case):
+    """Near the largest number the first of two parts would overflow."""
+    set_tf32("cuda", False)
+    x, w, b = drawn(case, "cuda", torch.float32, "nhwc")
+    x[0, 0, 3, 3] = 3.4028e38
+    w *= 1e-3
+    w[1, 0, 1, 1] = 1e-35
+    tensors = x, w, b, b
+    check(forward(case, x, w, b, False), "fprop", case, tensors)
+    w[2, 0, 0, 0] = 3.4028e38
+    x = x.clamp(-3, 3) * 1e-6
+    check(forward(case, x, w, b, False), "fprop", case, (x, w, b, b))
+
+
+def test_special_weights_in_fp32(hopper):
+    """A filter with an infinity or NaN leaves the others alone."""
+    set_tf32("cuda", False)
+    case = SPECIAL[3]  # without padding, whose zeros would make NaN
+    x, w, b = drawn(case, "cuda", torch.float32, "nhwc")
+    w[3, 1, 0, 0], w[20, 3, 1, 1] = -float("inf"), float("nan")
+    out = forward(case, x, w, b, False)
+    exact = reference("fprop", case, x.double(), w.double(), b.double(), None)
+    finite = [k for k in range(w.shape[0]) if k not in (3, 20)]
+    assert_by_rule(out[:, finite], exact[:, finite].float(), exact[:, finite], 4, terms=16)
+    for kind in (torch.isnan, torch.isposinf, torch.isneginf):
+        assert torch.equal(kind(out), kind(exact)), kind.__name__
+
+
+def test_channels_far_apart_in_scale(hopper):
+    """Each result, and each weight's gradient, is as accurate as its own products."""
+    set_tf32("cuda", False)
+    case = (4, 3, 64, 32, 30, 7, 2, 3, 1)
+    x, w, b = drawn(case, "cuda", torch.float32, "nhwc")
+    w *= 2.0 ** torch.linspace(-60, 60, 64, device="cuda").round()[:, None, None, None]
+    x *= torch.tensor([2.0**-20, 1, 2.0**20], device="cuda")[None, :, None, None]
+    b.zero_()
+    dy = gradient(case, x, w, "nhwc")
+    wide = [t.double() for t in (x, w, b, dy)]
+    sizes = [t.abs() for t in wide]
+    for which, actual in (
+        ("fprop", forward(case, x, w, b, False)),
+        ("wgrad", weight_gradient(case, x, w, b, dy, False)),
+    ):
+        error = (actual.double() - reference(which, case, *wide)).abs()
+        bound = reference(which, case, *sizes)  # sums of the products' magnitudes
+        assert (error / bound).max() < 4e-7, which  # a few roundings of fp32
 
 
 def test_the_tests_reject_a_wrong_kernel(gpu):

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -31,7 +32,9 @@ def test_where_one_fails_none_hangs(device):
     context = start(2, device, distributed_workers.one_fails, join=False)
     for process in context.processes:
         process.join(90)
-    assert [process.exitcode for process in context.processes] == [1, 1]
+    # NCCL's watchdog, which finds out on a GPU, ends its process by a signal.
+    codes = {1} if device == "cpu" else {1, -signal.SIGABRT}
+    assert {process.exitcode for process in context.processes} <= codes
 
 
 def test_mnist_under_torchrun(tmp_path, device):
@@ -61,25 +64,26 @@ def test_mnist_under_torchrun(tmp_path, device):
 
 
 def test_graphs_go_before_their_group(monkeypatch):
-    """NCCL would wait for ever for graphs that have its kernels."""
-    happened = []
+    """NCCL would wait for ever for graphs that have its kernels, also where a script has taken
+    ``destroy_process_group`` out of its module before."""
+    destroy, shutdown, happened = dist.destroy_process_group, dist.ProcessGroup.shutdown, []
 
     class Graphs:
         def forget(self):
             happened.append("graphs")
 
-    def destroy_process_group(group=None):
-        happened.append(group)
+    def noted(group):
+        happened.append("group")
+        return shutdown(group)
 
-    for module in (dist, dist.distributed_c10d):
-        monkeypatch.setattr(module, "destroy_process_group", destroy_process_group)
+    monkeypatch.setattr(dist.ProcessGroup, "shutdown", noted)
     held, dropped = Graphs(), Graphs()
     for graphs in (held, dropped, held):
         forget_before_groups_end(graphs)
     del dropped, graphs
-    dist.destroy_process_group("a group")
-    assert happened == ["graphs", "a group"]
-    assert dist.destroy_process_group.__name__ == "destroy_process_group"
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    destroy()
+    assert happened == ["graphs", "group"]
 
 
 def test_example(tmp_path, device):

@@ -179,6 +179,35 @@ def test_a_copy_shares_the_data_and_draws_by_itself(device):
     assert next_epoch(loader) != next_epoch(twin)
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_orders_and_the_state_before_each(device, ranks):
+    """Those of a generator of the same seed, although a GPU makes the next one ahead."""
+    loader = DeviceLoader(
+        *numbered(50, 2, 2), 8, seed=3, device=device, num_replicas=ranks, rank=ranks - 1
+    )
+    generator = torch.Generator(device).manual_seed(3)
+
+    def expected():
+        order = torch.randperm(50, generator=generator, device=device).tolist()
+        return (order + order)[ranks - 1 :: ranks][: -(-50 // ranks)]
+
+    states, orders = [], []
+    for _ in range(4):
+        assert torch.equal(loader.get_state(), generator.get_state())
+        states.append(loader.get_state())
+        orders.append(loader.draw().tolist())
+        assert orders[-1] == expected()
+    loader.set_state(states[1])
+    assert torch.equal(loader.get_state(), states[1])
+    assert [loader.draw(out=loader.empty_order()).tolist() for _ in range(3)] == orders[1:]
+    loader.shuffle = False
+    assert torch.equal(loader.draw(), loader.draw())
+    assert torch.equal(loader.get_state(), generator.get_state())
+    loader.restart(3)
+    loader.shuffle = True
+    assert loader.draw().tolist() == orders[0]
+
+
 def test_out_of_bounds(device):
     loader = DeviceLoader(*numbered(10, 3, 3), 4, device=device, shuffle=False)
     indices = torch.tensor([1, 10, -1, 2], device=device)

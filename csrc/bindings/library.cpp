@@ -78,6 +78,7 @@ static void define(torch::stable::detail::StableLibrary& m) {
 
   // cast: all of a list in one launch; outputs have their inputs' strides
   m.def("cast_(Tensor(a!)[] outputs, Tensor[] inputs) -> ()");
+  m.def("mean_(Tensor(a!)[] outputs, Tensor[] first, Tensor[] second) -> ()");
 
   // cat_channels: channels_last whatever the tensors are; the backward returns an empty tensor for
   // a gradient that is not wanted

@@ -125,20 +125,31 @@ struct Wgmma;
   "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, "   \
   "%127}"
 
-// A in shared memory; then, for TF32 only, A in registers (element i of the 64 x 8 tile is at row
-// 16 * warp + lane / 4 + 8 * (i % 2), column lane % 4 + 4 * (i / 2)).
-#define BRAZE_WGMMA_16BIT(T, NAME, N, R, A, B, P, TA, TB)                                        \
-  template <>                                                                                    \
-  struct Wgmma<T, N> {                                                                           \
-    template <int kTransA, int kTransB>                                                          \
-    __device__ __forceinline__ static void run(float (&d)[R], uint64_t a, uint64_t b,            \
-                                               int accumulate) {                                 \
-      asm volatile("{.reg .pred p; setp.ne.b32 p, %" #P                                          \
-                   ", 0; wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME " " BRAZE_LIST##R \
-                   ", %" #A ", %" #B ", p, 1, 1, %" #TA ", %" #TB ";}"                           \
-                   : BRAZE_D##R(0)                                                               \
-                   : "l"(a), "l"(b), "r"(accumulate), "n"(kTransA), "n"(kTransB));               \
-    }                                                                                            \
+// A in shared memory; then A in registers, which are those of mma.sync's: register i of a warp's 16
+// rows is at row lane / 4 + 8 * (i % 2), and in 16 bits has columns 2 * (lane % 4) + 8 * (i / 2)
+// and the next, in TF32 column lane % 4 + 4 * (i / 2).
+#define BRAZE_WGMMA_16BIT(T, NAME, N, R, O0, O1, O2, O3, O4, O5, O6)                              \
+  template <>                                                                                     \
+  struct Wgmma<T, N> {                                                                            \
+    template <int kTransA, int kTransB>                                                           \
+    __device__ __forceinline__ static void run(float (&d)[R], uint64_t a, uint64_t b,             \
+                                               int accumulate) {                                  \
+      asm volatile("{.reg .pred p; setp.ne.b32 p, %" #O2                                          \
+                   ", 0; wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME " " BRAZE_LIST##R  \
+                   ", %" #O0 ", %" #O1 ", p, 1, 1, %" #O3 ", %" #O4 ";}"                          \
+                   : BRAZE_D##R(0)                                                                \
+                   : "l"(a), "l"(b), "r"(accumulate), "n"(kTransA), "n"(kTransB));                \
+    }                                                                                             \
+    template <int kTransB>                                                                        \
+    __device__ __forceinline__ static void run(float (&d)[R], const uint32_t (&a)[4], uint64_t b, \
+                                               int accumulate) {                                  \
+      asm volatile("{.reg .pred p; setp.ne.b32 p, %" #O5                                          \
+                   ", 0; wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME " " BRAZE_LIST##R  \
+                   ", {%" #O0 ", %" #O1 ", %" #O2 ", %" #O3 "}, %" #O4 ", p, 1, 1, %" #O6 ";}"    \
+                   : BRAZE_D##R(0)                                                                \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate),         \
+                     "n"(kTransB));                                                               \
+    }                                                                                             \
   };
 #define BRAZE_WGMMA_TF32(N, R, O0, O1, O2, O3, O4, O5)                                            \
   template <>                                                                                     \
@@ -162,20 +173,20 @@ struct Wgmma;
                    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));        \
     }                                                                                             \
   };
-#define BRAZE_WGMMA(N, R, O0, O1, O2, O3, O4, O5)                         \
-  BRAZE_WGMMA_16BIT(__nv_bfloat16, "bf16.bf16", N, R, O0, O1, O2, O3, O4) \
-  BRAZE_WGMMA_16BIT(__half, "f16.f16", N, R, O0, O1, O2, O3, O4)          \
+#define BRAZE_WGMMA(N, R, O0, O1, O2, O3, O4, O5, O6)                             \
+  BRAZE_WGMMA_16BIT(__nv_bfloat16, "bf16.bf16", N, R, O0, O1, O2, O3, O4, O5, O6) \
+  BRAZE_WGMMA_16BIT(__half, "f16.f16", N, R, O0, O1, O2, O3, O4, O5, O6)          \
   BRAZE_WGMMA_TF32(N, R, O0, O1, O2, O3, O4, O5)
 
-BRAZE_WGMMA(32, 16, 16, 17, 18, 19, 20, 21)
-BRAZE_WGMMA(64, 32, 32, 33, 34, 35, 36, 37)
-BRAZE_WGMMA(96, 48, 48, 49, 50, 51, 52, 53)
-BRAZE_WGMMA(112, 56, 56, 57, 58, 59, 60, 61)
-BRAZE_WGMMA(128, 64, 64, 65, 66, 67, 68, 69)
-BRAZE_WGMMA(144, 72, 72, 73, 74, 75, 76, 77)
-BRAZE_WGMMA(192, 96, 96, 97, 98, 99, 100, 101)
-BRAZE_WGMMA(224, 112, 112, 113, 114, 115, 116, 117)
-BRAZE_WGMMA(256, 128, 128, 129, 130, 131, 132, 133)
+BRAZE_WGMMA(32, 16, 16, 17, 18, 19, 20, 21, 22)
+BRAZE_WGMMA(64, 32, 32, 33, 34, 35, 36, 37, 38)
+BRAZE_WGMMA(96, 48, 48, 49, 50, 51, 52, 53, 54)
+BRAZE_WGMMA(112, 56, 56, 57, 58, 59, 60, 61, 62)
+BRAZE_WGMMA(128, 64, 64, 65, 66, 67, 68, 69, 70)
+BRAZE_WGMMA(144, 72, 72, 73, 74, 75, 76, 77, 78)
+BRAZE_WGMMA(192, 96, 96, 97, 98, 99, 100, 101, 102)
+BRAZE_WGMMA(224, 112, 112, 113, 114, 115, 116, 117, 118)
+BRAZE_WGMMA(256, 128, 128, 129, 130, 131, 132, 133, 134)
 
 #undef BRAZE_WGMMA
 #undef BRAZE_WGMMA_TF32

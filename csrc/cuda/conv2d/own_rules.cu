@@ -174,32 +174,43 @@ bool narrow_gradients_win(const Conv2dArgs& args) {
 
 // Whether narrow_input is faster than cuDNN and than the others of ours, as measured on an H200
 // (benchmarks/convolutions.py, first layers at batch 64, and LeNet's and Nature-CNN's at 32 to
-// 1024): channels last; fp32 in parts by three channels, 1.1 to 2.5 times. Long filters leave its
-// tiles no room in shared memory.
+// 1024): channels last; fp32 in parts 1.1 to 2.6 times, but not forward for few filters of one
+// channel, nor weight gradients of windows that do not overlap. Long filters leave its tiles no
+// room in shared memory.
 bool narrow_input_wins(const Conv2dArgs& args) {
   const Conv2dShape& s = args.shape;
   const bool wgrad = args.pass == Conv2dPass::kWgrad, is_16_bit = size_of(s.dtype) == 2;
   const Tensor4dRef &x = args.gathered, &y = wgrad ? args.other : args.out;
   if (args.pass == Conv2dPass::kDgrad || s.c > 8) return narrow_gradients_win(args);
-  if ((is_plain_fp32(s) && s.c < 3) || (x.c != 1 && s.c > 1) || y.c != 1) return false;
+  if ((x.c != 1 && s.c > 1) || y.c != 1) return false;
+  if (is_plain_fp32(s) && (wgrad ? s.stride_w >= s.s : s.c < 3 && s.k < 16)) return false;
   if (s.n * s.p * s.q < (is_16_bit ? 64 * 10 * 10 : 64 * 20 * 20)) return false;  // not measured
   if (s.c == 8 && (wgrad || !is_16_bit) && takes(kHalo, args)) return false;
   const int64_t terms = s.c * s.r * s.s;
   if (wgrad) return terms <= (is_16_bit ? 4 * 8 * 8 : 6 * 5 * 5);
-  return terms <= 3 * 11 * 11 && (is_16_bit || s.c < 4 || terms <= 6 * 5 * 5);
+  const int64_t most = is_plain_fp32(s) ? 3 * 7 * 7 : 3 * 11 * 11;
+  return terms <= most && (is_16_bit || s.c < 4 || terms <= 6 * 5 * 5);
 }
 
 // Whether narrow_input_wgmma is faster than that and all others, as measured on an H100 (three and
 // four channels, 2 x 2 to 11 x 11, 24 to 64 filters, batch 1 to 1024): in bf16 forward 1.0 to 1.8
 // times, with moments, which it has for nearly nothing, 1.1 to 1.7 times, and weight gradients 1.0
 // to 1.7 times. In TF32 few filters are behind, and so are, in 16 bits on an H200, windows that do
-// not overlap (4 x 4 / 4: 0.9). One channel of four is level.
+// not overlap (4 x 4 / 4: 0.9). One channel of four is level. In parts, on an H200 at batch 64:
+// fp32 forward 1.1 to 2.3 times, but for 2 x 2; weight gradients of 5 x 5 and 7 x 7 filters 1.3
+// to 2.7 times in fp32 and to 1.5 in TF32, fp32's of 3 x 3 ones where a stride or 64 filters leave
+// more to multiply than to split.
 bool narrow_wgmma_wins(const Conv2dArgs& args) {
   const Conv2dShape& s = args.shape;
   const int64_t pixels = s.n * s.p * s.q;
-  const bool is_16_bit = size_of(s.dtype) == 2;
+  const bool is_16_bit = size_of(s.dtype) == 2, is_fp32 = is_plain_fp32(s);
   if (args.pass == Conv2dPass::kDgrad || s.c < 3) return false;
-  if (args.pass == Conv2dPass::kWgrad) return s.k >= 24 && pixels >= 64 * 28 * 28;
+  if (args.pass == Conv2dPass::kWgrad) {
+    if (s.k < 24 || pixels < 64 * 28 * 28) return false;
+    const bool large = pixels >= 64 * 112 * 112;
+    return is_16_bit || s.r * s.s >= 25 || (is_fp32 && large && (s.stride_w > 1 || s.k >= 64));
+  }
+  if (is_fp32) return s.k >= 24 && s.r * s.s >= 9 && pixels >= 64 * 20 * 20;
   if (im2col_wins_by_rows(args)) return is_16_bit && pixels >= 256 * 20 * 20;
   if (is_16_bit && s.stride_w >= s.s) return false;
   return s.k >= (is_16_bit ? 24 : 48) && pixels >= 112 * 112;

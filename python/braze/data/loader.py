@@ -9,6 +9,30 @@ from braze._ops._common import FLOAT_DTYPES
 from braze._ops.gather import empty_batch, gather_images, gather_next
 
 
+class _OrderAhead:
+    """An epoch's order that a stream is making.
+
+    It waits for the current stream first: for what made the data that `draw` reads, and for who
+    reads an earlier order whose memory this one may get.
+
+    Args:
+        state: of the generator, before.
+        draw: makes the order.
+        stream: does nothing else.
+    """
+
+    def __init__(self, state, draw, stream):
+        self.state, self._stream = state, stream
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        with torch.inference_mode(False), torch.cuda.stream(stream):
+            self._order = draw()
+
+    def take(self, out):
+        """The order, or a copy in `out`, for the current stream."""
+        torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        return self._order if out is None else out.copy_(self._order)
+
+
 class DeviceLoader:
     """Iterates over batches of a data set that lives whole, as uint8, in device memory.
 
@@ -17,7 +41,8 @@ class DeviceLoader:
     permutation of its own; a batch is one kernel launch, whose values are computed in float32
     (float64 for a float64 `dtype`) and rounded once.
 
-    In a CUDA graph, :meth:`next_batch` draws a new batch at each replay.
+    In a CUDA graph, :meth:`next_batch` draws a new batch at each replay. On a GPU the permutation
+    of the next epoch is made while this one goes on, on a stream of its own.
 
     Args:
         images: uint8 ``[N, H, W]`` (one channel) or ``[N, C, H, W]``.
@@ -126,6 +151,7 @@ class DeviceLoader:
         self._scale = (1 / (255 * std)).to(device, computed_in)
         self._shift = (-mean / std).to(device, computed_in)
         self._order = self._position = None
+        self._ahead = self._stream = None
         self.num_replicas, self.rank = num_replicas, rank
         self._mine = None if num_replicas == 1 else self._part(num_replicas, rank)
         self.restart(seed)
@@ -140,23 +166,26 @@ class DeviceLoader:
     def restart(self, seed):
         """Begins the sequence of permutations that belongs to `seed`."""
         self._generator = torch.Generator(self.images.device).manual_seed(seed)
+        self._ahead = None
 
     def __copy__(self):
         """A loader that shares the data set, and goes on by itself from where this one is."""
         other = object.__new__(type(self))
         vars(other).update(vars(self))
         other._generator = self._generator.clone_state()
+        other.set_state(self.get_state())
         if self._order is not None:
             other._order, other._position = self._order.clone(), self._position.clone()
         return other
 
     def get_state(self):
         """The state that decides the coming epochs' permutations, for :meth:`set_state`."""
-        return self._generator.get_state()
+        return self._generator.get_state() if self._ahead is None else self._ahead.state
 
     def set_state(self, state):
         """Goes on from where :meth:`get_state` was called."""
         self._generator.set_state(state)
+        self._ahead = None
 
     def __len__(self):
         return len(self.batch_sizes())
@@ -180,6 +209,20 @@ class DeviceLoader:
         Args:
             out: a tensor to write it into: of :meth:`empty_order`.
         """
+        if not self.shuffle or not self.images.is_cuda:
+            return self._draw(out)
+        if torch.cuda.is_current_stream_capturing():
+            return self._draw(out)  # which torch refuses: replays would repeat an order
+        order = self._draw(out) if self._ahead is None else self._ahead.take(out)
+        self._draw_ahead()
+        return order
+
+    def _draw_ahead(self):
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.images.device)
+        self._ahead = _OrderAhead(self._generator.get_state(), self._draw, self._stream)
+
+    def _draw(self, out=None):
         if self._mine is not None:
             return torch.index_select(self._permutation(), 0, self._mine, out=out)
         return self._permutation(out)

@@ -40,29 +40,28 @@ _EXCHANGING = weakref.WeakSet()
 
 
 def forget_before_groups_end(graphs):
-    """Has ``destroy_process_group`` first drop the graphs that exchange gradients.
+    """Has the end of a process group first drop the graphs that exchange gradients.
 
     NCCL lets go of a communicator only when no graph has its kernels any more: it would wait for
-    ever for a script whose step is still there. torch has no hook for that: its function is
-    replaced.
+    ever for a script whose step is still there. torch has no hook for that; ``shutdown`` of a group
+    is what its ``destroy_process_group`` calls, by whatever name a script has that.
 
     Args:
         graphs: has ``forget()``; no reference to it is kept.
     """
     _EXCHANGING.add(graphs)
-    module = dist.distributed_c10d
-    destroy = module.destroy_process_group
-    if getattr(destroy, "_forgets_graphs", False):
+    shutdown = dist.ProcessGroup.shutdown
+    if getattr(shutdown, "_forgets_graphs", False):
         return
 
-    @functools.wraps(destroy)
-    def destroy_process_group(*args, **kwargs):
+    @functools.wraps(shutdown)
+    def forget_and_shutdown(group, *args, **kwargs):
         for graphs in list(_EXCHANGING):
             graphs.forget()
-        return destroy(*args, **kwargs)
+        return shutdown(group, *args, **kwargs)
 
-    destroy_process_group._forgets_graphs = True
-    dist.destroy_process_group = module.destroy_process_group = destroy_process_group
+    forget_and_shutdown._forgets_graphs = True
+    dist.ProcessGroup.shutdown = forget_and_shutdown
 
 
 def model_state(model):

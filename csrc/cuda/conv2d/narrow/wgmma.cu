@@ -7,6 +7,7 @@
 #include "plan.cuh"
 #include "wgmma.cuh"
 #include "wgmma_wgrad.cuh"
+#include "wgmma_wgrad_parts.cuh"
 #include "cuda/common/launch.cuh"
 
 namespace braze::cuda::narrow {
@@ -19,19 +20,37 @@ struct WgmmaTile {
   dim3 grid;
 };
 
-int chunk_pixels(const Conv2dShape& s) {
-  return kChunk / (kPixelElements * static_cast<int>(size_of(s.dtype)));
+// Parts in which a number is multiplied: of TF32, or in weight gradients of bf16.
+int parts_of(const Conv2dArgs& args) {
+  if (size_of(args.shape.dtype) == 2) return 1;
+  return is_split(args) + (is_wgrad(args) ? 2 : 1);
+}
+int chunk_pixels(const Conv2dArgs& args) {
+  return kChunk / (kPixelElements * (is_wgrad(args) ? 2 : bytes_of(args)));
 }
 // Copies of a patch, and planes of a copy.
-int copies_of(const Conv2dShape& s) { return s.stride_w % chunk_pixels(s) == 0 ? 1 : 2; }
-int planes_of(const Conv2dShape& s) {
-  return static_cast<int>(s.stride_w * copies_of(s) / chunk_pixels(s));
+int copies_of(const Conv2dArgs& args) {
+  return args.shape.stride_w % chunk_pixels(args) == 0 ? 1 : 2;
 }
-int row_steps(const Conv2dShape& s) {
-  return static_cast<int>(ceil_div(s.s, int64_t{2} * chunk_pixels(s)));
+int planes_of(const Conv2dArgs& args) {
+  return static_cast<int>(args.shape.stride_w * copies_of(args) / chunk_pixels(args));
 }
-// Filter rows of a consumer of the weight gradient.
-int own_rows(const Conv2dShape& s) { return static_cast<int>(ceil_div(s.r, int64_t{kMostGroups})); }
+int row_steps(const Conv2dArgs& args) {
+  return static_cast<int>(ceil_div(args.shape.s, int64_t{2} * chunk_pixels(args)));
+}
+// Filter rows of a consumer of the weight gradient; groups of consumers by their rows.
+int own_rows(const Conv2dArgs& args) {
+  const int64_t r = args.shape.r;
+  if (parts_of(args) == 1) return static_cast<int>(ceil_div(r, int64_t{kMostGroups}));
+  return static_cast<int>(r <= kMostOwn ? std::max<int64_t>(r, 2) : ceil_div(r, 2));
+}
+int row_groups(const Conv2dArgs& args) {
+  return static_cast<int>(ceil_div(args.shape.r, int64_t{own_rows(args)}));
+}
+// Sums of all gradients that a block leaves.
+int sums_of_block(const Conv2dArgs& args) {
+  return parts_of(args) == 1 ? 1 : kPartsConsumers / row_groups(args);
+}
 
 // All that does not depend on the tile.
 WgmmaWgradArgs problem_of(const Conv2dArgs& args) {
@@ -51,10 +70,11 @@ WgmmaWgradArgs problem_of(const Conv2dArgs& args) {
   set(a.pad_h, s.pad_h), set(a.pad_w, s.pad_w);
   a.x_n = x.n, a.x_h = x.h, a.y_n = y.n, a.y_h = y.h, a.y_w = y.w;
   a.w_k = w.n, a.w_c = w.c, a.w_r = w.h, a.w_s = w.w;
-  a.copies = copies_of(s), a.planes = planes_of(s), a.row_steps = row_steps(s);
+  a.copies = copies_of(args), a.planes = planes_of(args), a.row_steps = row_steps(args);
+  a.weight_bytes = a.taps_h * a.row_steps * kStepBytes;
   a.by_planes = FastDiv(a.planes), a.by_stride_h = FastDiv(s.stride_h);
   a.weights = s.k * s.c * s.r * s.s;
-  a.groups = static_cast<int>(ceil_div(s.r, int64_t{own_rows(s)}));
+  a.groups = row_groups(args);
   return a;
 }
 
@@ -74,7 +94,9 @@ bool set_tile(const Conv2dArgs& args, WgmmaTile& tile, WgmmaWgradArgs* a) {
   a->patch_rows = (tile.rows - 1) * a->stride_h + a->taps_h;
   a->plane_bytes = (a->patch_rows + a->stride_h - 1) / a->stride_h * a->pitch * kChunk;
   a->phase_bytes = a->planes * a->plane_bytes, a->copy_bytes = a->stride_h * a->phase_bytes;
-  a->stage_bytes = a->copies * a->copy_bytes;
+  a->part_bytes = a->copies * a->copy_bytes;
+  const int parts = parts_of(args);
+  a->stage_bytes = parts * a->part_bytes;
   a->positions = tile.rows * a->pitch;
   a->products = (a->positions + kPositions - 1) / kPositions;
   for (int step = 0; step < a->row_steps; ++step) {
@@ -84,14 +106,15 @@ bool set_tile(const Conv2dArgs& args, WgmmaTile& tile, WgmmaWgradArgs* a) {
   // chunks that are not shared, as which compute-sanitizer counts them.
   constexpr int kPast = kPositions * 2 * kChunk;
   if (is_wgrad(args)) {
-    // A copy of dy has to end where the tile's columns do.
+    // A copy of dy by TMA has to end where the tile's columns do.
     const bool in_stripes = s.q % tile.columns == 0 && tile.columns % a->copies == 0;
-    if ((across > 1 && !in_stripes) || a->pitch > 256) return false;
+    const bool by_tma = parts == 1;
+    if (by_tma && ((across > 1 && !in_stripes) || a->pitch > 256)) return false;
     a->dy_bytes = halo::aligned((a->positions + kDepth - 1) / kDepth * kDepth * kDyRowBytes);
-    a->stage_bytes = halo::aligned(a->stage_bytes + kPast) + a->copies * a->dy_bytes;
+    a->stage_bytes = halo::aligned(a->stage_bytes + kPast) + parts * a->copies * a->dy_bytes;
     tile.shared_bytes = 1024 + kPatchStages * a->stage_bytes;
   } else {
-    tile.shared_bytes = 1024 + wgmma_out_bytes(bytes_of(args)) + wgmma_weight_bytes(*a) +
+    tile.shared_bytes = 1024 + wgmma_out_bytes(bytes_of(args), parts) + parts * a->weight_bytes +
                         kPatchStages * a->stage_bytes + kPast;
   }
   return tile.shared_bytes <= halo::kSharedBytes;
@@ -100,15 +123,18 @@ bool set_tile(const Conv2dArgs& args, WgmmaTile& tile, WgmmaWgradArgs* a) {
 // What the busiest block takes, about, in cycles: a tile is staged while the one before it is
 // multiplied, whose products wait for each other.
 double cost_of(const Conv2dArgs& args, const WgmmaWgradArgs& a, int blocks) {
-  constexpr double kStep = 200, kResults = 1000, kStage = 1500, kWgradStep = 24;
-  const double kStagedChunk = bytes_of(args) == 2 ? 2 : 3.5;
-  const double product = a.taps_h * a.row_steps * kStep + kResults;
-  double products = a.copies * a.products * product / kConsumers;
+  constexpr double kStep = 200, kResults = 1000, kStage = 1500;
+  constexpr double kStagedGradient = 1.5;
+  const int parts = parts_of(args), pairs = parts * (parts + 1) / 2;
+  const double staged_chunk = bytes_of(args) == 2 ? 2 : 3.5;
+  const double product = a.taps_h * a.row_steps * kStep * pairs + kResults;
+  double products = a.copies * a.products * product / consumers(parts);
+  double staging = kStage + staged_chunk * a.copies * a.patch_rows * a.row_chunks;
   if (is_wgrad(args)) {
-    products =
-        a.copies * ceil_div(a.positions, kDepth) * own_rows(args.shape) * a.groups * kWgradStep;
+    products = a.copies * ceil_div(a.positions, kDepth) * own_rows(args) * a.groups * pairs *
+               (parts == 1 ? 24 : 16);
+    if (parts > 1) staging += kStagedGradient * a.copies * a.positions * kFilterRows / 8;
   }
-  const double staging = kStage + kStagedChunk * a.copies * a.patch_rows * a.row_chunks;
   const auto tiles = static_cast<double>(ceil_div(a.tiles, blocks));
   return staging + (tiles - 1) * std::max(products, staging) + products;
 }
@@ -133,31 +159,48 @@ std::optional<WgmmaTile> tile_for(const Conv2dArgs& args) {
   return best;
 }
 
-template <typename T>
-void (*fprop_kernel(int channels))(WgmmaArgs) {
+// f(std::integral_constant) of the channels.
+template <typename F>
+auto with_channels(int64_t channels, const F& f) {
   switch (channels) {
-    case 1: return narrow_wgmma_fprop_kernel<T, 1>;
-    case 2: return narrow_wgmma_fprop_kernel<T, 2>;
-    case 3: return narrow_wgmma_fprop_kernel<T, 3>;
-    default: return narrow_wgmma_fprop_kernel<T, 4>;
+    case 1: return f(std::integral_constant<int, 1>{});
+    case 2: return f(std::integral_constant<int, 2>{});
+    case 3: return f(std::integral_constant<int, 3>{});
+    default: return f(std::integral_constant<int, 4>{});
   }
 }
 
-using WgradKernel = void (*)(CUtensorMap, CUtensorMap, WgmmaWgradArgs);
-
-template <typename T, int kOwn>
-WgradKernel wgrad_kernel(int channels) {
-  switch (channels) {
-    case 1: return narrow_wgmma_wgrad_kernel<T, 1, kOwn>;
-    case 2: return narrow_wgmma_wgrad_kernel<T, 2, kOwn>;
-    case 3: return narrow_wgmma_wgrad_kernel<T, 3, kOwn>;
-    default: return narrow_wgmma_wgrad_kernel<T, 4, kOwn>;
-  }
+template <typename T, int kParts>
+auto fprop_kernel(const Conv2dArgs& args) {
+  return with_channels(args.shape.c, [](auto channels) {
+    return narrow_wgmma_fprop_kernel<T, kParts, decltype(channels)::value>;
+  });
 }
+auto fprop_kernel(const Conv2dArgs& args) {
+  if (args.shape.dtype == DType::kBFloat16) return fprop_kernel<__nv_bfloat16, 1>(args);
+  if (args.shape.dtype == DType::kFloat16) return fprop_kernel<__half, 1>(args);
+  return parts_of(args) == 1 ? fprop_kernel<float, 1>(args) : fprop_kernel<float, 2>(args);
+}
+
 template <typename T>
-WgradKernel wgrad_kernel(const Conv2dShape& s) {
-  const auto channels = static_cast<int>(s.c);
-  return own_rows(s) == 1 ? wgrad_kernel<T, 1>(channels) : wgrad_kernel<T, 2>(channels);
+auto wgrad_kernel(const Conv2dArgs& args) {
+  return with_channels(args.shape.c, [&](auto channels) {
+    constexpr int kChannels = decltype(channels)::value;
+    return own_rows(args) == 1 ? narrow_wgmma_wgrad_kernel<T, kChannels, 1>
+                               : narrow_wgmma_wgrad_kernel<T, kChannels, 2>;
+  });
+}
+
+template <int kParts>
+auto wgrad_parts_kernel(const Conv2dArgs& args) {
+  return with_channels(args.shape.c, [&](auto channels) {
+    constexpr int kChannels = decltype(channels)::value;
+    switch (own_rows(args)) {
+      case 2: return narrow_wgmma_wgrad_parts_kernel<kParts, kChannels, 2>;
+      case 3: return narrow_wgmma_wgrad_parts_kernel<kParts, kChannels, 3>;
+      default: return narrow_wgmma_wgrad_parts_kernel<kParts, kChannels, kMostOwn>;
+    }
+  });
 }
 
 // Of dy's columns whose number modulo the copies is `copy`.
@@ -176,8 +219,8 @@ CUtensorMap gradient_map(const Conv2dArgs& args, const WgmmaWgradArgs& a, int co
 // Why the weight gradient cannot be taken, or nullptr.
 const char* wgrad_obstacle(const Conv2dArgs& args) {
   const Conv2dShape& s = args.shape;
-  if (size_of(s.dtype) != 2) return "it has weight gradients of 16 bits";
-  if (planes_of(s) > 1 || own_rows(s) > 2 || s.s > 2 * kMostSteps || s.q < copies_of(s)) {
+  if (planes_of(args) > 1 || s.r > 2 * kMostGroups || s.s > 2 * kMostSteps ||
+      s.q < copies_of(args)) {
     return "it has weight gradients of filters of up to 8 x 8, for strides of 1 and 2";
   }
   return is_dense(args.out, s) ? nullptr : "it has weight gradients that are dense";
@@ -189,13 +232,13 @@ const char* wgmma_obstacle(const Conv2dArgs& args) {
   const Conv2dShape& s = args.shape;
   if (!has_wgmma()) return "it needs Hopper's tensor cores";
   if (args.pass == Conv2dPass::kDgrad) return "it has no input gradients";
-  if (s.dtype == DType::kFloat64 || is_split(args)) return "it takes bfloat16, float16 and TF32";
+  if (s.dtype == DType::kFloat64) return "it takes float32, bfloat16 and float16";
   if (s.c > kPixelElements || s.groups > 1 || s.dilation_h > 1 || s.dilation_w > 1) {
     return "it takes up to four channels, one group, no dilation";
   }
-  const int planes = planes_of(s);
-  if (row_steps(s) > kMostSteps || (planes > 1 && planes % 2 == 1)) {
-    return "it takes filters of up to 16 columns, 8 in TF32, and not every stride";
+  const int planes = planes_of(args);
+  if (row_steps(args) > kMostSteps || (planes > 1 && planes % 2 == 1)) {
+    return "it takes filters of up to 16 columns, 8 in float32, and not every stride";
   }
   constexpr int64_t kMostExtent = 1 << 20, kMostTaps = 32, kMostFilters = 1 << 19;
   if (std::max({s.h, s.w, s.p, s.q, s.pad_h, s.pad_w}) >= kMostExtent ||
@@ -218,9 +261,10 @@ void plan_wgmma(const Conv2dArgs& args, Conv2dPlan* plan) {
   const WgmmaTile tile = *tile_for(args);
   plan->tiling.set(tile);
   if (is_wgrad(args)) {
-    plan->workspace_bytes = tile.grid.x * problem_of(args).weights * int64_t{sizeof(float)};
+    plan->workspace_bytes = int64_t{tile.grid.x} * sums_of_block(args) * problem_of(args).weights *
+                            int64_t{sizeof(float)};
   } else {
-    plan->moment_sets = static_cast<int>(tile.grid.x) * kConsumers;
+    plan->moment_sets = static_cast<int>(tile.grid.x) * consumers(parts_of(args));
   }
 }
 
@@ -228,26 +272,29 @@ void run_wgmma(Stream stream, const Conv2dArgs& args, const Conv2dPlan& plan, vo
   WgmmaTile tile = plan.tiling.get<WgmmaTile>();
   WgmmaWgradArgs a = problem_of(args);
   set_tile(args, tile, &a);
-  const DType dtype = args.shape.dtype;
-  const bool is_bf16 = dtype == DType::kBFloat16;
   const auto launch = [&](auto kernel, int threads, const auto&... arguments) {
     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, tile.shared_bytes);
     launch_early(kernel, tile.grid, dim3(threads), tile.shared_bytes, stream, arguments...);
     check_launch("conv2d narrow_input_wgmma");
   };
   if (!is_wgrad(args)) {
-    const auto kernel = dtype == DType::kFloat32 ? fprop_kernel<float>(a.channels)
-                        : is_bf16                ? fprop_kernel<__nv_bfloat16>(a.channels)
-                                                 : fprop_kernel<__half>(a.channels);
-    return launch(kernel, kWgmmaThreads, static_cast<const WgmmaArgs&>(a));
+    return launch(fprop_kernel(args), wgmma_threads(parts_of(args)),
+                  static_cast<const WgmmaArgs&>(a));
   }
   a.partial = static_cast<float*>(workspace);
-  const auto kernel =
-      is_bf16 ? wgrad_kernel<__nv_bfloat16>(args.shape) : wgrad_kernel<__half>(args.shape);
-  const CUtensorMap even = gradient_map(args, a, 0);
-  const CUtensorMap odd = a.copies > 1 ? gradient_map(args, a, 1) : even;
-  launch(kernel, a.groups * 128 + kProducers, even, odd, a);
-  add_up(stream, args.shape, static_cast<int>(tile.grid.x), workspace, args.out.data);
+  const int parts = parts_of(args);
+  if (parts > 1) {
+    const auto kernel = parts == 2 ? wgrad_parts_kernel<2>(args) : wgrad_parts_kernel<3>(args);
+    launch(kernel, kPartsThreads, a);
+  } else {
+    const CUtensorMap even = gradient_map(args, a, 0);
+    const CUtensorMap odd = a.copies > 1 ? gradient_map(args, a, 1) : even;
+    const auto kernel = args.shape.dtype == DType::kBFloat16 ? wgrad_kernel<__nv_bfloat16>(args)
+                                                             : wgrad_kernel<__half>(args);
+    launch(kernel, a.groups * 128 + kProducers, even, odd, a);
+  }
+  const int sums = static_cast<int>(tile.grid.x) * sums_of_block(args);
+  add_up(stream, args.shape, sums, workspace, args.out.data);
 }
 
 }  // namespace braze::cuda::narrow

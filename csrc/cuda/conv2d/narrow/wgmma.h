@@ -1,5 +1,4 @@
-// Convolutions of images of up to four channels on Hopper's tensor cores: fprop and, in 16 bits,
-// wgrad.
+// Convolutions of images of up to four channels on Hopper's tensor cores: fprop and wgrad.
 #pragma once
 
 #include "cuda/conv2d/args.h"

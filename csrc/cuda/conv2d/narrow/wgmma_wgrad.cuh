@@ -1,4 +1,5 @@
-// The weight gradient of narrow/wgmma.cuh's layers, in 16 bits, for strides of 1 and 2.
+// The weight gradient of narrow/wgmma.cuh's layers, in 16 bits, for strides of 1 and 2; fp32's is
+// wgmma_wgrad_parts.cuh.
 //
 // dW_row (64 filters x 32) += dY^T (64 x 16 positions) X_row (16 x 32), where a row of the filter
 // is four chunks of two pixels: a chunk's eight elements are neighbours in N, and chunks of
@@ -14,9 +15,10 @@
 namespace braze::cuda::narrow {
 
 constexpr int kTapElements = 32;  // of a filter row in a product, which has no more than these
-constexpr int kDepth = 16;        // positions of a product
-constexpr int kDyRowBytes = 128;  // of a position's filters
-constexpr int kMostGroups = 4;    // of a block's consumers
+constexpr int kRowAcc = kTapElements / 2;  // a thread's accumulators of a filter row
+constexpr int kDepth = 16;                 // positions of a product
+constexpr int kDyRowBytes = 128;           // of a position's filters
+constexpr int kMostGroups = 4;             // of a block's consumers
 constexpr int kWgradThreads = kMostGroups * 128 + kProducers;
 
 struct WgmmaWgradArgs : WgmmaArgs {
@@ -26,28 +28,82 @@ struct WgmmaWgradArgs : WgmmaArgs {
   int dy_bytes;  // of a copy in shared memory
 };
 
-// What a tile adds to one gradient, on CUDA cores: of filter row r, element e of its row.
+// A gradient of the accumulators' element v, of filter row r: the filter and the place in its row.
+struct Gradient {
+  int k, r, s, c;
+
+  __device__ __forceinline__ Gradient(int k0, int r, int v) : r(r) {
+    const int thread = threadIdx.x % 128, lane = thread % 32;
+    const int e = v / 4 * 8 + lane % 4 * 2 + v % 2;
+    k = k0 + thread / 32 * 16 + lane / 4 + v / 2 % 2 * 8;
+    s = e / kPixelElements, c = e % kPixelElements;
+  }
+  __device__ __forceinline__ bool exists(const WgmmaWgradArgs& a) const {
+    return r < a.taps_h && s < a.taps_w && c < a.channels && k < a.filters;
+  }
+  __device__ __forceinline__ int64_t offset(const WgmmaWgradArgs& a) const {
+    return k * a.w_k + r * a.w_r + s * a.w_s + c * a.w_c;
+  }
+};
+
+// What a tile adds to one gradient, on CUDA cores and from memory.
 template <typename T>
-__device__ __noinline__ float tile_gradient(const WgmmaWgradArgs& a, const Place& at,
-                                            const unsigned char* patch, const unsigned char* dy,
-                                            int filter, int r, int e) {
-  const int down = r / a.stride_h, phase = r - down * a.stride_h;
-  const int chunk = e * int{sizeof(T)} / kChunk, byte = e * int{sizeof(T)} % kChunk;
+__device__ float tile_gradient(const WgmmaWgradArgs& a, const Place& at, const Gradient& g) {
+  const T* const x = static_cast<const T*>(a.x) + at.image * a.x_n;
+  const T* const dy = static_cast<const T*>(a.y) + at.image * a.y_n;
   float sum = 0;
-  for (int copy = 0; copy < a.copies; ++copy) {
-    const unsigned char* const pixels =
-        patch + copy * a.copy_bytes + phase * a.phase_bytes + (down * a.pitch + chunk) * kChunk;
-    for (int p = 0; p < min(a.tile_rows, a.rows - at.p); ++p) {
-      for (int q = copy; q < min(a.tile_columns, a.columns - at.q); q += a.copies) {
-        const int position = p * a.pitch + q / a.copies, place = filter * int{sizeof(T)};
-        const unsigned char* const g = dy + copy * a.dy_bytes + position * kDyRowBytes +
-                                       ((place / 16 ^ position % 8) << 4) + place % 16;
-        sum += convert<float>(*reinterpret_cast<const T*>(pixels + position * kChunk + byte)) *
-               convert<float>(*reinterpret_cast<const T*>(g));
-      }
+  for (int p = at.p; p < min(at.p + a.tile_rows, a.rows); ++p) {
+    for (int q = at.q; q < min(at.q + a.tile_columns, a.columns); ++q) {
+      const int row = p * a.stride_h - a.pad_h + g.r;
+      const int column = q * a.stride_w - a.pad_w + g.s;
+      const bool inside = row >= 0 && row < a.height && column >= 0 && column < a.width;
+      const T* const pixel = x + (inside ? row * a.x_h + column * a.channels + g.c : 0);
+      sum += (inside ? convert<float>(*pixel) : 0.0f) *
+             convert<float>(dy[p * a.y_h + q * a.y_w + g.k]);
     }
   }
   return sum;
+}
+
+// The same for all gradients of this thread, of filter rows r0, r0 + groups, ...; what it has left
+// of other tiles is in memory, or not.
+template <typename T>
+__device__ __noinline__ void add_tile(const WgmmaWgradArgs& a, int tile, int k0, int r0, int groups,
+                                      bool has_rest, float* partial) {
+  const Place at = place_of(a, tile);
+  for (int r = r0; r < a.taps_h; r += groups) {
+    for (int v = 0; v < kRowAcc; ++v) {
+      const Gradient g(k0, r, v);
+      if (!g.exists(a)) continue;
+      float& to = partial[g.offset(a)];
+      const float sum = tile_gradient<T>(a, at, g);
+      to = has_rest ? to + sum : sum;
+    }
+  }
+}
+
+// Leaves this thread's sums of those rows in memory, with what add_tile() has left there.
+template <int kOwn>
+__device__ __forceinline__ void leave_sums(const WgmmaWgradArgs& a,
+                                           const float (&sums)[kOwn][kRowAcc], int k0, int r0,
+                                           int groups, bool has_rest, float* partial) {
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+#pragma unroll
+    for (int v = 0; v < kRowAcc; ++v) {
+      const Gradient g(k0, r0 + i * groups, v);
+      if (!g.exists(a)) continue;
+      float& to = partial[g.offset(a)];
+      to = has_rest ? to + sums[i][v] : sums[i][v];
+    }
+  }
+}
+
+// Where a filter row's pixels begin; of one that there is not, the last one's.
+__device__ __forceinline__ int row_bytes_of(const WgmmaWgradArgs& a, int row) {
+  int phase;
+  const int down = a.by_stride_h.div(min(row, a.taps_h - 1), phase);
+  return __shfl_sync(~0u, phase * a.phase_bytes + down * a.pitch * kChunk, 0);
 }
 
 template <typename T, int kChannels, int kOwn>
@@ -56,7 +112,6 @@ __global__ void __launch_bounds__(kWgradThreads, 1)
                               const __grid_constant__ CUtensorMap odd_map,
                               const __grid_constant__ WgmmaWgradArgs a) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL  // as has_wgmma() asks
-  constexpr int kAcc = kTapElements / 2;
   extern __shared__ unsigned char shared_bytes[];
   unsigned char* const stages = shared_bytes + (-shared_address(shared_bytes) & 1023);
   __shared__ uint64_t full[kPatchStages], empty[kPatchStages];
@@ -93,40 +148,20 @@ __global__ void __launch_bounds__(kWgradThreads, 1)
                             at.p, at.image);
         }
       }
-      if (stage_tile<T, kChannels>(a, tile, own, dy + all_dy_bytes)) special[stage] = j + 1;
+      if (stage_tile<T, T, 1, kChannels>(a, tile, own, dy + all_dy_bytes)) special[stage] = j + 1;
       fence_async_proxy();
       mbarrier_arrive(&full[stage]);
     }
     return;
   }
 
-  const int thread = threadIdx.x % 128, lane = thread % 32;
-  const int filter = thread / 32 * 16 + lane / 4;  // of the accumulators, and the one 8 on
-  float acc[kOwn][kAcc] = {};
+  const int thread = threadIdx.x % 128;
+  float acc[kOwn][kRowAcc] = {};
   bool has_rest = false;  // tiles that CUDA cores have added up, in memory
   float* const partial = a.partial + blockIdx.x * a.weights;
-  // f(acc, gradient): where each of this thread's sums goes.
-  const auto for_each_sum = [&](const auto& f) {
+  int row_bytes[kOwn];
 #pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      const int r = group + i * a.groups;
-#pragma unroll
-      for (int v = 0; v < kAcc; ++v) {
-        const int e = v / 4 * 8 + lane % 4 * 2 + v % 2, own = filter + v / 2 % 2 * 8;
-        const int s = e / kPixelElements, c = e % kPixelElements, k = k0 + own;
-        if (r >= a.taps_h || s >= a.taps_w || c >= kChannels || k >= a.filters) continue;
-        f(acc[i][v], partial[k * a.w_k + r * a.w_r + s * a.w_s + c * a.w_c], own, r, e);
-      }
-    }
-  };
-  int row_bytes[kOwn];  // where a filter row's pixels begin; those that are none read the last one
-#pragma unroll
-  for (int i = 0; i < kOwn; ++i) {
-    const int r = min(group + i * a.groups, a.taps_h - 1);
-    int phase;
-    const int down = a.by_stride_h.div(r, phase);
-    row_bytes[i] = __shfl_sync(~0u, phase * a.phase_bytes + down * a.pitch * kChunk, 0);
-  }
+  for (int i = 0; i < kOwn; ++i) row_bytes[i] = row_bytes_of(a, group + i * a.groups);
 
   for (int j = 0, tile = blockIdx.x; tile < a.tiles; ++j, tile += gridDim.x) {
     const int stage = j % kPatchStages;
@@ -134,11 +169,7 @@ __global__ void __launch_bounds__(kWgradThreads, 1)
     unsigned char* const patch = dy + all_dy_bytes;
     mbarrier_wait(&full[stage], j / kPatchStages & 1);
     if (special[stage] == j + 1) {
-      const Place at = place_of(a, tile);
-      for_each_sum([&](float, float& rest, int own, int r, int e) {
-        const float sum = tile_gradient<T>(a, at, patch, dy, own, r, e);
-        rest = has_rest ? rest + sum : sum;
-      });
+      add_tile<T>(a, tile, k0, group, a.groups, has_rest, partial);
       has_rest = true;
     } else {
 #pragma unroll
@@ -166,7 +197,7 @@ __global__ void __launch_bounds__(kWgradThreads, 1)
     named_barrier(1 + group, 128);
     if (thread == 0) mbarrier_arrive(&empty[stage]);
   }
-  for_each_sum([&](float sum, float& to, int, int, int) { to = has_rest ? to + sum : sum; });
+  leave_sums(a, acc, k0, group, a.groups, has_rest, partial);
 #endif
 }
 
