@@ -320,7 +320,8 @@ bool beats_cudnn(const Conv2dProblem& problem, int kernel) {
       (kernel == kMma && is_channels_last && mma_wins_groups(args_of(problem)))) {
     return grouped_beats_cudnn(problem);
   }
-  if (kernel == kNarrowInput || kernel == kNarrowWgmma || kernel == kNarrowOutput) {
+  if (kernel == kNarrowInput || kernel == kNarrowWgmma || kernel == kNarrowOutput ||
+      is_patch_embedding(args_of(problem))) {
     return true;  // else it is not chosen
   }
   if (s.dtype == DType::kFloat64) {

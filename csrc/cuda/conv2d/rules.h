@@ -73,6 +73,7 @@ inline bool is_grouped(const Conv2dShape& s) {
 // Classes of passes that rules of both files are about, and kernels that are the fastest of ours
 // for them; what was measured stands with each.
 bool is_other_filter(const Conv2dShape& s);
+bool is_patch_embedding(const Conv2dArgs& args);
 bool im2col_is_known(const Conv2dShape& s);
 bool im2col_wins_small_images(const Conv2dArgs& args);
 bool im2col_wins_strided_products(Conv2dPass pass, const Conv2dShape& s);

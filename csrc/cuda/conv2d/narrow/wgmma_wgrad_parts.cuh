@@ -20,8 +20,7 @@ constexpr int kMostOwn = 4;  // filter rows of a consumer
 template <int kParts>
 struct GradientStager {
   static constexpr int kBatch = 4, kEach = 8, kRowChunks = kFilterRows / kEach;
-  static constexpr int kStep =
-      kProducers / kRowChunks;  // positions that the producers have at once
+  static constexpr int kStep = kProducers / kRowChunks;  // positions of all producers at once
 
   Vec<float, kEach> loaded[kBatch];
 
