@@ -1,5 +1,7 @@
 """The GPU that is none, and on it what surrounds the kernels of a captured braze.TrainStep."""
 
+import copy
+
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -168,3 +170,18 @@ def test_what_the_gpu_is_given(fake):
         assert names.count("replay") == 1
         assert set(names[: names.index("replay")]) <= {"aten.copy_.default"}
         assert names[names.index("replay") + 1 :] == ["aten.select.int"]  # the loss's place
+
+
+def test_copies_of_a_loader_do_not_share_its_stream(fake):
+    """Of one that has drawn the next order ahead."""
+    images, labels = torch.zeros(20, 2, 2, dtype=torch.uint8), torch.arange(20)
+    loader = braze.data.DeviceLoader(images, labels, 4, seed=1, device="cuda")
+    streams = fake._streams
+    loader.draw()
+    assert fake._streams == streams + 1
+    twin = copy.copy(loader)
+    assert twin._ahead is None
+    assert twin._stream is None
+    expected = [loader.draw().tolist() for _ in range(3)]
+    assert [twin.draw().tolist() for _ in range(3)] == expected
+    assert fake._streams == streams + 2

@@ -1,6 +1,7 @@
 """DeviceLoader: epochs, values, batches for captured steps."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -206,6 +207,18 @@ def test_orders_and_the_state_before_each(device, ranks):
     loader.restart(3)
     loader.shuffle = True
     assert loader.draw().tolist() == orders[0]
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))]
+)
+def test_copies_go_on_from_where_it_is(device, copied):
+    loader = DeviceLoader(*numbered(30, 2, 2), 8, seed=2, device=device)
+    before = copied(loader)
+    orders = [loader.draw().tolist() for _ in range(2)]
+    behind = copied(loader)
+    assert [before.draw().tolist() for _ in range(2)] == orders
+    assert behind.draw().tolist() == loader.draw().tolist()
 
 
 def test_out_of_bounds(device):

@@ -171,12 +171,16 @@ class DeviceLoader:
     def __copy__(self):
         """A loader that shares the data set, and goes on by itself from where this one is."""
         other = object.__new__(type(self))
-        vars(other).update(vars(self))
-        other._generator = self._generator.clone_state()
-        other.set_state(self.get_state())
+        vars(other).update(self.__getstate__())
         if self._order is not None:
             other._order, other._position = self._order.clone(), self._position.clone()
         return other
+
+    def __getstate__(self):
+        """Of a pickle or a deep copy: without the order that a stream is making, as before it."""
+        generator = self._generator.clone_state()
+        generator.set_state(self.get_state())
+        return vars(self) | {"_generator": generator, "_ahead": None, "_stream": None}
 
     def get_state(self):
         """The state that decides the coming epochs' permutations, for :meth:`set_state`."""
