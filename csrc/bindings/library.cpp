@@ -76,7 +76,7 @@ static void define(torch::stable::detail::StableLibrary& m) {
       "bias_activation_backward(Tensor grad_output, Tensor input, Tensor bias, str activation, "
       "float first, float second, bool[2] output_mask) -> (Tensor, Tensor)");
 
-  // cast: all of a list in one launch; outputs have their inputs' strides
+  // cast, mean (of pairs): all of a list in one launch; outputs have their inputs' strides
   m.def("cast_(Tensor(a!)[] outputs, Tensor[] inputs) -> ()");
   m.def("mean_(Tensor(a!)[] outputs, Tensor[] first, Tensor[] second) -> ()");
 

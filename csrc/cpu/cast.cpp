@@ -1,7 +1,6 @@
 #include "launchers/cast.h"
 
-#include "cpu/common/numeric.h"
-#include "cpu/common/parallel.h"
+#include "cpu/common/convert_all.h"
 #include "launchers/common/registry.h"
 
 namespace braze::cpu {
@@ -13,19 +12,10 @@ const KernelEntry kEntry({"cast", "simd", "float64 float32 bfloat16 float16", "c
 }  // namespace
 
 void cast(Stream, DType from, DType to, const CastTensor* tensors, int64_t count) {
-  dispatch(from, [&](auto source) {
-    dispatch(to, [&](auto target) {
-      using From = typename decltype(source)::type;
-      using To = typename decltype(target)::type;
-      for (int64_t i = 0; i < count; ++i) {
-        const From* const in = static_cast<const From*>(tensors[i].from);
-        To* const out = static_cast<To*>(tensors[i].to);
-        parallel_for(0, tensors[i].numel, 32768, [&](int64_t begin, int64_t end) {
-#pragma omp simd
-          for (int64_t j = begin; j < end; ++j) out[j] = To(acc_t<From>(in[j]));
-        });
-      }
-    });
+  convert_all(from, to, tensors, count, [](const CastTensor& t, auto of_type) {
+    using From = decltype(of_type);
+    const From* const in = static_cast<const From*>(t.from);
+    return [in](int64_t j) { return acc_t<From>(in[j]); };
   });
 }
 

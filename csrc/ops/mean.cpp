@@ -1,6 +1,6 @@
 #include "launchers/mean.h"
 
-#include "ops/common.h"
+#include "ops/cast.h"
 
 namespace braze {
 namespace {
@@ -13,25 +13,20 @@ void mean_(const std::vector<Tensor>& outputs, const std::vector<Tensor>& first,
               ": expected as many outputs as pairs, but got ", count, ", ", first.size(), " and ",
               second.size());
   if (count == 0) return;
-  const DType from = dtype_of(kOp, "first", first[0]), to = dtype_of(kOp, "outputs", outputs[0]);
+  dtype_of(kOp, "first", first[0]);
+  check_same_device(kOp, "second", second[0], "first", first[0]);
+  check_same_dtype(kOp, "second", second[0], "first", first[0]);
+  const Casts of_first = checked_casts(kOp, outputs, first);
+  const Casts of_second = checked_casts(kOp, outputs, second);
   std::vector<MeanTensor> tensors;
   tensors.reserve(count);
   for (size_t i = 0; i < count; ++i) {
-    Tensor output = outputs[i];
-    for (const Tensor* input : {&first[i], &second[i]}) {
-      check_same_device(kOp, "inputs", *input, "first", first[0]);
-      check_same_dtype(kOp, "inputs", *input, "first", first[0]);
-      check_same_shape(kOp, "inputs", *input, "their output", output);
-      BRAZE_CHECK(is_dense(*input) && same_layout(*input, output), kOp,
-                  ": expected dense inputs, and outputs with the same strides");
-    }
-    check_same_device(kOp, "outputs", output, "first", first[0]);
-    check_same_dtype(kOp, "outputs", output, "outputs", outputs[0]);
-    tensors.push_back({first[i].const_data_ptr(), second[i].const_data_ptr(),
-                       output.mutable_data_ptr(), output.numel()});
+    const CastTensor& t = of_first.tensors[i];
+    tensors.push_back({t.from, of_second.tensors[i].from, t.to, t.numel});
   }
   const DeviceContext context(first[0]);
-  dev::mean(context.stream(), from, to, tensors.data(), static_cast<int64_t>(count));
+  dev::mean(context.stream(), of_first.from, of_first.to, tensors.data(),
+            static_cast<int64_t>(count));
 }
 
 }  // namespace

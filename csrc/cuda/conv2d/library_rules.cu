@@ -320,10 +320,10 @@ bool beats_cudnn(const Conv2dProblem& problem, int kernel) {
       (kernel == kMma && is_channels_last && mma_wins_groups(args_of(problem)))) {
     return grouped_beats_cudnn(problem);
   }
-  if (kernel == kNarrowInput || kernel == kNarrowWgmma || kernel == kNarrowOutput ||
-      is_patch_embedding(args_of(problem))) {
+  if (kernel == kNarrowInput || kernel == kNarrowWgmma || kernel == kNarrowOutput) {
     return true;  // else it is not chosen
   }
+  if ((kernel == kMma || kernel == kSimt) && is_patch_embedding(args_of(problem))) return true;
   if (s.dtype == DType::kFloat64) {
     return problem.pass != Conv2dPass::kDgrad && s.c / s.groups * s.r * s.s <= 32;
   }

@@ -59,12 +59,13 @@ class _Bucket:
         self.params, self.waiting = params, len(params)
         count = sum(p.numel() for p in params)
         self.flat = torch.zeros(count, dtype=params[0].dtype, device=params[0].device)
-        parts = self.flat.split([p.numel() for p in params])
-        #: where their averages lie, laid out as the parameters are
-        self.views = [
-            part.as_strided(p.shape, p.stride(), part.storage_offset())
-            for p, part in zip(params, parts, strict=True)
-        ]
+        #: where their averages lie
+        self.views = list(map(_laid_out, self.flat.split([p.numel() for p in params]), params))
+
+
+def _laid_out(flat, like):
+    """A dense tensor's elements, in the order of those of another one in memory."""
+    return flat.as_strided(like.shape, like.stride(), flat.storage_offset())
 
 
 def _alike(to, grad):
@@ -88,23 +89,33 @@ def _copy(to, grads):
         (cast_ if alike else torch._foreach_copy_)(views, sources)
 
 
-def _row_bytes(params, dtypes):
-    """(Where each parameter's gradient begins in a row of bytes, the row's length): in multiples of
-    16."""
-    ends = [0]
-    for p, dtype in zip(params, dtypes, strict=True):
-        ends.append(ends[-1] + -(-p.numel() * dtype.itemsize // 16) * 16)
-    return ends[:-1], ends[-1]
+class _Rows:
+    """How gradients lie in a row of bytes, each from a multiple of 16 on.
+
+    Args:
+        grads: what is to be sent.
+        views: they are laid out as these.
+    """
+
+    def __init__(self, grads, views):
+        self._grads, self._views, self._begins, self.bytes = grads, views, [], 0
+        for grad in grads:
+            self._begins.append(self.bytes)
+            self.bytes += -(-grad.nbytes // 16) * 16
+
+    def parts(self, row):
+        """A row's gradients."""
+        parts = []
+        for begin, grad, view in zip(self._begins, self._grads, self._views, strict=True):
+            part = row[begin : begin + grad.nbytes].view(grad.dtype)
+            parts.append(_laid_out(part, view))
+        return parts
 
 
-def _parts(row, grads, views):
-    """A row as tensors of the gradients' dtypes, laid out as `views` are."""
-    parts = []
-    begins, _ = _row_bytes(views, [grad.dtype for grad in grads])
-    for begin, grad, view in zip(begins, grads, views, strict=True):
-        part = row[begin : begin + grad.numel() * grad.element_size()].view(grad.dtype)
-        parts.append(part.as_strided(view.shape, view.stride(), part.storage_offset()))
-    return parts
+def _average_pairs(means):
+    """means: (results, both processes' gradients) of one dtype each."""
+    for results, first, second in means:
+        mean_(results, first, second)
 
 
 _CAST = frozenset(FLOAT_DTYPES)
@@ -132,8 +143,9 @@ class Exchange:
         self._most_bytes = most_bytes * (2 if self._ranks == 2 else 1)
         self._params, self._buckets, self._of = [], [], {}
         self._next, self._side, self._stream = 0, None, None
-        # (Work, what is to be done behind it). Kept until the next step: a thread of Gloo that lets
-        # go of the last one needs the interpreter, which may be ending and wait for that thread.
+        # (Work, pairs to be averaged behind it). Kept until the next step: a thread of Gloo that
+        # lets go of the last one needs the interpreter, which may be ending and wait for that
+        # thread.
         self._sent = []
 
     @torch.no_grad()
@@ -191,9 +203,9 @@ class Exchange:
         """The main stream waits for what has been sent; parameters get the averages."""
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-        for work, finish in self._sent:
+        for work, means in self._sent:
             work.wait()
-            finish()
+            _average_pairs(means)
         for bucket in self._buckets:
             for p, view in zip(bucket.params, bucket.views, strict=True):
                 if side is not None:
@@ -238,53 +250,39 @@ class Exchange:
             self._average(bucket, grads)
 
     def _average(self, bucket, grads):
-        if self._gathers(bucket, grads):
-            self._gather(bucket, grads)
-            return
+        rows = _Rows(grads, bucket.views)
+        if self._gathers(bucket, grads, rows.bytes):
+            work, means = self._gather(bucket, grads, rows)
+        else:
+            work, means = self._sum(bucket, grads), []
+        if work is None:  # the current stream waits for it
+            _average_pairs(means)
+        else:
+            self._sent.append((work, means))
+
+    def _sum(self, bucket, grads):
         _copy(bucket.views, grads)
         operation = dist.ReduceOp.SUM
-        if self._is_nccl(bucket.flat.device):
+        if self._group._get_backend(bucket.flat.device).name() == "nccl":
             operation = dist.ReduceOp.AVG  # which multiplies on the way
         else:
             bucket.flat.mul_(1 / self._ranks)
-        self._finish_with(
-            lambda: None,
-            dist.all_reduce(bucket.flat, operation, self._group, async_op=self._stream is None),
-        )
+        on_cpu = self._stream is None
+        return dist.all_reduce(bucket.flat, operation, self._group, async_op=on_cpu)
 
-    def _finish_with(self, finish, work):
-        """Has `finish` called behind a work: None where the current stream waits for it."""
-        if work is None:
-            finish()
-        else:
-            self._sent.append((work, finish))
-
-    def _is_nccl(self, device):
-        return self._group._get_backend(device).name() == "nccl"
-
-    def _gathers(self, bucket, grads):
+    def _gathers(self, bucket, grads, row_bytes):
         """Whether these gradients are gathered: that saves a quarter of the bytes and more."""
-        dtypes = [grad.dtype for grad in grads]
-        size = _row_bytes(bucket.params, dtypes)[1]
-        known = _CAST.issuperset([bucket.flat.dtype, *dtypes])
-        return self._ranks == 2 and known and size <= 0.75 * bucket.flat.nbytes
+        known = _CAST.issuperset([bucket.flat.dtype, *(grad.dtype for grad in grads)])
+        return self._ranks == 2 and known and row_bytes <= 0.75 * bucket.flat.nbytes
 
-    def _gather(self, bucket, grads):
-        size = _row_bytes(bucket.params, [grad.dtype for grad in grads])[1]
+    def _gather(self, bucket, grads, rows):
+        """Returns the work, and what :func:`_average_pairs` is given behind it."""
         # (Windows that NCCL shares would take it half of the time; torch 2.11 aborts a process that
         # ends while it has one: pytorch#181610.)
-        rows = torch.empty(2, size, dtype=torch.uint8, device=bucket.flat.device)
-        own = rows[dist.get_rank(self._group)]
-        _copy(_parts(own, grads, bucket.views), grads)
-        work = dist.all_gather_into_tensor(
-            rows.view(-1), own, self._group, async_op=self._stream is None
-        )
-        first, second = (_parts(row, grads, bucket.views) for row in rows)
-
-        @torch.no_grad()
-        def finish():
-            dtypes = lambda view, part, _: (view.dtype, part.dtype)  # noqa: E731
-            for _, *lists in _grouped(dtypes, bucket.views, first, second):
-                mean_(*lists)
-
-        self._finish_with(finish, work)
+        both = torch.empty(2, rows.bytes, dtype=torch.uint8, device=bucket.flat.device)
+        own, on_cpu = both[dist.get_rank(self._group)], self._stream is None
+        _copy(rows.parts(own), grads)
+        work = dist.all_gather_into_tensor(both.view(-1), own, self._group, async_op=on_cpu)
+        first, second = map(rows.parts, both)
+        dtype = lambda view, part, _: part.dtype  # noqa: E731
+        return work, [lists for _, *lists in _grouped(dtype, bucket.views, first, second)]

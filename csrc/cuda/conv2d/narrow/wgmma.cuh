@@ -26,7 +26,6 @@
 
 #include "wgmma_stage.cuh"
 #include "cuda/common/graph.cuh"
-#include "cuda/common/tma.cuh"
 #include "cuda/common/wgmma.cuh"
 #include "cuda/conv2d/halo/store.cuh"
 
@@ -217,17 +216,12 @@ __global__ void __launch_bounds__(wgmma_threads(kParts), 1)
   unsigned char* const out = shared_bytes + (-shared_address(shared_bytes) & 1023);
   unsigned char* const weights = out + kConsumers * kOutBytes;
   __shared__ uint64_t full[kPatchStages], empty[kPatchStages];
-  __shared__ int special[kPatchStages];  // the last tile of the stage, by the block's count from 1
+  __shared__ int special[kPatchStages];
   __shared__ alignas(8) int offsets[kConsumers][kPositions];  // of outputs from the tile's, or -1
 
   const int k0 = blockIdx.y * kFilterRows;
   unsigned char* const stages = weights + kParts * a.weight_bytes;
-  if (threadIdx.x < kPatchStages) {
-    mbarrier_init(&full[threadIdx.x], kProducers);
-    mbarrier_init(&empty[threadIdx.x], kConsumers);
-    mbarrier_init_fence();
-    special[threadIdx.x] = 0;
-  }
+  begin_stages(full, empty, special, kProducers, kConsumers);
   wait_for_earlier_kernels();
   const bool special_weight =
       stage_weights<T, kParts>(a, k0, wgmma_threads(kParts), weights) && kParts > 1;

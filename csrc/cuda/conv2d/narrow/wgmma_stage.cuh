@@ -11,6 +11,7 @@
 #include "cuda/common/mma.cuh"
 #include "cuda/common/numeric.cuh"
 #include "cuda/common/predicated.cuh"
+#include "cuda/common/tma.cuh"
 #include "cuda/conv2d/halo/split.cuh"
 #include "cuda/conv2d/tail.cuh"
 
@@ -44,6 +45,19 @@ struct WgmmaArgs {
   int weight_bytes;            // of a part
   FastDiv by_pitch, by_planes, by_stride_h, by_row_chunks;
 };
+
+// Barriers of the stages, in shared memory: producers arrive at `full` so many times, consumers at
+// `empty`. special: of a stage the last tile, by the block's count from 1, with special values.
+__device__ __forceinline__ void begin_stages(uint64_t (&full)[kPatchStages],
+                                             uint64_t (&empty)[kPatchStages],
+                                             int (&special)[kPatchStages], int producers,
+                                             int consumers) {
+  if (threadIdx.x >= kPatchStages) return;
+  mbarrier_init(&full[threadIdx.x], producers);
+  mbarrier_init(&empty[threadIdx.x], consumers);
+  mbarrier_init_fence();
+  special[threadIdx.x] = 0;
+}
 
 // Adds to `seen` what has a sign bit set if one of the word's elements is an infinity or NaN: of
 // these the exponent is all ones, and one more is carried beyond it. In fp32 also from 2^127 on,

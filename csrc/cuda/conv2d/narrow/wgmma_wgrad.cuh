@@ -99,6 +99,15 @@ __device__ __forceinline__ void leave_sums(const WgmmaWgradArgs& a,
   }
 }
 
+// All of the block: zeros, since products read what no copy writes.
+__device__ __forceinline__ void clear_stages(const WgmmaWgradArgs& a, unsigned char* stages) {
+  for (int i = threadIdx.x * 16; i < kPatchStages * a.stage_bytes; i += blockDim.x * 16) {
+    *reinterpret_cast<uint4*>(stages + i) = uint4{0, 0, 0, 0};
+  }
+  fence_async_proxy();
+  __syncthreads();
+}
+
 // Where a filter row's pixels begin; of one that there is not, the last one's.
 __device__ __forceinline__ int row_bytes_of(const WgmmaWgradArgs& a, int row) {
   int phase;
@@ -115,21 +124,11 @@ __global__ void __launch_bounds__(kWgradThreads, 1)
   extern __shared__ unsigned char shared_bytes[];
   unsigned char* const stages = shared_bytes + (-shared_address(shared_bytes) & 1023);
   __shared__ uint64_t full[kPatchStages], empty[kPatchStages];
-  __shared__ int special[kPatchStages];  // as in narrow_wgmma_fprop_kernel
+  __shared__ int special[kPatchStages];
 
   const int k0 = blockIdx.y * kFilterRows, all_dy_bytes = a.copies * a.dy_bytes;
-  if (threadIdx.x < kPatchStages) {
-    mbarrier_init(&full[threadIdx.x], kProducers + 1);
-    mbarrier_init(&empty[threadIdx.x], a.groups);
-    mbarrier_init_fence();
-    special[threadIdx.x] = 0;
-  }
-  // What no copy writes, products read.
-  for (int i = threadIdx.x * 16; i < kPatchStages * a.stage_bytes; i += blockDim.x * 16) {
-    *reinterpret_cast<uint4*>(stages + i) = uint4{0, 0, 0, 0};
-  }
-  fence_async_proxy();
-  __syncthreads();
+  begin_stages(full, empty, special, kProducers + 1, a.groups);
+  clear_stages(a, stages);
   wait_for_earlier_kernels();
 
   const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);

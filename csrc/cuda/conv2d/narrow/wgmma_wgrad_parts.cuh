@@ -88,22 +88,12 @@ __global__ void __launch_bounds__(kPartsThreads, 1)
   extern __shared__ unsigned char shared_bytes[];
   unsigned char* const stages = shared_bytes + (-shared_address(shared_bytes) & 1023);
   __shared__ uint64_t full[kPatchStages], empty[kPatchStages];
-  __shared__ int special[kPatchStages];  // as in narrow_wgmma_fprop_kernel
+  __shared__ int special[kPatchStages];
 
   const int k0 = blockIdx.y * kFilterRows;
   const int plane_bytes = a.copies * a.dy_bytes, all_dy_bytes = kParts * plane_bytes;
-  if (threadIdx.x < kPatchStages) {
-    mbarrier_init(&full[threadIdx.x], kProducers);
-    mbarrier_init(&empty[threadIdx.x], kPartsConsumers);
-    mbarrier_init_fence();
-    special[threadIdx.x] = 0;
-  }
-  // What no copy writes, products read.
-  for (int i = threadIdx.x * 16; i < kPatchStages * a.stage_bytes; i += blockDim.x * 16) {
-    *reinterpret_cast<uint4*>(stages + i) = uint4{0, 0, 0, 0};
-  }
-  fence_async_proxy();
-  __syncthreads();
+  begin_stages(full, empty, special, kProducers, kPartsConsumers);
+  clear_stages(a, stages);
   wait_for_earlier_kernels();
 
   const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);
@@ -142,11 +132,9 @@ __global__ void __launch_bounds__(kPartsThreads, 1)
   const int row0 = group % a.groups, step0 = a.groups == 1 ? group : 0;
   const int step_by = kPartsConsumers / a.groups;
   const int copy_steps = (a.positions + kDepth - 1) / kDepth, steps = a.copies * copy_steps;
-  float sums[kOwn][kRowAcc] =
-      {};  // of all tiles but those that CUDA cores have added up, in memory
-  bool has_rest = false;
-  float* const partial =
-      a.partial + (blockIdx.x * step_by + (a.groups == 1 ? group : 0)) * a.weights;
+  float sums[kOwn][kRowAcc] = {};
+  bool has_rest = false;  // tiles that CUDA cores have added up, in memory
+  float* const partial = a.partial + (blockIdx.x * step_by + step0) * a.weights;
   int row_bytes[kOwn];
 #pragma unroll
   for (int i = 0; i < kOwn; ++i) row_bytes[i] = row_bytes_of(a, row0 + i * a.groups);
