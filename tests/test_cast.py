@@ -29,6 +29,16 @@ def test_equals_to(device, dtype, to):
         assert torch.equal(output.nan_to_num(7), expected.nan_to_num(7))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_same_dtype_keeps_bits(device, dtype):
+    """Also of what are no numbers: parts of other types are copied under such a name."""
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int16, device=device)
+    outputs = [torch.empty_like(bits), torch.empty_like(bits)[1:]]
+    cast_([t.view(dtype) for t in outputs], [bits.view(dtype), bits.view(dtype)[1:]])
+    assert torch.equal(outputs[0], bits)
+    assert torch.equal(outputs[1], bits[1:])
+
+
 def test_opcheck_and_version_counter(device):
     inputs, outputs = [torch.randn(5, device=device)], [torch.empty(5, device=device).half()]
     torch.library.opcheck(cast_, (outputs, inputs))

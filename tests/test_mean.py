@@ -35,6 +35,21 @@ def test_rounded_once(device, dtype, to):
         assert torch.equal(output.nan_to_num(7), expected.nan_to_num(7))
 
 
+def test_pairs_of_several_dtypes(device):
+    """A pair's sources have one dtype, which may be another pair's."""
+    first, second = [
+        [torch.randn(n, device=device).to(d) for n, d in zip((5000, 9, 70), DTYPES, strict=False)]
+        for _ in range(2)
+    ]
+    outputs = [torch.empty_like(t, dtype=torch.float32) for t in first]
+    mean_(outputs, first, second)
+    for output, *pair in zip(outputs, first, second, strict=True):
+        alone = torch.empty_like(output)
+        mean_([alone], *([t] for t in pair))
+        assert torch.equal(output, alone)
+        torch.testing.assert_close(output, sum(t.double() for t in pair).div(2).float())
+
+
 def test_in_place_of_one(device, dtype):
     first, second = torch.randn(2, 3000, device=device).to(dtype)
     expected = torch.empty_like(first)
@@ -62,6 +77,7 @@ def test_bad_input(device):
         ([r(2)], [r(2)], [r(3)], "to have the same shape"),
         ([r(3)], [r(2)], [r(2)], "to have the same shape"),
         ([r(2)], [r(2)], [r(2).half()], "to have the same dtype"),
+        ([r(2), r(2)], [r(2), r(2).half()], [r(2), r(2)], "to have the same dtype"),
         ([r(2), r(2).half()], [r(2), r(2)], [r(2), r(2)], "to have the same dtype"),
         ([r(2, 3)], [r(2, 3)], [r(3, 2).t()], "outputs with the same strides"),
         ([r(2)], [r(1).expand(2)], [r(2)], "expected dense inputs"),

@@ -15,7 +15,8 @@ struct CastTensor {
 
 namespace braze::BRAZE_DEVICE {
 
-// Converts `count` tensors of one dtype to another one, rounding to nearest even.
+// Converts `count` tensors of one dtype to another one, rounding to nearest even; to the same one
+// bit by bit, whatever the bits mean.
 void cast(Stream stream, DType from, DType to, const CastTensor* tensors, int64_t count);
 
 }  // namespace braze::BRAZE_DEVICE

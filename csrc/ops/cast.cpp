@@ -2,6 +2,13 @@
 
 namespace braze {
 
+void check_cast(const char* op, const Tensor& output, const Tensor& input) {
+  check_same_device(op, "outputs", output, "its input", input);
+  check_same_shape(op, "outputs", output, "its input", input);
+  BRAZE_CHECK(is_dense(input) && same_layout(input, output), op,
+              ": expected dense inputs, and outputs with the same strides");
+}
+
 Casts checked_casts(const char* op, const std::vector<Tensor>& outputs,
                     const std::vector<Tensor>& inputs) {
   BRAZE_CHECK(outputs.size() == inputs.size(), op, ": expected as many outputs as inputs, but got ",
@@ -13,12 +20,9 @@ Casts checked_casts(const char* op, const std::vector<Tensor>& outputs,
   casts.tensors.reserve(inputs.size());
   for (size_t i = 0; i < inputs.size(); ++i) {
     check_same_device(op, "inputs", inputs[i], "inputs", inputs[0]);
-    check_same_device(op, "outputs", outputs[i], "inputs", inputs[0]);
     check_same_dtype(op, "inputs", inputs[i], "inputs", inputs[0]);
     check_same_dtype(op, "outputs", outputs[i], "outputs", outputs[0]);
-    check_same_shape(op, "outputs", outputs[i], "its input", inputs[i]);
-    BRAZE_CHECK(is_dense(inputs[i]) && same_layout(inputs[i], outputs[i]), op,
-                ": expected dense inputs, and outputs with the same strides");
+    check_cast(op, outputs[i], inputs[i]);
   }
   for (size_t i = 0; i < inputs.size(); ++i) {
     Tensor output = outputs[i];

@@ -13,20 +13,21 @@ void mean_(const std::vector<Tensor>& outputs, const std::vector<Tensor>& first,
               ": expected as many outputs as pairs, but got ", count, ", ", first.size(), " and ",
               second.size());
   if (count == 0) return;
-  dtype_of(kOp, "first", first[0]);
-  check_same_device(kOp, "second", second[0], "first", first[0]);
-  check_same_dtype(kOp, "second", second[0], "first", first[0]);
-  const Casts of_first = checked_casts(kOp, outputs, first);
-  const Casts of_second = checked_casts(kOp, outputs, second);
+  const DType to = dtype_of(kOp, "outputs", outputs[0]);
   std::vector<MeanTensor> tensors;
   tensors.reserve(count);
   for (size_t i = 0; i < count; ++i) {
-    const CastTensor& t = of_first.tensors[i];
-    tensors.push_back({t.from, of_second.tensors[i].from, t.to, t.numel});
+    const DType from = dtype_of(kOp, "first", first[i]);
+    check_same_device(kOp, "first", first[i], "first", first[0]);
+    check_same_dtype(kOp, "second", second[i], "first", first[i]);
+    check_same_dtype(kOp, "outputs", outputs[i], "outputs", outputs[0]);
+    for (const Tensor* source : {&first[i], &second[i]}) check_cast(kOp, outputs[i], *source);
+    tensors.push_back(
+        {first[i].const_data_ptr(), second[i].const_data_ptr(), nullptr, first[i].numel(), from});
   }
+  for (size_t i = 0; i < count; ++i) tensors[i].to = Tensor(outputs[i]).mutable_data_ptr();
   const DeviceContext context(first[0]);
-  dev::mean(context.stream(), of_first.from, of_first.to, tensors.data(),
-            static_cast<int64_t>(count));
+  dev::mean(context.stream(), to, tensors.data(), static_cast<int64_t>(count));
 }
 
 }  // namespace

@@ -1,6 +1,8 @@
 // Casts of many tensors as part of a launch.
 #pragma once
 
+#include <type_traits>
+
 #include "launchers/cast.h"
 #include "cuda/common/launch.cuh"
 #include "cuda/common/numeric.cuh"
@@ -20,10 +22,14 @@ __device__ void cast_range(const CastTensor& t, int64_t begin, int64_t end) {
   To* const to = static_cast<To*>(t.to);
   for (int64_t i = begin + int64_t{threadIdx.x} * N; i < end; i += int64_t{blockDim.x} * N) {
     const Vec<From, N> values = load_vec<N>(from + i);
-    Vec<To, N> result;
+    if constexpr (std::is_same_v<From, To>) {
+      store_vec(to + i, values);
+    } else {
+      Vec<To, N> result;
 #pragma unroll
-    for (int k = 0; k < N; ++k) result.v[k] = convert<To>(convert<acc_t<From>>(values.v[k]));
-    store_vec(to + i, result);
+      for (int k = 0; k < N; ++k) result.v[k] = convert<To>(convert<acc_t<From>>(values.v[k]));
+      store_vec(to + i, result);
+    }
   }
 }
 

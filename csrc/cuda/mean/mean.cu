@@ -11,7 +11,7 @@ namespace {
 constexpr int kThreads = 256;
 
 // A block takes 2048 elements.
-using MeanList = TensorList<MeanTensor, 104, 2048>;
+using MeanList = TensorList<MeanTensor, 84, 2048>;
 static_assert(sizeof(MeanList) <= 3840, "kernel parameters, of which there are 4 KB");
 
 template <int N, typename From, typename To>
@@ -28,10 +28,7 @@ __device__ void mean_range(const MeanTensor& t, int64_t begin, int64_t end) {
 }
 
 template <typename From, typename To>
-__global__ void __launch_bounds__(kThreads) mean_kernel(const __grid_constant__ MeanList list) {
-  wait_for_earlier_kernels();
-  int64_t begin, end;
-  const MeanTensor& t = list.of_block(blockIdx.x, &begin, &end);
+__device__ void mean_block(const MeanTensor& t, int64_t begin, int64_t end) {
   constexpr int N = kVecWidth<From> < kVecWidth<To> ? kVecWidth<To> : kVecWidth<From>;
   const auto address = reinterpret_cast<uintptr_t>(t.first) |
                        reinterpret_cast<uintptr_t>(t.second) | reinterpret_cast<uintptr_t>(t.to);
@@ -40,19 +37,30 @@ __global__ void __launch_bounds__(kThreads) mean_kernel(const __grid_constant__ 
   mean_range<1, From, To>(t, vectors_end, end);
 }
 
+template <typename To>
+__global__ void __launch_bounds__(kThreads) mean_kernel(const __grid_constant__ MeanList list) {
+  wait_for_earlier_kernels();
+  int64_t begin, end;
+  const MeanTensor& t = list.of_block(blockIdx.x, &begin, &end);
+  switch (t.from) {
+    case DType::kFloat64: return mean_block<double, To>(t, begin, end);
+    case DType::kFloat32: return mean_block<float, To>(t, begin, end);
+    case DType::kBFloat16: return mean_block<__nv_bfloat16, To>(t, begin, end);
+    case DType::kFloat16: return mean_block<__half, To>(t, begin, end);
+  }
+}
+
 const KernelEntry kEntry({"mean", "multi_tensor", "float64 float32 bfloat16 float16", "sm_80+",
                           true, "many pairs in one launch, pointers as kernel parameters"});
 
 }  // namespace
 
-void mean(Stream stream, DType from, DType to, const MeanTensor* tensors, int64_t count) {
+void mean(Stream stream, DType to, const MeanTensor* tensors, int64_t count) {
   MeanList list{};
   list.for_each_launch(tensors, count, [&] {
-    dispatch(from, [&](auto source) {
-      dispatch(to, [&](auto target) {
-        launch_early(mean_kernel<typename decltype(source)::type, typename decltype(target)::type>,
-                     list.blocks(), kThreads, 0, stream, list);
-      });
+    dispatch(to, [&](auto target) {
+      launch_early(mean_kernel<typename decltype(target)::type>, list.blocks(), kThreads, 0, stream,
+                   list);
     });
     check_launch("mean");
   });

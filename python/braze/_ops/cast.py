@@ -9,7 +9,8 @@ _op = torch.ops.braze.cast_.default
 
 
 def cast_(outputs, inputs):
-    """Writes `inputs` (dense, of one dtype) into `outputs` (of one dtype, with their strides)."""
+    """Writes `inputs` (dense, of one dtype) into `outputs` (of one dtype, with their strides);
+    where both have the same, bit by bit."""
     with below_autograd():
         _op(outputs, inputs)
     torch.autograd.graph.increment_version(outputs)

@@ -9,8 +9,8 @@ _op = torch.ops.braze.mean_.default
 
 
 def mean_(outputs, first, second):
-    """Writes (first + second) / 2, rounded once, of pairs of dense tensors of one dtype into
-    `outputs` (of one dtype, with their strides)."""
+    """Writes (first + second) / 2, rounded once, of pairs of dense tensors (of one dtype each) into
+    `outputs` (all of one dtype, with their strides)."""
     with below_autograd():
         _op(outputs, first, second)
     torch.autograd.graph.increment_version(outputs)

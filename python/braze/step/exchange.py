@@ -82,6 +82,20 @@ def _grouped(key, *lists):
     return [(of, *map(list, zip(*group, strict=True))) for of, group in groups.items()]
 
 
+def _as_halves(tensors):
+    """The same bytes of dense tensors, each in one dimension."""
+    return [t.as_strided((t.numel(),), (1,)).view(torch.float16) for t in tensors]
+
+
+def _pack(parts, grads):
+    """Copies gradients to parts of their dtypes, in one launch where they lie alike."""
+    for lie_alike, to, sources in _grouped(_alike, parts, grads):
+        if lie_alike:
+            cast_(_as_halves(to), _as_halves(sources))
+        else:
+            torch._foreach_copy_(to, sources)
+
+
 def _copy(to, grads):
     """Copies gradients in a launch for each dtype that they have."""
     kind = lambda view, grad: (view.dtype, grad.dtype, _alike(view, grad))  # noqa: E731
@@ -112,12 +126,6 @@ class _Rows:
         return parts
 
 
-def _average_pairs(means):
-    """means: (results, both processes' gradients) of one dtype each."""
-    for results, first, second in means:
-        mean_(results, first, second)
-
-
 _CAST = frozenset(FLOAT_DTYPES)
 
 
@@ -143,7 +151,7 @@ class Exchange:
         self._most_bytes = most_bytes * (2 if self._ranks == 2 else 1)
         self._params, self._buckets, self._of = [], [], {}
         self._next, self._side, self._stream = 0, None, None
-        # (Work, pairs to be averaged behind it). Kept until the next step: a thread of Gloo that
+        # (Work, what `mean_` is given behind it). Kept until the next step: a thread of Gloo that
         # lets go of the last one needs the interpreter, which may be ending and wait for that
         # thread.
         self._sent = []
@@ -203,9 +211,10 @@ class Exchange:
         """The main stream waits for what has been sent; parameters get the averages."""
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-        for work, means in self._sent:
+        for work, mean in self._sent:
             work.wait()
-            _average_pairs(means)
+            if mean is not None:
+                mean_(*mean)
         for bucket in self._buckets:
             for p, view in zip(bucket.params, bucket.views, strict=True):
                 if side is not None:
@@ -252,13 +261,13 @@ class Exchange:
     def _average(self, bucket, grads):
         rows = _Rows(grads, bucket.views)
         if self._gathers(bucket, grads, rows.bytes):
-            work, means = self._gather(bucket, grads, rows)
+            work, mean = self._gather(bucket, grads, rows)
         else:
-            work, means = self._sum(bucket, grads), []
-        if work is None:  # the current stream waits for it
-            _average_pairs(means)
-        else:
-            self._sent.append((work, means))
+            work, mean = self._sum(bucket, grads), None
+        if work is not None:
+            self._sent.append((work, mean))
+        elif mean is not None:  # the current stream waits for the work
+            mean_(*mean)
 
     def _sum(self, bucket, grads):
         _copy(bucket.views, grads)
@@ -276,13 +285,9 @@ class Exchange:
         return self._ranks == 2 and known and row_bytes <= 0.75 * bucket.flat.nbytes
 
     def _gather(self, bucket, grads, rows):
-        """Returns the work, and what :func:`_average_pairs` is given behind it."""
-        # (Windows that NCCL shares would take it half of the time; torch 2.11 aborts a process that
-        # ends while it has one: pytorch#181610.)
+        """Returns the work, and what :func:`mean_` is given behind it."""
         both = torch.empty(2, rows.bytes, dtype=torch.uint8, device=bucket.flat.device)
         own, on_cpu = both[dist.get_rank(self._group)], self._stream is None
-        _copy(rows.parts(own), grads)
+        _pack(rows.parts(own), grads)
         work = dist.all_gather_into_tensor(both.view(-1), own, self._group, async_op=on_cpu)
-        first, second = map(rows.parts, both)
-        dtype = lambda view, part, _: part.dtype  # noqa: E731
-        return work, [lists for _, *lists in _grouped(dtype, bucket.views, first, second)]
+        return work, (bucket.views, *map(rows.parts, both))
