@@ -338,6 +338,20 @@ def other_filters():
     ]
 
 
+def patches():
+    """Windows side by side that networks above lack: vision transformers' of other sizes, of latent
+    and of small images; a U-Net's transposed ones, whose forward pass is an input gradient."""
+    return [
+        convolution(1, 3, (224, 224), 1024, (14, 14), 14),  # ViT-L/14
+        convolution(1, 3, (224, 224), 768, (32, 32), 32),
+        convolution(1, 3, (32, 32), 192, (4, 4), 4),
+        convolution(1, 4, (32, 32), 384, (2, 2), 2),  # DiT-S/2
+        convolution(1, 32, (128, 128), 64, (2, 2), 2),
+        convolution(1, 128, (32, 32), 256, (2, 2), 2),
+        convolution(1, 512, (8, 8), 1024, (2, 2), 2),
+    ]
+
+
 #: network -> its convolutions, in order, repeated ones as often as they are, of a batch of one
 NETWORKS = {
     "ResNet-18": resnet((2, 2, 2, 2)),
@@ -359,9 +373,10 @@ NETWORKS = {
     "Nature-CNN": nature_cnn(),
     "first layers": first_layers(),
     "other filters": other_filters(),
+    "patches": patches(),
 }
 #: of networks that are not timed at BATCHES
-OTHER_BATCHES = {"Nature-CNN": (1, 32, 256), "other filters": (64,)}
+OTHER_BATCHES = {"Nature-CNN": (1, 32, 256), "other filters": (64,), "patches": (64,)}
 
 
 #: Odd extents, prime channels, stride 3, dilation, few groups, one image, filters that are not

@@ -348,6 +348,7 @@ def test_every_kernel_by_name(device, dtype, case):
                     "narrow_input_wgmma",
                     "narrow_output",
                     "grouped",
+                    "patches",
                 )
                 or (kernel["name"] == "winograd" and case != "groups")
             ):

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "cpu/conv2d/kernels.h"
+#include "cpu/conv2d/side_by_side.h"
 #include "cpu/matmul/amx.h"
 #include "cpu/matmul/dot_bf16.h"
 #include "cpu/matmul/gemm.h"
@@ -24,6 +25,10 @@ const char* no_obstacle(const Conv2dProblem&) { return nullptr; }
 
 constexpr char kAll[] = "float64 float32 bfloat16 float16";
 void plan_fft_repaired(const Conv2dProblem& problem, Conv2dPlan* plan);
+const char* patches_obstacle(const Conv2dProblem& problem);
+void plan_patches(const Conv2dProblem& problem, Conv2dPlan* plan);
+void run_patches(const Conv2dProblem& problem, const Conv2dPlan& plan, const void* bias,
+                 void* workspace);
 constexpr Kernel kKernels[] = {
     {{"conv2d", "implicit_gemm", kAll, "cpu", true,
       "register tiles on shifted windows of a padded copy, threads"},
@@ -67,6 +72,11 @@ constexpr Kernel kKernels[] = {
      fft_obstacle,
      plan_fft_repaired,
      nullptr},
+    {{"conv2d", "patches", kAll, "cpu", true,
+      "windows side by side: their elements in the order of the weights, then as 1 x 1"},
+     patches_obstacle,
+     plan_patches,
+     run_patches},
     {{"conv2d", "amx", "bfloat16", "cpu", true,
       "tile registers on shifted windows of a padded copy, threads"},
      amx_obstacle,
@@ -82,6 +92,7 @@ constexpr int kBlockedIm2col = kernel_number(kKernels, "blocked_im2col");
 constexpr int kDepthwise = kernel_number(kKernels, "depthwise");
 constexpr int kNarrowInput = kernel_number(kKernels, "narrow_input");
 constexpr int kFft = kernel_number(kKernels, "fft");
+constexpr int kPatches = kernel_number(kKernels, "patches");
 constexpr int kAmx = kernel_number(kKernels, "amx");
 const KernelEntries kEntries(kKernels, kCount);
 
@@ -190,11 +201,29 @@ bool fft_wins(const Conv2dProblem& problem) {
   return kMargin * plan_fft(problem, kAnyKernel, &plan) < terms / kDirectRate;
 }
 
+// Whether patches is faster than what takes any convolution, as measured with 4 x 4 to 16 x 16 of
+// three channels, 2 x 2 of four, and filters that have the image's extents: input gradients up to
+// 13 times, whose windows the others look for at every pixel. Of many channels (2 x 2 of 64 to 384)
+// it is level, and large weight gradients in fp32 are written slowly.
+bool patches_win(const Conv2dProblem& problem) {
+  const Conv2dShape& s = problem.shape;
+  constexpr int64_t kFewChannels = 4, kManyWeights = 512;
+  const bool is_fp32 = s.dtype == DType::kFloat32;
+  if (!(is_fp32 || s.dtype == DType::kBFloat16) || s.r * s.s < 4) return false;
+  const bool is_few = s.c <= kFewChannels, is_whole = s.h == s.r && s.w == s.s;
+  if (problem.pass == Conv2dPass::kDgrad) {
+    return is_few || is_whole;
+  }
+  if (is_whole) return is_fp32 == (problem.pass == Conv2dPass::kFprop);
+  return is_few && s.r * s.s * s.c >= kManyWeights;
+}
+
 // Measured with `python -m braze bench convolutions`.
 int choose(const Conv2dProblem& problem) {
   const Conv2dShape& s = problem.shape;
   const bool is_wgrad = problem.pass == Conv2dPass::kWgrad;
   if (fft_wins(problem)) return kFft;
+  if (patches_win(problem) && !patches_obstacle(problem)) return kPatches;
   // Fewer channels leave most lanes idle.
   constexpr int64_t kLeastGroups = kLanes<float> / 2;
   if (s.groups >= kLeastGroups && !depthwise_obstacle(problem)) return kDepthwise;
@@ -239,6 +268,27 @@ int choose(const Conv2dProblem& problem) {
   if (has_few_tiles && is_wgrad) return kImplicitGemm;
   if (is_wide && !winograd_obstacle(problem)) return kWinograd;
   return wants_patches(problem) ? kBlockedIm2col : kImplicitGemm;
+}
+
+const char* patches_obstacle(const Conv2dProblem& problem) { return Patches(problem).obstacle(); }
+
+void plan_patches(const Conv2dProblem& problem, Conv2dPlan* plan) {
+  const Patches patches(problem);
+  const Conv2dProblem product = patches.product(nullptr);
+  kKernels[choose(product)].plan(product, plan);
+  plan->workspace_bytes += patches.bytes();
+  plan->adds_bias = problem.pass == Conv2dPass::kFprop;  // else there is one for all of a patch
+}
+
+void run_patches(const Conv2dProblem& problem, const Conv2dPlan& plan, const void* bias,
+                 void* workspace) {
+  const Patches patches(problem);
+  const Conv2dProblem product = patches.product(workspace);
+  const bool is_dgrad = problem.pass == Conv2dPass::kDgrad;
+  if (!is_dgrad) patches.move(workspace);
+  kKernels[choose(product)].run(product, plan, bias,
+                                static_cast<char*>(workspace) + patches.bytes());
+  if (is_dgrad) patches.move(workspace);
 }
 
 }  // namespace

@@ -15,6 +15,7 @@
 #include "cuda/conv2d/narrow/narrow.h"
 #include "cuda/conv2d/narrow/output.h"
 #include "cuda/conv2d/narrow/wgmma.h"
+#include "cuda/conv2d/pointwise/patches.h"
 #include "cuda/conv2d/pointwise/pointwise.h"
 #include "gather.cuh"
 #include "kernels.h"
@@ -137,6 +138,11 @@ const char* grouped_obstacle(const Conv2dArgs& args) {
   return grouped::obstacle(args);
 }
 
+const char* patches_obstacle(const Conv2dArgs& args) {
+  if (const char* why = direct_obstacle(args)) return why;
+  return patches::obstacle(args);
+}
+
 struct Kernel {
   KernelInfo info;
   const char* (*obstacle)(const Conv2dArgs&);
@@ -210,6 +216,11 @@ constexpr Kernel kKernels[] = {
      grouped_obstacle,
      grouped::plan,
      grouped::run},
+    {{"conv2d", "patches", "float64 float32 bfloat16 float16", "sm_80+", true,
+      "windows side by side: their elements in the order of the weights, then as pointwise"},
+     patches_obstacle,
+     patches::plan,
+     patches::run},
     {{"conv2d", "fft", "float64 float32 bfloat16 float16", "sm_80+", true,
       "large filters: products of spectra, by torch's FFT, whole images or overlap-save tiles"},
      nullptr,
@@ -229,6 +240,7 @@ static_assert(kernel_number(kKernels, "direct") == kDirect &&
               kernel_number(kKernels, "narrow_input_wgmma") == kNarrowWgmma &&
               kernel_number(kKernels, "narrow_output") == kNarrowOutput &&
               kernel_number(kKernels, "grouped") == kGrouped &&
+              kernel_number(kKernels, "patches") == kPatches &&
               kernel_number(kKernels, "fft") == kFft);
 const KernelEntries kEntries(kKernels, kCount);
 
@@ -333,7 +345,7 @@ Conv2dPlan plan_conv2d(const Conv2dProblem& problem, int wish) {
   plan.beats_library = beats_cudnn(problem, plan.kernel);
   plan.beats_library_with_moments =
       plan.moment_sets > 0 && beats_cudnn_with_moments(s, plan.kernel);
-  plan.pays_transposes = plan.beats_library && pays_transposes(s, plan.kernel);
+  plan.pays_transposes = plan.beats_library && pays_transposes(problem.pass, s, plan.kernel);
   return plan;
 }
 

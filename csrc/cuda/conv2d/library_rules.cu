@@ -323,7 +323,7 @@ bool beats_cudnn(const Conv2dProblem& problem, int kernel) {
   if (kernel == kNarrowInput || kernel == kNarrowWgmma || kernel == kNarrowOutput) {
     return true;  // else it is not chosen
   }
-  if ((kernel == kMma || kernel == kSimt) && is_patch_embedding(args_of(problem))) return true;
+  if (kernel == fastest_own_of_patches(args_of(problem))) return true;
   if (s.dtype == DType::kFloat64) {
     return problem.pass != Conv2dPass::kDgrad && s.c / s.groups * s.r * s.s <= 32;
   }
@@ -367,8 +367,9 @@ bool beats_cudnn_with_moments(const Conv2dShape& s, int kernel) {
 // Whether contiguous tensors had better be transposed for a kernel that beats cuDNN's in
 // channels_last: cuDNN transposes them too, but for 1 x 1 filters, and all that takes contiguous
 // fp32 as it is stays far behind.
-bool pays_transposes(const Conv2dShape& s, int kernel) {
+bool pays_transposes(Conv2dPass pass, const Conv2dShape& s, int kernel) {
   if (s.c < 16 || s.k < 16 || is_pointwise(s)) return false;
+  if (patches_win_contiguous(pass, s) || few_channels_lose_transposed(pass, s)) return false;
   const bool is_large = s.n * s.c * s.h * s.w >= 1 << 20;  // else launches decide
   return (is_plain_fp32(s) || is_large) && (is_halo(kernel) || kernel == kIm2col);
 }

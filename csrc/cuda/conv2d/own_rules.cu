@@ -144,9 +144,10 @@ bool pointwise_beats_im2col(const Conv2dArgs& args) {
 
 // Whether implicit_gemm_wgmma is faster than all others where a filter's row of pixels is one pixel
 // to it, as measured on an H100 (8 x 8 / 4 of 4 channels, 4 x 4 / 2 of 32, 2 x 2 / 2 of 96 and 192,
-// batch 32 to 256, bf16 and TF32): fprop 1.3 to 3 times.
+// batch 32 to 256, bf16 and TF32): fprop 1.3 to 3 times. In fp32 parts it is far behind.
 bool im2col_wins_by_rows(const Conv2dArgs& args) {
   const Conv2dShape& s = args.shape;
+  if (is_plain_fp32(s)) return false;
   const int64_t pixels = s.n * s.p * s.q;
   const double filled = im2col::rows_filled(args);
   if (filled == 0 || std::min(s.stride_h, s.stride_w) < 2)
@@ -362,24 +363,10 @@ bool mma_wins_many_taps(const Conv2dShape& s) {
          std::max(s.c, s.k) <= 32 && !is_strided(s);
 }
 
-// Forward of large patches side by side, with which vision transformers begin. Kernels that take
-// any convolution are 1.15 (fp32) to 1.36 times (bf16) as fast as cuDNN's, and others of ours
-// slower, as measured on an H200 (16 x 16 of three channels to 768 filters, 64 images of 224 x 224,
-// channels last).
-bool is_patch_embedding(const Conv2dArgs& args) {
-  const Conv2dShape& s = args.shape;
-  return args.pass == Conv2dPass::kFprop && args.gathered.c == 1 && s.c == 3 && s.groups == 1 &&
-         s.r == s.s && s.r >= 14 && s.stride_h == s.r && s.stride_w == s.s && s.pad_h == 0 &&
-         s.pad_w == 0 && s.dilation_h == 1 && s.dilation_w == 1 && s.k >= 384 &&
-         s.n * s.p * s.q >= 64 * 14 * 14 && s.dtype != DType::kFloat64;
-}
-
 int fastest_own(const Conv2dArgs& args) {
   const Conv2dShape& s = args.shape;
-  if (is_patch_embedding(args)) {
-    const int kernel = is_plain_fp32(s) ? kSimt : kMma;
-    if (takes(kernel, args)) return kernel;
-  }
+  const int of_patches = fastest_own_of_patches(args);
+  if (of_patches >= 0 && takes(of_patches, args)) return of_patches;
   if (takes(kDepthwise, args)) return kDepthwise;
   if (is_grouped(s) && takes(kGrouped, args)) {
     return mma_wins_groups(args) && takes(kMma, args) ? kMma : kGrouped;

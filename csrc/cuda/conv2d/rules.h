@@ -1,5 +1,5 @@
-// The choice among the convolution's kernels: own_rules.cu, fp32_rules.cu and library_rules.cu, for
-// choose.cu.
+// The choice among the convolution's kernels: own_rules.cu, fp32_rules.cu, patch_rules.cu and
+// library_rules.cu, for choose.cu.
 // Where a rule names a GPU it was measured there.
 #pragma once
 
@@ -24,6 +24,7 @@ enum Conv2dKernel {
   kNarrowWgmma,
   kNarrowOutput,
   kGrouped,
+  kPatches,
   kFft
 };
 inline bool is_halo(int kernel) { return kernel == kHalo || kernel == kNarrowDgrad; }
@@ -42,11 +43,18 @@ bool is_known_in_fp32(Conv2dPass pass, const Conv2dShape& s);
 int fastest_own_in_fp32(const Conv2dArgs& args);
 bool beats_cudnn_in_fp32(const Conv2dProblem& problem, int kernel);
 
+// The fastest kernel of windows side by side, where it was measured ahead of cuDNN's too: -1 where
+// the other rules decide (patch_rules.cu). Of contiguous images as they are, and where transposing
+// these would cost what is won.
+int fastest_own_of_patches(const Conv2dArgs& args);
+bool patches_win_contiguous(Conv2dPass pass, const Conv2dShape& s);
+bool few_channels_lose_transposed(Conv2dPass pass, const Conv2dShape& s);
+
 // Whether the kernel, our fastest, is faster than cuDNN; where it leaves moments too.
 bool beats_cudnn(const Conv2dProblem& problem, int kernel);
 bool beats_cudnn_with_moments(const Conv2dShape& s, int kernel);
 // Whether contiguous tensors had better be transposed for it.
-bool pays_transposes(const Conv2dShape& s, int kernel);
+bool pays_transposes(Conv2dPass pass, const Conv2dShape& s, int kernel);
 
 inline bool is_pointwise(const Conv2dShape& s) { return s.r == 1 && s.s == 1; }
 inline bool is_strided(const Conv2dShape& s) { return s.stride_h > 1 || s.stride_w > 1; }
@@ -73,7 +81,6 @@ inline bool is_grouped(const Conv2dShape& s) {
 // Classes of passes that rules of both files are about, and kernels that are the fastest of ours
 // for them; what was measured stands with each.
 bool is_other_filter(const Conv2dShape& s);
-bool is_patch_embedding(const Conv2dArgs& args);
 bool im2col_is_known(const Conv2dShape& s);
 bool im2col_wins_small_images(const Conv2dArgs& args);
 bool im2col_wins_strided_products(Conv2dPass pass, const Conv2dShape& s);

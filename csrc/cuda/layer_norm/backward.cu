@@ -56,8 +56,8 @@ struct GradVector {
   }
 };
 
-// How a row's columns are shared out: kBlocks is 2 where a cluster of two blocks has a row, one
-// half each.
+// How a row's columns are shared out: where a cluster of kBlocks blocks has a row, equal parts
+// each.
 template <int kWidth, int N, int kVectors, int kBlocks, typename In, typename Out>
 struct BackwardLayout {
   using X = Slots<In, N, kVectors>;
@@ -83,16 +83,17 @@ __device__ __forceinline__ void bring_weight(const void* weight, int first, int 
   }
 }
 
-// The same sums in both blocks of a cluster.
-template <typename A>
-__device__ __forceinline__ void add_other_block(A (&v)[2], int part, int& turn) {
-  __shared__ Pair<A> both[2][2];
-  if (threadIdx.x < 2) {
-    *const_cast<Pair<A>*>(in_cluster(&both[turn][part], threadIdx.x)) = {v[0], v[1]};
+// The same sums in all blocks of a cluster.
+template <int kBlocks, typename A>
+__device__ __forceinline__ void add_other_blocks(A (&v)[2], int part, int& turn) {
+  __shared__ Pair<A> all[2][kBlocks];
+  if (threadIdx.x < kBlocks) {
+    *const_cast<Pair<A>*>(in_cluster(&all[turn][part], threadIdx.x)) = {v[0], v[1]};
   }
   cluster_sync();
-  v[0] = both[turn][0].first + both[turn][1].first;
-  v[1] = both[turn][0].second + both[turn][1].second;
+  v[0] = all[turn][0].first, v[1] = all[turn][0].second;
+#pragma unroll
+  for (int i = 1; i < kBlocks; ++i) v[0] += all[turn][i].first, v[1] += all[turn][i].second;
   turn ^= 1;
 }
 
@@ -155,7 +156,7 @@ __global__ void __launch_bounds__(backward_threads(words_of<acc_t<In>>(kVectors*
   unsigned char* const slots = shared + place.warp() * (Layout::kAhead + 1) * Layout::kStage;
   unsigned char* const weights = shared + Layout::slots_bytes(static_cast<int>(blockDim.x));
   const int size = static_cast<int>(shape.size), step = place.lanes * N;
-  const int part = kBlocks == 2 ? static_cast<int>(blockIdx.x) % 2 : 0;
+  const int part = static_cast<int>(blockIdx.x) % kBlocks;
   const int own = place.template first_vector<kVectors>() * N;  // of the block's columns
   const int columns = kVectors * place.width * N;
   const int column = part * columns + own;
@@ -197,7 +198,7 @@ __global__ void __launch_bounds__(backward_threads(words_of<acc_t<In>>(kVectors*
       }
       __syncthreads();
     }
-    if constexpr (kBlocks == 2) cluster_meet();
+    if constexpr (kBlocks > 1) cluster_meet();
   };
   const auto weight_of = [&](int u, A(&w)[N]) {
     if constexpr (kHasWeight) {
@@ -240,7 +241,7 @@ __global__ void __launch_bounds__(backward_threads(words_of<acc_t<In>>(kVectors*
         }
         if (!args.dx) return;
         team_sums(total, place, turn);
-        if constexpr (kBlocks == 2) add_other_block(total, part, block_turn);
+        if constexpr (kBlocks > 1) add_other_blocks<kBlocks>(total, part, block_turn);
         const A first = total[0] * by_size * rstd, second = total[1] * by_size * rstd;
         const int left = row < shape.outer ? size - column : 0;
         In* const to = args.dx + row * size + column;
@@ -262,7 +263,7 @@ __global__ void __launch_bounds__(backward_threads(words_of<acc_t<In>>(kVectors*
   store_column_sums(dweight, dbias, place, column, size, reinterpret_cast<A*>(shared),
                     args.dweight ? args.dweight + result : nullptr,
                     args.dbias ? args.dbias + result : nullptr);
-  if constexpr (kBlocks == 2) cluster_sync();  // the other block still reads
+  if constexpr (kBlocks > 1) cluster_sync();  // other blocks still read
 }
 
 // dx of rows that are too long to be held, which are read twice.
@@ -392,9 +393,11 @@ int launch_backward(cudaStream_t stream, const LayerNormShape& shape,
         static_cast<int>(std::min<int64_t>(wanted, std::max(1, sm_count() / kBlocks)));
     dispatch_ahead<N, kWidestTeam, 2, 3, 4>(plan, [&](auto width, auto vectors) {
       constexpr int kWidth = decltype(width)::value, kVectors = decltype(vectors)::value;
-      // The most words are for the widest teams alone, of which shared memory has 16-bit rows.
+      // The most words are for the widest teams alone, of which shared memory has 16-bit rows, and
+      // so are clusters, each thread with as much as it can hold.
       constexpr bool kMost = words_of<acc_t<In>>(kVectors * N) == 32;
-      if constexpr (kMost ? kWidth == kTeamOfWarps && sizeof(In) == 2 : kBlocks == 1) {
+      constexpr bool kWidest = kWidth == kTeamOfWarps && (kMost ? sizeof(In) == 2 : kVectors == 4);
+      if constexpr (kMost || kBlocks > 1 ? kWidest && sizeof(In) <= 4 : true) {
         const auto kernel = layer_norm_backward_kernel<kWidth, N, kVectors, kBlocks, In, Out>;
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.bytes);
         launch_early_in_clusters(kernel, parts * kBlocks, plan.threads, plan.bytes, stream, kBlocks,
@@ -407,10 +410,13 @@ int launch_backward(cudaStream_t stream, const LayerNormShape& shape,
   const int weight_bytes = args.wide_parameters ? sizeof(acc_t<In>) : sizeof(In);
   const AheadPlan plan = plan_backward<In, Out, N>(shape.size, 1, weight_bytes, {2, 3, 4});
   if (plan.width > 0) return launch(plan, std::integral_constant<int, 1>{});
-  if constexpr (sizeof(In) == 2 && N > 1) {
-    const AheadPlan of_pair = plan_backward<In, Out, N>(shape.size, 2, weight_bytes, {4});
-    if (of_pair.width == kWidestTeam && runs_sm90_code()) {
-      return launch(of_pair, std::integral_constant<int, 2>{});
+  if constexpr (sizeof(In) <= 4 && N > 1) {
+    constexpr int kHeld = sizeof(In) == 2 ? 4 : 2;
+    const AheadPlan of_two = plan_backward<In, Out, N>(shape.size, 2, weight_bytes, {kHeld});
+    const AheadPlan of_four = plan_backward<In, Out, N>(shape.size, 4, weight_bytes, {kHeld});
+    if (runs_sm90_code()) {
+      if (of_two.width == kWidestTeam) return launch(of_two, std::integral_constant<int, 2>{});
+      if (of_four.width == kWidestTeam) return launch(of_four, std::integral_constant<int, 4>{});
     }
   }
   return launch_long_rows<In, Out, N>(stream, rows, args, most_parts(shape));

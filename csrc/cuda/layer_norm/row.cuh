@@ -12,7 +12,7 @@
 //                          rows of 16 bits up to 16384 with 32
 //   up to 32768, forward   16 warps with 64 each, where rows and parameters have 16 bits
 //   beyond, forward        a block or a cluster of up to 8, in shared memory      (normalise.cuh)
-//   backward, up to 32768  of rows of 16 bits a cluster of two blocks             (backward.cu)
+//   backward, up to 32768  a cluster of two blocks, up to 65536 of four           (backward.cu)
 //   beyond                 a block, and memory is read twice
 #pragma once
 

@@ -1,0 +1,82 @@
+// Which kernel is the fastest of windows that lie side by side, as measured on an H200: patches, or
+// implicit_gemm_wgmma, which moves nothing before its product, but needs rows of 16 bytes.
+#include "rules.h"
+
+namespace braze::cuda {
+namespace {
+
+bool are_patches(const Conv2dShape& s) {
+  return s.r * s.s > 1 && s.stride_h == s.r && s.stride_w == s.s && s.pad_h == 0 && s.pad_w == 0 &&
+         s.dilation_h == 1 && s.dilation_w == 1 && s.groups == 1;
+}
+bool are_halved(const Conv2dShape& s) { return s.r == 2 && s.s == 2; }
+int64_t pixels_of(const Conv2dShape& s) { return s.n * s.p * s.q; }
+
+// Large ones, with which vision transformers and ConvNeXts begin: 4 x 4 to 32 x 32 (and 7 x 7 of
+// one channel) of 1 to 64 images of up to 224 x 224 to 64 to 1024 filters. Few weights of float32
+// leave the pass over the image too little to save.
+int of_large(const Conv2dArgs& args, bool channels_last) {
+  const Conv2dShape& s = args.shape;
+  const bool fprop = args.pass == Conv2dPass::kFprop, wgrad = args.pass == Conv2dPass::kWgrad;
+  const bool few_weights = s.r * s.s * s.c < 192 && size_of(s.dtype) == 4;
+  const int64_t pixels = pixels_of(s);
+  if (s.k < 64 || pixels < 14 * 14) return -1;
+  if (few_weights && wgrad && pixels < 56 * 56) return -1;
+  if (few_weights && fprop && is_plain_fp32(s) && pixels < 16 * 56 * 56) return -1;
+  const bool by_rows = is_tf32(s) && fprop && channels_last && pixels >= 64 * 14 * 14;
+  return by_rows && takes(kIm2col, args) ? kIm2col : kPatches;
+}
+
+// 2 x 2 of latent images, four channels of 32 x 32 to 384 filters, 8 and 64 of them.
+int of_latents(const Conv2dArgs& args, bool channels_last) {
+  const Conv2dShape& s = args.shape;
+  const int64_t pixels = pixels_of(s);
+  if (s.k < 128 || pixels < 8 * 16 * 16) return -1;
+  if (args.pass != Conv2dPass::kFprop) return kPatches;
+  const bool few = pixels < 32 * 16 * 16;
+  const bool by_rows = channels_last && !is_plain_fp32(s) && (few || is_tf32(s));
+  if (by_rows && takes(kIm2col, args)) return kIm2col;
+  return few ? -1 : kPatches;
+}
+
+// 2 x 2 of many channels, by which ConvNeXts halve their images, and U-Nets double theirs backward:
+// 32 to 512 channels to twice as many filters, or less, 1024 pixels of the result to 262144.
+int of_halved(const Conv2dArgs& args, bool channels_last) {
+  const Conv2dShape& s = args.shape;
+  if (std::min(s.c, s.k) < 32 || pixels_of(s) < 16 * 8 * 8) return -1;
+  if (!channels_last) return patches_win_contiguous(args.pass, s) ? kPatches : -1;
+  const bool is_16_bit = size_of(s.dtype) == 2;
+  switch (args.pass) {
+    case Conv2dPass::kFprop: return kIm2col;
+    case Conv2dPass::kDgrad:
+      if (is_16_bit) return s.c >= 128 ? kPatches : -1;
+      // (In TF32 192 channels, a tile and a half, are a sixth behind cuDNN.)
+      return is_plain_fp32(s) || s.c <= 128 || s.c % 128 == 0 ? kIm2col : -1;
+    case Conv2dPass::kWgrad: break;
+  }
+  return is_plain_fp32(s) && s.c <= 128 ? kPatches : kIm2col;
+}
+
+}  // namespace
+
+bool patches_win_contiguous(Conv2dPass pass, const Conv2dShape& s) {
+  const bool wgrad = pass == Conv2dPass::kWgrad;
+  return wgrad && are_patches(s) && are_halved(s) && (size_of(s.dtype) == 4 || s.c >= 192);
+}
+
+bool few_channels_lose_transposed(Conv2dPass pass, const Conv2dShape& s) {
+  const int64_t least = is_plain_fp32(s) ? 128 : is_tf32(s) ? 64 : 0;
+  return pass == Conv2dPass::kFprop && are_patches(s) && are_halved(s) && s.c < least;
+}
+
+int fastest_own_of_patches(const Conv2dArgs& args) {
+  const Conv2dShape& s = args.shape;
+  if (!are_patches(s) || s.dtype == DType::kFloat64) return -1;
+  const Tensor4dRef& x = args.pass == Conv2dPass::kDgrad ? args.out : args.gathered;
+  const bool channels_last = x.c == 1 && s.c > 1;
+  if (s.c <= 4 && s.r * s.s >= 16) return of_large(args, channels_last);
+  if (!are_halved(s)) return -1;
+  return s.c <= 4 ? of_latents(args, channels_last) : of_halved(args, channels_last);
+}
+
+}  // namespace braze::cuda

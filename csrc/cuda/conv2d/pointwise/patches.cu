@@ -1,0 +1,255 @@
+// Windows that lie side by side share no pixel: the images are matrices of patches, in the order of
+// a filter's weights, once their elements are moved there. A pass writes them to the workspace (or,
+// for an input gradient, from there), the rest is a 1 x 1 convolution of as many channels as a
+// filter has weights. Rows of patches and of weights are padded to what TMA can address. Images of
+// a single patch may be that matrix as they are.
+//
+// Bytes beside the product's: an image's, twice.
+#include "patches.h"
+
+#include <algorithm>
+#include <climits>
+
+#include "cuda/common/fast_div.cuh"
+#include "cuda/common/launch.cuh"
+#include "cuda/matmul/hopper/plan.cuh"
+#include "launchers/transpose.h"
+#include "pointwise.h"
+#include "strided.cuh"
+
+namespace braze::cuda::patches {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int64_t kAlignment = 16;  // of a row, bytes
+
+// How patches lie in a tensor, in units of a few bytes. A line has patches side by side, each of
+// outer x middle x inner units; in the matrix a patch is a row, and lines follow each other.
+struct Grid {
+  FastDiv row, middle, inner;  // of a row with its padding, within a patch
+  int units;                   // of a patch
+  int patches;                 // of a line
+  FastDiv lines;               // of an image
+  int64_t image, line, patch;  // strides in the tensor
+  int64_t outer_stride, middle_stride, inner_stride;
+};
+
+// To the matrix, zeros into the padding, or from there.
+template <typename Unit, bool kToMatrix>
+__global__ void __launch_bounds__(kThreads)
+    move_patches_kernel(const __grid_constant__ Grid g, int lines, Unit* tensor, Unit* matrix) {
+  wait_for_earlier_kernels();
+  const int of_line = g.patches * g.row.divisor();
+  for (int line = blockIdx.y; line < lines; line += gridDim.y) {
+    int in_image;
+    const int image = g.lines.div(line, in_image);
+    Unit* const from = tensor + image * g.image + in_image * g.line;
+    Unit* const to = matrix + int64_t{line} * of_line;
+    for (int i = blockIdx.x * kThreads + threadIdx.x; i < of_line; i += gridDim.x * kThreads) {
+      int unit, inner, middle;
+      const int patch = g.row.div(i, unit);
+      const int outer = g.middle.div(g.inner.div(unit, inner), middle);
+      const int64_t at = patch * g.patch + outer * g.outer_stride + middle * g.middle_stride +
+                         inner * g.inner_stride;
+      if constexpr (kToMatrix) {
+        to[i] = unit < g.units ? from[at] : Unit{};
+      } else {
+        if (unit < g.units) from[at] = to[i];
+      }
+    }
+  }
+}
+
+template <typename Unit>
+void launch(Stream stream, const Grid& g, int64_t lines, const void* tensor, const void* matrix,
+            bool to_matrix) {
+  const int64_t blocks = ceil_div(int64_t{g.patches} * g.row.divisor(), kThreads);
+  const dim3 grid(static_cast<unsigned>(std::min<int64_t>(blocks, sm_count() * 8)),
+                  static_cast<unsigned>(std::clamp<int64_t>(lines, 1, 65535)));
+  const auto kernel =
+      to_matrix ? move_patches_kernel<Unit, true> : move_patches_kernel<Unit, false>;
+  launch_early(kernel, grid, kThreads, 0, stream, g, static_cast<int>(lines),
+               static_cast<Unit*>(const_cast<void*>(tensor)),
+               static_cast<Unit*>(const_cast<void*>(matrix)));
+  check_launch("conv2d patches");
+}
+
+const Tensor4dRef& input_of(const Conv2dArgs& args) {
+  return args.pass == Conv2dPass::kDgrad ? args.out : args.gathered;
+}
+const Tensor4dRef& weights_of(const Conv2dArgs& args) {
+  return args.pass == Conv2dPass::kWgrad ? args.out : args.other;
+}
+
+bool has_weights_channels_last(const Conv2dArgs& args) {
+  const Conv2dShape& s = args.shape;
+  const Tensor4dRef& w = weights_of(args);
+  return w.c == 1 && w.w == s.c && w.h == s.s * s.c && w.n == s.r * s.s * s.c;
+}
+bool has_weights_contiguous(const Conv2dArgs& args) {
+  const Conv2dShape& s = args.shape;
+  const Tensor4dRef& w = weights_of(args);
+  return w.w == 1 && w.h == s.s && w.c == s.r * s.s && w.n == s.r * s.s * s.c;
+}
+
+// Weights of a filter, and elements of a row.
+int64_t weights(const Conv2dShape& s) { return s.r * s.s * s.c; }
+int64_t padded(const Conv2dShape& s) {
+  const int64_t width = kAlignment / size_of(s.dtype);
+  return ceil_div(weights(s), width) * width;
+}
+
+// Dimensions of a patch, the outermost first: as many elements, so far apart in the tensor.
+struct Extent {
+  int64_t count, stride;
+};
+
+// Patches in `tensor`, whose images have `lines` lines of them: strides in elements.
+void move(Stream stream, const Conv2dShape& s, const void* tensor, const void* matrix,
+          int64_t images, int64_t lines, int64_t patches, int64_t image, int64_t line,
+          int64_t patch, Extent outer, Extent middle, Extent inner, bool to_matrix) {
+  const int64_t size = size_of(s.dtype);
+  int64_t bytes = size;
+  if (inner.stride == 1) {
+    bytes = pointwise::unit_bytes(size, inner.count,
+                                  {image, line, patch, outer.stride, middle.stride, padded(s)},
+                                  tensor, matrix);
+  }
+  const int64_t each = bytes / size;
+  Grid g{};
+  inner.count /= each;
+  g.row = FastDiv(padded(s) / each);
+  g.middle = FastDiv(middle.count), g.inner = FastDiv(inner.count);
+  g.units = static_cast<int>(outer.count * middle.count * inner.count);
+  g.patches = static_cast<int>(patches);
+  g.lines = FastDiv(lines);
+  g.image = image / each, g.line = line / each, g.patch = patch / each;
+  g.outer_stride = outer.stride / each, g.middle_stride = middle.stride / each;
+  g.inner_stride = inner.stride;
+  const int64_t all = images * lines;
+  switch (bytes) {
+    case 2: return launch<uint16_t>(stream, g, all, tensor, matrix, to_matrix);
+    case 4: return launch<uint32_t>(stream, g, all, tensor, matrix, to_matrix);
+    case 8: return launch<uint2>(stream, g, all, tensor, matrix, to_matrix);
+    default: return launch<uint4>(stream, g, all, tensor, matrix, to_matrix);
+  }
+}
+
+// The input's patches, in the order of the weights.
+void move_input(Stream stream, const Conv2dArgs& args, const void* matrix) {
+  const Conv2dShape& s = args.shape;
+  const Tensor4dRef& x = input_of(args);
+  const bool to_matrix = args.pass != Conv2dPass::kDgrad;
+  const auto with = [&](Extent outer, Extent middle, Extent inner) {
+    move(stream, s, x.data, matrix, s.n, s.p, s.q, x.n, s.r * x.h, s.s * x.w, outer, middle, inner,
+         to_matrix);
+  };
+  if (has_weights_channels_last(args)) {
+    if (x.c == 1 && x.w == s.c) return with({1, 0}, {s.r, x.h}, {s.s * s.c, 1});
+    return with({s.r, x.h}, {s.s, x.w}, {s.c, x.c});
+  }
+  with({s.c, x.c}, {s.r, x.h}, {s.s, x.w});
+}
+
+// Weights with their padding, as they are without.
+void move_weights(Stream stream, const Conv2dArgs& args, const void* matrix, bool to_matrix) {
+  const Conv2dShape& s = args.shape;
+  const int64_t count = weights(s);
+  move(stream, s, weights_of(args).data, matrix, 1, s.k, 1, 0, count, 0, {1, 0}, {1, 0}, {count, 1},
+       to_matrix);
+}
+
+bool pads(const Conv2dShape& s) { return padded(s) != weights(s); }
+
+// Whether images are rows of the matrix, one behind the other, as they are.
+bool is_matrix(const Conv2dArgs& args) {
+  const Conv2dShape& s = args.shape;
+  const Tensor4dRef& x = input_of(args);
+  if (s.h != s.r || s.w != s.s || pads(s) || x.n != weights(s)) return false;
+  return has_weights_channels_last(args) ? x.c == 1 && x.w == s.c && x.h == s.s * s.c
+                                         : x.w == 1 && x.h == s.s && x.c == s.r * s.s;
+}
+
+// A weight gradient's product takes the result's gradient with its channels last.
+bool transposes(const Conv2dArgs& args) {
+  return args.pass == Conv2dPass::kWgrad && args.other.c != 1 && args.shape.k > 1;
+}
+
+// The parts of the workspace: patches, weights where they are padded, gradients where they are
+// transposed, what the product has.
+struct Memory {
+  char *matrix, *weights, *gradients, *rest;
+
+  Memory(const Conv2dArgs& args, void* workspace) : matrix(static_cast<char*>(workspace)) {
+    const Conv2dShape& s = args.shape;
+    const int64_t size = size_of(s.dtype), pixels = s.n * s.p * s.q;
+    weights = matrix + (is_matrix(args) ? 0 : hopper::aligned(pixels * padded(s) * size));
+    gradients = weights + (pads(s) ? hopper::aligned(s.k * padded(s) * size) : 0);
+    rest = gradients + (transposes(args) ? hopper::aligned(pixels * s.k * size) : 0);
+  }
+};
+
+// The 1 x 1 convolution.
+Conv2dArgs product_of(const Conv2dArgs& args, const Memory& memory) {
+  Conv2dArgs result = args;
+  Conv2dShape& s = result.shape;
+  const int64_t row = padded(args.shape);
+  s.c = row, s.h = s.p, s.w = s.q;
+  s.r = s.s = s.stride_h = s.stride_w = 1;
+  const void* const patches = is_matrix(args) ? input_of(args).data : memory.matrix;
+  const Tensor4dRef x{patches, s.p * s.q * row, 1, s.q * row, row};
+  (args.pass == Conv2dPass::kDgrad ? result.out : result.gathered) = x;
+  const void* const data = pads(args.shape) ? memory.weights : weights_of(args).data;
+  (args.pass == Conv2dPass::kWgrad ? result.out : result.other) = {data, row, 1, row, row};
+  if (transposes(args)) {
+    result.other = {memory.gradients, s.p * s.q * s.k, 1, s.q * s.k, s.k};
+  }
+  return result;
+}
+
+}  // namespace
+
+const char* obstacle(const Conv2dArgs& args) {
+  const Conv2dShape& s = args.shape;
+  const bool side_by_side = (s.stride_h == s.r || s.p == 1) && (s.stride_w == s.s || s.q == 1);
+  if (s.r * s.s < 2 || !side_by_side || s.pad_h != 0 || s.pad_w != 0 || s.dilation_h != 1 ||
+      s.dilation_w != 1 || s.groups != 1) {
+    return "it takes filters as large as the stride, no padding, no dilation, one group";
+  }
+  if (!has_weights_channels_last(args) && !has_weights_contiguous(args)) {
+    return "its weights are dense";
+  }
+  if (args.pass == Conv2dPass::kDgrad && (s.h != s.p * s.r || s.w != s.q * s.s)) {
+    return "its input gradient takes images of whole patches";
+  }
+  const int64_t lines = s.n * s.p, of_line = s.q * padded(s);
+  if (std::max({lines, of_line, weights(s) * s.k}) > INT_MAX) return "it counts with 31 bits";
+  const Tensor4dRef& dy = args.other;
+  if (transposes(args) && !(dy.w == 1 && dy.h == s.q && dy.c == s.p * s.q && dy.n == s.k * dy.c)) {
+    return "the gradients that its weight gradient takes are dense";
+  }
+  return pointwise::obstacle(product_of(args, Memory(args, nullptr)));
+}
+
+void plan(const Conv2dArgs& args, Conv2dPlan* plan) {
+  const Memory memory(args, nullptr);
+  pointwise::plan(product_of(args, memory), plan);
+  plan->workspace_bytes += memory.rest - memory.matrix;
+}
+
+void run(Stream stream, const Conv2dArgs& args, const Conv2dPlan& plan, void* workspace) {
+  const Conv2dShape& s = args.shape;
+  const Memory memory(args, workspace);
+  const bool dgrad = args.pass == Conv2dPass::kDgrad, wgrad = args.pass == Conv2dPass::kWgrad;
+  const bool moves = !is_matrix(args);
+  if (moves && !dgrad) move_input(stream, args, memory.matrix);
+  if (pads(s) && !wgrad) move_weights(stream, args, memory.weights, true);
+  if (transposes(args)) {
+    transpose_copy(stream, s.dtype, args.other.data, memory.gradients, s.n, s.k, s.p * s.q);
+  }
+  pointwise::run(stream, product_of(args, memory), plan, memory.rest);
+  if (moves && dgrad) move_input(stream, args, memory.matrix);
+  if (pads(s) && wgrad) move_weights(stream, args, memory.weights, false);
+}
+
+}  // namespace braze::cuda::patches
