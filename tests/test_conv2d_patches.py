@@ -86,6 +86,11 @@ def test_which_kernel_runs(gpu):
     case = (64, 3, 768, 224, 224, 16, 16, 0, 1)
     x, w, b = drawn(case, "cuda", torch.bfloat16, "nhwc")
     assert "move_patches" in cuda_kernels_of(lambda: run("fprop", case, x, w, b, None))
+    case = (64, 128, 128, 5, 5, 5, 1, 0, 1)  # images that are the matrix as they are
+    x, w, b = drawn(case, "cuda", torch.bfloat16, "nhwc")
+    names = cuda_kernels_of(lambda: run("fprop", case, x, w, b, None))
+    assert "move_patches" not in names
+    assert "matmul" in names or "hopper" in names
 
 
 @pytest.mark.parametrize(

@@ -137,6 +137,18 @@ def check_first_layer_beyond_31_bits(name):
     check(actual, "wgrad", (1, *case[1:]), (x, w, b, one))
 
 
+@pytest.mark.parametrize("which", PASSES)
+def test_auto_takes_other_filters_in_fp32(gpu, which):
+    """cuDNN's take four times as long (H200)."""
+    if not runs_hopper_kernels():
+        pytest.skip("measured there")
+    case = (64, 64, 128, 14, 14, 5, 1, 2, 1)
+    x, w, _ = drawn(case, "cuda", torch.float32, "nhwc")
+    dy = gradient(case, x, w, "nhwc")
+    set_tf32("cuda", False)
+    assert "im2col" in cuda_kernels_of(lambda: run(which, case, x, w, None, dy))
+
+
 def skip_large(device, case):
     n, c, k, h, w, size = case[:6]
     if device == "cpu" and n * c * k * h * w * size**2 > 1 << 29:

@@ -41,6 +41,8 @@ int fastest_product(Conv2dPass pass, const Conv2dShape& s) {
   return large && pixels <= kBatch * 14 * 14 ? kIm2col : kPointwise;
 }
 
+}  // namespace
+
 // Whether planes of parts, which implicit_gemm_wgmma and pointwise multiply, take more workspace
 // than cuDNN is given (libraries/cudnn_plans.h).
 bool has_large_planes(Conv2dPass pass, const Conv2dShape& s) {
@@ -51,14 +53,15 @@ bool has_large_planes(Conv2dPass pass, const Conv2dShape& s) {
   return kPartBytes * (reads_x * x + reads_y * y) > kMostBytes;
 }
 
-}  // namespace
-
 bool is_known_in_fp32(Conv2dPass pass, const Conv2dShape& s) {
   if (!is_plain_fp32(s) || s.groups > 1) return false;
   if (pass == Conv2dPass::kWgrad && is_long_sum(s)) return true;
   if (std::min(s.c, s.k) < 16) return false;
   if (s.dilation_h > 1 || s.dilation_w > 1 || std::max(s.stride_h, s.stride_w) > 2) return false;
   if (is_pointwise(s)) return s.c >= 64 && pixels_of(s) >= kBatch * 7 * 6;
+  // Few channels that no other kernel of ours takes are cuDNN's.
+  const bool even = s.c % 4 == 0 && s.k % 4 == 0;
+  if (pass == Conv2dPass::kFprop && std::max(s.c, s.k) < 32 && !even) return false;
   return s.r == 3 && s.s == 3 && pixels_of(s) >= kBatch * 3 * 3;
 }
 

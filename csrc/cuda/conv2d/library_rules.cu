@@ -84,7 +84,8 @@ bool halo_beats_cudnn(const Conv2dProblem& problem) {
     const bool many = s.n * plane >= 64 * 14 * 14;
     return s.c * s.k <= (many ? 160 * 320 : 128 * 256) && s.c <= 256;
   }
-  if (size_of(s.dtype) > 2) return s.c <= 128 && s.k <= 128;
+  const bool few = is_plain_fp32(s) && problem.pass == Conv2dPass::kFprop && s.c < 16;
+  if (size_of(s.dtype) > 2) return !few && s.c <= 128 && s.k <= 128;
   if (problem.pass == Conv2dPass::kFprop) {
     if (plane > 80 * 80) return s.c <= 64 && s.k <= 128;
     // Half-filled rows and tiles are cuDNN's by some per cent, where no moments are wanted.
@@ -323,7 +324,8 @@ bool beats_cudnn(const Conv2dProblem& problem, int kernel) {
   if (kernel == kNarrowInput || kernel == kNarrowWgmma || kernel == kNarrowOutput) {
     return true;  // else it is not chosen
   }
-  if (kernel == fastest_own_of_patches(args_of(problem))) return true;
+  const Conv2dArgs args = args_of(problem);
+  if (kernel == fastest_own_of_patches(args) || kernel == fastest_own_of_others(args)) return true;
   if (s.dtype == DType::kFloat64) {
     return problem.pass != Conv2dPass::kDgrad && s.c / s.groups * s.r * s.s <= 32;
   }

@@ -367,6 +367,8 @@ int fastest_own(const Conv2dArgs& args) {
   const Conv2dShape& s = args.shape;
   const int of_patches = fastest_own_of_patches(args);
   if (of_patches >= 0 && takes(of_patches, args)) return of_patches;
+  const int of_others = fastest_own_of_others(args);
+  if (of_others >= 0 && takes(of_others, args)) return of_others;
   if (takes(kDepthwise, args)) return kDepthwise;
   if (is_grouped(s) && takes(kGrouped, args)) {
     return mma_wins_groups(args) && takes(kMma, args) ? kMma : kGrouped;

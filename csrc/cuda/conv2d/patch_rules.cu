@@ -5,6 +5,20 @@
 namespace braze::cuda {
 namespace {
 
+// Filters that have the image's extents: 5 x 5 and 7 x 7 of 16 to 512 channels to 120 to 1024
+// filters, of 64 and 256 images, 2 to 100 times as fast as what cuDNN chooses.
+bool are_whole(const Conv2dShape& s) {
+  return s.r * s.s > 1 && s.h == s.r && s.w == s.s && s.p * s.q == 1 && s.groups == 1;
+}
+int of_whole(const Conv2dArgs& args) {
+  const Conv2dShape& s = args.shape;
+  if (s.n < 32 || s.c < 16 || s.k < 64) return -1;
+  // (fp32's weight gradient splits both operands again and again.)
+  const bool large = s.r * s.s * s.c * s.k >= 1 << 24;
+  const bool splits = is_plain_fp32(s) && args.pass == Conv2dPass::kWgrad && large;
+  return splits && takes(kIm2col, args) ? kIm2col : kPatches;
+}
+
 bool are_patches(const Conv2dShape& s) {
   return s.r * s.s > 1 && s.stride_h == s.r && s.stride_w == s.s && s.pad_h == 0 && s.pad_w == 0 &&
          s.dilation_h == 1 && s.dilation_w == 1 && s.groups == 1;
@@ -71,7 +85,9 @@ bool few_channels_lose_transposed(Conv2dPass pass, const Conv2dShape& s) {
 
 int fastest_own_of_patches(const Conv2dArgs& args) {
   const Conv2dShape& s = args.shape;
-  if (!are_patches(s) || s.dtype == DType::kFloat64) return -1;
+  if (s.dtype == DType::kFloat64) return -1;
+  if (are_whole(s)) return of_whole(args);
+  if (!are_patches(s)) return -1;
   const Tensor4dRef& x = args.pass == Conv2dPass::kDgrad ? args.out : args.gathered;
   const bool channels_last = x.c == 1 && s.c > 1;
   if (s.c <= 4 && s.r * s.s >= 16) return of_large(args, channels_last);

@@ -1,5 +1,5 @@
-// The choice among the convolution's kernels: own_rules.cu, fp32_rules.cu, patch_rules.cu and
-// library_rules.cu, for choose.cu.
+// The choice among the convolution's kernels: own_rules.cu, fp32_rules.cu, patch_rules.cu,
+// other_rules.cu and library_rules.cu, for choose.cu.
 // Where a rule names a GPU it was measured there.
 #pragma once
 
@@ -40,6 +40,7 @@ bool fft_wins(const Conv2dProblem& problem);
 // The same of fp32 at fp32's accuracy, where it was measured, and channels last: -1 where the other
 // rules decide.
 bool is_known_in_fp32(Conv2dPass pass, const Conv2dShape& s);
+bool has_large_planes(Conv2dPass pass, const Conv2dShape& s);
 int fastest_own_in_fp32(const Conv2dArgs& args);
 bool beats_cudnn_in_fp32(const Conv2dProblem& problem, int kernel);
 
@@ -49,6 +50,9 @@ bool beats_cudnn_in_fp32(const Conv2dProblem& problem, int kernel);
 int fastest_own_of_patches(const Conv2dArgs& args);
 bool patches_win_contiguous(Conv2dPass pass, const Conv2dShape& s);
 bool few_channels_lose_transposed(Conv2dPass pass, const Conv2dShape& s);
+
+// The same of what no other rule knows (other_rules.cu).
+int fastest_own_of_others(const Conv2dArgs& args);
 
 // Whether the kernel, our fastest, is faster than cuDNN; where it leaves moments too.
 bool beats_cudnn(const Conv2dProblem& problem, int kernel);
