@@ -13,7 +13,7 @@ import torch
 import braze
 from braze import _C
 from braze import info as info_function
-from braze.info import Info, _missing, peak_rates
+from braze.info import Info, _missing, peak_rates, processor
 
 SECTIONS = [
     *["braze", "python", "torch", "build", "loaded", "cpu", "devices", "vendor"],
@@ -59,6 +59,17 @@ def test_keys(page):
     assert page["cpu"]["cores"] >= 1
     assert len(page["devices"]) == torch.cuda.device_count()
     assert json.loads(json.dumps(page)) == page
+
+
+def test_processors_of_one_name():
+    """Tables keep readings of a processor apart that has other instructions."""
+    cpu = {"name": "Intel X", "threads": 2, "capability": "AVX512", "amx": True}
+    assert processor(cpu) == "Intel X, 2 threads"
+    assert processor(cpu | {"amx": False}) == "Intel X without AMX, 2 threads"
+    assert processor(cpu | {"name": "AMD Y", "amx": False}) == "AMD Y, 2 threads"
+    assert processor(cpu | {"capability": "AVX2", "amx": False}) == "Intel X with AVX2, 2 threads"
+    del cpu["amx"]  # of readings before that was noted
+    assert processor(cpu) == "Intel X, 2 threads"
 
 
 def test_text(page):

@@ -100,6 +100,20 @@ def test_products_of_pairs(name, shape):
             assert torch.equal(bad[..., 1:, :], out[..., 1:, :])
 
 
+def test_pairs_are_taken_where_they_pay():
+    """Two products in fp32 take an Intel processor less than one of its instructions for pairs."""
+    if not has("dot_bf16") or has("amx"):
+        pytest.skip("a processor with AVX512_BF16 and no AMX")
+    torch.manual_seed(0)
+    a, b = torch.randn(64, 300).bfloat16(), torch.randn(300, 96).bfloat16()
+    products = {}
+    for name in ("braze", "blocked", "dot_bf16"):
+        with braze.backend(matmul=name):
+            products[name] = braze.matmul(a, b)
+    intel = braze.info()["cpu"]["name"].startswith("Intel")
+    assert torch.equal(products["braze"], products["blocked" if intel else "dot_bf16"])
+
+
 @pytest.mark.parametrize("name", PAIRS)
 def test_products_of_pairs_take_bfloat16_only(name):
     if not has(name):

@@ -137,13 +137,16 @@ def _loaded():
 
 
 def processor(cpu):
-    """A processor as tables of results call it: of two machines with one name those without AVX-512
-    are others.
+    """A processor as tables of results call it: of machines with one name those without AVX-512 are
+    others, and those of Intel's without AMX.
 
     Args:
         cpu: ``braze.info()["cpu"]``.
     """
     instructions = " with AVX2" if cpu["capability"] == "AVX2" else ""
+    has_amx = cpu.get("amx", True)  # of readings before this was noted
+    if cpu["capability"] == "AVX512" and cpu["name"].startswith("Intel") and not has_amx:
+        instructions = " without AMX"
     return f"{cpu['name']}{instructions}, {cpu['threads']} threads"
 
 
@@ -157,6 +160,7 @@ def _cpu():
         "cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
         "threads": torch.get_num_threads(),
         "capability": torch.backends.cpu.get_cpu_capability(),
+        "amx": any(line.startswith("flags") and " amx_bf16" in line for line in lines),
     }
 
 

@@ -101,9 +101,7 @@ void plan_fft_repaired(const Conv2dProblem& problem, Conv2dPlan* plan) {
   plan_by_fft(problem, kImplicitGemm, plan);
 }
 
-bool reads_pairs(const Conv2dShape& s) {
-  return s.dtype == DType::kBFloat16 && dot_bf16_available();
-}
+bool reads_pairs(const Conv2dShape& s) { return s.dtype == DType::kBFloat16 && dot_bf16_pays(); }
 bool is_strided(const Conv2dShape& s) { return s.stride_h > 1 || s.stride_w > 1; }
 
 // Whose products are slower than AVX-512's: copies and transformations pay for fewer channels.

@@ -40,6 +40,18 @@ inline bool dot_bf16_available() {
   return available;
 }
 
+// Whether it multiplies more than fp32's instructions do, as on AMD's processors. On Intel's, which
+// have two units for those, it takes two cycles: of a Xeon's products in bf16 those in fp32 took
+// 0.57 to 0.7 of the time.
+inline bool dot_bf16_pays() {
+  static const bool pays = [] {
+    unsigned a, b, c, d;
+    constexpr unsigned kGenu = 0x756e6547;  // "GenuineIntel" begins so
+    return dot_bf16_available() && __get_cpuid(0, &a, &b, &c, &d) && b != kGenu;
+  }();
+  return pays;
+}
+
 // sum += a, broadcast, times b, both pairs.
 inline void add_product(vec_t<float>& sum, Bf16Pair a, const vec_t<float>& b) {
   const __m512i pairs = _mm512_set1_epi32(static_cast<int>(a.bits));
@@ -77,6 +89,7 @@ inline void store_rounded(const float* sums, int64_t width, int64_t rows, int64_
 #else
 
 inline bool dot_bf16_available() { return false; }
+inline bool dot_bf16_pays() { return false; }
 inline void store_rounded(const float*, int64_t, int64_t, int64_t, const float*, BFloat16*,
                           int64_t) {}
 inline void add_product(vec_t<float>&, Bf16Pair, const vec_t<float>&) {}

@@ -46,7 +46,7 @@ class AmxTiles;
 class DotProducts {
  public:
   static constexpr int64_t kRowStep = 1, kStep = 2, kMostPanels = 8;
-  static bool available() { return dot_bf16_available(); }
+  static bool available() { return dot_bf16_pays(); }
   static constexpr int64_t kLeastDepth = 2, kLeastWork = 1 << 12;
 
   void multiply(const uint16_t* a, int64_t ld, int64_t rows, int64_t depth, const uint32_t* panel,
