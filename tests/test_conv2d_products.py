@@ -146,7 +146,7 @@ def test_auto_takes_other_filters_in_fp32(gpu, which):
     x, w, _ = drawn(case, "cuda", torch.float32, "nhwc")
     dy = gradient(case, x, w, "nhwc")
     set_tf32("cuda", False)
-    assert "im2col" in cuda_kernels_of(lambda: run(which, case, x, w, None, dy))
+    assert "braze" in cuda_kernels_of(lambda: run(which, case, x, w, None, dy))
 
 
 def skip_large(device, case):

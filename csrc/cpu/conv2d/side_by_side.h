@@ -1,7 +1,7 @@
 // Convolutions whose windows lie side by side, as 1 x 1 convolutions of patches.
 #pragma once
 
-#include "launchers/conv2d.h"
+#include "launchers/conv2d_patches.h"
 
 namespace braze::cpu {
 
@@ -10,8 +10,6 @@ class Patches {
  public:
   explicit Patches(const Conv2dProblem& problem) : problem_(problem) {}
 
-  // Why the problem's are none, or nullptr.
-  const char* obstacle() const;
   // Of the matrix; 0 where images of a single patch are that as they are.
   int64_t bytes() const;
   // The 1 x 1 convolution.
@@ -20,10 +18,7 @@ class Patches {
   void move(void* matrix) const;
 
  private:
-  int64_t weights() const;  // of a filter
-  bool has_weights_channels_last() const;
-  bool has_weights_contiguous() const;
-  bool is_matrix() const;
+  bool is_matrix() const { return images_are_patches(problem_.shape, problem_.x, problem_.w); }
 
   const Conv2dProblem& problem_;
 };

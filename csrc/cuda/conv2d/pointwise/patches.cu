@@ -13,6 +13,7 @@
 #include "cuda/common/fast_div.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/matmul/hopper/plan.cuh"
+#include "launchers/conv2d_patches.h"
 #include "launchers/transpose.h"
 #include "pointwise.h"
 #include "strided.cuh"
@@ -81,33 +82,17 @@ const Tensor4dRef& weights_of(const Conv2dArgs& args) {
   return args.pass == Conv2dPass::kWgrad ? args.out : args.other;
 }
 
-bool has_weights_channels_last(const Conv2dArgs& args) {
-  const Conv2dShape& s = args.shape;
-  const Tensor4dRef& w = weights_of(args);
-  return w.c == 1 && w.w == s.c && w.h == s.s * s.c && w.n == s.r * s.s * s.c;
-}
-bool has_weights_contiguous(const Conv2dArgs& args) {
-  const Conv2dShape& s = args.shape;
-  const Tensor4dRef& w = weights_of(args);
-  return w.w == 1 && w.h == s.s && w.c == s.r * s.s && w.n == s.r * s.s * s.c;
-}
-
-// Weights of a filter, and elements of a row.
-int64_t weights(const Conv2dShape& s) { return s.r * s.s * s.c; }
+// Elements of a row.
 int64_t padded(const Conv2dShape& s) {
   const int64_t width = kAlignment / size_of(s.dtype);
-  return ceil_div(weights(s), width) * width;
+  return ceil_div(weights_of_filter(s), width) * width;
 }
-
-// Dimensions of a patch, the outermost first: as many elements, so far apart in the tensor.
-struct Extent {
-  int64_t count, stride;
-};
 
 // Patches in `tensor`, whose images have `lines` lines of them: strides in elements.
 void move(Stream stream, const Conv2dShape& s, const void* tensor, const void* matrix,
           int64_t images, int64_t lines, int64_t patches, int64_t image, int64_t line,
-          int64_t patch, Extent outer, Extent middle, Extent inner, bool to_matrix) {
+          int64_t patch, const PatchExtents& extents, bool to_matrix) {
+  auto [outer, middle, inner] = extents;
   const int64_t size = size_of(s.dtype);
   int64_t bytes = size;
   if (inner.stride == 1) {
@@ -139,35 +124,22 @@ void move(Stream stream, const Conv2dShape& s, const void* tensor, const void* m
 void move_input(Stream stream, const Conv2dArgs& args, const void* matrix) {
   const Conv2dShape& s = args.shape;
   const Tensor4dRef& x = input_of(args);
-  const bool to_matrix = args.pass != Conv2dPass::kDgrad;
-  const auto with = [&](Extent outer, Extent middle, Extent inner) {
-    move(stream, s, x.data, matrix, s.n, s.p, s.q, x.n, s.r * x.h, s.s * x.w, outer, middle, inner,
-         to_matrix);
-  };
-  if (has_weights_channels_last(args)) {
-    if (x.c == 1 && x.w == s.c) return with({1, 0}, {s.r, x.h}, {s.s * s.c, 1});
-    return with({s.r, x.h}, {s.s, x.w}, {s.c, x.c});
-  }
-  with({s.c, x.c}, {s.r, x.h}, {s.s, x.w});
+  move(stream, s, x.data, matrix, s.n, s.p, s.q, x.n, s.r * x.h, s.s * x.w,
+       patch_extents(s, x, weights_of(args)), args.pass != Conv2dPass::kDgrad);
 }
 
 // Weights with their padding, as they are without.
 void move_weights(Stream stream, const Conv2dArgs& args, const void* matrix, bool to_matrix) {
   const Conv2dShape& s = args.shape;
-  const int64_t count = weights(s);
-  move(stream, s, weights_of(args).data, matrix, 1, s.k, 1, 0, count, 0, {1, 0}, {1, 0}, {count, 1},
-       to_matrix);
+  const int64_t count = weights_of_filter(s);
+  move(stream, s, weights_of(args).data, matrix, 1, s.k, 1, 0, count, 0,
+       {{1, 0}, {1, 0}, {count, 1}}, to_matrix);
 }
 
-bool pads(const Conv2dShape& s) { return padded(s) != weights(s); }
+bool pads(const Conv2dShape& s) { return padded(s) != weights_of_filter(s); }
 
-// Whether images are rows of the matrix, one behind the other, as they are.
 bool is_matrix(const Conv2dArgs& args) {
-  const Conv2dShape& s = args.shape;
-  const Tensor4dRef& x = input_of(args);
-  if (s.h != s.r || s.w != s.s || pads(s) || x.n != weights(s)) return false;
-  return has_weights_channels_last(args) ? x.c == 1 && x.w == s.c && x.h == s.s * s.c
-                                         : x.w == 1 && x.h == s.s && x.c == s.r * s.s;
+  return !pads(args.shape) && images_are_patches(args.shape, input_of(args), weights_of(args));
 }
 
 // A weight gradient's product takes the result's gradient with its channels last.
@@ -192,14 +164,12 @@ struct Memory {
 // The 1 x 1 convolution.
 Conv2dArgs product_of(const Conv2dArgs& args, const Memory& memory) {
   Conv2dArgs result = args;
-  Conv2dShape& s = result.shape;
-  const int64_t row = padded(args.shape);
-  s.c = row, s.h = s.p, s.w = s.q;
-  s.r = s.s = s.stride_h = s.stride_w = 1;
-  const void* const patches = is_matrix(args) ? input_of(args).data : memory.matrix;
-  const Tensor4dRef x{patches, s.p * s.q * row, 1, s.q * row, row};
+  const Conv2dShape& s = args.shape;
+  const int64_t row = padded(s);
+  result.shape = shape_of_patches(s, row);
+  const Tensor4dRef x = patches_at(s, is_matrix(args) ? input_of(args).data : memory.matrix, row);
   (args.pass == Conv2dPass::kDgrad ? result.out : result.gathered) = x;
-  const void* const data = pads(args.shape) ? memory.weights : weights_of(args).data;
+  const void* const data = pads(s) ? memory.weights : weights_of(args).data;
   (args.pass == Conv2dPass::kWgrad ? result.out : result.other) = {data, row, 1, row, row};
   if (transposes(args)) {
     result.other = {memory.gradients, s.p * s.q * s.k, 1, s.q * s.k, s.k};
@@ -211,19 +181,11 @@ Conv2dArgs product_of(const Conv2dArgs& args, const Memory& memory) {
 
 const char* obstacle(const Conv2dArgs& args) {
   const Conv2dShape& s = args.shape;
-  const bool side_by_side = (s.stride_h == s.r || s.p == 1) && (s.stride_w == s.s || s.q == 1);
-  if (s.r * s.s < 2 || !side_by_side || s.pad_h != 0 || s.pad_w != 0 || s.dilation_h != 1 ||
-      s.dilation_w != 1 || s.groups != 1) {
-    return "it takes filters as large as the stride, no padding, no dilation, one group";
-  }
-  if (!has_weights_channels_last(args) && !has_weights_contiguous(args)) {
-    return "its weights are dense";
-  }
-  if (args.pass == Conv2dPass::kDgrad && (s.h != s.p * s.r || s.w != s.q * s.s)) {
-    return "its input gradient takes images of whole patches";
-  }
+  if (const char* why = patches_obstacle(args.pass, s, weights_of(args))) return why;
   const int64_t lines = s.n * s.p, of_line = s.q * padded(s);
-  if (std::max({lines, of_line, weights(s) * s.k}) > INT_MAX) return "it counts with 31 bits";
+  if (std::max({lines, of_line, weights_of_filter(s) * s.k}) > INT_MAX) {
+    return "it counts with 31 bits";
+  }
   const Tensor4dRef& dy = args.other;
   if (transposes(args) && !(dy.w == 1 && dy.h == s.q && dy.c == s.p * s.q && dy.n == s.k * dy.c)) {
     return "the gradients that its weight gradient takes are dense";
