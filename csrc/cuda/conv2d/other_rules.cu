@@ -30,7 +30,10 @@ int of_fp32(const Conv2dArgs& args) {
     // Where halo_wgmma, which is ahead, cannot take it.
     if (most < 48 && least >= 13 && pixels >= 16 * 56 * 28 && !takes(kHalo, args)) return kSimt;
     if (is_known_in_fp32(args.pass, s) || pixels < 8 * 7 * 7) return -1;
-    if (s.c >= 48 && s.k >= 32) return is_strided(s) && most <= 64 ? kSimt : kIm2col;
+    if (s.c >= 48 && s.k >= 32) {
+      if (is_strided(s) && most <= 64) return kSimt;
+      return has_large_planes(args.pass, s) ? -1 : kIm2col;
+    }
     return s.c >= 13 && s.k >= 64 ? kSimt : -1;
   }
   const bool known = is_known_in_fp32(args.pass, s) || takes(kNarrowDgrad, args);

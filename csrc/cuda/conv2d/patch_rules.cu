@@ -71,6 +71,15 @@ int of_halved(const Conv2dArgs& args, bool channels_last) {
   return is_plain_fp32(s) && s.c <= 128 ? kPatches : kIm2col;
 }
 
+// Whether the matrix of patches, and in fp32 planes of its parts, take more workspace than cuDNN is
+// given (libraries/cudnn_plans.h).
+bool takes_much_workspace(Conv2dPass pass, const Conv2dShape& s) {
+  constexpr int64_t kMostBytes = int64_t{2} << 30;
+  const int64_t matrix = pixels_of(s) * s.r * s.s * s.c * size_of(s.dtype);
+  if (is_plain_fp32(s)) return 2 * matrix > kMostBytes || has_large_planes(pass, s);
+  return matrix > kMostBytes;
+}
+
 }  // namespace
 
 bool patches_win_contiguous(Conv2dPass pass, const Conv2dShape& s) {
@@ -85,7 +94,7 @@ bool few_channels_lose_transposed(Conv2dPass pass, const Conv2dShape& s) {
 
 int fastest_own_of_patches(const Conv2dArgs& args) {
   const Conv2dShape& s = args.shape;
-  if (s.dtype == DType::kFloat64) return -1;
+  if (s.dtype == DType::kFloat64 || takes_much_workspace(args.pass, s)) return -1;
   if (are_whole(s)) return of_whole(args);
   if (!are_patches(s)) return -1;
   const Tensor4dRef& x = args.pass == Conv2dPass::kDgrad ? args.out : args.gathered;
