@@ -102,6 +102,10 @@ void plan_fft_repaired(const Conv2dProblem& problem, Conv2dPlan* plan) {
 }
 
 bool reads_pairs(const Conv2dShape& s) { return s.dtype == DType::kBFloat16 && dot_bf16_pays(); }
+// Whether kernels multiply values in fp32 one by one, also where they read bf16.
+bool multiplies_in_fp32(const Conv2dShape& s) {
+  return s.dtype == DType::kFloat32 || (s.dtype == DType::kBFloat16 && !reads_pairs(s));
+}
 bool is_strided(const Conv2dShape& s) { return s.stride_h > 1 || s.stride_w > 1; }
 
 // Whose products are slower than AVX-512's: copies and transformations pay for fewer channels.
@@ -170,14 +174,14 @@ bool transformed_wgrad_gains(const Conv2dShape& s, int64_t sums, int64_t tiles) 
          100 * pixels > kLeastFilled * 4 * tiles;
 }
 
-// Whether narrow_input is faster than copies of patches and implicit_gemm, as measured in float32
+// Whether narrow_input is faster than copies of patches and implicit_gemm, as measured in fp32
 // with images of one and three channels. Where dy has to be copied there have to be taps and
 // filters enough to meet the copies; more weights than these are in nobody's first-level cache.
 bool narrow_input_wins(const Conv2dProblem& problem) {
   const Conv2dShape& s = problem.shape;
   constexpr int64_t kMostChannels = 3, kLeastFilters = 8, kMostWeights = 1 << 16;
   constexpr int64_t kLeastTapsCopied = 16, kLeastFiltersCopied = 32;
-  if (s.dtype != DType::kFloat32 || s.c > kMostChannels || narrow_input_obstacle(problem) ||
+  if (!multiplies_in_fp32(s) || s.c > kMostChannels || narrow_input_obstacle(problem) ||
       s.c * s.r * s.s * s.k > kMostWeights) {
     return false;
   }
@@ -234,7 +238,7 @@ int choose(const Conv2dProblem& problem) {
     // Every s-th pixel of contiguous images has to be copied one by one.
     const bool skips = problem.pass == Conv2dPass::kFprop && is_strided(s) && problem.x.c != 1;
     if ((!is_wgrad && !skips) || has_few_pixels(problem)) return kPointwise;
-    if (is_wgrad && s.dtype == DType::kFloat32 && problem.x.c == 1 && problem.y.c == 1) {
+    if (is_wgrad && multiplies_in_fp32(s) && problem.x.c == 1 && problem.y.c == 1) {
       return pointwise_wgrad_kernel(problem);
     }
     if (wants_patches(problem) || blocked_im2col_reads_in_place(problem)) return kBlockedIm2col;

@@ -73,22 +73,26 @@ int of_16_bits(const Conv2dArgs& args) {
     return known && from % 32 == 0 ? kIm2col : -1;
   }
   if (taps < 25) return -1;
-  if (taps == 25 && s.c <= 32) return kHalo;
+  // (Of 13 x 17 pixels halo_wgmma's tiles are a third behind.)
+  const bool whole_tiles = s.p * s.q >= 28 * 28 && pixels_of(s) >= 64 * 28 * 28;
+  if (taps == 25 && s.c <= 32) return whole_tiles ? kHalo : -1;
   return from % 64 == 0 && to >= 64 ? kIm2col : -1;
 }
 
-// 3 x 3 of a few images of 31 x 31 pixels and more, in TF32 and in 16 bits.
+// 3 x 3 of a few images of 31 x 31 pixels and more, in TF32, and of 64 channels in 16 bits.
 bool is_of_few_images(const Conv2dArgs& args) {
   const Conv2dShape& s = args.shape;
   const int64_t least = std::min(s.c, s.k), most = std::max(s.c, s.k);
   return args.pass != Conv2dPass::kWgrad && is_usual(s) && !is_strided(s) && s.n <= 4 &&
-         s.p * s.q >= 31 * 31 && pixels_of(s) <= 4 * 64 * 64 && least >= 64 && most <= 256;
+         s.p * s.q >= 31 * 31 && pixels_of(s) <= 4 * 64 * 64 && least >= 64 &&
+         most <= (is_tf32(s) ? 256 : 64);
 }
 
 }  // namespace
 
 int fastest_own_of_others(const Conv2dArgs& args) {
   const Conv2dShape& s = args.shape;
+  if (!runs_sm90_code()) return -1;  // not measured
   if (s.groups > 1 || s.dtype == DType::kFloat64 || args.gathered.c != 1) return -1;
   if (std::min(s.c, s.k) < 13 || s.r * s.s > 49) return -1;
   if (is_plain_fp32(s)) return of_fp32(args);

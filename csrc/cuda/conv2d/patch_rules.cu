@@ -94,6 +94,7 @@ bool few_channels_lose_transposed(Conv2dPass pass, const Conv2dShape& s) {
 
 int fastest_own_of_patches(const Conv2dArgs& args) {
   const Conv2dShape& s = args.shape;
+  if (!runs_sm90_code()) return -1;  // not measured
   if (s.dtype == DType::kFloat64 || takes_much_workspace(args.pass, s)) return -1;
   if (are_whole(s)) return of_whole(args);
   if (!are_patches(s)) return -1;
