@@ -15,11 +15,15 @@ inline bool weights_lie_contiguous(const Conv2dShape& s, const Tensor4dRef& w) {
   return w.w == 1 && w.h == s.s && w.c == s.r * s.s && w.n == weights_of_filter(s);
 }
 
+inline bool lie_side_by_side(const Conv2dShape& s) {
+  const bool apart = (s.stride_h == s.r || s.p == 1) && (s.stride_w == s.s || s.q == 1);
+  return apart && s.r * s.s > 1 && s.pad_h == 0 && s.pad_w == 0 && s.dilation_h == 1 &&
+         s.dilation_w == 1 && s.groups == 1;
+}
+
 // Why windows are no patches that a product of matrices takes, or nullptr.
 inline const char* patches_obstacle(Conv2dPass pass, const Conv2dShape& s, const Tensor4dRef& w) {
-  const bool side_by_side = (s.stride_h == s.r || s.p == 1) && (s.stride_w == s.s || s.q == 1);
-  if (s.r * s.s < 2 || !side_by_side || s.pad_h != 0 || s.pad_w != 0 || s.dilation_h != 1 ||
-      s.dilation_w != 1 || s.groups != 1) {
+  if (!lie_side_by_side(s)) {
     return "patches takes filters as large as the stride, no padding, no dilation, one group";
   }
   if (!weights_lie_channels_last(s, w) && !weights_lie_contiguous(s, w)) {

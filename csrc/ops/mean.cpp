@@ -22,10 +22,9 @@ void mean_(const std::vector<Tensor>& outputs, const std::vector<Tensor>& first,
     check_same_dtype(kOp, "second", second[i], "first", first[i]);
     check_same_dtype(kOp, "outputs", outputs[i], "outputs", outputs[0]);
     for (const Tensor* source : {&first[i], &second[i]}) check_cast(kOp, outputs[i], *source);
-    tensors.push_back(
-        {first[i].const_data_ptr(), second[i].const_data_ptr(), nullptr, first[i].numel(), from});
+    tensors.push_back({first[i].const_data_ptr(), second[i].const_data_ptr(),
+                       Tensor(outputs[i]).mutable_data_ptr(), first[i].numel(), from});
   }
-  for (size_t i = 0; i < count; ++i) tensors[i].to = Tensor(outputs[i]).mutable_data_ptr();
   const DeviceContext context(first[0]);
   dev::mean(context.stream(), to, tensors.data(), static_cast<int64_t>(count));
 }

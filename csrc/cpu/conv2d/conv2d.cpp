@@ -25,7 +25,7 @@ const char* no_obstacle(const Conv2dProblem&) { return nullptr; }
 
 constexpr char kAll[] = "float64 float32 bfloat16 float16";
 void plan_fft_repaired(const Conv2dProblem& problem, Conv2dPlan* plan);
-const char* no_patches(const Conv2dProblem& problem);
+const char* patches_obstacle(const Conv2dProblem& problem);
 void plan_patches(const Conv2dProblem& problem, Conv2dPlan* plan);
 void run_patches(const Conv2dProblem& problem, const Conv2dPlan& plan, const void* bias,
                  void* workspace);
@@ -74,7 +74,7 @@ constexpr Kernel kKernels[] = {
      nullptr},
     {{"conv2d", "patches", kAll, "cpu", true,
       "windows side by side: their elements in the order of the weights, then as 1 x 1"},
-     no_patches,
+     patches_obstacle,
      plan_patches,
      run_patches},
     {{"conv2d", "amx", "bfloat16", "cpu", true,
@@ -213,9 +213,7 @@ bool patches_win(const Conv2dProblem& problem) {
   const bool is_fp32 = s.dtype == DType::kFloat32;
   if (!(is_fp32 || s.dtype == DType::kBFloat16) || s.r * s.s < 4) return false;
   const bool is_few = s.c <= kFewChannels, is_whole = s.h == s.r && s.w == s.s;
-  if (problem.pass == Conv2dPass::kDgrad) {
-    return is_few || is_whole;
-  }
+  if (problem.pass == Conv2dPass::kDgrad) return is_few || is_whole;
   if (is_whole) return is_fp32 == (problem.pass == Conv2dPass::kFprop);
   return is_few && s.r * s.s * s.c >= kManyWeights;
 }
@@ -225,7 +223,7 @@ int choose(const Conv2dProblem& problem) {
   const Conv2dShape& s = problem.shape;
   const bool is_wgrad = problem.pass == Conv2dPass::kWgrad;
   if (fft_wins(problem)) return kFft;
-  if (patches_win(problem) && !no_patches(problem)) return kPatches;
+  if (patches_win(problem) && !patches_obstacle(problem)) return kPatches;
   // Fewer channels leave most lanes idle.
   constexpr int64_t kLeastGroups = kLanes<float> / 2;
   if (s.groups >= kLeastGroups && !depthwise_obstacle(problem)) return kDepthwise;
@@ -272,8 +270,8 @@ int choose(const Conv2dProblem& problem) {
   return wants_patches(problem) ? kBlockedIm2col : kImplicitGemm;
 }
 
-const char* no_patches(const Conv2dProblem& problem) {
-  return patches_obstacle(problem.pass, problem.shape, problem.w);
+const char* patches_obstacle(const Conv2dProblem& problem) {
+  return braze::patches_obstacle(problem.pass, problem.shape, problem.w);
 }
 
 void plan_patches(const Conv2dProblem& problem, Conv2dPlan* plan) {

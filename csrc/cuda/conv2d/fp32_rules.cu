@@ -10,7 +10,6 @@ namespace braze::cuda {
 namespace {
 
 constexpr int64_t kBatch = 64;  // of the measurements
-int64_t pixels_of(const Conv2dShape& s) { return s.n * s.p * s.q; }
 
 // 1 x 1 weight gradients of few channels over so many pixels that matmul's wgmma_long takes them.
 bool is_long_sum(const Conv2dShape& s) {
@@ -44,13 +43,13 @@ int fastest_product(Conv2dPass pass, const Conv2dShape& s) {
 }  // namespace
 
 // Whether planes of parts, which implicit_gemm_wgmma and pointwise multiply, take more workspace
-// than cuDNN is given (libraries/cudnn_plans.h).
+// than cuDNN is given.
 bool has_large_planes(Conv2dPass pass, const Conv2dShape& s) {
-  constexpr int64_t kMostBytes = int64_t{2} << 30, kPartBytes = 4;
+  constexpr int64_t kPartBytes = 4;
   const int64_t x = s.n * s.h * s.w * s.c, y = s.n * s.p * s.q * s.k;
   const bool reads_x = pass != Conv2dPass::kDgrad;
   const bool reads_y = pass != Conv2dPass::kFprop;
-  return kPartBytes * (reads_x * x + reads_y * y) > kMostBytes;
+  return kPartBytes * (reads_x * x + reads_y * y) > kMostWorkspace;
 }
 
 bool is_known_in_fp32(Conv2dPass pass, const Conv2dShape& s) {

@@ -312,19 +312,19 @@ bool mma_beats_cudnn(const Conv2dProblem& problem) {
 // measured goes to cuDNN.
 bool beats_cudnn(const Conv2dProblem& problem, int kernel) {
   const Conv2dShape& s = problem.shape;
+  const Conv2dArgs args = args_of(problem);
   const bool is_channels_last = problem.x.c == 1 && s.c > 1, is_16_bit = size_of(s.dtype) == 2;
   const bool wgrad = problem.pass == Conv2dPass::kWgrad;
   if (kernel == kDepthwise) return depthwise_beats_cudnn(problem);
   const bool narrow_groups =
       kernel == kDirect && is_16_bit && s.groups > 1 && !is_grouped(s) && is_channels_last;
   if (kernel == kGrouped || narrow_groups ||
-      (kernel == kMma && is_channels_last && mma_wins_groups(args_of(problem)))) {
+      (kernel == kMma && is_channels_last && mma_wins_groups(args))) {
     return grouped_beats_cudnn(problem);
   }
   if (kernel == kNarrowInput || kernel == kNarrowWgmma || kernel == kNarrowOutput) {
     return true;  // else it is not chosen
   }
-  const Conv2dArgs args = args_of(problem);
   if (kernel == fastest_own_of_patches(args) || kernel == fastest_own_of_others(args)) return true;
   if (s.dtype == DType::kFloat64) {
     return problem.pass != Conv2dPass::kDgrad && s.c / s.groups * s.r * s.s <= 32;
@@ -336,7 +336,7 @@ bool beats_cudnn(const Conv2dProblem& problem, int kernel) {
   if (problem.pass == Conv2dPass::kFprop && few) return true;
   if (problem.pass == Conv2dPass::kDgrad && s.k * s.r * s.s <= 4) return true;
   if (wgrad && s.c == 1 && s.r * s.s <= 32 && s.k <= 32) return true;
-  if (kernel == kPointwise && pointwise_wins_few_filters(args_of(problem))) return true;
+  if (kernel == kPointwise && pointwise_wins_few_filters(args)) return true;
   if (kernel == kMma && is_channels_last && is_16_bit) return mma_beats_cudnn(problem);
   // cuDNN's first choice for few pixels sums them one after the other: up to 50 times the error.
   if (wgrad && is_plain_fp32(s) && s.n * s.p * s.q < 1 << 16 && s.c <= 256 && s.k <= 256) {

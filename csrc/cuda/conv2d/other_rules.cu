@@ -9,11 +9,6 @@
 namespace braze::cuda {
 namespace {
 
-int64_t pixels_of(const Conv2dShape& s) { return s.n * s.p * s.q; }
-bool is_usual(const Conv2dShape& s) {
-  return s.r == 3 && s.s == 3 && s.dilation_h == 1 && s.dilation_w == 1;
-}
-
 // At fp32's accuracy products in parts are 1.4 to 9 times as fast as cuDNN's on CUDA cores; ours on
 // CUDA cores are where parts of few channels fill no tile.
 int of_fp32(const Conv2dArgs& args) {
@@ -83,9 +78,9 @@ int of_16_bits(const Conv2dArgs& args) {
 bool is_of_few_images(const Conv2dArgs& args) {
   const Conv2dShape& s = args.shape;
   const int64_t least = std::min(s.c, s.k), most = std::max(s.c, s.k);
-  return args.pass != Conv2dPass::kWgrad && is_usual(s) && !is_strided(s) && s.n <= 4 &&
-         s.p * s.q >= 31 * 31 && pixels_of(s) <= 4 * 64 * 64 && least >= 64 &&
-         most <= (is_tf32(s) ? 256 : 64);
+  const bool usual = !is_pointwise(s) && !is_other_filter(s) && !is_strided(s);
+  return args.pass != Conv2dPass::kWgrad && usual && s.n <= 4 && s.p * s.q >= 31 * 31 &&
+         pixels_of(s) <= 4 * 64 * 64 && least >= 64 && most <= (is_tf32(s) ? 256 : 64);
 }
 
 }  // namespace

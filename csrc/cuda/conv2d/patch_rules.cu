@@ -1,5 +1,6 @@
 // Which kernel is the fastest of windows that lie side by side, as measured on an H200: patches, or
 // implicit_gemm_wgmma, which moves nothing before its product, but needs rows of 16 bytes.
+#include "launchers/conv2d_patches.h"
 #include "rules.h"
 
 namespace braze::cuda {
@@ -20,11 +21,9 @@ int of_whole(const Conv2dArgs& args) {
 }
 
 bool are_patches(const Conv2dShape& s) {
-  return s.r * s.s > 1 && s.stride_h == s.r && s.stride_w == s.s && s.pad_h == 0 && s.pad_w == 0 &&
-         s.dilation_h == 1 && s.dilation_w == 1 && s.groups == 1;
+  return lie_side_by_side(s) && s.stride_h == s.r && s.stride_w == s.s;
 }
 bool are_halved(const Conv2dShape& s) { return s.r == 2 && s.s == 2; }
-int64_t pixels_of(const Conv2dShape& s) { return s.n * s.p * s.q; }
 
 // Large ones, with which vision transformers and ConvNeXts begin: 4 x 4 to 32 x 32 (and 7 x 7 of
 // one channel) of 1 to 64 images of up to 224 x 224 to 64 to 1024 filters. Few weights of float32
@@ -72,12 +71,11 @@ int of_halved(const Conv2dArgs& args, bool channels_last) {
 }
 
 // Whether the matrix of patches, and in fp32 planes of its parts, take more workspace than cuDNN is
-// given (libraries/cudnn_plans.h).
+// given.
 bool takes_much_workspace(Conv2dPass pass, const Conv2dShape& s) {
-  constexpr int64_t kMostBytes = int64_t{2} << 30;
-  const int64_t matrix = pixels_of(s) * s.r * s.s * s.c * size_of(s.dtype);
-  if (is_plain_fp32(s)) return 2 * matrix > kMostBytes || has_large_planes(pass, s);
-  return matrix > kMostBytes;
+  const int64_t matrix = pixels_of(s) * weights_of_filter(s) * size_of(s.dtype);
+  if (is_plain_fp32(s)) return 2 * matrix > kMostWorkspace || has_large_planes(pass, s);
+  return matrix > kMostWorkspace;
 }
 
 }  // namespace

@@ -60,6 +60,10 @@ bool beats_cudnn_with_moments(const Conv2dShape& s, int kernel);
 // Whether contiguous tensors had better be transposed for it.
 bool pays_transposes(Conv2dPass pass, const Conv2dShape& s, int kernel);
 
+// Of the results of a pass, and what cuDNN's engines may take (libraries/cudnn_plans.h).
+inline int64_t pixels_of(const Conv2dShape& s) { return s.n * s.p * s.q; }
+constexpr int64_t kMostWorkspace = int64_t{2} << 30;
+
 inline bool is_pointwise(const Conv2dShape& s) { return s.r == 1 && s.s == 1; }
 inline bool is_strided(const Conv2dShape& s) { return s.stride_h > 1 || s.stride_w > 1; }
 inline bool is_plain_fp32(const Conv2dShape& s) {

@@ -397,7 +397,7 @@ int launch_backward(cudaStream_t stream, const LayerNormShape& shape,
       // so are clusters, each thread with as much as it can hold.
       constexpr bool kMost = words_of<acc_t<In>>(kVectors * N) == 32;
       constexpr bool kWidest = kWidth == kTeamOfWarps && (kMost ? sizeof(In) == 2 : kVectors == 4);
-      if constexpr (kMost || kBlocks > 1 ? kWidest && sizeof(In) <= 4 : true) {
+      if constexpr ((!kMost && kBlocks == 1) || kWidest) {
         const auto kernel = layer_norm_backward_kernel<kWidth, N, kVectors, kBlocks, In, Out>;
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.bytes);
         launch_early_in_clusters(kernel, parts * kBlocks, plan.threads, plan.bytes, stream, kBlocks,

@@ -88,17 +88,21 @@ int64_t padded(const Conv2dShape& s) {
   return ceil_div(weights_of_filter(s), width) * width;
 }
 
-// Patches in `tensor`, whose images have `lines` lines of them: strides in elements.
+// How many lines of how many patches images have, and strides between these, in elements.
+struct Lines {
+  int64_t images, lines, patches;
+  int64_t image, line, patch;
+};
+
 void move(Stream stream, const Conv2dShape& s, const void* tensor, const void* matrix,
-          int64_t images, int64_t lines, int64_t patches, int64_t image, int64_t line,
-          int64_t patch, const PatchExtents& extents, bool to_matrix) {
+          const Lines& l, const PatchExtents& extents, bool to_matrix) {
   auto [outer, middle, inner] = extents;
   const int64_t size = size_of(s.dtype);
   int64_t bytes = size;
   if (inner.stride == 1) {
-    bytes = pointwise::unit_bytes(size, inner.count,
-                                  {image, line, patch, outer.stride, middle.stride, padded(s)},
-                                  tensor, matrix);
+    bytes = pointwise::unit_bytes(
+        size, inner.count, {l.image, l.line, l.patch, outer.stride, middle.stride, padded(s)},
+        tensor, matrix);
   }
   const int64_t each = bytes / size;
   Grid g{};
@@ -106,12 +110,12 @@ void move(Stream stream, const Conv2dShape& s, const void* tensor, const void* m
   g.row = FastDiv(padded(s) / each);
   g.middle = FastDiv(middle.count), g.inner = FastDiv(inner.count);
   g.units = static_cast<int>(outer.count * middle.count * inner.count);
-  g.patches = static_cast<int>(patches);
-  g.lines = FastDiv(lines);
-  g.image = image / each, g.line = line / each, g.patch = patch / each;
+  g.patches = static_cast<int>(l.patches);
+  g.lines = FastDiv(l.lines);
+  g.image = l.image / each, g.line = l.line / each, g.patch = l.patch / each;
   g.outer_stride = outer.stride / each, g.middle_stride = middle.stride / each;
   g.inner_stride = inner.stride;
-  const int64_t all = images * lines;
+  const int64_t all = l.images * l.lines;
   switch (bytes) {
     case 2: return launch<uint16_t>(stream, g, all, tensor, matrix, to_matrix);
     case 4: return launch<uint32_t>(stream, g, all, tensor, matrix, to_matrix);
@@ -124,7 +128,7 @@ void move(Stream stream, const Conv2dShape& s, const void* tensor, const void* m
 void move_input(Stream stream, const Conv2dArgs& args, const void* matrix) {
   const Conv2dShape& s = args.shape;
   const Tensor4dRef& x = input_of(args);
-  move(stream, s, x.data, matrix, s.n, s.p, s.q, x.n, s.r * x.h, s.s * x.w,
+  move(stream, s, x.data, matrix, {s.n, s.p, s.q, x.n, s.r * x.h, s.s * x.w},
        patch_extents(s, x, weights_of(args)), args.pass != Conv2dPass::kDgrad);
 }
 
@@ -132,7 +136,7 @@ void move_input(Stream stream, const Conv2dArgs& args, const void* matrix) {
 void move_weights(Stream stream, const Conv2dArgs& args, const void* matrix, bool to_matrix) {
   const Conv2dShape& s = args.shape;
   const int64_t count = weights_of_filter(s);
-  move(stream, s, weights_of(args).data, matrix, 1, s.k, 1, 0, count, 0,
+  move(stream, s, weights_of(args).data, matrix, {1, s.k, 1, 0, count, 0},
        {{1, 0}, {1, 0}, {count, 1}}, to_matrix);
 }
 
