@@ -195,10 +195,7 @@ def test_unaligned_storage_offset(device, dtype):
     check_against_stock(ours_of, stock_of, [x, weight, bias])
 
 
-@pytest.mark.parametrize("size", [64, 700, 5000, 50000])
-@pytest.mark.parametrize("kind", ["large_mean", "outlier_first", "halves_far_apart"])
-def test_ill_conditioned_rows(device, kind, size):
-    """The statistics where the mean dwarfs the deviation or the first values are no guide."""
+def ill_conditioned(kind, size, device):
     x = torch.randn(4, size, device=device)
     if kind == "large_mean":
         x += 1e4
@@ -206,7 +203,17 @@ def test_ill_conditioned_rows(device, kind, size):
         x[:, 0] = 1e4
     else:
         x[:, size // 2 :] += 1e3
-    x.requires_grad_()
+    return x
+
+
+KINDS = ["large_mean", "outlier_first", "halves_far_apart"]
+
+
+@pytest.mark.parametrize("size", [64, 700, 5000, 50000])
+@pytest.mark.parametrize("kind", KINDS)
+def test_ill_conditioned_rows(device, kind, size):
+    """The statistics where the mean dwarfs the deviation or the first values are no guide."""
+    x = ill_conditioned(kind, size, device).requires_grad_()
     check_against_stock(
         lambda t: F.layer_norm(t, (size,)), lambda t: stock.layer_norm(t, (size,)), [x]
     )
@@ -220,12 +227,32 @@ def test_ill_conditioned_rows(device, kind, size):
     torch.testing.assert_close(rstd.double(), expected, rtol=3e-6, atol=0)
 
 
+@pytest.mark.parametrize("size", [40, 64, 700, 1024, 5000, 32768, 50000])
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_ill_conditioned_rows_of_16_bits(device, half, kind, size):
+    x = ill_conditioned(kind, size, device)
+    if kind == "large_mean":
+        x = (x - 1e4) * 4 + 1e3  # of half a dozen different values
+    x = x.to(half).requires_grad_()
+    check_against_stock(
+        lambda t: F.layer_norm(t, (size,)), lambda t: stock.layer_norm(t, (size,)), [x]
+    )
+    _, mean, rstd = torch.ops.braze.layer_norm(x, None, None, [size], 1e-5)
+    d = x.detach().double()
+    atol = 1e-6 * d.std(1).max().item()
+    torch.testing.assert_close(mean.double(), d.mean(1, keepdim=True), rtol=3e-7, atol=atol)
+    expected = (d.var(1, correction=0, keepdim=True) + 1e-5).rsqrt()
+    torch.testing.assert_close(rstd.double(), expected, rtol=3e-6, atol=0)
+
+
 def test_special_values(device, dtype):
-    x = torch.randn(7, 40, device=device)
+    x = torch.randn(8, 40, device=device)
     x[0, 3], x[1, 0], x[2, 39] = float("nan"), float("inf"), -float("inf")
     x[3] = 0.5  # no variance
     x[4] = 1e-40
     x[5] *= 1e4
+    x[7] = 5e36  # nor here
     weight, bias = parameters(40, device, dtype)
     x = x.to(dtype)
     actual, expected = ours_of(x, weight, bias), stock_of(x, weight, bias)

@@ -23,6 +23,10 @@ struct HostMath {
     return vector_expm1(v);
   }
   template <typename A>
+  static A bell(A v) {
+    return exp(A(-0.5) * v * v);
+  }
+  template <typename A>
   static A normal_cdf(A v) {
     return normal_cdf_of_erf(vector_erf(v * A(kSqrtHalf)));
   }

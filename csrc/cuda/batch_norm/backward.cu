@@ -62,7 +62,7 @@ int launch_sums(cudaStream_t s, const BatchNormShape& shape, const Activation& a
                 const GradSumsArgs<T>& args, GradPartial<acc_t<T>>* partials) {
   int splits = 0;
   with_layout_and_code<T>(
-      shape, activation,
+      shape, activation, kHeavyPlaneBlocks,
       [&](auto width, auto code, const PlaneShape& planes, dim3 grid) {
         splits = planes.splits;
         plane_grad_sums_kernel<T, decltype(width)::value, decltype(code)::value>
@@ -82,7 +82,7 @@ template <typename T>
 void launch_input_grad(cudaStream_t s, const BatchNormShape& shape, const Activation& activation,
                        const InputGradArgs<T>& args) {
   with_layout_and_code<T>(
-      shape, activation,
+      shape, activation, kPlaneBlocks,
       [&](auto width, auto code, const PlaneShape& planes, dim3 grid) {
         launch_early(plane_input_grad_kernel<T, decltype(width)::value, decltype(code)::value>,
                      grid, kPlaneThreads, 0, s, args, planes);
@@ -109,7 +109,7 @@ bool launch_resident(cudaStream_t s, const BatchNormShape& shape, const Activati
     }
     const RingPlan plan = plan_resident<T>(shape, true);
     const RingPartials<2> partials{static_cast<float*>(workspace), shape.c};
-    const bool done = with_resident_code(activation, [&](auto code) {
+    const bool done = with_ring_code(activation, [&](auto code) {
       launch_cooperative(resident_backward_kernel<T, decltype(code)::value>, plan.parts,
                          plan.threads, plan.shared_bytes(), s, plan, args, grads, backward,
                          partials);

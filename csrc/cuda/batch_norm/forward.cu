@@ -149,7 +149,7 @@ int launch_moments(cudaStream_t s, const BatchNormShape& shape, const void* x,
     using T = typename decltype(tag)::type;
     const T* in = static_cast<const T*>(x);
     with_layout<T>(
-        shape,
+        shape, kPlaneBlocks,
         [&](auto width, const PlaneShape& planes, dim3 grid) {
           splits = planes.splits;
           plane_moments_kernel<T, decltype(width)::value>
@@ -171,8 +171,9 @@ int launch_moments(cudaStream_t s, const BatchNormShape& shape, const void* x,
 int64_t batch_norm_workspace_bytes(const BatchNormShape& shape) {
   // The most parts that any vector width leads to, and, for the backward pass, three coefficients
   // per channel; a gradient's partial result is no larger than the moments'.
-  const int64_t splits =
-      shape.channels_last ? sm_count() : ceil_div(int64_t{sm_count()} * kPlaneBlocksPerSm, shape.c);
+  const int64_t splits = shape.channels_last
+                             ? sm_count()
+                             : ceil_div(int64_t{sm_count()} * kPlaneBlocks * kPlaneWaves, shape.c);
   return (std::min(shape.count(), splits) * sizeof(MomentsPartial) + 3 * sizeof(double)) * shape.c;
 }
 
@@ -238,7 +239,7 @@ void batch_norm_apply(Stream stream, const BatchNormShape& shape, const void* x,
     using T = typename decltype(tag)::type;
     const ApplyArgs<T> args = apply_args<T>(x, tail, statistics, y, mask);
     with_layout_and_code<T>(
-        shape, tail.activation,
+        shape, tail.activation, kHeavyPlaneBlocks,
         [&](auto width, auto code, const PlaneShape& planes, dim3 grid) {
           launch_early(plane_apply_kernel<T, decltype(width)::value, decltype(code)::value>, grid,
                        kPlaneThreads, 0, s, args, planes);
@@ -263,7 +264,7 @@ bool batch_norm_resident(Stream stream, const BatchNormShape& shape, const void*
       const RingPlan plan = plan_resident<T>(shape, false);
       const RingPartials<3> partials{static_cast<float*>(workspace), shape.c};
       const ApplyArgs<T> args = apply_args<T>(x, tail, forward.statistics, y, mask);
-      done = with_resident_code(tail.activation, [&](auto code) {
+      done = with_ring_code(tail.activation, [&](auto code) {
         launch_cooperative(resident_forward_kernel<T, decltype(code)::value>, plan.parts,
                            plan.threads, plan.shared_bytes(), as_cuda(stream), plan, args, forward,
                            partials, 1 / static_cast<double>(shape.count()), batches);

@@ -247,10 +247,11 @@ __global__ void __launch_bounds__(kHeldThreads, kHeldBlocks)
   planes.each([&](int held, int64_t) {
     Packed<T, N> packed;
     packed.load(x + held);
-    const Vec<T, N> element = packed.unpacked();
+    float element[N];
+    unpack(packed, element);
 #pragma unroll
     for (int k = 0; k < N; ++k) {
-      const float d = convert<float>(element.v[k]) - pivot;
+      const float d = element[k] - pivot;
       about.x += d;
       about.y += d * d;
     }

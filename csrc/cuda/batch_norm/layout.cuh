@@ -20,14 +20,16 @@ void with_vectors(int64_t extent, const F& f) {
 }
 
 // Calls planes(N, shape, grid) or rows(N, rows, vectors of a row), whichever the layout asks for.
+// of_sm: blocks of the kernel over planes that a multiprocessor has.
 template <typename T, typename Planes, typename Rows>
-void with_layout(const BatchNormShape& shape, const Planes& planes, const Rows& rows) {
+void with_layout(const BatchNormShape& shape, int of_sm, const Planes& planes, const Rows& rows) {
   if (shape.channels_last) {
     with_vectors<T>(
         shape.c, [&](auto width) { rows(width, shape.count(), shape.c / decltype(width)::value); });
   } else {
     with_vectors<T>(shape.inner, [&](auto width) {
-      const int splits = plane_splits(shape.count() / decltype(width)::value, shape.c);
+      const int splits =
+          plane_splits_in_waves(shape.count() / decltype(width)::value, shape.c, of_sm);
       planes(width, PlaneShape{shape.n, shape.c, shape.inner, splits},
              dim3(static_cast<unsigned>(shape.c), static_cast<unsigned>(splits)));
     });
@@ -36,10 +38,10 @@ void with_layout(const BatchNormShape& shape, const Planes& planes, const Rows& 
 
 // As with_layout, with the activation's code for the vectors behind the width.
 template <typename T, typename Planes, typename Rows>
-void with_layout_and_code(const BatchNormShape& shape, const Activation& activation,
+void with_layout_and_code(const BatchNormShape& shape, const Activation& activation, int of_sm,
                           const Planes& planes, const Rows& rows) {
   with_layout<T>(
-      shape,
+      shape, of_sm,
       [&](auto width, const PlaneShape& plane_shape, dim3 grid) {
         with_activation_code<T, decltype(width)::value>(
             activation, [&](auto code) { planes(width, code, plane_shape, grid); });

@@ -84,16 +84,15 @@ __device__ __forceinline__ void apply_vector(const ApplyArgs<T>& args, int64_t o
                                              const Packed<T, N>& packed_residual, const C& center,
                                              const C& scale, const C& shift) {
   using A = acc_t<T>;
-  const Vec<T, N> x = packed_x.unpacked();
   A v[N];
+  unpack(packed_x, v);
 #pragma unroll
-  for (int k = 0; k < N; ++k) {
-    v[k] = normalized(convert<A>(x.v[k]) - center[k], scale[k], shift[k]);
-  }
+  for (int k = 0; k < N; ++k) v[k] = normalized(v[k] - center[k], scale[k], shift[k]);
   if (args.residual) {
-    const Vec<T, N> residual = packed_residual.unpacked();
+    A residual[N];
+    unpack(packed_residual, residual);
 #pragma unroll
-    for (int k = 0; k < N; ++k) v[k] += convert<A>(residual.v[k]);
+    for (int k = 0; k < N; ++k) v[k] += residual[k];
   }
   if (kCode == ActivationCode::kClamp && args.mask)
     args.mask[offset / N] = open_bits(v, args.activation);
@@ -113,21 +112,22 @@ __device__ __forceinline__ void sum_vector(const GradSumsArgs<T>& args,
                                            const C& center, const C& scale, const C& shift,
                                            const Keep& keep, const Add& add) {
   using A = acc_t<T>;
-  const Vec<T, N> dy = packed_dy.unpacked(), x = packed_x.unpacked();
-  A g[N], v[N];
+  A g[N], deviation[N];
+  unpack(packed_dy, g);
+  unpack(packed_x, deviation);
 #pragma unroll
-  for (int k = 0; k < N; ++k) g[k] = convert<A>(dy.v[k]);
+  for (int k = 0; k < N; ++k) deviation[k] -= center[k];
   if (kCode == ActivationCode::kClamp && args.mask) {
     pass_back(g, open);
   } else {
+    A v[N];
 #pragma unroll
-    for (int k = 0; k < N; ++k) {
-      v[k] = normalized(convert<A>(x.v[k]) - center[k], scale[k], shift[k]);
-    }
+    for (int k = 0; k < N; ++k) v[k] = normalized(deviation[k], scale[k], shift[k]);
     if (args.residual) {
-      const Vec<T, N> residual = packed_residual.unpacked();
+      A residual[N];
+      unpack(packed_residual, residual);
 #pragma unroll
-      for (int k = 0; k < N; ++k) v[k] += convert<A>(residual.v[k]);
+      for (int k = 0; k < N; ++k) v[k] += residual[k];
     }
     pass_back<kCode, T>(g, v, args.activation);
   }
@@ -138,7 +138,7 @@ __device__ __forceinline__ void sum_vector(const GradSumsArgs<T>& args,
     keep(kept);
   }
 #pragma unroll
-  for (int k = 0; k < N; ++k) add(k, g[k], g[k] * (convert<A>(x.v[k]) - center[k]));
+  for (int k = 0; k < N; ++k) add(k, g[k], g[k] * deviation[k]);
 }
 
 // dx of a vector. by_grad is scale where an activation has to be passed.
@@ -149,13 +149,11 @@ __device__ __forceinline__ void input_grad_vector(const InputGradArgs<T>& args, 
                                                   const C& by_grad, const C& shift,
                                                   const C& by_input, const C& constant) {
   using A = acc_t<T>;
-  const Vec<T, N> dy = packed_dy.unpacked(), x = packed_x.unpacked();
   A g[N], deviation[N];
+  unpack(packed_dy, g);
+  unpack(packed_x, deviation);
 #pragma unroll
-  for (int k = 0; k < N; ++k) {
-    g[k] = convert<A>(dy.v[k]);
-    deviation[k] = convert<A>(x.v[k]) - center[k];
-  }
+  for (int k = 0; k < N; ++k) deviation[k] -= center[k];
   if (args.x) {
     A v[N];
 #pragma unroll

@@ -2,12 +2,16 @@
 // adjacent elements. Vectors of N elements divide `inner`; they are numbered through the channel.
 #pragma once
 
+#include "cuda/common/own_moments.cuh"
 #include "pass.cuh"
 
 namespace braze::cuda {
 
 constexpr int kPlaneThreads = 256;
 constexpr int kPlaneBlocksPerSm = 8;  // that the kernels aim at: all threads of a multiprocessor
+// Of a multiprocessor at a time, of the kernels that read much and of the others; and how many one
+// after the other, at most.
+constexpr int kHeavyPlaneBlocks = 3, kPlaneBlocks = 4, kPlaneWaves = 4;
 
 // Blocks per channel of `vectors` vectors: as many as fill the device, each with at least two
 // rounds.
@@ -15,6 +19,22 @@ inline int plane_splits(int64_t vectors, int64_t channels) {
   const int64_t rounds = ceil_div(vectors, kPlaneThreads * 2);
   const int64_t wanted = ceil_div(int64_t{sm_count()} * kPlaneBlocksPerSm, channels);
   return static_cast<int>(std::min(rounds, wanted));
+}
+
+// The same of kernels of which a multiprocessor has `of_sm` blocks at a time: few waves of them,
+// the last of which fills the device as well as the others do.
+inline int plane_splits_in_waves(int64_t vectors, int64_t channels, int of_sm) {
+  const int64_t rounds = ceil_div(vectors, kPlaneThreads * 2);
+  const int64_t at_once = int64_t{sm_count()} * of_sm;
+  int64_t best = 1;
+  double best_share = 0;
+  for (int waves = 1; waves <= kPlaneWaves; ++waves) {
+    const int64_t splits = std::min(std::max<int64_t>(waves * at_once / channels, 1), rounds);
+    const int64_t blocks = splits * channels;
+    const double share = static_cast<double>(blocks) / (ceil_div(blocks, at_once) * at_once);
+    if (share > best_share + 0.03) best = splits, best_share = share;
+  }
+  return static_cast<int>(best);
 }
 
 // How many vectors a thread has in flight: 64 bytes, as far as eight loads go.
@@ -79,10 +99,8 @@ __device__ A plane_block_sum(A v, A* shared) {
   return total;
 }
 
-// Sums about the mean of the block's first elements: close to the mean of all, or, where it is far
-// off, so are the first elements, and the sum of squares is large enough to hide the cancellation.
 template <typename T, int N>
-__global__ void __launch_bounds__(kPlaneThreads)
+__global__ void __launch_bounds__(kPlaneThreads, kPlaneBlocks)
     plane_moments_kernel(const T* __restrict__ x, PlaneShape shape,
                          MomentsPartial* __restrict__ partials, int64_t* batches) {
   using A = acc_t<T>;
@@ -90,16 +108,9 @@ __global__ void __launch_bounds__(kPlaneThreads)
   __shared__ A shared[kPlaneThreads / 32];
   if (batches && blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) ++*batches;
   PlaneCursor<N> cursor(shape, blockIdx.x, blockIdx.y);
-  const int64_t count = cursor.count();
-  A first = 0;
-  if (cursor.valid()) {
-    const Vec<T, N> v = load_vec<N>(x + cursor.offset());
-#pragma unroll
-    for (int k = 0; k < N; ++k) first += convert<A>(v.v[k]);
-  }
-  const int64_t first_count = (count < kPlaneThreads ? count : kPlaneThreads) * N;
-  const A center = plane_block_sum(first, shared) / static_cast<A>(first_count);
-  A sum = 0, squares = 0;
+  const int64_t count = cursor.count() * N;
+  OwnMoments<A> moments;
+  bool started = false;
   while (cursor.valid()) {
     Packed<T, N> v[U];
     bool valid[U];
@@ -109,32 +120,34 @@ __global__ void __launch_bounds__(kPlaneThreads)
       if (valid[u]) v[u].load(x + cursor.offset());
       cursor.advance();
     }
+    A element[N];
+    if (!started) {
+      moments.pivot = pivot_of<A, N>([&](int u, A(&first)[N]) { unpack(v[u], first); },
+                                     [&](int u) { return valid[u]; });
+      started = true;
+    }
 #pragma unroll
     for (int u = 0; u < U; ++u) {
       if (!valid[u]) continue;
-      const Vec<T, N> element = v[u].unpacked();
-#pragma unroll
-      for (int k = 0; k < N; ++k) {
-        const A d = convert<A>(element.v[k]) - center;
-        sum += d;
-        squares += d * d;
-      }
+      unpack(v[u], element);
+      moments.add(element);
     }
   }
-  sum = plane_block_sum(sum, shared);
-  squares = plane_block_sum(squares, shared);
+  const A center = plane_block_sum(moments.total(), shared) / static_cast<A>(count);
+  A sums[2];
+  moments.about(center, sums);
+  const double sum = plane_block_sum(sums[0], shared);
+  const double squares = plane_block_sum(sums[1], shared);
   if (threadIdx.x == 0) {
-    const double elements = static_cast<double>(count * N);
-    const double offset = static_cast<double>(sum) / elements;
+    const double elements = static_cast<double>(count), offset = sum / elements;
     partials[int64_t{blockIdx.x} * shape.splits + blockIdx.y] = {
-        static_cast<double>(center) + offset,
-        static_cast<double>(squares) - offset * static_cast<double>(sum), elements};
+        static_cast<double>(center) + offset, squares - offset * sum, elements};
   }
 }
 
 // Walks backwards through the blocks of the pass before: see BackwardRowWorker.
 template <typename T, int N, ActivationCode kCode>
-__global__ void __launch_bounds__(kPlaneThreads)
+__global__ void __launch_bounds__(kPlaneThreads, kHeavyPlaneBlocks)
     plane_apply_kernel(ApplyArgs<T> args, PlaneShape shape) {
   wait_for_earlier_kernels();
   constexpr int U = kPlaneUnroll<T, N>;
@@ -167,7 +180,7 @@ __global__ void __launch_bounds__(kPlaneThreads)
 }
 
 template <typename T, int N, ActivationCode kCode>
-__global__ void __launch_bounds__(kPlaneThreads)
+__global__ void __launch_bounds__(kPlaneThreads, kHeavyPlaneBlocks)
     plane_grad_sums_kernel(GradSumsArgs<T> args, PlaneShape shape,
                            GradPartial<acc_t<T>>* __restrict__ partials) {
   using A = acc_t<T>;
@@ -215,7 +228,7 @@ __global__ void __launch_bounds__(kPlaneThreads)
 }
 
 template <typename T, int N, ActivationCode kCode>
-__global__ void __launch_bounds__(kPlaneThreads)
+__global__ void __launch_bounds__(kPlaneThreads, kPlaneBlocks)
     plane_input_grad_kernel(InputGradArgs<T> args, PlaneShape shape) {
   wait_for_earlier_kernels();
   constexpr int U = kPlaneUnroll<T, N> / 2;

@@ -19,7 +19,7 @@ RingPlan plan_resident(const BatchNormShape& shape, bool backward) {
 }
 
 // Bytes of a tensor below which launches one after the other are as fast.
-constexpr int64_t kResidentForwardBytes = 3 << 20, kResidentBackwardBytes = 16 << 20;
+constexpr int64_t kResidentForwardBytes = 3 << 20, kResidentBackwardBytes = 8 << 20;
 
 template <typename T>
 bool takes_resident(const BatchNormShape& shape, bool backward, int64_t least_bytes) {
@@ -49,10 +49,11 @@ struct RingMoments {
     }
   }
   __device__ __forceinline__ void add(const Packed<T, N>& packed) {
-    const Vec<T, N> element = packed.unpacked();
+    A element[N];
+    unpack(packed, element);
 #pragma unroll
     for (int k = 0; k < N; ++k) {
-      const A d = convert<A>(element.v[k]) - pivot[k];
+      const A d = element[k] - pivot[k];
       v[k] += d;
       v[N + k] += d * d;
     }
@@ -158,7 +159,8 @@ __global__ void __launch_bounds__(kRingThreads, 1)
   ResidualSide<T, N> side{plan, me, args.residual};
   ring.walk_backwards({args.x}, side, [&](const RingRows& rows) {
     x.load(plan, me, rows.count, ring.vectors(rows.slot, 0));
-    me.each<kCount>(plan, rows.count, [&](int u, int vector) {
+    if (!me.works) return;
+    me.each_slot<kCount>(plan, rows.count, [&](int u, int vector) {
       apply_vector<kCode>(args, (rows.first + vector) * N, x.v[u], side.now.v[u], center, scale,
                           shift);
     });
@@ -231,7 +233,8 @@ __global__ void __launch_bounds__(kRingThreads, 1)
   ring.walk_backwards({grads.dy, args.x}, side, [&](const RingRows& rows) {
     dy.load(plan, me, rows.count, ring.vectors(rows.slot, 0));
     x.load(plan, me, rows.count, ring.vectors(rows.slot, 1));
-    me.each<kCount>(plan, rows.count, [&](int u, int vector) {
+    if (!me.works) return;
+    me.each_slot<kCount>(plan, rows.count, [&](int u, int vector) {
       const auto store = [&](auto code) {
         input_grad_vector<decltype(code)::value>(grads, (rows.first + vector) * N, dy.v[u], x.v[u],
                                                  center, by_grad, shift, by_input, constant);

@@ -1,4 +1,7 @@
 // The activations of the kernels that make a whole training pass: resident.cuh and held.cuh.
+//
+// LeakyReLU, which networks have in channels_last more than in contiguous tensors, is among those
+// of resident.cuh alone: each code inline is two more kernels of every type and vector width.
 #pragma once
 
 #include "cuda/common/activate.cuh"
@@ -19,6 +22,14 @@ bool with_resident_code(const Activation& activation, const F& f) {
   } else {
     return false;
   }
+  return true;
+}
+
+// The same for resident.cuh.
+template <typename F>
+bool with_ring_code(const Activation& activation, const F& f) {
+  if (activation.kind != ActivationKind::kLeakyReLU) return with_resident_code(activation, f);
+  f(std::integral_constant<ActivationCode, ActivationCode::kLeakyReLU>{});
   return true;
 }
 

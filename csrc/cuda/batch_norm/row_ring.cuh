@@ -6,6 +6,8 @@
 // other half.)
 #pragma once
 
+#include <numeric>
+
 #include "cuda/common/tma.cuh"
 #include "rows.cuh"
 
@@ -31,15 +33,17 @@ struct RingPlan {
   int sum_bytes() const { return height / 2 * vectors * 2 * 8 * 4; }
   int shared_bytes() const { return ring_bytes() + sum_bytes(); }
 
-  // The last `longer` parts have a row more than the others. Here without a division.
-  int64_t least;
-  int longer;
-  __host__ __device__ __forceinline__ int rows_of(int part) const {
-    return static_cast<int>(least) + (part >= parts - longer);
-  }
+  // Parts begin with a cache line, and slots as well: at rows that are multiples of `unit`. The
+  // last `longer` parts have a unit more than the others. Here without a division.
+  int unit, longer;
+  int64_t least;  // units
   __host__ __device__ __forceinline__ int64_t begin_of(int part) const {
     const int more = part - (parts - longer);
-    return part * least + (more > 0 ? more : 0);
+    return (part * least + (more > 0 ? more : 0)) * unit;
+  }
+  __host__ __device__ __forceinline__ int rows_of(int part) const {
+    const int64_t most = (least + (part >= parts - longer)) * unit, left = rows - begin_of(part);
+    return static_cast<int>(most < left ? most : left);
   }
 };
 
@@ -48,11 +52,16 @@ inline RingPlan plan_ring(int64_t rows, int64_t vectors, int tensors, int per_th
   RingPlan plan{};
   plan.rows = rows;
   plan.vectors = static_cast<int>(vectors);
+  constexpr int kLineBytes = 128;
+  plan.unit = kLineBytes / std::gcd(kLineBytes, plan.vectors * kVectorBytes);
   plan.height = kRingThreads / plan.vectors;
+  const int even = plan.unit / std::gcd(plan.unit, per_thread);
+  if (plan.height > even) plan.height -= plan.height % even;
   plan.threads = static_cast<int>(ceil_div(plan.height * plan.vectors, 32)) * 32;
-  plan.parts = static_cast<int>(std::min<int64_t>(rows, sm_count()));
-  plan.least = rows / plan.parts;
-  plan.longer = static_cast<int>(rows - plan.least * plan.parts);
+  const int64_t units = ceil_div(rows, plan.unit);
+  plan.parts = static_cast<int>(std::min<int64_t>(units, sm_count()));
+  plan.least = units / plan.parts;
+  plan.longer = static_cast<int>(units - plan.least * plan.parts);
   plan.stage_rows = per_thread * plan.height;
   plan.tensors = tensors;
   constexpr int kStatic = 4 << 10;  // of the kernels
@@ -202,7 +211,8 @@ struct RingWorker {
         column(static_cast<int>(threadIdx.x) - line * plan.vectors),
         works(line < plan.height) {}
 
-  // f(u, vector) for kCount vectors of a slot's, of which some may be another thread's: to load.
+  // f(u, vector) for kCount vectors of a slot's, of which some may be another thread's: to load,
+  // and to write what both write alike.
   template <int kCount, typename F>
   __device__ __forceinline__ void each_slot(const RingPlan& plan, int rows, const F& f) const {
 #pragma unroll
@@ -210,13 +220,15 @@ struct RingWorker {
       f(u, min(line + u * plan.height, rows - 1) * plan.vectors + column);
     }
   }
-  // The same without the others.
+  // The same without the others. In a full slot there are none: no branch is between the vectors.
   template <int kCount, typename F>
   __device__ __forceinline__ void each(const RingPlan& plan, int rows, const F& f) const {
+    if (!works) return;
+    if (rows == kCount * plan.height) return each_slot<kCount>(plan, rows, f);
 #pragma unroll
     for (int u = 0; u < kCount; ++u) {
       const int row = line + u * plan.height;
-      if (works && row < rows) f(u, row * plan.vectors + column);
+      if (row < rows) f(u, row * plan.vectors + column);
     }
   }
 };

@@ -4,6 +4,7 @@
 // reads memory without gaps for any number of channels.
 #pragma once
 
+#include "cuda/common/own_moments.cuh"
 #include "pass.cuh"
 
 namespace braze::cuda {
@@ -185,11 +186,6 @@ __device__ void for_my_total(const RowPlan& plan, const F& f) {
   if (k < N && vector < plan.vectors) f(vector * N + k);
 }
 
-template <typename A>
-__device__ __forceinline__ A median(A a, A b, A c) {
-  return max(min(a, b), min(max(a, b), c));
-}
-
 // Each thread sums deviations from a value of its own, whose squares do not cancel: the median of
 // its first three elements. Then all of a channel's are made deviations from one value, the median
 // of three lines'. A far-off element would spoil a mean: the many others' deviations from it would
@@ -227,10 +223,11 @@ __global__ void __launch_bounds__(kMostRowThreads)
 #pragma unroll
     for (int u = 0; u < U; ++u) {
       if (row + u * plan.height >= end) break;
-      const Vec<T, N> element = packed[u].unpacked();
+      A element[N];
+      unpack(packed[u], element);
 #pragma unroll
       for (int k = 0; k < N; ++k) {
-        const A d = convert<A>(element.v[k]) - center[k];
+        const A d = element[k] - center[k];
         v[0][k] += d;
         v[1][k] += d * d;
       }

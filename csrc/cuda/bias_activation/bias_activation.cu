@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(kMostRowThreads)
       const int64_t r = row + u * plan.height;
       if (r >= me.rows) break;
       A v[N];
-      unpack(v, packed[u]);
+      unpack(packed[u], v);
 #pragma unroll
       for (int k = 0; k < N; ++k) v[k] += bias[k];
       activate<kCode, T>(v, activation);

@@ -25,6 +25,7 @@ struct DeviceMath {
   static __device__ __forceinline__ float divide(float a, float b) {
     return divide_full_range(a, b);
   }
+  static __device__ __forceinline__ float bell(float v) { return ::expf(-0.5f * v * v); }
   static __device__ __forceinline__ float normal_cdf(float v) {
     return normal_cdf_of_erf(::erff(v * static_cast<float>(kSqrtHalf)));
   }
@@ -36,30 +37,43 @@ struct DeviceMath<double> {
   static __device__ __forceinline__ double expm1(double v) { return ::expm1(v); }
   static __device__ __forceinline__ double tanh(double v) { return ::tanh(v); }
   static __device__ __forceinline__ double divide(double a, double b) { return a / b; }
+  static __device__ __forceinline__ double bell(double v) { return ::exp(-0.5 * v * v); }
   static __device__ __forceinline__ double normal_cdf(double v) {
     return normal_cdf_of_erf(::erf(v * kSqrtHalf));
   }
 };
 
-// Of 16-bit elements: errors far below the 2^-9 and 2^-12 of their rounding. exp has 2 ulps and
-// |v| 2^-23 (PTX ISA, ex2.approx) and no subnormal results, which cost half of its instructions.
+// Of 16-bit elements: errors far below the 2^-9 and 2^-12 of their rounding, and few instructions:
+// there are as many elements as of 32 bits in half of the time that the memory takes.
 struct ShortMath : DeviceMath<float> {
-  static __device__ __forceinline__ float exp(float v) {
+  // 2 ulps (PTX ISA, ex2.approx), without subnormal results, which cost half of the instructions.
+  static __device__ __forceinline__ float exp2(float v) {
     float power;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(v * 1.44269504f));
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(v));
     return power;
   }
+  // Errors of |v| 2^-23 more.
+  static __device__ __forceinline__ float exp(float v) { return exp2(v * 1.44269504f); }
+  static __device__ __forceinline__ float bell(float v) { return exp2(v * v * -0.72134752f); }
+  // 1 / v within an ulp, 0 beyond 2^126.
+  static __device__ __forceinline__ float reciprocal(float v) {
+    float quotient;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(quotient) : "f"(v));
+    return quotient;
+  }
+  static __device__ __forceinline__ float divide(float a, float b) { return a * reciprocal(b); }
   // Within 7.5e-8, with fp32's roundings 2.3e-7: Abramowitz and Stegun, Handbook of Mathematical
-  // Functions, 26.2.17. The tail beyond |v| is a polynomial in t times the density, which a
-  // derivative needs anyway.
+  // Functions, 26.2.17. The tail beyond |v| is a polynomial in t times the density, of which a
+  // derivative needs the exponential, too.
   static __device__ __forceinline__ float normal_cdf(float v) {
-    const float t = ::__fdividef(1.0f, 1.0f + 0.2316419f * ::fabsf(v));
-    float p = 1.330274429f;
-    p = p * t - 1.821255978f;
-    p = p * t + 1.781477937f;
-    p = p * t - 0.356563782f;
-    p = p * t + 0.319381530f;
-    const float tail = p * t * normal_pdf<float, ShortMath>(v);
+    constexpr double k = kBellToDensity;
+    const float t = reciprocal(1.0f + 0.2316419f * ::fabsf(v));
+    float p = static_cast<float>(k * 1.330274429);
+    p = p * t - static_cast<float>(k * 1.821255978);
+    p = p * t + static_cast<float>(k * 1.781477937);
+    p = p * t - static_cast<float>(k * 0.356563782);
+    p = p * t + static_cast<float>(k * 0.319381530);
+    const float tail = p * t * bell(v);
     return v > 0.0f ? 1.0f - tail : tail;
   }
 };
@@ -83,7 +97,7 @@ struct ActivationArgs {
 // Which code a kernel has for its activation. A call costs about as much as the arithmetic, and in
 // its place the memory waits; but each code inline is one more of every kernel. So the most used
 // ones have theirs, where vectors have 16 bytes, and all others share one.
-enum class ActivationCode { kClamp, kCalled, kSiLU, kGELU, kHardswish };
+enum class ActivationCode { kClamp, kCalled, kSiLU, kGELU, kHardswish, kLeakyReLU };
 
 // Calls f(code) with a constant, for elements T in vectors of N.
 template <typename T, int N, typename F>
@@ -110,6 +124,7 @@ constexpr ActivationKind inline_kind(ActivationCode code) {
     case ActivationCode::kSiLU: return ActivationKind::kSiLU;
     case ActivationCode::kGELU: return ActivationKind::kGELU;
     case ActivationCode::kHardswish: return ActivationKind::kHardswish;
+    case ActivationCode::kLeakyReLU: return ActivationKind::kLeakyReLU;
     default: return ActivationKind::kClamp;
   }
 }
@@ -149,8 +164,11 @@ __device__ __noinline__ Values<A, N> called_grads(Values<A, N> grads, Values<A, 
 template <ActivationCode kCode, typename T, typename A, int N>
 __device__ __forceinline__ void activate(A (&v)[N], const ActivationArgs<A>& activation) {
   if constexpr (kCode == ActivationCode::kClamp) {
+    const A first = activation.first, second = activation.second;
+    const A low = first == first ? first : -A(INFINITY),
+            high = second == second ? second : A(INFINITY);
 #pragma unroll
-    for (int k = 0; k < N; ++k) v[k] = clamped(v[k], activation.first, activation.second);
+    for (int k = 0; k < N; ++k) v[k] = bounded(v[k], low, high);
   } else if constexpr (kCode == ActivationCode::kCalled) {
     constexpr int M = kValues<A, N>;
 #pragma unroll

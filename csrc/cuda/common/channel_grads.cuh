@@ -5,6 +5,7 @@
 #pragma once
 
 #include "cuda/batch_norm/layout.cuh"
+#include "store_as.cuh"
 
 namespace braze::cuda {
 
@@ -22,21 +23,6 @@ __device__ __forceinline__ void load_parameters(A (&v)[N], const void* values, D
     case DType::kBFloat16: return load(static_cast<const __nv_bfloat16*>(values));
     case DType::kFloat16: return load(static_cast<const __half*>(values));
   }
-}
-
-template <typename A, typename T, int N>
-__device__ __forceinline__ void unpack(A (&v)[N], const Packed<T, N>& packed) {
-  const Vec<T, N> elements = packed.unpacked();
-#pragma unroll
-  for (int k = 0; k < N; ++k) v[k] = convert<A>(elements.v[k]);
-}
-
-template <typename T, typename A, int N>
-__device__ __forceinline__ void store_as(T* to, const A (&v)[N]) {
-  Vec<T, N> elements;
-#pragma unroll
-  for (int k = 0; k < N; ++k) elements.v[k] = convert<T>(v[k]);
-  store_vec(to, elements);
 }
 
 // f(grad, value, parameter, term) turns N elements of dy into those of dx and gives what they add
@@ -70,8 +56,8 @@ __global__ void __launch_bounds__(kMostRowThreads)
         const int64_t r = row + u * plan.height;
         if (r >= me.rows) break;
         A grad[N], value[N], term[N];
-        unpack(grad, packed_grad[u]);
-        unpack(value, packed_value[u]);
+        unpack(packed_grad[u], grad);
+        unpack(packed_value[u], value);
         f(grad, value, parameter, term);
 #pragma unroll
         for (int k = 0; k < N; ++k) sum[0][k] += term[k];

@@ -5,6 +5,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 namespace braze::cuda {
 
@@ -126,6 +127,25 @@ struct Packed {
     return *reinterpret_cast<const Vec<T, N>*>(raw);
   }
 };
+
+// N elements of a Packed as accumulation values.
+template <typename T, int N>
+__device__ __forceinline__ void unpack(const Packed<T, N>& packed, acc_t<T> (&out)[N]) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16> && N % 2 == 0) {
+    // The upper half of a word is a float as it stands: one instruction, where converting takes
+    // two.
+    const auto* const words = reinterpret_cast<const uint32_t*>(packed.raw);
+#pragma unroll
+    for (int k = 0; k < N; k += 2) {
+      out[k] = __uint_as_float(words[k / 2] << 16);
+      out[k + 1] = __uint_as_float(words[k / 2] & 0xffff0000u);
+    }
+  } else {
+    const Vec<T, N> v = packed.unpacked();
+#pragma unroll
+    for (int k = 0; k < N; ++k) out[k] = convert<acc_t<T>>(v.v[k]);
+  }
+}
 
 __device__ __forceinline__ void store_raw(uint4* p, const uint4& v) {
   // Assembler, because a store of values that were put together is taken apart again.

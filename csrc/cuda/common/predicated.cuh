@@ -48,6 +48,18 @@ __device__ __forceinline__ Vec<T, N> load_inside(const T* p, bool inside) {
   return result;
 }
 
+// The word at p, or the 16 bits that it begins with where nothing more belongs to a tensor that
+// ends there; zeros where neither is wanted.
+__device__ __forceinline__ uint32_t load_word_inside(const uint32_t* p, bool word, bool half) {
+  uint32_t v = 0;
+  asm volatile(
+      "{.reg .pred q, r; setp.ne.u32 q, %2, 0; setp.ne.u32 r, %3, 0;"
+      " @q ld.global.u32 %0, [%1]; @r ld.global.u16 %0, [%1];}"
+      : "+r"(v)
+      : "l"(p), "r"(static_cast<int>(word)), "r"(static_cast<int>(half)));
+  return v;
+}
+
 // Element j of v to shared[j * kStep], where shared is an address in shared memory, if `inside`: a
 // branch around the stores would cost as much code as they do.
 template <int kStep, int N, typename T>

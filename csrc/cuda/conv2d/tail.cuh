@@ -99,7 +99,7 @@ struct Tail {
   __device__ __forceinline__ void activate(float (&v)[N]) const {
     if (kind == ActivationKind::kClamp) {
 #pragma unroll
-      for (float& x : v) x = bounded(x);
+      for (float& x : v) x = bounded(x, low, high);
     } else if (kind == ActivationKind::kSiLU) {
       apply<T, ActivationCode::kSiLU>(v);
     } else if (kind == ActivationKind::kHardswish) {
@@ -107,15 +107,6 @@ struct Tail {
     } else {
       apply<T, ActivationCode::kGELU>(v);
     }
-  }
-
-  // clamped(x, low, high) in two instructions.
-  __device__ __forceinline__ float bounded(float x) const {
-#if __CUDA_ARCH__ >= 800
-    asm("max.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(low));
-    asm("min.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(high));
-#endif
-    return x;
   }
 
  private:

@@ -143,11 +143,12 @@ __global__ void __launch_bounds__(kMostRowThreads)
   each_row_backwards<U>(
       plan, me, [&](int u, int64_t offset) { x[u].load(args.x + offset); },
       [&](int u, int64_t offset) {
-        const Vec<T, N> in = x[u].unpacked();
+        A in[N];
+        unpack(x[u], in);
         Vec<T, N> y;
 #pragma unroll
         for (int k = 0; k < N; ++k) {
-          y.v[k] = convert<T>(normalized(convert<A>(in.v[k]) - center[k], scale[k], shift[k]));
+          y.v[k] = convert<T>(normalized(in[k] - center[k], scale[k], shift[k]));
         }
         store_vec(args.y + offset, y);
       });
@@ -194,12 +195,13 @@ __global__ void __launch_bounds__(kMostRowThreads)
           x[u].load(args.x + offset);
         },
         [&](int u, int64_t) {
-          const Vec<T, N> grad = dy[u].unpacked(), in = x[u].unpacked();
+          A grad[N], in[N];
+          unpack(dy[u], grad);
+          unpack(x[u], in);
 #pragma unroll
           for (int k = 0; k < N; ++k) {
-            const A value = convert<A>(grad.v[k]);
-            v[0][k] += value;
-            v[1][k] += value * (convert<A>(in.v[k]) - center[k]);
+            v[0][k] += grad[k];
+            v[1][k] += grad[k] * (in[k] - center[k]);
           }
         });
   }
@@ -292,13 +294,14 @@ __global__ void __launch_bounds__(kMostRowThreads)
         x[u].load(args.x + offset);
       },
       [&](int u, int64_t offset) {
-        const Vec<T, N> grad = dy[u].unpacked(), in = x[u].unpacked();
+        A grad[N], in[N];
+        unpack(dy[u], grad);
+        unpack(x[u], in);
         Vec<T, N> dx;
 #pragma unroll
         for (int k = 0; k < N; ++k) {
-          const A deviation = convert<A>(in.v[k]) - center[k];
-          dx.v[k] = convert<T>(convert<A>(grad.v[k]) * by_grad[k] +
-                               (deviation * by_input[k] + constant[k]));
+          const A deviation = in[k] - center[k];
+          dx.v[k] = convert<T>(grad[k] * by_grad[k] + (deviation * by_input[k] + constant[k]));
         }
         store_vec(args.dx + offset, dx);
       });

@@ -62,8 +62,8 @@ struct PlaneParameters {
 #pragma unroll
     for (int k = 0; k < N; ++k) {
       const bool other = kAcross && k >= held.here;
-      w[k] = held.weight[other];
-      b[k] = held.bias[other];
+      w[k] = other ? held.weight[kAcross] : held.weight[0];
+      b[k] = other ? held.bias[kAcross] : held.bias[0];
     }
   }
 };
@@ -381,10 +381,7 @@ __global__ void __launch_bounds__(kHeldGroupThreads, held_group_sm_threads(N) / 
           values(plane * inner + v * N, g, xhat);
 #pragma unroll
           for (int k = 0; k < N; ++k) g[k] = (g[k] * w - first_sum - xhat[k] * second_sum) * rstd;
-          Vec<T, N> result;
-#pragma unroll
-          for (int k = 0; k < N; ++k) result.v[k] = convert<T>(g[k]);
-          store_vec<N>(to + v * N, result);  // store_acc's would be taken apart
+          store_as(to + v * N, g);
         }
       });
     }

@@ -57,38 +57,102 @@ __device__ __forceinline__ void hide(Packed<T, N>& v) {
   }
 }
 
-// The sums of kValues values over a team. There is one barrier, since the halves of the warps'
+template <typename A>
+__device__ __forceinline__ A other_lane(A v, int offset) {
+  return __shfl_xor_sync(0xffffffffu, v, offset);
+}
+
+// What the lower and the upper half of a warp have, in this order, to all lanes.
+template <typename A>
+__device__ __forceinline__ void exchange_halves(A of_half, A (&v)[2]) {
+  const A other = other_lane(of_half, 16);
+  const bool upper = threadIdx.x % 32 >= 16;
+  v[0] = upper ? other : of_half;
+  v[1] = upper ? of_half : other;
+}
+
+// The warp's sums of v, the first in the lower half and the second in the upper.
+template <typename A>
+__device__ __forceinline__ A sums_in_halves(const A (&v)[2]) {
+  const bool upper = threadIdx.x % 32 >= 16;
+  A sum = (upper ? v[1] : v[0]) + other_lane(upper ? v[0] : v[1], 16);
+#pragma unroll
+  for (int offset = 8; offset > 0; offset /= 2) sum += other_lane(sum, offset);
+  return sum;
+}
+
+// The sums of one or two values over a team. There is one barrier, since the halves of the warps'
 // results are used in turn: `turn` is 0 at first.
 template <int kWidth, int kValues, typename A>
 __device__ __forceinline__ void team_sums(A (&v)[kValues], const TeamPlace<kWidth>& place,
                                           int& turn) {
-  const auto shuffle = [&](int offset) {
-#pragma unroll
-    for (int i = 0; i < kValues; ++i) v[i] += __shfl_xor_sync(0xffffffffu, v[i], offset);
-  };
+  static_assert(kValues <= 2);
   if constexpr (kWidth == 0) {
-    for (int offset = place.width / 2; offset > 0; offset /= 2) shuffle(offset);
+    for (int offset = place.width / 2; offset > 0; offset /= 2) {
+#pragma unroll
+      for (int i = 0; i < kValues; ++i) v[i] += other_lane(v[i], offset);
+    }
+    return;
+  }
+  A sum = v[0];
+  if constexpr (kValues == 2) {
+    sum = sums_in_halves(v);
   } else {
 #pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) shuffle(offset);
+    for (int offset = 16; offset > 0; offset /= 2) sum += other_lane(sum, offset);
   }
   if constexpr (kWidth > 32) {
+    static_assert(kWidestTeam / 32 <= 16);  // warps, whose results half of a warp adds up
+    constexpr int kLanes = 32 / kValues;
+    __shared__ A results[2][kValues][kMostBlockWarps];
     const int warps = place.width / 32, first = place.warp() & -warps;
-    __shared__ __align__(32) A results[2][kValues][kMostBlockWarps];
-    if (place.lane() == 0) {
-#pragma unroll
-      for (int i = 0; i < kValues; ++i) results[turn][i][place.warp()] = v[i];
+    A* const of_value = results[turn][place.lane() / kLanes];
+    if (place.lane() % kLanes == 0) of_value[place.warp()] = sum;
+    team_barrier(place.team(), place.width);
+    sum = of_value[first + (place.lane() & warps - 1)];
+    for (int offset = warps / 2; offset > 0; offset /= 2) sum += other_lane(sum, offset);
+    turn ^= 1;
+  }
+  if constexpr (kValues == 2) {
+    exchange_halves(sum, v);
+  } else {
+    v[0] = sum;
+  }
+}
+
+// What the first of the team's lanes in this warp has.
+template <int kWidth, typename A>
+__device__ __forceinline__ A first_of_team(A v, const TeamPlace<kWidth>& place) {
+  return __shfl_sync(0xffffffffu, v, place.lane() & -place.lanes);
+}
+
+// v: a thread's sums of deviations from its warp's pivot, and of their squares. They become the
+// team's about one pivot. kOfWarp: of a row's `size` elements a warp's, those of the first warp
+// first. (Chan, Golub and LeVeque, Updating formulae and a pairwise algorithm for computing sample
+// variances, 1979.) One barrier, as in team_sums().
+template <int kOfWarp, int kWidth, typename A>
+__device__ __forceinline__ void team_moments(A& pivot, A (&v)[2], int size,
+                                             const TeamPlace<kWidth>& place, int& turn) {
+  if constexpr (kWidth <= 32) {
+    team_sums(v, place, turn);
+  } else {
+    __shared__ A sums[2][2][kMostBlockWarps], pivots[2][kMostBlockWarps];
+    const int warps = place.width / 32, first = place.warp() & -warps;
+    const A sum = sums_in_halves(v);
+    if (place.lane() % 16 == 0) {
+      sums[turn][place.lane() / 16][place.warp()] = sum;
+      pivots[turn][place.warp()] = pivot;
     }
     team_barrier(place.team(), place.width);
-#pragma unroll
-    for (int i = 0; i < kValues; ++i) {
-      v[i] = 0;
-#pragma unroll
-      for (int w = 0; w < kWidestTeam / 32; w += 2) {
-        A piece[2] = {};
-        if (w < warps) load_acc<2>(&results[turn][i][first + w], piece);
-        v[i] += piece[0] + piece[1];
-      }
+    const int in_team = place.lane() & warps - 1, warp = first + in_team;
+    pivot = pivots[turn][first];
+    const A count = static_cast<A>(min(max(size - in_team * kOfWarp, 0), kOfWarp));
+    const A d = pivots[turn][warp] - pivot, of_warp = sums[turn][0][warp];
+    v[0] = of_warp + count * d;
+    v[1] = sums[turn][1][warp] + d * (A(2) * of_warp + count * d);
+    for (int offset = warps / 2; offset > 0; offset /= 2) {
+      v[0] += other_lane(v[0], offset);
+      v[1] += other_lane(v[1], offset);
     }
     turn ^= 1;
   }

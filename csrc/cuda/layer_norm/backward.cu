@@ -41,18 +41,18 @@ struct BackwardArgs {
   int64_t pitch;  // from a block's to the next one's
 };
 
-// dy, x and xhat of a vector.
+// dy of a vector, and xhat or another line of x.
 template <int N, typename In, typename Out>
 struct GradVector {
   using A = acc_t<In>;
-  A g[N], xhat[N];
+  A g[N], of_x[N];
 
-  __device__ __forceinline__ GradVector(const Packed<Out, N>& dy, const Packed<In, N>& x, A mean,
-                                        A rstd) {
+  __device__ __forceinline__ GradVector(const Packed<Out, N>& dy, const Packed<In, N>& x,
+                                        const Line<In>& line) {
     unpack(dy, g);
-    unpack(x, xhat);
+    unpack(x, of_x);
 #pragma unroll
-    for (int k = 0; k < N; ++k) xhat[k] = (xhat[k] - mean) * rstd;
+    for (int k = 0; k < N; ++k) of_x[k] = line(of_x[k]);
   }
 };
 
@@ -162,17 +162,19 @@ __global__ void __launch_bounds__(backward_threads(words_of<acc_t<In>>(kVectors*
   const int column = part * columns + own;
   const int64_t block = blockIdx.x / kBlocks, stride = int64_t{gridDim.x / kBlocks} * place.teams();
   wait_for_earlier_kernels();
+  const int64_t first_row = block * place.teams(), row_step = stride * size;
+  int64_t offset = (first_row + place.team()) * size + column, asked = offset;
   const auto ask = [&](int64_t row, int stage) {
     const int left = row < shape.outer ? size - column : 0;
-    const int64_t offset = left > 0 ? row * size + column : 0;
     unsigned char* const to = slots + stage * Layout::kStage;
     const typename Layout::X x(to);
     const typename Layout::Dy dy(to + Layout::X::kBytes);
 #pragma unroll
     for (int u = 0; u < kVectors; ++u) {
-      x.ask(u, args.x + offset + u * step, u * step < left);
-      dy.ask(u, args.dy + offset + u * step, u * step < left);
+      x.ask(u, args.x + asked + u * step, u * step < left);
+      dy.ask(u, args.dy + asked + u * step, u * step < left);
     }
+    asked += row_step;
   };
   A next_mean = 0, next_rstd = 0;
   const auto ask_statistics = [&](int64_t row) {
@@ -182,7 +184,7 @@ __global__ void __launch_bounds__(backward_threads(words_of<acc_t<In>>(kVectors*
   constexpr bool kHasWeight = has_weight(Layout::kWords);
   A own_weight[kHasWeight ? kVectors : 1][N];
   const auto start = [&] {
-    ask_statistics(block * place.teams() + place.team());
+    ask_statistics(first_row + place.team());
     if constexpr (kHasWeight) {
 #pragma unroll
       for (int u = 0; u < kVectors; ++u) {
@@ -216,46 +218,45 @@ __global__ void __launch_bounds__(backward_threads(words_of<acc_t<In>>(kVectors*
   A dweight[kVectors][N] = {}, dbias[kVectors][N] = {};
   int turn = 0, block_turn = 0;
   for_each_row_in_slots<Layout::kAhead>(
-      shape.outer, block * place.teams(), stride, place.team(), ask, start,
-      [&](int64_t row, int stage) {
+      shape.outer, first_row, stride, place.team(), ask, start, [&](int64_t row, int stage) {
         unsigned char* const from = slots + stage * Layout::kStage;
         const typename Layout::X x(from);
         const typename Layout::Dy dy(from + Layout::X::kBytes);
-        const A mean = next_mean, rstd = next_rstd;
+        const A rstd = next_rstd;
+        const Line<In> line(next_mean, rstd, 0);
         ask_statistics(row + stride);
         // Past a row's end, and of rows past the last one, all are zeros.
         A total[2] = {};
 #pragma unroll
         for (int u = 0; u < kVectors; ++u) {
-          const GradVector<N, In, Out> v(dy[u], x[u], mean, rstd);
+          const GradVector<N, In, Out> v(dy[u], x[u], line);
           A w[N];
           weight_of(u, w);
 #pragma unroll
           for (int k = 0; k < N; ++k) {
             const A g = v.g[k] * w[k];
             total[0] += g;
-            total[1] += g * v.xhat[k];
-            dweight[u][k] += v.g[k] * v.xhat[k];
+            total[1] += g * v.of_x[k];
+            dweight[u][k] += v.g[k] * v.of_x[k];
             dbias[u][k] += v.g[k];
           }
         }
         if (!args.dx) return;
         team_sums(total, place, turn);
         if constexpr (kBlocks > 1) add_other_blocks<kBlocks>(total, part, block_turn);
-        const A first = total[0] * by_size * rstd, second = total[1] * by_size * rstd;
+        const Line<In> taken = line.scaled(total[1] * by_size * rstd, total[0] * by_size * rstd);
         const int left = row < shape.outer ? size - column : 0;
-        In* const to = args.dx + row * size + column;
+        In* const to = args.dx + offset;
+        offset += row_step;
         constexpr bool kAgain = !kHasWeight;
 #pragma unroll
         for (int u = 0; u < kVectors; ++u) {
           const GradVector<N, In, Out> v(kAgain ? dy.again(u) : dy[u], kAgain ? x.again(u) : x[u],
-                                         mean, rstd);
+                                         taken);
           A w[N], result[N];
           weight_of(u, w);
 #pragma unroll
-          for (int k = 0; k < N; ++k) {
-            result[k] = v.g[k] * w[k] * rstd - first - v.xhat[k] * second;
-          }
+          for (int k = 0; k < N; ++k) result[k] = v.g[k] * w[k] * rstd - v.of_x[k];
           if (u * step < left) store_acc<N>(to + u * step, result);
         }
       });
@@ -274,7 +275,8 @@ __global__ void __launch_bounds__(kMaxTeamThreads)
   wait_for_earlier_kernels();
   const A by_size = A(1) / static_cast<A>(shape.size);
   for_each_row<Team::kBlock>(shape, 1, [&](const RowPart& part) {
-    const A mean = args.mean[part.row], rstd = args.rstd[part.row];
+    const A rstd = args.rstd[part.row];
+    const Line<In> line(args.mean[part.row], rstd, 0);
     const auto each = [&](const auto& f) {
       part.template for_each<N>([&](int64_t c, int64_t offset) {
         Packed<In, N> x;
@@ -283,7 +285,7 @@ __global__ void __launch_bounds__(kMaxTeamThreads)
         dy.load(args.dy + offset);
         A w[N];
         load_parameters<N, In>(args.weight, args.wide_parameters, c, A(1), w);
-        f(offset, GradVector<N, In, Out>(dy, x, mean, rstd), w);
+        f(offset, GradVector<N, In, Out>(dy, x, line), w);
       });
     };
     Pair<A> total{0, 0};
@@ -291,7 +293,7 @@ __global__ void __launch_bounds__(kMaxTeamThreads)
 #pragma unroll
       for (int k = 0; k < N; ++k) {
         total.first += v.g[k] * w[k];
-        total.second += v.g[k] * w[k] * v.xhat[k];
+        total.second += v.g[k] * w[k] * v.of_x[k];
       }
     });
     total = team_reduce<Team::kBlock>(total, part.width, AddPairs{});
@@ -300,7 +302,7 @@ __global__ void __launch_bounds__(kMaxTeamThreads)
       A result[N];
 #pragma unroll
       for (int k = 0; k < N; ++k) {
-        result[k] = (v.g[k] * w[k] - total.first - v.xhat[k] * total.second) * rstd;
+        result[k] = (v.g[k] * w[k] - total.first - v.of_x[k] * total.second) * rstd;
       }
       store_acc<N>(args.dx + offset, result);
     });
@@ -322,10 +324,10 @@ __global__ void __launch_bounds__(kColumnThreads)
     Packed<Out, N> dy;
     x.load(args.x + row * shape.size + c);
     dy.load(args.dy + row * shape.size + c);
-    const GradVector<N, In, Out> v(dy, x, args.mean[row], args.rstd[row]);
+    const GradVector<N, In, Out> v(dy, x, Line<In>(args.mean[row], args.rstd[row], 0));
 #pragma unroll
     for (int k = 0; k < N; ++k) {
-      dweight[k] += v.g[k] * v.xhat[k];
+      dweight[k] += v.g[k] * v.of_x[k];
       dbias[k] += v.g[k];
     }
   }

@@ -11,7 +11,7 @@
 //   up to 16384            up to 16 warps, likewise; backward up to 8192 with 16 or 24 each, of
 //                          rows of 16 bits up to 16384 with 32
 //   up to 32768, forward   16 warps with 64 each, where rows and parameters have 16 bits
-//   beyond, forward        a block or a cluster of up to 8, in shared memory      (normalise.cuh)
+//   beyond, forward        a block or a cluster of up to 8, in shared memory      (stream.cuh)
 //   backward, up to 32768  a cluster of two blocks, up to 65536 of four           (backward.cu)
 //   beyond                 a block, and memory is read twice
 #pragma once
@@ -45,24 +45,34 @@ __device__ __forceinline__ acc_t<T> parameter_of(const void* values, bool wide, 
   return p[0];
 }
 
-// N elements of a Packed as accumulation values.
-template <typename T, int N>
-__device__ __forceinline__ void unpack(const Packed<T, N>& packed, acc_t<T> (&out)[N]) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16> && N % 2 == 0) {
-    // The upper half of a word is a float as it stands: one instruction, where converting takes
-    // two.
-    const auto* const words = reinterpret_cast<const uint32_t*>(packed.raw);
-#pragma unroll
-    for (int k = 0; k < N; k += 2) {
-      out[k] = __uint_as_float(words[k / 2] << 16);
-      out[k + 1] = __uint_as_float(words[k / 2] & 0xffff0000u);
+// (x - about) * slope + offset of elements T, as xhat is of a row's: one operation less of 16-bit
+// elements. A mean is at most some 2^11 times their deviation, or all would be equal, so that what
+// the offset's rounding costs stays below theirs.
+template <typename T>
+struct Line {
+  using A = acc_t<T>;
+  A about, slope, offset;
+
+  __device__ __forceinline__ Line(A about, A slope, A offset)
+      : about(about), slope(slope), offset(offset) {
+    if constexpr (sizeof(T) == 2) {
+      const A product = about * slope;
+      this->offset = offset - product;
+      // Equal elements, so large that the product overflows.
+      if (::fabsf(product) == INFINITY) this->slope = this->offset = 0;
     }
-  } else {
-    const Vec<T, N> v = packed.unpacked();
-#pragma unroll
-    for (int k = 0; k < N; ++k) out[k] = convert<acc_t<T>>(v.v[k]);
   }
-}
+  __device__ __forceinline__ A operator()(A x) const {
+    return (sizeof(T) == 2 ? x : x - about) * slope + offset;
+  }
+  // The line that is `factor` times this one, and `more` added.
+  __device__ __forceinline__ Line scaled(A factor, A more) const {
+    Line line = *this;
+    line.slope *= factor;
+    line.offset = line.offset * factor + more;
+    return line;
+  }
+};
 
 // The widest vectors that the row's length and the addresses allow: f(integral constant N).
 template <typename T, typename F>

@@ -42,8 +42,8 @@ __global__ void __launch_bounds__(kMostRowThreads)
       const int64_t r = row + u * plan.height;
       if (r >= me.rows) break;
       A v[N], sum[N];
-      unpack(v, packed_x[u]);
-      unpack(sum, packed_residual[u]);
+      unpack(packed_x[u], v);
+      unpack(packed_residual[u], sum);
 #pragma unroll
       for (int k = 0; k < N; ++k) sum[k] += scale[k] * v[k];
       store_as(y + first + r * step, sum);

@@ -211,9 +211,9 @@ struct OnlineSum {
 // N elements at p as accumulation values.
 template <int N, typename T>
 __device__ __forceinline__ void load_acc(const T* p, acc_t<T> (&out)[N]) {
-  const Vec<T, N> v = *reinterpret_cast<const Vec<T, N>*>(p);
-#pragma unroll
-  for (int k = 0; k < N; ++k) out[k] = convert<acc_t<T>>(v.v[k]);
+  Packed<T, N> v;
+  v.load(p);
+  unpack(v, out);
 }
 
 template <int N, typename T>

@@ -1,11 +1,12 @@
 // What may follow a normalisation: a function of one element, and its derivative. The arithmetic is
-// written once for both devices, over the functions of `Math`: exp, expm1, tanh and normal_cdf of
-// one element, and divide of two, which each device has its own of.
+// written once for both devices, over the functions of `Math`: exp, expm1, tanh, bell = exp(-v^2 /
+// 2) and normal_cdf of one element, and divide of two, which each device has its own of.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
 #include "launchers/common/both.h"
 
@@ -63,6 +64,19 @@ BRAZE_BOTH A clamped(A v, A low, A high) {
   return select(v > high, high, v);
 }
 
+// The same with bounds that are no NaN: an instruction each on a GPU, where clamped() has four.
+template <typename A>
+BRAZE_BOTH A bounded(A v, A low, A high) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  if constexpr (std::is_same_v<A, float>) {
+    asm("max.NaN.f32 %0, %0, %1;" : "+f"(v) : "f"(low));
+    asm("min.NaN.f32 %0, %0, %1;" : "+f"(v) : "f"(high));
+    return v;
+  }
+#endif
+  return clamped(v, low, high);
+}
+
 // The gradient that a clamp lets through, torch's way: none at a bound, NaN's.
 template <typename A>
 BRAZE_BOTH A through_clamp(A grad, A v, A low, A high) {
@@ -70,9 +84,10 @@ BRAZE_BOTH A through_clamp(A grad, A v, A low, A high) {
 }
 
 // The normal distribution's density and, by the error function of v / sqrt(2), its integral.
+constexpr double kBellToDensity = 0.39894228040143267794;
 template <typename A, typename Math>
 BRAZE_BOTH A normal_pdf(A v) {
-  return A(0.39894228040143267794) * Math::exp(A(-0.5) * v * v);
+  return A(kBellToDensity) * Math::bell(v);
 }
 template <typename A>
 BRAZE_BOTH A normal_cdf_of_erf(A erf) {
@@ -116,12 +131,12 @@ struct Smooth {
     return A(0.5) * (A(1) + t) + A(0.5) * v * (A(1) - t * t) * inner_slope;
   }
 
-  static BRAZE_BOTH A hardsigmoid(A v, A, A) { return clamped(v + A(3), A(0), A(6)) * A(1. / 6); }
+  static BRAZE_BOTH A hardsigmoid(A v, A, A) { return bounded(v + A(3), A(0), A(6)) * A(1. / 6); }
   static BRAZE_BOTH A hardsigmoid_slope(A v, A, A) {
     return select((v > A(-3)) & (v < A(3)), A(1. / 6), A(0));
   }
 
-  static BRAZE_BOTH A hardswish(A v, A, A) { return v * clamped(v + A(3), A(0), A(6)) * A(1. / 6); }
+  static BRAZE_BOTH A hardswish(A v, A, A) { return v * bounded(v + A(3), A(0), A(6)) * A(1. / 6); }
   static BRAZE_BOTH A hardswish_slope(A v, A, A) {
     return select(v <= A(-3), A(0), select(v < A(3), v * A(1. / 3) + A(0.5), A(1)));
   }

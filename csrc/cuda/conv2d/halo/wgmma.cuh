@@ -267,7 +267,7 @@ __global__ void __launch_bounds__(threads(consumers(kPixels, kPlanes)), 1)
 #pragma unroll
       for (int i = 0; i < kAcc; ++i) {
         const int own = i / 2 % 2;
-        acc[i] = tail.bounded(fmaf(acc[i], scale_values[own], bias_values[own]));
+        acc[i] = bounded(fmaf(acc[i], scale_values[own], bias_values[own]), tail.low, tail.high);
       }
     }
     if constexpr (kStaged) {

@@ -221,7 +221,7 @@ class Fprop {
     const int row = (kPixelRows ? pixel : filter) % 2, column = (kPixelRows ? filter : pixel) % 2;
     const int own = own_filter(filter);
     const float v = fmaf(acc_[tile][row * 2 + column], scale_[own], offset_[own]);
-    return convert<T>(a_.tail.bounded(v));
+    return convert<T>(bounded(v, a_.tail.low, a_.tail.high));
   }
 
   __device__ __forceinline__ void store_rows(const Place& place) const {

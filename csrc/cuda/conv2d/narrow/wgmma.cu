@@ -68,6 +68,8 @@ WgmmaWgradArgs problem_of(const Conv2dArgs& args) {
   set(a.taps_h, s.r), set(a.taps_w, s.s), set(a.rows, s.p), set(a.columns, s.q);
   set(a.stride_h, s.stride_h), set(a.stride_w, s.stride_w);
   set(a.pad_h, s.pad_h), set(a.pad_w, s.pad_w);
+  const int64_t elements = (s.n - 1) * x.n + (s.h - 1) * x.h + s.w * s.c;
+  a.x_end = static_cast<const char*>(x.data) + elements * size_of(s.dtype);
   a.x_n = x.n, a.x_h = x.h, a.y_n = y.n, a.y_h = y.h, a.y_w = y.w;
   a.w_k = w.n, a.w_c = w.c, a.w_r = w.h, a.w_s = w.w;
   a.copies = copies_of(args), a.planes = planes_of(args), a.row_steps = row_steps(args);

@@ -318,7 +318,7 @@ __global__ void __launch_bounds__(wgmma_threads(kParts), 1)
       }
       if (a.bounds) {
 #pragma unroll
-        for (int i = 0; i < kAcc; ++i) acc[i] = a.tail.bounded(acc[i]);
+        for (int i = 0; i < kAcc; ++i) acc[i] = bounded(acc[i], a.tail.low, a.tail.high);
       }
       // Of what is stored: a channel of one value then has that mean, and no variance.
       uint32_t valid = 0;  // bit i: position 8 * (i / 2) + 2 * (lane % 4) + i % 2

@@ -23,7 +23,7 @@ constexpr int kPatchStages = 2, kMostSteps = 4;                         // steps
 constexpr int kFilterRows = 64, kStepBytes = kFilterRows * 2 * kChunk;  // of weights
 
 struct WgmmaArgs {
-  const void *x, *w, *bias;
+  const void *x, *x_end, *w, *bias;
   void* y;
   Moments* moments;  // a set of each filter for each block's consumers, or nullptr
   int channels, height, width, filters, taps_h, taps_w, rows, columns;  // C H W K R S P Q
@@ -98,8 +98,9 @@ struct Chunk {
   uint32_t words[kWords];
   bool inside[kPixels];
 
-  // row: an image's; `pixel`: the chunk's first of it.
-  __device__ __forceinline__ void load(const T* row, bool in_image, int pixel, int width) {
+  // row: an image's; `pixel`: the chunk's first of it; end: of all images.
+  __device__ __forceinline__ void load(const T* row, bool in_image, int pixel, int width,
+                                       const void* end) {
     bool any = false;
 #pragma unroll
     for (int p = 0; p < kPixels; ++p) {
@@ -109,6 +110,9 @@ struct Chunk {
     const auto address = reinterpret_cast<uintptr_t>(row + (any ? pixel * kChannels : 0));
     const bool odd = sizeof(T) == 2 && address & 2;
     const auto* const from = reinterpret_cast<const uint32_t*>(address & ~uintptr_t{3});
+    // A tensor of 16 bits may end within a word, whose other half may be nobody's.
+    const auto to_end = (reinterpret_cast<uintptr_t>(end) >> 2) - (address >> 2);
+    const int last = to_end < kWords ? static_cast<int>(to_end) : -1;
     // Words that have something of a pixel in the image: beside it may be nothing at all.
     const auto has = [&](int element) {
       return element >= 0 && element < kPixels * kChannels && inside[element / kChannels];
@@ -122,7 +126,11 @@ struct Chunk {
       } else {
         wanted = has(i);
       }
-      words[i] = load_inside<1>(from + i, wanted).v[0];
+      if constexpr (sizeof(T) == 2) {
+        words[i] = load_word_inside(from + i, wanted && i != last, wanted && i == last);
+      } else {
+        words[i] = load_inside<1>(from + i, wanted).v[0];
+      }
     }
     if constexpr (sizeof(T) == 2) {
 #pragma unroll
@@ -192,7 +200,7 @@ __device__ __forceinline__ bool stage_tile(const WgmmaArgs& a, int tile, int own
         const int h = first_row + rows[i];
         const bool in_image = chunk < chunks && h >= 0 && h < a.height;
         loaded[i].load(image + (in_image ? h * a.x_h : 0), in_image,
-                       first + columns[i] * C::kPixels, a.width);
+                       first + columns[i] * C::kPixels, a.width, a.x_end);
       }
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
