@@ -97,7 +97,7 @@ def tables(what):
     if what == ["evaluation"]:
         return [Table("evaluation", evaluation.run, networks.line, networks.KEY)]
     if what == ["norm_act"]:
-        return [Table("norm_act", norm_act.run, norm_act.line)]
+        return [Table("norm_act", norm_act.run, norm_act.line, norm_act.KEY)]
     if what == ["optimizers"]:
         return [Table("optimizers", optimizers.run, optimizers.line)]
     if what == ["overhead"]:

@@ -69,8 +69,9 @@ LAYER_NORM = [
     *((8192, 4096), (4096, 8192), (2048, 16384), (1024, 32768), (1 << 20, 1024), (1 << 18, 4096)),
 ]
 TIMED = ("braze", "stock", "compile", "copy")
+KEY = "network", "case", "pass", "dtype", "layout"
 COLUMNS = [
-    *("op", "network", "case", "pass", "dtype", "layout"),
+    *("op", *KEY),
     *(f"{name}_{part}" for name in TIMED for part in ("us", "p20", "p80")),
     *("megabytes", "ratio", "ratio_compile", "of_copy", "floor_us", "error", *ENVIRONMENT),
 ]
@@ -284,13 +285,12 @@ def sections(folder):
 
 def summary(rows):
     """A line per layer, dtype, layout and pass."""
-    keys = ("network", "case", "pass", "dtype", "layout")
     compiled = any(row["compile_us"] for row in rows)
-    head = [*keys, "|", "MB", "braze µs", "copy µs", "of the copy", "stock µs", "stock / braze"]
+    head = [*KEY, "|", "MB", "braze µs", "copy µs", "of the copy", "stock µs", "stock / braze"]
     head += ["compiled stock / braze"] * compiled
     body = []
     for row in rows:
-        cells = [*(row[key] for key in keys), row["megabytes"]]
+        cells = [*(row[key] for key in KEY), row["megabytes"]]
         if row["error"]:
             body.append([*cells, f"failed: {row['error']}", *[""] * (len(head) - len(cells) - 2)])
             continue

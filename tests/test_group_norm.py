@@ -6,7 +6,15 @@ from hypothesis import strategies as st
 import braze
 import braze.nn.functional as F
 from braze._norm_rules import FASTER, Faster
-from common import assert_by_rule, assert_same_layer, check_against_stock, compile, fuzzed, layouts
+from common import (
+    assert_by_rule,
+    assert_same_layer,
+    check_against_stock,
+    compile,
+    cuda_kernels_of,
+    fuzzed,
+    layouts,
+)
 
 pytestmark = pytest.mark.usefixtures("own_norms")
 
@@ -46,6 +54,23 @@ def test_matches_stock(device, dtype, shape, groups):
         tensors,
     )
     assert F.group_norm(x, groups).grad_fn.name() == "GroupNormBackward"
+
+
+@pytest.mark.parametrize("shape", [(6, 4, 256, 256), (160, 4, 128, 256), (2, 6, 160, 252)], ids=str)
+def test_groups_that_clusters_hold(hopper, dtype, shape):
+    """Several blocks have a group, and some more than one, one after the other."""
+    x = torch.randn(shape, device="cuda").add_(3).to(dtype)
+    weight, bias = (t.detach() for t in parameters(shape[1], "cuda", dtype))
+    names = cuda_kernels_of(lambda: F.group_norm(x, 2, weight, bias))
+    assert dtype == torch.float64 or "stream_row_kernel<true" in names
+    y, mean, rstd = torch.ops.braze.group_norm(x, weight, bias, 2, 1e-5)
+    exact = stock.group_norm(x.double(), 2, weight.double(), bias.double())
+    assert_by_rule(y, stock.group_norm(x, 2, weight, bias), exact)
+    rows = x.double().view(shape[0], 2, -1)
+    rtol = 1e-12 if dtype == torch.float64 else 3e-6
+    torch.testing.assert_close(mean.double(), rows.mean(2), rtol=rtol, atol=0)
+    expected = (rows.var(2, correction=0) + 1e-5).rsqrt()
+    torch.testing.assert_close(rstd.double(), expected, rtol=rtol, atol=0)
 
 
 @pytest.mark.parametrize("shape", [(3, 4, 30), (2, 5, 9, 9), (2, 3, 64, 64), (2, 3, 4, 5, 6)])

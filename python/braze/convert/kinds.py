@@ -32,6 +32,7 @@ LAYERS = (
     "LogSoftmax",
     "MaxPool2d",
     "Mish",
+    "MultiheadAttention",
     "NLLLoss",
     "ReLU",
     "ReLU6",

@@ -16,6 +16,7 @@ from braze.nn.activations import (
     SiLU,
     Tanh,
 )
+from braze.nn.attention import MultiheadAttention
 from braze.nn.modules import (
     AvgPool2d,
     BatchNorm2d,
@@ -67,6 +68,7 @@ __all__ = [
     "LogSoftmax",
     "MaxPool2d",
     "Mish",
+    "MultiheadAttention",
     "NLLLoss",
     "ReLU",
     "ReLU6",
