@@ -452,6 +452,25 @@ def test_special_values_in_parts(gpu, which, channels):
     assert_by_rule(actual, exact.to("cuda", torch.float32), exact, ulps=16)
 
 
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize("which", PASSES)
+def test_what_shares_a_scale_with_an_infinity(gpu, which, value):
+    """Parts of fp32 are scaled by what is largest in a whole tensor: of what is finite, or nothing
+    would be left of tiles that an infinity elsewhere has no part in."""
+    if not runs_hopper_kernels():
+        pytest.skip("needs compute capability 9.0")
+    set_tf32("cuda", False)
+    case = (40, 256, 192, 10, 9, 3, 1, 1, 1)
+    x, w, b = drawn(case, "cuda", torch.float32, "nhwc")
+    dy = gradient(case, x, w, "nhwc")
+    (dy if which == "dgrad" else x)[0, 0, 0, 0] = value
+    actual = run(which, case, x, w, b, dy, backend="implicit_gemm_wgmma")
+    exact = reference(which, case, *(t.double().cpu() for t in (x, w, b, dy)))
+    special = (actual[:, :128] if which == "wgrad" else actual[:2]).isfinite().logical_not()
+    assert special.any()
+    assert_by_rule(actual, exact.to("cuda", torch.float32), exact, ulps=16)
+
+
 def test_contiguous_tensors_are_refused(gpu):
     if not runs_hopper_kernels():
         pytest.skip("needs compute capability 9.0")

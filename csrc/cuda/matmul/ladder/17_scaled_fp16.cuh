@@ -24,8 +24,7 @@ constexpr int kRestBits = 11;      // by which the rest is larger than it is
 constexpr int kLargestBits = 14;   // the largest magnitude's exponent
 constexpr int kMostScaling = 126;  // so that the power is a normal number
 
-// s of 2^s, by which what has this largest magnitude is multiplied: of infinities and NaN, whatever
-// that is.
+// s of 2^s, by which what has this largest magnitude is multiplied.
 __device__ __forceinline__ int scale_exponent(uint32_t largest) {
   return min(kLargestBits + 127 - static_cast<int>(largest >> 23), kMostScaling);
 }
@@ -139,7 +138,12 @@ __host__ __device__ inline int64_t largest_pieces(const Parts& p) {
   return p.batch * p.outer * ((p.inner + 128 * kLargestWords - 1) / (128 * kLargestWords));
 }
 
-__device__ __forceinline__ uint32_t magnitude(float v) { return __float_as_uint(v) & 0x7fffffffu; }
+// Of infinities and NaN 0: their tiles are summed otherwise, but they may share their scale with
+// others, of which nothing would be left beside an infinity.
+__device__ __forceinline__ uint32_t magnitude(float v) {
+  const uint32_t bits = __float_as_uint(v) & 0x7fffffffu;
+  return bits < 0x7f800000u ? bits : 0;
+}
 
 __device__ __forceinline__ void find_largest_of_columns(const Parts& p, int64_t piece, int lane) {
   const int64_t across = (p.inner + 127) / 128, down = (p.outer + kLargestRows - 1) / kLargestRows;
