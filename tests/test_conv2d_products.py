@@ -460,7 +460,8 @@ def test_what_shares_a_scale_with_an_infinity(gpu, which, value):
     if not runs_hopper_kernels():
         pytest.skip("needs compute capability 9.0")
     set_tf32("cuda", False)
-    case = (40, 256, 192, 10, 9, 3, 1, 1, 1)
+    # Tiles of images without it, and of channels.
+    case = (9, 256, 32, 10, 9, 3, 1, 1, 1) if which == "wgrad" else (40, 72, 60, 10, 9, 3, 1, 1, 1)
     x, w, b = drawn(case, "cuda", torch.float32, "nhwc")
     dy = gradient(case, x, w, "nhwc")
     (dy if which == "dgrad" else x)[0, 0, 0, 0] = value
