@@ -249,12 +249,7 @@ __global__ void __launch_bounds__(kHeldThreads, kHeldBlocks)
     packed.load(x + held);
     float element[N];
     unpack(packed, element);
-#pragma unroll
-    for (int k = 0; k < N; ++k) {
-      const float d = element[k] - pivot;
-      about.x += d;
-      about.y += d * d;
-    }
+    add_deviations(about.x, about.y, element, pivot);
   });
   planes.tell(about, sums);
   double origin = 0, sum = 0, squares = 0;

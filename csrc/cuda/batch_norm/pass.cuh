@@ -97,10 +97,7 @@ __device__ __forceinline__ void apply_vector(const ApplyArgs<T>& args, int64_t o
   if (kCode == ActivationCode::kClamp && args.mask)
     args.mask[offset / N] = open_bits(v, args.activation);
   activate<kCode, T>(v, args.activation);
-  Vec<T, N> y;
-#pragma unroll
-  for (int k = 0; k < N; ++k) y.v[k] = convert<T>(v[k]);
-  store_vec(args.y + offset, y);
+  store_as(args.y + offset, v);
 }
 
 // Adds a vector's part to the sums. keep(g): the gradient before the activation, where it is kept.

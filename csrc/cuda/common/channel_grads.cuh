@@ -5,7 +5,6 @@
 #pragma once
 
 #include "cuda/batch_norm/layout.cuh"
-#include "store_as.cuh"
 
 namespace braze::cuda {
 

@@ -171,4 +171,14 @@ __device__ __forceinline__ void store_vec(T* p, const Vec<T, N>& v) {
   for (int i = 0; i < kCount; ++i) store_raw(reinterpret_cast<Raw*>(p) + i, raw[i]);
 }
 
+// The values as elements of T, by stores of whole vectors: a Vec that is assigned may be taken
+// apart into stores of 16 bits.
+template <typename T, typename A, int N>
+__device__ __forceinline__ void store_as(T* to, const A (&v)[N]) {
+  Vec<T, N> elements;
+#pragma unroll
+  for (int k = 0; k < N; ++k) elements.v[k] = convert<T>(v[k]);
+  store_vec(to, elements);
+}
+
 }  // namespace braze::cuda

@@ -34,6 +34,16 @@ __device__ __forceinline__ A pivot_of(const Load& load, const Valid& valid) {
   }
 }
 
+template <typename A, int N>
+__device__ __forceinline__ void add_deviations(A& sum, A& squares, const A (&v)[N], A pivot) {
+#pragma unroll
+  for (int k = 0; k < N; ++k) {
+    const A d = v[k] - pivot;
+    sum += d;
+    squares += d * d;
+  }
+}
+
 template <typename A>
 struct OwnMoments {
   A pivot = 0, count = 0, sum = 0, squares = 0;
@@ -41,12 +51,7 @@ struct OwnMoments {
   template <int N>
   __device__ __forceinline__ void add(const A (&v)[N]) {
     count += A(N);
-#pragma unroll
-    for (int k = 0; k < N; ++k) {
-      const A d = v[k] - pivot;
-      sum += d;
-      squares += d * d;
-    }
+    add_deviations(sum, squares, v, pivot);
   }
   __device__ __forceinline__ A total() const { return pivot * count + sum; }
   // The sums about another pivot. (Chan, Golub and LeVeque, Updating formulae and a pairwise

@@ -143,14 +143,11 @@ __global__ void __launch_bounds__(kMostRowThreads)
   each_row_backwards<U>(
       plan, me, [&](int u, int64_t offset) { x[u].load(args.x + offset); },
       [&](int u, int64_t offset) {
-        A in[N];
-        unpack(x[u], in);
-        Vec<T, N> y;
+        A v[N];
+        unpack(x[u], v);
 #pragma unroll
-        for (int k = 0; k < N; ++k) {
-          y.v[k] = convert<T>(normalized(in[k] - center[k], scale[k], shift[k]));
-        }
-        store_vec(args.y + offset, y);
+        for (int k = 0; k < N; ++k) v[k] = normalized(v[k] - center[k], scale[k], shift[k]);
+        store_as(args.y + offset, v);
       });
 }
 

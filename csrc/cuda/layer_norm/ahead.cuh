@@ -10,6 +10,7 @@
 #include <initializer_list>
 
 #include "cuda/common/cp_async.cuh"
+#include "cuda/common/own_moments.cuh"
 #include "row.cuh"
 
 namespace braze::cuda {
@@ -128,8 +129,7 @@ __device__ __forceinline__ A first_of_team(A v, const TeamPlace<kWidth>& place) 
 
 // v: a thread's sums of deviations from its warp's pivot, and of their squares. They become the
 // team's about one pivot. kOfWarp: of a row's `size` elements a warp's, those of the first warp
-// first. (Chan, Golub and LeVeque, Updating formulae and a pairwise algorithm for computing sample
-// variances, 1979.) One barrier, as in team_sums().
+// first. One barrier, as in team_sums().
 template <int kOfWarp, int kWidth, typename A>
 __device__ __forceinline__ void team_moments(A& pivot, A (&v)[2], int size,
                                              const TeamPlace<kWidth>& place, int& turn) {
@@ -147,9 +147,9 @@ __device__ __forceinline__ void team_moments(A& pivot, A (&v)[2], int size,
     const int in_team = place.lane() & warps - 1, warp = first + in_team;
     pivot = pivots[turn][first];
     const A count = static_cast<A>(min(max(size - in_team * kOfWarp, 0), kOfWarp));
-    const A d = pivots[turn][warp] - pivot, of_warp = sums[turn][0][warp];
-    v[0] = of_warp + count * d;
-    v[1] = sums[turn][1][warp] + d * (A(2) * of_warp + count * d);
+    const OwnMoments<A> of_warp{pivots[turn][warp], count, sums[turn][0][warp],
+                                sums[turn][1][warp]};
+    of_warp.about(pivot, v);
     for (int offset = warps / 2; offset > 0; offset /= 2) {
       v[0] += other_lane(v[0], offset);
       v[1] += other_lane(v[1], offset);

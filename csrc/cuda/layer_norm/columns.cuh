@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kColumnThreads)
     const A pivot = quotient(team_reduce<Team::kLanes>(total, 32, AddPairs{}).first,
                              static_cast<A>(size), by_size);
     total = {0, 0};
-    each([&](int, const A(&v)[1]) { add_deviations(total, v, pivot); });
+    each([&](int, const A(&v)[1]) { add_deviations(total.first, total.second, v, pivot); });
     total = team_reduce<Team::kLanes>(total, 32, AddPairs{});
     const NormRow<A> norm = args.finish(lane == 0, row, pivot, total, by_size);
     each([&](int c, A(&v)[1]) {

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "cuda/common/own_moments.cuh"
-#include "cuda/common/store_as.cuh"
 #include "row.cuh"
 
 namespace braze::cuda {
@@ -57,15 +56,5 @@ struct NormArgs {
     store_as(static_cast<T*>(y) + at, v);
   }
 };
-
-template <typename A, int N>
-__device__ __forceinline__ void add_deviations(Pair<A>& sums, const A (&v)[N], A pivot) {
-#pragma unroll
-  for (int k = 0; k < N; ++k) {
-    const A d = v[k] - pivot;
-    sums.first += d;
-    sums.second += d * d;
-  }
-}
 
 }  // namespace braze::cuda

@@ -89,7 +89,8 @@ __global__ void __launch_bounds__(held_threads(kWidth),
           for (int u = 0; u < kVectors; ++u) {
             A v[N];
             values(u, v);
-            if (column + u * step < size) add_deviations(deviations, v, pivot);
+            if (column + u * step < size)
+              add_deviations(deviations.first, deviations.second, v, pivot);
           }
         };
         if constexpr (sizeof(T) == 2) {
@@ -148,7 +149,7 @@ __device__ Pair<acc_t<T>> sum_about_first(const RowPart& part, const T* x, acc_t
   total = {0, 0};
   part.template for_each<N>([&](int64_t, int64_t offset) {
     load_acc<N>(x + offset, v);
-    add_deviations(total, v, pivot);
+    add_deviations(total.first, total.second, v, pivot);
   });
   return team_reduce<kTeam>(total, part.width, AddPairs{});
 }

@@ -4,7 +4,6 @@
 
 #include "ahead.cuh"
 #include "cuda/common/cluster.cuh"
-#include "cuda/common/own_moments.cuh"
 #include "norm_args.cuh"
 
 namespace braze::cuda {
@@ -31,10 +30,8 @@ struct StreamMoments {
 };
 
 // A row's pivot, and the sums of its elements' deviations from it and of their squares, of what the
-// lanes have summed up about their warp's pivot, which has `count` elements of the row. (Chan,
-// Golub and LeVeque, Updating formulae and a pairwise algorithm for computing sample variances,
-// 1979.) There is one barrier, since the results of one row and the next lie apart: `turn` is 0 at
-// first.
+// lanes have summed up about their warp's pivot, which has `count` elements of the row. There is
+// one barrier, since the results of one row and the next lie apart: `turn` is 0 at first.
 template <bool kCluster, typename A>
 __device__ __forceinline__ Pair<A> stream_moments(const OwnMoments<A>& own, A count, int cluster,
                                                   int part, int& turn, A& pivot) {

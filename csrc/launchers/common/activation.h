@@ -1,6 +1,7 @@
 // What may follow a normalisation: a function of one element, and its derivative. The arithmetic is
-// written once for both devices, over the functions of `Math`: exp, expm1, tanh, bell = exp(-v^2 /
-// 2) and normal_cdf of one element, and divide of two, which each device has its own of.
+// written once for both devices, over the functions of `Math`: exp, expm1, tanh, normal_cdf and
+// bell, which is exp(-v v / 2), of one element, and divide of two, which each device has its own
+// of.
 #pragma once
 
 #include <cstdint>

@@ -119,17 +119,12 @@ struct Chunk {
     };
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
-      bool wanted;
       if constexpr (sizeof(T) == 2) {
         const bool here = has(2 * i);
-        wanted = odd ? has(2 * i - 1) || here : here || has(2 * i + 1);
-      } else {
-        wanted = has(i);
-      }
-      if constexpr (sizeof(T) == 2) {
+        const bool wanted = odd ? has(2 * i - 1) || here : here || has(2 * i + 1);
         words[i] = load_word_inside(from + i, wanted && i != last, wanted && i == last);
       } else {
-        words[i] = load_inside<1>(from + i, wanted).v[0];
+        words[i] = load_inside<1>(from + i, has(i)).v[0];
       }
     }
     if constexpr (sizeof(T) == 2) {
