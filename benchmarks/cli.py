@@ -145,6 +145,8 @@ def main(args, root):
         print(f"braze bench: {error}")
         return 2
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda" and device.index is None:  # tables of tuned choices are of one GPU
+        device = torch.device("cuda", torch.cuda.current_device())
     if args.tune and args.what == ["convolutions"]:
         convolutions.tune(device, args)
         return 0

@@ -256,6 +256,8 @@ def test_implicit_gemm_wgmma(device, dtype, case, tf32):
         ((33, 128, 72, 29, 31, 3, 1, 1, 1), ("fprop",), False),  # tiles that are not full
         ((40, 128, 136, 27, 29, 3, 2, 1, 1), ("dgrad",), False),  # phases
         ((40, 128, 136, 27, 29, 3, 2, 1, 1), ("dgrad",), True),
+        # phases of more tiles than run at once
+        ((150, 72, 64, 27, 29, 3, 2, 1, 1), ("dgrad",), False),
         ((30, 64, 48, 27, 29, 1, 3, 0, 1), ("dgrad",), True),  # phases of no taps
     ],
     ids=str,
@@ -390,6 +392,39 @@ def test_where_auto_takes_products(hopper, which, case):
     tensors = x, w, b, gradient(case, x, w, "nhwc")
     assert "braze" in cuda_kernels_of(lambda: run(which, case, *tensors))
     check(run(which, case, *tensors), which, case, tensors)
+
+
+# The same of contiguous tensors, by precision.
+TAKEN_CONTIGUOUS = [
+    ("dgrad", "float32", (64, 192, 32, 28, 28, 1, 1, 0, 1)),
+    ("fprop", "float32", (64, 48, 48, 56, 56, 1, 1, 0, 1)),
+    ("fprop", "float32", (64, 144, 32, 28, 28, 1, 1, 0, 1)),
+    ("wgrad", "float32", (64, 832, 48, 7, 7, 1, 1, 0, 1)),
+    ("fprop", "tf32", (64, 480, 96, 14, 14, 1, 1, 0, 1)),
+    ("wgrad", "tf32", (64, 120, 336, 28, 28, 1, 2, 0, 1)),
+    ("fprop", "bfloat16", (64, 48, 120, 56, 56, 1, 2, 0, 1)),
+    ("wgrad", "bfloat16", (64, 61, 366, 28, 28, 1, 1, 0, 1)),
+    ("fprop", "bfloat16", (64, 3, 24, 64, 64, 3, 1, 1, 1)),
+    ("dgrad", "bfloat16", (64, 5, 7, 32, 32, 3, 1, 1, 1)),
+    ("wgrad", "bfloat16", (64, 1, 32, 28, 28, 5, 1, 2, 1)),
+    ("fprop", "tf32", (64, 3, 64, 64, 64, 7, 2, 3, 1)),
+    ("wgrad", "tf32", (64, 3, 24, 32, 32, 2, 1, 0, 1)),
+    ("wgrad", "float32", (64, 3, 32, 64, 64, 3, 2, 1, 1)),
+]
+
+
+@pytest.mark.parametrize(("which", "precision", "case"), TAKEN_CONTIGUOUS, ids=str)
+def test_where_auto_takes_contiguous_tensors_as_they_are(hopper, which, precision, case):
+    tf32 = precision == "tf32"
+    set_tf32("cuda", tf32)
+    dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+    x, w, b = drawn(case, "cuda", dtype, "nchw")
+    tensors = x, w, b, gradient(case, x, w, "nchw")
+    call = functools.partial(run, which, case, *tensors, tf32)
+    kernels = cuda_kernels_of(call)
+    assert "braze" in kernels
+    assert "transpose" not in kernels
+    check(call(), which, case, tensors, tf32)
 
 
 @pytest.mark.parametrize(

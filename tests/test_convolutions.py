@@ -274,15 +274,16 @@ def test_what_ran():
 
 
 @pytest.mark.usefixtures("empty_tables")
-def test_a_table_of_tuned_choices(monkeypatch, tmp_path, capsys):
-    timed(monkeypatch, {"auto": 10, "implicit_gemm": 1})
+def test_a_table_of_tuned_choices(device, monkeypatch, tmp_path, capsys):
+    kernel = {"cpu": "implicit_gemm", "cuda": "direct"}[device]
+    timed(monkeypatch, {"auto": 10, kernel: 1})
     path = tmp_path / "table.json"
-    arguments = "--device", "cpu", "--case", "64x5x32x32", "--pass", "wgrad", "--tune", path
-    assert bench.main(parse("convolutions", *arguments)) == 0
+    arguments = "--case", "64x5x32x32", "--pass", "wgrad", "--dtype", "float32", "--tune", path
+    assert bench.main(parse("convolutions", "--device", device, *arguments)) == 0
     assert "1 of 1 passes have a choice" in capsys.readouterr().out
     padding = {"pad_h": 1, "pad_w": 1}
     problem = Convolution("float32", "wgrad", 64, 5, 32, 32, 7, 3, 3, channels_last=True, **padding)
-    assert _tuned.read(path, place("cpu")) == {problem: {"choice": "implicit_gemm", "us": [10, 1]}}
+    assert _tuned.read(path, place(device)) == {problem: {"choice": kernel, "us": [10, 1]}}
 
 
 def made_up_row(**cells):

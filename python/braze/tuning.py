@@ -163,6 +163,8 @@ def tune_product(device, product, candidates=None, seconds=1.0):
         reference = _reference(product, matrices)
         usable = _usable(run, names, product, reference, seconds * _SHARE_OF_CHECKS)
         del reference
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # what candidates' workspaces have left, no graph could take
         functions = {name: lambda name=name: run(name) for name in ["auto", *usable]}
         rest = seconds * (1 - _SHARE_OF_CHECKS)
         times = compete(timer_for(device), functions, "auto", rest)

@@ -240,6 +240,8 @@ bool im2col_beats_cudnn(const Conv2dProblem& problem) {
   if (is_16_bit && !one && other_filters_beat_cudnn(s, problem.pass)) return true;
   if (is_16_bit && s.dilation_h == 1 && s.dilation_w == 1) {
     if (one && strided) {
+      // (Of more pixels gradients, most of them zeros, are cuDNN's by 8 %.)
+      if (problem.pass == Conv2dPass::kDgrad && pixels > 128 * 28 * 28) return false;
       return im2col_wins_strided_products(problem.pass, s) && pixels >= 32 * 9 * 9 &&
              std::max(s.stride_h, s.stride_w) <= 3;
     }
@@ -270,7 +272,9 @@ bool im2col_beats_cudnn(const Conv2dProblem& problem) {
     case Conv2dPass::kDgrad:
       if (one) return product_gradients_beat_cudnn(s);
       if (!is_16_bit && s.k % 32 != 0) return false;  // rows that are not full
-      if (is_16_bit && strided) return s.c >= 128 && pixels <= 64 * 14 * 14;
+      if (is_16_bit && strided) return true;
+      // Tiles of 128 channels, less than half of the last ones filled.
+      if (strided && s.c > 128 && s.c % 128 > 0 && s.c % 128 < 64) return false;
       if (is_16_bit && plane > 80 * 80) return s.c > s.k || is_large_batch(s);
       if (is_16_bit && plane > 60 * 60 && std::min(s.c, s.k) >= 128) return is_large_batch(s);
       // Tiles that are not full, and many of them.
@@ -326,6 +330,7 @@ bool beats_cudnn(const Conv2dProblem& problem, int kernel) {
     return true;  // else it is not chosen
   }
   if (kernel == fastest_own_of_patches(args) || kernel == fastest_own_of_others(args)) return true;
+  if (kernel == fastest_own_of_contiguous(args)) return true;
   if (s.dtype == DType::kFloat64) {
     return problem.pass != Conv2dPass::kDgrad && s.c / s.groups * s.r * s.s <= 32;
   }

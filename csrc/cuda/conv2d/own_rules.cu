@@ -59,12 +59,13 @@ bool im2col_wins_small_images(const Conv2dArgs& args) {
   return s.c <= 64 || filled_rows(s, s.c) >= 0.85;
 }
 
-// Every s-th pixel of 32 channels and more, forward in 16 bits: whether implicit_gemm_wgmma is
-// faster than all others, as measured on an H200 (56 x 56 and 112 x 112, batch 64: 1.2 to 1.6
-// times).
+// Every s-th pixel of 32 channels and more, in 16 bits: whether implicit_gemm_wgmma is faster than
+// all others, as measured on an H200, batch 64: forward (56 x 56 and 112 x 112) 1.2 to 1.6 times,
+// input gradients (14 x 14 to 56 x 56, 64 channels and more) 1.1 to 1.2 times.
 bool im2col_wins_strided_products(Conv2dPass pass, const Conv2dShape& s) {
-  return pass == Conv2dPass::kFprop && is_strided(s) && is_pointwise(s) && size_of(s.dtype) == 2 &&
-         std::min(s.c, s.k) >= 32;
+  if (!is_strided(s) || !is_pointwise(s) || size_of(s.dtype) != 2) return false;
+  if (pass == Conv2dPass::kWgrad) return false;
+  return std::min(s.c, s.k) >= (pass == Conv2dPass::kFprop ? 32 : 64);
 }
 
 // Whether a filter is neither 1 x 1 nor an undilated 3 x 3 with a stride of 1 or 2.
@@ -369,6 +370,8 @@ int fastest_own(const Conv2dArgs& args) {
   if (of_patches >= 0 && takes(of_patches, args)) return of_patches;
   const int of_others = fastest_own_of_others(args);
   if (of_others >= 0 && takes(of_others, args)) return of_others;
+  const int of_contiguous = fastest_own_of_contiguous(args);
+  if (of_contiguous >= 0 && takes(of_contiguous, args)) return of_contiguous;
   if (takes(kDepthwise, args)) return kDepthwise;
   if (is_grouped(s) && takes(kGrouped, args)) {
     return mma_wins_groups(args) && takes(kMma, args) ? kMma : kGrouped;

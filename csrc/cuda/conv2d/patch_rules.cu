@@ -62,7 +62,7 @@ int of_halved(const Conv2dArgs& args, bool channels_last) {
   switch (args.pass) {
     case Conv2dPass::kFprop: return kIm2col;
     case Conv2dPass::kDgrad:
-      if (is_16_bit) return s.c >= 128 ? kPatches : -1;
+      if (is_16_bit) return s.c >= 256 ? kPatches : s.c >= 96 ? kIm2col : -1;
       // (In TF32 192 channels, a tile and a half, are a sixth behind cuDNN.)
       return is_plain_fp32(s) || s.c <= 128 || s.c % 128 == 0 ? kIm2col : -1;
     case Conv2dPass::kWgrad: break;

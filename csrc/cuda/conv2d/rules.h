@@ -1,5 +1,5 @@
 // The choice among the convolution's kernels: own_rules.cu, fp32_rules.cu, patch_rules.cu,
-// other_rules.cu and library_rules.cu, for choose.cu.
+// other_rules.cu, contiguous_rules.cu and library_rules.cu, for choose.cu.
 // Where a rule names a GPU it was measured there.
 #pragma once
 
@@ -53,6 +53,9 @@ bool few_channels_lose_transposed(Conv2dPass pass, const Conv2dShape& s);
 
 // The same of what no other rule knows (other_rules.cu).
 int fastest_own_of_others(const Conv2dArgs& args);
+
+// The same of contiguous tensors (contiguous_rules.cu).
+int fastest_own_of_contiguous(const Conv2dArgs& args);
 
 // Whether the kernel, our fastest, is faster than cuDNN; where it leaves moments too.
 bool beats_cudnn(const Conv2dProblem& problem, int kernel);

@@ -54,8 +54,8 @@ __global__ void __launch_bounds__(kPoolThreads)
   int h, w, group;
   split(i, &image, &h, &w, &group);
   int p0, p1, q0, q1;
-  covering_windows(h, window.stride_h, window.pad_h, 1, window.r, window.p, &p0, &p1);
-  covering_windows(w, window.stride_w, window.pad_w, 1, window.s, window.q, &q0, &q1);
+  covering_windows(h, window.by_stride_h, window.pad_h, 1, window.r, window.p, &p0, &p1);
+  covering_windows(w, window.by_stride_w, window.pad_w, 1, window.s, window.q, &q0, &q1);
   acc_t<T> sum[N] = {};
   for (int p = p0; p <= p1; ++p) {
     for (int q = q0; q <= q1; ++q) {

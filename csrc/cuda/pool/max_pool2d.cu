@@ -52,8 +52,8 @@ __global__ void __launch_bounds__(kPoolThreads)
   split(i, &image, &p, &q, &group);
   const int h0 = p * window.stride_h - window.pad_h, w0 = q * window.stride_w - window.pad_w;
   // The first tap inside the plane, which wins where all are -inf.
-  const int first_r = h0 < 0 ? (-h0 + window.dilation_h - 1) / window.dilation_h : 0;
-  const int first_s = w0 < 0 ? (-w0 + window.dilation_w - 1) / window.dilation_w : 0;
+  const int first_r = h0 < 0 ? window.by_dilation_h.div(-h0 + window.dilation_h - 1) : 0;
+  const int first_s = w0 < 0 ? window.by_dilation_w.div(-w0 + window.dilation_w - 1) : 0;
   const bool empty =
       h0 + first_r * window.dilation_h >= window.h || w0 + first_s * window.dilation_w >= window.w;
   Maxima<T, N> found(empty ? 0 : first_r * window.s + first_s);
@@ -109,19 +109,19 @@ __global__ void __launch_bounds__(kPoolThreads)
   int h, w, group;
   split(i, &image, &h, &w, &group);
   int p0, p1, q0, q1;
-  covering_windows(h, window.stride_h, window.pad_h, window.dilation_h, window.r, window.p, &p0,
+  covering_windows(h, window.by_stride_h, window.pad_h, window.dilation_h, window.r, window.p, &p0,
                    &p1);
-  covering_windows(w, window.stride_w, window.pad_w, window.dilation_w, window.s, window.q, &q0,
+  covering_windows(w, window.by_stride_w, window.pad_w, window.dilation_w, window.s, window.q, &q0,
                    &q1);
   acc_t<T> sum[N] = {};
   for (int p = p0; p <= p1; ++p) {
-    const int down = h + window.pad_h - p * window.stride_h;
-    if (down % window.dilation_h != 0) continue;
+    int between;  // of taps
+    const int down = window.by_dilation_h.div(h + window.pad_h - p * window.stride_h, between);
+    if (between != 0) continue;
     for (int q = q0; q <= q1; ++q) {
-      const int right = w + window.pad_w - q * window.stride_w;
-      if (right % window.dilation_w != 0) continue;
-      const Tap tap =
-          static_cast<Tap>(down / window.dilation_h * window.s + right / window.dilation_w);
+      const int right = window.by_dilation_w.div(w + window.pad_w - q * window.stride_w, between);
+      if (between != 0) continue;
+      const Tap tap = static_cast<Tap>(down * window.s + right);
       const int64_t offset = window.output_offset(image, p, q) + group * N;
       const Vec<Tap, N> chosen = load_vec<N>(taps + offset);
       const Vec<T, N> grad = load_vec<N>(dy + offset);

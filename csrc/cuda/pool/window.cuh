@@ -63,6 +63,7 @@ struct Window {
   int stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;
   int h, w, p, q;
   int64_t depth;
+  FastDiv by_stride_h, by_stride_w, by_dilation_h, by_dilation_w;
 
   explicit Window(const Pool2dShape& shape)
       : r(narrow(shape.r)),
@@ -77,7 +78,11 @@ struct Window {
         w(narrow(shape.w)),
         p(narrow(shape.p)),
         q(narrow(shape.q)),
-        depth(shape.depth()) {}
+        depth(shape.depth()),
+        by_stride_h(stride_h),
+        by_stride_w(stride_w),
+        by_dilation_h(dilation_h),
+        by_dilation_w(dilation_w) {}
 
   __device__ int64_t input_offset(int64_t image, int row, int column) const {
     return ((image * h + row) * w + column) * depth;
@@ -88,11 +93,12 @@ struct Window {
 };
 
 // The windows along one axis that may contain input position `at`: first <= window <= last.
-__device__ __forceinline__ void covering_windows(int at, int stride, int pad, int dilation,
-                                                 int taps, int windows, int* first, int* last) {
+__device__ __forceinline__ void covering_windows(int at, const FastDiv& stride, int pad,
+                                                 int dilation, int taps, int windows, int* first,
+                                                 int* last) {
   const int begin = at + pad - (taps - 1) * dilation;
-  *first = begin <= 0 ? 0 : (begin + stride - 1) / stride;
-  *last = min((at + pad) / stride, windows - 1);
+  *first = begin <= 0 ? 0 : stride.div(begin + stride.divisor() - 1);
+  *last = min(stride.div(at + pad), windows - 1);
 }
 
 // Calls f(width) with the number of elements per access, as a compile-time constant: as many as 16

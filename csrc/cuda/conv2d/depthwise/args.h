@@ -54,6 +54,18 @@ struct Args {
   int shared_bytes, stage_bytes, dy_offset;  // dy's part of a stage; NCHW: that of the results
   FastDiv by_vectors;                        // NHWC: vectors of a pixel's slab; NCHW: of a plane
   FastDiv by_dy_vectors;  // NCHW: the same, of dy or of the results; tiles.cuh: columns read
+  // Channels last: what blocks divide by to find their places, a thread's units of channels among
+  // it; and their shares of the items, of which the first `longer` ones have one more.
+  FastDiv by_rows, by_row_tiles, by_column_tiles, by_strips, by_units;
+  int share, longer;
+
+  // Of a finished plan; each thread has so many channels.
+  void set_places(int thread_channels) {
+    by_rows = FastDiv(rows), by_row_tiles = FastDiv(row_tiles);
+    by_column_tiles = FastDiv(column_tiles), by_strips = FastDiv(strips);
+    by_units = FastDiv(slab / thread_channels);
+    share = items / workers, longer = items % workers;
+  }
 };
 
 // Which kernel: everything that is a template parameter.

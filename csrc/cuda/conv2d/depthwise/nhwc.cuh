@@ -67,14 +67,15 @@ struct Share {
   int first;  // step: the ones before it read nothing but padding
 
   __device__ __forceinline__ Share(const Args& a, int step_rows)
-      : at(static_cast<int>(int64_t{a.items} * blockIdx.x / gridDim.x) * a.piece),
-        end(static_cast<int>(int64_t{a.items} * (blockIdx.x + 1) / gridDim.x) * a.piece) {
+      : at(begin(a, blockIdx.x) * a.piece), end(begin(a, blockIdx.x + 1) * a.piece) {
     find(a, step_rows);
   }
+  __device__ __forceinline__ static int begin(const Args& a, int block) {
+    return a.share * block + min(block, a.longer);
+  }
   __device__ __forceinline__ void find(const Args& a, int step_rows) {
-    const int tile = at / a.rows, image = tile / a.column_tiles;
-    n = image, row = at - tile * a.rows;
-    column = (tile - image * a.column_tiles) * a.strips * kStrip;
+    n = a.by_column_tiles.div(a.by_rows.div(at, row), column);
+    column *= a.strips * kStrip;
     rows = min(a.rows - row, end - at);
     first = max(0, -(a.first_row + row * step_rows)) / step_rows;
   }
@@ -107,8 +108,9 @@ __global__ void __launch_bounds__(kMostThreads) nhwc_kernel(const __grid_constan
   constexpr int kRows = kSpread ? 1 : kStride;  // of `in` per step
   constexpr int kTurns = kSpread ? Spread<R>::kTurns : Walk<R, kStride>::kTurns;
   wait_for_earlier_kernels();
-  const int units = a.slab / V, strip = threadIdx.x / units;
-  const int own = (threadIdx.x - strip * units) * V, channel = blockIdx.y * a.slab;
+  int unit;
+  const int strip = a.by_units.div(threadIdx.x, unit);
+  const int own = unit * V, channel = blockIdx.y * a.slab;
   const int left = a.channels - channel - own;  // channels from this thread's on
   const bool active = strip < a.strips && left > 0;
   const int row_size = a.pitch * a.slab, steps = a.steps;
@@ -246,8 +248,9 @@ __global__ void __launch_bounds__(kMostThreads) nhwc_wgrad_kernel(const __grid_c
   constexpr int V = channels_per_thread(sizeof(T), R), kPixel = kGranule / sizeof(T);
   constexpr int kTurns = Walk<R, kStride>::kTurns, kWindow = Walk<R, kStride>::kWindow;
   wait_for_earlier_kernels();
-  const int units = a.slab / V, strip = threadIdx.x / units;
-  const int unit = threadIdx.x - strip * units, own = unit * V, channel = blockIdx.y * a.slab;
+  int unit;
+  const int units = a.by_units.divisor(), strip = a.by_units.div(threadIdx.x, unit);
+  const int own = unit * V, channel = blockIdx.y * a.slab;
   const bool active = strip < a.strips && channel + own < a.channels;
   const int row_size = a.pitch * a.slab, dy_row_size = a.dy_pitch * a.slab;
   const int steps = a.steps;

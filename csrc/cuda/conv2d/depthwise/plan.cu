@@ -311,8 +311,13 @@ bool fits_tiles(const Kernel& kernel, const Args& a) {
 }
 
 bool make_plan(const Kernel& kernel, const Tuning& tuning, Args* args) {
-  if (kernel.tiles) return plan_tiles(kernel, args);
-  return kernel.channels_last ? plan_nhwc(kernel, tuning, args) : plan_nchw(kernel, tuning, args);
+  if (!kernel.channels_last) return plan_nchw(kernel, tuning, args);
+  const bool fits = kernel.tiles ? plan_tiles(kernel, args) : plan_nhwc(kernel, tuning, args);
+  const int size = static_cast<int>(size_of(kernel.dtype));
+  if (fits) {
+    args->set_places(kernel.tiles ? kTileChannels : channels_per_thread(size, kernel.taps));
+  }
+  return fits;
 }
 
 Args problem_of(const Kernel& kernel, Conv2dPass pass, const Conv2dShape& s, const Tensor4dRef& x,

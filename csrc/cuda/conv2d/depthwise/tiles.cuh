@@ -53,9 +53,9 @@ __global__ void __launch_bounds__(kTileThreads) tiles_kernel(const __grid_consta
   constexpr int kWindow = (kColumns - 1) * kStride + R;
   wait_for_earlier_kernels();
   const int first = blockIdx.y * a.slab;
-  const int line = blockIdx.x / a.column_tiles, n = line / a.row_tiles;
-  const int top = (line - n * a.row_tiles) * a.tile_rows;
-  const int left = (blockIdx.x - line * a.column_tiles) * a.strips * kColumns;
+  int row_tile, column_tile;
+  const int n = a.by_row_tiles.div(a.by_column_tiles.div(blockIdx.x, column_tile), row_tile);
+  const int top = row_tile * a.tile_rows, left = column_tile * a.strips * kColumns;
 
   // The pixels that the tile reads, zeros outside of the image, one after the other.
   float* const weights = reinterpret_cast<float*>(tiles_memory);
@@ -77,9 +77,9 @@ __global__ void __launch_bounds__(kTileThreads) tiles_kernel(const __grid_consta
   cp_async_commit();
   load_tile_weights<T, R>(a, first, weights);
 
-  const int units = a.slab / V, group = threadIdx.x / units;
-  const int own = (threadIdx.x - group * units) * V, channel = first + own;
-  const int down = group / a.strips, across = group - down * a.strips;
+  int unit, across;
+  const int group = a.by_units.div(threadIdx.x, unit), down = a.by_strips.div(group, across);
+  const int own = unit * V, channel = first + own;
   const int p = top + down, q = left + across * kColumns;
   const bool active = group < a.groups && p < a.rows && q < a.columns && channel < a.channels;
   float sum[kColumns][V] = {};

@@ -71,18 +71,19 @@ __global__ void __launch_bounds__(Traits<T, kPlanes>::kThreads, 1)
     if (lane != 0) return;
     const int raw_blocks = plan.stage_bytes / plan.raw_plane_bytes;
     for (int j = 0, tile = blockIdx.x; tile < a.tiles; ++j, tile += gridDim.x) {
-      const int stage = j % a.stages;
-      uint64_t* const full = ring.begin(j, a.stages);
+      const int stage = a.stage_of(j);
+      uint64_t* const full = ring.begin(j, a);
       mbarrier_expect(full, raw_blocks * loaded * kRowBytes);
       copy_tile<kRowBytes / int{sizeof(T)}>(&dy_map, full, stages + stage * plan.stage_bytes, a,
                                             tile, raw_blocks, plan.raw_plane_bytes);
       if (j > 0 || !a.copy_weights) continue;
-      for (int i = 0; i < weight_tiles; ++i) {  // the last filter row is needed first
-        const int r = a.r - 1 - i / plan.blocks, block = i % plan.blocks;
-        mbarrier_expect(&weights_full[i], Tr::kWeightTile);
-        tma_load_4d(&w_map, &weights_full[i],
-                    shared_address(shared + (r * plan.blocks + block) * Tr::kWeightTile), 0,
-                    block * Tr::kBlock, 0, r);
+      for (int r = a.r - 1, i = 0; r >= 0; --r) {  // the last filter row is needed first
+        for (int block = 0; block < plan.blocks; ++block, ++i) {
+          mbarrier_expect(&weights_full[i], Tr::kWeightTile);
+          tma_load_4d(&w_map, &weights_full[i],
+                      shared_address(shared + (r * plan.blocks + block) * Tr::kWeightTile), 0,
+                      block * Tr::kBlock, 0, r);
+        }
       }
     }
     return;
@@ -109,13 +110,13 @@ __global__ void __launch_bounds__(Traits<T, kPlanes>::kThreads, 1)
       }
     }
 
-    const int stage = j % a.stages;
-    ring.wait(j, a.stages);
+    const int stage = a.stage_of(j);
+    ring.wait(j, a);
     const unsigned char* tile_operands = stages + stage * plan.stage_bytes;
     if constexpr (kPlanes > 1) {
       tile_operands = parts + group * plan.blocks * kPlanes * plan.plane_bytes;
       split_tile<kPlanes, kRowBytes>(
-          ring, j, a.stages, stages + stage * plan.stage_bytes,
+          ring, j, a, stages + stage * plan.stage_bytes,
           parts + group * plan.blocks * kPlanes * plan.plane_bytes,
           {plan.blocks, loaded, 2 * plan.raw_plane_bytes, plan.raw_plane_bytes, plan.plane_bytes},
           2 + group, special_tile[group], turn);
@@ -184,7 +185,7 @@ __global__ void __launch_bounds__(Traits<T, kPlanes>::kThreads, 1)
     float gradient[4][2][2];
     shift_and_add(acc, edges + (2 * group + turn) * kGroupEdges, 2 + group, gradient);
     // All have read this tile.
-    if (kPlanes == 1 && thread == 0) ring.release(j, a.stages);
+    if (kPlanes == 1 && thread == 0) ring.release(j, a);
     if (plain) {
 #pragma unroll
       for (int i = 0; i < 16; ++i) {
@@ -232,6 +233,7 @@ bool make_plan(const Conv2dShape& s, Plan& plan) {
   const int limit = kSharedBytes - groups * 2 * kGroupEdges * static_cast<int>(sizeof(float));
   a.stages = std::min(kMaxStages, (limit - fixed) / plan.stage_bytes);
   plan.shared_bytes = fixed + a.stages * plan.stage_bytes;
+  a.set_divisors();
   return fixed < limit && a.stages >= (planes == 1 ? groups : 1);
 }
 

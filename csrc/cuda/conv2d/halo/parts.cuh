@@ -16,9 +16,10 @@ struct TilePlace {
   int image, stripe, first_row, rows_left, images_left;
 };
 __device__ __forceinline__ TilePlace place_of(const Args& a, int tile) {
-  const int number = tile / a.row_tiles * a.tile_images, image = number / a.stripes;
-  const int first_row = tile % a.row_tiles * a.tile_rows;
-  return {image, number - image * a.stripes, first_row, min(a.tile_rows, a.p - first_row),
+  int row_tile, stripe;
+  const int number = a.by_row_tiles.div(tile, row_tile) * a.tile_images;
+  const int image = a.by_stripes.div(number, stripe), first_row = row_tile * a.tile_rows;
+  return {image, stripe, first_row, min(a.tile_rows, a.p - first_row),
           min(a.tile_images, a.images - number)};
 }
 
@@ -30,8 +31,8 @@ __device__ __forceinline__ int64_t first_output(const Args& a, const TilePlace& 
 // Of a position's output in its tile, or -1 where it is none.
 __device__ __forceinline__ int output_offset(const Args& a, int position, int rows_left,
                                              int images_left) {
-  const int tile_row = position / a.pitch, column = position - tile_row * a.pitch;
-  const int tile_image = tile_row / a.image_rows, p = tile_row - tile_image * a.image_rows;
+  int column, p;
+  const int tile_image = a.by_image_rows.div(a.by_pitch.div(position, column), p);
   const bool inside = column < a.q && p < rows_left && tile_image < images_left;
   return inside ? static_cast<int>(tile_image * a.y_n + p * a.y_h + column * a.y_w) : -1;
 }
@@ -71,7 +72,7 @@ struct SplitLayout {
 // The 128 threads of a group split tile j into parts, after which its stage is free. special:
 // whether it has infinities or NaN; two tiles in turn.
 template <int kPlanes, int kRowBytes, int kGroups>
-__device__ __forceinline__ void split_tile(TileRing<kGroups>& ring, int j, int stages,
+__device__ __forceinline__ void split_tile(TileRing<kGroups>& ring, int j, const Args& a,
                                            const unsigned char* raw, unsigned char* parts,
                                            const SplitLayout& l, int barrier, int (&special)[2],
                                            int turn) {
@@ -86,7 +87,7 @@ __device__ __forceinline__ void split_tile(TileRing<kGroups>& ring, int j, int s
   fence_async_proxy();
   named_barrier(barrier, 128);  // split in full, and the stage is free
   if (thread == 0) {
-    ring.release(j, stages);
+    ring.release(j, a);
     special[turn ^ 1] = 0;
   }
 }

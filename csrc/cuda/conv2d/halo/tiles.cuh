@@ -5,6 +5,7 @@
 #include <climits>
 
 #include "halo.h"
+#include "cuda/common/fast_div.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/common/tma.cuh"
 
@@ -36,6 +37,20 @@ struct Args {
   bool flip;                   // dgrad: taps in reverse order
   bool wide_stores;            // fp32 results 16 bytes at a time
   int64_t y_n, y_k, y_h, y_w;  // output strides
+  // What kernels divide by: a division by the number itself takes as long as some products.
+  FastDiv by_pitch, by_image_rows, by_row_tiles, by_stripes, by_stages;
+
+  // To be called when all of these are known.
+  void set_divisors() {
+    by_pitch = FastDiv(pitch), by_image_rows = FastDiv(image_rows);
+    by_row_tiles = FastDiv(row_tiles), by_stripes = FastDiv(stripes), by_stages = FastDiv(stages);
+  }
+  // Where a block's tile j is copied to.
+  __device__ __forceinline__ int stage_of(int j) const {
+    int stage;
+    by_stages.div(j, stage);
+    return stage;
+  }
 };
 
 // The memory that a convolution's weights lie in.
@@ -64,21 +79,34 @@ struct TileRing {
   }
   // Waits until tile j's stage is free; returns what its copies have to arrive at. first_absent: of
   // the tiles whose turn it would be after the last one, which some groups have no more.
-  __device__ __forceinline__ uint64_t* begin(int j, int stages, int first_absent = INT_MAX,
+  __device__ __forceinline__ uint64_t* begin(int j, const Args& a, int first_absent = INT_MAX,
                                              int present = kGroups) {
-    const int ring = stages * kGroups;
-    int before = j - stages;
-    while (before >= first_absent && before % kGroups >= present) before -= stages;
-    if (before >= 0) mbarrier_wait(&empty[before % ring], before / ring & 1);
-    return &full[j % ring];
+    int before = j - a.stages;
+    while (before >= first_absent && before % kGroups >= present) before -= a.stages;
+    if (before >= 0) {
+      const Turn turn = turn_of(before, a);
+      mbarrier_wait(&empty[turn.barrier], turn.parity);
+    }
+    return &full[turn_of(j, a).barrier];
   }
-  __device__ __forceinline__ void wait(int j, int stages) {
-    const int ring = stages * kGroups;
-    mbarrier_wait(&full[j % ring], j / ring & 1);
+  __device__ __forceinline__ void wait(int j, const Args& a) {
+    const Turn turn = turn_of(j, a);
+    mbarrier_wait(&full[turn.barrier], turn.parity);
   }
   // One thread, or as many as init was told, when its group has read tile j.
-  __device__ __forceinline__ void release(int j, int stages) {
-    mbarrier_arrive(&empty[j % (stages * kGroups)]);
+  __device__ __forceinline__ void release(int j, const Args& a) {
+    mbarrier_arrive(&empty[turn_of(j, a).barrier]);
+  }
+
+ private:
+  // A tile's barrier, j modulo their number, and the parity of its phase there.
+  struct Turn {
+    int barrier, parity;
+  };
+  __device__ __forceinline__ static Turn turn_of(int j, const Args& a) {
+    int in_ring;
+    const int rounds = a.by_stages.div(j / kGroups, in_ring);
+    return {in_ring * kGroups + j % kGroups, rounds & 1};
   }
 };
 

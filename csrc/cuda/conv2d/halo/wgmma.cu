@@ -60,6 +60,7 @@ bool tile(Plan& plan, int pixels, DType dtype) {
   const int tiles = static_cast<int>(ceil_div(a.tiles, plan.grid.x));
   a.stages = std::min({kMaxStages, (kSharedBytes - plan.shared_bytes) / stage, tiles * a.pieces});
   plan.shared_bytes += a.stages * stage;
+  a.set_divisors();
   return true;
 }
 

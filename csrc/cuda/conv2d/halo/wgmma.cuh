@@ -109,11 +109,15 @@ __global__ void __launch_bounds__(threads(consumers(kPixels, kPlanes)), 1)
   if (warp == kConsumers * 4) {
     if (lane != 0) return;
     const auto copy_weights = [&] {
-      for (int i = 0; i < steps; ++i) {
-        const int tap = i / blocks, block = i - tap * blocks;
-        mbarrier_expect(&weights_full[i], weight_tile);
-        tma_load_4d(&w_map, &weights_full[i], shared_address(shared + i * weight_tile),
-                    block * kChannelBlock, tap % a.s, tap / a.s, k0);
+      int i = 0;
+      for (int r = 0; r < a.r; ++r) {
+        for (int s = 0; s < a.s; ++s) {
+          for (int block = 0; block < blocks; ++block, ++i) {
+            mbarrier_expect(&weights_full[i], weight_tile);
+            tma_load_4d(&w_map, &weights_full[i], shared_address(shared + i * weight_tile),
+                        block * kChannelBlock, s, r, k0);
+          }
+        }
       }
     };
     if (a.early_weights) {
@@ -122,10 +126,10 @@ __global__ void __launch_bounds__(threads(consumers(kPixels, kPlanes)), 1)
     }
     if constexpr (!kInPieces) {
       for (int j = 0, tile = blockIdx.x; tile < a.tiles; ++j, tile += gridDim.x) {
-        uint64_t* const full = ring.begin(j, a.stages);
+        uint64_t* const full = ring.begin(j, a);
         mbarrier_expect(full, blocks * loaded * Raw::kRowBytes);
-        copy_tile<kChannelBlock>(&x_map, full, stages + j % a.stages * stage_bytes, a, tile, blocks,
-                                 raw_plane_bytes);
+        copy_tile<kChannelBlock>(&x_map, full, stages + a.stage_of(j) * stage_bytes, a, tile,
+                                 blocks, raw_plane_bytes);
         if (j == 0 && a.copy_weights && !a.early_weights) copy_weights();
       }
       return;
@@ -138,9 +142,9 @@ __global__ void __launch_bounds__(threads(consumers(kPixels, kPlanes)), 1)
         const int first_block = piece * stage_blocks;
         for (int g = 0; g < present; ++g) {
           const int j = first * a.pieces + piece * kConsumers + g;
-          uint64_t* const full = ring.begin(j, a.stages, first * a.pieces, present);
+          uint64_t* const full = ring.begin(j, a, first * a.pieces, present);
           mbarrier_expect(full, stage_blocks * loaded * Raw::kRowBytes);
-          copy_tile<kChannelBlock>(&x_map, full, stages + j % a.stages * stage_bytes, a,
+          copy_tile<kChannelBlock>(&x_map, full, stages + a.stage_of(j) * stage_bytes, a,
                                    blockIdx.x + (first + g) * gridDim.x, stage_blocks,
                                    raw_plane_bytes, first_block);
           if (j == 0 && a.copy_weights && !a.early_weights) copy_weights();
@@ -206,13 +210,13 @@ __global__ void __launch_bounds__(threads(consumers(kPixels, kPlanes)), 1)
     wgmma_touch(acc);
     const uint64_t w_desc = wgmma_descriptor<L::kRowBytes>(shared_address(shared));
     for (int piece = 0;;) {
-      const int stage = j % a.stages;
-      ring.wait(j, a.stages);
+      const int stage = a.stage_of(j);
+      ring.wait(j, a);
       unsigned char* tile_operands = stages + stage * stage_bytes;
       if constexpr (kPlanes > 1) {
         tile_operands = operands + group * L::stage_bytes(a);
         split_tile<kPlanes, L::kRowBytes>(
-            ring, j, a.stages, stages + stage * stage_bytes, tile_operands,
+            ring, j, a, stages + stage * stage_bytes, tile_operands,
             {blocks, loaded, raw_plane_bytes, raw_plane_bytes, plane_bytes}, 2 + group,
             special_tile[group], turn);
       }
@@ -244,7 +248,7 @@ __global__ void __launch_bounds__(threads(consumers(kPixels, kPlanes)), 1)
       wgmma_wait<0>();
       if (!kInPieces || ++piece == a.pieces) break;
       named_barrier(2 + group, 128);  // all have read this piece
-      if (thread == 0) ring.release(j, a.stages);
+      if (thread == 0) ring.release(j, a);
       j += kConsumers;
     }
     wgmma_touch(acc);
@@ -253,7 +257,7 @@ __global__ void __launch_bounds__(threads(consumers(kPixels, kPlanes)), 1)
       if (moments && !is_first) mbarrier_wait(&staged.read[group], turn ^ 1);
     }
     named_barrier(2 + group, 128);  // all have read this tile, and `out` is free
-    if (kPlanes == 1 && thread == 0) ring.release(j, a.stages);
+    if (kPlanes == 1 && thread == 0) ring.release(j, a);
 
     if (bias) {
 #pragma unroll

@@ -54,10 +54,10 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
 #pragma unroll
   for (float& sum : acc) sum = 0;
   for (int j = 0, tile = blockIdx.x; tile < a.tiles; ++j, tile += gridDim.x) {
-    ring.wait(j, a.stages);
-    multiply_stage<T, kChannelBlock>(acc, stages + j % a.stages * plan.stage_bytes, plan, r);
+    ring.wait(j, a);
+    multiply_stage<T, kChannelBlock>(acc, stages + a.stage_of(j) * plan.stage_bytes, plan, r);
     named_barrier(1 + r, 128);
-    if (threadIdx.x % 128 == 0) ring.release(j, a.stages);
+    if (threadIdx.x % 128 == 0) ring.release(j, a);
   }
   store_partial(acc, r, a.r, partial);
 #endif
@@ -108,9 +108,9 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
 #pragma unroll
   for (float& sum : acc) sum = 0;
   const auto split_tile = [&](int j) {
-    ring.wait(j, a.stages);
-    if (split_stage<kParts>(stages + j % a.stages * plan.stage_bytes, operands + j % 2 * tile_bytes,
-                            plan, copied, consumers)) {
+    ring.wait(j, a);
+    if (split_stage<kParts>(stages + a.stage_of(j) * plan.stage_bytes,
+                            operands + j % 2 * tile_bytes, plan, copied, consumers)) {
       special[j % 4] = 1;
     }
     fence_async_proxy();
@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
 
   split_tile(0);
   named_barrier(1, consumers);
-  if (threadIdx.x == 0) ring.release(0, a.stages);
+  if (threadIdx.x == 0) ring.release(0, a);
   for (int j = 0; j < tiles; ++j) {
     const unsigned char* tile_operands = operands + j % 2 * tile_bytes;
     const bool plain = special[j % 4];
@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     for (int i = 0; i < kAcc; ++i) acc[i] += tile_sum[i];
     named_barrier(1, consumers);  // this tile's operands are free, the next one's are ready
     if (threadIdx.x == 0) {
-      if (j + 1 < tiles) ring.release(j + 1, a.stages);
+      if (j + 1 < tiles) ring.release(j + 1, a);
       special[(j + 3) % 4] = 0;  // of the tile before this one
     }
   }
@@ -182,6 +182,7 @@ bool tile(const Conv2dShape& s, int pixels, int parts, WgradPlan& plan) {
   }
   a.stages = std::min(most_stages, (kSharedBytes - fixed) / plan.stage_bytes);
   plan.shared_bytes = fixed + a.stages * plan.stage_bytes;
+  a.set_divisors();
   return fixed < kSharedBytes && a.stages >= fewest_stages;
 }
 

@@ -93,8 +93,8 @@ __device__ __forceinline__ void produce_tile(TileRing<1>& ring, int j, int tile,
   using L = LoadedTile<T>;
   constexpr int kXRowBytes = kChannelBlock * int{sizeof(T)};
   const Args& a = plan.args;
-  const int stage = j % a.stages;
-  uint64_t* const full = ring.begin(j, a.stages);
+  const int stage = a.stage_of(j);
+  uint64_t* const full = ring.begin(j, a);
   mbarrier_expect(full, copied.dy * (L::kDy * kDyRowBytes) + copied.x * kXRowBytes);
   const TilePlace from = place_of(a, tile);
   const uint32_t to = shared_address(stages + stage * plan.stage_bytes);

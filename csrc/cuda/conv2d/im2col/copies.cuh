@@ -4,6 +4,9 @@
 // line and the next image; of each, TMA finds the pixel that a tap meets, and gives zeros outside.
 #pragma once
 
+#include <algorithm>
+
+#include "cuda/common/launch.cuh"
 #include "cuda/matmul/hopper/pipeline.cuh"
 #include "windows.h"
 
@@ -32,30 +35,69 @@ __device__ __forceinline__ hopper::Place place_of(const ColumnArgs& a, int tile)
   return p;
 }
 
+// In which order the tiles of all phases are taken: as many of one as run at once, then the same of
+// the next one. So the phases find the gradients that they share in L2, and every block has as much
+// to do for each of them.
+class PhaseOrder {
+ public:
+  PhaseOrder() = default;
+  PhaseOrder(int64_t tiles, int64_t phases, int64_t at_once)
+      : round_(at_once * phases),
+        tiles_(at_once),
+        last_tiles_(tiles % at_once == 0 ? at_once : tiles % at_once),
+        whole_rounds_(static_cast<int>(tiles / at_once)) {}
+
+  // tile: out of all phases' ones. Gives the phase, and which one of its tiles it is.
+  __device__ __forceinline__ int place(int tile, int& in_phase) const {
+    int in_round;
+    const int round = round_.div(tile, in_round);
+    const int phase = (round < whole_rounds_ ? tiles_ : last_tiles_).div(in_round, in_phase);
+    in_phase += round * tiles_.divisor();
+    return phase;
+  }
+
+ private:
+  FastDiv round_, tiles_, last_tiles_;  // a round's tiles of all phases, of one, of one in the last
+  int whole_rounds_ = 0;
+};
+
 // dgrad by phases, which are the product's batch. Its results are s pixels apart.
 template <typename Base>
 struct WithPhases : WithWindows<Base> {
   static constexpr bool kScattered = true;
   Phases phases;
+  PhaseOrder phase_order;
 
+  // count: of phases. Of clusters of `cluster` blocks, one for a multiprocessor.
+  void set_order(int64_t count, int cluster) {
+    phase_order = PhaseOrder(this->tiles / count, count, std::max(sm_count() / cluster, 1));
+  }
+
+  // Of a phase, where the row of a product goes, or nullptr where there is none.
   template <typename T>
-  __device__ __forceinline__ T* row_of(int phase, int row) const {
-    if (row >= this->rows) return nullptr;
-    int w, h;
-    const int n = this->windows.rows.div(this->windows.columns.div(row, w), h);
-    w = w * phases.stride_w + phases.column(phase).first;
-    h = h * phases.stride_h + phases.row(phase).first;
-    if (w >= phases.width || h >= phases.height) return nullptr;
-    const int64_t pixel = (int64_t{n} * phases.height + h) * phases.width + w;
-    return static_cast<T*>(this->c) + pixel * this->c_ld;
+  __device__ __forceinline__ auto rows_of(int phase) const {
+    const auto [phase_h, phase_w] = phases.both(phase);
+    return [this, first_h = phase_h.first, first_w = phase_w.first](int row) -> T* {
+      int w, h;
+      const int n = this->windows.rows.div(this->windows.columns.div(row, w), h);
+      w = w * phases.stride_w + first_w;
+      h = h * phases.stride_h + first_h;
+      if (row >= this->rows || w >= phases.width || h >= phases.height) return nullptr;
+      const int64_t line = int64_t{n} * phases.height + h;
+      return static_cast<T*>(this->c) + (line * phases.width + w) * this->c_ld;
+    };
   }
 };
 using PhaseArgs = WithPhases<hopper::Args>;
 
 template <typename Base>
 __device__ __forceinline__ hopper::Place place_of(const WithPhases<Base>& a, int tile) {
-  hopper::Place p = hopper::place_of(static_cast<const hopper::Args&>(a), tile);
-  p.last = a.phases.row(p.batch).taps * a.phases.column(p.batch).taps * a.windows.blocks;
+  int in_phase;
+  const int phase = a.phase_order.place(tile, in_phase);
+  hopper::Place p = hopper::place_of(static_cast<const hopper::Args&>(a), in_phase);
+  p.batch = phase;
+  const auto [h, w] = a.phases.both(p.batch);
+  p.last = h.taps * w.taps * a.windows.blocks;
   return p;
 }
 
@@ -65,7 +107,7 @@ __device__ __forceinline__ Taps taps_of(const WithWindows<Base>& a, int) {
 }
 template <typename Base>
 __device__ __forceinline__ Taps taps_of(const WithPhases<Base>& a, int phase) {
-  const Phase &h = a.phases.row(phase), &w = a.phases.column(phase);
+  const auto [h, w] = a.phases.both(phase);
   return Taps(a.windows, w.taps, w.shift, h.shift, h.tap * a.phases.filter_w + w.tap);
 }
 
@@ -120,8 +162,9 @@ class Steps<A, std::enable_if_t<A::kWindows>> {
  public:
   __device__ __forceinline__ Steps(const A& a, int depth)
       : blocks_(a.windows.blocks),
-        last_((a.windows.last_bytes * kSteps + kSwizzle - 1) / kSwizzle),
-        block_(depth % blocks_) {}
+        last_((a.windows.last_bytes * kSteps + kSwizzle - 1) / kSwizzle) {
+    a.windows.by_blocks.div(depth, block_);
+  }
   __device__ __forceinline__ int next() {
     const bool is_last = ++block_ == blocks_;
     if (is_last) block_ = 0;

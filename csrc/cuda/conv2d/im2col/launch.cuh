@@ -278,6 +278,7 @@ void run_in_turns(Stream stream, const Conv2dArgs& args, void* workspace) {
     p.batch = phases;
     hopper::set_tiles<Tile>(a, p, hopper::operand_a(p), hopper::operand_b(p));
     a.windows = pass.windows;
+    if constexpr (A::kScattered) a.set_order(phases, Tile::kCluster);
     const CUtensorMap row_map = window_map(args, Tile::kRows);
     const CUtensorMap column_map = weight_map<Tile, column_major.value>(args, transposed);
     const CUtensorMap c_map = A::kScattered ? row_map : hopper::output_map<Tile>(a, p, row_map);

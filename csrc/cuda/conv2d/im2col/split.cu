@@ -204,7 +204,7 @@ void run_split(Stream stream, const Conv2dArgs& args, const Conv2dPlan& planned,
   const auto set = [&](auto& a, const Pass& pass, const Parts& rows, const Parts& columns) {
     a.windows = pass.windows;
     // A stage of parts is 64 channels deep.
-    a.windows.blocks = static_cast<int>(ceil_div(pass.channels, hopper::kSplitDepth));
+    a.windows.set_blocks(ceil_div(pass.channels, hopper::kSplitDepth));
     a.row.special = rows.special, a.row.blocks = rows.blocks;
     a.column.special = columns.special, a.column.blocks = columns.blocks;
     a.row.largest = rows.largest, a.column.largest = columns.largest;  // of all: no strides
@@ -233,6 +233,7 @@ void run_split(Stream stream, const Conv2dArgs& args, const Conv2dPlan& planned,
       constexpr int kFilters = kDgrad ? hopper::kSplitDepth : Tile::kShare;
       set_tiles<Tile>(a, e, plan);
       using Args = std::remove_reference_t<decltype(a)>;
+      if constexpr (Args::kScattered) a.set_order(e.batch, Tile::kCluster);
       hopper::launch_persistent<Tile, hopper::split_kernel<Tile, 0, kDgrad, Args>>(
           stream, a.tiles, true, plane_window_map(args, image, image_planes, Tile::kRows),
           weight_map(s, other, other_planes, kFilters), a);

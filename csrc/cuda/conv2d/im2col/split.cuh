@@ -112,7 +112,7 @@ class WindowPartCopies {
         taps_(taps_of(a, p.batch)),
         column_(p.column * Tile::kColumns + rank * Tile::kShare),
         images_(a.plain.images) {
-    taps_.skip_to(p.first);
+    if (p.first > 0) taps_.skip_to(p.first);
   }
 
   __device__ __forceinline__ void copy(int, uint64_t* full, uint32_t rows, uint32_t columns) {

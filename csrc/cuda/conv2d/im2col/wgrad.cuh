@@ -31,7 +31,7 @@ __device__ __forceinline__ ChannelBox channel_box(const WgradArgs& a, int tap, i
   const Windows& windows = a.windows;
   if (a.boxes > 0) {
     const int box = first / kWidth;
-    tap = box / windows.blocks;
+    tap = windows.by_blocks.div(box);
     first -= tap * windows.blocks * kWidth;
     if (box >= a.boxes) tap = 0;  // outside: not loaded
   }

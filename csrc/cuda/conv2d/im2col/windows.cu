@@ -110,13 +110,14 @@ Pass pass_of(const Conv2dArgs& args, Phases* phases) {
   w.taps_w = FastDiv(h.taps);
   w.step_h = narrow(v.step), w.step_w = narrow(h.step);
   const int64_t bytes = pass.channels * size_of(s.dtype);
-  w.blocks = narrow(ceil_div(bytes, kRowBytes));
+  w.set_blocks(ceil_div(bytes, kRowBytes));
   w.last_bytes = narrow(bytes - (w.blocks - 1) * kRowBytes);
   w.tap = narrow(v.tap * s.s + h.tap);
   w.tap_h = narrow(v.tap_step * s.s), w.tap_w = narrow(h.tap_step);
   if (phases) {
     std::copy(std::begin(v.phases), std::end(v.phases), phases->h);
     std::copy(std::begin(h.phases), std::end(h.phases), phases->w);
+    phases->of_row = FastDiv(s.stride_w);
     phases->stride_h = narrow(s.stride_h), phases->stride_w = narrow(s.stride_w);
     phases->filter_w = narrow(s.s);
     phases->height = narrow(s.h), phases->width = narrow(s.w);

@@ -17,11 +17,14 @@ struct Windows {
   int stride_h, stride_w, first_h, first_w;
   FastDiv taps_w;  // in a row of the window
   int step_h, step_w;
-  int blocks;      // of channels, a swizzled row each: a stage's depth
+  int blocks;  // of channels, a swizzled row each: a stage's depth
+  FastDiv by_blocks;
   int last_bytes;  // of the last one's rows that channels fill
   // Which of the filter's taps, counted as they lie in memory, belongs to the window's first one,
   // and how it goes on.
   int tap, tap_h, tap_w;
+
+  void set_blocks(int64_t count) { blocks = static_cast<int>(count), by_blocks = FastDiv(count); }
 };
 
 // The first pixel of a window.
@@ -44,10 +47,9 @@ class Taps {
   __device__ __forceinline__ Taps(const Windows& windows, int taps_w, int right, int down, int tap)
       : windows_(windows), taps_w_(taps_w), right_(right), down_(down), tap_(tap) {}
 
-  // From the window's beginning to a depth in the midst of it.
+  // From the beginning of a window of the whole filter to a depth in the midst of it.
   __device__ __forceinline__ void skip_to(int depth) {
-    const int tap = depth / windows_.blocks;
-    block_ = depth % windows_.blocks, h_ = tap / taps_w_, w_ = tap % taps_w_;
+    h_ = windows_.taps_w.div(windows_.by_blocks.div(depth, block_), w_);
   }
   __device__ __forceinline__ void next() {
     if (++block_ < windows_.blocks) return;
@@ -87,12 +89,19 @@ struct Phase {
 };
 struct Phases {
   Phase h[kMaxStride], w[kMaxStride];  // those with the most taps first
+  FastDiv of_row;                      // phases that share their rows, one for each column's
   int stride_h, stride_w;
   int filter_w;       // taps in a row of the filter
   int height, width;  // of the input
 
-  __device__ __forceinline__ const Phase& row(int phase) const { return h[phase / stride_w]; }
-  __device__ __forceinline__ const Phase& column(int phase) const { return w[phase % stride_w]; }
+  struct Both {
+    const Phase &h, &w;
+  };
+  __device__ __forceinline__ Both both(int phase) const {
+    int column;
+    const int row = of_row.div(phase, column);
+    return {h[row], w[column]};
+  }
 };
 
 // The same, with what the host needs.

@@ -161,12 +161,8 @@ void launch_shares(Stream stream, A args, const CUtensorMap& row_map, const CUte
   constexpr auto kKernel = stream_k_kernel<Tile, kRowMajor, kColumnMajor, kSwap, A>;
   const int resident =
       resident_clusters<kKernel>(Tile::kCluster, Tile::kThreads, Tile::kSharedBytes);
-  args.splits = splits_of_tiles(args.tiles, args.depth_tiles, resident);
-  args.stream_tiles = args.splits ? args.tiles : tiles_to_share(args.tiles, resident);
-  const int shared_stages = args.stream_tiles * args.depth_tiles;
-  args.clusters = args.splits ? args.splits * args.tiles
-                              : std::min(resident, args.stream_tiles ? shared_stages : args.tiles);
-  args.share = shared_stages / args.clusters, args.longer = shared_stages % args.clusters;
+  const int splits = splits_of_tiles(args.tiles, args.depth_tiles, resident);
+  args.set_shares(splits ? args.tiles : tiles_to_share(args.tiles, resident), splits, resident);
   args.parts = static_cast<float4*>(workspace);
   launch_early_in_clusters(kKernel, static_cast<unsigned>(args.clusters * Tile::kCluster),
                            Tile::kThreads, Tile::kSharedBytes, stream, Tile::kCluster, row_map,

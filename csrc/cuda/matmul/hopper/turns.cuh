@@ -65,7 +65,8 @@ __device__ __forceinline__ void consume_in_turns(const CUtensorMap* c_map, const
       if constexpr (A::kScattered) {
         if (p.first == p.last) {  // nothing is summed
 #pragma unroll
-          for (float& sum : acc[b]) sum = 0;
+          // Not a choice for each sum, which all tiles would pay for.
+          for (float& sum : acc[b]) asm volatile("mov.b32 %0, 0;" : "=f"(sum));
         }
       }
       if (a.bias || a.relu) finish<T, false>(a, acc[b], row + b * 64, column);

@@ -60,15 +60,10 @@ struct Finished {
     row = r, column = c, batch = b;
   }
 
-  // Through shared memory, one of its two buffers, and TMA.
-  template <bool kSwap, typename A>
-  __device__ __forceinline__ void store(const A& a, int chunk, const CUtensorMap* map,
-                                        uint32_t staging, int group) const {
-    const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
-    const uint32_t buffer = staging + chunk % 2 * Tile::kChunkBytes;
-    // The buffer's last copy is the last but one; with an odd number of chunks it may be the last.
-    if (thread == 0) tma_store_wait_read<kChunks % 2 == 0 ? 1 : 0>();
-    named_barrier(1 + group, 128);
+  // To shared memory, a warp's 16 rows.
+  template <bool kSwap>
+  __device__ __forceinline__ void stage(int chunk, uint32_t buffer) const {
+    const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < Tile::kChunk / 16; ++i) {  // 16 columns
       const uint32_t* v = &pairs[chunk][i * 4];
@@ -87,15 +82,20 @@ struct Finished {
                      : "memory");
       }
     }
-    if constexpr (A::kScattered) {
-      static_assert(!kSwap && Tile::kChunk == 64);
-      named_barrier(1 + group, 128);
-      scatter_rows<typename Tile::T>(a, buffer, batch, row, column + chunk * Tile::kChunk);
-      return;
-    }
+  }
+
+  // Through shared memory, one of its two buffers, and TMA.
+  template <bool kSwap, typename A>
+  __device__ __forceinline__ void store(const A& a, int chunk, const CUtensorMap* map,
+                                        uint32_t staging, int group) const {
+    const uint32_t buffer = staging + chunk % 2 * Tile::kChunkBytes;
+    // The buffer's last copy is the last but one; with an odd number of chunks it may be the last.
+    if (threadIdx.x % 128 == 0) tma_store_wait_read<kChunks % 2 == 0 ? 1 : 0>();
+    named_barrier(1 + group, 128);
+    stage<kSwap>(chunk, buffer);
     fence_async_proxy();
     named_barrier(1 + group, 128);
-    if (thread == 0) {
+    if (threadIdx.x % 128 == 0) {
       const int c = column + chunk * Tile::kChunk;
       static_assert(kSwap || Tile::kChunk == 64);
       tma_store_4d(map, buffer, kSwap ? row : c, kSwap ? c : row, batch, 0);
@@ -106,8 +106,22 @@ struct Finished {
   template <bool kSwap, typename A>
   __device__ __forceinline__ void flush(const A& a, const CUtensorMap* map, uint32_t staging,
                                         int group) const {
+    if constexpr (A::kScattered) {
+      static_assert(!kSwap && Tile::kChunk == 64);
+      using T = typename Tile::T;
+      const ScatteredRows<T> rows(a, batch, row);
 #pragma unroll
-    for (int chunk = 0; chunk < kChunks; ++chunk) store<kSwap>(a, chunk, map, staging, group);
+      for (int chunk = 0; chunk < kChunks; ++chunk) {
+        const uint32_t buffer = staging + chunk % 2 * Tile::kChunkBytes;
+        stage<kSwap>(chunk, buffer);
+        __syncwarp();
+        rows.store(buffer, column + chunk * Tile::kChunk, a.columns);
+        __syncwarp();
+      }
+    } else {
+#pragma unroll
+      for (int chunk = 0; chunk < kChunks; ++chunk) store<kSwap>(a, chunk, map, staging, group);
+    }
   }
 };
 

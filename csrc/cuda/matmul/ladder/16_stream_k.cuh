@@ -12,6 +12,8 @@
 // a split of every tile into as many parts it evens out what does not divide.
 #pragma once
 
+#include <algorithm>
+
 #include "13_persistent.cuh"
 #include "cuda/matmul/hopper/turn_columns.cuh"
 
@@ -20,9 +22,23 @@ namespace braze::cuda::hopper {
 struct StreamArgs : Args {
   int clusters;       // that share the work
   int stream_tiles;   // the first ones, whose depths are shared out; the others are taken whole
-  int share, longer;  // stages of each share; the first `longer` ones have one more
-  int splits;         // or each tile is cut into so many, none of two tiles; else 0
-  float4* parts;      // [cluster][2][rank][piece of a thread's sums][thread]
+  int splits;         // or each tile is cut into so many shares, none of two tiles; else 0
+  int share, longer;  // stages of each share; the first `longer` ones, of a tile, have one more
+  // What is divided by: a tile's stages and shares, the stages of a share, longer or not. (Clusters
+  // that divide by the numbers themselves begin a microsecond later.)
+  FastDiv by_stages, by_splits, by_share, by_longer_share;
+  float4* parts;  // [cluster][2][rank][piece of a thread's sums][thread]
+
+  // Shares all stages of `count` tiles out, or cuts each tile.
+  void set_shares(int count, int cuts, int resident) {
+    stream_tiles = count, splits = cuts;
+    const int stages = splits ? depth_tiles : count * depth_tiles;
+    clusters = splits ? splits * tiles : std::min(resident, count ? stages : tiles);
+    const int shares = splits ? splits : clusters;
+    share = stages / shares, longer = stages % shares;
+    by_stages = FastDiv(depth_tiles), by_splits = FastDiv(splits);
+    by_share = FastDiv(share), by_longer_share = FastDiv(share + 1);
+  }
 };
 
 template <typename T, int kRows, int kColumns, int kStages, int kCluster>
@@ -33,19 +49,19 @@ struct StreamTile : Tile<T, kRows, kColumns, kStages, kCluster, kRows / 64> {
 
 // The first stage, of those that are shared out, of cluster c's share; and whose share a stage is.
 __device__ __forceinline__ int share_begin(const StreamArgs& a, int c) {
-  if (a.splits > 0) {
-    const int tile = c / a.splits, part = c - tile * a.splits;
-    return tile * a.depth_tiles + static_cast<int>(int64_t{a.depth_tiles} * part / a.splits);
-  }
-  return a.share * c + min(c, a.longer);
+  int tile = 0, part = c;
+  if (a.splits > 0) tile = a.by_splits.div(c, part);
+  return tile * a.depth_tiles + a.share * part + min(part, a.longer);
 }
 __device__ __forceinline__ int share_of(const StreamArgs& a, int stage) {
   if (a.splits > 0) {  // asked for a tile's first and last stage only
-    const int tile = stage / a.depth_tiles;
-    return tile * a.splits + (stage == tile * a.depth_tiles ? 0 : a.splits - 1);
+    int in_tile;
+    const int tile = a.by_stages.div(stage, in_tile);
+    return tile * a.splits + (in_tile == 0 ? 0 : a.splits - 1);
   }
   const int in_longer = a.longer * (a.share + 1);
-  return stage < in_longer ? stage / (a.share + 1) : a.longer + (stage - in_longer) / a.share;
+  if (stage < in_longer) return a.by_longer_share.div(stage);
+  return a.longer + a.by_share.div(stage - in_longer);
 }
 
 // Calls f(place, part) for all that the cluster works on. part: where its sums go, or -1 for a
@@ -57,8 +73,7 @@ __device__ __forceinline__ void for_share(const StreamArgs& a, int cluster, F&& 
   while (true) {  // one loop, and so one copy of f, for both kinds: code comes from memory, too
     int tile = whole_tile, first = 0, last = a.depth_tiles;
     if (at < end) {
-      tile = at / a.depth_tiles;
-      first = at - tile * a.depth_tiles;
+      tile = a.by_stages.div(at, first);
       last = min(last, first + end - at);
       at += last - first;
     } else {
