@@ -149,6 +149,18 @@ def test_auto_takes_other_filters_in_fp32(gpu, which):
     assert "braze" in cuda_kernels_of(lambda: run(which, case, x, w, None, dy))
 
 
+@pytest.mark.parametrize(
+    "case", [(64, 4, 32, 84, 84, 8, 4, 0, 1), (64, 6, 40, 30, 30, 3, 2, 1, 1)], ids=str
+)
+def test_auto_multiplies_no_empty_rows_in_fp32(hopper, case):
+    """Weight gradients of a few channels: products in parts take seven times as long (H200)."""
+    set_tf32("cuda", False)
+    x, w, b = drawn(case, "cuda", torch.float32, "nhwc")
+    tensors = x, w, b, gradient(case, x, w, "nhwc")
+    assert "split_kernel" not in cuda_kernels_of(lambda: run("wgrad", case, *tensors))
+    check(run("wgrad", case, *tensors), "wgrad", case, tensors)
+
+
 def skip_large(device, case):
     n, c, k, h, w, size = case[:6]
     if device == "cpu" and n * c * k * h * w * size**2 > 1 << 29:
