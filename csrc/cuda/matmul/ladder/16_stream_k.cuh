@@ -25,7 +25,7 @@ struct StreamArgs : Args {
   int splits;         // or each tile is cut into so many shares, none of two tiles; else 0
   int share, longer;  // stages of each share; the first `longer` ones, of a tile, have one more
   // What is divided by: a tile's stages and shares, the stages of a share, longer or not. (Clusters
-  // that divide by the numbers themselves begin a microsecond later.)
+  // that divide by the numbers themselves begin half a microsecond later.)
   FastDiv by_stages, by_splits, by_share, by_longer_share;
   float4* parts;  // [cluster][2][rank][piece of a thread's sums][thread]
 
