@@ -1,5 +1,5 @@
 """Convolutions in groups, channels last: the CUDA kernel `grouped` by name, pass by pass, where it
-must not refuse. The cases run on the CPU too, by its own kernels."""
+must not refuse. The cases run on the CPU too, by its own kernels; one has the same name."""
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ from test_conv2d_products import set_tf32
 
 import braze
 import braze.nn.functional as F
+from braze import _lib
 from common import assert_by_rule, check_against_stock, cuda_kernels_of, fuzzed
 
 NAME = "grouped"
@@ -61,6 +62,20 @@ CASES = [
 ]
 
 
+# Of as many channels as filters, which the CPU's `grouped` takes where its vectors have whole ones.
+IN_PLACE = [
+    case_of(2, 16, 2, 2, (9, 11)),
+    case_of(2, 8, 2, 2, (6, 5), 1, padding=0),
+    case_of(3, 13, 4, 4, (14, 17)),
+    case_of(2, 9, 4, 4, (9, 11), stride=2),
+    case_of(2, 4, 4, 4, (3, 2), padding=3),
+    case_of(1, 4, 4, 4, (5, 6), 3, 3, 2, 2),
+    case_of(2, 6, 8, 8, (7, 40), 5, padding=2),
+    case_of(2, 3, 8, 8, (10, 9), (2, 3), 2, (1, 0)),
+    case_of(2, 3, 16, 16, (9, 10), stride=2),
+]
+
+
 def refuses(device, dtype):
     return device == "cuda" and dtype == torch.float64
 
@@ -94,6 +109,20 @@ def test_matches_stock(device, dtype, case, which, tf32):
     result = check(which, case, tensors, named(device), tf32)
     if which != "wgrad":
         assert result.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("which", PASSES)
+@pytest.mark.parametrize("case", IN_PLACE, ids=str)
+def test_in_place_on_the_cpu(case, which, precision):
+    tensors = drawn(case, "cpu", precision)
+    vector = {"generic": 16, "avx2": 32, "avx512": 64}[_lib.cpu_isa] // precision.itemsize
+    channels, groups = case[1], case[-1]
+    if which == "wgrad" or vector % (channels // groups) != 0 or channels < vector:
+        with pytest.raises(RuntimeError, match="grouped takes"):
+            run(which, case, *tensors, NAME)
+        return
+    check(which, case, tensors, NAME, False)
 
 
 @pytest.mark.parametrize("stride", [1, 2])

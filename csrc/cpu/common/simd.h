@@ -21,23 +21,27 @@ constexpr int kVecBytes = 16;
 #endif
 
 // vec_t<float>: a full vector register. vec8_t: eight elements, in as many registers as that takes;
-// the unit of conversions and transpositions. index8_t: what __builtin_shuffle wants for vec8_t.
+// the unit of conversions and transpositions. index_t, index8_t: what __builtin_shuffle wants.
 template <typename Acc>
 struct SimdTypes;
 template <>
 struct SimdTypes<float> {
   typedef float Vec __attribute__((vector_size(kVecBytes)));
+  typedef int32_t Index __attribute__((vector_size(kVecBytes)));
   typedef float Vec8 __attribute__((vector_size(32)));
   typedef int32_t Index8 __attribute__((vector_size(32)));
 };
 template <>
 struct SimdTypes<double> {
   typedef double Vec __attribute__((vector_size(kVecBytes)));
+  typedef int64_t Index __attribute__((vector_size(kVecBytes)));
   typedef double Vec8 __attribute__((vector_size(64)));
   typedef int64_t Index8 __attribute__((vector_size(64)));
 };
 template <typename Acc>
 using vec_t = typename SimdTypes<Acc>::Vec;
+template <typename Acc>
+using index_t = typename SimdTypes<Acc>::Index;
 template <typename Acc>
 using vec8_t = typename SimdTypes<Acc>::Vec8;
 template <typename Acc>

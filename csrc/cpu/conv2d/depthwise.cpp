@@ -1,5 +1,5 @@
 // Convolutions of one filter a channel: depthwise_in_place.h, depthwise_wgrad_in_place.h, and with
-// copies depthwise.h, depthwise_wgrad.h.
+// copies depthwise.h, depthwise_wgrad.h. Those of groups of a few: depthwise_in_place.h.
 #include "cpu/conv2d/depthwise.h"
 
 #include "cpu/conv2d/depthwise_in_place.h"
@@ -40,7 +40,7 @@ void plan_depthwise(const Conv2dProblem& problem, Conv2dPlan* plan) {
     }
     const auto convolutions = convolutions_of(problem, nullptr);
     if (goes_in_place<T>(problem)) {
-      plan->workspace_bytes = DepthwiseInPlace<acc_t<T>>::bytes(convolutions);
+      plan->workspace_bytes = ConvolutionInPlace<acc_t<T>, false>::bytes(convolutions);
       return;
     }
     for (const Convolution& conv : convolutions) {
@@ -63,12 +63,43 @@ void run_depthwise(const Conv2dProblem& problem, const Conv2dPlan& plan, const v
     }
     const auto convolutions = convolutions_of(problem, bias);
     if (goes_in_place<T>(problem)) {
-      return DepthwiseInPlace<acc_t<T>>(convolutions, workspace).run();
+      return ConvolutionInPlace<acc_t<T>, false>(convolutions, workspace).run();
     }
     for (const Convolution& conv : convolutions) {
       Depthwise<T>(conv, DepthwisePlan<T>(conv), workspace).run();
     }
   });
+}
+
+const char* grouped_obstacle(const Conv2dProblem& problem) {
+  const Conv2dShape& s = problem.shape;
+  if (problem.pass == Conv2dPass::kWgrad) return "grouped takes no weight gradients";
+  if (s.dtype != DType::kFloat32 && s.dtype != DType::kFloat64) {
+    return "grouped takes float32 and float64";
+  }
+  if (problem.x.c != 1 || problem.y.c != 1) return "grouped takes channels-last tensors";
+  const int64_t lanes = kVecBytes / size_of(s.dtype), width = s.c / s.groups;
+  if (s.c != s.k || width < 2 || lanes % width != 0 || s.c < lanes) {
+    return "grouped takes groups of 2, 4, 8 or 16 channels and as many filters, whole ones in a "
+           "vector";
+  }
+  return nullptr;
+}
+
+void plan_grouped(const Conv2dProblem& problem, Conv2dPlan* plan) {
+  const auto convolutions = convolutions_of(problem, nullptr);
+  plan->workspace_bytes = problem.shape.dtype == DType::kFloat32
+                              ? ConvolutionInPlace<float, true>::bytes(convolutions)
+                              : ConvolutionInPlace<double, true>::bytes(convolutions);
+}
+
+void run_grouped(const Conv2dProblem& problem, const Conv2dPlan&, const void* bias,
+                 void* workspace) {
+  const auto convolutions = convolutions_of(problem, bias);
+  if (problem.shape.dtype == DType::kFloat32) {
+    return ConvolutionInPlace<float, true>(convolutions, workspace).run();
+  }
+  ConvolutionInPlace<double, true>(convolutions, workspace).run();
 }
 
 }  // namespace braze::cpu

@@ -1,6 +1,11 @@
-// Convolutions of one filter a channel whose images are channels_last and in the accumulation type:
-// read where they are and in the order of memory, whose speed is the limit. A tile of results in a
-// row goes through the channels, vector by vector, before the next one begins.
+// Convolutions of one filter a channel, or of groups of a few channels with as many filters, whose
+// images are channels_last and in the accumulation type: read where they are and in the order of
+// memory, whose speed is the limit. A tile of results in a row goes through the channels, vector by
+// vector, before the next one begins.
+//
+// A vector has whole groups. Each of a group's channels in turn is spread over the lanes of all its
+// filters, and multiplied by their weights: a shuffle for each product, where a padded copy and
+// tiles of one group would leave most lanes idle.
 #pragma once
 
 #include <vector>
@@ -106,25 +111,31 @@ inline int64_t in_place_rows(int64_t images, int64_t rows) {
 }
 
 // All convolutions that a pass consists of: a row of each in turn, while what they read is near.
-template <typename Acc>
-class DepthwiseInPlace {
+// kGrouped: of groups of so many channels and filters that they divide a vector's lanes.
+template <typename Acc, bool kGrouped>
+class ConvolutionInPlace {
   using V = vec_t<Acc>;
   static constexpr int kL = kLanes<Acc>;
 
  public:
   static int64_t bytes(const std::vector<Convolution>& convolutions) {
-    int64_t taps = 1;  // the bias
-    for (const Convolution& conv : convolutions) taps += conv.taps();
-    return taps * ChannelVectors<Acc>{convolutions[0].groups}.pitch() * int64_t{sizeof(Acc)};
+    int64_t vectors = 1;  // the bias
+    for (const Convolution& conv : convolutions) vectors += conv.taps() * conv.channels;
+    return vectors * channels_of(convolutions[0]).pitch() * int64_t{sizeof(Acc)};
   }
 
-  DepthwiseInPlace(const std::vector<Convolution>& convolutions, void* workspace)
-      : channels_{convolutions[0].groups}, bias_(static_cast<Acc*>(workspace)) {
+  ConvolutionInPlace(const std::vector<Convolution>& convolutions, void* workspace)
+      : channels_(channels_of(convolutions[0])),
+        width_(convolutions[0].channels),
+        bias_(static_cast<Acc*>(workspace)) {
     const Acc* const bias = static_cast<const Acc*>(convolutions[0].bias);
     pack(bias_, [&](int64_t c) { return bias ? bias[c] : Acc(0); });
+    for (int64_t w = 0; w < width_; ++w) {
+      for (int64_t l = 0; l < kL; ++l) spreads_[w][l] = static_cast<int>(l / width_ * width_ + w);
+    }
     Acc* weights = bias_ + channels_.pitch();
     for (const Convolution& conv : convolutions) {
-      const InPlaceTiles tiles(conv.h, conv.w, conv.src, kMostPixels, channels_.pitch());
+      const InPlaceTiles tiles(conv.h, conv.w, conv.src, kMostPixels, width_ * channels_.pitch());
       parts_.push_back({&conv, tiles, weights});
       weights = pack_weights(parts_.back(), weights);
     }
@@ -151,8 +162,12 @@ class DepthwiseInPlace {
   struct Part {
     const Convolution* conv;
     InPlaceTiles tiles;
-    const Acc* weights;  // [tap][channel], taps in the order of their shifts
+    const Acc* weights;  // [tap][channel of a group][filter], taps in the order of their shifts
   };
+
+  static ChannelVectors<Acc> channels_of(const Convolution& conv) {
+    return {conv.groups * conv.filters};
+  }
 
   template <typename Value>
   void pack(Acc* to, const Value& value) const {
@@ -166,8 +181,12 @@ class DepthwiseInPlace {
       for (const int64_t tw : part.tiles.w.order) {
         const Acc* const tap = static_cast<const Acc*>(conv.weight) +
                                conv.tap_h[th] * conv.weight_h + conv.tap_w[tw] * conv.weight_w;
-        pack(to, [&](int64_t c) { return tap[c * conv.weight_group]; });
-        to += channels_.pitch();
+        for (int64_t w = 0; w < width_; ++w, to += channels_.pitch()) {
+          pack(to, [&](int64_t c) {
+            return tap[c / width_ * conv.weight_group + c % width_ * conv.weight_filter +
+                       w * conv.weight_channel];
+          });
+        }
       }
     }
     return to;
@@ -214,9 +233,9 @@ class DepthwiseInPlace {
   }
 
   template <int kPixels, int kVecs>
-  __attribute__((noinline)) static void convolve_vectors(const Acc* from, int64_t step, Taps taps,
-                                                         const Acc* weights, const Acc* bias,
-                                                         Acc* to, int64_t pitch) {
+  __attribute__((noinline)) void convolve_vectors(const Acc* from, int64_t step, Taps taps,
+                                                  const Acc* weights, const Acc* bias, Acc* to,
+                                                  int64_t pitch) const {
     V sums[kPixels][kVecs];
 #pragma GCC unroll 16
     for (int i = 0; i < kPixels; ++i) {
@@ -224,22 +243,29 @@ class DepthwiseInPlace {
       for (int k = 0; k < kVecs; ++k) sums[i][k] = load<V>(bias + k * kL);
     }
     for (const InPlaceTap* tap = taps.begin; tap < taps.end; ++tap) {
-      V weight[kVecs];
-#pragma GCC unroll 4
-      for (int k = 0; k < kVecs; ++k) weight[k] = load<V>(weights + tap->weight + k * kL);
       const Acc* const at = from + tap->source;
-      if (tap->begin == 0 && tap->end == kPixels) {
-#pragma GCC unroll 16
-        for (int i = 0; i < kPixels; ++i) {
+      for (int64_t w = 0; w < (kGrouped ? width_ : 1); ++w) {
+        const Acc* const of_channel = weights + tap->weight + w * channels_.pitch();
+        V weight[kVecs];
 #pragma GCC unroll 4
-          for (int k = 0; k < kVecs; ++k) sums[i][k] += load<V>(at + i * step + k * kL) * weight[k];
-        }
-      } else {
+        for (int k = 0; k < kVecs; ++k) weight[k] = load<V>(of_channel + k * kL);
+        if (tap->begin == 0 && tap->end == kPixels) {
 #pragma GCC unroll 16
-        for (int i = 0; i < kPixels; ++i) {
-          if (i < tap->begin || i >= tap->end) continue;
+          for (int i = 0; i < kPixels; ++i) {
 #pragma GCC unroll 4
-          for (int k = 0; k < kVecs; ++k) sums[i][k] += load<V>(at + i * step + k * kL) * weight[k];
+            for (int k = 0; k < kVecs; ++k) {
+              sums[i][k] += spread(load<V>(at + i * step + k * kL), w) * weight[k];
+            }
+          }
+        } else {
+#pragma GCC unroll 16
+          for (int i = 0; i < kPixels; ++i) {
+            if (i < tap->begin || i >= tap->end) continue;
+#pragma GCC unroll 4
+            for (int k = 0; k < kVecs; ++k) {
+              sums[i][k] += spread(load<V>(at + i * step + k * kL), w) * weight[k];
+            }
+          }
         }
       }
     }
@@ -250,8 +276,16 @@ class DepthwiseInPlace {
     }
   }
 
+  // Channel w of each group, in all lanes of it.
+  V spread(const V& x, int64_t w) const {
+    if constexpr (kGrouped) return __builtin_shuffle(x, spreads_[w]);
+    return x;
+  }
+
   const ChannelVectors<Acc> channels_;
+  const int64_t width_;  // channels of a group
   Acc* const bias_;
+  index_t<Acc> spreads_[kL];
   std::vector<Part> parts_;
 };
 

@@ -25,6 +25,9 @@ BRAZE_CONV2D_KERNEL(amx)
 const char* depthwise_obstacle(const Conv2dProblem& problem);
 BRAZE_CONV2D_KERNEL(depthwise)
 
+const char* grouped_obstacle(const Conv2dProblem& problem);
+BRAZE_CONV2D_KERNEL(grouped)
+
 const char* im2col_obstacle(const Conv2dProblem& problem);
 BRAZE_CONV2D_KERNEL(im2col)
 
