@@ -277,6 +277,29 @@ def test_parameters_are_cast_together(device):
         assert [name for name, _ in ops].count("cast_") == 2
 
 
+@pytest.mark.parametrize("apart", [False, True])
+def test_gradients_of_casts_in_parts(device, apart):
+    """Those of the last layer arrive before the first layer's backward pass, if they may."""
+    casts, order = SharedCasts(), []
+    first, last = (torch.nn.Parameter(torch.randn(4, 4, device=device)) for _ in range(2))
+    for name, p in ("first", first), ("last", last):
+        p.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
+    for _ in range(2):  # the first pass learns
+        order.clear()
+        casts.cast_together(part_of=lambda p: apart and p is last)
+        x = torch.randn(3, 4, device=device, dtype=torch.bfloat16)
+
+        def weight(p):
+            cast = casts.take(p, torch.bfloat16)
+            return p.to(torch.bfloat16) if cast is None else cast
+
+        y = x @ weight(first)
+        y.register_hook(lambda _: order.append("layer"))
+        (y @ weight(last)).sum().backward()
+        casts.drop()
+    assert order.index("last") < order.index("layer") if apart else order[0] == "layer"
+
+
 class TwoInputs(torch.nn.Module):
     """Casts both inputs, one of them twice, and changes the other first where it is to."""
 

@@ -120,7 +120,7 @@ class Body:
         ones = self._ones if direct else None
         with StepScope(casts=casts, moments=moments, unit_gradients=ones) as scope:
             try:
-                casts.cast_together(inputs, given)
+                casts.cast_together(inputs, given, self._parts.ranks.bucket_of)
                 yield scope
             finally:
                 casts.drop()

@@ -55,6 +55,44 @@ def _cast(tensors, dtype):
     return results
 
 
+class _Part:
+    """Casts that one node of autograd makes: recorded when the first of them is taken.
+
+    Backward passes run the youngest node that they can. So gradients come behind the layers whose
+    parameters these are, not behind all layers.
+
+    Args:
+        dtype: the casts'.
+        made: the casts.
+        tensors: what they are casts of.
+    """
+
+    def __init__(self, dtype, made, tensors):
+        self._dtype, self._made, self._tensors = dtype, made, tensors
+        self._recorded = None  # id of a tensor -> its cast
+
+    def cast_of(self, tensor):
+        if self._recorded is None:
+            with torch.enable_grad():  # whoever takes the first one
+                casts = _Casts.apply(self._dtype, self._made, *self._tensors)
+            self._recorded = dict(zip(map(id, self._tensors), casts, strict=True))
+        return self._recorded[id(tensor)]
+
+
+def _in_parts(dtype, made, tensors, part_of):
+    """(tensor, its :class:`_Part`) of casts that one launch has made, or makes now."""
+    if made is None:
+        with torch.no_grad():
+            made = _cast(tensors, dtype)
+    parts = {}
+    for t, cast in zip(tensors, made, strict=True):
+        parts.setdefault(part_of(t), []).append((cast, t))
+    for members in parts.values():
+        part = _Part(dtype, *zip(*members, strict=True))
+        for _, t in members:
+            yield t, part
+
+
 def _together(wanted):
     """Lists of tensors that a launch may cast together, by (dtype to cast to, their dtype and
     device), of a dict with (anything, dtype to cast to) for each tensor."""
@@ -74,6 +112,7 @@ class SharedCasts:
         self._wanted = {}  # (id of a parameter, dtype) -> parameter
         self._wanted_inputs = set()  # (which one, dtype)
         self._inputs = {}  # id of an input of this pass -> which one it is
+        # (Id of a tensor, dtype) -> its version, and what returns its cast.
         self._ready, self._made = {}, {}
 
     def wanted(self):
@@ -85,24 +124,25 @@ class SharedCasts:
         found = dict(self._wanted_inputs)
         return found if len(found) == len(self._wanted_inputs) else {}
 
-    def cast_together(self, inputs=(), given=()):
+    def cast_together(self, inputs=(), given=(), part_of=lambda tensor: None):
         """At the beginning of a forward pass, which ends with :meth:`drop`.
 
         Args:
             inputs: what the model is called with.
             given: which of them -> its cast, of those that are cast already, in a dict.
+            part_of: of a parameter or input, anything hashable; gradients of those of which it is
+                the same are cast together, as soon as all are there.
         """
         for i, t in enumerate(inputs):
             if i in given:
-                self._ready[id(t), given[i].dtype] = t._version, given[i]
+                self._ready[id(t), given[i].dtype] = t._version, lambda _, cast=given[i]: cast
             elif type(t) is torch.Tensor and not t.requires_grad:
                 self._inputs[id(t)] = i
         for key, parameters in self.wanted().items():
             made = self._made.pop(key, None)
             tensors = parameters if made else [*parameters, *self._inputs_for(inputs, *key)]
-            casts = _Casts.apply(key[0], made, *tensors)
-            for t, cast in zip(tensors, casts, strict=True):
-                self._ready[id(t), key[0]] = t._version, cast
+            for t, part in _in_parts(key[0], made, tensors, part_of):
+                self._ready[id(t), key[0]] = t._version, part.cast_of
 
     def _inputs_for(self, inputs, to, dtype, device):
         """Those that the passes before cast, once each, and that may share a launch."""
@@ -127,8 +167,8 @@ class SharedCasts:
             self._wanted_inputs.add((self._inputs[id(tensor)], dtype))
         elif key not in self._wanted and isinstance(tensor, torch.nn.Parameter):
             self._wanted[key] = tensor
-        version, cast = self._ready.pop(key, (None, None))
-        return cast if cast is not None and version == tensor._version else None
+        version, cast_of = self._ready.pop(key, (None, None))
+        return cast_of(tensor) if cast_of is not None and version == tensor._version else None
 
 
 class CastsWithoutGradients:

@@ -207,6 +207,10 @@ class Exchange:
                 "DistributedDataParallel(find_unused_parameters=True) allows that"
             )
 
+    def bucket_of(self, p):
+        """The one that has a parameter's gradient, or None."""
+        return self._of.get(id(p))
+
     def finish(self, side):
         """The main stream waits for what has been sent; parameters get the averages."""
         if self._stream is not None:

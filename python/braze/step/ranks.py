@@ -183,6 +183,11 @@ class Ranks:
                 for replicas, _ in exchanges:  # as behind its own exchange, or none
                     replicas.require_forward_param_sync = last
 
+    def bucket_of(self, p):
+        """Within :meth:`micro_step`: the gradients with which a parameter's is sent, or None."""
+        buckets = (exchange.bucket_of(p) for exchange in self._exchanging)
+        return next(filter(None, buckets), None)
+
     @contextlib.contextmanager
     def exchanging(self, side):
         """Within :meth:`micro_step` around the backward pass alone; `side` is its
