@@ -8,6 +8,7 @@ import pytest
 import torch
 from convert_common import assert_trains_alike, replaced
 from torch import nn
+from torch.nn import functional as F
 
 import braze
 from convert_models import ops_run
@@ -64,6 +65,70 @@ class InOneLine(nn.Module):
         return self.gate(self.fc(x.mean(keepdim=True, dim=[-1, 2]))) * x
 
 
+class OfLinear(nn.Module):
+    """As it is mostly written: linear layers between views."""
+
+    def __init__(self, channels=6, inner=3, size=1):
+        super().__init__()
+        self.avg_pool = nn.AdaptiveAvgPool2d(size)
+        self.fc = nn.Sequential(
+            nn.Linear(channels, inner, bias=False),
+            nn.ReLU(inplace=True),
+            nn.Linear(inner, channels, bias=False),
+            nn.Sigmoid(),
+        )
+
+    def forward(self, x):
+        b, c, _, _ = x.size()
+        y = self.avg_pool(x).view(b, c)
+        y = self.fc(y).view(b, c, 1, 1)
+        return x * y.expand_as(x)
+
+
+class OfNeighbours(nn.Module):
+    """A convolution over the channels (ECA-Net)."""
+
+    def __init__(self, padded=False):
+        super().__init__()
+        self.conv, self.padded = nn.Conv1d(1, 1, 3, padding=1, bias=False), padded
+
+    def forward(self, x):
+        y = x.mean((2, 3)).view(x.shape[0], 1, -1)
+        if self.padded:
+            y = F.pad(y, (0, 0))
+        y = self.conv(y)
+        y = torch.sigmoid(y).view(x.shape[0], -1, 1, 1)
+        return x * y.expand_as(x)
+
+
+class OfFunctions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6, 1, 1))
+
+    def forward(self, x):
+        pooled = F.adaptive_avg_pool2d(x, (1, 1))
+        return torch.sigmoid(F.conv2d(pooled, self.weight)) * x
+
+
+class TwoMeans(nn.Module):
+    def forward(self, x):
+        return x * (x.mean((2, 3), keepdim=True) - x.mean((2, 3), True).square())
+
+
+class ReadsPixels(nn.Module):
+    def forward(self, x):
+        return x * (x.mean((2, 3), keepdim=True) + x[:, :, :1, :1])
+
+
+class Loops(nn.Module):
+    def forward(self, x):
+        y = x.mean((2, 3), keepdim=True)
+        for _ in range(2):
+            y = y * y
+        return x * y
+
+
 class Overrides(OfPool):
     def _scale(self, input):
         return torch.sigmoid(super()._scale(input))
@@ -111,7 +176,10 @@ def times(model, x):
     return found
 
 
-@pytest.mark.parametrize("kind", [OfPool, OfMean, InOneLine], ids=lambda kind: kind.__name__)
+GATES = [OfPool, OfMean, InOneLine, OfLinear, OfNeighbours, OfFunctions]
+
+
+@pytest.mark.parametrize("kind", GATES, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("fmt", [torch.contiguous_format, torch.channels_last])
 def test_squeeze_and_excitation(kind, fmt):
     x = images().contiguous(memory_format=fmt)
@@ -128,7 +196,9 @@ def test_squeeze_and_excitation(kind, fmt):
 
 
 @pytest.mark.parametrize(
-    "kind", [Overrides, Reassigns, OfOneDimension, OfTwoInputs, Adds], ids=lambda k: k.__name__
+    "kind",
+    [Overrides, Reassigns, OfOneDimension, OfTwoInputs, Adds, TwoMeans, ReadsPixels, Loops],
+    ids=lambda kind: kind.__name__,
 )
 def test_what_is_like_it(kind):
     assert times(braze.convert(Net(kind())), images()) == 0
@@ -147,6 +217,20 @@ def test_settings():
     model = braze.convert(Net(OfPool()))
     model.block.avgpool.output_size = (2, 1)
     assert times(model, x[..., :1, :1]) == 0
+    model = braze.convert(Net(OfNeighbours()))
+    model.block.padded = True
+    assert times(model, x) == 1
+    model = braze.convert(Net(OfLinear(size=(2, 1))))
+    with pytest.raises(RuntimeError, match="invalid for input of size"):
+        model(x)
+    model.block.avg_pool.output_size = 1
+    assert times(model, x) == 1
+    handle = model.block.avg_pool.register_forward_hook(lambda *_: None)
+    assert times(model, x) == 0
+    handle.remove()
+    assert times(model, x) == 1
+    model.block.avg_pool = nn.AdaptiveMaxPool2d(1)
+    assert times(model, x) == 0
 
 
 def test_changes_after_the_conversion():
@@ -206,7 +290,7 @@ def test_other_inputs():
         braze.convert(InOneLine())([1])
 
 
-@pytest.mark.parametrize("kind", [OfPool, OfMean, InOneLine], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", GATES, ids=lambda kind: kind.__name__)
 def test_compile(kind):
     torch._dynamo.reset()
     original = Net(kind()).eval()
@@ -259,7 +343,9 @@ def test_inputs_that_no_gradient_needs():
     torch.testing.assert_close(*grads)
 
 
-@pytest.mark.parametrize("kind", [OfPool, InOneLine], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind", [OfPool, InOneLine, OfLinear, OfNeighbours], ids=lambda kind: kind.__name__
+)
 def test_other_strides(kind):
     original = kind()
     model, x = braze.convert(copy.deepcopy(original)), images()
@@ -270,13 +356,14 @@ def test_other_strides(kind):
         torch.testing.assert_close(y, expected)
 
 
-def test_modes_see_nothing_more(capsys):
+@pytest.mark.parametrize("kind", [InOneLine, OfLinear, OfFunctions], ids=lambda k: k.__name__)
+def test_modes_see_nothing_more(capsys, kind):
     class Mode(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, function, types, args=(), kwargs=None):
             print(getattr(function, "__name__", function))
             return function(*args, **(kwargs or {}))
 
-    original, x, seen = Net(InOneLine()), images(), []
+    original, x, seen = Net(kind()), images(), []
     for model in (braze.convert(copy.deepcopy(original)), original):
         with Mode():
             model(x)

@@ -17,7 +17,7 @@ from braze.convert.parts import PARTS, NormAct, of_subclass
 from braze.convert.recognise import kinds_of, part_of
 from braze.convert.source import Unknown
 from braze.convert.splice import analyse
-from braze.convert.squeezes import Squeeze
+from braze.convert.squeezes import Gate, Squeeze
 
 _SEQUENTIAL_FORWARD = torch.nn.Sequential.forward
 
@@ -96,7 +96,7 @@ def class_for(module, kinds_of):
             found = [*blocks([module_link(0, kinds_of(module), (("", module),))]), *found]
             normed = functools.partial(_in_one_way, through.norm_and_more)
             made = _subclass(kind, ("norm", splices), lambda: normed(make()))
-        elif isinstance(part_of(kind), Squeeze):
+        elif isinstance(part_of(kind), (Gate, Squeeze)):
             squeezed = functools.partial(_in_one_way, part_of(kind).run)
             made = _subclass(kind, ("squeeze", splices), lambda: squeezed(make()))
             return Rewriting(made, found, functions, True)

@@ -17,7 +17,7 @@ from braze.convert.passes import PassCode
 from braze.convert.permutes import PermuteCode
 from braze.convert.pipelines import ChainCode
 from braze.convert.source import Unknown
-from braze.convert.squeeze_code import SqueezeCode
+from braze.convert.squeeze_code import GateCode, SqueezeCode
 
 
 def part_of(kind):
@@ -50,6 +50,7 @@ def _recognised(kind):
             or PermuteCode(kind, forward).permutes()
             or ChainCode(kind, forward).chain()
             or SqueezeCode(kind, forward).squeeze()
+            or GateCode(kind, forward).gate()
         )
     except Unknown:
         return None

@@ -1,12 +1,16 @@
 """Squeeze-and-excitation, found in the code of classes: a forward that multiplies its input by what
-children make of the input's means."""
+children, or any other code, make of the input's means."""
 
 import ast
 import inspect
 import types
 
+import torch
+
+from braze.convert.code import Code
 from braze.convert.passes import PassCode, compiled
-from braze.convert.squeezes import Squeeze
+from braze.convert.source import constant, make
+from braze.convert.squeezes import Gate, Squeeze
 
 
 class SqueezeCode(PassCode):
@@ -73,21 +77,8 @@ class SqueezeCode(PassCode):
 
     def _is_mean(self, node):
         """Whether an expression is ``input.mean((2, 3), keepdim=True)``."""
-        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
-            return False
-        if node.func.attr != "mean" or not self.is_input(node.func.value) or len(node.args) > 1:
-            return False
-        given = {keyword.arg: keyword.value for keyword in node.keywords}
-        if node.args:
-            given["dim"] = node.args[0]
-        if set(given) != {"dim", "keepdim"}:
-            return False
-        try:
-            dim, keepdim = ast.literal_eval(given["dim"]), ast.literal_eval(given["keepdim"])
-        except ValueError:
-            return False
-        pixels = type(dim) in (tuple, list) and sorted(d % 4 for d in dim) == [2, 3]
-        return pixels and keepdim is True
+        given = mean_of_pixels(self, node)
+        return given is not None and given.get("keepdim") is True
 
     def _of_method(self, node):
         """What ``self.method(input)`` is."""
@@ -117,3 +108,130 @@ class SqueezeCode(PassCode):
         self.functions += inner.functions
         pool, names, methods, guards = found
         return pool, names, [*methods, name], guards
+
+
+def mean_of_pixels(code, node):
+    """The arguments, by name, of ``input.mean((2, 3), ...)``; None where an expression of a
+    :class:`Code` is no such call."""
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+        return None
+    if node.func.attr != "mean" or not code.is_input(node.func.value) or len(node.args) > 2:
+        return None
+    given = dict(zip(("dim", "keepdim"), node.args, strict=False))
+    given |= {k.arg: k.value for k in node.keywords}
+    if not {"dim"} <= set(given) <= {"dim", "keepdim"}:
+        return None
+    try:
+        given = {name: ast.literal_eval(value) for name, value in given.items()}
+    except ValueError:
+        return None
+    dim = given["dim"]
+    pixels = type(dim) in (tuple, list) and sorted(d % 4 for d in dim) == [2, 3]
+    return given if pixels and type(given.get("keepdim", False)) is bool else None
+
+
+class GateCode(Code):
+    """The code of a forward that may multiply its input by what it makes of the input's means, in
+    whatever way, as long as it asks for nothing else of the input but its shape and type."""
+
+    #: What may be asked for.
+    _SEEN = "shape", "size", "dtype", "device"
+    #: What runs at other times, more than once, or ends the function.
+    _NEVER = (
+        *(ast.For, ast.While, ast.With, ast.Try, ast.Raise, ast.Delete, ast.Assert, ast.Global),
+        *(ast.Nonlocal, ast.FunctionDef, ast.ClassDef, ast.Lambda, ast.NamedExpr, ast.ListComp),
+        *(ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Import, ast.ImportFrom),
+    )
+
+    def gate(self):
+        """A :class:`Gate`, or None."""
+        last = self.body[-1] if self.body else None
+        if not isinstance(last, ast.Return) or not isinstance(last.value, ast.BinOp):
+            return None
+        if not isinstance(last.value.op, ast.Mult):
+            return None
+        factors = [f for f in (last.value.left, last.value.right) if not self.is_input(f)]
+        if len(factors) != 1 or self.assigns(self.input) or self.assigns(self.me):
+            return None
+        nodes = [n for statement in self.body for n in ast.walk(statement)]
+        if any(isinstance(n, self._NEVER) for n in nodes):
+            return None
+        if sum(isinstance(n, ast.Return) for n in nodes) > 1 or self.tree.shared:
+            return None
+        pool, changes = self._uses(nodes, last, factors[0])
+        if changes is None:
+            return None
+        code = make(self.python, lambda node: _Changes(changes).visit(node), {})
+        return Gate(pool, code, self.same())
+
+    def _uses(self, nodes, last, factor):
+        """The name of the child that takes the means or None, and by the number of an expression or
+        statement what stands in its place in the gate's code; None where the input is used for
+        more."""
+        pool, means, allowed = None, 0, set()
+        changes = {last.number: lambda node: ast.Return(self._factor(node, factor))}
+        for node in nodes:
+            if self.is_input(getattr(node, "value", None)) and isinstance(node, ast.Attribute):
+                if node.attr in self._SEEN:
+                    allowed.add(node.value.number)
+            elif mean_of_pixels(self, node) is not None:
+                allowed.add(node.func.value.number)
+                means += 1
+            elif isinstance(node, ast.Call) and node.args and self.is_input(node.args[0]):
+                name = self.attribute(node.func) if len(node.args) == 1 else None
+                if self._is_expansion(node):
+                    if node is not factor:
+                        return None, None
+                elif name is not None and not node.keywords:
+                    pool = name
+                    changes[node.number] = self._pooled
+                elif self._pools_all(node):
+                    changes[node.number] = self._pooled
+                else:
+                    return None, None
+                allowed.add(node.args[0].number)
+                means += node is not factor
+        allowed |= {f.number for f in (last.value.left, last.value.right) if self.is_input(f)}
+        inputs = {n.number for n in nodes if self.is_input(n)}
+        return (pool, changes) if means == 1 and inputs == allowed else (None, None)
+
+    def _pooled(self, node):
+        return ast.Attribute(ast.Name(self.input, ast.Load()), "pooled", ast.Load())
+
+    def _factor(self, node, factor):
+        """Of the changed return statement: what the input is multiplied by."""
+        product = node.value
+        value = product.left if product.left.number == factor.number else product.right
+        if not self._is_expansion(factor):
+            return value
+        expanded = ast.Attribute(ast.Name(self.input, ast.Load()), "expanded", ast.Load())
+        return ast.Call(expanded, [value.func.value], [])
+
+    def _is_expansion(self, node):
+        """Whether an expression is ``something.expand_as(input)``."""
+        return (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr == "expand_as"
+            and len(node.args) == 1
+            and not node.keywords
+            and self.is_input(node.args[0])
+        )
+
+    def _pools_all(self, node):
+        """Whether a call is ``torch.nn.functional.adaptive_avg_pool2d(input, 1)``."""
+        if len(node.args) != 2 or node.keywords or constant(node.args[1]) not in (1, (1, 1)):
+            return False
+        return self.known(node.func) is torch.nn.functional.adaptive_avg_pool2d
+
+
+class _Changes(ast.NodeTransformer):
+    """Puts other nodes in the places of some, given as functions of them by their numbers."""
+
+    def __init__(self, changes):
+        self._changes = changes
+
+    def visit(self, node):
+        node = self.generic_visit(node)
+        change = self._changes.get(getattr(node, "number", None))
+        return node if change is None else ast.copy_location(change(node), node)

@@ -16,6 +16,11 @@ from braze.nn import functional as F
 
 _any_global_hook = torch.nn.modules.module._has_any_global_hook
 _MEAN = gives_way((torch.Tensor, "mean"), (torch.Tensor, "__mul__"), (torch.Tensor, "__rmul__"))
+_SEEN = gives_way(
+    *((torch.Tensor, name) for name in ("expand_as", "size")),
+    (torch.nn.functional, "adaptive_avg_pool2d"),
+    *called_by("adaptive_avg_pool2d"),
+)
 _POOL = gives_way(
     (torch.nn.AdaptiveAvgPool2d, "forward"),
     (torch.nn.functional, "adaptive_avg_pool2d"),
@@ -83,16 +88,85 @@ class Squeeze:
         if not own.keys().isdisjoint((*self.methods, *self.names, self.pool)):
             return None
         children = own["_modules"]
-        if self.pool is not None:
-            pool = children.get(self.pool)
-            if type(pool) is not torch.nn.AdaptiveAvgPool2d or _POOL() or not unwatched((pool,)):
-                return None
-            if _any_global_hook():
-                return None
-            if pool.output_size not in (1, (1, 1), [1, 1]):
-                return None
+        if self.pool is not None and not _pools_all(children.get(self.pool)):
+            return None
         layers = [children.get(name) for name in reversed(self.names)]
         return None if None in layers else tuple(layers)
+
+
+def _pools_all(pool):
+    """Whether a child is torch's pooling layer of one result for each channel, and nobody watches
+    it."""
+    if type(pool) is not torch.nn.AdaptiveAvgPool2d or _POOL() or not unwatched((pool,)):
+        return False
+    return not _any_global_hook() and pool.output_size in (1, (1, 1), [1, 1])
+
+
+class Gate:
+    """What a module is whose forward multiplies its input by what any code of its own makes of the
+    input's means.
+
+    Args:
+        pool: the name of the child that takes the means, or None.
+        code: a function of the module and a :class:`Seen` in the place of its input, which returns
+            the factors.
+        same: tells whether the class's code is what it was.
+    """
+
+    def __init__(self, pool, code, same):
+        self.pool, self.code, self.same = pool, code, same
+
+    def run(self, module, input):
+        """As :meth:`Squeeze.run`."""
+        if type(input) not in TENSORS or torch.compiler.is_compiling():
+            return None
+        if not self.same() or _MEAN() or _SEEN():
+            return None
+        own, pool = module.__dict__, self.pool
+        if pool is not None and (pool in own or not _pools_all(own["_modules"].get(pool))):
+            return None
+        if input.dim() != 4 or not (input.is_contiguous() or is_channels_last(input)):
+            return None
+        return F.squeeze_excite(input, lambda mean: self.code(module, Seen(input, mean)))
+
+    def expand(self, module, found, modules):
+        """See :meth:`Pass.expand`: it is called as it is."""
+        modules.append(module)
+        return False
+
+    def kinds(self, module, kinds_of):
+        """See :meth:`Pass.kinds`: no link of any run."""
+        return None
+
+    def layers(self, name, module):
+        """What computes in a module of such a name, as (name, module)."""
+        return [(name, module)]
+
+
+class Seen:
+    """What the code of a :class:`Gate` may see of the module's input.
+
+    Args:
+        input: [N, C, H, W].
+        pooled: its means, [N, C, 1, 1].
+    """
+
+    __slots__ = "_input", "pooled"
+
+    def __init__(self, input, pooled):
+        self._input, self.pooled = input, pooled
+
+    def __getattr__(self, name):  # of the input: its shape, dtype, device
+        return getattr(self._input, name)
+
+    def mean(self, dim, keepdim=False):
+        """Over the pixels, whatever the order of these dimensions."""
+        return self.pooled if keepdim else self.pooled.flatten(1)
+
+    def expanded(self, factors):
+        """``factors.expand_as(input)``, which a product does by itself."""
+        alike = isinstance(factors, torch.Tensor) and factors.shape == self.pooled.shape
+        return factors if alike else factors.expand_as(self._input)
 
 
 @of_layers("Squeeze")
