@@ -155,13 +155,16 @@ bool wants_patches(const Conv2dProblem& problem) {
 // For the weight gradient in fp32 of 1 x 1 filters over pixels that lie side by side:
 // blocked_im2col where its blocks have all channels of a pixel, and all filters or few channels, so
 // that hardly anything is read twice; pointwise where no cache holds the sums that implicit_gemm
-// has in each thread.
+// has in each thread. Images of a few pixels leave most of its tiles empty (1 x 1: 4 times as
+// slow).
 int pointwise_wgrad_kernel(const Conv2dProblem& problem) {
   const Conv2dShape& s = problem.shape;
   const int64_t c = s.c / s.groups, k = s.k / s.groups;
   constexpr int64_t kManyWeights = int64_t{1} << 20, kMostChannels = 288, kFewChannels = 64;
   constexpr int64_t kMostFilters = kIsAvx2 ? 64 : 256;
-  if (c * k >= kManyWeights) return kPointwise;
+  constexpr int64_t kFewPixels = 64, kSmallImage = 4;
+  if (c * k >= kManyWeights || s.n * s.p * s.q <= kFewPixels) return kPointwise;
+  if (s.p * s.q <= kSmallImage) return kBlockedIm2col;
   const bool is_narrow =
       c <= kMostChannels && (k <= kMostFilters || (!kIsAvx2 && c <= kFewChannels));
   return is_narrow && !is_strided(s) ? kBlockedIm2col : kImplicitGemm;
@@ -254,10 +257,14 @@ int choose(const Conv2dProblem& problem) {
   constexpr int64_t kLeastGroups = kLanes<float> / 2;
   if (s.groups >= kLeastGroups && !depthwise_obstacle(problem)) return kDepthwise;
   if (grouped_wins(problem)) return kGrouped;
-  // With fewer weights most of what tiles multiply are zeros.
-  constexpr int64_t kLeastWeights = 512;
-  if (s.r * s.s * (s.c / s.groups) * (s.k / s.groups) >= kLeastWeights && !amx_obstacle(problem)) {
-    return kAmx;
+  if (!amx_obstacle(problem)) {
+    // Weight gradients of three channels, which fill a tenth of a tile.
+    constexpr int64_t kFewChannels = 3, kLeastFilters = 8;
+    const bool is_narrow = is_wgrad && s.c <= kFewChannels && s.k >= kLeastFilters;
+    if (is_narrow && problem.y.c == 1 && !narrow_input_obstacle(problem)) return kNarrowInput;
+    // With fewer weights most of what tiles multiply are zeros.
+    const int64_t least = problem.pass == Conv2dPass::kFprop && s.c >= kFewChannels ? 256 : 512;
+    if (s.r * s.s * (s.c / s.groups) * (s.k / s.groups) >= least) return kAmx;
   }
   if (!pointwise_obstacle(problem)) {
     // Every s-th pixel of contiguous images has to be copied one by one.

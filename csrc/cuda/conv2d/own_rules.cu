@@ -61,10 +61,13 @@ bool im2col_wins_small_images(const Conv2dArgs& args) {
 
 // Every s-th pixel of 32 channels and more, in 16 bits: whether implicit_gemm_wgmma is faster than
 // all others, as measured on an H200, batch 64: forward (56 x 56 and 112 x 112) 1.2 to 1.6 times,
-// input gradients (14 x 14 to 56 x 56, 64 channels and more) 1.1 to 1.2 times.
+// input gradients (14 x 14 to 56 x 56, 64 channels and more) 1.1 to 1.2 times. (Those of few pixels
+// and of more than twice as many filters, 896 to 2016 at 14 x 14, are pointwise's by 1.1.)
 bool im2col_wins_strided_products(Conv2dPass pass, const Conv2dShape& s) {
   if (!is_strided(s) || !is_pointwise(s) || size_of(s.dtype) != 2) return false;
   if (pass == Conv2dPass::kWgrad) return false;
+  const bool is_small = s.n * s.p * s.q <= 64 * 7 * 7;
+  if (pass == Conv2dPass::kDgrad && is_small && s.k > 2 * s.c) return false;
   return std::min(s.c, s.k) >= (pass == Conv2dPass::kFprop ? 32 : 64);
 }
 
