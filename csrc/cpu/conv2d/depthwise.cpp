@@ -1,5 +1,5 @@
 // Convolutions of one filter a channel: depthwise_in_place.h, depthwise_wgrad_in_place.h, and with
-// copies depthwise.h, depthwise_wgrad.h. Those of groups of a few: depthwise_in_place.h.
+// copies depthwise.h, depthwise_wgrad.h. Those of groups of a few: the two in place.
 #include "cpu/conv2d/depthwise.h"
 
 #include "cpu/conv2d/depthwise_in_place.h"
@@ -30,7 +30,7 @@ void plan_depthwise(const Conv2dProblem& problem, Conv2dPlan* plan) {
     if (problem.pass == Conv2dPass::kWgrad) {
       const WeightGradient gradient = wgrad_of(problem);
       if (goes_in_place<T>(problem)) {
-        plan->workspace_bytes = DepthwiseWgradInPlace<acc_t<T>>::bytes(gradient);
+        plan->workspace_bytes = DepthwiseWgradInPlace<acc_t<T>, false>::bytes(gradient);
         return;
       }
       const DepthwiseWgradPlan<T> tiling(gradient);
@@ -56,7 +56,7 @@ void run_depthwise(const Conv2dProblem& problem, const Conv2dPlan& plan, const v
     if (problem.pass == Conv2dPass::kWgrad) {
       const WeightGradient gradient = wgrad_of(problem);
       if (goes_in_place<T>(problem)) {
-        return DepthwiseWgradInPlace<acc_t<T>>(gradient, workspace).run();
+        return DepthwiseWgradInPlace<acc_t<T>, false>(gradient, workspace).run();
       }
       const auto& tiling = plan.tiling.get<DepthwiseWgradPlan<T>>();
       return DepthwiseWgrad<T>(gradient, tiling, workspace).run();
@@ -73,7 +73,6 @@ void run_depthwise(const Conv2dProblem& problem, const Conv2dPlan& plan, const v
 
 const char* grouped_obstacle(const Conv2dProblem& problem) {
   const Conv2dShape& s = problem.shape;
-  if (problem.pass == Conv2dPass::kWgrad) return "grouped takes no weight gradients";
   if (s.dtype != DType::kFloat32 && s.dtype != DType::kFloat64) {
     return "grouped takes float32 and float64";
   }
@@ -87,16 +86,28 @@ const char* grouped_obstacle(const Conv2dProblem& problem) {
 }
 
 void plan_grouped(const Conv2dProblem& problem, Conv2dPlan* plan) {
+  const bool is_fp32 = problem.shape.dtype == DType::kFloat32;
+  if (problem.pass == Conv2dPass::kWgrad) {
+    const WeightGradient gradient = wgrad_of(problem);
+    plan->workspace_bytes = is_fp32 ? DepthwiseWgradInPlace<float, true>::bytes(gradient)
+                                    : DepthwiseWgradInPlace<double, true>::bytes(gradient);
+    return;
+  }
   const auto convolutions = convolutions_of(problem, nullptr);
-  plan->workspace_bytes = problem.shape.dtype == DType::kFloat32
-                              ? ConvolutionInPlace<float, true>::bytes(convolutions)
-                              : ConvolutionInPlace<double, true>::bytes(convolutions);
+  plan->workspace_bytes = is_fp32 ? ConvolutionInPlace<float, true>::bytes(convolutions)
+                                  : ConvolutionInPlace<double, true>::bytes(convolutions);
 }
 
 void run_grouped(const Conv2dProblem& problem, const Conv2dPlan&, const void* bias,
                  void* workspace) {
+  const bool is_fp32 = problem.shape.dtype == DType::kFloat32;
+  if (problem.pass == Conv2dPass::kWgrad) {
+    const WeightGradient gradient = wgrad_of(problem);
+    if (is_fp32) return DepthwiseWgradInPlace<float, true>(gradient, workspace).run();
+    return DepthwiseWgradInPlace<double, true>(gradient, workspace).run();
+  }
   const auto convolutions = convolutions_of(problem, bias);
-  if (problem.shape.dtype == DType::kFloat32) {
+  if (is_fp32) {
     return ConvolutionInPlace<float, true>(convolutions, workspace).run();
   }
   ConvolutionInPlace<double, true>(convolutions, workspace).run();

@@ -1,14 +1,17 @@
-// The weight gradient of convolutions of one filter a channel, of tensors that are read where they
-// are (depthwise_in_place.h). A tile of gradients in a row goes through the channels; its sums join
+// The weight gradient of convolutions of one filter a channel, or of groups of a few channels with
+// as many filters (grouped_wgrad.h), of tensors that are read where they are
+// (depthwise_in_place.h). A tile of gradients in a row goes through the channels; its sums join
 // those of some rows, and these the ones of a part of the images, so that chains of additions stay
 // short. Parts are added in order.
 #pragma once
 
 #include "cpu/conv2d/depthwise_in_place.h"
+#include "cpu/conv2d/grouped_wgrad.h"
 
 namespace braze::cpu {
 
-template <typename Acc>
+// kGrouped: of groups of so many channels and filters that they divide a vector's lanes.
+template <typename Acc, bool kGrouped>
 class DepthwiseWgradInPlace {
   using V = vec_t<Acc>;
   static constexpr int kL = kLanes<Acc>;
@@ -19,15 +22,19 @@ class DepthwiseWgradInPlace {
   static int64_t bytes(const WeightGradient& g) {
     const int64_t taps = g.h.taps() * g.w.taps();
     const int64_t workers = std::min(num_threads(), blocks(g));
-    return 2 * workers * taps * ChannelVectors<Acc>{g.groups}.pitch() * int64_t{sizeof(Acc)};
+    const int64_t sums = 2 * taps * g.channels * channels_of(g).pitch();
+    return workers * (sums + copied_size(g)) * int64_t{sizeof(Acc)};
   }
 
   DepthwiseWgradInPlace(const WeightGradient& g, void* workspace)
       : g_(g),
-        channels_{g.groups},
-        tiles_(g.h, g.w, g.x, kPixels, channels_.pitch()),
-        size_(tiles_.taps() * channels_.pitch()),
-        sums_(static_cast<Acc*>(workspace)) {}
+        channels_(channels_of(g)),
+        width_(g.channels),
+        tiles_(g.h, g.w, kGrouped ? GroupedWgradRows<Acc>::copied(g) : g.x, kPixels,
+               width_ * channels_.pitch()),
+        size_(tiles_.taps() * width_ * channels_.pitch()),
+        sums_(static_cast<Acc*>(workspace)),
+        groups_(g, channels_, tiles_, kRowsTogether) {}
 
   void run() const {
     const int64_t all = blocks(g_), parts = std::min(num_threads(), all);
@@ -36,7 +43,7 @@ class DepthwiseWgradInPlace {
         Acc* const sums = sums_ + 2 * part * size_;
         std::fill_n(sums, size_, Acc(0));
         for (int64_t i = part * all / parts; i < (part + 1) * all / parts; ++i) {
-          add_block(i, sums + size_);
+          add_block(i, sums + size_, sums_ + 2 * parts * size_ + part * copied_size(g_));
           for (int64_t e = 0; e < size_; e += kL) {
             store(sums + e, load<V>(sums + e) + load<V>(sums + size_ + e));
           }
@@ -47,17 +54,26 @@ class DepthwiseWgradInPlace {
   }
 
  private:
+  static ChannelVectors<Acc> channels_of(const WeightGradient& g) {
+    return {g.groups * g.channels};
+  }
+  // Of a worker's copy, if there is one.
+  static int64_t copied_size(const WeightGradient& g) {
+    return kGrouped ? GroupedWgradRows<Acc>::copied_size(g, kRowsTogether) : 0;
+  }
   // Of rows of all images.
   static int64_t blocks(const WeightGradient& g) {
     return g.images * ceil_div(g.h.out, kRowsTogether);
   }
 
-  void add_block(int64_t number, Acc* sums) const {
+  void add_block(int64_t number, Acc* sums, [[maybe_unused]] Acc* copy) const {
     std::fill_n(sums, size_, Acc(0));
     const int64_t in_image = ceil_div(g_.h.out, kRowsTogether), image = number / in_image;
     const int64_t begin = number % in_image * kRowsTogether;
+    const int64_t end = std::min(g_.h.out, begin + kRowsTogether);
+    if constexpr (kGrouped) return groups_.add(image, begin, end, copy, sums);
     const int64_t step = tiles_.step_w * g_.x.w;
-    for (int64_t i = begin; i < std::min(g_.h.out, begin + kRowsTogether); ++i) {
+    for (int64_t i = begin; i < end; ++i) {
       const Acc* const x =
           static_cast<const Acc*>(g_.x.data) + image * g_.x.n + i * tiles_.step_h * g_.x.h;
       const Acc* const dy = static_cast<const Acc*>(g_.dy.data) + image * g_.dy.n + i * g_.dy.h;
@@ -165,22 +181,26 @@ class DepthwiseWgradInPlace {
     const Acc* from = sums_;
     for (const int64_t th : tiles_.h.order) {
       for (const int64_t tw : tiles_.w.order) {
-        for (int64_t c = 0; c < channels_.channels; ++c) {
-          const int64_t at = c / kL * kL + c - channels_.begin(c / kL);
-          Acc sum = 0;
-          for (int64_t part = 0; part < parts; ++part) sum += from[2 * part * size_ + at];
-          dw[c * g_.dw.n + th * g_.dw.h + tw * g_.dw.w] = sum;
+        for (int64_t r = 0; r < width_; ++r, from += channels_.pitch()) {
+          for (int64_t c = 0; c < channels_.channels; ++c) {
+            const int64_t at = c / kL * kL + c - channels_.begin(c / kL);
+            Acc sum = 0;
+            for (int64_t part = 0; part < parts; ++part) sum += from[2 * part * size_ + at];
+            const int64_t in_group = c % width_, filter = c - in_group + (in_group + r) % width_;
+            dw[filter * g_.dw.n + in_group * g_.dw.c + th * g_.dw.h + tw * g_.dw.w] = sum;
+          }
         }
-        from += channels_.pitch();
       }
     }
   }
 
   const WeightGradient& g_;
   const ChannelVectors<Acc> channels_;
+  const int64_t width_;  // channels of a group
   const InPlaceTiles tiles_;
-  const int64_t size_;  // of a set of sums, [tap][channel]
-  Acc* const sums_;     // of each part two sets: its own, and those of some rows
+  const int64_t size_;  // of a set of sums, [tap][rotation][channel]
+  Acc* const sums_;     // of each part two sets: its own, and those of some rows; then copies
+  const GroupedWgradRows<Acc> groups_;
 };
 
 }  // namespace braze::cpu
