@@ -1,4 +1,5 @@
-"""Group norm with 32 groups, as of diffusion models' U-Nets and of ResNets, and instance norm."""
+"""Group norm with 32 groups, as of diffusion models' U-Nets and of ResNets, with one, as of
+MetaFormers, and instance norm."""
 
 import torch
 
@@ -19,10 +20,10 @@ def case(shape, **kwargs):
     return Case("x".join(map(str, shape)), inputs, **kwargs)
 
 
-def group_norm(functional):
+def group_norm(functional, groups=32):
     def run(x, weight, bias):
         with braze.backend(group_norm="braze"):
-            return functional.group_norm(x, 32, weight, bias)
+            return functional.group_norm(x, groups, weight, bias)
 
     return run
 
@@ -53,6 +54,18 @@ BENCHMARKS = [
         stock=group_norm(torch.nn.functional),
         layouts=("contiguous", "channels_last"),
         cases=CASES,
+    ),
+    Benchmark(
+        op="group_norm_of_one",
+        braze=group_norm(F, 1),
+        stock=group_norm(torch.nn.functional, 1),
+        layouts=("contiguous", "channels_last"),
+        cases=[
+            case((8, 64, 56, 56)),
+            case((32, 320, 14, 14), gpu_only=True),
+            case((64, 64, 56, 56), gpu_only=True),
+            case((16, 64, 112, 112), gpu_only=True),
+        ],
     ),
     Benchmark(
         op="instance_norm",

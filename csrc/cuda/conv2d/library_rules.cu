@@ -232,8 +232,9 @@ bool im2col_beats_cudnn(const Conv2dProblem& problem) {
   }
   if (problem.pass == Conv2dPass::kDgrad && s.r == 4 && s.s == 4 && s.stride_h == 2 &&
       s.stride_w == 2) {  // Nature-CNN's: its phases have the same number of taps
+    const int64_t least = is_16_bit ? 9 * 9 : 32 * 9 * 9;
     return !is_plain_fp32(s) && std::min(s.c, s.k) >= 32 && s.dilation_h == 1 &&
-           s.dilation_w == 1 && pixels >= 32 * 9 * 9 && pixels <= 256 * 9 * 9;
+           s.dilation_w == 1 && pixels >= least && pixels <= 256 * 9 * 9;
   }
   const bool wgrad = problem.pass == Conv2dPass::kWgrad;
   if (wgrad && !is_plain_fp32(s)) return stream_k_beats_cudnn(s);
