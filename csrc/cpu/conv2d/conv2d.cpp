@@ -184,26 +184,21 @@ bool transformed_wgrad_gains(const Conv2dShape& s, int64_t sums, int64_t tiles) 
 }
 
 // Whether grouped is faster than what takes any convolution, as measured in fp32 with AVX2 and
-// AVX-512, filters of up to 3 x 3: two channels a group 3 to 6 times, four 1.2 to 4 times, eight
-// and sixteen where the others fill tiles badly: input gradients with a stride up to 2.6 times,
-// weight gradients of eight, which the others sum in tiles of one group, 1.2 to 2.5 times (with
-// AVX2 only those with a stride, 1.1 to 1.2 times). With AVX-512 eight channels of small images
-// (14 x 14: 0.75 to 1.1 times) are left to the others, but for weight gradients.
+// AVX-512, filters of up to 3 x 3: two channels a group 2 to 6 times, four 1.2 to 4 times, eight
+// 1.1 to 3 times (but for weight gradients without a stride with AVX2, 0.6 to 0.9), sixteen with a
+// stride 1.1 to 2 times, forward and input gradient.
 bool grouped_wins(const Conv2dProblem& problem) {
   const Conv2dShape& s = problem.shape;
-  constexpr int64_t kMostTaps = 9, kManyGroups = 24, kLargeImage = 120'000;
+  constexpr int64_t kMostTaps = 9;
   if (s.dtype != DType::kFloat32 || s.r * s.s > kMostTaps || grouped_obstacle(problem)) {
     return false;
   }
+  const bool wgrad = problem.pass == Conv2dPass::kWgrad;
   const int64_t width = s.c / s.groups;
   if (width <= 4) return true;
   if (s.r * s.s == 1) return false;
-  if (problem.pass == Conv2dPass::kWgrad) return width == 8 && (!kIsAvx2 || is_strided(s));
-  if (width == 8 && !is_strided(s)) {
-    return s.groups >= kManyGroups && (kIsAvx2 || s.c * s.h * s.w >= kLargeImage);
-  }
-  if (width == 8) return true;
-  return is_strided(s) && problem.pass == Conv2dPass::kDgrad;
+  if (width == 8) return !wgrad || !kIsAvx2 || is_strided(s);
+  return is_strided(s) && !wgrad;
 }
 
 // Whether narrow_input is faster than copies of patches and implicit_gemm, as measured in fp32

@@ -4,8 +4,8 @@
 // vector, before the next one begins.
 //
 // A vector has whole groups. Each of a group's channels in turn is spread over the lanes of all its
-// filters, and multiplied by their weights: a shuffle for each product, where a padded copy and
-// tiles of one group would leave most lanes idle.
+// filters, and multiplied by their weights: of a pixel once for up to three taps that meet it,
+// whose results lie side by side. A padded copy and tiles of one group would leave most lanes idle.
 #pragma once
 
 #include <vector>
@@ -74,6 +74,35 @@ class InPlaceTiles {
   int64_t extent_;
 };
 
+// Taps of a row of the filter of which each meets the pixel that the one before it meets a result
+// later: the first one's place in the row, how many there are, and how many places are between
+// them.
+struct TapRun {
+  int64_t first;
+  int count;
+  int64_t apart;
+};
+
+// A row's taps, sorted by `shifts`, in such runs.
+inline std::vector<TapRun> runs_of_taps(const std::vector<int64_t>& shifts, int64_t step) {
+  constexpr int kLongest = 3;
+  std::vector<TapRun> runs;
+  std::vector<bool> taken(shifts.size());
+  for (size_t t = 0; t < shifts.size(); ++t) {
+    if (taken[t]) continue;
+    TapRun run{static_cast<int64_t>(t), 1, 1};
+    for (size_t u = t + 1; u < shifts.size() && run.count < kLongest; ++u) {
+      if (taken[u] || shifts[u] != shifts[t] + run.count * step) continue;
+      if (run.count == 1) run.apart = static_cast<int64_t>(u - t);
+      if (run.first + run.count * run.apart != static_cast<int64_t>(u)) continue;
+      taken[u] = true;
+      ++run.count;
+    }
+    runs.push_back(run);
+  }
+  return runs;
+}
+
 // Channels in vectors: the last one begins early enough to be whole.
 template <typename Acc>
 struct ChannelVectors {
@@ -136,7 +165,7 @@ class ConvolutionInPlace {
     Acc* weights = bias_ + channels_.pitch();
     for (const Convolution& conv : convolutions) {
       const InPlaceTiles tiles(conv.h, conv.w, conv.src, kMostPixels, width_ * channels_.pitch());
-      parts_.push_back({&conv, tiles, weights});
+      parts_.push_back({&conv, tiles, runs_of_taps(tiles.w.shifts, tiles.step_w), weights});
       weights = pack_weights(parts_.back(), weights);
     }
   }
@@ -162,6 +191,7 @@ class ConvolutionInPlace {
   struct Part {
     const Convolution* conv;
     InPlaceTiles tiles;
+    std::vector<TapRun> runs;
     const Acc* weights;  // [tap][channel of a group][filter], taps in the order of their shifts
   };
 
@@ -192,9 +222,11 @@ class ConvolutionInPlace {
     return to;
   }
 
-  // Taps, of one tile and row.
+  // Taps, of one tile and row; the runs in each row of the filter, of so many taps.
   struct Taps {
     const InPlaceTap *begin, *end;
+    const std::vector<TapRun>& runs;
+    int64_t across;
   };
 
   void convolve_row(const Part& part, int64_t image, int64_t i) const {
@@ -206,7 +238,8 @@ class ConvolutionInPlace {
     const auto [first, last] = part.tiles.taps_of_row(i);
     for (const InPlaceTile& tile : part.tiles.tiles) {
       if (&part == &parts_[0]) prefetch_next_row(part.tiles, tile, from, src);
-      const Taps taps{tile.taps.data() + first, tile.taps.data() + last};
+      const Taps taps{tile.taps.data() + first, tile.taps.data() + last, part.runs,
+                      part.tiles.across()};
       with_pixels<1>(tile.pixels, 1, [&](auto pixels, auto) {
         convolve_tile<pixels>(from + tile.first * step, step, taps, part.weights,
                               to + tile.first * dst.w, dst.w);
@@ -219,7 +252,7 @@ class ConvolutionInPlace {
   void convolve_tile(const Acc* from, int64_t step, Taps taps, const Acc* weights, Acc* to,
                      int64_t pitch) const {
     // So many vectors at a time that products need not wait for sums.
-    constexpr int kVecs = kPixels < 4 ? 4 : kPixels < 8 ? 2 : 1;
+    constexpr int kVecs = kPixels < 4 ? 4 : kPixels < 8 && !kGrouped ? 2 : 1;
     int64_t v = 0;
     for (; v + kVecs <= channels_.whole(); v += kVecs) {
       convolve_vectors<kPixels, kVecs>(from + v * kL, step, taps, weights + v * kL, bias_ + v * kL,
@@ -241,6 +274,13 @@ class ConvolutionInPlace {
     for (int i = 0; i < kPixels; ++i) {
 #pragma GCC unroll 4
       for (int k = 0; k < kVecs; ++k) sums[i][k] = load<V>(bias + k * kL);
+    }
+    if constexpr (kGrouped && kVecs == 1 && kPixels >= 4) {
+      for (const InPlaceTap* row = taps.begin; row < taps.end; row += taps.across) {
+        for (const TapRun& run : taps.runs)
+          add_run(sums, from, step, row + run.first, run, weights);
+      }
+      taps.begin = taps.end;
     }
     for (const InPlaceTap* tap = taps.begin; tap < taps.end; ++tap) {
       const Acc* const at = from + tap->source;
@@ -273,6 +313,56 @@ class ConvolutionInPlace {
     for (int i = 0; i < kPixels; ++i) {
 #pragma GCC unroll 4
       for (int k = 0; k < kVecs; ++k) store(to + i * pitch + k * kL, sums[i][k]);
+    }
+  }
+
+  template <int kPixels>
+  void add_run(V (&sums)[kPixels][1], const Acc* from, int64_t step, const InPlaceTap* taps,
+               const TapRun& run, const Acc* weights) const {
+    if (run.count == 3) {
+      add_taps<kPixels, 3>(sums, from, step, taps, run.apart, weights);
+    } else if (run.count == 2) {
+      add_taps<kPixels, 2>(sums, from, step, taps, run.apart, weights);
+    } else {
+      add_taps<kPixels, 1>(sums, from, step, taps, run.apart, weights);
+    }
+  }
+
+  // Pixel u meets tap t at result u - t.
+  template <int kPixels, int kTaps>
+  void add_taps(V (&sums)[kPixels][1], const Acc* from, int64_t step, const InPlaceTap* taps,
+                int64_t apart, const Acc* weights) const {
+    constexpr int kMet = kPixels + kTaps - 1;
+    int first = kMet, last = 0;  // of the pixels that are within the image
+#pragma GCC unroll 4
+    for (int t = 0; t < kTaps; ++t) {
+      const InPlaceTap& tap = taps[t * apart];
+      if (tap.begin >= tap.end) continue;
+      first = std::min(first, tap.begin + t), last = std::max(last, tap.end + t);
+    }
+    const Acc* const at = from + taps->source;
+    for (int64_t w = 0; w < width_; ++w) {
+      V weight[kTaps];
+#pragma GCC unroll 4
+      for (int t = 0; t < kTaps; ++t) {
+        weight[t] = load<V>(weights + taps[t * apart].weight + w * channels_.pitch());
+      }
+      const auto add = [&](int u) {
+        const V x = spread(load<V>(at + u * step), w);
+#pragma GCC unroll 4
+        for (int t = 0; t < kTaps; ++t) {
+          if (u - t >= 0 && u - t < kPixels) sums[u - t][0] += x * weight[t];
+        }
+      };
+      if (first == 0 && last == kMet) {
+#pragma GCC unroll 16
+        for (int u = 0; u < kMet; ++u) add(u);
+      } else {
+#pragma GCC unroll 16
+        for (int u = 0; u < kMet; ++u) {
+          if (u >= first && u < last) add(u);
+        }
+      }
     }
   }
 
