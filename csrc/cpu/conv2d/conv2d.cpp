@@ -55,7 +55,7 @@ constexpr Kernel kKernels[] = {
      plan_depthwise,
      run_depthwise},
     {{"conv2d", "grouped", "float64 float32", "cpu", true,
-      "groups of up to a vector of channels, spread over the lanes of their filters"},
+      "groups of few channels, each spread over the lanes of its filters"},
      grouped_obstacle,
      plan_grouped,
      run_grouped},
@@ -185,11 +185,12 @@ bool transformed_wgrad_gains(const Conv2dShape& s, int64_t sums, int64_t tiles) 
 
 // Whether grouped is faster than what takes any convolution, as measured in fp32 with AVX2 and
 // AVX-512, filters of up to 3 x 3: two channels a group 2 to 6 times, four 1.2 to 4 times, eight
-// 1.1 to 3 times (but for weight gradients without a stride with AVX2, 0.6 to 0.9), sixteen with a
-// stride 1.1 to 2 times, forward and input gradient.
+// 1.1 to 3 times (but for weight gradients without a stride with AVX2, 0.6 to 0.9). With AVX-512
+// sixteen 1.1 to 2 times, forward and input gradient, and input gradients of 24 with a stride 1.1
+// to 1.7 times.
 bool grouped_wins(const Conv2dProblem& problem) {
   const Conv2dShape& s = problem.shape;
-  constexpr int64_t kMostTaps = 9;
+  constexpr int64_t kMostTaps = 9, kLanesOfFp32 = kLanes<float>;
   if (s.dtype != DType::kFloat32 || s.r * s.s > kMostTaps || grouped_obstacle(problem)) {
     return false;
   }
@@ -197,8 +198,9 @@ bool grouped_wins(const Conv2dProblem& problem) {
   const int64_t width = s.c / s.groups;
   if (width <= 4) return true;
   if (s.r * s.s == 1) return false;
-  if (width == 8) return !wgrad || !kIsAvx2 || is_strided(s);
-  return is_strided(s) && !wgrad;
+  if (width <= 8) return width <= kLanesOfFp32 && (!wgrad || !kIsAvx2 || is_strided(s));
+  if (kLanesOfFp32 < 16 || wgrad) return false;
+  return width == 16 || (width <= 24 && is_strided(s) && problem.pass == Conv2dPass::kDgrad);
 }
 
 // Whether narrow_input is faster than copies of patches and implicit_gemm, as measured in fp32

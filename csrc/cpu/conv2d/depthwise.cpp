@@ -40,7 +40,8 @@ void plan_depthwise(const Conv2dProblem& problem, Conv2dPlan* plan) {
     }
     const auto convolutions = convolutions_of(problem, nullptr);
     if (goes_in_place<T>(problem)) {
-      plan->workspace_bytes = ConvolutionInPlace<acc_t<T>, false>::bytes(convolutions);
+      plan->workspace_bytes =
+          ConvolutionInPlace<acc_t<T>, InPlaceGroups::kDepthwise>::bytes(convolutions);
       return;
     }
     for (const Convolution& conv : convolutions) {
@@ -63,7 +64,7 @@ void run_depthwise(const Conv2dProblem& problem, const Conv2dPlan& plan, const v
     }
     const auto convolutions = convolutions_of(problem, bias);
     if (goes_in_place<T>(problem)) {
-      return ConvolutionInPlace<acc_t<T>, false>(convolutions, workspace).run();
+      return ConvolutionInPlace<acc_t<T>, InPlaceGroups::kDepthwise>(convolutions, workspace).run();
     }
     for (const Convolution& conv : convolutions) {
       Depthwise<T>(conv, DepthwisePlan<T>(conv), workspace).run();
@@ -78,39 +79,63 @@ const char* grouped_obstacle(const Conv2dProblem& problem) {
   }
   if (problem.x.c != 1 || problem.y.c != 1) return "grouped takes channels-last tensors";
   const int64_t lanes = kVecBytes / size_of(s.dtype), width = s.c / s.groups;
-  if (s.c != s.k || width < 2 || lanes % width != 0 || s.c < lanes) {
-    return "grouped takes groups of 2, 4, 8 or 16 channels and as many filters, whole ones in a "
-           "vector";
+  const bool is_narrow = width >= 2 && lanes % width == 0 && s.c >= lanes;
+  if (s.c != s.k || !(is_narrow || width > lanes)) {
+    return "grouped takes as many filters as channels, in groups that a vector has several or one "
+           "of, or that have more than a vector";
+  }
+  if (problem.pass == Conv2dPass::kWgrad && !is_narrow) {
+    return "grouped takes no weight gradients of groups of more channels than a vector has";
   }
   return nullptr;
 }
 
-void plan_grouped(const Conv2dProblem& problem, Conv2dPlan* plan) {
-  const bool is_fp32 = problem.shape.dtype == DType::kFloat32;
-  if (problem.pass == Conv2dPass::kWgrad) {
-    const WeightGradient gradient = wgrad_of(problem);
-    plan->workspace_bytes = is_fp32 ? DepthwiseWgradInPlace<float, true>::bytes(gradient)
-                                    : DepthwiseWgradInPlace<double, true>::bytes(gradient);
-    return;
+namespace {
+
+// f(a number of the problem's type, integral constant of its groups).
+template <typename F>
+void with_groups(const Conv2dProblem& problem, const F& f) {
+  const bool wide =
+      problem.shape.c / problem.shape.groups >= kVecBytes / size_of(problem.shape.dtype);
+  const auto of_type = [&](auto number) {
+    if (wide) {
+      f(number, std::integral_constant<InPlaceGroups, InPlaceGroups::kWide>{});
+    } else {
+      f(number, std::integral_constant<InPlaceGroups, InPlaceGroups::kNarrow>{});
+    }
+  };
+  if (problem.shape.dtype == DType::kFloat32) {
+    of_type(float{});
+  } else {
+    of_type(double{});
   }
-  const auto convolutions = convolutions_of(problem, nullptr);
-  plan->workspace_bytes = is_fp32 ? ConvolutionInPlace<float, true>::bytes(convolutions)
-                                  : ConvolutionInPlace<double, true>::bytes(convolutions);
+}
+
+}  // namespace
+
+void plan_grouped(const Conv2dProblem& problem, Conv2dPlan* plan) {
+  with_groups(problem, [&](auto number, auto groups) {
+    using Acc = decltype(number);
+    if (problem.pass == Conv2dPass::kWgrad) {
+      plan->workspace_bytes = DepthwiseWgradInPlace<Acc, true>::bytes(wgrad_of(problem));
+      return;
+    }
+    const auto convolutions = convolutions_of(problem, nullptr);
+    plan->workspace_bytes = ConvolutionInPlace<Acc, groups>::bytes(convolutions);
+  });
 }
 
 void run_grouped(const Conv2dProblem& problem, const Conv2dPlan&, const void* bias,
                  void* workspace) {
-  const bool is_fp32 = problem.shape.dtype == DType::kFloat32;
-  if (problem.pass == Conv2dPass::kWgrad) {
-    const WeightGradient gradient = wgrad_of(problem);
-    if (is_fp32) return DepthwiseWgradInPlace<float, true>(gradient, workspace).run();
-    return DepthwiseWgradInPlace<double, true>(gradient, workspace).run();
-  }
-  const auto convolutions = convolutions_of(problem, bias);
-  if (is_fp32) {
-    return ConvolutionInPlace<float, true>(convolutions, workspace).run();
-  }
-  ConvolutionInPlace<double, true>(convolutions, workspace).run();
+  with_groups(problem, [&](auto number, auto groups) {
+    using Acc = decltype(number);
+    if (problem.pass == Conv2dPass::kWgrad) {
+      const WeightGradient gradient = wgrad_of(problem);
+      return DepthwiseWgradInPlace<Acc, true>(gradient, workspace).run();
+    }
+    const auto convolutions = convolutions_of(problem, bias);
+    ConvolutionInPlace<Acc, groups>(convolutions, workspace).run();
+  });
 }
 
 }  // namespace braze::cpu

@@ -3,9 +3,10 @@
 // memory, whose speed is the limit. A tile of results in a row goes through the channels, vector by
 // vector, before the next one begins.
 //
-// A vector has whole groups. Each of a group's channels in turn is spread over the lanes of all its
-// filters, and multiplied by their weights: of a pixel once for up to three taps that meet it,
-// whose results lie side by side. A padded copy and tiles of one group would leave most lanes idle.
+// A vector has whole groups, or filters of one group. Each of a group's channels in turn is spread
+// over the lanes of all its filters, and multiplied by their weights: of a pixel once for up to
+// three taps that meet it, whose results lie side by side. A padded copy and tiles of one group
+// would leave most lanes of narrow groups idle.
 #pragma once
 
 #include <vector>
@@ -103,17 +104,29 @@ inline std::vector<TapRun> runs_of_taps(const std::vector<int64_t>& shifts, int6
   return runs;
 }
 
-// Channels in vectors: the last one begins early enough to be whole.
+// Channels in vectors: the last one of each `width` begins early enough to be whole.
 template <typename Acc>
-struct ChannelVectors {
+class ChannelVectors {
   static constexpr int kL = kLanes<Acc>;
 
-  int64_t begin(int64_t vector) const { return std::min(vector * kL, channels - kL); }
-  int64_t count() const { return ceil_div(channels, kL); }
-  int64_t whole() const { return channels / kL; }
+ public:
+  explicit ChannelVectors(int64_t channels) : ChannelVectors(channels, channels) {}
+  ChannelVectors(int64_t channels, int64_t width)
+      : channels(channels), width_(width), vectors_(ceil_div(width, int64_t{kL})) {}
+
+  int64_t begin(int64_t vector) const {
+    if (width_ == channels) return std::min(vector * kL, channels - kL);  // without a division
+    return vector / vectors_ * width_ + std::min(vector % vectors_ * kL, width_ - kL);
+  }
+  int64_t count() const { return channels / width_ * vectors_; }
+  // Those from the first on that lie side by side.
+  int64_t whole() const { return width_ / kL; }
   int64_t pitch() const { return count() * kL; }  // of packed channels, vector by vector
 
   int64_t channels;
+
+ private:
+  int64_t width_, vectors_;  // the latter of each width
 };
 
 // Has the image's lines that the next row's tile at this place is the first to meet come closer:
@@ -139,10 +152,15 @@ inline int64_t in_place_rows(int64_t images, int64_t rows) {
   return std::max(kFewest, ceil_div(rows, wanted));
 }
 
+// One filter a channel; groups of so many channels and filters that a vector has several; or of a
+// vector's lanes and more.
+enum class InPlaceGroups { kDepthwise, kNarrow, kWide };
+
 // All convolutions that a pass consists of: a row of each in turn, while what they read is near.
-// kGrouped: of groups of so many channels and filters that they divide a vector's lanes.
-template <typename Acc, bool kGrouped>
+template <typename Acc, InPlaceGroups kGroups>
 class ConvolutionInPlace {
+  static constexpr bool kGrouped = kGroups != InPlaceGroups::kDepthwise;
+  static constexpr bool kWide = kGroups == InPlaceGroups::kWide;
   using V = vec_t<Acc>;
   static constexpr int kL = kLanes<Acc>;
 
@@ -159,7 +177,7 @@ class ConvolutionInPlace {
         bias_(static_cast<Acc*>(workspace)) {
     const Acc* const bias = static_cast<const Acc*>(convolutions[0].bias);
     pack(bias_, [&](int64_t c) { return bias ? bias[c] : Acc(0); });
-    for (int64_t w = 0; w < width_; ++w) {
+    for (int64_t w = 0; w < (kWide ? 0 : width_); ++w) {
       for (int64_t l = 0; l < kL; ++l) spreads_[w][l] = static_cast<int>(l / width_ * width_ + w);
     }
     Acc* weights = bias_ + channels_.pitch();
@@ -196,7 +214,8 @@ class ConvolutionInPlace {
   };
 
   static ChannelVectors<Acc> channels_of(const Convolution& conv) {
-    return {conv.groups * conv.filters};
+    const int64_t channels = conv.groups * conv.filters;
+    return {channels, kWide ? conv.filters : channels};
   }
 
   template <typename Value>
@@ -254,21 +273,21 @@ class ConvolutionInPlace {
     // So many vectors at a time that products need not wait for sums.
     constexpr int kVecs = kPixels < 4 ? 4 : kPixels < 8 && !kGrouped ? 2 : 1;
     int64_t v = 0;
-    for (; v + kVecs <= channels_.whole(); v += kVecs) {
-      convolve_vectors<kPixels, kVecs>(from + v * kL, step, taps, weights + v * kL, bias_ + v * kL,
-                                       to + v * kL, pitch);
+    for (; !kWide && v + kVecs <= channels_.whole(); v += kVecs) {
+      convolve_vectors<kPixels, kVecs>(from + v * kL, 0, step, taps, weights + v * kL,
+                                       bias_ + v * kL, to + v * kL, pitch);
     }
     for (; v < channels_.count(); ++v) {
       const int64_t c = channels_.begin(v);
-      convolve_vectors<kPixels, 1>(from + c, step, taps, weights + v * kL, bias_ + v * kL, to + c,
-                                   pitch);
+      convolve_vectors<kPixels, 1>(from + c, kWide ? c % width_ : 0, step, taps, weights + v * kL,
+                                   bias_ + v * kL, to + c, pitch);
     }
   }
 
   template <int kPixels, int kVecs>
-  __attribute__((noinline)) void convolve_vectors(const Acc* from, int64_t step, Taps taps,
-                                                  const Acc* weights, const Acc* bias, Acc* to,
-                                                  int64_t pitch) const {
+  __attribute__((noinline)) void convolve_vectors(const Acc* from, int64_t in_group, int64_t step,
+                                                  Taps taps, const Acc* weights, const Acc* bias,
+                                                  Acc* to, int64_t pitch) const {
     V sums[kPixels][kVecs];
 #pragma GCC unroll 16
     for (int i = 0; i < kPixels; ++i) {
@@ -277,13 +296,14 @@ class ConvolutionInPlace {
     }
     if constexpr (kGrouped && kVecs == 1 && kPixels >= 4) {
       for (const InPlaceTap* row = taps.begin; row < taps.end; row += taps.across) {
-        for (const TapRun& run : taps.runs)
-          add_run(sums, from, step, row + run.first, run, weights);
+        for (const TapRun& run : taps.runs) {
+          add_run(sums, from - in_group, step, row + run.first, run, weights);
+        }
       }
       taps.begin = taps.end;
     }
     for (const InPlaceTap* tap = taps.begin; tap < taps.end; ++tap) {
-      const Acc* const at = from + tap->source;
+      const Acc* const at = from - in_group + tap->source;
       for (int64_t w = 0; w < (kGrouped ? width_ : 1); ++w) {
         const Acc* const of_channel = weights + tap->weight + w * channels_.pitch();
         V weight[kVecs];
@@ -294,7 +314,7 @@ class ConvolutionInPlace {
           for (int i = 0; i < kPixels; ++i) {
 #pragma GCC unroll 4
             for (int k = 0; k < kVecs; ++k) {
-              sums[i][k] += spread(load<V>(at + i * step + k * kL), w) * weight[k];
+              sums[i][k] += spread(at + i * step + k * kL, w) * weight[k];
             }
           }
         } else {
@@ -303,7 +323,7 @@ class ConvolutionInPlace {
             if (i < tap->begin || i >= tap->end) continue;
 #pragma GCC unroll 4
             for (int k = 0; k < kVecs; ++k) {
-              sums[i][k] += spread(load<V>(at + i * step + k * kL), w) * weight[k];
+              sums[i][k] += spread(at + i * step + k * kL, w) * weight[k];
             }
           }
         }
@@ -328,7 +348,7 @@ class ConvolutionInPlace {
     }
   }
 
-  // Pixel u meets tap t at result u - t.
+  // Pixel u meets tap t at result u - t. from: as spread() has it.
   template <int kPixels, int kTaps>
   void add_taps(V (&sums)[kPixels][1], const Acc* from, int64_t step, const InPlaceTap* taps,
                 int64_t apart, const Acc* weights) const {
@@ -348,7 +368,7 @@ class ConvolutionInPlace {
         weight[t] = load<V>(weights + taps[t * apart].weight + w * channels_.pitch());
       }
       const auto add = [&](int u) {
-        const V x = spread(load<V>(at + u * step), w);
+        const auto x = spread(at + u * step, w);
 #pragma GCC unroll 4
         for (int t = 0; t < kTaps; ++t) {
           if (u - t >= 0 && u - t < kPixels) sums[u - t][0] += x * weight[t];
@@ -366,10 +386,16 @@ class ConvolutionInPlace {
     }
   }
 
-  // Channel w of each group, in all lanes of it.
-  V spread(const V& x, int64_t w) const {
-    if constexpr (kGrouped) return __builtin_shuffle(x, spreads_[w]);
-    return x;
+  // Channel w of each group, in all lanes of it. at: a vector's first channel; of wide groups the
+  // group's.
+  auto spread(const Acc* at, int64_t w) const {
+    if constexpr (kWide) {
+      return at[w];
+    } else if constexpr (kGrouped) {
+      return __builtin_shuffle(load<V>(at), spreads_[w]);
+    } else {
+      return load<V>(at);
+    }
   }
 
   const ChannelVectors<Acc> channels_;

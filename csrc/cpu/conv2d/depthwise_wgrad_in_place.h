@@ -55,7 +55,7 @@ class DepthwiseWgradInPlace {
 
  private:
   static ChannelVectors<Acc> channels_of(const WeightGradient& g) {
-    return {g.groups * g.channels};
+    return ChannelVectors<Acc>(g.groups * g.channels);
   }
   // Of a worker's copy, if there is one.
   static int64_t copied_size(const WeightGradient& g) {
