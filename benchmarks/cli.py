@@ -62,6 +62,8 @@ class Table(NamedTuple):
     line: Callable
     #: columns in which rows of an earlier run have to be equal to be replaced; none: all are
     replaces: tuple = ()
+    #: the same of a run of chosen cases or dtypes alone
+    replaces_in_part: tuple = ()
     #: a text about all rows, printed after them
     summary: Callable | None = None
 
@@ -115,7 +117,11 @@ def tables(what):
     if unknown:
         raise ValueError(f"expected {', '.join(known)}, but got {', '.join(unknown)}")
     prefix, run = ("ladder_", ladder.run_ladder) if is_ladder else ("", run_benchmark)
-    return [Table(prefix + op, functools.partial(of_op, run, op), results.line) for op in ops]
+    of_row = "op", "case", "pass", "dtype", "layout", "candidate"
+    return [
+        Table(prefix + op, functools.partial(of_op, run, op), results.line, replaces_in_part=of_row)
+        for op in ops
+    ]
 
 
 @contextlib.contextmanager
@@ -150,7 +156,7 @@ def main(args, root):
     if args.tune and args.what == ["convolutions"]:
         convolutions.tune(device, args)
         return 0
-    wrong = 0
+    wrong, in_part = 0, bool(args.case or args.dtype)
     for table in chosen:
         rows = []
         try:
@@ -160,7 +166,8 @@ def main(args, root):
                     rows.append(row)
         finally:  # an interrupted run keeps the rows it has
             if rows and not args.quick:
-                path = results.save(folder, device, table.name, rows, table.replaces)
+                replaces = table.replaces or (table.replaces_in_part if in_part else ())
+                path = results.save(folder, device, table.name, rows, replaces)
                 print(f"written: {path}")
         if not rows:
             print(f"{table.name}: no case for these arguments")

@@ -4,6 +4,7 @@ import argparse
 import csv
 import importlib
 import json
+import operator
 import signal
 import sys
 from pathlib import Path
@@ -217,6 +218,24 @@ def test_results_are_replaced_and_rendered(tmp_path):
     text = render.text_of("relu", tmp_path)
     assert results.device_name(device) in text
     assert text.count("| relu | small |") == len(rows)
+
+
+def test_a_run_of_some_cases_keeps_the_others(tmp_path, monkeypatch):
+    device = torch.device("cpu")
+    rows = list(run_benchmark(small_relu(torch.relu), device, parse("--quick")))
+    others = [row | {"case": "large"} for row in rows]
+    (table,) = cli.tables(["relu"])
+    for new, arguments, expected in (
+        (rows, (), rows),
+        (others, ("--case", "large"), rows + others),
+        (others[:1], ("--dtype", others[0]["dtype"]), rows + others[1:] + others[:1]),
+        (others, (), others),
+    ):
+        run = table._replace(run=lambda *_, new=new: iter(new))
+        monkeypatch.setattr(cli, "tables", lambda what, run=run: [run])
+        cli.main(parse("relu", "--device", "cpu", "--results", tmp_path, *arguments), ROOT)
+        key = operator.itemgetter("case", "pass", "dtype", "layout")
+        assert [*map(key, results.load(tmp_path, "relu"))] == [*map(key, expected)]
 
 
 def test_mnist_table(tmp_path):
