@@ -300,10 +300,22 @@ class ConvolutionInPlace {
           add_run(sums, from - in_group, step, row + run.first, run, weights);
         }
       }
-      taps.begin = taps.end;
+    } else {
+      add_each(sums, from - in_group, step, taps, weights);
     }
+#pragma GCC unroll 16
+    for (int i = 0; i < kPixels; ++i) {
+#pragma GCC unroll 4
+      for (int k = 0; k < kVecs; ++k) store(to + i * pitch + k * kL, sums[i][k]);
+    }
+  }
+
+  // Tap by tap.
+  template <int kPixels, int kVecs>
+  void add_each(V (&sums)[kPixels][kVecs], const Acc* from, int64_t step, const Taps& taps,
+                const Acc* weights) const {
     for (const InPlaceTap* tap = taps.begin; tap < taps.end; ++tap) {
-      const Acc* const at = from - in_group + tap->source;
+      const Acc* const at = from + tap->source;
       for (int64_t w = 0; w < (kGrouped ? width_ : 1); ++w) {
         const Acc* const of_channel = weights + tap->weight + w * channels_.pitch();
         V weight[kVecs];
@@ -328,11 +340,6 @@ class ConvolutionInPlace {
           }
         }
       }
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < kPixels; ++i) {
-#pragma GCC unroll 4
-      for (int k = 0; k < kVecs; ++k) store(to + i * pitch + k * kL, sums[i][k]);
     }
   }
 

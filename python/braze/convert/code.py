@@ -14,7 +14,7 @@ CALLS = "__call__", "_call_impl"
 _LOOK_UPS = "__getattr__", "__getattribute__"
 _NOTES = isinstance, torch._C._log_api_usage_once
 #: Statements and expressions that do more than compute and branch.
-_MORE = (
+MORE = (
     *(ast.AsyncFor, ast.AsyncWith, ast.Await, ast.Delete, ast.For, ast.Global, ast.Import),
     *(ast.ImportFrom, ast.NamedExpr, ast.Nonlocal, ast.Raise, ast.Try, ast.While, ast.With),
     *(ast.Yield, ast.YieldFrom),
@@ -103,7 +103,7 @@ class Code(Outer):
                 if not texts and self.known(node.func) not in _NOTES:
                     return False
             stored = isinstance(getattr(node, "ctx", None), (ast.Store, ast.Del))
-            if (stored and not isinstance(node, (ast.Name, ast.Tuple))) or isinstance(node, _MORE):
+            if (stored and not isinstance(node, (ast.Name, ast.Tuple))) or isinstance(node, MORE):
                 return False
         return not self.tree.shared
 

@@ -7,7 +7,7 @@ import types
 
 import torch
 
-from braze.convert.code import Code
+from braze.convert.code import MORE, Code
 from braze.convert.passes import PassCode, compiled
 from braze.convert.source import constant, make
 from braze.convert.squeezes import Gate, Squeeze
@@ -136,11 +136,10 @@ class GateCode(Code):
 
     #: What may be asked for.
     _SEEN = "shape", "size", "dtype", "device"
-    #: What runs at other times, more than once, or ends the function.
+    #: What runs at other times, more than once, or may end the function.
     _NEVER = (
-        *(ast.For, ast.While, ast.With, ast.Try, ast.Raise, ast.Delete, ast.Assert, ast.Global),
-        *(ast.Nonlocal, ast.FunctionDef, ast.ClassDef, ast.Lambda, ast.NamedExpr, ast.ListComp),
-        *(ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Import, ast.ImportFrom),
+        *(*MORE, ast.Assert, ast.FunctionDef, ast.ClassDef, ast.Lambda),
+        *(ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp),
     )
 
     def gate(self):

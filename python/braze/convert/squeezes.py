@@ -16,15 +16,11 @@ from braze.nn import functional as F
 
 _any_global_hook = torch.nn.modules.module._has_any_global_hook
 _MEAN = gives_way((torch.Tensor, "mean"), (torch.Tensor, "__mul__"), (torch.Tensor, "__rmul__"))
-_SEEN = gives_way(
-    *((torch.Tensor, name) for name in ("expand_as", "size")),
-    (torch.nn.functional, "adaptive_avg_pool2d"),
-    *called_by("adaptive_avg_pool2d"),
-)
+_POOLING = (torch.nn.functional, "adaptive_avg_pool2d"), *called_by("adaptive_avg_pool2d")
+_SEEN = gives_way((torch.Tensor, "expand_as"), (torch.Tensor, "size"), *_POOLING)
 _POOL = gives_way(
     (torch.nn.AdaptiveAvgPool2d, "forward"),
-    (torch.nn.functional, "adaptive_avg_pool2d"),
-    *called_by("adaptive_avg_pool2d"),
+    *_POOLING,
     *calls_of(torch.nn.AdaptiveAvgPool2d),
 )
 
