@@ -91,7 +91,7 @@ def tables(what):
         ]
     if what == ["convolutions"]:
         run, line, summary = convolutions.run, convolutions.line, render_convolutions.summary
-        return [Table("convolutions", run, line, convolutions.KEY, summary)]
+        return [Table("convolutions", run, line, convolutions.KEY, summary=summary)]
     if what == ["depthwise"]:
         return [Table("depthwise", depthwise.run, depthwise.line)]
     if what == ["networks"]:
