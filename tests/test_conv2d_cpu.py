@@ -84,6 +84,11 @@ AMX = [
     (2, 64, 60, 61, 32, (3, 3), (2, 1), (2, 0), 1, 1),  # several tasks of an image
     (2, 8, 11, 12, 70, (3, 2), (1, 3), (2, 1), 2, 2),
     (2, 4, 1, 9, 6, (1, 3), (1, 1), (2, 7), 3, 1),  # padding over filter and image
+    # channels in several passes, the last one a part of a step
+    (5, 101, 9, 8, 70, (3, 3), (1, 1), (1, 1), 1, 1),
+    (2, 200, 7, 9, 132, (3, 3), (2, 1), (1, 1), 1, 2),
+    (2, 40, 9, 10, 33, (5, 5), (1, 1), (2, 2), 1, 1),
+    (3, 832, 13, 14, 40, (1, 1), (1, 1), (0, 0), 1, 1),  # read in place
 ]
 # Groups of few channels and filters, as channels of several of which lie in a line of memory.
 GROUPED = [

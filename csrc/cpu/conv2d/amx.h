@@ -59,22 +59,30 @@ struct AmxPlan {
   static constexpr int64_t kPanel = 32, kStep = 32, kBlock = 32;  // filters, elements, positions
   // Of slabs, or of pixels read in place: they and a panel of weights are to stay in a second-level
   // cache of 2 MiB.
-  static constexpr int64_t kSlabBytes = int64_t{768} << 10;
+  static constexpr int64_t kSlabBytes = int64_t{512} << 10;
 
   explicit AmxPlan(const Convolution& conv)
       : panels(ceil_div(conv.filters, kPanel)),
         rows(conv.h.out),
+        image_parts(conv.images),
         runs(conv.images, conv.h, conv.w, conv.src, conv.dst_strides) {
     // Pixels a multiple of half a page apart would meet in a few sets of the first-level cache.
     const bool meet = conv.channels * conv.w.step % 1024 == 0;
     ld = meet ? conv.channels + kStep : conv.channels;
     const bool adjoin = !meet && adjacent(conv.w);
-    run_length = adjoin ? conv.w.taps() * conv.channels : conv.channels;
-    runs_of_row = adjoin ? 1 : conv.w.taps();
-    steps = conv.h.taps() * runs_of_row * ceil_div(run_length, kStep);
-    // Half a panel that the first-level cache holds is worth visiting the sums twice.
+    chunk = conv.channels;
+    taps_of_run = adjoin ? conv.w.taps() : 1;
+    // A part of a panel's weights that the first-level cache holds is worth visiting the sums again
+    // for each. A part of the channels, because all taps of it meet fewer lines of the image, too.
     constexpr int64_t kHeld = 24;
-    steps_at_once = steps > kHeld && steps <= 2 * kHeld ? ceil_div(steps, 2) : steps;
+    if (steps_of(conv, 0) > kHeld) {
+      const int64_t fit = std::max<int64_t>(1, kHeld / conv.taps());
+      chunk = std::min(chunk, fit * kStep);
+      if (chunk < conv.channels) taps_of_run = 1;
+    }
+    passes = chunk > 0 ? ceil_div(conv.channels, chunk) : 1;
+    whole_steps = taps_of_run * conv.channels % kStep == 0;
+    for (int64_t pass = 0; pass < passes; ++pass) steps += steps_of(conv, pass);
     packed_weights = conv.groups * panels * steps * 16 * kPanel;
     packed_size = round_up(packed_weights + ceil_div(conv.images, 4), 16);
     if (conv.taps() == 0) return;
@@ -82,9 +90,8 @@ struct AmxPlan {
     const int64_t wanted = 2 * num_threads();
     constexpr int64_t kLongRun = 4 * kBlock;
     // Only whole steps: nothing may be read behind the last pixel.
-    in_place = conv.taps() == 1 && conv.src.c == 1 && run_length % kStep == 0 &&
-               runs.from % 1024 != 0 && runs.length >= kLongRun && stays_inside(conv.h) &&
-               stays_inside(conv.w);
+    in_place = conv.taps() == 1 && conv.src.c == 1 && whole_steps && runs.from % 1024 != 0 &&
+               runs.length >= kLongRun && stays_inside(conv.h) && stays_inside(conv.w);
     int64_t positions;  // of a segment
     if (in_place) {
       pieces = ceil_div(runs.length * runs.from * 2, kSlabBytes);
@@ -92,6 +99,7 @@ struct AmxPlan {
         ++pieces;
       }
       while (num_threads() > 1 && tasks(conv) < wanted && filter_blocks < panels) ++filter_blocks;
+      while (tasks(conv) % num_threads() != 0 && runs.length / pieces >= kLongRun) ++pieces;
       positions = ceil_div(runs.length, pieces);
     } else {
       const int64_t row_bytes = AmxWindows(conv, 1).pitch * conv.h.step * ld * 2;
@@ -99,17 +107,22 @@ struct AmxPlan {
       rows = std::min(conv.h.out, most);
       blocks = ceil_div(conv.h.out, rows);
       together = blocks > 1 ? 1 : std::clamp<int64_t>(most / conv.h.out, 1, conv.images);
+      image_parts = ceil_div(conv.images, together);
       const bool is_shared = num_threads() > 1;
-      while (is_shared && tasks(conv) < wanted && together > 1) together = (together + 1) / 2;
+      while (is_shared && tasks(conv) < wanted && image_parts < conv.images) {
+        image_parts = std::min(conv.images, 2 * image_parts);
+      }
       while (is_shared && tasks(conv) < wanted && conv.h.out / blocks > 8) ++blocks;
       while (is_shared && tasks(conv) < wanted && filter_blocks < panels) ++filter_blocks;
       rows = ceil_div(conv.h.out, blocks);
       blocks = ceil_div(conv.h.out, rows);
+      while (image_parts < conv.images && tasks(conv) % num_threads() != 0) ++image_parts;
+      together = ceil_div(conv.images, image_parts);
       const AmxWindows windows(conv, rows);
       slab_size = round_up(windows.pixels() * ld + 2 * kStep, kStep);
       positions = windows.positions();
     }
-    if (steps_at_once < steps) sums_size = round_up(positions, kBlock) * kPanel;
+    if (passes > 1) sums_size = round_up(positions, kBlock) * kPanel;
   }
   // Whether the taps of a row are one run of the slab.
   static bool adjacent(const Axis& w) {
@@ -119,19 +132,30 @@ struct AmxPlan {
     }
     return true;
   }
+  // Channels of a pass, and the steps that it has.
+  int64_t channels_of(const Convolution& conv, int64_t pass) const {
+    return std::min(chunk, conv.channels - pass * chunk);
+  }
+  int64_t steps_of(const Convolution& conv, int64_t pass) const {
+    const int64_t length = taps_of_run * channels_of(conv, pass);
+    return conv.taps() / std::max<int64_t>(1, taps_of_run) * ceil_div(length, kStep);
+  }
   int64_t tasks(const Convolution& conv) const {
     const int64_t blocks_of_filters = conv.groups * filter_blocks;
     return in_place ? blocks_of_filters * runs.count() * pieces
-                    : blocks_of_filters * ceil_div(conv.images, together) * blocks;
+                    : blocks_of_filters * image_parts * blocks;
   }
   // Bytes of a worker: slabs, sums.
   int64_t scratch() const { return together * slab_size * 2 + sums_size * 4; }
 
   int64_t panels, rows;  // of filters; of a task's part of an image
   int64_t ld;            // of a slab's pixels
-  int64_t run_length, runs_of_row, steps, steps_at_once;
+  // A run is what steps go through: a tap's channels, or those of adjacent taps of a row. A pass
+  // has all runs of `chunk` channels.
+  int64_t taps_of_run, chunk, passes, steps = 0;
+  bool whole_steps;                     // none reads beyond the elements that it multiplies
   int64_t packed_weights, packed_size;  // pairs; with a flag for each image
-  int64_t together = 1, blocks = 1, filter_blocks = 1;
+  int64_t together = 1, image_parts, blocks = 1, filter_blocks = 1;  // images of a task; tasks
   int64_t slab_size = 0, sums_size = 2 * kBlock * kPanel;
   // Pixels of 1 x 1 filters are read where they are, a piece of a run for each task.
   PixelRuns runs;
@@ -150,45 +174,32 @@ class AmxConvolution {
         plan_(plan),
         whole_(conv, plan.rows),
         packed_(reinterpret_cast<uint32_t*>(packed)),
-        spoilt_(reinterpret_cast<std::atomic<char>*>(packed_ + plan.packed_weights)) {
+        spoilt_(reinterpret_cast<std::atomic<char>*>(packed_ + plan.packed_weights)),
+        bias_(conv.groups * plan.panels * kPanel) {
     for (int64_t i = 0; i < conv.images; ++i) new (spoilt_ + i) std::atomic<char>(0);
+    const auto* const biases = static_cast<const BFloat16*>(conv.bias);
+    for (int64_t i = 0; biases && i < conv.groups * conv.filters; ++i) {
+      const int64_t group = i / conv.filters, filter = i % conv.filters;
+      bias_[group * plan.panels * kPanel + filter] = static_cast<float>(biases[i]);
+    }
   }
 
   int64_t panels() const { return conv_.groups * plan_.panels; }
   // Rows of pairs, 32 filters wide, whole steps for each run.
   void pack(int64_t i) const {
     const int64_t group = i / plan_.panels, j = i % plan_.panels;
-    const int64_t filters = std::min(kPanel, conv_.filters - j * kPanel), c = conv_.channels;
+    const int64_t filters = std::min(kPanel, conv_.filters - j * kPanel);
     const uint16_t* const from = static_cast<const uint16_t*>(conv_.weight) +
                                  group * conv_.weight_group + j * kPanel * conv_.weight_filter;
-    uint32_t* run = packed_ + i * plan_.steps * 16 * kPanel;
-    const int64_t padded = round_up(plan_.run_length, kStep);
-    for (const int64_t th : whole_.taps_h.order) {
-      for (int64_t first = 0; first < conv_.w.taps(); first += conv_.w.taps() / plan_.runs_of_row) {
-        const int64_t count = conv_.w.taps() / plan_.runs_of_row;
-        const auto tap = [&](int64_t t) {
-          return from + conv_.tap_h[th] * conv_.weight_h +
-                 conv_.tap_w[whole_.taps_w.order[first + t]] * conv_.weight_w;
-        };
-        if (c % 2 == 0) {
-          for (int64_t t = 0; t < count; ++t) {
-            pack_pairs(run + t * c / 2 * kPanel, kPanel, tap(t), conv_.weight_filter,
-                       conv_.weight_channel, filters, c);
-          }
-        } else {  // pairs reach from tap to tap
-          uint16_t* const values = reinterpret_cast<uint16_t*>(run);
-          std::fill_n(run, padded / 2 * kPanel, 0u);
-          for (int64_t p = 0; p < count * c; ++p) {
-            const uint16_t* const value = tap(p / c) + p % c * conv_.weight_channel;
-            uint16_t* const out = values + p / 2 * 2 * kPanel + p % 2;
-            for (int64_t f = 0; f < filters; ++f) out[2 * f] = value[f * conv_.weight_filter];
-          }
-        }
-        const int64_t used = ceil_div(plan_.run_length, 2) * kPanel;
-        std::fill(run + used, run + padded / 2 * kPanel, 0u);
-        run += padded / 2 * kPanel;
-      }
-    }
+    uint32_t* to = packed_ + i * plan_.steps * 16 * kPanel;
+    each_run([&](int64_t first_channel, int64_t channels, int64_t th, int64_t first_tap) {
+      const auto tap = [&](int64_t t) {
+        return from + conv_.tap_h[whole_.taps_h.order[th]] * conv_.weight_h +
+               conv_.tap_w[whole_.taps_w.order[first_tap + t]] * conv_.weight_w +
+               first_channel * conv_.weight_channel;
+      };
+      to = pack_run(to, channels, tap, filters);
+    });
   }
 
   int64_t tasks() const { return plan_.tasks(conv_); }
@@ -238,11 +249,47 @@ class AmxConvolution {
     int64_t image, row, rows;
   };
 
+  // f(first channel, channels, tap of h, first tap of w) of each run, in the order of the steps.
+  template <typename F>
+  void each_run(const F& f) const {
+    for (int64_t pass = 0; pass < plan_.passes; ++pass) {
+      for (int64_t th = 0; th < conv_.h.taps(); ++th) {
+        for (int64_t tw = 0; tw < conv_.w.taps(); tw += plan_.taps_of_run) {
+          f(pass * plan_.chunk, plan_.channels_of(conv_, pass), th, tw);
+        }
+      }
+    }
+  }
+
+  // A run's weights; tap(t): where those of its tap t begin. Returns where the next one's go.
+  template <typename Tap>
+  uint32_t* pack_run(uint32_t* to, int64_t channels, const Tap& tap, int64_t filters) const {
+    const int64_t length = plan_.taps_of_run * channels, pairs = ceil_div(length, 2);
+    if (channels % 2 == 0) {
+      for (int64_t t = 0; t < plan_.taps_of_run; ++t) {
+        pack_pairs(to + t * channels / 2 * kPanel, kPanel, tap(t), conv_.weight_filter,
+                   conv_.weight_channel, filters, channels);
+      }
+    } else {  // pairs reach from tap to tap
+      uint16_t* const values = reinterpret_cast<uint16_t*>(to);
+      std::fill_n(to, pairs * kPanel, 0u);
+      for (int64_t p = 0; p < length; ++p) {
+        const uint16_t* const value = tap(p / channels) + p % channels * conv_.weight_channel;
+        uint16_t* const out = values + p / 2 * 2 * kPanel + p % 2;
+        for (int64_t f = 0; f < filters; ++f) out[2 * f] = value[f * conv_.weight_filter];
+      }
+    }
+    uint32_t* const end = to + round_up(length, kStep) / 2 * kPanel;
+    std::fill(to + pairs * kPanel, end, 0u);
+    return end;
+  }
+
   void multiply_windows(uint16_t* slabs, float* sums, const Task& task, int64_t place) const {
     const int64_t row = place % plan_.blocks * plan_.rows;
     const int64_t rows = std::min(plan_.rows, conv_.h.out - row);
-    const int64_t image = place / plan_.blocks * plan_.together;
-    const int64_t images = std::min(plan_.together, conv_.images - image);
+    const int64_t part = place / plan_.blocks;
+    const int64_t image = part * conv_.images / plan_.image_parts;
+    const int64_t images = (part + 1) * conv_.images / plan_.image_parts - image;
     const AmxWindows windows(conv_, rows);
     const Tensor4dRef& d = conv_.dst_strides;
     const int64_t pitch = conv_.taps() ? windows.pitch / windows.step : conv_.w.out;
@@ -289,19 +336,20 @@ class AmxConvolution {
   // block of positions meets all of these, so that results are stored by long parts of pixels.
   void multiply(const std::vector<Segment>& segments, const std::vector<int64_t>& offsets,
                 float* sums, const Task& task) const {
-    constexpr int64_t kHeld = int64_t{256} << 10;
-    const int64_t panel_bytes = std::max<int64_t>(1, plan_.steps * 16 * kPanel * 4);
-    const int64_t panels = std::max<int64_t>(1, kHeld / panel_bytes);
-    if (plan_.steps_at_once < plan_.steps) {
+    if (plan_.passes > 1) {
       for (int64_t j = task.first_panel; j < task.last_panel; ++j) {
-        for (const Segment& segment : segments) multiply_twice(segment, offsets, sums, task, j);
+        for (const Segment& segment : segments) multiply_passes(segment, offsets, sums, task, j);
       }
       return;
     }
+    constexpr int64_t kHeld = int64_t{256} << 10;
+    const int64_t panel_bytes = std::max<int64_t>(1, plan_.steps * 16 * kPanel * 4);
+    const int64_t panels = std::max<int64_t>(1, kHeld / panel_bytes);
     // Sums are stored while the next block is multiplied.
     Block before{};
     const auto multiply_next = [&](const Block& next) {
       float* const block = sums == before.sums ? sums + kBlock * kPanel : sums;
+      ask_for_results(next, task.group);
       multiply_block_of(next, offsets, 0, plan_.steps, block, task.group);
       if (before.sums) store(before, task.group);
       before = next;
@@ -322,18 +370,25 @@ class AmxConvolution {
     if (before.sums) store(before, task.group);
   }
 
-  // A segment times a panel, half of the steps at once.
-  void multiply_twice(const Segment& segment, const std::vector<int64_t>& offsets, float* sums,
-                      const Task& task, int64_t j) const {
-    for (int64_t first = 0; first < plan_.steps; first += plan_.steps_at_once) {
-      const int64_t steps = std::min(plan_.steps_at_once, plan_.steps - first);
+  // A segment times a panel, a pass after the other.
+  void multiply_passes(const Segment& segment, const std::vector<int64_t>& offsets, float* sums,
+                       const Task& task, int64_t j) const {
+    int64_t first = 0;
+    Block before{};
+    for (int64_t pass = 0; pass < plan_.passes; ++pass) {
+      const int64_t steps = plan_.steps_of(conv_, pass);
       for (int64_t p = 0; p < segment.count; p += kBlock) {
         const uint16_t* const ahead = j == task.first_panel ? behind(segment, p) : nullptr;
         const Block block{&segment, place(segment, p), j, ahead, sums + p * kPanel};
+        if (pass + 1 == plan_.passes) ask_for_results(block, task.group);
         multiply_block_of(block, offsets, first, steps, block.sums, task.group);
-        if (first + steps == plan_.steps) store(block, task.group);
+        if (pass + 1 < plan_.passes) continue;
+        if (before.sums) store(before, task.group);
+        before = block;
       }
+      first += steps;
     }
+    if (before.sums) store(before, task.group);
   }
 
   void multiply_block_of(const Block& block, const std::vector<int64_t>& offsets, int64_t first,
@@ -371,13 +426,11 @@ class AmxConvolution {
   // From a position's first element: where the steps' elements are.
   std::vector<int64_t> step_offsets(const AmxWindows& windows) const {
     std::vector<int64_t> offsets;
-    const int64_t taps = conv_.w.taps();
-    for (int64_t th = 0; th < conv_.h.taps(); ++th) {
-      for (int64_t tw = 0; tw < taps; tw += taps / plan_.runs_of_row) {
-        const int64_t begin = windows.offset(conv_, th, tw) * plan_.ld;
-        for (int64_t k = 0; k < plan_.run_length; k += kStep) offsets.push_back(begin + k);
-      }
-    }
+    each_run([&](int64_t first_channel, int64_t channels, int64_t th, int64_t tw) {
+      const int64_t begin = windows.offset(conv_, th, tw) * plan_.ld + first_channel;
+      const int64_t length = plan_.taps_of_run * channels;
+      for (int64_t k = 0; k < length; k += kStep) offsets.push_back(begin + k);
+    });
     return offsets;
   }
 
@@ -418,12 +471,26 @@ class AmxConvolution {
     return finite;
   }
 
+  // The lines of a result's pixel are stored one by one, which is no stream that the processor
+  // foresees: those that are cold are asked for a block of positions ahead.
+  void ask_for_results(const Block& block, int64_t group) const {
+    const Segment& segment = *block.segment;
+    const int64_t position = block.position + kBlock, each = segment.pixel_stride;
+    if (conv_.dst_strides.c != 1 || each <= kPanel || position >= segment.count) return;
+    const int64_t row = position / segment.pitch, column = position % segment.pitch;
+    const BFloat16* const to = segment.to + group * conv_.filters + block.panel * kPanel +
+                               row * segment.row_stride +
+                               std::min(column, segment.width - 1) * each;
+    for (int64_t i = 0; i < kBlock; ++i) __builtin_prefetch(to + i * each, 1, 2);
+  }
+
   void store(const Block& block, int64_t group) const {
     const Segment& segment = *block.segment;
     const int64_t filter = group * conv_.filters + block.panel * kPanel;
     const int64_t filters = std::min(kPanel, conv_.filters - block.panel * kPanel);
     const int64_t begin = block.position, end = std::min(segment.count, begin + kBlock);
     const int64_t stride = conv_.dst_strides.c;
+    const float* const bias = bias_.data() + (group * plan_.panels + block.panel) * kPanel;
     bool finite = true;
     for (int64_t p = begin; p < end;) {
       const int64_t row = p / segment.pitch, column = p % segment.pitch;
@@ -431,11 +498,15 @@ class AmxConvolution {
       const int64_t count = std::min(next, row * segment.pitch + segment.width) - p;
       if (count > 0) {
         const float* const from = block.sums + (p - begin) * kPanel;
-        finite &= plan_.run_length % kStep == 0 || are_finite(from, count, filters);
-        store_pixels(
-            from, kPanel, count, filters, conv_.bias, filter,
-            segment.to + filter * stride + row * segment.row_stride + column * segment.pixel_stride,
-            segment.pixel_stride, stride);
+        finite &= plan_.whole_steps || are_finite(from, count, filters);
+        BFloat16* const to =
+            segment.to + filter * stride + row * segment.row_stride + column * segment.pixel_stride;
+        if (stride == 1 && dot_bf16_available()) {
+          store_rounded(from, kPanel, count, filters, bias, to, segment.pixel_stride);
+        } else {
+          store_pixels(from, kPanel, count, filters, conv_.bias, filter, to, segment.pixel_stride,
+                       stride);
+        }
       }
       p = next;
     }
@@ -447,6 +518,7 @@ class AmxConvolution {
   const AmxWindows whole_;
   uint32_t* packed_;
   std::atomic<char>* spoilt_;  // images with results that are not finite
+  std::vector<float> bias_;    // of whole panels
 };
 
 #endif

@@ -139,8 +139,10 @@ bool wants_patches(const Conv2dProblem& problem) {
   // four); shorter ones are copied, which is slow where channels do not lie side by side.
   constexpr int64_t kManyFilters = 128, kShortRow = 8;
   if (!is_wgrad) {
-    constexpr int64_t kLeastFilters = kIsAvx2 ? 16 : 32;
-    return filters >= (is_slow_to_copy && s.q < kShortRow ? kManyFilters : kLeastFilters);
+    // Pixels of two to four values cost implicit_gemm a broadcast for each.
+    const bool is_few = channels > 1 && channels <= 4 && problem.pass == Conv2dPass::kFprop;
+    const int64_t least = kIsAvx2 || is_few ? 16 : 32;
+    return filters >= (is_slow_to_copy && s.q < kShortRow ? kManyFilters : least);
   }
   // Against implicit_gemm's weight gradients: those of rows of which its tiles waste a part, of few
   // channels, sums that no cache holds, and dilated filters of which much meets padding.
@@ -152,7 +154,7 @@ bool wants_patches(const Conv2dProblem& problem) {
   return is_few || taps * c * k >= kManyWeights;
 }
 
-// For the weight gradient in fp32 of 1 x 1 filters over pixels that lie side by side:
+// For the weight gradient of 1 x 1 filters over pixels that lie side by side, multiplied in fp32:
 // blocked_im2col where its blocks have all channels of a pixel, and all filters or few channels, so
 // that hardly anything is read twice; pointwise where no cache holds the sums that implicit_gemm
 // has in each thread. Images of a few pixels leave most of its tiles empty (1 x 1: 4 times as
@@ -165,9 +167,14 @@ int pointwise_wgrad_kernel(const Conv2dProblem& problem) {
   constexpr int64_t kFewPixels = 64, kSmallImage = 4;
   if (c * k >= kManyWeights || s.n * s.p * s.q <= kFewPixels) return kPointwise;
   if (s.p * s.q <= kSmallImage) return kBlockedIm2col;
+  // In bf16 panels that stay half empty are converted all the same.
+  constexpr int64_t kFewFilters = kLanes<float> / 2, kLeastChannels = 16;
+  const bool is_fp32 = s.dtype == DType::kFloat32;
+  if (!is_fp32 && k <= kFewFilters && c >= kLeastChannels) return kPointwise;
+  const bool has_few = !kIsAvx2 && c <= kFewChannels;
   const bool is_narrow =
-      c <= kMostChannels && (k <= kMostFilters || (!kIsAvx2 && c <= kFewChannels));
-  return is_narrow && !is_strided(s) ? kBlockedIm2col : kImplicitGemm;
+      is_strided(s) ? has_few && k >= 2 * c : c <= kMostChannels && (k <= kMostFilters || has_few);
+  return is_narrow ? kBlockedIm2col : kImplicitGemm;
 }
 
 // Whether a weight gradient of so many sums, and of so many tiles of 2 x 2 pixels an image, gains
@@ -262,9 +269,11 @@ int choose(const Conv2dProblem& problem) {
     constexpr int64_t kFewChannels = 3, kLeastFilters = 8;
     const bool is_narrow = is_wgrad && s.c <= kFewChannels && s.k >= kLeastFilters;
     if (is_narrow && problem.y.c == 1 && !narrow_input_obstacle(problem)) return kNarrowInput;
-    // With fewer weights most of what tiles multiply are zeros.
-    const int64_t least = problem.pass == Conv2dPass::kFprop && s.c >= kFewChannels ? 256 : 512;
-    if (s.r * s.s * (s.c / s.groups) * (s.k / s.groups) >= least) return kAmx;
+    // With fewer weights most of what tiles multiply are zeros; not where pixels fill their rows.
+    constexpr int64_t kRow = 32;
+    const bool is_fprop = problem.pass == Conv2dPass::kFprop;
+    const int64_t least = is_fprop && s.c >= kFewChannels ? 256 : 512, c = s.c / s.groups;
+    if ((is_fprop && c >= kRow) || s.r * s.s * c * (s.k / s.groups) >= least) return kAmx;
   }
   if (!pointwise_obstacle(problem)) {
     // Every s-th pixel of contiguous images has to be copied one by one.

@@ -75,14 +75,15 @@ inline void store_rounded(const float* sums, int64_t width, int64_t rows, int64_
     return;
   }
   for (int64_t i = 0; i < rows; ++i, sums += width, to += ld) {
-    int64_t j = 0;
-    for (; j + kL <= columns; j += kL) {
-      const V values = load<V>(sums + j) + load<V>(bias + j);
+    for (int64_t j = 0; j < columns; j += kL) {
+      const int64_t count = std::min(kL, columns - j);
+      const auto mask = static_cast<__mmask16>((1u << count) - 1);
+      const __m512 values =
+          _mm512_maskz_loadu_ps(mask, sums + j) + _mm512_maskz_loadu_ps(mask, bias + j);
       __m256i rounded;
       asm("vcvtneps2bf16 %1, %0" : "=v"(rounded) : "v"(values));
-      std::memcpy(&to[j].bits, &rounded, sizeof(rounded));
+      _mm256_mask_storeu_epi16(&to[j].bits, mask, rounded);
     }
-    for (; j < columns; ++j) to[j] = BFloat16(sums[j] + bias[j]);
   }
 }
 
