@@ -289,9 +289,8 @@ def time_problem(problem, recorded, quick=False, engines=conv_rivals.ENGINES, on
         row |= {"rate": f"{problem.case.flops / times[own][0] / 1e6:.4g}", "unit": "TFLOP/s"}
     if candidates and "auto" in ours:
         row["auto_ratio"] = f"{min(candidates) / times['auto'][0]:.4g}"
-        favourite = {}
-        if device.type == "cuda":
-            favourite = screen(timer, {FAVOURITE: own_maker(problem, FAVOURITE)})
+        library = FAVOURITE if device.type == "cuda" else "torch"
+        favourite = screen(timer, {library: own_maker(problem, library)})
         row["auto_name"] = " or ".join(what_ran(problem, screened | favourite, times["auto"][0]))
     return row, rows
 

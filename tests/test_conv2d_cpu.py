@@ -109,6 +109,7 @@ BY_NAME = {
     "winograd": WINOGRAD,
     "im2col": IM2COL,
     "blocked_im2col": BLOCKED,
+    "torch": [*GROUPED, *BLOCKED[:4], *NARROW[:4]],
 }
 CASES = [(name, case) for name, cases in BY_NAME.items() for case in cases]
 
@@ -409,3 +410,51 @@ def test_any_number_of_threads(threads):
                 check(which, case, tensors, name)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("which", "case", "dtype"),
+    [
+        ("fprop", (32, 96, 28, 28, 96, (3, 3), (2, 2), (1, 1), 1, 4), torch.float32),
+        ("fprop", (16, 96, 28, 28, 96, (3, 3), (1, 1), (1, 1), 1, 4), torch.float32),
+        ("dgrad", (16, 96, 28, 28, 96, (3, 3), (1, 1), (1, 1), 1, 4), torch.float32),
+        ("wgrad", (16, 320, 28, 28, 64, (1, 1), (1, 1), (0, 0), 1, 1), torch.float32),
+        ("wgrad", (3, 3, 224, 224, 32, (3, 3), (1, 1), (1, 1), 1, 1), torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_auto_takes_torch_where_that_is_ahead(which, case, dtype):
+    if braze.info()["loaded"]["cpu_isa"] != "avx512" or not takes("amx", dtype_of("amx")):
+        pytest.skip("measured with AVX-512 and AMX")
+    tensors = drawn(case, dtype, "nhwc")
+    auto, by_torch, own = (run(which, case, *tensors, name) for name in ("auto", "torch", "braze"))
+    assert torch.equal(auto, by_torch)
+    assert auto.stride() == own.stride()
+    if dtype == torch.float32:  # bfloat16's results are rounded to the same values
+        assert not torch.equal(own, by_torch)
+    few = (1, *case[1:])  # for which the call takes longer
+    tensors = drawn(few, dtype, "nhwc")
+    if which != "wgrad":
+        assert torch.equal(run(which, few, *tensors, "auto"), run(which, few, *tensors, "braze"))
+
+
+def test_torch_with_what_follows():
+    """Bias, ReLU, an addition to a gradient, and a transposed convolution."""
+    case = (2, 24, 9, 11, 16, (3, 3), (2, 1), (1, 1), 1, 4)
+    x, w, b, dy = drawn(case, torch.float32, "nhwc")
+    geometry = [2, 1], [1, 1], [1, 1], 4
+    settings = False, False
+    ops = torch.ops.braze
+    added = torch.randn_like(x)
+    for name, args in (
+        ("conv2d", (x, w, b, *geometry, *settings)),
+        ("conv2d_relu", (x, w, b, *geometry, *settings)),
+        ("conv2d_backward", (dy, x, w, *geometry, [True] * 3, *settings)),
+    ):
+        more = (added,) if name == "conv2d_backward" else ()
+        actual, expected = (getattr(ops, name)(*args, by, *more) for by in ("torch", "braze"))
+        torch.testing.assert_close(actual, expected)
+    with braze.backend(conv2d="torch"):
+        actual = braze.nn.functional.conv_transpose2d(dy, w, torch.ones(24), (2, 1), 1, groups=4)
+    expected = torch.nn.functional.conv_transpose2d(dy, w, torch.ones(24), (2, 1), 1, groups=4)
+    torch.testing.assert_close(actual, expected)

@@ -257,7 +257,7 @@ def test_default_candidates(device, monkeypatch):
     (result,) = braze.tune(F.conv2d, x, w, None, 1, 1)
     assert result.choice == "auto"
     if device == "cpu":
-        assert seen == ["auto", "implicit_gemm", "winograd", "blocked_im2col", "fft"]
+        assert seen == ["auto", "implicit_gemm", "winograd", "blocked_im2col", "fft", "torch"]
     elif not braze._lib.cuda_library.vendor()["cudnn"]["missing"]:
         assert {"implicit_gemm_simt", "cudnn:0"} <= set(seen)
 

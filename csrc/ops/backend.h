@@ -45,13 +45,20 @@ struct Wish {
   bool leaves_choice() const { return kind == kAuto || kind == kOwn; }
 };
 
-// kernels: the op's table. library: "cublas", "cudnn", or nullptr where none has the op. Throws for
+// kernels: the op's table. library: "cublas", "cudnn", on a CPU "torch" for its own kernels, or
+// nullptr where none has the op. Throws for
 // names that nothing on this device has.
 inline Wish wish_of(const char* op, const std::string& backend, const KernelInfo* (*kernels)(int),
                     [[maybe_unused]] const char* library = nullptr) {
   if (backend == "auto") return {};
   if (backend == "braze") return {Wish::kOwn};
   std::string names = "auto, braze";
+#ifndef BRAZE_CUDA
+  if (library && library == std::string("torch")) {
+    if (backend == library) return {Wish::kLibrary, 0};
+    names += ", torch";
+  }
+#endif
   for (int i = 0; const KernelInfo* const info = kernels(i); ++i) {
     if (backend == info->name) return {Wish::kKernel, i};
     names += std::string(", ") + info->name;

@@ -175,6 +175,19 @@ Tensor conv2d_forward(const Tensor& input, const Tensor& weight, const std::opti
                             to_channels_last, relu);
 }
 
+// Room for a pass's result: none where torch will make it. x: as in problem_in.
+Tensor room_for(const Sizes& nchw, const Tensor& like, bool channels_last,
+                [[maybe_unused]] Conv2dPass pass, [[maybe_unused]] const Conv2dShape& shape,
+                [[maybe_unused]] const Tensor* x, [[maybe_unused]] const Choice& choice) {
+#ifndef BRAZE_CUDA
+  if (!choice.measure && like.numel() > 0 &&
+      decided(like, problem_in(channels_last, pass, shape, x), choice.wish, nullptr).library >= 0) {
+    return blank_4d(nchw, like, channels_last);
+  }
+#endif
+  return empty_4d(nchw, like, channels_last);
+}
+
 Tensor run_conv2d_forward(Conv2dPass forward, const Conv2dShape& shape, const Tensor& input,
                           const Tensor& weight, const std::optional<Tensor>& bias,
                           const std::string& backend, OutputMoments* moments, bool to_channels_last,
@@ -188,8 +201,9 @@ Tensor run_conv2d_forward(Conv2dPass forward, const Conv2dShape& shape, const Te
   const Choice choice = no_terms ? Choice() : choice_of(backend);
   const bool with_bias = bias.has_value();
   const Tensor* const as_x = transposed ? nullptr : &input;
-  Tensor out = transposed ? empty_4d({shape.n, shape.c, shape.h, shape.w}, input, channels_last)
-                          : empty_4d({shape.n, shape.k, shape.p, shape.q}, input, channels_last);
+  const Sizes sizes = transposed ? Sizes{shape.n, shape.c, shape.h, shape.w}
+                                 : Sizes{shape.n, shape.k, shape.p, shape.q};
+  Tensor out = room_for(sizes, input, channels_last, forward, shape, as_x, choice);
   if (shape.n == 0) return out;
   if (shape.c == 0) {
     torch::stable::zero_(out);
@@ -308,8 +322,9 @@ std::tuple<Tensor, Tensor, Tensor> run_conv2d_gradients(
     record(input.get_device_index(), as_x, channels_last, pass, shape, false, choice);
   }
   if (output_mask[0]) {
-    grad_input =
-        empty_4d({shape.n, input.size(1), input.size(2), input.size(3)}, input, channels_last);
+    const Sizes sizes{shape.n, input.size(1), input.size(2), input.size(3)};
+    grad_input = no_terms ? empty_4d(sizes, input, channels_last)
+                          : room_for(sizes, input, channels_last, to_input, shape, as_x, choice);
   }
   std::vector<Tensor> memory;
   if (!channels_last && !no_terms &&

@@ -13,7 +13,14 @@
 namespace braze {
 namespace {
 
-// What runs a pass: an algorithm of cuDNN's (library is not negative), or a kernel of ours.
+#ifdef BRAZE_CUDA
+constexpr const char* kConvolutionLibrary = "cudnn";
+#else
+constexpr const char* kConvolutionLibrary = "torch";
+#endif
+
+// What runs a pass: an algorithm of the vendor's library (library is not negative), which is cuDNN
+// or on a CPU what torch itself runs, or a kernel of ours.
 struct Decision {
   int library = -1;
   bool bias_fused = true;   // what runs adds it; else it is still to be added
@@ -23,7 +30,8 @@ struct Decision {
   std::optional<Conv2dPlan> adding;  // of an input gradient that the kernel can add something to
 };
 
-// An engine of cuDNN's, if that is there and has it. It fuses no bias with groups: what it lists
+// An engine of cuDNN's, if that is there and has it; on a CPU torch's own convolution, which is one
+// candidate. cuDNN fuses no bias with groups: what it lists
 // first then takes ten times as long for depthwise filters.
 std::optional<Decision> library_decision([[maybe_unused]] const Conv2dProblem& problem,
                                          [[maybe_unused]] const void* bias,
@@ -41,8 +49,14 @@ std::optional<Decision> library_decision([[maybe_unused]] const Conv2dProblem& p
     decision.workspace_bytes = *bytes;
     return decision;
   }
-#endif
   return std::nullopt;
+#else
+  if (candidate > 0) return std::nullopt;
+  Decision decision;
+  decision.library = candidate;
+  decision.bias_fused = problem.pass == Conv2dPass::kFprop;
+  return decision;
+#endif
 }
 
 Decision own_decision(const Conv2dPlan& plan) {
@@ -60,7 +74,7 @@ std::optional<Decision> tuned_decision(const Conv2dProblem& problem, const void*
   if (choice.empty()) return std::nullopt;
   Wish wish;
   try {
-    wish = wish_of("conv2d", choice, dev::conv2d_kernel, "cudnn");
+    wish = wish_of("conv2d", choice, dev::conv2d_kernel, kConvolutionLibrary);
   } catch (const std::runtime_error&) {
     return std::nullopt;  // a kernel of another version
   }
@@ -78,8 +92,8 @@ bool leaves_moments(const Conv2dPlan& plan) {
   return plan.moment_sets > 0 && (plan.beats_library || plan.beats_library_with_moments);
 }
 
-// "auto" takes what tuning found, else the faster one of our own and cuDNN, where that is there and
-// has an engine; names of kernels and of libraries are obeyed or refused.
+// "auto" takes what tuning found, else the faster one of our own and the library, where that is
+// there and has an engine; names of kernels and of libraries are obeyed or refused.
 Decision decide(const Conv2dProblem& problem, const Wish& wish, const void* bias, int device) {
 #ifdef BRAZE_CUDA
   if (wish.kind == Wish::kLibrary) {
@@ -91,6 +105,8 @@ Decision decide(const Conv2dProblem& problem, const Wish& wish, const void* bias
                 " has no engine for these shapes, strides and dtype");
     return *decision;
   }
+#else
+  if (wish.kind == Wish::kLibrary) return *library_decision(problem, bias, wish.number);
 #endif
   const Conv2dPlan plan = dev::plan_conv2d(problem, wish.kernel());
   const bool for_moments = problem.shape.wants_moments && leaves_moments(plan);

@@ -11,6 +11,7 @@
 
 #include "ops/conv2d_decision.h"
 #include "ops/conv2d_fft.h"
+#include "ops/conv2d_torch.h"
 
 #ifdef BRAZE_CUDA
 #include <cuda_runtime.h>
@@ -30,7 +31,7 @@ struct Choice {
 
 Choice choice_of(const std::string& backend) {
   if (backend == kBenchmark) return {{}, true};
-  return {wish_of("conv2d", backend, dev::conv2d_kernel, "cudnn")};
+  return {wish_of("conv2d", backend, dev::conv2d_kernel, kConvolutionLibrary)};
 }
 
 // Of cuDNN's engines, which it lists best first; building one takes longer than timing it.
@@ -52,18 +53,20 @@ constexpr double kLongestMicroseconds = 3e4, kLongestRuns = 100;
 constexpr int64_t kWorkBytes = int64_t{24} << 20, kPartialSums = 64;
 
 // Enqueues a decision's work, with as much of the epilogue as it has fused. workspace: of as many
-// bytes as it says. like: a tensor on the device, in the problem's dtype.
+// bytes as it says. result: what the pass writes, or a tensor that is to take its place.
 void launch(Stream stream, const Conv2dProblem& problem, const Decision& decision,
-            const Conv2dEpilogue& wanted, void* workspace, const Tensor& like) {
+            const Conv2dEpilogue& wanted, void* workspace, Tensor& result) {
   const void* const bias = decision.bias_fused ? wanted.bias : nullptr;
 #ifdef BRAZE_CUDA
   if (decision.library >= 0) {
     vendor::cudnn_conv2d(stream, problem, workspace, bias, decision.library);
     return;
   }
+#else
+  if (decision.library >= 0) return run_conv2d_by_torch(problem, bias, result);
 #endif
   if (decision.plan.by_fft) {
-    run_conv2d_by_fft(stream, problem, decision.plan, bias, like);
+    run_conv2d_by_fft(stream, problem, decision.plan, bias, result);
     return;
   }
   const bool relu = wanted.relu && decision.relu_fused;
@@ -181,12 +184,13 @@ double time_of(Stream stream, const Conv2dProblem& problem, const Decision& deci
   }
   double more = problem.shape.wants_moments && !sets ? pass_time(result, 3.5, 1) : 0;
   if (bias && !decision.bias_fused) more += pass_time(result, 2.5, 2);
+  Tensor written = result;
   Stopwatch watch(stream);
   double least = 0, last = 0;
   for (int i = 0; i <= kMeasuredRuns; ++i) {
     watch.start(i == 1 || (i > 1 && last < kShortMicroseconds));
     Moments* const memory = sets ? static_cast<Moments*>(sets->data()) : nullptr;
-    launch(stream, problem, decision, {bias, false, memory}, workspace.data(), result);
+    launch(stream, problem, decision, {bias, false, memory}, workspace.data(), written);
     last = watch.stop();
     const double us = last + more;
     least = i <= 1 ? us : std::min(least, us);
@@ -260,6 +264,9 @@ class Measured {
 // Whether it is the kernel of depthwise filters where that was measured to be far ahead: building
 // cuDNN's engines for them takes one to three seconds a layer.
 bool is_depthwise_and_ahead(const Decision& decision) {
+#ifndef BRAZE_CUDA
+  return false;
+#endif
   return decision.library < 0 && decision.plan.beats_library && !decision.plan.by_fft &&
          std::string(dev::conv2d_kernel(decision.plan.kernel)->name) == "depthwise";
 }

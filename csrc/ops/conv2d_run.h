@@ -113,6 +113,14 @@ Workspace run(Stream stream, Conv2dProblem problem, Tensor& result, const Choice
   const void* const bias_data = bias ? bias->const_data_ptr() : nullptr;
   problem.shape.wants_moments = moments != nullptr;
   Decision decision;
+#ifndef BRAZE_CUDA
+  const auto fill_in = [&] {
+    if (!is_blank(result)) return;
+    result = filled_in(result);
+    (problem.pass == Conv2dPass::kDgrad ? problem.x : problem.y).data = result.mutable_data_ptr();
+  };
+  if (choice.measure) fill_in();
+#endif
   // What measuring finds adds nothing on the way, and the pass that would takes longer than it is
   // ahead.
   if (!choice.measure || added || epilogue.norm) {
@@ -121,6 +129,9 @@ Workspace run(Stream stream, Conv2dProblem problem, Tensor& result, const Choice
   if (choice.measure && !decision.adding) {
     decision = benchmarked(stream, problem, result, bias_data);
   }
+#ifndef BRAZE_CUDA
+  if (decision.library < 0) fill_in();
+#endif
   const auto norm_plan =
       epilogue.norm ? plan_of_norm(problem, choice, decision, result, added, *epilogue.norm)
                     : std::nullopt;

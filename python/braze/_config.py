@@ -45,7 +45,14 @@ def kernels(op=None):
 def _choices(op):
     rungs = sorted({k["name"] for k in kernels(op)})
     measured = ["benchmark"] if op == "conv2d" else []
-    return [_AUTO, "braze", *backend._VENDORS.get(op, ()), *measured, *rungs]
+    return [
+        _AUTO,
+        "braze",
+        *backend._VENDORS.get(op, ()),
+        *backend._ON_CPUS.get(op, ()),
+        *measured,
+        *rungs,
+    ]
 
 
 def is_choice(op, choice):
@@ -72,7 +79,8 @@ class backend:
 
     Args:
         matmul: ``"auto"``, ``"braze"``, ``"cublas"`` or the name of one matmul kernel.
-        conv2d: ``"auto"``, ``"braze"``, ``"cudnn"`` or the name of one conv2d kernel;
+        conv2d: ``"auto"``, ``"braze"``, ``"cudnn"`` (on a CPU ``"torch"``, its own convolution) or
+            the name of one conv2d kernel;
             ``"benchmark"`` measures them at the first call of a problem, as ``"auto"`` does under
             ``torch.backends.cudnn.benchmark = True``. It is conv_transpose2d's too.
             ``"cublas:3"`` and ``"cudnn:3"`` are the libraries' fourth algorithm for the problem.
@@ -88,6 +96,7 @@ class backend:
     """
 
     _VENDORS = {"matmul": ("cublas",), "conv2d": ("cudnn",)}  # noqa: RUF012
+    _ON_CPUS = {"conv2d": ["torch"]}  # noqa: RUF012
 
     def __init__(self, **choices):
         for op, choice in choices.items():

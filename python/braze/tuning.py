@@ -273,8 +273,10 @@ def _names(device, op):
     """All candidates, in the order in which they are tried."""
     library = _tuned.library_of(_index(device))
     names = [k["name"] for k in library.kernels() if k["op"] == op and k["shipped"]]
+    if device.type == "cpu":
+        return names + _config.backend._ON_CPUS.get(op, [])
     (vendor,) = _config.backend._VENDORS[op]
-    if device.type == "cuda" and not library.vendor()[vendor]["missing"]:
+    if not library.vendor()[vendor]["missing"]:
         names += [f"{vendor}:{i}" for i in range(_lib.limits["library_candidates"])]
     return names
 

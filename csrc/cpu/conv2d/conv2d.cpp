@@ -313,6 +313,34 @@ int choose(const Conv2dProblem& problem) {
   return wants_patches(problem) ? kBlockedIm2col : kImplicitGemm;
 }
 
+// Whether torch's own convolution (oneDNN's) is faster than what choose() takes, as measured in
+// channels_last on a Xeon: in fp32 with AVX-512, in bf16 with AMX. The call takes longer than ours,
+// with cold caches 0.1 ms, which short passes do not make up for.
+bool library_wins(const Conv2dProblem& problem) {
+  const Conv2dShape& s = problem.shape;
+  const bool is_fprop = problem.pass == Conv2dPass::kFprop;
+  const bool is_wgrad = problem.pass == Conv2dPass::kWgrad;
+  constexpr double kLeastTerms = 1e8;
+  const double terms = static_cast<double>(s.n) * s.p * s.q * s.k * (s.c / s.groups) * s.r * s.s;
+  if (problem.x.c != 1 || problem.y.c != 1 || terms < kLeastTerms || kIsAvx2) return false;
+  const int64_t channels = s.c / s.groups;
+  if (s.dtype == DType::kFloat32 && s.groups > 1 && channels > 16 && !is_wgrad) {
+    // Groups that leave a part of a vector idle; and windows that share few pixels.
+    const bool leaves_lanes = channels < 32 && channels % 16 != 0;
+    return is_strided(s) ? is_fprop : leaves_lanes;
+  }
+  if (s.dtype == DType::kFloat32 && s.groups == 1 && is_wgrad && !pointwise_obstacle(problem)) {
+    // Too many weights for blocked_im2col, and more pixels than implicit_gemm finds in a cache.
+    constexpr int64_t kManyPixels = 12000;
+    return !is_strided(s) && s.n * s.p * s.q >= kManyPixels &&
+           pointwise_wgrad_kernel(problem) == kImplicitGemm;
+  }
+  // First layers, of which most of a tile would be empty.
+  constexpr int64_t kFewChannels = 3, kManyPixels = 1 << 17;
+  return is_wgrad && !amx_obstacle(problem) && s.groups == 1 && s.c <= kFewChannels &&
+         s.r * s.s > 1 && s.n * s.p * s.q >= kManyPixels;
+}
+
 const char* patches_obstacle(const Conv2dProblem& problem) {
   return braze::patches_obstacle(problem.pass, problem.shape, problem.w);
 }
@@ -347,6 +375,7 @@ Conv2dPlan plan_conv2d(const Conv2dProblem& problem, int kernel) {
   plan.kernel = kernel != kAnyKernel ? kernel : choose(problem);
   plan.obstacle = kKernels[plan.kernel].obstacle(problem);
   if (!plan.obstacle) kKernels[plan.kernel].plan(problem, &plan);
+  plan.beats_library = !library_wins(problem);
   return plan;
 }
 
