@@ -193,8 +193,8 @@ bool transformed_wgrad_gains(const Conv2dShape& s, int64_t sums, int64_t tiles) 
 // Whether grouped is faster than what takes any convolution, as measured in fp32 with AVX2 and
 // AVX-512, filters of up to 3 x 3: two channels a group 2 to 6 times, four 1.2 to 4 times, eight
 // 1.1 to 3 times (but for weight gradients without a stride with AVX2, 0.6 to 0.9). With AVX-512
-// sixteen 1.1 to 2 times, forward and input gradient, and input gradients of 24 with a stride 1.1
-// to 1.7 times.
+// sixteen 1.1 to 2 times, forward and input gradient, and input gradients with a stride of 24 and
+// 32, and of large images of up to 64, 1.1 to 1.7 times.
 bool grouped_wins(const Conv2dProblem& problem) {
   const Conv2dShape& s = problem.shape;
   constexpr int64_t kMostTaps = 9, kLanesOfFp32 = kLanes<float>;
@@ -207,7 +207,10 @@ bool grouped_wins(const Conv2dProblem& problem) {
   if (s.r * s.s == 1) return false;
   if (width <= 8) return width <= kLanesOfFp32 && (!wgrad || !kIsAvx2 || is_strided(s));
   if (kLanesOfFp32 < 16 || wgrad) return false;
-  return width == 16 || (width <= 24 && is_strided(s) && problem.pass == Conv2dPass::kDgrad);
+  const bool is_large = s.h * s.w >= 56 * 56;
+  const bool is_narrow =
+      width <= 24 || (s.groups > 1 && (width == 32 || (width <= 64 && is_large)));
+  return width == 16 || (is_narrow && is_strided(s) && problem.pass == Conv2dPass::kDgrad);
 }
 
 // Whether narrow_input is faster than copies of patches and implicit_gemm, as measured in fp32
@@ -320,14 +323,14 @@ bool library_wins(const Conv2dProblem& problem) {
   const Conv2dShape& s = problem.shape;
   const bool is_fprop = problem.pass == Conv2dPass::kFprop;
   const bool is_wgrad = problem.pass == Conv2dPass::kWgrad;
-  constexpr double kLeastTerms = 1e8;
+  constexpr double kLeastTerms = 9e7;
   const double terms = static_cast<double>(s.n) * s.p * s.q * s.k * (s.c / s.groups) * s.r * s.s;
   if (problem.x.c != 1 || problem.y.c != 1 || terms < kLeastTerms || kIsAvx2) return false;
   const int64_t channels = s.c / s.groups;
-  if (s.dtype == DType::kFloat32 && s.groups > 1 && channels > 16 && !is_wgrad) {
+  if (s.dtype == DType::kFloat32 && s.groups > 1 && channels > 4 && !is_wgrad) {
     // Groups that leave a part of a vector idle; and windows that share few pixels.
-    const bool leaves_lanes = channels < 32 && channels % 16 != 0;
-    return is_strided(s) ? is_fprop : leaves_lanes;
+    const bool leaves_lanes = channels > 16 && channels < 32;
+    return is_strided(s) ? is_fprop && channels != 16 : leaves_lanes;
   }
   if (s.dtype == DType::kFloat32 && s.groups == 1 && is_wgrad && !pointwise_obstacle(problem)) {
     // Too many weights for blocked_im2col, and more pixels than implicit_gemm finds in a cache.
