@@ -178,6 +178,8 @@ def mnist_runs(folder, key):
         versions, device = run["info"]["torch"], run["device"]
         if device == "CPU":
             device = processor(run["info"]["cpu"])
+            if "MALLOC_TRIM_THRESHOLD_" in run.get("allocator", {}):
+                device += ", an allocator that keeps memory"
         about = dict.fromkeys(LABELS, "") | {
             "device": device,
             "torch": versions["version"],

@@ -20,6 +20,7 @@
 
 #include "launchers/common/types.h"
 #include "ops/huge_pages.h"
+#include "ops/text.h"
 
 extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index,
                                                              void** ret_stream);

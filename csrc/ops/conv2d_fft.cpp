@@ -13,6 +13,7 @@
 #include "launchers/conv2d_fft.h"
 #include "launchers/transpose.h"
 #include "ops/backend.h"
+#include "ops/torch_call.h"
 
 #ifdef BRAZE_CUDA
 #include "libraries/loader.h"
@@ -26,9 +27,7 @@ using Sizes = std::vector<int64_t>;
 // One of torch's own ops with one result.
 template <typename... Args>
 Tensor call(const char* op, const char* overload, const Args&... args) {
-  std::array<StableIValue, sizeof...(Args)> stack{torch::stable::detail::from(args)...};
-  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(op, overload, stack.data(), TORCH_ABI_VERSION));
-  return torch::stable::detail::to<Tensor>(stack[0]);
+  return call_torch<1>(op, overload, args...)[0];
 }
 
 // Some libraries leave their results in another order in memory.

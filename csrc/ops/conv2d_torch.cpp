@@ -6,23 +6,12 @@
 #include <optional>
 #include <vector>
 
+#include "ops/torch_call.h"
+
 namespace braze {
 namespace {
 
 using Sizes = std::vector<int64_t>;
-
-// Calls one of torch's ops; results[i] takes its i-th result.
-template <size_t kResults, typename... Args>
-std::array<Tensor, kResults> call(const char* op, const Args&... args) {
-  static_assert(kResults <= sizeof...(Args));
-  std::array<StableIValue, sizeof...(Args)> stack{torch::stable::detail::from(args)...};
-  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(op, "", stack.data(), TORCH_ABI_VERSION));
-  std::array<Tensor, kResults> results;
-  for (size_t i = 0; i < kResults; ++i) {
-    results[i] = torch::stable::detail::to<Tensor>(stack[i]);
-  }
-  return results;
-}
 
 bool has_strides_of(const Tensor& a, const Tensor& b) {
   for (int64_t d = 0; d < b.dim(); ++d) {
@@ -63,14 +52,15 @@ void run_conv2d_by_torch(const Conv2dProblem& problem, const void* bias, Tensor&
     if (bias) {
       added = torch::stable::from_blob(const_cast<void*>(bias), {s.k}, {1}, result.device(), type);
     }
-    made = call<1>("aten::convolution", x(), w(), added, stride, padding, dilation, transposed,
-                   no_padding, s.groups)[0];
+    made = call_torch<1>("aten::convolution", "", x(), w(), added, stride, padding, dilation,
+                         transposed, no_padding, s.groups)[0];
   } else {
     const bool is_dgrad = problem.pass == Conv2dPass::kDgrad;
     const std::array<bool, 3> wanted{is_dgrad, !is_dgrad, false};
-    const auto grads = call<3>("aten::convolution_backward", y(), x(), w(), std::optional<Sizes>(),
-                               stride, padding, dilation, transposed, no_padding, s.groups,
-                               torch::headeronly::HeaderOnlyArrayRef<bool>(wanted));
+    const auto grads =
+        call_torch<3>("aten::convolution_backward", "", y(), x(), w(), std::optional<Sizes>(),
+                      stride, padding, dilation, transposed, no_padding, s.groups,
+                      torch::headeronly::HeaderOnlyArrayRef<bool>(wanted));
     made = grads[is_dgrad ? 0 : 1];
   }
   if (has_strides_of(made, result)) {

@@ -91,6 +91,7 @@ def _run(args, device, rank=0, num_replicas=0):
         "seed": args.seed,
         "data": digits.source,
         "info": info(),
+        "allocator": {k: v for k, v in os.environ.items() if k.startswith("MALLOC_")},
     }
     if args.to_accuracy is not None:
         loaded = time.perf_counter() - start
