@@ -45,9 +45,8 @@ struct Wish {
   bool leaves_choice() const { return kind == kAuto || kind == kOwn; }
 };
 
-// kernels: the op's table. library: "cublas", "cudnn", on a CPU "torch" for its own kernels, or
-// nullptr where none has the op. Throws for
-// names that nothing on this device has.
+// kernels: the op's table. library: "cublas", "cudnn", on a CPU "torch", or nullptr where none has
+// the op. Throws for names that nothing on this device has.
 inline Wish wish_of(const char* op, const std::string& backend, const KernelInfo* (*kernels)(int),
                     [[maybe_unused]] const char* library = nullptr) {
   if (backend == "auto") return {};

@@ -30,9 +30,9 @@ struct Decision {
   std::optional<Conv2dPlan> adding;  // of an input gradient that the kernel can add something to
 };
 
-// An engine of cuDNN's, if that is there and has it; on a CPU torch's own convolution, which is one
-// candidate. cuDNN fuses no bias with groups: what it lists
-// first then takes ten times as long for depthwise filters.
+// An engine of cuDNN's, if that is there and has it; on a CPU torch's own convolution, the only
+// candidate. cuDNN fuses no bias with groups: what it lists first then takes ten times as long for
+// depthwise filters.
 std::optional<Decision> library_decision([[maybe_unused]] const Conv2dProblem& problem,
                                          [[maybe_unused]] const void* bias,
                                          [[maybe_unused]] int candidate) {

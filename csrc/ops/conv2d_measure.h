@@ -263,12 +263,13 @@ class Measured {
 
 // Whether it is the kernel of depthwise filters where that was measured to be far ahead: building
 // cuDNN's engines for them takes one to three seconds a layer.
-bool is_depthwise_and_ahead(const Decision& decision) {
-#ifndef BRAZE_CUDA
-  return false;
-#endif
+bool is_depthwise_and_ahead([[maybe_unused]] const Decision& decision) {
+#ifdef BRAZE_CUDA
   return decision.library < 0 && decision.plan.beats_library && !decision.plan.by_fft &&
          std::string(dev::conv2d_kernel(decision.plan.kernel)->name) == "depthwise";
+#else
+  return false;
+#endif
 }
 
 // The decision under "benchmark": what tuning chose, else what was measured, else what is measured
