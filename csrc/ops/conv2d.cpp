@@ -175,12 +175,13 @@ Tensor conv2d_forward(const Tensor& input, const Tensor& weight, const std::opti
                             to_channels_last, relu);
 }
 
-// Room for a pass's result: none where torch will make it. x: as in problem_in.
+// Room for a pass's result: none for a large one that torch will make. x: as in problem_in.
 Tensor room_for(const Sizes& nchw, const Tensor& like, bool channels_last,
                 [[maybe_unused]] Conv2dPass pass, [[maybe_unused]] const Conv2dShape& shape,
                 [[maybe_unused]] const Tensor* x, [[maybe_unused]] const Choice& choice) {
 #ifndef BRAZE_CUDA
-  if (!choice.measure && like.numel() > 0 &&
+  const int64_t bytes = nchw[0] * nchw[1] * nchw[2] * nchw[3] * size_of(shape.dtype);
+  if (!choice.measure && like.numel() > 0 && bytes >= kHugePageBytes &&
       decided(like, problem_in(channels_last, pass, shape, x), choice.wish, nullptr).library >= 0) {
     return blank_4d(nchw, like, channels_last);
   }

@@ -155,7 +155,8 @@ struct AmxPlan {
   int64_t taps_of_run, chunk, passes, steps = 0;
   bool whole_steps;                     // none reads beyond the elements that it multiplies
   int64_t packed_weights, packed_size;  // pairs; with a flag for each image
-  int64_t together = 1, image_parts, blocks = 1, filter_blocks = 1;  // images of a task; tasks
+  int64_t together = 1, image_parts;    // most images of a task; parts that all are cut into
+  int64_t blocks = 1, filter_blocks = 1;
   int64_t slab_size = 0, sums_size = 2 * kBlock * kPanel;
   // Pixels of 1 x 1 filters are read where they are, a piece of a run for each task.
   PixelRuns runs;
