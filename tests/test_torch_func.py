@@ -85,6 +85,11 @@ CASES = {
         lambda x, b: stock.max_pool2d((x + b.view(-1, 1, 1)).relu(), 2),
         [rand(2, 3, 4, 4), rand(3)],
     ),
+    "weight_standardization": (
+        lambda w, g: F.weight_standardization(w, g, 0.5),
+        lambda w, g: stock.layer_norm(w, w.shape[1:], eps=1e-6) * g.view(-1, 1, 1) * 0.5,
+        [rand(3, 4, 5), rand(3)],
+    ),
     "transpose_copy": (braze.transpose_copy, lambda x: x.mT.contiguous(), [rand(2, 3, 4)]),
     "vector_add": (braze.vector_add, torch.add, [rand(3), rand(3)]),
 }

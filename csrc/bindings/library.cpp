@@ -383,6 +383,16 @@ static void define(torch::stable::detail::StableLibrary& m) {
 
   // vector_add
   m.def("vector_add(Tensor a, Tensor b, str backend=\"auto\") -> Tensor");
+
+  // weight_standardization: mean and rstd are one for each filter; dtype is the result's, the
+  // weight's own or of 16 bits for float32. as_made: nobody has written to grad_output, or seen it
+  m.def(
+      "weight_standardization(Tensor weight, Tensor? gain, float scale, float eps, "
+      "ScalarType? dtype=None) -> (Tensor output, Tensor mean, Tensor rstd)");
+  m.def(
+      "weight_standardization_backward(Tensor grad_output, Tensor weight, Tensor? gain, "
+      "Tensor mean, Tensor rstd, float scale, bool[] output_mask, bool as_made=False) "
+      "-> (Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY(braze, m) { define(m); }

@@ -41,6 +41,8 @@ bool open_side_stream(Stream main);
 // open for `main`. urgent: their blocks take turns with those of braze.TrainStep's main stream,
 // which otherwise go first.
 bool fork_side_stream(Stream main, bool urgent, Stream* branch);
+// Whether one is open for `main`.
+bool has_side_stream(Stream main);
 // What `main` is given from now on waits for what the side stream has been given.
 void join_side_stream(Stream main);
 void close_side_stream(Stream main);
@@ -66,6 +68,8 @@ class Fork {
 };
 
 inline bool fork_side_stream(Stream, bool, Stream*) { return false; }
+inline bool has_side_stream(Stream) { return false; }
+inline void follow_side_stream(Stream, Stream) {}
 inline void move_side_stream_mark(Stream) {}
 
 }  // namespace cpu

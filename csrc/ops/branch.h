@@ -20,6 +20,8 @@ class Branch {
     return outlasts_ ? stream : fork_.emplace(main_).branch();
   }
   bool outlasts() const { return outlasts_; }
+  // Whether what is small outlasts the op.
+  bool has_side_stream() const { return is_small_ && dev::has_side_stream(main_); }
   // For launches behind begin(), before it: that of the op before on the same side stream, which
   // works in it no longer when they do, or new memory.
   Workspace workspace(int64_t bytes, const Tensor& like) const {
@@ -35,8 +37,8 @@ class Branch {
     keep_workspace(main_, is_urgent_, workspace.memory());
     keep_until_join(read, {made});
   }
-  // The same for what little is left of a bias' gradient, beyond the op, on a stream that neither
-  // the weight's gradient nor the input's waits for; if there is one.
+  // The same for a bias' gradient, or what little is left of it, beyond the op, on a stream that
+  // neither the weight's gradient nor the input's waits for; if there is one.
   std::optional<Stream> begin_sums() const {
     Stream stream;
     if (!is_small_ || !dev::fork_side_stream(main_, !is_urgent_, &stream)) return std::nullopt;

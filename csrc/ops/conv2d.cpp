@@ -351,6 +351,21 @@ std::tuple<Tensor, Tensor, Tensor> run_conv2d_gradients(
   const Operand grad = reformat ? dense(stream, Operand(dy, within), within, memory[1])
                                 : output_gradient(stream, dy, within);
   const Operand &x = transposed ? grad : in, &y = transposed ? in : grad;
+  const auto add_up_bias = [&] {
+    const int64_t n = shape.n, c = grad_output.size(1), h = grad_output.size(2),
+                  width = grad_output.size(3);
+    grad_bias = n > 0 ? empty({c}, input) : zeros({c}, input);
+    if (n == 0) return;
+    Workspace workspace(dev::channel_sum_workspace_bytes(shape.dtype, n, c, h, width), input);
+    const std::optional<Stream> aside = branch.begin_sums();
+    dev::channel_sum(aside.value_or(stream), shape.dtype, n, c, h, width, grad.ref,
+                     grad_bias.mutable_data_ptr(), workspace.data());
+    if (aside) keep_until_join({grad.tensor, workspace.memory()}, {grad_bias});
+  };
+  const bool sums_bias = output_mask[2] && !(passed && passed->bias);
+  // On a side stream as soon as the gradient is there: elsewhere behind the rest.
+  const bool sums_aside = sums_bias && branch.has_side_stream();
+  if (sums_aside) add_up_bias();
   // The two convolutions need nothing of each other. The branch's memory is kept until they join.
   Workspace kept;
   if (output_mask[1]) {
@@ -380,18 +395,8 @@ std::tuple<Tensor, Tensor, Tensor> run_conv2d_gradients(
         reformat ? dense(stream, Operand(result, false), false, grad_input).tensor : result;
   }
   branch.join();
-  if (passed && passed->bias) {
-    grad_bias = *passed->bias;
-  } else if (output_mask[2]) {
-    const int64_t n = shape.n, c = grad_output.size(1), h = grad_output.size(2),
-                  width = grad_output.size(3);
-    grad_bias = n > 0 ? empty({c}, input) : zeros({c}, input);
-    if (n > 0) {
-      Workspace workspace(dev::channel_sum_workspace_bytes(shape.dtype, n, c, h, width), input);
-      dev::channel_sum(stream, shape.dtype, n, c, h, width, grad.ref, grad_bias.mutable_data_ptr(),
-                       workspace.data());
-    }
-  }
+  if (sums_bias && !sums_aside) add_up_bias();
+  if (passed && passed->bias) grad_bias = *passed->bias;
   // An empty tensor each: results of an op must not alias.
   if (!output_mask[0]) grad_input = empty({0}, input);
   if (!output_mask[1]) grad_weight = empty({0}, input);

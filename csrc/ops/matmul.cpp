@@ -331,6 +331,10 @@ std::tuple<Tensor, Tensor, Tensor> gradients(const char* op, const Tensor& grad_
       from_one_pass(context, dtype, passed, input, weight, grad_input, grad_weight, grad_bias)) {
     return {grad_input, grad_weight, grad_bias};
   }
+  // Nobody needs the parameters' before the update. Large ones would fill the device.
+  constexpr double kMostOperations = 2e9;
+  const bool is_small = 2.0 * passed.numel() * weight.size(1) <= kMostOperations;
+  Branch branch(context.stream(), is_small, size_of(dtype) == 2);
   if (passed.numel() == 0) {
     if (output_mask[2]) TORCH_ERROR_CODE_CHECK(aoti_torch_zero_(grad_bias.get()));
   } else if (result || output_mask[2]) {
@@ -341,14 +345,12 @@ std::tuple<Tensor, Tensor, Tensor> gradients(const char* op, const Tensor& grad_
                             result_data,    result ? passed.mutable_data_ptr() : nullptr,
                             bias_data};
     Workspace workspace(dev::column_sum_workspace_bytes(sum), input);
-    dev::column_sum(context.stream(), sum, workspace.data());
+    const std::optional<Stream> aside = result ? std::nullopt : branch.begin_sums();
+    dev::column_sum(aside.value_or(context.stream()), sum, workspace.data());
+    if (aside) keep_until_join({dense, workspace.memory()}, {grad_bias});
     if (in_one_launch(passed, nullptr, nullptr)) return {grad_input, grad_weight, grad_bias};
   }
   const Matrices dy = rows_of(passed);
-  // Nobody needs the weight's before the update. A large one would fill the device.
-  constexpr double kMostOperations = 2e9;
-  const bool is_small = 2.0 * dy.rows * dy.cols * weight.size(1) <= kMostOperations;
-  Branch branch(context.stream(), is_small, size_of(dtype) == 2);
   Matrices x{};
   Workspace kept;
   if (output_mask[1]) {

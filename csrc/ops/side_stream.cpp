@@ -100,6 +100,16 @@ void keep_until_join(const std::vector<Tensor>& read, const std::vector<Tensor>&
   done = std::exchange(record.older, std::exchange(record.younger, {}));
 }
 
+void forget_made(const Tensor& made) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  std::vector<Tensor>& all = records[made.get_device_index()].made;
+  const auto is_it = [&](const Tensor& t) {
+    return t.data_ptr() == made.data_ptr() && t.numel() == made.numel() &&
+           t.scalar_type() == made.scalar_type();
+  };
+  all.erase(std::remove_if(all.begin(), all.end(), is_it), all.end());
+}
+
 #ifdef BRAZE_CUDA
 BRAZE_IMPL(m) {
   m.impl("open_side_stream", TORCH_BOX(&open_side_stream));

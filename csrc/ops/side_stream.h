@@ -14,6 +14,10 @@ namespace braze {
 // tensors may be among `read`.
 void keep_until_join(const std::vector<Tensor>& read, const std::vector<Tensor>& made);
 
+// Takes what is read on the side stream, behind what makes it there, off that record. `made`: the
+// whole of it, unchanged since.
+void forget_made(const Tensor& made);
+
 // What the ops on a side stream of `main` work in, one after the other: at least so many bytes that
 // one of them has left there since the last join, for the next; undefined where there are none.
 // `memory` may be undefined.

@@ -111,6 +111,12 @@ bool fork_side_stream(Stream main, bool urgent, Stream* branch) {
   return true;
 }
 
+bool has_side_stream(Stream main) {
+  const std::lock_guard<std::mutex> lock(backward_mutex);
+  const BackwardStreams& b = backward_streams();
+  return b.open && b.main == main;
+}
+
 void join_side_stream(Stream main) {
   const std::lock_guard<std::mutex> lock(backward_mutex);
   BackwardStreams& b = backward_streams();

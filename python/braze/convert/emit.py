@@ -6,6 +6,7 @@ from braze.convert import additions, kinds, link_calls, loops, runs, through
 from braze.convert.branches import question
 from braze.convert.shuffles import SHUFFLE, instead_of
 from braze.convert.source import PREFIX, copy_tree, make
+from braze.convert.standardized import standardized
 
 #: Code of its own, which is left as it is.
 SCOPES = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda
@@ -20,6 +21,7 @@ _CALLED = {
     **{PREFIX + f.__name__: f for f in (runs.runner, runs.runner_of)},
     **{PREFIX + f.__name__: f for f in (through.run_through, through.run_radd_through)},
     **{PREFIX + f.__name__: f for f in (through.runner_through, through.runner_of_through)},
+    PREFIX + "standardized": standardized,
     PREFIX + "getattr": getattr,
 }
 
@@ -74,6 +76,7 @@ class _Change(ast.NodeTransformer):
         self.stated = {numbers[0]: (numbers, *rest) for numbers, *rest in splices.stated}
         self.functions = dict(splices.functions)
         self.calls = {number for number, *_ in splices.calls}
+        self.standardized = {found.number: found for found in splices.standardized}
 
     def apply(self, function):
         arguments = [*function.args.posonlyargs, *function.args.args]
@@ -226,6 +229,18 @@ class _Change(ast.NodeTransformer):
         plain = self.generic_visit(plain)
         return ast.IfExp(_found(as_one, test), self.visit(result), plain)
 
+    def _standardized(self, node, found):
+        """Weight standardization as one op, where it is that, else as it stands."""
+        parts = {n.number: n for n in ast.walk(node) if isinstance(n, ast.expr)}
+        function = parts[found.norm].func
+        weight, channels, eps = (parts[n] for n in (found.weight, found.channels, found.eps))
+        factors = _tuple(*(copy_tree(parts[n]) for n in found.factors))
+        flags = ast.Constant(found.viewed), ast.Constant(found.private)
+        asked = map(copy_tree, (function, weight, channels, eps))
+        asked = _call("standardized", *asked, factors, *flags)
+        name = f"standardized_{found.number}"
+        return ast.IfExp(_found(name, asked), _name(name), self.generic_visit(node))
+
     def visit_BinOp(self, node):
         return self._nested(node) or self.generic_visit(node)
 
@@ -237,6 +252,8 @@ class _Change(ast.NodeTransformer):
         if number in self.splices.methods:
             new = _call("method", self.visit(node.func.value), ast.Constant(node.func.attr))
             return ast.copy_location(new, node)
+        if number in self.standardized:
+            return ast.copy_location(self._standardized(node, self.standardized[number]), node)
         node = self.generic_visit(node)
         if number in self.functions:
             node.args = [node.func, _name(f"ours_{number}"), *node.args]

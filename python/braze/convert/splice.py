@@ -10,7 +10,7 @@ branches, effects, settings that change, it goes on doing.
 import ast
 import typing
 
-from braze.convert import additions, kinds, runs, through
+from braze.convert import additions, kinds, runs, standardized, through
 from braze.convert.branches import Branches
 from braze.convert.calls import Calls
 from braze.convert.chains import (
@@ -43,6 +43,7 @@ class Splices(typing.NamedTuple):
         functions: calls of functions that braze has, each with the function.
         methods: calls of ``relu`` and ``relu_`` of what may be a tensor.
         calls: calls of functions that are changed themselves, each with the function.
+        standardized: weight standardization that is written out (standardized.py).
     """
 
     nested: tuple = ()
@@ -51,6 +52,7 @@ class Splices(typing.NamedTuple):
     functions: tuple = ()
     methods: tuple = ()
     calls: tuple = ()
+    standardized: tuple = ()
 
     def __bool__(self):
         return any(self)
@@ -136,6 +138,10 @@ class _Function(Names, Calls, Branches, additions.Surroundings):
         for node in self.nodes:
             if isinstance(node, (ast.Call, ast.BinOp)) and node.number not in self.chained:
                 self._nested(node)
+        for found in standardized.find(self):
+            self.parts["standardized"].append(found)
+            self.functions.append(standardized.NAME)
+            self.taken.add(found.norm)
         for node in self.nodes:
             if isinstance(node, ast.Call) and node.number not in self.taken:
                 self.replace(node)

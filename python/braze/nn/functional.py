@@ -41,6 +41,7 @@ from braze._ops.relu import relu
 from braze._ops.relu_max_pool2d import relu_max_pool2d
 from braze._ops.scale_add import scale_add
 from braze._ops.softmax import log_softmax, softmax
+from braze._ops.weight_standardization import weight_standardization
 
 __all__ = [
     "avg_pool2d",
@@ -83,4 +84,5 @@ __all__ = [
     "softmax",
     "squeeze_excite",
     "tanh",
+    "weight_standardization",
 ]

@@ -1,0 +1,221 @@
+"""Weight standardization, as convolutions write it out that run on standardized weights: found in
+the code of functions, and as one op.
+
+That is ``F.batch_norm`` of the weight as one image with a channel for each filter, as in::
+
+    weight = F.batch_norm(
+        self.weight.reshape(1, self.out_channels, -1), None, None,
+        weight=(self.gain * self.scale).view(-1), training=True, momentum=0., eps=self.eps,
+    ).reshape_as(self.weight)
+"""
+
+import ast
+import typing
+
+import torch
+
+from braze._ops._common import TENSORS
+from braze._ops.weight_standardization import standardized_for_product, weight_standardization
+from braze._stock import called_by, gives_way, is_torchs
+from braze.convert.modules import is_plain_attribute
+from braze.convert.source import VARIABLE, constant
+
+_KNOWN = torch.nn.functional.batch_norm
+#: What braze calls it in reports.
+NAME = "weight_standardization"
+_NAMES = (
+    *("input", "running_mean", "running_var", "weight", "bias"),
+    *("training", "momentum", "eps"),
+)
+_other = gives_way(
+    (torch.nn.functional, "batch_norm"),
+    *called_by("batch_norm"),
+    *((torch.Tensor, name) for name in ("reshape", "reshape_as", "view", "__mul__")),
+)
+_plain_number = int, float
+
+
+class Standardized(typing.NamedTuple):
+    """Weight standardization in a function.
+
+    Attributes:
+        number: of the expression.
+        norm: number of the call of ``F.batch_norm`` in it.
+        weight, channels, eps: numbers of the weight, of the number of filters and of what is added
+            to the variance.
+        factors: numbers of nothing, of the gain, or of gain and scale.
+        viewed: whether the weight has to be contiguous, as it is for a view.
+        private: whether a convolution is all that reads the result.
+    """
+
+    number: int
+    norm: int
+    weight: int
+    channels: int
+    eps: int
+    factors: tuple
+    viewed: bool
+    private: bool
+
+
+def find(code):
+    """All of a function.
+
+    Args:
+        code: a :class:`braze.convert.splice._Function`.
+    """
+    if not code.me or not is_torchs(_KNOWN):
+        return []
+    calls = (node for node in code.nodes if isinstance(node, ast.Call))
+    return [found for found in map(lambda call: _standardized(code, call), calls) if found]
+
+
+def _standardized(code, node):
+    """What a call is, a :class:`Standardized` or None."""
+    method, inner, args = _method(node)
+    if method not in ("reshape_as", "view_as") or len(args) != 1 or not isinstance(inner, ast.Call):
+        return None
+    weight = _attribute(code, args[0])
+    given = _arguments(code, inner)
+    if weight is None or given is None:
+        return None
+    rows, filters, shape = _method(given["input"])
+    alike = rows in ("reshape", "view") and _attribute(code, filters) == weight
+    if not alike or len(shape) != 3 or (constant(shape[0]), constant(shape[2])) != (1, -1):
+        return None
+    factors = _factors(code, given.get("weight"))
+    eps = given.get("eps")
+    if factors is None or eps is None or not all(_is_known(code, n) for n in (shape[1], eps)):
+        return None
+    return Standardized(
+        node.number,
+        inner.number,
+        args[0].number,
+        shape[1].number,
+        eps.number,
+        tuple(f.number for f in factors),
+        rows == "view",
+        _is_private(code, node),
+    )
+
+
+def _method(node):
+    """The name, the owner and the arguments of ``owner.name(...)``; else Nones."""
+    is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    if not is_call or node.keywords or any(isinstance(a, ast.Starred) for a in node.args):
+        return None, None, ()
+    return node.func.attr, node.func.value, node.args
+
+
+def _attribute(code, node):
+    """The name of an attribute of the module itself, for which its class has no code, or None."""
+    mine = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+    if not mine or node.value.id != code.me:
+        return None
+    name = code.attribute_name(node)
+    return name if is_plain_attribute(code.module, name) else None
+
+
+def _is_known(code, node):
+    return _attribute(code, node) is not None or type(constant(node)) in _plain_number
+
+
+def _arguments(code, call):
+    """Those of a call of ``F.batch_norm`` without running statistics, in training, by their names;
+    or None."""
+    if code.value(call.func) is not _KNOWN or len(call.args) > len(_NAMES):
+        return None
+    if any(isinstance(a, ast.Starred) for a in call.args):
+        return None
+    given = dict(zip(_NAMES, call.args, strict=False))
+    for keyword in call.keywords:
+        if keyword.arg is None or keyword.arg in given:
+            return None
+        given[keyword.arg] = keyword.value
+    values = {name: constant(node) for name, node in given.items()}
+    nothing = (values.get(name) is None for name in ("running_mean", "running_var", "bias"))
+    trains = values.get("training") is True and values.get("momentum") is not VARIABLE
+    return given if "input" in given and trains and all(nothing) else None
+
+
+def _factors(code, node):
+    """The expressions of gain and scale in ``(gain * scale).view(-1)``; () where there is none,
+    None where it is something else."""
+    if node is None or constant(node) is None:
+        return ()
+    method, owner, args = _method(node)
+    shapes = {"view": [-1], "reshape": [-1], "flatten": []}
+    if method not in shapes or [constant(a) for a in args] != shapes[method]:
+        return None
+    factors = (owner,)
+    if isinstance(owner, ast.BinOp) and isinstance(owner.op, ast.Mult):
+        factors = owner.left, owner.right
+    return factors if all(_attribute(code, f) is not None for f in factors) else None
+
+
+def _is_private(code, node):
+    """Whether a convolution is all that reads the value of an expression: as its weight."""
+    for call in code.nodes:
+        if not (isinstance(call, ast.Call) and len(call.args) > 1):
+            continue
+        if code.value(call.func) is not torch.nn.functional.conv2d:
+            continue
+        read = call.args[1]
+        if read is node:
+            return True
+        if isinstance(read, ast.Name) and _only_value(code, read.id) is node:
+            return True
+    return False
+
+
+def _only_value(code, name):
+    """What a variable is set to, where that is once, and it is read once."""
+    if name in code.tree.shared or name in code.declared:
+        return None
+    if len(code.stores.get(name, ())) != 1 or len(code.loads.get(name, ())) != 1:
+        return None
+    for statement in code.nodes:
+        targets = statement.targets if isinstance(statement, ast.Assign) else ()
+        if len(targets) == 1 and targets[0] is code.stores[name][0]:
+            return statement.value
+    return None
+
+
+def standardized(function, weight, channels, eps, factors, viewed, private):
+    """The value of a :class:`Standardized`, or None where the code itself has to run.
+
+    Args:
+        function: what it calls for ``torch.nn.functional.batch_norm``.
+        weight: the convolution's.
+        channels: the number of its filters.
+        eps: added to the variance.
+        factors: (), (gain,) or (gain, scale), in whatever order.
+        viewed, private: see there.
+    """
+    gain, scale = None, 1.0
+    for factor in factors:
+        if type(factor) in _plain_number:
+            scale = factor
+        elif gain is None:
+            gain = factor
+        else:
+            return None
+    if len(factors) > 0 and gain is None:
+        return None
+    if function is not _KNOWN or _other() or type(eps) not in _plain_number:
+        return None
+    if not _is_plain(weight) or weight.dim() < 2 or channels != weight.shape[0]:
+        return None
+    # Torch refuses filters of one element, and views of what lies otherwise in memory.
+    if weight.numel() <= channels or (viewed and not weight.is_contiguous()):
+        return None
+    if gain is not None:
+        fits = _is_plain(gain) and gain.dtype == weight.dtype and gain.device == weight.device
+        if not fits or gain.numel() != channels or not gain.is_contiguous():
+            return None
+    run = standardized_for_product if private else weight_standardization
+    return run(weight, gain, float(scale), eps)
+
+
+def _is_plain(tensor):
+    return type(tensor) in TENSORS and tensor.dtype.is_floating_point
