@@ -18,6 +18,8 @@ Environment:
   CUDA_HOME             where nvcc is; default: that of the nvcc on PATH, or /usr/local/cuda
   CXX                   the C++ compiler; default: g++
   BRAZE_PYTHON          the Python that _C and the wheel are for; default: the one that runs this
+  BRAZE_LINEINFO        1: the CUDA library knows its source lines, which Nsight Compute shows, and
+                        is half as large again
   MAX_JOBS              parallel compile jobs
 
 ccache is used where it is on PATH (CCACHE_DISABLE=1 turns it off).
@@ -325,10 +327,11 @@ class BuildLibraries(build_ext):
             "cublas": first_with(dirs, "cublasLt.h"),
             "cudnn": first_with(dirs, "cudnn.h"),
         }
+        lines = "-lineinfo " if os.environ.get("BRAZE_LINEINFO") == "1" else ""
         nvcc_flags = (
             f"-std=c++17 -O3 -Xcompiler=-fPIC,-fvisibility=hidden -I{CSRC} {cuda} "
-            # Five architectures' code with line numbers is large: compress for size, not speed.
-            f"--expt-relaxed-constexpr --expt-extended-lambda -lineinfo --compress-mode=size "
+            # Five architectures' code is large: compress for size, not speed.
+            f"--expt-relaxed-constexpr --expt-extended-lambda --compress-mode=size {lines}"
             f"{' '.join(gencode(archs))}"
         )
         ninja.rule(

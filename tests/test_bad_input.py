@@ -358,6 +358,7 @@ BLOCKS = {
     "bias_activation": lambda f: f(rand(3, 4), [1.0] * 4),
     "relu_max_pool2d": lambda f: f(rand(2, 3, 4, 4), [1.0] * 3, 2),
     "scale_add": lambda f: f(rand(3, 4), 2.0, rand(3, 4)),
+    "global_response_norm": lambda f: f([1.0], rand(3), rand(3)),
     "weight_standardization": lambda f: f([1.0, 2.0]),
 }
 

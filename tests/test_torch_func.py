@@ -9,6 +9,7 @@ from torch.func import functional_call, grad, hessian, jacrev, jvp, vmap
 
 import braze
 import braze.nn.functional as F
+from braze._ops.global_response_norm import _formula as response_norm_formula
 
 stock = torch.nn.functional
 
@@ -84,6 +85,11 @@ CASES = {
         lambda x, b: F.relu_max_pool2d(x, b, 2),
         lambda x, b: stock.max_pool2d((x + b.view(-1, 1, 1)).relu(), 2),
         [rand(2, 3, 4, 4), rand(3)],
+    ),
+    "global_response_norm": (
+        F.global_response_norm,
+        lambda x, w, b: response_norm_formula(x, w, b, 1e-6)[0],
+        [rand(2, 3, 4, 5), rand(3), rand(3)],
     ),
     "weight_standardization": (
         lambda w, g: F.weight_standardization(w, g, 0.5),

@@ -198,6 +198,15 @@ static void define(torch::stable::detail::StableLibrary& m) {
   m.def("channel_dot(Tensor input, Tensor other) -> Tensor");
   m.def("channel_mean(Tensor input) -> Tensor");
 
+  // global_response_norm: norms are [N, C], scales [N]; the backward's output_mask is for the input
+  // and for both parameters
+  m.def(
+      "global_response_norm(Tensor input, Tensor weight, Tensor bias, float eps) "
+      "-> (Tensor output, Tensor norms, Tensor scales)");
+  m.def(
+      "global_response_norm_backward(Tensor grad_output, Tensor input, Tensor weight, "
+      "Tensor norms, Tensor scales, bool[] output_mask) -> (Tensor, Tensor, Tensor)");
+
   // group_norm: mean and rstd are [N, num_groups]
   m.def(
       "group_norm(Tensor input, Tensor? weight, Tensor? bias, int num_groups, float eps) "

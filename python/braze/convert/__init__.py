@@ -173,9 +173,9 @@ def _forward_entries(module, name, kinds_of):
         kind = type(module).__qualname__
         return [Entry(name, "left alone", f"{kind}.forward", reason=str(error))], None
     entries = []
-    if rewriting.squeezes:
-        before = type(module).__qualname__
-        entries.append(Entry(name, "fused", before, "braze.nn.functional.squeeze_excite"))
+    if rewriting.whole:
+        before, after = type(module).__qualname__, f"braze.nn.functional.{rewriting.whole}"
+        entries.append(Entry(name, "fused", before, after))
     for run in rewriting.runs:
         kinds = tuple(kind for kind, _ in run)
         parts = ", ".join(_part_name(name, part) for _, part in run)

@@ -19,6 +19,7 @@ from braze._ops.transpose import transpose_copy
 from braze._step_scope import takes_ops
 from braze.convert.kinds import ACTIVATIONS, Pooling, kind_of
 from braze.convert.link_calls import call, one_by_one
+from braze.convert.response_norms import response_normed_for_product
 from braze.nn import functional as F
 from braze.nn.modules import batch_norm_act, conv2d_settings, conv_bn_act, conv_bn_relu_as_one
 
@@ -251,14 +252,21 @@ def linear_relu(links, input):
 
 
 def layer_norm_product(links, input):
-    """Layer norm, and a linear layer or several with activations between them."""
+    """Layer norm, and a linear layer, or two with an activation and perhaps global response norm
+    between them."""
     if type(input) not in TENSORS:
         return one_by_one(links, input)
-    norm = links[-1]
+    *rest, norm = links
     output = layer_norm_for_product(input, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
-    if len(links) < 4:
-        return one_by_one(links[:-1], output)
-    return call(links[0], _linear_activation(links[1:-1], output))
+    if len(rest) > 1:
+        output, rest = _linear_activation(rest[-2:], output), rest[:-2]
+    return response_norm_product(rest, output) if len(rest) > 1 else call(rest[0], output)
+
+
+def response_norm_product(links, input):
+    """Global response norm, and a linear layer or a convolution."""
+    product, norm = links
+    return call(product, response_normed_for_product(norm, input))
 
 
 #: On which devices an activation takes the bias of the linear layer before it, so that its backward

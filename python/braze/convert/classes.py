@@ -15,6 +15,7 @@ from braze.convert.identity import class_methods, why_its_class_counts
 from braze.convert.modules import own_class
 from braze.convert.parts import PARTS, NormAct, of_subclass
 from braze.convert.recognise import kinds_of, part_of
+from braze.convert.response_norms import ResponseNorm
 from braze.convert.source import Unknown
 from braze.convert.splice import analyse
 from braze.convert.squeezes import Gate, Squeeze
@@ -62,12 +63,11 @@ class Rewriting:
         made: the class that it gets, or None where there is nothing to change.
         runs: tuples of (kind, name) of the parts of each fused run.
         functions: the names of torch.nn.functional's functions that are replaced.
-        squeezes: whether it is squeeze-and-excitation as a whole.
+        whole: the name of braze's function that it is as a whole, or None.
     """
 
-    def __init__(self, made, found_runs, functions=(), squeezes=False):
-        self.made, self.runs, self.functions = made, found_runs, functions
-        self.squeezes = squeezes
+    def __init__(self, made, found_runs, functions=(), whole=None):
+        self.made, self.runs, self.functions, self.whole = made, found_runs, functions, whole
 
 
 def class_for(module, kinds_of):
@@ -99,7 +99,11 @@ def class_for(module, kinds_of):
         elif isinstance(part_of(kind), (Gate, Squeeze)):
             squeezed = functools.partial(_in_one_way, part_of(kind).run)
             made = _subclass(kind, ("squeeze", splices), lambda: squeezed(make()))
-            return Rewriting(made, found, functions, True)
+            return Rewriting(made, found, functions, "squeeze_excite")
+        elif isinstance(part_of(kind), ResponseNorm):
+            normed = functools.partial(_in_one_way, part_of(kind).run)
+            made = _subclass(kind, ("response", splices), lambda: normed(make()))
+            return Rewriting(made, found, functions, "global_response_norm")
         else:
             made = splices and _subclass(kind, splices, make)
     except (MemoryError, RecursionError):  # by version, both mean this

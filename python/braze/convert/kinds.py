@@ -113,6 +113,8 @@ def rmul(a, scale):
 #: a link, ``(mul, (parameter,), {})``.
 SCALINGS = dict.fromkeys((mul, rmul), ("__mul__", "__rmul__"))
 FUNCTION_KINDS.update(dict.fromkeys(SCALINGS, "Scale"))
+#: Functions whose first arguments as a link, behind the input, are tensors: how many are.
+OF_TENSORS = dict.fromkeys(SCALINGS, 1)
 
 
 def own_norm(input, module):

@@ -9,7 +9,7 @@ import torch
 
 import braze.nn
 from braze import _programs
-from braze.convert.kinds import ACTIVATIONS, FUNCTION_KINDS, SCALINGS, own_norm
+from braze.convert.kinds import ACTIVATIONS, FUNCTION_KINDS, OF_TENSORS, own_norm
 from braze.convert.modules import is_container
 
 _SETTINGS = {
@@ -42,7 +42,7 @@ _BUFFERS = {braze.nn.BatchNorm2d: ("running_mean", "running_var", "num_batches_t
 LAYERS = frozenset(_getters)
 KINDS = frozenset(("Flatten", *_SETTINGS))
 #: Those, and what else links of programs compute.
-LINK_KINDS = KINDS | {"Permute", "Squeeze"}
+LINK_KINDS = KINDS | {"Permute", "ResponseNorm", "Squeeze"}
 #: Functions of an input and of layers, outermost first, as the first argument of a link.
 _OF_LAYERS = set()
 #: How many layers, at most, of what is no run of its own: more layers hold more memory than a node
@@ -116,11 +116,12 @@ def _describe(links, name, tensors, buffers):
                 if not _describe(args[0], name, tensors, buffers):
                     return False
                 continue
-            if called in SCALINGS and isinstance(args[0], torch.Tensor):
-                name.append(called)
-                tensors.append(args[0])
+            count = OF_TENSORS.get(called, 0)
+            if count and all(isinstance(a, torch.Tensor) for a in args[:count]):
+                name += (called, *args[count:])
+                tensors += args[:count]
                 continue
-            if called is own_norm or called in SCALINGS:
+            if called is own_norm or count:
                 return False  # a module's tensors, which a program would take for constants
             name += (called, args, *kwargs.items())
             continue
@@ -171,8 +172,10 @@ def _with_tensors(links, parameters, buffers):
 
 def _with_own(link, parameters, buffers):
     if type(link) is tuple:
-        if link[0] in SCALINGS:
-            return link[0], (next(parameters),), {}
+        count = OF_TENSORS.get(link[0], 0)
+        if count:
+            own = (next(parameters) for _ in range(count))
+            return link[0], (*own, *link[1][count:]), link[2]
         if link[0] in _OF_LAYERS:
             layers, *others = link[1]
             return link[0], (_with_tensors(layers, parameters, buffers), *others), {}

@@ -16,6 +16,7 @@ from braze.convert.parts import PARTS, TORCHS, NormAct, Pass, Sequence
 from braze.convert.passes import PassCode
 from braze.convert.permutes import PermuteCode
 from braze.convert.pipelines import ChainCode
+from braze.convert.response_norm_code import ResponseNormCode
 from braze.convert.source import Unknown
 from braze.convert.squeeze_code import GateCode, SqueezeCode
 
@@ -51,6 +52,7 @@ def _recognised(kind):
             or ChainCode(kind, forward).chain()
             or SqueezeCode(kind, forward).squeeze()
             or GateCode(kind, forward).gate()
+            or ResponseNormCode(kind, forward).response_norm()
         )
     except Unknown:
         return None

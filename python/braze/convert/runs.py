@@ -34,6 +34,7 @@ from braze.convert.blocks import (
     norm_alone,
     perhaps_again,
     pooled_flat_linear,
+    response_norm_product,
     scale_add,
 )
 from braze.convert.kinds import (
@@ -297,7 +298,9 @@ _NORM_RUNS = [
 _LAYER_NORM_RUNS = [
     ("Linear", "LayerNorm"),
     *(("Linear", kind, "Linear", "LayerNorm") for kind in ACTIVATIONS),
+    *(("Linear", "ResponseNorm", kind, "Linear", "LayerNorm") for kind in ACTIVATIONS),
 ]
+_RESPONSE_NORM_RUNS = [("Linear", "ResponseNorm"), ("Conv2d", "ResponseNorm")]
 #: What runs links of such kinds, outermost first. Each takes the links, the input, and what is
 #: added where there is an addition.
 RUNS = {
@@ -314,6 +317,7 @@ RUNS = {
     ("ReLU", "Linear"): linear_relu,
     ("Add", "Scale"): scale_add,
     **dict.fromkeys(_LAYER_NORM_RUNS, layer_norm_product),
+    **dict.fromkeys(_RESPONSE_NORM_RUNS, response_norm_product),
     ("Linear", "Flatten"): flat_linear,
     ("ReLU", "Linear", "Flatten"): flat_linear,
 }
@@ -331,5 +335,7 @@ BLOCKS = {
     ("Linear", "ReLU"): "LinearReLU",
     **{kinds[::-1]: "BatchNormAct2d" for kinds in _NORM_RUNS},
     ("LayerNorm", "Linear"): "LayerNormLinear",
+    ("ResponseNorm", "Linear"): "GlobalResponseNormLinear",
+    ("ResponseNorm", "Conv2d"): "GlobalResponseNormConv2d",
     ("Scale", "Add"): "ScaleAdd",
 }

@@ -31,6 +31,7 @@ from braze._ops.conv2d_relu import conv2d_relu
 from braze._ops.conv_transpose2d import conv_transpose2d
 from braze._ops.cross_entropy import cross_entropy
 from braze._ops.fused import conv_bn_relu2d, conv_bn_relu_max_pool2d
+from braze._ops.global_response_norm import global_response_norm
 from braze._ops.group_norm import group_norm, instance_norm
 from braze._ops.layer_norm import layer_norm
 from braze._ops.linear_fused import linear_add, linear_relu_linear
@@ -60,6 +61,7 @@ __all__ = [
     "cross_entropy",
     "elu",
     "gelu",
+    "global_response_norm",
     "group_norm",
     "hardsigmoid",
     "hardswish",
