@@ -226,8 +226,10 @@ class Twice(Timms):
     def forward(self, x):
         x_g = x.norm(p=2, dim=self.spatial_dim, keepdim=True)
         x_n = x_g / (x_g.mean(dim=self.channel_dim, keepdim=True) + self.eps)
-        return x + x + torch.addcmul(
-            self.bias.view(self.wb_shape), self.weight.view(self.wb_shape), x * x_n
+        return (
+            x
+            + x
+            + torch.addcmul(self.bias.view(self.wb_shape), self.weight.view(self.wb_shape), x * x_n)
         )
 
 

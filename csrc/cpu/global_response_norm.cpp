@@ -90,9 +90,8 @@ void global_response_norm(Stream, const ChannelScaleShape& shape, const void* x,
         static_cast<A*>(scales)[image] = r;
         for (int64_t i = 0; i < c; ++i) slopes[i] = A(1) + weight[i] * (g[i] * r);
         const A *slope = slopes.data(), *shift = bias.data();
-        each_element(shape, [=](int64_t at, int64_t i) {
-          out[at] = T(A(in[at]) * slope[i] + shift[i]);
-        });
+        each_element(shape,
+                     [=](int64_t at, int64_t i) { out[at] = T(A(in[at]) * slope[i] + shift[i]); });
       }
     });
   });

@@ -110,11 +110,10 @@ std::tuple<Tensor, Tensor> weight_standardization_backward(
     dev::follow_side_stream(main, stream);  // there are two of them
     if (as_made) forget_made(grad_output);
   }
-  dev::weight_standardization_backward(
-      stream, shape, dy.const_data_ptr(), w.const_data_ptr(), const_data(g), scale,
-      m.const_data_ptr(), r.const_data_ptr(),
-      output_mask[0] ? grad_weight.mutable_data_ptr() : nullptr,
-      output_mask[1] ? grad_gain.mutable_data_ptr() : nullptr);
+  dev::weight_standardization_backward(stream, shape, dy.const_data_ptr(), w.const_data_ptr(),
+                                       const_data(g), scale, m.const_data_ptr(), r.const_data_ptr(),
+                                       output_mask[0] ? grad_weight.mutable_data_ptr() : nullptr,
+                                       output_mask[1] ? grad_gain.mutable_data_ptr() : nullptr);
   if (aside) {
     std::vector<Tensor> made;
     if (output_mask[0]) made.push_back(grad_weight);

@@ -207,16 +207,14 @@ void with_width(bool vectors, const F& run) {
   }
 }
 
-inline int plane_blocks(int64_t planes) {
-  return grid_stride_blocks(planes * kWarp, kPassThreads);
-}
+inline int plane_blocks(int64_t planes) { return grid_stride_blocks(planes * kWarp, kPassThreads); }
 
 template <typename T, int N, typename S>
 void launch_sums(cudaStream_t stream, const ChannelScaleShape& shape, const S& terms) {
   const int64_t planes = shape.n * shape.c;
   if (!shape.channels_last) {
-    sum_planes_kernel<N, T><<<plane_blocks(planes), kPassThreads, 0, stream>>>(terms, planes,
-                                                                              shape.pixels / N);
+    sum_planes_kernel<N, T>
+        <<<plane_blocks(planes), kPassThreads, 0, stream>>>(terms, planes, shape.pixels / N);
     return;
   }
   const int columns = static_cast<int>(shape.c / N);
@@ -259,6 +257,5 @@ void with_channel_vectors(const ChannelScaleShape& shape, const F& f, const Poin
   const int64_t extent = shape.channels_last ? shape.c : shape.pixels;
   with_width<T>(takes_vectors<T>(extent, pointers...), f);
 }
-
 
 }  // namespace braze::cuda

@@ -13,9 +13,8 @@
 namespace braze::cuda {
 namespace {
 
-const KernelEntry kEntry({"global_response_norm", "vectorized",
-                          "float64 float32 bfloat16 float16", "sm_80+", true,
-                          "two passes forward and backward, both layouts"});
+const KernelEntry kEntry({"global_response_norm", "vectorized", "float64 float32 bfloat16 float16",
+                          "sm_80+", true, "two passes forward and backward, both layouts"});
 
 constexpr int kImageThreads = 512;  // of a block for an image
 

@@ -81,8 +81,7 @@ __global__ void __launch_bounds__(kThreads)
   const A by_count = sum / static_cast<A>(size), by_xhat = dot / static_cast<A>(size);
   for (int64_t i = threadIdx.x; i < size; i += kThreads) {
     const A xhat = (convert<A>(w[i]) - m) * by;
-    dweight[row * size + i] =
-        convert<T>((convert<A>(dy[i]) - by_count - xhat * by_xhat) * factor);
+    dweight[row * size + i] = convert<T>((convert<A>(dy[i]) - by_count - xhat * by_xhat) * factor);
   }
 }
 
@@ -128,8 +127,8 @@ void weight_standardization_backward(Stream stream, const FiltersShape& shape, c
     using A = acc_t<T>;
     gradients_kernel<T, R, threads.value><<<shape.rows, threads.value, 0, as_cuda(stream)>>>(
         static_cast<const R*>(dy), static_cast<const T*>(w), static_cast<const T*>(gain),
-        static_cast<A>(scale), static_cast<const A*>(mean), static_cast<const A*>(rstd),
-        shape.size, static_cast<T*>(dw), static_cast<T*>(dgain));
+        static_cast<A>(scale), static_cast<const A*>(mean), static_cast<const A*>(rstd), shape.size,
+        static_cast<T*>(dw), static_cast<T*>(dgain));
     check_launch("weight_standardization_backward");
   });
 }
