@@ -168,7 +168,7 @@ NETWORKS = {
     "ConvNeXt-T": torchvision("convnext_tiny", 64, stochastic_depth_prob=0.0),
     "EfficientNet-B0": torchvision("efficientnet_b0", 128, dropout=0.0, stochastic_depth_prob=0.0),
 }
-#: Fifteen more, chosen for variety.
+#: Seventeen more, chosen for variety.
 MORE = {
     "DenseNet-121": torchvision("densenet121", 64),
     "GoogLeNet": torchvision("googlenet", 64, aux_logits=False, init_weights=False),
@@ -185,4 +185,6 @@ MORE = {
     "timm dla34": timm("dla34", 64),
     "timm hrnet_w18_small": timm("hrnet_w18_small", 64),
     "timm nf_regnet_b0": timm("nf_regnet_b0", 64),
+    "timm convnextv2_nano": timm("convnextv2_nano", 64),
+    "timm resnetv2_50x1_bit": timm("resnetv2_50x1_bit", 64),
 }

@@ -215,6 +215,15 @@ static void define(torch::stable::detail::StableLibrary& m) {
       "group_norm_backward(Tensor grad_output, Tensor input, Tensor? weight, Tensor mean, "
       "Tensor rstd, int num_groups, bool[] output_mask) -> (Tensor, Tensor, Tensor)");
 
+  // group_norm_act: activation(group_norm(input)); what the settings are depends on the activation
+  m.def(
+      "group_norm_act(Tensor input, Tensor? weight, Tensor? bias, int num_groups, float eps, "
+      "str activation, float first, float second) -> (Tensor output, Tensor mean, Tensor rstd)");
+  m.def(
+      "group_norm_act_backward(Tensor grad_output, Tensor input, Tensor? weight, Tensor? bias, "
+      "Tensor mean, Tensor rstd, int num_groups, float eps, str activation, float first, "
+      "float second, bool[] output_mask) -> (Tensor, Tensor, Tensor)");
+
   // lamb
   m.def(
       "lamb_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, "

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "launchers/batch_norm.h"
+#include "launchers/common/activation.h"
 #include "launchers/common/registry.h"
 #include "launchers/common/types.h"
 
@@ -13,6 +14,7 @@ struct GroupNormShape {
   DType dtype;
   int64_t n, c, inner, groups;
   bool channels_last = false;
+  Activation activation = kIdentity;  // of what is normalised; others where they are taken
 
   int64_t planes() const { return n * c; }
   int64_t rows() const { return n * groups; }
@@ -34,8 +36,12 @@ namespace BRAZE_DEVICE {
 // Whether the functions below take channels_last tensors, which are aligned to 16 bytes then.
 bool group_norm_takes_channels_last();
 
-// y = (x - mean) rstd weight + bias, where rstd = 1 / sqrt(biased variance + eps). Parameters are
-// [c] each, or nullptr. mean and rstd, [n, groups] in the statistics dtype, are results.
+// Whether the functions below take activations of tensors of such a shape.
+bool group_norm_takes_activation(const GroupNormShape& shape);
+
+// y = f(v) with v = (x - mean) rstd weight + bias, where rstd = 1 / sqrt(biased variance + eps) and
+// f is the activation. Parameters are [c] each, or nullptr. mean and rstd, [n, groups] in the
+// statistics dtype, are results.
 void group_norm(Stream stream, const GroupNormShape& shape, const void* x,
                 const BatchNormAffine& affine, double eps, void* y, void* mean, void* rstd,
                 void* workspace);
@@ -47,10 +53,10 @@ int64_t group_norm_forward_workspace_bytes(const GroupNormShape& shape);
 // Sums of each plane of `inner` elements, and what dx is made with.
 int64_t group_norm_workspace_bytes(const GroupNormShape& shape);
 
-// With xhat = (x - mean) rstd and g = dy weight:
-//     dweight = sum(dy xhat), dbias = sum(dy) over images and the channel's elements,
+// With xhat = (x - mean) rstd, dv = dy f'(v) and g = dv weight:
+//     dweight = sum(dv xhat), dbias = sum(dv) over images and the channel's elements,
 //     dx = rstd (g - (sum(g) + xhat sum(g xhat)) / size), sums over the group in the image.
-// affine.bias is not read.
+// affine.bias is read for f' only.
 void group_norm_backward(Stream stream, const GroupNormShape& shape, const void* dy, const void* x,
                          const BatchNormAffine& affine, const void* mean, const void* rstd,
                          const GroupNormGradients& gradients, void* workspace);

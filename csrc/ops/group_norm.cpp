@@ -1,5 +1,7 @@
 #include "launchers/group_norm.h"
 
+#include "launchers/activation.h"
+#include "ops/activation.h"
 #include "ops/batch_norm.h"
 #include "ops/transpose.h"
 
@@ -49,11 +51,12 @@ Tensor unwritten(const Tensor& input) {
   return empty_like_input(batch_norm_shape("group_norm", input), input);
 }
 
-std::tuple<Tensor, Tensor, Tensor> group_norm(const Tensor& input, std::optional<Tensor> weight,
-                                              std::optional<Tensor> bias, int64_t num_groups,
-                                              double eps) {
-  const char* op = "group_norm";
-  const GroupNormShape shape = checked_shape(op, input, num_groups);
+// The normalised images, mean and rstd.
+std::tuple<Tensor, Tensor, Tensor> normalised(const char* op, const Tensor& input,
+                                              const std::optional<Tensor>& weight,
+                                              const std::optional<Tensor>& bias, int64_t num_groups,
+                                              double eps, const Activation& activation) {
+  GroupNormShape shape = checked_shape(op, input, num_groups);
   check_channel_vector(op, "weight", weight, input);
   check_channel_vector(op, "bias", bias, input);
   check_pair(op, "weight", weight, "bias", bias);
@@ -63,6 +66,7 @@ std::tuple<Tensor, Tensor, Tensor> group_norm(const Tensor& input, std::optional
     const auto zero = [&] { return zeros(groups, input, statistics_type(input)); };
     return {unwritten(input), zero(), zero()};
   }
+  if (dev::group_norm_takes_activation(shape)) shape.activation = activation;
   Tensor mean = empty(groups, input, statistics_type(input));
   Tensor rstd = empty(groups, input, statistics_type(input));
   const Tensor x = as_taken(context, shape, input);
@@ -72,19 +76,59 @@ std::tuple<Tensor, Tensor, Tensor> group_norm(const Tensor& input, std::optional
     dev::group_norm(context.stream(), shape, x.const_data_ptr(), affine_of(w, b), eps, y,
                     mean.mutable_data_ptr(), rstd.mutable_data_ptr(), workspace.data());
   });
+  if (!activation.identity() && shape.activation.identity()) {
+    dev::activation(context.stream(), shape.dtype, activation, out.const_data_ptr(),
+                    out.mutable_data_ptr(), out.numel());
+  }
   return {out, mean, rstd};
 }
 
+std::tuple<Tensor, Tensor, Tensor> group_norm(const Tensor& input, std::optional<Tensor> weight,
+                                              std::optional<Tensor> bias, int64_t num_groups,
+                                              double eps) {
+  return normalised("group_norm", input, weight, bias, num_groups, eps, kIdentity);
+}
+
+std::tuple<Tensor, Tensor, Tensor> group_norm_act(const Tensor& input, std::optional<Tensor> weight,
+                                                  std::optional<Tensor> bias, int64_t num_groups,
+                                                  double eps, const std::string& activation,
+                                                  double first, double second) {
+  const char* op = "group_norm_act";
+  return normalised(op, input, weight, bias, num_groups, eps,
+                    activation_of(op, activation, first, second));
+}
+
+// What a gradient passes back to in front of an activation that the kernels do not take: that of
+// the value there, which is made again.
+Tensor in_front(const DeviceContext& context, const Activation& activation,
+                const Tensor& grad_output, const Tensor& input, const std::optional<Tensor>& weight,
+                const std::optional<Tensor>& bias, int64_t num_groups, double eps) {
+  const char* op = "group_norm_act_backward";
+  const Tensor before =
+      std::get<0>(normalised(op, input, weight, bias, num_groups, eps, kIdentity));
+  const Tensor dy = with_layout_of(grad_output, before);
+  Tensor result = dense_like(before);
+  dev::activation_backward(context.stream(), dtype_of(op, "input", input), activation,
+                           dy.const_data_ptr(), before.const_data_ptr(), result.mutable_data_ptr(),
+                           result.numel());
+  return result;
+}
+
 // grad_weight and grad_bias come in weight's dtype, or the statistics dtype where it is None.
-std::tuple<Tensor, Tensor, Tensor> group_norm_backward(
-    const Tensor& grad_output, const Tensor& input, std::optional<Tensor> weight,
-    const Tensor& mean, const Tensor& rstd, int64_t num_groups, std::vector<bool> output_mask) {
-  const char* op = "group_norm_backward";
-  const GroupNormShape shape = checked_shape(op, input, num_groups);
+std::tuple<Tensor, Tensor, Tensor> gradients(const char* op, const Tensor& grad_output,
+                                             const Tensor& input,
+                                             const std::optional<Tensor>& weight,
+                                             const std::optional<Tensor>& bias, const Tensor& mean,
+                                             const Tensor& rstd, int64_t num_groups, double eps,
+                                             const Activation& activation,
+                                             const std::vector<bool>& output_mask) {
+  GroupNormShape shape = checked_shape(op, input, num_groups);
   check_same_device(op, "grad_output", grad_output, "input", input);
   check_same_dtype(op, "grad_output", grad_output, "input", input);
   check_same_shape(op, "grad_output", grad_output, "input", input);
   check_channel_vector(op, "weight", weight, input);
+  check_channel_vector(op, "bias", bias, input);
+  check_pair(op, "weight", weight, "bias", bias);
   for (const auto& [name, t] : {std::pair("mean", mean), std::pair("rstd", rstd)}) {
     check_same_device(op, name, t, "input", input);
     BRAZE_CHECK(t.numel() == shape.rows() && t.scalar_type() == statistics_type(input), op,
@@ -105,8 +149,13 @@ std::tuple<Tensor, Tensor, Tensor> group_norm_backward(
   if (no_elements) {
     return {output_mask[0] ? unwritten(input) : empty({0}, input), grad_weight, grad_bias};
   }
-  const Tensor x = as_taken(context, shape, input), dy = as_taken(context, shape, grad_output);
-  const auto w = dense(weight);
+  if (dev::group_norm_takes_activation(shape)) shape.activation = activation;
+  const bool aside = !activation.identity() && shape.activation.identity();
+  const Tensor grad =
+      aside ? in_front(context, activation, grad_output, input, weight, bias, num_groups, eps)
+            : grad_output;
+  const Tensor x = as_taken(context, shape, input), dy = as_taken(context, shape, grad);
+  const auto w = dense(weight), b = dense(bias);
   const Tensor m = as_contiguous(mean), r = as_contiguous(rstd);
   const Workspace workspace(dev::group_norm_workspace_bytes(shape), input);
   const auto wanted = [&](int i, Tensor& t) {
@@ -114,8 +163,8 @@ std::tuple<Tensor, Tensor, Tensor> group_norm_backward(
   };
   const auto run = [&](void* dx) {
     dev::group_norm_backward(
-        context.stream(), shape, dy.const_data_ptr(), x.const_data_ptr(),
-        affine_of(w, std::nullopt), m.const_data_ptr(), r.const_data_ptr(),
+        context.stream(), shape, dy.const_data_ptr(), x.const_data_ptr(), affine_of(w, b),
+        m.const_data_ptr(), r.const_data_ptr(),
         {dx, wanted(1, grad_weight), wanted(2, grad_bias), dtype_of(op, "weight", grad_weight)},
         workspace.data());
   };
@@ -124,11 +173,30 @@ std::tuple<Tensor, Tensor, Tensor> group_norm_backward(
   return {empty({0}, input), grad_weight, grad_bias};
 }
 
+std::tuple<Tensor, Tensor, Tensor> group_norm_backward(
+    const Tensor& grad_output, const Tensor& input, std::optional<Tensor> weight,
+    const Tensor& mean, const Tensor& rstd, int64_t num_groups, std::vector<bool> output_mask) {
+  return gradients("group_norm_backward", grad_output, input, weight, std::nullopt, mean, rstd,
+                   num_groups, 0, kIdentity, output_mask);
+}
+
+std::tuple<Tensor, Tensor, Tensor> group_norm_act_backward(
+    const Tensor& grad_output, const Tensor& input, std::optional<Tensor> weight,
+    std::optional<Tensor> bias, const Tensor& mean, const Tensor& rstd, int64_t num_groups,
+    double eps, const std::string& activation, double first, double second,
+    std::vector<bool> output_mask) {
+  const char* op = "group_norm_act_backward";
+  return gradients(op, grad_output, input, weight, bias, mean, rstd, num_groups, eps,
+                   activation_of(op, activation, first, second), output_mask);
+}
+
 }  // namespace
 
 BRAZE_IMPL(m) {
   m.impl("group_norm", TORCH_BOX(&group_norm));
   m.impl("group_norm_backward", TORCH_BOX(&group_norm_backward));
+  m.impl("group_norm_act", TORCH_BOX(&group_norm_act));
+  m.impl("group_norm_act_backward", TORCH_BOX(&group_norm_act_backward));
 }
 
 }  // namespace braze

@@ -55,7 +55,7 @@ def add_arguments(parser):
     add("--mode", **many, help="of networks: only modes whose name contains this; may be repeated")
     add("--precision", choices=["bf16", "fp16", "tf32", "fp32"], **many, help=PRECISION_HELP)
     add("--members", type=int, **many, help="of population; default: 8 and 32 (CPU: 4)")
-    add("--more", action="store_true", help="of networks: fifteen more of torchvision and timm")
+    add("--more", action="store_true", help="of networks: seventeen more of torchvision and timm")
     add("--layout", choices=["channels_last", "contiguous"], **many, help=only_this)
     add("--pass", dest="passes", choices=["fprop", "dgrad", "wgrad"], **many, help=only_this)
     add("--seconds", type=float, help="leave out what has not begun by then")

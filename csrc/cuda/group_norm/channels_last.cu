@@ -63,6 +63,15 @@ struct ImageMemory {
   static int64_t aligned(int64_t count) { return ceil_div(count, int64_t{8}) * 8; }
 };
 
+// f(whether there is an activation, its code), for elements T in vectors of N.
+template <typename T, int N, typename F>
+void with_code(const Activation& activation, const F& f) {
+  if (activation.identity()) {
+    return f(std::false_type{}, std::integral_constant<ActivationCode, ActivationCode::kClamp>{});
+  }
+  with_activation_code<T, N>(activation, [&](auto code) { f(std::true_type{}, code); });
+}
+
 // f(T, integral constant N) for the vectors of a pixel's channels.
 template <typename F>
 void with_type_and_width(const GroupNormShape& shape, const F& f) {
@@ -100,7 +109,8 @@ void normalise_images(Stream stream, const GroupNormShape& shape, const void* x,
                                 static_cast<A*>(mean),
                                 static_cast<A*>(rstd),
                                 memory.of_channels,
-                                memory.of_channels + shape.planes()};
+                                memory.of_channels + shape.planes(),
+                                ActivationArgs<A>(shape.activation)};
     row_moments_kernel<T, N>
         <<<sums.grid(), sums.threads, 0, as_cuda(stream)>>>(args.x, sums, memory.partials, nullptr);
     check_launch("group_norm");
@@ -111,8 +121,11 @@ void normalise_images(Stream stream, const GroupNormShape& shape, const void* x,
                            memory.partials, int64_t{sums.parts}, shape.rows(),
                            static_cast<double>(shape.size()), of_sums, args);
     });
-    launch_early(normalise_images_kernel<T, N>, pass.grid(), pass.threads, 0, stream, pass, of_pass,
-                 args);
+    with_code<T, N>(shape.activation, [&](auto acts, auto code) {
+      const auto kernel =
+          normalise_images_kernel<T, N, decltype(acts)::value, decltype(code)::value>;
+      launch_early(kernel, pass.grid(), pass.threads, 0, stream, pass, of_pass, args);
+    });
     check_launch("group_norm");
   });
 }
@@ -139,6 +152,7 @@ void image_gradients(Stream stream, const GroupNormShape& shape, const void* dy,
                                 static_cast<const T*>(x),
                                 static_cast<T*>(dx),
                                 affine.weight,
+                                affine.bias,
                                 affine.dtype != shape.dtype,
                                 static_cast<const A*>(mean),
                                 static_cast<const A*>(rstd),
@@ -147,10 +161,14 @@ void image_gradients(Stream stream, const GroupNormShape& shape, const void* dy,
                                 sums_of_images.pitch,
                                 memory.of_channels,
                                 memory.of_groups,
-                                memory.of_groups + shape.rows()};
+                                memory.of_groups + shape.rows(),
+                                ActivationArgs<A>(shape.activation)};
     const ImageGroups of_sums = groups_of(shape, sums), of_pass = groups_of(shape, pass);
-    launch_early(image_sums_kernel<T, N>, sums.grid(), sums.threads, 0, stream, sums, of_sums, args,
-                 memory.partials);
+    with_code<T, N>(shape.activation, [&](auto acts, auto code) {
+      const auto kernel = image_sums_kernel<T, N, decltype(acts)::value, decltype(code)::value>;
+      launch_early(kernel, sums.grid(), sums.threads, 0, stream, sums, of_sums, args,
+                   memory.partials);
+    });
     const double by_size = 1.0 / static_cast<double>(shape.size());
     // (Few channels, whose parts a team shares out.)
     const bool by_parts = shape.channels() < 8;
@@ -162,8 +180,11 @@ void image_gradients(Stream stream, const GroupNormShape& shape, const void* dy,
                            shape.rows(), by_size, of_sums, args);
     });
     if (dx) {
-      launch_early(image_input_grad_kernel<T, N>, pass.grid(), pass.threads, 0, stream, pass,
-                   of_pass, args);
+      with_code<T, N>(shape.activation, [&](auto acts, auto code) {
+        const auto kernel =
+            image_input_grad_kernel<T, N, decltype(acts)::value, decltype(code)::value>;
+        launch_early(kernel, pass.grid(), pass.threads, 0, stream, pass, of_pass, args);
+      });
     }
     check_launch("group_norm_backward");
   });

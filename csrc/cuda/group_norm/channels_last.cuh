@@ -5,6 +5,7 @@
 #pragma once
 
 #include "cuda/batch_norm/layout.cuh"
+#include "cuda/common/activate.cuh"
 #include "cuda/common/fast_div.cuh"
 #include "cuda/layer_norm/row.cuh"
 
@@ -52,8 +53,9 @@ struct ImageNormArgs {
   double eps;
   A* mean;  // of groups, as rstd
   A* rstd;
-  A* scale;  // of an image's channels, as shift: y = (x - mean) scale + shift
+  A* scale;  // of an image's channels, as shift: y = f((x - mean) scale + shift)
   A* shift;
+  ActivationArgs<A> activation;
 };
 
 constexpr int kImageTeamThreads = 128;  // of a block of teams
@@ -126,7 +128,8 @@ __global__ void __launch_bounds__(kLanes > kImageTeamThreads ? kLanes : kImageTe
   }
 }
 
-template <typename T, int N>
+// kActs: whether there is an activation, of the code kCode.
+template <typename T, int N, bool kActs, ActivationCode kCode>
 __global__ void __launch_bounds__(kMostRowThreads)
     normalise_images_kernel(RowPlan plan, ImageGroups g, ImageNormArgs<T> args) {
   using A = acc_t<T>;
@@ -147,6 +150,7 @@ __global__ void __launch_bounds__(kMostRowThreads)
         unpack(x[u], v);
 #pragma unroll
         for (int k = 0; k < N; ++k) v[k] = normalized(v[k] - center[k], scale[k], shift[k]);
+        if constexpr (kActs) activate<kCode, T>(v, args.activation);
         store_as(args.y + offset, v);
       });
 }
@@ -159,19 +163,49 @@ struct ImageGradArgs {
   const T* x;
   T* dx;  // or nullptr
   const void* weight;
+  const void* bias;
   bool wide;
   const A* mean;  // of groups, as rstd
   const A* rstd;
-  A* dot;  // of an image's channels: sums of dy xhat, or nullptr
-  A* sum;  // of dy, or nullptr
+  A* dot;  // of an image's channels: sums of dv xhat, or nullptr
+  A* sum;  // of dv, or nullptr
   int64_t pitch;
-  A* by_grad;   // of an image's channels: dx = dy by_grad + (x - mean) by_input + constant
+  A* by_grad;   // of an image's channels: dx = dv by_grad + (x - mean) by_input + constant
   A* by_input;  // of groups, as constant
   A* constant;
+  ActivationArgs<A> activation;
 };
 
-// Sums of dy and of dy (x - mean) of each channel over a part.
-template <typename T, int N>
+// What N channels' gradients pass back through: dv of dy, of which v = (x - mean) scale + shift.
+template <typename T, int N, bool kActs, ActivationCode kCode>
+struct ImageBefore {
+  using A = acc_t<T>;
+  A scale[kActs ? N : 1], shift[kActs ? N : 1];
+
+  __device__ __forceinline__ ImageBefore(const ImageGroups& g, const ImageGradArgs<T>& args,
+                                         int64_t image, int64_t channel) {
+    if constexpr (kActs) {
+      const auto rstd = of_their_groups<N>(g, args.rstd, image, channel);
+#pragma unroll
+      for (int k = 0; k < N; ++k) {
+        scale[k] = rstd[k] * parameter_of<T>(args.weight, args.wide, channel + k, A(1));
+        shift[k] = parameter_of<T>(args.bias, args.wide, channel + k, A(0));
+      }
+    }
+  }
+  __device__ __forceinline__ void pass(A (&grad)[N], const A (&deviation)[N],
+                                       const ActivationArgs<A>& activation) const {
+    if constexpr (kActs) {
+      A v[N];
+#pragma unroll
+      for (int k = 0; k < N; ++k) v[k] = normalized(deviation[k], scale[k], shift[k]);
+      pass_back<kCode, T>(grad, v, activation);
+    }
+  }
+};
+
+// Sums of dv and of dv (x - mean) of each channel over a part.
+template <typename T, int N, bool kActs, ActivationCode kCode>
 __global__ void __launch_bounds__(kMostRowThreads)
     image_sums_kernel(RowPlan plan, ImageGroups g, ImageGradArgs<T> args,
                       GradPartial<acc_t<T>>* __restrict__ partials) {
@@ -184,6 +218,7 @@ __global__ void __launch_bounds__(kMostRowThreads)
   if (me.works) {
     const int64_t image = g.parts.div(me.part);
     const auto center = of_their_groups<N>(g, args.mean, image, me.channel);
+    const ImageBefore<T, N, kActs, kCode> before(g, args, image, me.channel);
     Packed<T, N> dy[U], x[U];
     each_row_forwards<U>(
         plan, me,
@@ -196,9 +231,12 @@ __global__ void __launch_bounds__(kMostRowThreads)
           unpack(dy[u], grad);
           unpack(x[u], in);
 #pragma unroll
+          for (int k = 0; k < N; ++k) in[k] -= center[k];
+          before.pass(grad, in, args.activation);
+#pragma unroll
           for (int k = 0; k < N; ++k) {
             v[0][k] += grad[k];
-            v[1][k] += grad[k] * (in[k] - center[k]);
+            v[1][k] += grad[k] * in[k];
           }
         });
   }
@@ -224,7 +262,7 @@ __global__ void __launch_bounds__(kLanes > kImageTeamThreads ? kLanes : kImageTe
   const GradPartial<A>* const from =
       partials + team.channel * all_parts + team.image * g.parts.divisor();
   const double rstd = args.rstd[team.number];
-  double gradients = 0, products = 0;  // sums of dy weight, and of these times xhat
+  double gradients = 0, products = 0;  // sums of dv weight, and of these times xhat
   const auto add = [&](int i, double sum, double dot, bool stores) {
     const int channel = team.channel + i;
     const double w = parameter_of<T>(args.weight, args.wide, channel, A(1));
@@ -269,7 +307,7 @@ __global__ void __launch_bounds__(kLanes > kImageTeamThreads ? kLanes : kImageTe
   }
 }
 
-template <typename T, int N>
+template <typename T, int N, bool kActs, ActivationCode kCode>
 __global__ void __launch_bounds__(kMostRowThreads)
     image_input_grad_kernel(RowPlan plan, ImageGroups g, ImageGradArgs<T> args) {
   using A = acc_t<T>;
@@ -283,6 +321,7 @@ __global__ void __launch_bounds__(kMostRowThreads)
   const Coefficients by_input = of_their_groups<N>(g, args.by_input, image, me.channel);
   const Coefficients constant = of_their_groups<N>(g, args.constant, image, me.channel);
   const Coefficients by_grad(args.by_grad, image * g.c + me.channel);
+  const ImageBefore<T, N, kActs, kCode> before(g, args, image, me.channel);
   Packed<T, N> dy[U], x[U];
   each_row_backwards<U>(
       plan, me,
@@ -294,11 +333,13 @@ __global__ void __launch_bounds__(kMostRowThreads)
         A grad[N], in[N];
         unpack(dy[u], grad);
         unpack(x[u], in);
+#pragma unroll
+        for (int k = 0; k < N; ++k) in[k] -= center[k];
+        before.pass(grad, in, args.activation);
         Vec<T, N> dx;
 #pragma unroll
         for (int k = 0; k < N; ++k) {
-          const A deviation = in[k] - center[k];
-          dx.v[k] = convert<T>(grad[k] * by_grad[k] + (deviation * by_input[k] + constant[k]));
+          dx.v[k] = convert<T>(grad[k] * by_grad[k] + (in[k] * by_input[k] + constant[k]));
         }
         store_vec(args.dx + offset, dx);
       });

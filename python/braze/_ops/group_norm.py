@@ -41,20 +41,34 @@ class GroupNorm(torch.autograd.Function):
         )
 
 
-def _gradients(grad_output, input, weight, mean, rstd, num_groups, *_):
-    """The backward in torch's ops, to be differentiated by them: gradients of input, weight and
-    bias."""
-    images, channels = input.shape[:2]
-    grouped = images, num_groups, channels // num_groups, -1
-    x = input.to(mean.dtype).reshape(grouped)
+def _in_groups(t, num_groups, dtype):
+    return t.to(dtype).reshape(t.shape[0], num_groups, t.shape[1] // num_groups, -1)
+
+
+def _statistics(input, mean, rstd, num_groups):
+    """Input in its groups, mean and rstd: of the values that the forward used, and of the
+    derivatives that those have."""
+    x = _in_groups(input, num_groups, mean.dtype)
     mean, rstd = mean[:, :, None, None], rstd[:, :, None, None]
-    # Of the values that the forward used, and of the derivatives that those have.
     own_mean = x.mean((2, 3), keepdim=True)
     mean = mean + (own_mean - own_mean.detach())
     var = x.var((2, 3), correction=0, keepdim=True)
     rstd = (rstd.square().reciprocal() + (var - var.detach())).rsqrt()
+    return x, mean, rstd
+
+
+def x_hat_of(input, mean, rstd, num_groups):
+    """The normalised input in torch's ops, in its groups."""
+    x, mean, rstd = _statistics(input, mean, rstd, num_groups)
+    return (x - mean) * rstd
+
+
+def gradients(grad_output, input, weight, mean, rstd, num_groups, *_):
+    """The backward in torch's ops, to be differentiated by them: gradients of input, weight and
+    bias."""
+    x, mean, rstd = _statistics(input, mean, rstd, num_groups)
     x_hat = (x - mean) * rstd
-    g = grad_output.to(mean.dtype).reshape(grouped)
+    g = _in_groups(grad_output, num_groups, mean.dtype)
     dweight, dbias = (g * x_hat).sum((0, 3)).view(-1), g.sum((0, 3)).view(-1)
     if weight is not None:
         g = g * weight.to(mean.dtype).view(1, num_groups, -1, 1)
@@ -64,7 +78,7 @@ def _gradients(grad_output, input, weight, mean, rstd, num_groups, *_):
     return dx.reshape(input.shape).to(input.dtype), dweight.to(dtype), dbias.to(dtype)
 
 
-def _formula(input, weight, bias, num_groups, eps):
+def formula(input, weight, bias, num_groups, eps):
     images, channels = input.shape[:2]
     inner = input.numel() // max(images * channels, 1)
     return torch.native_group_norm(
@@ -72,9 +86,9 @@ def _formula(input, weight, bias, num_groups, eps):
     )
 
 
-_group_norm = eager(GroupNorm, _ops.group_norm.default, tensors=3, formula=_formula)
+_group_norm = eager(GroupNorm, _ops.group_norm.default, tensors=3, formula=formula)
 _group_norm_backward = eager_backward(
-    GroupNorm, _ops.group_norm_backward.default, 5, formula=_gradients
+    GroupNorm, _ops.group_norm_backward.default, 5, formula=gradients
 )
 
 
@@ -82,13 +96,13 @@ def _statistics_dtype(input):
     return torch.float64 if input.dtype == torch.float64 else torch.float32
 
 
-def _fake(input, weight, bias, num_groups, eps):
+def fake(input, weight, bias, num_groups, eps):
     groups = input.shape[0], num_groups
     statistics = (input.new_empty(groups, dtype=_statistics_dtype(input)) for _ in range(2))
     return empty_like_input(input), *statistics
 
 
-def _fake_backward(grad_output, input, weight, mean, rstd, num_groups, output_mask):
+def fake_backward(grad_output, input, weight, mean, rstd, num_groups, output_mask):
     dtype = _statistics_dtype(input) if weight is None else weight.dtype
     channels = input.shape[1]
     return (
@@ -108,16 +122,20 @@ def _autocast(input, weight, bias, num_groups, eps):
     return *_autocast_arguments(input, weight, bias), num_groups, eps
 
 
-register("group_norm", fake=_fake, autograd=_group_norm, autocast=_autocast)
-register("group_norm_backward", fake=_fake_backward, autograd=_group_norm_backward)
+register("group_norm", fake=fake, autograd=_group_norm, autocast=_autocast)
+register("group_norm_backward", fake=fake_backward, autograd=_group_norm_backward)
 
 
 def _is_per_channel(parameter, input):
     return parameter is None or (parameter.dim() == 1 and len(parameter) == input.shape[1])
 
 
-def _takes(input, num_groups, weight, bias):
-    """Whether our op is to run, and can."""
+def takes(input, num_groups, weight, bias, saves_launches=False):
+    """Whether our op is to run, and can.
+
+    Args:
+        saves_launches: as of :func:`braze._norm_rules.takes_ours`.
+    """
     return (
         may_take_ours("group_norm", input)
         and plain(input, weight, bias)
@@ -128,7 +146,7 @@ def _takes(input, num_groups, weight, bias):
         and input.numel() > input.shape[0] * num_groups  # more than one value in a group
         and _is_per_channel(weight, input)
         and _is_per_channel(bias, input)
-        and takes_ours("group_norm", input, input.shape[1:].numel() // num_groups)
+        and takes_ours("group_norm", input, input.shape[1:].numel() // num_groups, saves_launches)
     )
 
 
@@ -161,7 +179,7 @@ def group_norm(input, num_groups, weight=None, bias=None, eps=1e-5):
         ValueError: one value in all groups of a channel.
         RuntimeError: shapes that do not fit. Torch's own errors.
     """
-    if _takes(input, num_groups, weight, bias):
+    if takes(input, num_groups, weight, bias):
         tensors = _autocast_arguments(input, weight, bias)
         if parameters_fit(*tensors):
             return _apply(tensors[0], num_groups, *tensors[1:], eps)
@@ -199,7 +217,7 @@ def instance_norm(
     ours = use_input_stats and running_mean is None and running_var is None
     if ours and isinstance(input, torch.Tensor) and input.dim() >= 2:
         channels = input.shape[1]
-        if _takes(input, channels, weight, bias) and parameters_fit(input, weight, bias):
+        if takes(input, channels, weight, bias) and parameters_fit(input, weight, bias):
             if not (input.is_cuda and torch.is_autocast_enabled("cuda")):
                 return _apply(input, channels, weight, bias, eps)
             with torch.autocast("cuda", enabled=False):  # which casts group norm's arguments only

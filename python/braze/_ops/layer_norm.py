@@ -17,6 +17,8 @@ from braze._ops._common import (
 )
 
 _ops = torch.ops.braze
+#: Elements of tensors whose casts cost more than launches.
+_LARGE = 1 << 21
 
 
 class LayerNorm(torch.autograd.Function):
@@ -181,8 +183,11 @@ def layer_norm_for_product(input, normalized_shape, weight=None, bias=None, eps=
     if (
         dtype not in HALF_DTYPES
         or input.dtype not in (dtype, torch.float32)
-        # Without a gradient it takes the place of two casts.
-        or not _takes(input, normalized_shape, weight, bias, not torch.is_grad_enabled())
+        # It takes the place of two casts: of a small tensor too, where no backward pass follows.
+        or not _takes(
+            *(input, normalized_shape, weight, bias),
+            not torch.is_grad_enabled() or input.numel() >= _LARGE,
+        )
     ):
         return layer_norm(input, normalized_shape, weight, bias, eps)
     weight, bias = cast_to(torch.float32, weight, bias)

@@ -17,6 +17,7 @@ from braze._ops.relu_max_pool2d import pools_behind_relu, takes_bias
 from braze._ops.scale_add import scale_add_takes, scaled_dim
 from braze._ops.transpose import transpose_copy
 from braze._step_scope import takes_ops
+from braze.convert.image_norms import group_norm_alone, group_norm_as_one, layer_norm_as_one
 from braze.convert.kinds import ACTIVATIONS, Pooling, kind_of
 from braze.convert.link_calls import call, one_by_one
 from braze.convert.response_norms import response_normed_for_product
@@ -260,7 +261,46 @@ def layer_norm_product(links, input):
     output = layer_norm_for_product(input, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
     if len(rest) > 1:
         output, rest = _linear_activation(rest[-2:], output), rest[:-2]
-    return response_norm_product(rest, output) if len(rest) > 1 else call(rest[0], output)
+    return _last_product(rest, output)
+
+
+def image_layer_norm_product(links, input):
+    """Layer norm over the channels of images, and convolutions with an activation and perhaps
+    global response norm between them."""
+    *rest, norm = links
+    output = layer_norm_as_one(norm, input)
+    if output is None:
+        return one_by_one(links, input)
+    if len(rest) < 2:
+        return call(rest[0], output)
+    return _last_product(rest[:-2], _conv_act(rest[-2:], output))
+
+
+def _last_product(links, input):
+    return response_norm_product(links, input) if len(links) > 1 else call(links[0], input)
+
+
+def group_norm_product(links, input):
+    """Group norm, perhaps an activation, and a convolution."""
+    output = norm_for_products(links[1:], input)
+    return one_by_one(links, input) if output is None else call(links[0], output)
+
+
+def norm_for_products(links, input):
+    """A norm of images, and perhaps an activation, whose result convolutions read and nothing else;
+    None where torch's functions have to run."""
+    *activations, norm = links
+    if kind_of(norm) == "LayerNorm2d":
+        output = layer_norm_as_one(norm, input)
+        return output if output is None else one_by_one(activations, output)
+    name, settings = activation_of(activations[0]) if activations else ("identity", ())
+    return group_norm_as_one(norm, name, settings, input)
+
+
+def group_norm_act(links, input):
+    """Group norm and an activation."""
+    output = group_norm_alone(links[1], *activation_of(links[0]), input)
+    return one_by_one(links, input) if output is None else output
 
 
 def response_norm_product(links, input):
@@ -285,6 +325,27 @@ def _linear_activation(links, input):
     ):
         return one_by_one(links, input)
     return F.bias_activation(F.linear(input, linear.weight), linear.bias, name, settings)
+
+
+def _conv_act(links, input):
+    """Convolution and an activation. Of a smooth one, the pass backward makes the bias' gradient,
+    if the images are channels_last."""
+    activation, conv = links
+    name, settings = activation_of(activation)
+    if name == "relu":
+        return conv_relu(links, input)
+    if (
+        type(input) not in TENSORS
+        or input.device.type not in ACTIVATION_WITH_BIAS_ON
+        or not torch.is_grad_enabled()
+        or conv.bias is None
+        or (settings and not fits(name, settings))
+        or not _leaves_channels_last(input, conv)
+    ):
+        return one_by_one(links, input)
+    input, how = conv2d_settings(input, conv)
+    rows = F.conv2d(input, conv.weight, None, *how).permute(0, 2, 3, 1)
+    return F.bias_activation(rows, conv.bias, name, settings).permute(0, 3, 1, 2)
 
 
 def _is_whole_bias(bias, weight):

@@ -4,6 +4,7 @@ import ast
 
 from braze.convert import additions, kinds, link_calls, loops, runs, through
 from braze.convert.branches import question
+from braze.convert.shared_products import shared_norm
 from braze.convert.shuffles import SHUFFLE, instead_of
 from braze.convert.source import PREFIX, copy_tree, make
 from braze.convert.standardized import standardized
@@ -21,6 +22,7 @@ _CALLED = {
     **{PREFIX + f.__name__: f for f in (runs.runner, runs.runner_of)},
     **{PREFIX + f.__name__: f for f in (through.run_through, through.run_radd_through)},
     **{PREFIX + f.__name__: f for f in (through.runner_through, through.runner_of_through)},
+    PREFIX + "shared_norm": shared_norm,
     PREFIX + "standardized": standardized,
     PREFIX + "getattr": getattr,
 }
@@ -77,10 +79,14 @@ class _Change(ast.NodeTransformer):
         self.functions = dict(splices.functions)
         self.calls = {number for number, *_ in splices.calls}
         self.standardized = {found.number: found for found in splices.standardized}
+        self.shared = {found.number: found.readers for found in splices.shared}
+        self.readers = {}  # names of modules, by their numbers
 
     def apply(self, function):
         arguments = [*function.args.posonlyargs, *function.args.args]
         self.me = arguments[0].arg if arguments else None
+        wanted = {number for readers in self.shared.values() for number in readers}
+        self.readers = {n.number: n for n in ast.walk(function) if _number(n) in wanted}
         function.body = self._body(function.body)
         return ast.fix_missing_locations(function)
 
@@ -255,6 +261,10 @@ class _Change(ast.NodeTransformer):
         if number in self.standardized:
             return ast.copy_location(self._standardized(node, self.standardized[number]), node)
         node = self.generic_visit(node)
+        if number in self.shared:
+            readers = (copy_tree(self.readers[n]) for n in self.shared[number])
+            new = _call("shared_norm", node.func, *node.args, *readers)
+            return ast.copy_location(new, node)
         if number in self.functions:
             node.args = [node.func, _name(f"ours_{number}"), *node.args]
             of_list = self.functions[number] in kinds.OF_LISTS
@@ -266,6 +276,10 @@ class _Change(ast.NodeTransformer):
                 function, first = "inherited", [ast.Name(self.me, ast.Load())]
             node.func = ast.copy_location(_call(function, node.func, *first, *made), node.func)
         return node
+
+
+def _number(node):
+    return getattr(node, "number", None)
 
 
 class _Replace(ast.NodeTransformer):

@@ -115,6 +115,8 @@ SCALINGS = dict.fromkeys((mul, rmul), ("__mul__", "__rmul__"))
 FUNCTION_KINDS.update(dict.fromkeys(SCALINGS, "Scale"))
 #: Functions whose first arguments as a link, behind the input, are tensors: how many are.
 OF_TENSORS = dict.fromkeys(SCALINGS, 1)
+#: Functions of an input and of a module, whose tensors they read, as the first of a link.
+OF_MODULES = set()
 
 
 def own_norm(input, module):
@@ -124,6 +126,7 @@ def own_norm(input, module):
 
 
 FUNCTION_KINDS[own_norm] = "BatchNorm2d"
+OF_MODULES.add(own_norm)
 FUNCTION_KINDS[torch.permute] = "Permute"  # of modules, see parts.Permutes
 
 

@@ -77,18 +77,18 @@ class NormAct:
     def expand(self, module, found, modules):
         """See :meth:`Pass.expand`."""
         modules.append(module)
-        if not _expand(_children(module, self.names), found, modules):
+        if not expand_into(found, children_of(module, self.names), modules):
             return False
         found.append((own_norm, (module,), {}))
         return True
 
     def kinds(self, module, kinds_of):
         """The kinds of the links that a call of the module stands for, innermost first, or None."""
-        return _kinds_of_children(module, self.names, kinds_of, ("BatchNorm2d",))
+        return kinds_of_children(module, self.names, kinds_of, ("BatchNorm2d",))
 
     def layers(self, name, module):
         """What computes in a module of such a name, innermost first, as (name, module)."""
-        return [(name, module), *_layers_of_children(name, module, self.names)]
+        return [(name, module), *layers_of_children(name, module, self.names)]
 
 
 class Chain:
@@ -113,16 +113,16 @@ class Chain:
         """See :meth:`Pass.expand`."""
         modules.append(module)
         names = self.names(module)
-        return bool(names) and _expand(_children(module, names), found, modules)
+        return bool(names) and expand_into(found, children_of(module, names), modules)
 
     def kinds(self, module, kinds_of):
         """The kinds of the links that a call of the module stands for, innermost first, or None."""
-        found = _kinds_of_children(module, self.names(module), kinds_of)
+        found = kinds_of_children(module, self.names(module), kinds_of)
         return found if found and len(found) <= _LONGEST_CHAIN else None
 
     def layers(self, name, module):
         """What computes in a module of such a name, innermost first, as (name, module)."""
-        return _layers_of_children(name, module, self.names(module))
+        return layers_of_children(name, module, self.names(module))
 
 
 #: Longer chains are no parts of runs.
@@ -158,6 +158,34 @@ class Permutes:
         return [(name, module)]
 
 
+class Activates:
+    """What a module is whose forward is ``return F.gelu(input)``, or another activation with
+    settings that are written there.
+
+    Args:
+        kind: of the link.
+        link: what stands for a call.
+        same: tells whether the class's code is what it was.
+    """
+
+    def __init__(self, kind, link, same):
+        self.kind, self.link, self.same = kind, link, same
+
+    def expand(self, module, found, modules):
+        """See :meth:`Pass.expand`."""
+        modules.append(module)
+        found.append(self.link)
+        return True
+
+    def kinds(self, module, kinds_of):
+        """The kinds of the links that a call of the module stands for."""
+        return (self.kind,)
+
+    def layers(self, name, module):
+        """What computes in a module of such a name, as (name, module)."""
+        return [(name, module)]
+
+
 class Sequence:
     """What a ``torch.nn.Sequential`` is, and an instance of a subclass that calls its children as
     torch's does.
@@ -173,7 +201,7 @@ class Sequence:
         """See :meth:`Pass.expand`."""
         modules.append(module)
         children = list(module.__dict__["_modules"].values())
-        return _expand(children, found, modules)
+        return expand_into(found, children, modules)
 
     def kinds(self, module, kinds_of):
         """The kinds of the links that a call of the module stands for, innermost first, or None."""
@@ -211,13 +239,19 @@ def of_subclass(part, made):
 _OF_CALLS = "__call__", "_call_impl", "__iter__", "__getattr__", "__getattribute__"
 
 
-def _children(module, names):
+def children_of(module, names):
     """The children of such names, or None in the place of one that is something else."""
     own = module.__dict__
     return [None if name in own else own["_modules"].get(name) for name in names]
 
 
-def _expand(children, found, modules):
+def expand_into(found, children, modules):
+    """Adds the links that calls of children stand for, as :meth:`Pass.expand` does; whether they
+    stand for these now.
+
+    Args:
+        children: innermost first; None in the place of one that is something else.
+    """
     for child in reversed(children):
         part = PARTS.get(type(child))
         if part is None:
@@ -244,7 +278,7 @@ def unchanged(modules, called=None):
     return unwatched(modules if called is None else called)
 
 
-def _kinds_of_children(module, names, kinds_of, found=()):
+def kinds_of_children(module, names, kinds_of, found=()):
     for name in names:
         child = child_of(module, name)
         kinds = None if child is None else kinds_of(child)
@@ -260,7 +294,7 @@ def layers_in(name, module):
     return [(name, module)] if part is None else part.layers(name, module)
 
 
-def _layers_of_children(name, module, names):
+def layers_of_children(name, module, names):
     prefix = f"{name}." if name else ""
     children = [(prefix + child, child_of(module, child)) for child in names]
     return [layer for named, child in children for layer in layers_in(named, child)]

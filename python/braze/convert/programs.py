@@ -9,7 +9,7 @@ import torch
 
 import braze.nn
 from braze import _programs
-from braze.convert.kinds import ACTIVATIONS, FUNCTION_KINDS, OF_TENSORS, own_norm
+from braze.convert.kinds import ACTIVATIONS, FUNCTION_KINDS, OF_MODULES, OF_TENSORS
 from braze.convert.modules import is_container
 
 _SETTINGS = {
@@ -121,7 +121,7 @@ def _describe(links, name, tensors, buffers):
                 name += (called, *args[count:])
                 tensors += args[:count]
                 continue
-            if called is own_norm or count:
+            if called in OF_MODULES or count:
                 return False  # a module's tensors, which a program would take for constants
             name += (called, args, *kwargs.items())
             continue

@@ -9,6 +9,7 @@ import torch
 import braze.nn
 from braze._stock import called_by, gives_way
 from braze.convert.code import CALLS
+from braze.convert.image_norm_code import ActivationCode, ImageNormCode, OwnConvCode
 from braze.convert.kinds import calls_more, calls_of
 from braze.convert.modules import own_class, why_unsupported
 from braze.convert.norms import NormCode
@@ -44,10 +45,15 @@ def _recognised(kind):
             code = NormCode(kind, forward)
             names = code.norm_and_more()
             return None if names is None else NormAct(names, code.same())
+        if issubclass(kind, (torch.nn.GroupNorm, torch.nn.LayerNorm)):
+            return ImageNormCode(kind, forward).image_norm()
+        if issubclass(kind, torch.nn.Conv2d):
+            return OwnConvCode(kind, forward).own_conv()
         if issubclass(kind, _OTHER_LAYERS):
             return None
         return (
-            PassCode(kind, forward).passing()
+            ActivationCode(kind, forward).activates()
+            or PassCode(kind, forward).passing()
             or PermuteCode(kind, forward).permutes()
             or ChainCode(kind, forward).chain()
             or SqueezeCode(kind, forward).squeeze()

@@ -28,6 +28,9 @@ from braze.convert.blocks import (
     conv_relu_pool_flat_linear,
     flat_linear,
     forked_block,
+    group_norm_act,
+    group_norm_product,
+    image_layer_norm_product,
     layer_norm_product,
     linear_relu,
     norm_act,
@@ -300,6 +303,17 @@ _LAYER_NORM_RUNS = [
     *(("Linear", kind, "Linear", "LayerNorm") for kind in ACTIVATIONS),
     *(("Linear", "ResponseNorm", kind, "Linear", "LayerNorm") for kind in ACTIVATIONS),
 ]
+_GROUP_NORM_RUNS = [(kind, "GroupNorm") for kind in ACTIVATIONS]
+_GROUP_NORM_PRODUCTS = [
+    (product, *between, "GroupNorm")
+    for product in ("Conv2d", "OwnConv2d")
+    for between in ((), *((kind,) for kind in ACTIVATIONS))
+]
+_IMAGE_LAYER_NORM_RUNS = [
+    ("Conv2d", "LayerNorm2d"),
+    *(("Conv2d", kind, "Conv2d", "LayerNorm2d") for kind in ACTIVATIONS),
+    *(("Conv2d", "ResponseNorm", kind, "Conv2d", "LayerNorm2d") for kind in ACTIVATIONS),
+]
 _RESPONSE_NORM_RUNS = [("Linear", "ResponseNorm"), ("Conv2d", "ResponseNorm")]
 #: What runs links of such kinds, outermost first. Each takes the links, the input, and what is
 #: added where there is an addition.
@@ -317,6 +331,9 @@ RUNS = {
     ("ReLU", "Linear"): linear_relu,
     ("Add", "Scale"): scale_add,
     **dict.fromkeys(_LAYER_NORM_RUNS, layer_norm_product),
+    **dict.fromkeys(_IMAGE_LAYER_NORM_RUNS, image_layer_norm_product),
+    **dict.fromkeys(_GROUP_NORM_RUNS, group_norm_act),
+    **dict.fromkeys(_GROUP_NORM_PRODUCTS, group_norm_product),
     **dict.fromkeys(_RESPONSE_NORM_RUNS, response_norm_product),
     ("Linear", "Flatten"): flat_linear,
     ("ReLU", "Linear", "Flatten"): flat_linear,
@@ -335,6 +352,9 @@ BLOCKS = {
     ("Linear", "ReLU"): "LinearReLU",
     **{kinds[::-1]: "BatchNormAct2d" for kinds in _NORM_RUNS},
     ("LayerNorm", "Linear"): "LayerNormLinear",
+    **{kinds[::-1]: "GroupNormAct2d" for kinds in _GROUP_NORM_RUNS},
+    **{kinds[::-1]: "GroupNormConv2d" for kinds in _GROUP_NORM_PRODUCTS},
+    ("LayerNorm2d", "Conv2d"): "LayerNormConv2d",
     ("ResponseNorm", "Linear"): "GlobalResponseNormLinear",
     ("ResponseNorm", "Conv2d"): "GlobalResponseNormConv2d",
     ("Scale", "Add"): "ScaleAdd",

@@ -10,7 +10,7 @@ branches, effects, settings that change, it goes on doing.
 import ast
 import typing
 
-from braze.convert import additions, kinds, runs, standardized, through
+from braze.convert import additions, kinds, runs, shared_products, standardized, through
 from braze.convert.branches import Branches
 from braze.convert.calls import Calls
 from braze.convert.chains import (
@@ -44,6 +44,7 @@ class Splices(typing.NamedTuple):
         methods: calls of ``relu`` and ``relu_`` of what may be a tensor.
         calls: calls of functions that are changed themselves, each with the function.
         standardized: weight standardization that is written out (standardized.py).
+        shared: norms whose result several convolutions read (shared_products.py).
     """
 
     nested: tuple = ()
@@ -53,6 +54,7 @@ class Splices(typing.NamedTuple):
     methods: tuple = ()
     calls: tuple = ()
     standardized: tuple = ()
+    shared: tuple = ()
 
     def __bool__(self):
         return any(self)
@@ -138,6 +140,10 @@ class _Function(Names, Calls, Branches, additions.Surroundings):
         for node in self.nodes:
             if isinstance(node, (ast.Call, ast.BinOp)) and node.number not in self.chained:
                 self._nested(node)
+        for found in shared_products.find(self):
+            if found.number not in self.taken:
+                self.parts["shared"].append(found)
+                self.runs += blocks([self.link(self.tree.numbered[found.number])[0]])
         for found in standardized.find(self):
             self.parts["standardized"].append(found)
             self.functions.append(standardized.NAME)

@@ -33,6 +33,7 @@ from braze._ops.cross_entropy import cross_entropy
 from braze._ops.fused import conv_bn_relu2d, conv_bn_relu_max_pool2d
 from braze._ops.global_response_norm import global_response_norm
 from braze._ops.group_norm import group_norm, instance_norm
+from braze._ops.group_norm_act import group_norm_act
 from braze._ops.layer_norm import layer_norm
 from braze._ops.linear_fused import linear_add, linear_relu_linear
 from braze._ops.matmul import linear, linear_relu
@@ -63,6 +64,7 @@ __all__ = [
     "gelu",
     "global_response_norm",
     "group_norm",
+    "group_norm_act",
     "hardsigmoid",
     "hardswish",
     "hardtanh",
