@@ -33,6 +33,33 @@ class Layers(nn.Module):
         return x + self.conv2(stock.relu(self.norm2(h)))
 
 
+class BetweenBranches(Layers):
+    """As diffusers' ResnetBlock2D: between norm and convolution something else may happen."""
+
+    def __init__(self):
+        super().__init__()
+        self.upsample, self.downsample, self.dropout = None, None, nn.Dropout(0.0)
+
+    def forward(self, input):
+        h = input
+        h = self.norm1(h)
+        h = self.act(h)
+        if self.upsample is not None:
+            if h.shape[0] >= 64:
+                h = h.contiguous()
+            input = self.upsample(input)
+            h = self.upsample(h)
+        elif self.downsample is not None:
+            input = self.downsample(input)
+            h = self.downsample(h)
+        h = self.conv1(h)
+        h = self.norm2(h)
+        h = self.act(h)
+        h = self.dropout(h)
+        h = self.conv2(h)
+        return input + h
+
+
 class NormAct(nn.GroupNorm):
     """As timm's GroupNormAct."""
 
@@ -127,8 +154,8 @@ class ConvMlp(nn.Module):
         return self.down(x + shortcut)
 
 
-KINDS = [Layers, PreAct, Identity, ConvMlp]
-NORMS = {Layers: "group_norm_act", PreAct: "group_norm_act", Identity: "group_norm_act"}
+KINDS = [Layers, BetweenBranches, PreAct, Identity, ConvMlp]
+NORMS = dict.fromkeys((Layers, BetweenBranches, PreAct, Identity), "group_norm_act")
 
 
 def pair(kind, device):
@@ -142,7 +169,7 @@ def norms_run(model, x):
 @pytest.mark.parametrize("kind", KINDS)
 def test_taken(device, kind):
     model, original, x = pair(kind, device)
-    assert not braze.convert_report(model).left_alone
+    assert {e.before for e in braze.convert_report(model).left_alone} <= {"Dropout"}
     assert_trains_alike(model, original, x)
     assert norms_run(model, x) == [NORMS.get(kind, "layer_norm")] * 2
     assert type(braze.unconvert(model)) is kind
@@ -197,6 +224,35 @@ def test_readers_that_change(device):
         ours, theirs = model(x.bfloat16()), original(x.bfloat16())
     assert seen[0] == seen[1]
     assert ours.dtype == theirs.dtype
+
+
+@pytest.mark.parametrize("name", ["upsample", "downsample"])
+def test_another_way_between_norm_and_convolution(device, name):
+    model, original, x = pair(BetweenBranches, device)
+    for m in (model, original):
+        setattr(m, name, nn.AvgPool2d(2))
+    assert_trains_alike(model, original, x)
+    with torch.autocast(device, torch.bfloat16):
+        assert model(x).dtype == original(x).dtype
+    for m in (model, original):
+        setattr(m, name, None)
+    assert_trains_alike(model, original, x)
+    assert norms_run(model, x) == ["group_norm_act"] * 2
+
+
+@pytest.mark.parametrize("name", ["conv1", "conv2", "downsample", "downsample.0"])
+def test_hooks_of_readers_see_what_they_saw(device, name):
+    """A convolution's, in the dtype that the norm has for everybody else."""
+    model, original, x = pair(PreAct, device)
+    seen = []
+    for m in (model, original):
+        m.get_submodule(name).register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
+    with torch.autocast(device, torch.bfloat16):
+        ours, theirs = model(x.bfloat16()), original(x.bfloat16())
+    assert seen[0] == seen[1]
+    assert ours.dtype == theirs.dtype
+    if name == "conv2":
+        assert norms_run(model, x) == ["group_norm_act", "group_norm"]
 
 
 def test_asked_at_each_call(device):

@@ -2,6 +2,7 @@
 the way that they lead now, as long as they lead there."""
 
 import ast
+import typing
 
 from braze.convert.source import PREFIX
 
@@ -16,8 +17,37 @@ WAYS = {
 _MISSING = object()
 
 
+class Led(typing.NamedTuple):
+    """Where an ``if`` statement leads, and those in it.
+
+    Attributes:
+        statements: those that run.
+        ways: of each ``if`` on the way, its number and whether it leads into its body.
+        assumed: what that takes for granted, as :meth:`Branches.assumed` gives it.
+    """
+
+    statements: list
+    ways: tuple
+    assumed: tuple
+
+
 class Branches:
     """The part of splice._Function that asks which way a test leads."""
+
+    def led(self, statement):
+        """Where an ``if`` statement leads, a :class:`Led`, or None where that is not known."""
+        found = self.assumed(statement.test)
+        if found is None:
+            return None
+        way, assumed = found
+        statements, ways = [], ((statement.number, way),)
+        for inner in statement.body if way else statement.orelse:
+            led = self.led(inner) if isinstance(inner, ast.If) else Led([inner], (), ())
+            if led is None:
+                return None
+            statements += led.statements
+            ways, assumed = (*ways, *led.ways), (*assumed, *led.assumed)
+        return Led(statements, ways, tuple(assumed))
 
     def assumed(self, test):
         """Which way a test over attributes of the module leads, and what that takes for granted, as

@@ -324,7 +324,8 @@ def _way(statements, branches):
     found = []
     for statement in statements:
         if statement.number in branches:
-            found += statement.body if branches[statement.number] else statement.orelse
+            way = branches[statement.number]
+            found += _way(statement.body if way else statement.orelse, branches)
         else:
             found.append(statement)
     return found

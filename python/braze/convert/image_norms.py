@@ -13,7 +13,7 @@ from braze._ops.activation import fits
 from braze._ops.group_norm_act import group_norm_act_for_product
 from braze._ops.layer_norm import layer_norm_for_product
 from braze._stock import called_by, gives_way
-from braze.convert.kinds import FUNCTION_KINDS, OF_MODULES, OF_TENSORS
+from braze.convert.kinds import FUNCTION_KINDS, OF_MODULES, OF_TENSORS, calls_more
 from braze.convert.parts import children_of, expand_into, kinds_of_children, layers_of_children
 from braze.nn import functional as F
 
@@ -105,7 +105,8 @@ class OwnConv:
     def expand(self, module, found, modules):
         """See :meth:`Pass.expand`. The module itself is called."""
         found.append((convolved, (module,), {}))
-        return torch.compiler.is_compiling() or self.same()
+        # A hook would see the input in another dtype.
+        return not calls_more(module) and (torch.compiler.is_compiling() or self.same())
 
     def kinds(self, module, kinds_of):
         """The kinds of the links that a call of the module stands for."""

@@ -22,6 +22,9 @@ from braze.convert.parts import expanded
 _PRODUCTS = "Conv2d", "OwnConv2d"
 
 
+_any_global_hook = torch.nn.modules.module._has_any_global_hook
+
+
 class Shared(typing.NamedTuple):
     """A call of a norm in a function.
 
@@ -92,7 +95,7 @@ def _may_read(code, node):
 
 def shared_norm(module, input, *readers):
     """The result of a call of a norm, for modules that are all that reads it."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or _any_global_hook():
         return module(input)
     links = expanded((module,))
     if links is None or not _is_of_norm(tuple([kind_of(link) for link in links[::-1]])):

@@ -287,10 +287,10 @@ class _Function(Names, Calls, Branches, additions.Surroundings):
                 continue
             inner = [statement]
             if chain.links and isinstance(statement, ast.If):
-                branches[at] = self.assumed(statement.test)
+                branches[at] = self.led(statement)
                 if branches[at] is None:
                     break
-                inner = statement.body if branches[at][0] else statement.orelse
+                inner = branches[at].statements
             if not all(self._goes_on(chain, part, at) for part in inner):
                 break
         links, owners = chain.links, chain.owners
@@ -311,9 +311,9 @@ class _Function(Names, Calls, Branches, additions.Surroundings):
             self._take(run)
             numbers = tuple(s.number for s in body[first : last + 1])
             aside = tuple(body[i].number for i in between if i < last)
-            ways = {i: way for i, way in branches.items() if i <= last}
-            led = tuple((body[i].number, way) for i, (way, _) in ways.items())
-            assumed = dict.fromkeys(a for _, found in ways.values() for a in found)
+            taken = [way for i, way in branches.items() if i <= last]
+            led = tuple(way for found in taken for way in found.ways)
+            assumed = dict.fromkeys(a for found in taken for a in found.assumed)
             self.parts["stated"].append((numbers, aside, calls_of(run), led, tuple(assumed)))
             self._replace_where_they_stand(run)
             return last + 1 - first
