@@ -19,9 +19,6 @@ void check_factors(const char* op, const char* arg, const Tensor& t, const Tenso
               shape_string(t));
 }
 
-// In one of the two formats that the kernels know.
-Tensor as_image(const Tensor& t) { return is_channels_last(t) ? t : as_contiguous(t); }
-
 Tensor channel_scale(const Tensor& input, const Tensor& scale, std::optional<Tensor> spread) {
   const char* op = "channel_scale";
   checked_shape(op, "input", input);

@@ -312,6 +312,9 @@ inline Tensor as_contiguous(const Tensor& t) {
   return t.is_contiguous() ? t : torch::stable::contiguous(t);
 }
 
+// In one of the two formats that kernels over images know.
+inline Tensor as_image(const Tensor& t) { return is_channels_last(t) ? t : as_contiguous(t); }
+
 // A dense 4-D tensor of the given sizes, channels_last or contiguous.
 constexpr int kChannelsLast[] = {1, 3, 2, 0};
 inline Tensor empty_4d(const std::vector<int64_t>& nchw, const Tensor& like, bool channels_last,

@@ -17,9 +17,6 @@ ChannelScaleShape checked_shape(const char* op, const Tensor& input, const Tenso
           is_channels_last(input)};
 }
 
-// In one of the two formats that the kernels know.
-Tensor as_image(const Tensor& t) { return is_channels_last(t) ? t : as_contiguous(t); }
-
 std::vector<int64_t> sizes_of_norms(const ChannelScaleShape& shape) { return {shape.n, shape.c}; }
 
 std::tuple<Tensor, Tensor, Tensor> global_response_norm(const Tensor& input, const Tensor& weight,

@@ -34,11 +34,6 @@ FiltersShape checked_shape(const char* op, const Tensor& weight, const std::opti
   return {dtype, of_result, rows, rows == 0 ? 0 : weight.numel() / rows};
 }
 
-// The weight with each filter's elements beside each other, in either order.
-Tensor as_filters(const Tensor& weight) {
-  return is_channels_last(weight) ? weight : as_contiguous(weight);
-}
-
 Tensor empty_as(const Tensor& filters, std::optional<ScalarType> dtype = std::nullopt) {
   return empty_strided(filters.sizes().data(), filters.strides().data(), filters.dim(), filters,
                        dtype);
@@ -52,7 +47,7 @@ std::tuple<Tensor, Tensor, Tensor> weight_standardization(const Tensor& weight,
   const ScalarType result = checked_result(op, weight, dtype);
   const FiltersShape shape = checked_shape(op, weight, gain, result);
   const DeviceContext context(weight);
-  const Tensor w = as_filters(weight);
+  const Tensor w = as_image(weight);  // each filter's elements beside each other
   const Tensor out = empty_as(w, result);
   const auto statistics = [&](auto make) {
     return make({shape.rows}, weight, statistics_type(weight));
@@ -86,7 +81,7 @@ std::tuple<Tensor, Tensor> weight_standardization_backward(
               output_mask.size());
   BRAZE_CHECK(!output_mask[1] || gain, op, ": the gradient of a gain that is None is wanted");
   const DeviceContext context(weight);
-  const Tensor w = as_filters(weight);
+  const Tensor w = as_image(weight);  // each filter's elements beside each other
   Tensor grad_weight = output_mask[0] ? empty_as(w) : empty({0}, weight);
   Tensor grad_gain = output_mask[1] ? empty(sizes_of(*gain), weight) : empty({0}, weight);
   if (weight.numel() == 0) {

@@ -273,6 +273,12 @@ def cast_to(dtype, *tensors):
     )
 
 
+def statistics_dtype(tensor):
+    """The dtype in which norms keep their statistics, C++'s statistics_type(): float32, of float64
+    tensors float64."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
 def with_derivatives_of(value, other):
     """The value of the one, the derivatives of the other."""
     return value + (other - other.detach())

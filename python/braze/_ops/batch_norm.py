@@ -14,6 +14,7 @@ from braze._ops._common import (
     overwrite,
     plain,
     register,
+    statistics_dtype,
 )
 
 _ops = torch.ops.braze
@@ -162,7 +163,7 @@ def empty_like_input(input):
 
 def statistics(input):
     """The shape function of the mean and the reciprocal standard deviation."""
-    dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
+    dtype = statistics_dtype(input)
     return input.new_empty(input.shape[1], dtype=dtype)
 
 

@@ -14,6 +14,7 @@ from braze._ops._common import (
     overwrite,
     plain,
     register,
+    statistics_dtype,
 )
 from braze._ops.activation import Activation, in_torch, passed_back
 from braze._ops.activation import activation as activation_of
@@ -162,7 +163,7 @@ def _fake(
     input, residual, weight, bias, mean, var, batches, training, momentum, eps, activation, *_
 ):
     mask = input.new_empty(_mask_bytes(input, residual, activation), dtype=torch.uint8)
-    dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
+    dtype = statistics_dtype(input)
     return empty_like_input(input), mask, input.new_empty((4, input.shape[1]), dtype=dtype)
 
 

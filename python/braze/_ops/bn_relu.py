@@ -13,6 +13,7 @@ from braze._ops._common import (
     overwrite,
     plain,
     register,
+    statistics_dtype,
     with_derivatives_of,
 )
 from braze._ops.activation import activation as activation_of
@@ -324,7 +325,7 @@ def _fake(input, weight, bias, mean, var, batches, training, momentum, eps, max_
         )
     words = _code_words(input, output, training) if max_pool else 0
     codes = input.new_empty(words, dtype=torch.int32)
-    dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
+    dtype = statistics_dtype(input)
     return output, codes, input.new_empty((4, input.shape[1]), dtype=dtype)
 
 

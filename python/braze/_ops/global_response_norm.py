@@ -15,6 +15,7 @@ from braze._ops._common import (
     is_channels_last,
     plain,
     register,
+    statistics_dtype,
 )
 
 _ops = torch.ops.braze
@@ -49,7 +50,7 @@ def _of_channels(parameter, dtype):
 
 def _formula(input, weight, bias, eps):
     """The op made of torch's."""
-    x = input.to(_statistics_dtype(input))
+    x = input.to(statistics_dtype(input))
     norms = torch.linalg.vector_norm(x, 2, (2, 3), keepdim=True)
     scales = (norms.mean(1, keepdim=True) + eps).reciprocal()
     output = x + _of_channels(bias, x.dtype) + _of_channels(weight, x.dtype) * (x * norms * scales)
@@ -88,17 +89,13 @@ _backward = eager_backward(
 )
 
 
-def _statistics_dtype(input):
-    return torch.float64 if input.dtype == torch.float64 else torch.float32
-
-
 def _image_like(input):
     memory_format = torch.channels_last if is_channels_last(input) else torch.contiguous_format
     return torch.empty_like(input, memory_format=memory_format)
 
 
 def _fake(input, weight, bias, eps):
-    dtype = _statistics_dtype(input)
+    dtype = statistics_dtype(input)
     norms = input.new_empty(input.shape[:2], dtype=dtype)
     return _image_like(input), norms, input.new_empty(input.shape[0], dtype=dtype)
 

@@ -4,7 +4,15 @@ csrc/cuda/group_norm/."""
 import torch
 
 from braze._norm_rules import may_take_ours, parameters_fit, takes_ours
-from braze._ops._common import below_autograd, cast_to, eager, eager_backward, plain, register
+from braze._ops._common import (
+    below_autograd,
+    cast_to,
+    eager,
+    eager_backward,
+    plain,
+    register,
+    statistics_dtype,
+)
 from braze._ops.batch_norm import empty_like_input
 
 _ops = torch.ops.braze
@@ -92,18 +100,14 @@ _group_norm_backward = eager_backward(
 )
 
 
-def _statistics_dtype(input):
-    return torch.float64 if input.dtype == torch.float64 else torch.float32
-
-
 def fake(input, weight, bias, num_groups, eps):
     groups = input.shape[0], num_groups
-    statistics = (input.new_empty(groups, dtype=_statistics_dtype(input)) for _ in range(2))
+    statistics = (input.new_empty(groups, dtype=statistics_dtype(input)) for _ in range(2))
     return empty_like_input(input), *statistics
 
 
 def fake_backward(grad_output, input, weight, mean, rstd, num_groups, output_mask):
-    dtype = _statistics_dtype(input) if weight is None else weight.dtype
+    dtype = statistics_dtype(input) if weight is None else weight.dtype
     channels = input.shape[1]
     return (
         empty_like_input(input) if output_mask[0] else input.new_empty(0),

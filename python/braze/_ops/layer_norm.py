@@ -14,6 +14,7 @@ from braze._ops._common import (
     eager_backward,
     plain,
     register,
+    statistics_dtype,
 )
 
 _ops = torch.ops.braze
@@ -90,19 +91,15 @@ _layer_norm_backward = eager_backward(
 )
 
 
-def _statistics_dtype(input):
-    return torch.float64 if input.dtype == torch.float64 else torch.float32
-
-
 def _fake(input, weight, bias, normalized_shape, eps, dtype=None):
     normalised = len(normalized_shape)
     rows = [*input.shape[: input.dim() - normalised], *[1] * normalised]
-    statistics = (input.new_empty(rows, dtype=_statistics_dtype(input)) for _ in range(2))
+    statistics = (input.new_empty(rows, dtype=statistics_dtype(input)) for _ in range(2))
     return input.new_empty(input.shape, dtype=dtype or input.dtype), *statistics
 
 
 def _fake_backward(grad_output, input, weight, mean, rstd, normalized_shape, output_mask):
-    dtype = _statistics_dtype(input) if weight is None else weight.dtype
+    dtype = statistics_dtype(input) if weight is None else weight.dtype
     return (
         input.new_empty(input.shape if output_mask[0] else [0]),
         *(

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from braze._ops._common import below_autograd, overwrite, register
+from braze._ops._common import below_autograd, overwrite, register, statistics_dtype
 from braze._ops.batch_norm import check_settings, empty_like_input
 
 _ops = torch.ops.braze
@@ -71,7 +71,7 @@ def sync_batch_norm(input, mean, var, weight, bias, momentum, eps, batches, grou
 
 
 def _statistics(input):
-    dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
+    dtype = statistics_dtype(input)
     return input.new_empty((4, input.shape[1]), dtype=dtype)
 
 

@@ -13,6 +13,7 @@ from braze._ops._common import (
     is_channels_last,
     plain,
     register,
+    statistics_dtype,
 )
 
 _ops = torch.ops.braze
@@ -50,13 +51,13 @@ def _factors(weight, gain, scale):
     """What each filter is multiplied with, of a shape that broadcasts, or a number."""
     if gain is None:
         return scale
-    dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    dtype = statistics_dtype(weight)
     return gain.to(dtype).reshape(-1, *[1] * (weight.dim() - 1)) * scale
 
 
 def _formula(weight, gain, scale, eps, dtype=None, private=False):
     """The op made of torch's."""
-    x = weight.to(torch.float64 if weight.dtype == torch.float64 else torch.float32)
+    x = weight.to(statistics_dtype(weight))
     dims = tuple(range(1, weight.dim()))
     mean = x.mean(dims, keepdim=True)
     rstd = (x.var(dims, correction=0, keepdim=True) + eps).rsqrt()
@@ -106,7 +107,7 @@ def _dense_like(weight, dtype=None):
 
 
 def _fake(weight, gain, scale, eps, dtype=None):
-    statistics = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    statistics = statistics_dtype(weight)
     each = (weight.new_empty(weight.shape[0], dtype=statistics) for _ in range(2))
     return _dense_like(weight, dtype), *each
 
