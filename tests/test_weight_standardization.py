@@ -235,6 +235,46 @@ class Plain(nn.Conv2d):
         )
 
 
+class Authors(nn.Conv2d):
+    """As BiT's authors have it."""
+
+    def forward(self, x):
+        w = self.weight
+        v, m = torch.var_mean(w, dim=[1, 2, 3], keepdim=True, unbiased=False)
+        w = (w - m) / torch.sqrt(v + 1e-5)
+        return stock.conv2d(x, w, self.bias, self.stride, self.padding, self.dilation, self.groups)
+
+
+class Biased(Authors):
+    """Not this: another variance."""
+
+    def forward(self, x):
+        w = self.weight
+        v, m = torch.var_mean(w, dim=[1, 2, 3], keepdim=True, unbiased=True)
+        w = (w - m) / torch.sqrt(v + 1e-5)
+        return stock.conv2d(x, w, self.bias, self.stride, self.padding, self.dilation, self.groups)
+
+
+class OfRows(Authors):
+    """Not this: of some dimensions only."""
+
+    def forward(self, x):
+        w = self.weight
+        v, m = torch.var_mean(w, dim=[2, 3], keepdim=True, unbiased=False)
+        w = (w - m) / torch.sqrt(v + 1e-5)
+        return stock.conv2d(x, w, self.bias, self.stride, self.padding, self.dilation, self.groups)
+
+
+class Turned(Authors):
+    """Not this: mean and variance the other way around."""
+
+    def forward(self, x):
+        w = self.weight
+        m, v = torch.var_mean(w, dim=[1, 2, 3], keepdim=True, unbiased=False)
+        w = (w - m) / torch.sqrt(v + 1e-5)
+        return stock.conv2d(x, w, self.bias, self.stride, self.padding, self.dilation, self.groups)
+
+
 class Seen(Scaled):
     """The result is read by something else, too."""
 
@@ -297,7 +337,7 @@ def counts(model, x):
     return [ran.count("weight_standardization" + end) for end in ("", "_backward")]
 
 
-@pytest.mark.parametrize("kind", [Scaled, Plain, Seen])
+@pytest.mark.parametrize("kind", [Scaled, Plain, Seen, Authors])
 def test_taken(device, kind):
     model, original, x = pair(kind, device)
     if kind is Plain:  # a view of a channels_last weight is refused
@@ -310,11 +350,35 @@ def test_taken(device, kind):
     assert counts(model, x) == [2, 2]
 
 
-@pytest.mark.parametrize("kind", [Evaluates, Other])
+@pytest.mark.parametrize("kind", [Evaluates, Other, Biased, OfRows])
 def test_not_taken(device, kind):
     model, original, x = pair(kind, device)
     assert_trains_alike(model, original, x)
     assert counts(model, x) == [0, 0]
+
+
+def test_a_variance_below_zero_is_torchs(device):
+    """(NaN, as torch has it.)"""
+    model, original, x = pair(Turned, device)
+    assert counts(model, x) == [0, 0]
+    assert torch.equal(model(x).isnan(), original(x).isnan())
+
+
+def test_the_authors_asked_at_each_call(device):
+    model, original, x = pair(Authors, device)
+    with replaced(torch, "var_mean", lambda *args, **kwargs: known_moments(*args, **kwargs)):
+        assert counts(model, x) == [0, 0]
+    assert "var_mean" in seen_by_a_mode(lambda: model(x))
+    assert counts(model, x) == [2, 2]
+    model.first.forward = lambda x: x.repeat(1, 2, 1, 1)[:, :8]
+    assert counts(model, x) == [1, 1]
+    torch._dynamo.reset()
+    model, original, x = pair(Authors, device)
+    y = torch.compile(model, fullgraph=True)(x)
+    torch.testing.assert_close(y, original(x), rtol=1e-4, atol=1e-5)
+
+
+known_moments = torch.var_mean
 
 
 def test_the_same_error_where_a_view_is_refused(device):
@@ -325,7 +389,7 @@ def test_the_same_error_where_a_view_is_refused(device):
             m(x)
 
 
-@pytest.mark.parametrize("kind", [Scaled, Seen])
+@pytest.mark.parametrize("kind", [Scaled, Seen, Authors])
 def test_under_autocast(device, kind):
     """A result that only the convolution reads is stored in its dtype."""
     model, original, x = pair(kind, device)
@@ -341,7 +405,7 @@ def test_under_autocast(device, kind):
         assert_by_rule(ours.bfloat16(), theirs.bfloat16(), e, **half)
         assert ours.dtype == theirs.dtype
     with torch.autocast(device, torch.bfloat16):
-        weight = standardized_for_product(model.first.weight, model.first.gain, 0.5, 1e-6)
+        weight = standardized_for_product(model.first.weight, None, 0.5, 1e-6)
     assert weight.dtype == torch.bfloat16
 
 
@@ -399,7 +463,7 @@ class Twice(Captured):
 @cuda_only
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
-@pytest.mark.parametrize("kind", [Scaled, Seen])
+@pytest.mark.parametrize("kind", [Scaled, Authors, Seen])
 @pytest.mark.parametrize("net", [Captured, Twice])
 def test_gradients_on_a_side_stream(autocast, kind, net):
     """Bit for bit the plain loop's. Where a convolution alone reads the standardized weight, its

@@ -8,10 +8,11 @@ import types
 
 import torch
 
-from braze.convert import kinds, loops, programs, runs, through
+from braze.convert import kinds, loops, programs, runs, standardized, through
 from braze.convert.chains import analyse_children, blocks, module_link
 from braze.convert.emit import spliced
 from braze.convert.identity import class_methods, why_its_class_counts
+from braze.convert.image_norms import OwnConv
 from braze.convert.modules import own_class
 from braze.convert.parts import PARTS, NormAct, of_subclass
 from braze.convert.recognise import kinds_of, part_of
@@ -100,6 +101,12 @@ def class_for(module, kinds_of):
             squeezed = functools.partial(_in_one_way, part_of(kind).run)
             made = _subclass(kind, ("squeeze", splices), lambda: squeezed(make()))
             return Rewriting(made, found, functions, "squeeze_excite")
+        elif isinstance(part_of(kind), OwnConv) and part_of(kind).eps is not None:
+            part = part_of(kind)
+            convolve = functools.partial(standardized.convolve, part.eps, part.same)
+            whole = functools.partial(_in_one_way, convolve)
+            made = _subclass(kind, ("standardized", splices), lambda: whole(make()))
+            return Rewriting(made, found, [*functions, standardized.NAME])
         elif isinstance(part_of(kind), ResponseNorm):
             normed = functools.partial(_in_one_way, part_of(kind).run)
             made = _subclass(kind, ("response", splices), lambda: normed(make()))

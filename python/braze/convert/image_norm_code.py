@@ -6,6 +6,7 @@ import typing
 
 import torch
 
+from braze.convert import standardized
 from braze.convert.code import Code
 from braze.convert.image_norms import ImageNorm, OwnConv, own_group_norm, own_layer_norm
 from braze.convert.kinds import ACTIVATIONS, FUNCTION_KINDS
@@ -155,7 +156,10 @@ class OwnConvCode(Code):
             sets = isinstance(statement, ast.Assign) and len(uses) == 2
             if len(loads) != 1 or not (sets or self._is_last_use(statement)):
                 return None
-            return OwnConv(self.same()) if self._is_convolved(statement, loads[0]) else None
+            if not self._is_convolved(statement, loads[0]):
+                return None
+            eps = standardized.whole(self)
+            return OwnConv(eps, self.same())
         return None
 
     def _is_last_use(self, statement):

@@ -96,11 +96,12 @@ class OwnConv:
     else.
 
     Args:
+        eps: of the standardization of its weight (standardized.py), or None.
         same: tells whether the class's code is what it was.
     """
 
-    def __init__(self, same):
-        self.same = same
+    def __init__(self, eps, same):
+        self.eps, self.same = eps, same
 
     def expand(self, module, found, modules):
         """See :meth:`Pass.expand`. The module itself is called."""

@@ -1,12 +1,19 @@
 """Weight standardization, as convolutions write it out that run on standardized weights: found in
 the code of functions, and as one op.
 
-That is ``F.batch_norm`` of the weight as one image with a channel for each filter, as in::
+One way is ``F.batch_norm`` of the weight as one image with a channel for each filter, as in::
 
     weight = F.batch_norm(
         self.weight.reshape(1, self.out_channels, -1), None, None,
         weight=(self.gain * self.scale).view(-1), training=True, momentum=0., eps=self.eps,
     ).reshape_as(self.weight)
+
+The other is a whole forward, as BiT's authors have it::
+
+    w = self.weight
+    v, m = torch.var_mean(w, dim=[1, 2, 3], keepdim=True, unbiased=False)
+    w = (w - m) / torch.sqrt(v + 1e-5)
+    return F.conv2d(x, w, self.bias, self.stride, self.padding, self.dilation, self.groups)
 """
 
 import ast
@@ -19,6 +26,7 @@ from braze._ops.weight_standardization import standardized_for_product, weight_s
 from braze._stock import called_by, gives_way, is_torchs
 from braze.convert.modules import is_plain_attribute
 from braze.convert.source import VARIABLE, constant
+from braze.nn import functional as F
 
 _KNOWN = torch.nn.functional.batch_norm
 #: What braze calls it in reports.
@@ -219,3 +227,110 @@ def standardized(function, weight, channels, eps, factors, viewed, private):
 
 def _is_plain(tensor):
     return type(tensor) in TENSORS and tensor.dtype.is_floating_point
+
+
+def whole(code):
+    """What a forward of :class:`braze.convert.image_norm_code.OwnConvCode` adds to the variance, if
+    it is the other way; else None."""
+    if len(code.body) != 4:
+        return None
+    first, moments, scaled, last = code.body
+    if not (_sets(first) and _sets(scaled) and isinstance(moments, ast.Assign)):
+        return None
+    names = [n.id for n in ast.walk(moments.targets[0]) if isinstance(n, ast.Name)]
+    pair = isinstance(moments.targets[0], ast.Tuple) and len(names) == 2
+    distinct = {*names, first.targets[0].id, code.input, code.me}
+    if len(moments.targets) != 1 or not pair or len(distinct) != 5 or code.tree.shared:
+        return None
+    var, mean = names
+    weight, result = first.targets[0].id, scaled.targets[0].id
+    if result in (var, mean, code.input, code.me) or code.attribute(first.value) != "weight":
+        return None
+    if not _is_var_mean(code, moments.value, weight) or not _is_conv(code, last, result):
+        return None
+    return _eps_of(code, scaled.value, weight, mean, var)
+
+
+def _sets(statement):
+    """Whether a statement sets one variable."""
+    targets = statement.targets if isinstance(statement, ast.Assign) else ()
+    return len(targets) == 1 and isinstance(targets[0], ast.Name)
+
+
+def _is_name(node, name):
+    return isinstance(node, ast.Name) and node.id == name
+
+
+def _is_var_mean(code, node, weight):
+    """Whether an expression is the biased variance and the mean of each filter."""
+    called = isinstance(node, ast.Call) and code.known(node.func) is torch.var_mean
+    if not called or len(node.args) != 1 or not _is_name(node.args[0], weight):
+        return False
+    given = {}
+    for keyword in node.keywords:
+        value = keyword.value
+        elements = value.elts if isinstance(value, (ast.List, ast.Tuple)) else None
+        given[keyword.arg] = (
+            constant(value) if elements is None else tuple(constant(e) for e in elements)
+        )
+    biased = given.pop("unbiased", None) is False or given.pop("correction", None) == 0
+    return biased and given == {"dim": (1, 2, 3), "keepdim": True}
+
+
+def _eps_of(code, node, weight, mean, var):
+    """The number in ``(weight - mean) / torch.sqrt(var + number)``, or None."""
+    if not (isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Div, ast.Mult))):
+        return None
+    root = torch.sqrt if isinstance(node.op, ast.Div) else torch.rsqrt
+    deviation, call = node.left, node.right
+    if not (isinstance(deviation, ast.BinOp) and isinstance(deviation.op, ast.Sub)):
+        return None
+    if not (_is_name(deviation.left, weight) and _is_name(deviation.right, mean)):
+        return None
+    called = isinstance(call, ast.Call) and len(call.args) == 1 and not call.keywords
+    inner = call.args[0] if called and code.known(call.func) is root else None
+    if not (isinstance(inner, ast.BinOp) and isinstance(inner.op, ast.Add)):
+        return None
+    eps = constant(inner.right)
+    return eps if _is_name(inner.left, var) and type(eps) in _plain_number else None
+
+
+def _is_conv(code, statement, weight):
+    """Whether a statement returns the convolution of the input with such a weight and with the
+    module's settings."""
+    call = statement.value if isinstance(statement, ast.Return) else None
+    if not isinstance(call, ast.Call) or call.keywords or len(call.args) != 7:
+        return False
+    if code.known(call.func) is not torch.nn.functional.conv2d:
+        return False
+    input, given, *settings = call.args
+    names = [code.attribute(node) for node in settings]
+    return code.is_input(input) and _is_name(given, weight) and names == list(_SETTINGS)
+
+
+_SETTINGS = "bias", "stride", "padding", "dilation", "groups"
+_other_whole = gives_way(
+    *((torch, name) for name in ("var_mean", "sqrt", "rsqrt")),
+    *((torch.Tensor, name) for name in ("__sub__", "__add__", "__truediv__", "__mul__")),
+    (torch.nn.functional, "conv2d"),
+)
+
+
+def convolve(eps, same, module, input):
+    """The result of a forward that :func:`whole` knows, or None where its code has to run.
+
+    Args:
+        eps: added to the variance.
+        same: tells whether the class's code is what it was.
+    """
+    own, parameters = module.__dict__, module.__dict__["_parameters"]
+    if _other_whole() or not (torch.compiler.is_compiling() or same()):
+        return None
+    if "weight" in own or "bias" in own or not {"weight", "bias"} <= parameters.keys():
+        return None
+    weight = parameters["weight"]
+    if not (_is_plain(weight) and weight.dim() == 4 and type(input) in TENSORS):
+        return None
+    settings = [own.get(name) for name in _SETTINGS[1:]]
+    weight = standardized_for_product(weight, None, 1.0, eps)
+    return F.conv2d(input, weight, parameters["bias"], *settings)
