@@ -110,6 +110,16 @@ class ReadElsewhere(PreAct):
         return self.conv2(self.norm2(self.conv1(y))) + self.downsample(y) + y.mean()
 
 
+class UnderAnotherAutocast(PreAct):
+    """One reader wants float32."""
+
+    def forward(self, x):
+        y = self.norm1(x)
+        with torch.autocast(x.device.type, enabled=False):
+            shortcut = self.downsample(y)
+        return self.conv2(self.norm2(self.conv1(y))) + shortcut
+
+
 class LayerNorm2d(nn.LayerNorm):
     """As torchvision's and timm's."""
 
@@ -199,11 +209,13 @@ def test_under_autocast(device, kind):
         assert names == [NORMS.get(kind, "layer_norm")] * 2
 
 
-def test_what_else_reads_the_result_sees_torchs(device):
-    model, original, x = pair(ReadElsewhere, device)
+@pytest.mark.parametrize("kind", [ReadElsewhere, UnderAnotherAutocast])
+def test_what_else_reads_the_result_sees_torchs(device, kind):
+    model, original, x = pair(kind, device)
     assert_trains_alike(model, original, x)
+    x = x.bfloat16() if kind is ReadElsewhere or device == "cuda" else x
     with torch.autocast(device, torch.bfloat16):
-        ours, theirs = model(x.bfloat16()), original(x.bfloat16())
+        ours, theirs = model(x), original(x)
     assert ours.dtype == theirs.dtype
     torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.05)
 

@@ -235,6 +235,22 @@ class Plain(nn.Conv2d):
         )
 
 
+class InFloat32(Scaled):
+    """A convolution that autocast leaves alone."""
+
+    def forward(self, x):
+        weight = stock.batch_norm(
+            self.weight.reshape(1, self.out_channels, -1),
+            None,
+            None,
+            weight=(self.gain * self.scale).view(-1),
+            training=True,
+            eps=self.eps,
+        ).reshape_as(self.weight)
+        with torch.autocast(x.device.type, enabled=False):
+            return stock.conv2d(x.float(), weight, self.bias, padding=self.padding)
+
+
 class Authors(nn.Conv2d):
     """As BiT's authors have it."""
 
@@ -355,6 +371,15 @@ def test_not_taken(device, kind):
     model, original, x = pair(kind, device)
     assert_trains_alike(model, original, x)
     assert counts(model, x) == [0, 0]
+
+
+def test_a_convolution_under_another_autocast(device):
+    model, original, x = pair(InFloat32, device)
+    with torch.autocast(device, torch.bfloat16):
+        ours, theirs = model(x), original(x)
+    assert ours.dtype == theirs.dtype == torch.float32
+    torch.testing.assert_close(ours, theirs)
+    assert counts(model, x) == [2, 2]
 
 
 def test_a_variance_below_zero_is_torchs(device):

@@ -63,6 +63,10 @@ class Names(Outer):
             elif isinstance(node, ast.For):
                 self._alias_loop(node.target, node.iter)
 
+    def changes_context(self):
+        """Whether part of the function may run under other settings, such as another autocast."""
+        return any(isinstance(node, (ast.With, ast.AsyncWith)) for node in self.nodes)
+
     def _alias(self, target, layers):
         if (
             layers

@@ -44,6 +44,8 @@ def find(code):
         code: a :class:`braze.convert.splice._Function`.
     """
     found = []
+    if code.changes_context():
+        return found
     for statement in code.nodes:
         targets = statement.targets if isinstance(statement, ast.Assign) else ()
         if len(targets) == 1 and isinstance(targets[0], ast.Name):

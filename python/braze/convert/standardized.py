@@ -163,6 +163,8 @@ def _factors(code, node):
 
 def _is_private(code, node):
     """Whether a convolution is all that reads the value of an expression: as its weight."""
+    if code.changes_context():
+        return False
     for call in code.nodes:
         if not (isinstance(call, ast.Call) and len(call.args) > 1):
             continue
