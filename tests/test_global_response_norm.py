@@ -345,9 +345,16 @@ def test_asked_at_each_call(device):
         model(x)
 
 
-def test_eager_programs(device):
-    """A run with it becomes a program, and computes the same."""
-    model, original, x = pair(MAKE["timm"], device)
+@pytest.mark.parametrize("last", ["in front of a product", "last", "within"])
+def test_eager_programs(device, last):
+    """A run with it becomes a program, and computes the same, its parameters' gradients too."""
+    layers = [nn.Linear(8, 16), nn.GELU(), Timms(16), nn.GELU(), nn.Linear(16, 4), nn.GELU()]
+    made = {
+        "in front of a product": MAKE["timm"],
+        "last": lambda: nn.Sequential(*layers[:3]),
+        "within": lambda: nn.Sequential(*layers),
+    }
+    model, original, x = pair(made[last], device)
     for _ in range(4):
         torch.testing.assert_close(model(x), original(x), rtol=1e-4, atol=1e-5)
     grads = [

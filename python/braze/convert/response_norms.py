@@ -7,6 +7,7 @@ from braze._ops._common import TENSORS, autocast_dtype, is_channels_last
 from braze._ops.global_response_norm import response_norm_for_product
 from braze._stock import gives_way
 from braze.convert.kinds import FUNCTION_KINDS, OF_TENSORS
+from braze.convert.source import NUMBERS
 
 _other = gives_way(
     *((torch.Tensor, name) for name in ("norm", "mean", "view", "reshape")),
@@ -68,7 +69,7 @@ class ResponseNorm:
             return None
         layout = _LAYOUTS.get(tuple(pixels))
         eps = self.eps(own)
-        if layout is None or channels not in layout[0] or type(eps) not in (int, float):
+        if layout is None or channels not in layout[0] or type(eps) not in NUMBERS:
             return None
         vectors = [_vector(own, *named, layout[1]) for named in (self.weight, self.bias)]
         if None in vectors:
@@ -111,9 +112,11 @@ def _normed(input, weight, bias, eps, innermost):
 
 
 def response_normed(input, weight, bias, eps, innermost, *, module):
-    """What a call of a module stands for: as a link, whose result goes on as torch's own code
-    leaves it."""
-    return module(input)
+    """What a call of a module stands for, as a link of which anything may read the result. The
+    tensors are the link's: a program has others in the place of the module's."""
+    alone = type(input) in TENSORS and autocast_dtype(input) is None
+    result = _normed(input, weight, bias, eps, innermost) if alone else None
+    return module(input) if result is None else result
 
 
 def response_normed_for_product(link, input):

@@ -15,6 +15,8 @@ _FUTURE = functools.reduce(
     int.__or__, (getattr(__future__, n).compiler_flag for n in __future__.all_feature_names)
 )
 _GENERATES = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+#: The types of plain numbers.
+NUMBERS = int, float
 #: Functions and methods through which code sees its own local variables.
 _SEES_LOCALS = {"breakpoint", "dir", "eval", "exec", "locals", "vars"}
 _SEES_FRAMES = {"_getframe", "currentframe"}
