@@ -21,13 +21,13 @@ class Faster(typing.NamedTuple):
     Attributes:
         shortest, longest: rows, in elements.
         least: elements of the whole tensor; smaller ones wait for launches.
-        shortest_saving: rows where ours saves launches beside its own, of tensors of any size.
+        shortest_uncast: rows, where torch's function casts before and behind, and ours does not.
     """
 
     shortest: int
     longest: int
     least: int = 0
-    shortest_saving: int = 0
+    shortest_uncast: int = 0
 
 
 #: By op and device, and by dtype; float16's kernels are bfloat16's with another conversion.
@@ -58,30 +58,25 @@ def may_take_ours(op, input):
     return bool(FASTER[op, "cuda" if getattr(input, "is_cuda", False) else "cpu"])
 
 
-def takes_ours(op, input, size, saves_launches=False):
+def takes_ours(op, input, size, saves_casts=False, of_any_size=False):
     """Whether a public function gives its arguments to braze's op.
 
     Args:
         op: the name of the op, as :class:`braze.backend` has it.
         input: the tensor that is normalised.
         size: how many elements of it are normalised together.
-        saves_launches: whether torch's function would need further launches, which cost more than
-            small tensors wait for ours.
+        saves_casts: whether torch's function casts before and behind.
+        of_any_size: whether the launches of these cost more than small tensors wait for ours.
     """
     if _config.chosen_backend(op) != "auto":
         return True
     if torch.compiler.is_compiling():
         return False
     measured = FASTER.get((op, input.device.type), {}).get(input.dtype)
-    return (
-        measured is not None
-        and size <= measured.longest
-        and (
-            size >= measured.shortest_saving
-            if saves_launches
-            else size >= measured.shortest and input.numel() >= measured.least
-        )
-    )
+    if measured is None:
+        return False
+    shortest = measured.shortest_uncast if saves_casts else measured.shortest
+    return shortest <= size <= measured.longest and (of_any_size or input.numel() >= measured.least)
 
 
 def parameters_fit(input, weight, bias):

@@ -126,6 +126,12 @@ def response_norm_takes(input, weight, bias):
     )
 
 
+def _apply(input, weight, bias, eps):
+    compiling = torch.compiler.is_compiling()
+    apply = _ops.global_response_norm.default if compiling else _response_norm
+    return apply(input, weight, bias, eps)[0]
+
+
 def global_response_norm(input, weight, bias, eps=1e-6):
     """input * (1 + weight * n) + bias, where n is a channel's norm over the pixels of its image,
     divided by the mean of the image's norms. (Woo et al., `ConvNeXt V2: Co-designing and Scaling
@@ -146,11 +152,9 @@ def global_response_norm(input, weight, bias, eps=1e-6):
         RuntimeError: shapes or dtypes that do not fit.
     """
     check_tensor("global_response_norm", "input", 1, input)
-    if not response_norm_takes(input, weight, bias) and not plain(input, weight, bias):
+    if not plain(input, weight, bias):
         return _formula(input, weight, bias, eps)[0]
-    if torch.compiler.is_compiling():
-        return _ops.global_response_norm.default(input, weight, bias, eps)[0]
-    return _response_norm(input, weight, bias, eps)[0]
+    return _apply(input, weight, bias, eps)
 
 
 def response_norm_for_product(input, weight, bias, eps):
@@ -169,6 +173,4 @@ def response_norm_for_product(input, weight, bias, eps):
         weight, bias = cast_to(torch.float32, weight, bias)
     if not response_norm_takes(input, weight, bias):
         return None
-    if torch.compiler.is_compiling():
-        return _ops.global_response_norm.default(input, weight, bias, eps)[0]
-    return _response_norm(input, weight, bias, eps)[0]
+    return _apply(input, weight, bias, eps)

@@ -134,11 +134,11 @@ def _is_per_channel(parameter, input):
     return parameter is None or (parameter.dim() == 1 and len(parameter) == input.shape[1])
 
 
-def takes(input, num_groups, weight, bias, saves_launches=False):
+def takes(input, num_groups, weight, bias, saves_casts=False):
     """Whether our op is to run, and can.
 
     Args:
-        saves_launches: as of :func:`braze._norm_rules.takes_ours`.
+        saves_casts: whether torch's function casts before and behind.
     """
     return (
         may_take_ours("group_norm", input)
@@ -150,7 +150,9 @@ def takes(input, num_groups, weight, bias, saves_launches=False):
         and input.numel() > input.shape[0] * num_groups  # more than one value in a group
         and _is_per_channel(weight, input)
         and _is_per_channel(bias, input)
-        and takes_ours("group_norm", input, input.shape[1:].numel() // num_groups, saves_launches)
+        and takes_ours(
+            *("group_norm", input, input.shape[1:].numel() // num_groups), saves_casts, saves_casts
+        )
     )
 
 

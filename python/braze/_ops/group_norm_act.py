@@ -149,8 +149,7 @@ def group_norm_act_for_product(input, num_groups, weight, bias, eps, act):
         if act.name not in _BOUNDS and not is_channels_last(input):
             return None
         weight, bias = cast_to(torch.float32, weight, bias)
-    saves_launches = dtype is not None
-    if not plain_norm.takes(input, num_groups, weight, bias, saves_launches):
+    if not plain_norm.takes(input, num_groups, weight, bias, saves_casts=dtype is not None):
         return None
     if not parameters_fit(input, weight, bias):
         return None

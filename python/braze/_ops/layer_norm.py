@@ -18,8 +18,6 @@ from braze._ops._common import (
 )
 
 _ops = torch.ops.braze
-#: Elements of tensors whose casts cost more than launches.
-_LARGE = 1 << 21
 
 
 class LayerNorm(torch.autograd.Function):
@@ -180,11 +178,8 @@ def layer_norm_for_product(input, normalized_shape, weight=None, bias=None, eps=
     if (
         dtype not in HALF_DTYPES
         or input.dtype not in (dtype, torch.float32)
-        # It takes the place of two casts: of a small tensor too, where no backward pass follows.
-        or not _takes(
-            *(input, normalized_shape, weight, bias),
-            not torch.is_grad_enabled() or input.numel() >= _LARGE,
-        )
+        # Of a small tensor only where no backward pass follows.
+        or not _takes(input, normalized_shape, weight, bias, True, not torch.is_grad_enabled())
     ):
         return layer_norm(input, normalized_shape, weight, bias, eps)
     weight, bias = cast_to(torch.float32, weight, bias)
@@ -192,7 +187,7 @@ def layer_norm_for_product(input, normalized_shape, weight=None, bias=None, eps=
     return apply(input, weight, bias, list(normalized_shape), eps, dtype)[0]
 
 
-def _takes(input, normalized_shape, weight, bias, saves_launches=False):
+def _takes(input, normalized_shape, weight, bias, saves_casts=False, of_any_size=False):
     """Whether ours is to run, and takes such shapes."""
     return (
         may_take_ours("layer_norm", input)
@@ -202,5 +197,7 @@ def _takes(input, normalized_shape, weight, bias, saves_launches=False):
         and input.shape[-len(normalized_shape) :] == tuple(normalized_shape)
         and (weight is None or weight.shape == tuple(normalized_shape))
         and (bias is None or bias.shape == tuple(normalized_shape))
-        and takes_ours("layer_norm", input, math.prod(normalized_shape), saves_launches)
+        and takes_ours(
+            *("layer_norm", input, math.prod(normalized_shape)), saves_casts, of_any_size
+        )
     )

@@ -93,24 +93,22 @@ def class_for(module, kinds_of):
     try:
         splices, found, functions = analyse(module, forward, kinds_of)
         make = functools.partial(spliced, forward, splices)
-        if isinstance(part_of(kind), NormAct) and kinds_of(module) is not None:
+        part = part_of(kind)
+
+        def as_one(key, run):
+            return _subclass(kind, (key, splices), lambda: _in_one_way(run, make()))
+
+        if isinstance(part, NormAct) and kinds_of(module) is not None:
             found = [*blocks([module_link(0, kinds_of(module), (("", module),))]), *found]
-            normed = functools.partial(_in_one_way, through.norm_and_more)
-            made = _subclass(kind, ("norm", splices), lambda: normed(make()))
-        elif isinstance(part_of(kind), (Gate, Squeeze)):
-            squeezed = functools.partial(_in_one_way, part_of(kind).run)
-            made = _subclass(kind, ("squeeze", splices), lambda: squeezed(make()))
-            return Rewriting(made, found, functions, "squeeze_excite")
-        elif isinstance(part_of(kind), OwnConv) and part_of(kind).eps is not None:
-            part = part_of(kind)
-            convolve = functools.partial(standardized.convolve, part.eps, part.same)
-            whole = functools.partial(_in_one_way, convolve)
-            made = _subclass(kind, ("standardized", splices), lambda: whole(make()))
-            return Rewriting(made, found, [*functions, standardized.NAME])
-        elif isinstance(part_of(kind), ResponseNorm):
-            normed = functools.partial(_in_one_way, part_of(kind).run)
-            made = _subclass(kind, ("response", splices), lambda: normed(make()))
+            made = as_one("norm", through.norm_and_more)
+        elif isinstance(part, (Gate, Squeeze)):
+            return Rewriting(as_one("squeeze", part.run), found, functions, "squeeze_excite")
+        elif isinstance(part, ResponseNorm):
+            made = as_one("response", part.run)
             return Rewriting(made, found, functions, "global_response_norm")
+        elif isinstance(part, OwnConv) and part.eps is not None:
+            run = functools.partial(standardized.convolve, part.eps, part.same)
+            made, functions = as_one("standardized", run), [*functions, standardized.NAME]
         else:
             made = splices and _subclass(kind, splices, make)
     except (MemoryError, RecursionError):  # by version, both mean this

@@ -80,7 +80,6 @@ class _Change(ast.NodeTransformer):
         self.calls = {number for number, *_ in splices.calls}
         self.standardized = {found.number: found for found in splices.standardized}
         self.shared = {found.number: found.readers for found in splices.shared}
-        self.readers = {}  # names of modules, by their numbers
 
     def apply(self, function):
         arguments = [*function.args.posonlyargs, *function.args.args]
@@ -192,7 +191,7 @@ class _Change(ast.NodeTransformer):
 
     def _nested(self, node):
         """The call of a run in the place of its outermost link, or None where there is none."""
-        run = self.nested.get(getattr(node, "number", None))  # None: it is one of those made here
+        run = self.nested.get(_number(node))
         if run is None:
             return None
         calls, inner = [], node
@@ -254,7 +253,7 @@ class _Change(ast.NodeTransformer):
         run = self._nested(node)
         if run is not None:
             return run
-        number = getattr(node, "number", None)
+        number = _number(node)
         if number in self.splices.methods:
             new = _call("method", self.visit(node.func.value), ast.Constant(node.func.attr))
             return ast.copy_location(new, node)
@@ -279,6 +278,7 @@ class _Change(ast.NodeTransformer):
 
 
 def _number(node):
+    """Where a node stands in the function as it was written; None of those made here."""
     return getattr(node, "number", None)
 
 
@@ -293,7 +293,7 @@ class _Replace(ast.NodeTransformer):
         self.new = new
 
     def visit(self, node):
-        new = self.new.get(getattr(node, "number", None))
+        new = self.new.get(_number(node))
         return ast.copy_location(new, node) if new is not None else super().generic_visit(node)
 
 

@@ -15,6 +15,7 @@ from braze._ops.layer_norm import layer_norm_for_product
 from braze._stock import called_by, gives_way
 from braze.convert.kinds import FUNCTION_KINDS, OF_MODULES, OF_TENSORS, calls_more
 from braze.convert.parts import children_of, expand_into, kinds_of_children, layers_of_children
+from braze.convert.source import NUMBERS
 from braze.nn import functional as F
 
 _other = gives_way(
@@ -22,7 +23,6 @@ _other = gives_way(
     *(place for name in ("group_norm", "layer_norm") for place in called_by(name)),
     (torch.Tensor, "permute"),
 )
-_plain_number = int, float
 
 
 def own_group_norm(input, weight, bias, num_groups, eps):
@@ -79,11 +79,12 @@ class ImageNorm:
         if _other() or not self.guard(module):
             return None
         parameters = own["_parameters"]
-        named = "weight", "bias", "eps", "num_groups", "normalized_shape"
-        if any(name in own for name in named[:2]) or not parameters.keys() >= set(named[:2]):
+        if "weight" in own or "bias" in own:
+            return None
+        if not ("weight" in parameters and "bias" in parameters):
             return None
         weight, bias, eps = parameters["weight"], parameters["bias"], own.get("eps")
-        if type(eps) not in _plain_number:
+        if type(eps) not in NUMBERS:
             return None
         of_groups = self.link is own_group_norm
         extent = own.get("num_groups" if of_groups else "normalized_shape")

@@ -63,18 +63,20 @@ class Names(Outer):
             elif isinstance(node, ast.For):
                 self._alias_loop(node.target, node.iter)
 
+    def is_set_once(self, name):
+        """Whether a variable is set in one place, and nothing but the function sees it."""
+        return (
+            len(self.stores.get(name, ())) == 1
+            and name not in self.tree.shared
+            and name not in self.declared
+        )
+
     def changes_context(self):
         """Whether part of the function may run under other settings, such as another autocast."""
         return any(isinstance(node, (ast.With, ast.AsyncWith)) for node in self.nodes)
 
     def _alias(self, target, layers):
-        if (
-            layers
-            and isinstance(target, ast.Name)
-            and len(self.stores.get(target.id, ())) == 1
-            and target.id not in self.tree.shared
-            and target.id not in self.declared
-        ):
+        if layers and isinstance(target, ast.Name) and self.is_set_once(target.id):
             self.aliases[target.id] = layers
 
     def _alias_loop(self, target, iterated):

@@ -71,7 +71,7 @@ def _is_of_norm(kinds):
 
 def _readers(code, name):
     """The names of the modules, two or more, that are all that reads a variable; or None."""
-    if name in code.tree.shared or name in code.declared or len(code.stores.get(name, ())) != 1:
+    if not code.is_set_once(name):
         return None
     reads = code.loads.get(name, ())
     calls = [

@@ -311,9 +311,9 @@ class _Function(Names, Calls, Branches, additions.Surroundings):
             self._take(run)
             numbers = tuple(s.number for s in body[first : last + 1])
             aside = tuple(body[i].number for i in between if i < last)
-            taken = [way for i, way in branches.items() if i <= last]
-            led = tuple(way for found in taken for way in found.ways)
-            assumed = dict.fromkeys(a for found in taken for a in found.assumed)
+            passed = [branch for i, branch in branches.items() if i <= last]
+            led = tuple(way for branch in passed for way in branch.ways)
+            assumed = dict.fromkeys(a for branch in passed for a in branch.assumed)
             self.parts["stated"].append((numbers, aside, calls_of(run), led, tuple(assumed)))
             self._replace_where_they_stand(run)
             return last + 1 - first

@@ -25,7 +25,7 @@ from braze._ops._common import TENSORS
 from braze._ops.weight_standardization import standardized_for_product, weight_standardization
 from braze._stock import called_by, gives_way, is_torchs
 from braze.convert.modules import is_plain_attribute
-from braze.convert.source import VARIABLE, constant
+from braze.convert.source import NUMBERS, VARIABLE, constant
 from braze.nn import functional as F
 
 _KNOWN = torch.nn.functional.batch_norm
@@ -40,7 +40,6 @@ _other = gives_way(
     *called_by("batch_norm"),
     *((torch.Tensor, name) for name in ("reshape", "reshape_as", "view", "__mul__")),
 )
-_plain_number = int, float
 
 
 class Standardized(typing.NamedTuple):
@@ -125,7 +124,7 @@ def _attribute(code, node):
 
 
 def _is_known(code, node):
-    return _attribute(code, node) is not None or type(constant(node)) in _plain_number
+    return _attribute(code, node) is not None or type(constant(node)) in NUMBERS
 
 
 def _arguments(code, call):
@@ -180,9 +179,7 @@ def _is_private(code, node):
 
 def _only_value(code, name):
     """What a variable is set to, where that is once, and it is read once."""
-    if name in code.tree.shared or name in code.declared:
-        return None
-    if len(code.stores.get(name, ())) != 1 or len(code.loads.get(name, ())) != 1:
+    if not code.is_set_once(name) or len(code.loads[name]) != 1:
         return None
     for statement in code.nodes:
         targets = statement.targets if isinstance(statement, ast.Assign) else ()
@@ -204,7 +201,7 @@ def standardized(function, weight, channels, eps, factors, viewed, private):
     """
     gain, scale = None, 1.0
     for factor in factors:
-        if type(factor) in _plain_number:
+        if type(factor) in NUMBERS:
             scale = factor
         elif gain is None:
             gain = factor
@@ -212,7 +209,7 @@ def standardized(function, weight, channels, eps, factors, viewed, private):
             return None
     if len(factors) > 0 and gain is None:
         return None
-    if function is not _KNOWN or _other() or type(eps) not in _plain_number:
+    if function is not _KNOWN or _other() or type(eps) not in NUMBERS:
         return None
     if not _is_plain(weight) or weight.dim() < 2 or channels != weight.shape[0]:
         return None
@@ -294,7 +291,7 @@ def _eps_of(code, node, weight, mean, var):
     if not (isinstance(inner, ast.BinOp) and isinstance(inner.op, ast.Add)):
         return None
     eps = constant(inner.right)
-    return eps if _is_name(inner.left, var) and type(eps) in _plain_number else None
+    return eps if _is_name(inner.left, var) and type(eps) in NUMBERS else None
 
 
 def _is_conv(code, statement, weight):
