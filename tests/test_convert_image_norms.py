@@ -164,8 +164,21 @@ class ConvMlp(nn.Module):
         return self.down(x + shortcut)
 
 
-KINDS = [Layers, BetweenBranches, PreAct, Identity, ConvMlp]
-NORMS = dict.fromkeys((Layers, BetweenBranches, PreAct, Identity), "group_norm_act")
+class PoolFormer(nn.Module):
+    """As timm's blocks of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm1, self.conv = nn.GroupNorm(1, 8), nn.Conv2d(8, 8, 1)
+        self.norm2, self.mlp, self.drop = nn.GroupNorm(1, 8), Mlp(), nn.Identity()
+
+    def forward(self, x):
+        x = x + self.drop(self.conv(self.norm1(x)))
+        return x + self.drop(self.mlp(self.norm2(x)))
+
+
+KINDS = [Layers, BetweenBranches, PreAct, Identity, PoolFormer, ConvMlp]
+NORMS = dict.fromkeys((Layers, BetweenBranches, PreAct, Identity, PoolFormer), "group_norm_act")
 
 
 def pair(kind, device):

@@ -6,6 +6,7 @@ import functools
 
 import pytest
 import torch
+import torch.nn.functional as stock
 from torch import nn
 
 import braze
@@ -78,6 +79,39 @@ class Mlp(nn.Module):
         return x
 
 
+class RowNorm(nn.LayerNorm):
+    """As timm's LayerNorm."""
+
+    def __init__(self, dim, eps=1e-6):
+        super().__init__(dim, eps=eps)
+        self._fast_norm = False
+
+    def forward(self, x):
+        if self._fast_norm:
+            x = stock.layer_norm(x.float(), self.normalized_shape, self.weight, self.bias, self.eps)
+        else:
+            x = stock.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+        return x
+
+
+class FormatNorm(nn.Module):
+    """As ConvNeXt's authors have it."""
+
+    def __init__(self, dim, eps=1e-6, data_format="channels_last"):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(dim)), nn.Parameter(torch.zeros(dim))
+        self.eps, self.data_format, self.normalized_shape = eps, data_format, (dim,)
+
+    def forward(self, x):
+        if self.data_format == "channels_last":
+            return stock.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+        elif self.data_format == "channels_first":
+            u = x.mean(1, keepdim=True)
+            s = (x - u).pow(2).mean(1, keepdim=True)
+            x = (x - u) / torch.sqrt(s + self.eps)
+            return self.weight[:, None, None] * x + self.bias[:, None, None]
+
+
 class ConvNeXtBlock(nn.Module):
     """As timm's."""
 
@@ -85,7 +119,7 @@ class ConvNeXtBlock(nn.Module):
         super().__init__()
         self.conv_dw = nn.Conv2d(dim, dim, 7, padding=3, groups=dim)
         self.use_conv_mlp = False
-        self.norm = nn.LayerNorm(dim, eps=1e-6)
+        self.norm = RowNorm(dim)
         self.mlp = Mlp(dim, nn.GELU(approximate="tanh"))
         self.gamma = nn.Parameter(torch.linspace(0.5, 1.5, dim))
         self.shortcut = nn.Identity()
@@ -112,6 +146,54 @@ class ConvNeXtBlock(nn.Module):
         return torch.randn(2, 12, 9, 8)
 
 
+class AuthorsBlock(nn.Module):
+    """As ConvNeXt's authors have it."""
+
+    def __init__(self, dim=12):
+        super().__init__()
+        self.dwconv = nn.Conv2d(dim, dim, 7, padding=3, groups=dim)
+        self.norm = FormatNorm(dim)
+        self.pwconv1, self.act, self.pwconv2 = nn.Linear(dim, 40), nn.GELU(), nn.Linear(40, dim)
+        self.gamma = nn.Parameter(torch.linspace(0.5, 1.5, dim))
+        self.drop_path = nn.Identity()
+
+    def forward(self, x):
+        input = x
+        x = self.dwconv(x)
+        x = x.permute(0, 2, 3, 1)
+        x = self.norm(x)
+        x = self.pwconv1(x)
+        x = self.act(x)
+        x = self.pwconv2(x)
+        if self.gamma is not None:
+            x = self.gamma * x
+        x = x.permute(0, 3, 1, 2)
+        x = input + self.drop_path(x)
+        return x
+
+    def input(self):
+        return torch.randn(2, 12, 9, 8)
+
+
+class LayerScale(nn.Module):
+    """As timm's."""
+
+    def __init__(self, dim, inplace=False):
+        super().__init__()
+        self.inplace, self.gamma = inplace, nn.Parameter(torch.linspace(0.5, 1.5, dim))
+
+    def forward(self, x):
+        return x.mul_(self.gamma) if self.inplace else x * self.gamma
+
+
+class LayerScale2d(LayerScale):
+    """As timm's, of images."""
+
+    def forward(self, x):
+        gamma = self.gamma.view(1, -1, 1, 1)
+        return x.mul_(gamma) if self.inplace else x * gamma
+
+
 class Encoder(nn.Module):
     """The second half of a block of timm's ViT."""
 
@@ -128,11 +210,21 @@ class Encoder(nn.Module):
         return torch.randn(2, 10, 24)
 
 
+class ScaledEncoder(Encoder):
+    """With a layer scale."""
+
+    def __init__(self, dim=24):
+        super().__init__(dim)
+        self.norm2, self.ls2 = RowNorm(dim), LayerScale(dim)
+
+
 #: By class, the parts of its runs.
 MODELS = {
     CNBlock: ["block.2, block.3", "mul(), add()"],
-    ConvNeXtBlock: ["norm, mlp.fc1"],
+    ConvNeXtBlock: ["mul(), add()", "norm, mlp.fc1"],
+    AuthorsBlock: ["norm, pwconv1", "mul(), permute(), add()"],
     Encoder: ["norm2, mlp.fc1"],
+    ScaledEncoder: ["norm2, mlp.fc1", "ls2, add()"],
 }
 
 
@@ -243,7 +335,7 @@ def test_hooks_are_called(kind, device):
     model, original, x = pair(kind, device, torch.channels_last)
     seen = []
     for module in (model, original):
-        norm = next(m for m in module.modules() if isinstance(m, nn.LayerNorm))
+        norm = next(m for m in module.modules() if isinstance(m, (nn.LayerNorm, FormatNorm)))
         norm.register_forward_hook(lambda m, args, y: seen.append(y.detach()))
     assert_alike(model, original, x)
     assert_by_rule(seen[1], seen[2], seen[0])

@@ -4,7 +4,17 @@ the bias."""
 import pytest
 import torch
 from convert_common import seen_by_a_mode
-from test_convert_mlp import CNBlock, StochasticDepth, assert_alike, gradients, pair
+from test_convert_mlp import (
+    AuthorsBlock,
+    CNBlock,
+    ConvNeXtBlock,
+    LayerScale,
+    LayerScale2d,
+    StochasticDepth,
+    assert_alike,
+    gradients,
+    pair,
+)
 from torch import nn
 
 import braze
@@ -82,13 +92,89 @@ class AnotherParameter(OneExpression):
         self.gamma = nn.Parameter(torch.rand(5, 4, 12).to(self.gamma))
 
 
-FUSED = [OneExpression, InTurn, InPlace, CNBlock]
+class ByMethod(Base):
+    """Behind tests that lead one way, the first of which the run begins in."""
+
+    def __init__(self):
+        super().__init__()
+        self.final, self.shortcut = None, nn.Identity()
+
+    def forward(self, x):
+        y = self.block(x)
+        if self.gamma is not None:
+            y = y.mul(self.gamma[None, :])
+        if self.final is None:
+            y = self.drop(y) + self.shortcut(x)
+        else:
+            y = self.final(y)
+        return y
+
+
+class Module(Base):
+    """As timm's ViT has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.gamma = None
+        self.ls1 = LayerScale(12)
+
+    def forward(self, x):
+        return x + self.drop(self.ls1(self.block(x)))
+
+
+class ImageModule(Base):
+    def __init__(self):
+        super().__init__()
+        self.gamma, self.ls = None, LayerScale2d(12)
+        self.block = nn.Conv2d(12, 12, 3, padding=1)
+
+    def forward(self, x):
+        y = self.block(x)
+        y = self.ls(y)
+        y = self.drop(y)
+        y += x
+        return y
+
+    def input(self):
+        return torch.randn(2, 12, 5, 6)
+
+
+class Shaped(nn.Module):
+    """As timm's Scale of MetaFormer."""
+
+    def __init__(self, dim):
+        super().__init__()
+        self.shape, self.scale = (dim, 1, 1), nn.Parameter(torch.linspace(0.5, 1.5, dim))
+
+    def forward(self, x):
+        return x * self.scale.view(self.shape)
+
+
+class Residual(ImageModule):
+    def __init__(self):
+        super().__init__()
+        self.ls, self.res_scale = Shaped(12), nn.Identity()
+
+    def forward(self, x):
+        x = self.res_scale(x) + self.ls(self.drop(self.block(x)))
+        return x
+
+
+#: By class, the run that there has to be.
+FUSED = {
+    **dict.fromkeys((OneExpression, InTurn, InPlace, CNBlock), "mul(), add()"),
+    **dict.fromkeys((ByMethod, ConvNeXtBlock), "mul(), add()"),
+    AuthorsBlock: "mul(), permute(), add()",
+    Module: "ls1, add()",
+    ImageModule: "ls, add()",
+    Residual: "ls, add()",
+}
 
 
 @pytest.mark.parametrize("kind", FUSED)
 def test_fused(kind, device):
     model, original, x = pair(kind, device, torch.channels_last)
-    assert "mul(), add()" in [e.name for e in braze.convert_report(model).fused]
+    assert FUSED[kind] in [e.name for e in braze.convert_report(model).fused]
     assert_alike(model, original, x)
     assert_alike(model.eval(), original.eval(), x)
     assert "scale_add" in ops_run(lambda: model(x))
@@ -133,6 +219,77 @@ def test_added_in_place_to_a_narrower_type(device):
     expected = model.gamma * y
     expected += y
     assert model(y).dtype == expected.dtype == torch.bfloat16
+
+
+def test_a_module_that_scales_in_place(device):
+    model, original, x = pair(Module, device, torch.contiguous_format)
+    for m in (model, original):
+        m.ls1.inplace = True
+    assert_alike(model, original, x)
+    assert "scale_add" not in ops_run(lambda: model(x))
+    assert not braze.convert_report(braze.convert(original)).fused
+
+
+def test_the_other_way(device):
+    """A test that leads elsewhere at a later call, and one over a parameter that is gone."""
+    model, original, x = pair(ByMethod, device, torch.contiguous_format)
+    for m in (model, original):
+        m.final = nn.ReLU()
+    assert_alike(model, original, x)
+    for m in (model, original):
+        m.final, m.gamma = None, None
+    assert_alike(model, original, x)
+    assert "scale_add" not in ops_run(lambda: model(x))
+
+
+@pytest.mark.parametrize("shape", [(12, 1), (4, 3), (1, 1)])
+def test_parameters_of_other_shapes(device, shape):
+    """Of which a view is no scale, or none at all: torch says what they are."""
+    model, original, x = pair(ByMethod, device, torch.contiguous_format)
+    for m in (model, original):
+        m.gamma = nn.Parameter(torch.ones(shape).to(x))
+        m.drop = nn.Identity()
+    results = []
+    for m in (model, original):
+        try:
+            results.append(m(x))
+        except RuntimeError as error:
+            results.append(str(error))
+    assert type(results[0]) is type(results[1])
+    if isinstance(results[0], str):
+        assert results[0] == results[1]
+    else:
+        torch.testing.assert_close(*results)
+
+
+class Aside(Base):
+    """What is set on the way into the run is read behind it."""
+
+    def forward(self, x):
+        y = self.block(x)
+        if self.gamma is not None:
+            z = y.abs()
+            y = y.mul(self.gamma)
+        y = self.drop(y) + x
+        return y * z
+
+
+class Named(Base):
+    """A layer called `mul`, which gets the parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.mul = nn.Linear(12, 12)
+
+    def forward(self, x):
+        return self.block(x) + self.mul(self.gamma)
+
+
+@pytest.mark.parametrize("kind", [Aside, Named])
+def test_not_fused(device, kind):
+    model, original, x = pair(kind, device, torch.contiguous_format)
+    assert not braze.convert_report(model).fused
+    assert_alike(model, original, x)
 
 
 def test_modes_see_torchs_product(device):

@@ -8,14 +8,13 @@ each time, whether they only compute (runs.py).
 
 import ast
 
-import torch
-
+from braze.convert import scales
 from braze.convert.modules import is_plain_attribute
 
 #: The forms of an addition as a link of a chain: see chains.Link.
 FORMS = "add", "radd", "iadd"
-#: The forms of a product with a parameter: ``x * p`` and ``p * x``.
-SCALE_FORMS = "mul", "rmul"
+#: The forms of a product with a parameter: ``x * p``, ``p * x`` and ``x.mul(p)``.
+SCALE_FORMS = "mul", "rmul", "times"
 
 
 def is_addition(node):
@@ -23,12 +22,22 @@ def is_addition(node):
 
 
 def is_scaling(node):
+    if isinstance(node, ast.Call):
+        called = isinstance(node.func, ast.Attribute) and node.func.attr == "mul"
+        return called and len(node.args) == 1 and not node.keywords
     return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)
+
+
+def scale_forms(node):
+    """The forms that such a product may have."""
+    return SCALE_FORMS[2:] if isinstance(node, ast.Call) else SCALE_FORMS[:2]
 
 
 def parts(node, form):
     """The expression that an addition or a scaling continues, and what is added to it, or scales
     it."""
+    if form == "times":
+        return node.func.value, node.args[0]
     if form == "iadd":
         return ast.Name(node.target.id, ast.Load()), node.value
     return (node.left, node.right) if form in ("add", "mul") else (node.right, node.left)
@@ -79,15 +88,14 @@ class Surroundings:
         )
 
     def is_scale(self, node):
-        """Whether an expression is ``self.name``, a parameter of the module that has more than one
-        element along one dimension."""
-        if not self.is_own(node):
-            return False
-        parameter = self.module.__dict__["_parameters"].get(self.attribute_name(node))
-        return (
-            type(parameter) is torch.nn.Parameter
-            and sum(size != 1 for size in parameter.shape) == 1
-        )
+        """Whether an expression is ``self.name``, or a view of it, a parameter of the module that
+        then has more than one element along one dimension."""
+        root, view = scales.view_of(node, self._own_name)
+        name = self._own_name(root)
+        return name is not None and scales.is_scale(self.module, name, view)
+
+    def _own_name(self, node):
+        return self.attribute_name(node) if self.is_own(node) else None
 
     def is_own(self, node):
         """Whether an expression is ``self.name``, without any code of the class."""

@@ -258,17 +258,21 @@ def layer_norm_product(links, input):
     if type(input) not in TENSORS:
         return one_by_one(links, input)
     *rest, norm = links
-    output = layer_norm_for_product(input, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
+    if type(norm) is tuple:
+        weight, bias, shape, eps = norm[1]
+    else:
+        weight, bias, shape, eps = norm.weight, norm.bias, norm.normalized_shape, norm.eps
+    output = layer_norm_for_product(input, shape, weight, bias, eps)
     if len(rest) > 1:
         output, rest = _linear_activation(rest[-2:], output), rest[:-2]
     return _last_product(rest, output)
 
 
-def image_layer_norm_product(links, input):
-    """Layer norm over the channels of images, and convolutions with an activation and perhaps
-    global response norm between them."""
+def image_norm_product(links, input):
+    """A norm of images, and convolutions with an activation and perhaps global response norm
+    between them."""
     *rest, norm = links
-    output = layer_norm_as_one(norm, input)
+    output = norm_for_products((norm,), input)
     if output is None:
         return one_by_one(links, input)
     if len(rest) < 2:
@@ -359,16 +363,32 @@ SCALE_ADD_ON = ("cuda",)
 
 def scale_add(links, input, added):
     """A product with a parameter, and an addition."""
-    (function, *_), (_, (scale,), _) = links
+    addition, (_, (scale,), _) = links
+    output = _scale_added(addition, scale, input, added)
+    return one_by_one(links, input, added) if output is None else output
+
+
+def scale_permute_add(links, input, added):
+    """A product with a parameter, the dimensions in another order, and an addition."""
+    addition, permute, (_, (scale,), _) = links
+    output = None
+    if type(input) in TENSORS and type(scale) in TENSORS and scale.dim() <= input.dim():
+        scale = scale[(None,) * (input.dim() - scale.dim())]
+        output = _scale_added(addition, call(permute, scale), call(permute, input), added)
+    return one_by_one(links, input, added) if output is None else output
+
+
+def _scale_added(addition, scale, input, added):
+    """Both as one, or None where torch's functions have to run."""
     takes = (
         scale is not None
         and scale_add_takes(input, scale, added)
         and input.device.type in SCALE_ADD_ON
         and _keep_format(input, scale, added)
         # Added in place, a float32 residual would be rounded.
-        and not (function is operator.iadd and added.dtype not in (input.dtype, scale.dtype))
+        and not (addition[0] is operator.iadd and added.dtype not in (input.dtype, scale.dtype))
     )
-    return F.scale_add(input, scale, added) if takes else one_by_one(links, input, added)
+    return F.scale_add(input, scale, added) if takes else None
 
 
 def _keep_format(input, scale, added):

@@ -176,8 +176,10 @@ _signature = functools.lru_cache(maxsize=None)(inspect.signature)
 
 def settings_fit(function, kind, args, kwargs):
     """Whether a function that is called with such settings is the layer of that kind."""
-    if kind in ("Add", "Scale", "Permute"):
+    if kind in ("Add", "Scale") or function is torch.permute:
         return False  # operators, and what only modules stand for
+    if kind == "Permute":
+        return not kwargs and len(args) > 1 and all(type(a) is int for a in args)
     if kind == "Flatten":
         return args == (1,) and not kwargs
     if not takes(function, len(args) + 1, kwargs):

@@ -120,7 +120,6 @@ class _Change(ast.NodeTransformer):
         calls = [(nodes[number], form) for number, form in run]
         between = [s for s in statements if s.number in between]
         first, base, before = statements[0], _applied_to(*calls[0]), []
-        variable = first.targets[0].id
         inside = {n.number for n in ast.walk(first) if isinstance(n, _LINKS)}
         loaded = [_link(*c) for c in calls]
         if isinstance(base, ast.Name) and not between:
@@ -128,6 +127,7 @@ class _Change(ast.NodeTransformer):
         else:
             # What the run is applied to is evaluated where it stands, after the names of what is
             # called with it: into the variable that the statement sets.
+            variable = first.targets[0].id
             own = [c for c in calls if c[0].number in inside]
             held = f"held_{calls[-1][0].number}"
             ours = [_link(*c) for c in own[::-1]]

@@ -1,5 +1,5 @@
-"""Group norms, layer norms over the channels of images, activations, and convolutions with more to
-them, found in the code of classes."""
+"""Group norms, layer norms, activations, and convolutions with more to them, found in the code of
+classes."""
 
 import ast
 import typing
@@ -8,13 +8,21 @@ import torch
 
 from braze.convert import standardized
 from braze.convert.code import Code
-from braze.convert.image_norms import ImageNorm, OwnConv, own_group_norm, own_layer_norm
+from braze.convert.image_norms import (
+    FunctionNorm,
+    OwnConv,
+    own_group_norm,
+    own_layer_norm,
+    own_row_norm,
+)
 from braze.convert.kinds import ACTIVATIONS, FUNCTION_KINDS
 from braze.convert.parts import Activates
 from braze.convert.passes import PassCode, compiled
 from braze.convert.source import VARIABLE, constant
 
 _INPUT, _ROWS = "input", "input with its channels innermost"
+#: Of how many ``if`` statements both ways are looked at, each with those that follow.
+_MOST_TESTS = 6
 _TO_ROWS, _TO_IMAGES = (0, 2, 3, 1), (0, 3, 1, 2)
 
 
@@ -32,12 +40,13 @@ class _Normed(typing.NamedTuple):
     names: tuple = ()
 
 
-class ImageNormCode(PassCode):
+class FunctionNormCode(PassCode):
     """The code of the forward of a subclass of ``torch.nn.GroupNorm`` or ``torch.nn.LayerNorm``."""
 
-    def image_norm(self):
-        """An :class:`ImageNorm`, or None."""
-        if self.tree.shared:
+    def norm(self):
+        """A :class:`FunctionNorm`, or None."""
+        tests = sum(isinstance(node, ast.If) for node in self.tree.numbered)
+        if self.tree.shared or tests > _MOST_TESTS:
             return None
         guards = []
         found = self._walk(self.body, {self.input: _INPUT}, guards)
@@ -45,7 +54,7 @@ class ImageNormCode(PassCode):
             return None
         always = ast.Constant(True)
         guard, _ = compiled(ast.BoolOp(ast.And(), [always, always, *guards]))
-        return ImageNorm(found.link, found.names, guard, self.same())
+        return FunctionNorm(found.link, found.names, guard, self.same())
 
     def _walk(self, body, known, guards):
         """What statements return, or None; tests that have to hold are added to guards."""
@@ -87,7 +96,8 @@ class ImageNormCode(PassCode):
             return self._normed(node, known, own_group_norm, _INPUT, names)
         if function is torch.nn.functional.layer_norm:
             names = "normalized_shape", "weight", "bias", "eps"
-            return self._normed(node, known, own_layer_norm, _ROWS, names)
+            rows = self._normed(node, known, own_row_norm, _INPUT, names)
+            return rows or self._normed(node, known, own_layer_norm, _ROWS, names)
         if node.keywords or not isinstance(node.func, ast.Attribute):
             return None
         if node.func.attr == "permute":

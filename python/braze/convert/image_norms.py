@@ -1,5 +1,5 @@
-"""Group norms, and layer norms over the channels of images, in the code of other classes than
-torch's (image_norm_code.py), and in front of products: links and blocks of runs.
+"""Group norms, and layer norms of rows or over the channels of images, in the code of other classes
+than torch's (image_norm_code.py), and in front of products: links and blocks of runs.
 
 Under autocast torch normalises in float32, and a convolution that reads the result rounds it. Where
 convolutions are all that reads it, it has their dtype from the start.
@@ -35,17 +35,23 @@ def own_layer_norm(input, weight, bias, shape, eps):
     return F.layer_norm(input.permute(0, 2, 3, 1), shape, weight, bias, eps).permute(0, 3, 1, 2)
 
 
+def own_row_norm(input, weight, bias, shape, eps):
+    """``F.layer_norm`` of what a module holds, as a link."""
+    return F.layer_norm(input, shape, weight, bias, eps)
+
+
 FUNCTION_KINDS[own_group_norm] = "GroupNorm"
 FUNCTION_KINDS[own_layer_norm] = "LayerNorm2d"
-OF_TENSORS[own_group_norm] = OF_TENSORS[own_layer_norm] = 2
+FUNCTION_KINDS[own_row_norm] = "LayerNorm"
+OF_TENSORS.update(dict.fromkeys((own_group_norm, own_layer_norm, own_row_norm), 2))
 
 
-class ImageNorm:
-    """What a module is whose forward is one of these norms, of which children take the result:
+class FunctionNorm:
+    """What a module is whose forward is one of these norms, of which children may take the result:
     ``self.act(self.drop(F.group_norm(x, ...)))``.
 
     Args:
-        link: the function that stands for the norm, one of the two above.
+        link: the function that stands for the norm, one of the three above.
         names: of the children, innermost first.
         guard: a function of the module that tells whether it is this now.
         same: tells whether the class's code is what it was.
@@ -86,9 +92,12 @@ class ImageNorm:
         weight, bias, eps = parameters["weight"], parameters["bias"], own.get("eps")
         if type(eps) not in NUMBERS:
             return None
-        of_groups = self.link is own_group_norm
-        extent = own.get("num_groups" if of_groups else "normalized_shape")
-        right = type(extent) is int if of_groups else type(extent) is tuple and len(extent) == 1
+        if self.link is own_group_norm:
+            extent = own.get("num_groups")
+            right = type(extent) is int
+        else:
+            extent = own.get("normalized_shape")
+            right = type(extent) is tuple and (self.link is own_row_norm or len(extent) == 1)
         return (self.link, (weight, bias, extent, eps), {}) if right else None
 
 

@@ -109,9 +109,14 @@ def rmul(a, scale):
     return scale * a
 
 
+def times(a, scale):
+    """``a.mul(scale)``, where what came before in the run is `a`."""
+    return a.mul(scale)
+
+
 #: What stands for a product with a parameter in a run, and the methods of tensors that it calls; as
 #: a link, ``(mul, (parameter,), {})``.
-SCALINGS = dict.fromkeys((mul, rmul), ("__mul__", "__rmul__"))
+SCALINGS = {**dict.fromkeys((mul, rmul), ("__mul__", "__rmul__")), times: ("mul",)}
 FUNCTION_KINDS.update(dict.fromkeys(SCALINGS, "Scale"))
 #: Functions whose first arguments as a link, behind the input, are tensors: how many are.
 OF_TENSORS = dict.fromkeys(SCALINGS, 1)
@@ -127,7 +132,12 @@ def own_norm(input, module):
 
 FUNCTION_KINDS[own_norm] = "BatchNorm2d"
 OF_MODULES.add(own_norm)
-FUNCTION_KINDS[torch.permute] = "Permute"  # of modules, see parts.Permutes
+# The function of modules alone, see parts.Permutes.
+FUNCTION_KINDS["permute"] = FUNCTION_KINDS[torch.permute] = "Permute"
+
+
+#: What may hand on its input, in another shape.
+VIEWS = frozenset(("Flatten", "Permute"))
 
 
 class Replacement(typing.NamedTuple):

@@ -7,7 +7,7 @@ import torch
 
 from braze._C import share, unwatched
 from braze._stock import gives_way
-from braze.convert.kinds import ACTIVATIONS, KINDS, calls_more, kind_of, own_norm, places
+from braze.convert.kinds import ACTIVATIONS, KINDS, VIEWS, calls_more, kind_of, own_norm, places
 from braze.convert.parts import PARTS, unchanged
 from braze.convert.programs import with_inner
 
@@ -78,7 +78,7 @@ def _collect(module, layers, parts):
 def overwrites(link):
     """Whether a link may write to what it is applied to, or hand that on to one that does."""
     kind = kind_of(link)
-    if kind == "Flatten":
+    if kind in VIEWS:
         return True
     if kind not in ACTIVATIONS:
         return False

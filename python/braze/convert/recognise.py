@@ -9,7 +9,7 @@ import torch
 import braze.nn
 from braze._stock import called_by, gives_way
 from braze.convert.code import CALLS
-from braze.convert.image_norm_code import ActivationCode, ImageNormCode, OwnConvCode
+from braze.convert.image_norm_code import ActivationCode, FunctionNormCode, OwnConvCode
 from braze.convert.kinds import calls_more, calls_of
 from braze.convert.modules import own_class, why_unsupported
 from braze.convert.norms import NormCode
@@ -18,6 +18,7 @@ from braze.convert.passes import PassCode
 from braze.convert.permutes import PermuteCode
 from braze.convert.pipelines import ChainCode
 from braze.convert.response_norm_code import ResponseNormCode
+from braze.convert.scale_code import ScaleCode
 from braze.convert.source import Unknown
 from braze.convert.squeeze_code import GateCode, SqueezeCode
 
@@ -46,7 +47,7 @@ def _recognised(kind):
             names = code.norm_and_more()
             return None if names is None else NormAct(names, code.same())
         if issubclass(kind, (torch.nn.GroupNorm, torch.nn.LayerNorm)):
-            return ImageNormCode(kind, forward).image_norm()
+            return FunctionNormCode(kind, forward).norm()
         if issubclass(kind, torch.nn.Conv2d):
             return OwnConvCode(kind, forward).own_conv()
         if issubclass(kind, _OTHER_LAYERS):
@@ -59,6 +60,8 @@ def _recognised(kind):
             or SqueezeCode(kind, forward).squeeze()
             or GateCode(kind, forward).gate()
             or ResponseNormCode(kind, forward).response_norm()
+            or ScaleCode(kind, forward).scales()
+            or FunctionNormCode(kind, forward).norm()
         )
     except Unknown:
         return None

@@ -30,7 +30,7 @@ from braze.convert.blocks import (
     forked_block,
     group_norm_act,
     group_norm_product,
-    image_layer_norm_product,
+    image_norm_product,
     layer_norm_product,
     linear_relu,
     norm_act,
@@ -39,6 +39,7 @@ from braze.convert.blocks import (
     pooled_flat_linear,
     response_norm_product,
     scale_add,
+    scale_permute_add,
 )
 from braze.convert.kinds import (
     ACTIVATIONS,
@@ -236,9 +237,12 @@ def run_of(kinds):
         return function
     if any(kind not in STRETCH_KINDS for kind in kinds) or kinds.count("Add") > 1:
         return None
-    if "Add" in kinds and (*kinds, None)[kinds.index("Add") + 1] not in ADDED_TO:
+    in_place = [kind for kind in kinds if kind != "Permute"]
+    if len(in_place) < 2:
         return None
-    if any(kind == "Scale" and kinds[i - 1] != "Add" for i, kind in enumerate(kinds)):
+    if "Add" in in_place and (*in_place, None)[in_place.index("Add") + 1] not in ADDED_TO:
+        return None
+    if any(kind == "Scale" and in_place[i - 1] != "Add" for i, kind in enumerate(in_place)):
         return None
     return in_turn
 
@@ -309,10 +313,14 @@ _GROUP_NORM_PRODUCTS = [
     for product in ("Conv2d", "OwnConv2d")
     for between in ((), *((kind,) for kind in ACTIVATIONS))
 ]
-_IMAGE_LAYER_NORM_RUNS = [
+_IMAGE_NORM_RUNS = [
     ("Conv2d", "LayerNorm2d"),
-    *(("Conv2d", kind, "Conv2d", "LayerNorm2d") for kind in ACTIVATIONS),
     *(("Conv2d", "ResponseNorm", kind, "Conv2d", "LayerNorm2d") for kind in ACTIVATIONS),
+    *(
+        ("Conv2d", kind, "Conv2d", norm)
+        for kind in ACTIVATIONS
+        for norm in ("LayerNorm2d", "GroupNorm")
+    ),
 ]
 _RESPONSE_NORM_RUNS = [("Linear", "ResponseNorm"), ("Conv2d", "ResponseNorm")]
 #: What runs links of such kinds, outermost first. Each takes the links, the input, and what is
@@ -330,8 +338,9 @@ RUNS = {
     ("ReLU", "Linear", "Flatten", *CONV_POOLED): conv_relu_pool_flat_linear,
     ("ReLU", "Linear"): linear_relu,
     ("Add", "Scale"): scale_add,
+    ("Add", "Permute", "Scale"): scale_permute_add,
     **dict.fromkeys(_LAYER_NORM_RUNS, layer_norm_product),
-    **dict.fromkeys(_IMAGE_LAYER_NORM_RUNS, image_layer_norm_product),
+    **dict.fromkeys(_IMAGE_NORM_RUNS, image_norm_product),
     **dict.fromkeys(_GROUP_NORM_RUNS, group_norm_act),
     **dict.fromkeys(_GROUP_NORM_PRODUCTS, group_norm_product),
     **dict.fromkeys(_RESPONSE_NORM_RUNS, response_norm_product),
@@ -358,4 +367,5 @@ BLOCKS = {
     ("ResponseNorm", "Linear"): "GlobalResponseNormLinear",
     ("ResponseNorm", "Conv2d"): "GlobalResponseNormConv2d",
     ("Scale", "Add"): "ScaleAdd",
+    ("Scale", "Permute", "Add"): "ScaleAdd",
 }

@@ -208,8 +208,10 @@ class _Function(Names, Calls, Branches, additions.Surroundings):
         return None, None
 
     def _scaling(self, node):
-        for form in additions.SCALE_FORMS:
+        for form in additions.scale_forms(node):
             inner, scale = additions.parts(node, form)
+            if self.is_me(inner) or self.layers(inner):
+                continue
             # A run evaluates the parameter before what it scales.
             ordered = form == "rmul" or isinstance(inner, ast.Name)
             if ordered and self.is_scale(scale):
@@ -225,7 +227,7 @@ class _Function(Names, Calls, Branches, additions.Surroundings):
         link, inner = self.link(node, carried) if called else (None, None)
         if link is None:
             return False
-        if link.kinds and link.kinds != (through.SOMETIMES,):
+        if link.kinds not in ((), (through.SOMETIMES,), ("Permute",)):
             return through.computing(link.kinds)[0] in runs.ADDED_TO
         # A run evaluates its names after what is made before this expression.
         ordered = form != "radd" or isinstance(added, ast.Name)
@@ -286,18 +288,20 @@ class _Function(Names, Calls, Branches, additions.Surroundings):
                 between.append(at)
                 continue
             inner = [statement]
-            if chain.links and isinstance(statement, ast.If):
+            if isinstance(statement, ast.If):
                 branches[at] = self.led(statement)
                 if branches[at] is None:
                     break
                 inner = branches[at].statements
-            if not all(self._goes_on(chain, part, at) for part in inner):
+            if not all(self._goes_on(chain, part, at) for part in inner) or not chain.links:
                 break
         links, owners = chain.links, chain.owners
         end = 0  # of what is a run within the first statement
         for start in range(owners.count(first)):
             if start < end:
                 continue
+            if first in branches and start > 0:
+                break  # behind other statements in there
             length = stretch_length(links[start : start + WINDOW])
             run, last = links[start : start + length], owners[start + length - 1]
             if last == first:
@@ -306,6 +310,8 @@ class _Function(Names, Calls, Branches, additions.Surroundings):
             if not length or last == first or taken or self._added_first(run, owners[start:]):
                 continue
             kept = any(i < last for i in between) or not self._is_applied_to_name(run[0])
+            if kept and first in branches:
+                continue
             if kept and self._adds_what_it_sets(run[: owners[start:].count(first)], body[first]):
                 continue
             self._take(run)

@@ -163,8 +163,8 @@ def module_and_more(links):
     return found
 
 
-#: What scales, adds or activates.
-_BEHIND = frozenset(("Add", "Scale", *ACTIVATIONS))
+#: What scales, adds, activates, or hands on its input with its dimensions in another order.
+_BEHIND = frozenset(("Add", "Permute", "Scale", *ACTIVATIONS))
 
 
 def _are_joined(computed, owners):
