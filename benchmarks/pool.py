@@ -26,7 +26,11 @@ SQUARES = [
 CASES = {
     "max_pool2d": [*SQUARES, case((32, 64, 112, 112), 3, 2, 1)],
     # Not padded: stock's gradient of padded windows is wrong in channels_last on CUDA.
-    "avg_pool2d": [*SQUARES, case((32, 64, 112, 112), 3, 2)],
+    "avg_pool2d": [
+        *SQUARES,
+        case((32, 64, 112, 112), 3, 2),
+        case((64, 64, 56, 56), 3, 1, gpu_only=True),
+    ],
 }
 
 BENCHMARKS = [

@@ -103,10 +103,11 @@ class ByMethod(Base):
         y = self.block(x)
         if self.gamma is not None:
             y = y.mul(self.gamma[None, :])
-        if self.final is None:
-            y = self.drop(y) + self.shortcut(x)
-        else:
+        if self.final is not None:
             y = self.final(y)
+        else:
+            y = self.drop(y)
+            y = y + self.shortcut(x)
         return y
 
 

@@ -266,6 +266,41 @@ def test_gradients_by_mask(device, dtype, fmt):
             assert torch.equal(got, expected if wanted else expected.new_empty(0))
 
 
+@pytest.mark.parametrize("fmt", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize(("shape", "groups"), [((3, 40, 9, 12), 4), ((2, 7, 5, 6), 7)], ids=str)
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
+def test_float32_results_of_16_bit_inputs(device, half, shape, groups, fmt):
+    """As under autocast, whose rounding would show: y and dy are float32, dx is not."""
+    x = torch.randn(shape, device=device).to(half).to(memory_format=fmt).requires_grad_()
+
+    def ours(x, weight, bias):
+        return torch.ops.braze.group_norm(x, weight, bias, groups, 1e-5, torch.float32)[0]
+
+    def wide(x, weight, bias):
+        to = torch.float64 if x.dtype == torch.float64 else torch.float32
+        return stock.group_norm(x.to(to), groups, weight.to(to), bias.to(to))
+
+    for dtype in (torch.float32, half):
+        check_against_stock(ours, wide, [x, *parameters(shape[1], device, dtype)])
+    y = ours(x, *parameters(shape[1], device, torch.float32))
+    assert y.dtype == torch.float32
+    assert y.is_contiguous(memory_format=fmt)
+    with pytest.raises(RuntimeError, match="dtype to be the input's, or float32 for a 16-bit"):
+        torch.ops.braze.group_norm(x, None, None, groups, 1e-5, torch.float64)
+    empty = torch.empty(0, *shape[1:], device=device, dtype=half)
+    assert ours(empty, None, None).dtype == torch.float32
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_converts_nothing_first(device, half):
+    x = torch.randn(4, 32, 16, 16, device=device).to(half).to(memory_format=torch.channels_last)
+    weight, bias = parameters(32, device, torch.float32)
+    with torch.autocast(device, dtype=half):
+        y = F.group_norm(x.requires_grad_(), 8, weight, bias)
+    assert y.dtype == (torch.float32 if device == "cuda" else half)
+    assert y.grad_fn.saved_tensors[0].dtype == half
+
+
 def test_autocast_follows_torch(device):
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
         x = torch.randn(2, 4, 5, device=device, dtype=dtype, requires_grad=True)
@@ -289,6 +324,8 @@ def test_opcheck(device, dtype, channels_last):
     weight, bias = parameters(4, device, dtype)
     opcheck(op, (x.clone().requires_grad_(), weight, bias, 2, 1e-5))
     opcheck(op, (x.clone().requires_grad_(), None, None, 4, 1e-5))
+    if dtype in (torch.bfloat16, torch.float16):
+        opcheck(op, (x.clone().requires_grad_(), weight, bias, 2, 1e-5, torch.float32))
     y, mean, rstd = op(x, weight, bias, 2, 1e-5)
     args = y.detach(), x, weight.detach(), mean, rstd, 2
     for mask in ([True, True, True], [True, False, False], [False, True, False]):

@@ -207,10 +207,10 @@ static void define(torch::stable::detail::StableLibrary& m) {
       "global_response_norm_backward(Tensor grad_output, Tensor input, Tensor weight, "
       "Tensor norms, Tensor scales, bool[] output_mask) -> (Tensor, Tensor, Tensor)");
 
-  // group_norm: mean and rstd are [N, num_groups]
+  // group_norm: mean and rstd are [N, num_groups]; dtype may be float32 for a 16-bit input
   m.def(
-      "group_norm(Tensor input, Tensor? weight, Tensor? bias, int num_groups, float eps) "
-      "-> (Tensor output, Tensor mean, Tensor rstd)");
+      "group_norm(Tensor input, Tensor? weight, Tensor? bias, int num_groups, float eps, "
+      "ScalarType? dtype=None) -> (Tensor output, Tensor mean, Tensor rstd)");
   m.def(
       "group_norm_backward(Tensor grad_output, Tensor input, Tensor? weight, Tensor mean, "
       "Tensor rstd, int num_groups, bool[] output_mask) -> (Tensor, Tensor, Tensor)");

@@ -88,6 +88,7 @@ void group_gradient(const GroupNormShape& shape, int64_t row, const T* dy, const
 
 bool group_norm_takes_channels_last() { return false; }
 bool group_norm_takes_activation(const GroupNormShape&) { return false; }
+bool group_norm_takes_float32(const GroupNormShape&) { return false; }
 
 int64_t group_norm_forward_workspace_bytes(const GroupNormShape&) { return 0; }
 

@@ -11,7 +11,8 @@ namespace braze {
 // [n, inner, c]; each of `groups` runs of neighbouring channels is normalised by itself in each
 // image. Statistics are kept in float32 (float64 for float64 input): "statistics dtype".
 struct GroupNormShape {
-  DType dtype;
+  DType dtype;   // of x and dx
+  DType result;  // of y and dy: dtype, or float32 for a 16-bit x where that is taken
   int64_t n, c, inner, groups;
   bool channels_last = false;
   Activation activation = kIdentity;  // of what is normalised; others where they are taken
@@ -36,8 +37,10 @@ namespace BRAZE_DEVICE {
 // Whether the functions below take channels_last tensors, which are aligned to 16 bytes then.
 bool group_norm_takes_channels_last();
 
-// Whether the functions below take activations of tensors of such a shape.
+// Whether the functions below take activations of tensors of such a shape, and float32 results of
+// 16-bit ones; not both at once.
 bool group_norm_takes_activation(const GroupNormShape& shape);
+bool group_norm_takes_float32(const GroupNormShape& shape);
 
 // y = f(v) with v = (x - mean) rstd weight + bias, where rstd = 1 / sqrt(biased variance + eps) and
 // f is the activation. Parameters are [c] each, or nullptr. mean and rstd, [n, groups] in the

@@ -8,7 +8,9 @@
 namespace braze {
 namespace {
 
-GroupNormShape checked_shape(const char* op, const Tensor& input, int64_t num_groups) {
+// result: the dtype of what the forward makes, whose gradient has it too.
+GroupNormShape checked_shape(const char* op, const Tensor& input, int64_t num_groups,
+                             ScalarType result) {
   const BatchNormShape planes = batch_norm_shape(op, input);
   BRAZE_CHECK(num_groups > 0, op, ": Expected num groups to be greater than 0, got ", num_groups);
   BRAZE_CHECK(planes.c % num_groups == 0, op,
@@ -16,24 +18,45 @@ GroupNormShape checked_shape(const char* op, const Tensor& input, int64_t num_gr
               "of shape ",
               shape_string(input), " and num_groups=", num_groups);
   const bool channels_last = keeps_channels_last(planes) && dev::group_norm_takes_channels_last();
-  return {planes.dtype, planes.n, planes.c, planes.inner, num_groups, channels_last};
+  const bool is_own = result == input.scalar_type();
+  const DType of_result = is_own ? planes.dtype : DType::kFloat32;
+  BRAZE_CHECK(is_own || (result == ScalarType::Float &&
+                         (planes.dtype == DType::kBFloat16 || planes.dtype == DType::kFloat16)),
+              op, ": expected dtype to be the input's, or float32 for a 16-bit input, but got ",
+              scalar_type_name(result), " for ", scalar_type_name(input.scalar_type()));
+  return {planes.dtype, of_result, planes.n, planes.c, planes.inner, num_groups, channels_last};
+}
+
+// Where the kernels take no float32 result: what they are given instead.
+Tensor in_float32(const Tensor& t) {
+  Tensor copy = t.dim() == 4 ? empty_4d(sizes_of(t), t, is_channels_last(t), ScalarType::Float)
+                             : empty(sizes_of(t), t, ScalarType::Float);
+  torch::stable::copy_(copy, t);
+  return copy;
+}
+std::optional<Tensor> in_float32(const std::optional<Tensor>& t) {
+  return t ? std::optional(in_float32(*t)) : t;
+}
+bool is_taken(const GroupNormShape& shape) {
+  return shape.result == shape.dtype || dev::group_norm_takes_float32(shape);
 }
 
 // As the kernels take it: in the shape's layout. Where they take none but planes, these are made.
-Tensor as_taken(const DeviceContext& context, const GroupNormShape& shape, const Tensor& t) {
-  if (shape.channels_last) {
-    return in_layout({shape.dtype, shape.n, shape.c, shape.inner, true}, t);
-  }
+// dtype: of the tensor.
+Tensor as_taken(const DeviceContext& context, const GroupNormShape& shape, DType dtype,
+                const Tensor& t) {
+  if (shape.channels_last) return in_layout({dtype, shape.n, shape.c, shape.inner, true}, t);
   if (!is_channels_last(t)) return as_contiguous(t);
   return transposed(context, t, sizes_of(t), shape.n, shape.inner, shape.c);
 }
 
-// A tensor of the input's format that run(memory) fills, in the shape's layout.
+// A tensor of the input's format, and of a dtype (the input's where that is not channels_last),
+// that run(memory) fills, in the shape's layout.
 template <typename F>
 Tensor written(const DeviceContext& context, const GroupNormShape& shape, const Tensor& input,
-               const F& run) {
+               ScalarType dtype, const F& run) {
   if (shape.channels_last) {
-    Tensor result = empty_4d(sizes_of(input), input, true);
+    Tensor result = empty_4d(sizes_of(input), input, true, dtype);
     run(result.mutable_data_ptr());
     return result;
   }
@@ -47,16 +70,23 @@ Tensor written(const DeviceContext& context, const GroupNormShape& shape, const 
 }
 
 // The same of what is empty or not wanted.
-Tensor unwritten(const Tensor& input) {
-  return empty_like_input(batch_norm_shape("group_norm", input), input);
+Tensor unwritten(const Tensor& input, ScalarType dtype) {
+  const Tensor result = empty_like_input(batch_norm_shape("group_norm", input), input);
+  return dtype == input.scalar_type() ? result : in_float32(result);
 }
 
 // The normalised images, mean and rstd.
 std::tuple<Tensor, Tensor, Tensor> normalised(const char* op, const Tensor& input,
                                               const std::optional<Tensor>& weight,
                                               const std::optional<Tensor>& bias, int64_t num_groups,
-                                              double eps, const Activation& activation) {
-  GroupNormShape shape = checked_shape(op, input, num_groups);
+                                              double eps, const Activation& activation,
+                                              std::optional<ScalarType> dtype = std::nullopt) {
+  const ScalarType result = dtype.value_or(input.scalar_type());
+  GroupNormShape shape = checked_shape(op, input, num_groups, result);
+  if (!is_taken(shape)) {
+    return normalised(op, in_float32(input), in_float32(weight), in_float32(bias), num_groups, eps,
+                      activation);
+  }
   check_channel_vector(op, "weight", weight, input);
   check_channel_vector(op, "bias", bias, input);
   check_pair(op, "weight", weight, "bias", bias);
@@ -64,15 +94,15 @@ std::tuple<Tensor, Tensor, Tensor> normalised(const char* op, const Tensor& inpu
   const std::vector<int64_t> groups{shape.n, shape.groups};
   if (input.numel() == 0) {
     const auto zero = [&] { return zeros(groups, input, statistics_type(input)); };
-    return {unwritten(input), zero(), zero()};
+    return {unwritten(input, result), zero(), zero()};
   }
   if (dev::group_norm_takes_activation(shape)) shape.activation = activation;
   Tensor mean = empty(groups, input, statistics_type(input));
   Tensor rstd = empty(groups, input, statistics_type(input));
-  const Tensor x = as_taken(context, shape, input);
+  const Tensor x = as_taken(context, shape, shape.dtype, input);
   const auto w = dense(weight), b = dense(bias);
   const Workspace workspace(dev::group_norm_forward_workspace_bytes(shape), input);
-  const Tensor out = written(context, shape, input, [&](void* y) {
+  const Tensor out = written(context, shape, input, result, [&](void* y) {
     dev::group_norm(context.stream(), shape, x.const_data_ptr(), affine_of(w, b), eps, y,
                     mean.mutable_data_ptr(), rstd.mutable_data_ptr(), workspace.data());
   });
@@ -85,8 +115,8 @@ std::tuple<Tensor, Tensor, Tensor> normalised(const char* op, const Tensor& inpu
 
 std::tuple<Tensor, Tensor, Tensor> group_norm(const Tensor& input, std::optional<Tensor> weight,
                                               std::optional<Tensor> bias, int64_t num_groups,
-                                              double eps) {
-  return normalised("group_norm", input, weight, bias, num_groups, eps, kIdentity);
+                                              double eps, std::optional<ScalarType> dtype) {
+  return normalised("group_norm", input, weight, bias, num_groups, eps, kIdentity, dtype);
 }
 
 std::tuple<Tensor, Tensor, Tensor> group_norm_act(const Tensor& input, std::optional<Tensor> weight,
@@ -122,10 +152,25 @@ std::tuple<Tensor, Tensor, Tensor> gradients(const char* op, const Tensor& grad_
                                              const Tensor& rstd, int64_t num_groups, double eps,
                                              const Activation& activation,
                                              const std::vector<bool>& output_mask) {
-  GroupNormShape shape = checked_shape(op, input, num_groups);
   check_same_device(op, "grad_output", grad_output, "input", input);
-  check_same_dtype(op, "grad_output", grad_output, "input", input);
   check_same_shape(op, "grad_output", grad_output, "input", input);
+  GroupNormShape shape = checked_shape(op, input, num_groups, grad_output.scalar_type());
+  BRAZE_CHECK(activation.identity() || shape.result == shape.dtype, op,
+              ": expected grad_output of the input's dtype, but got ",
+              scalar_type_name(grad_output.scalar_type()));
+  if (!is_taken(shape)) {
+    auto [dx, dweight, dbias] =
+        gradients(op, grad_output, in_float32(input), in_float32(weight), bias, mean, rstd,
+                  num_groups, eps, activation, output_mask);
+    const auto narrowed = [](const Tensor& t, const Tensor& like) {
+      Tensor copy = t.dim() == 4 ? empty_4d(sizes_of(t), like, is_channels_last(t))
+                                 : empty(sizes_of(t), like);
+      torch::stable::copy_(copy, t);
+      return copy;
+    };
+    if (!weight) return {narrowed(dx, input), dweight, dbias};
+    return {narrowed(dx, input), narrowed(dweight, *weight), narrowed(dbias, *weight)};
+  }
   check_channel_vector(op, "weight", weight, input);
   check_channel_vector(op, "bias", bias, input);
   check_pair(op, "weight", weight, "bias", bias);
@@ -147,14 +192,16 @@ std::tuple<Tensor, Tensor, Tensor> gradients(const char* op, const Tensor& grad_
   };
   Tensor grad_weight = channels(output_mask[1]), grad_bias = channels(output_mask[2]);
   if (no_elements) {
-    return {output_mask[0] ? unwritten(input) : empty({0}, input), grad_weight, grad_bias};
+    return {output_mask[0] ? unwritten(input, input.scalar_type()) : empty({0}, input), grad_weight,
+            grad_bias};
   }
   if (dev::group_norm_takes_activation(shape)) shape.activation = activation;
   const bool aside = !activation.identity() && shape.activation.identity();
   const Tensor grad =
       aside ? in_front(context, activation, grad_output, input, weight, bias, num_groups, eps)
             : grad_output;
-  const Tensor x = as_taken(context, shape, input), dy = as_taken(context, shape, grad);
+  const Tensor x = as_taken(context, shape, shape.dtype, input);
+  const Tensor dy = as_taken(context, shape, shape.result, grad);
   const auto w = dense(weight), b = dense(bias);
   const Tensor m = as_contiguous(mean), r = as_contiguous(rstd);
   const Workspace workspace(dev::group_norm_workspace_bytes(shape), input);
@@ -168,7 +215,9 @@ std::tuple<Tensor, Tensor, Tensor> gradients(const char* op, const Tensor& grad_
         {dx, wanted(1, grad_weight), wanted(2, grad_bias), dtype_of(op, "weight", grad_weight)},
         workspace.data());
   };
-  if (output_mask[0]) return {written(context, shape, input, run), grad_weight, grad_bias};
+  if (output_mask[0]) {
+    return {written(context, shape, input, input.scalar_type(), run), grad_weight, grad_bias};
+  }
   run(nullptr);
   return {empty({0}, input), grad_weight, grad_bias};
 }

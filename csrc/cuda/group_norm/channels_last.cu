@@ -1,7 +1,8 @@
 // Launches channels_last.cuh.
 //
-// Bytes per element of a 16-bit tensor: forward 6 (x twice, y), backward 10 (dy and x twice, dx);
-// the second time they come from the L2 cache as far as it holds them.
+// Bytes per element of a 16-bit tensor: forward 6 (x twice, y), backward 10 (dy and x twice, dx),
+// of a float32 result 8 and 14; the second time they come from the L2 cache as far as it holds
+// them.
 #include "channels_last.h"
 
 #include "channels_last.cuh"
@@ -63,13 +64,17 @@ struct ImageMemory {
   static int64_t aligned(int64_t count) { return ceil_div(count, int64_t{8}) * 8; }
 };
 
-// f(whether there is an activation, its code), for elements T in vectors of N.
+// f(tag of the result's type, whether there is an activation, its code), for elements T in vectors
+// of N.
 template <typename T, int N, typename F>
-void with_code(const Activation& activation, const F& f) {
-  if (activation.identity()) {
-    return f(std::false_type{}, std::integral_constant<ActivationCode, ActivationCode::kClamp>{});
+void with_result_and_code(const GroupNormShape& shape, const F& f) {
+  constexpr auto kNone = std::integral_constant<ActivationCode, ActivationCode::kClamp>{};
+  if constexpr (sizeof(T) == 2) {
+    if (shape.result == DType::kFloat32) return f(TypeTag<float>{}, std::false_type{}, kNone);
   }
-  with_activation_code<T, N>(activation, [&](auto code) { f(std::true_type{}, code); });
+  if (shape.activation.identity()) return f(TypeTag<T>{}, std::false_type{}, kNone);
+  with_activation_code<T, N>(shape.activation,
+                             [&](auto code) { f(TypeTag<T>{}, std::true_type{}, code); });
 }
 
 // f(T, integral constant N) for the vectors of a pixel's channels.
@@ -101,7 +106,6 @@ void normalise_images(Stream stream, const GroupNormShape& shape, const void* x,
     const RowPlan sums = sums_plan(shape, N), pass = pass_plan(shape, N);
     const ImageMemory<MomentsPartial, A> memory(workspace, shape, sums.parts);
     const ImageNormArgs<T> args{static_cast<const T*>(x),
-                                static_cast<T*>(y),
                                 affine.weight,
                                 affine.bias,
                                 affine.dtype != shape.dtype,
@@ -121,10 +125,12 @@ void normalise_images(Stream stream, const GroupNormShape& shape, const void* x,
                            memory.partials, int64_t{sums.parts}, shape.rows(),
                            static_cast<double>(shape.size()), of_sums, args);
     });
-    with_code<T, N>(shape.activation, [&](auto acts, auto code) {
+    with_result_and_code<T, N>(shape, [&](auto result, auto acts, auto code) {
+      using Out = typename decltype(result)::type;
       const auto kernel =
-          normalise_images_kernel<T, N, decltype(acts)::value, decltype(code)::value>;
-      launch_early(kernel, pass.grid(), pass.threads, 0, stream, pass, of_pass, args);
+          normalise_images_kernel<T, Out, N, decltype(acts)::value, decltype(code)::value>;
+      launch_early(kernel, pass.grid(), pass.threads, 0, stream, pass, of_pass, args,
+                   static_cast<Out*>(y));
     });
     check_launch("group_norm");
   });
@@ -148,8 +154,7 @@ void image_gradients(Stream stream, const GroupNormShape& shape, const void* dy,
     constexpr int N = decltype(width)::value;
     const RowPlan sums = sums_plan(shape, N), pass = pass_plan(shape, N);
     const ImageMemory<GradPartial<A>, A> memory(workspace, shape, sums.parts);
-    const ImageGradArgs<T> args{static_cast<const T*>(dy),
-                                static_cast<const T*>(x),
+    const ImageGradArgs<T> args{static_cast<const T*>(x),
                                 static_cast<T*>(dx),
                                 affine.weight,
                                 affine.bias,
@@ -164,10 +169,12 @@ void image_gradients(Stream stream, const GroupNormShape& shape, const void* dy,
                                 memory.of_groups + shape.rows(),
                                 ActivationArgs<A>(shape.activation)};
     const ImageGroups of_sums = groups_of(shape, sums), of_pass = groups_of(shape, pass);
-    with_code<T, N>(shape.activation, [&](auto acts, auto code) {
-      const auto kernel = image_sums_kernel<T, N, decltype(acts)::value, decltype(code)::value>;
+    with_result_and_code<T, N>(shape, [&](auto result, auto acts, auto code) {
+      using Out = typename decltype(result)::type;
+      const auto kernel =
+          image_sums_kernel<T, Out, N, decltype(acts)::value, decltype(code)::value>;
       launch_early(kernel, sums.grid(), sums.threads, 0, stream, sums, of_sums, args,
-                   memory.partials);
+                   static_cast<const Out*>(dy), memory.partials);
     });
     const double by_size = 1.0 / static_cast<double>(shape.size());
     // (Few channels, whose parts a team shares out.)
@@ -180,10 +187,12 @@ void image_gradients(Stream stream, const GroupNormShape& shape, const void* dy,
                            shape.rows(), by_size, of_sums, args);
     });
     if (dx) {
-      with_code<T, N>(shape.activation, [&](auto acts, auto code) {
+      with_result_and_code<T, N>(shape, [&](auto result, auto acts, auto code) {
+        using Out = typename decltype(result)::type;
         const auto kernel =
-            image_input_grad_kernel<T, N, decltype(acts)::value, decltype(code)::value>;
-        launch_early(kernel, pass.grid(), pass.threads, 0, stream, pass, of_pass, args);
+            image_input_grad_kernel<T, Out, N, decltype(acts)::value, decltype(code)::value>;
+        launch_early(kernel, pass.grid(), pass.threads, 0, stream, pass, of_pass, args,
+                     static_cast<const Out*>(dy));
       });
     }
     check_launch("group_norm_backward");

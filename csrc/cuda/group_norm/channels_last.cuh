@@ -46,7 +46,6 @@ struct ImageNormArgs {
   using A = acc_t<T>;
 
   const T* x;
-  T* y;
   const void* weight;
   const void* bias;
   bool wide;  // float32 parameters beside a 16-bit T
@@ -128,10 +127,10 @@ __global__ void __launch_bounds__(kLanes > kImageTeamThreads ? kLanes : kImageTe
   }
 }
 
-// kActs: whether there is an activation, of the code kCode.
-template <typename T, int N, bool kActs, ActivationCode kCode>
+// kActs: whether there is an activation, of the code kCode. Out: the result's elements.
+template <typename T, typename Out, int N, bool kActs, ActivationCode kCode>
 __global__ void __launch_bounds__(kMostRowThreads)
-    normalise_images_kernel(RowPlan plan, ImageGroups g, ImageNormArgs<T> args) {
+    normalise_images_kernel(RowPlan plan, ImageGroups g, ImageNormArgs<T> args, Out* y) {
   using A = acc_t<T>;
   using Coefficients = PerElement<A, N, false>;
   constexpr int U = kRowLoads;
@@ -151,7 +150,7 @@ __global__ void __launch_bounds__(kMostRowThreads)
 #pragma unroll
         for (int k = 0; k < N; ++k) v[k] = normalized(v[k] - center[k], scale[k], shift[k]);
         if constexpr (kActs) activate<kCode, T>(v, args.activation);
-        store_as(args.y + offset, v);
+        store_as(y + offset, v);
       });
 }
 
@@ -159,7 +158,6 @@ template <typename T>
 struct ImageGradArgs {
   using A = acc_t<T>;
 
-  const T* dy;
   const T* x;
   T* dx;  // or nullptr
   const void* weight;
@@ -205,9 +203,9 @@ struct ImageBefore {
 };
 
 // Sums of dv and of dv (x - mean) of each channel over a part.
-template <typename T, int N, bool kActs, ActivationCode kCode>
+template <typename T, typename Out, int N, bool kActs, ActivationCode kCode>
 __global__ void __launch_bounds__(kMostRowThreads)
-    image_sums_kernel(RowPlan plan, ImageGroups g, ImageGradArgs<T> args,
+    image_sums_kernel(RowPlan plan, ImageGroups g, ImageGradArgs<T> args, const Out* of_output,
                       GradPartial<acc_t<T>>* __restrict__ partials) {
   using A = acc_t<T>;
   constexpr int U = kSumLoads / 2;
@@ -219,11 +217,12 @@ __global__ void __launch_bounds__(kMostRowThreads)
     const int64_t image = g.parts.div(me.part);
     const auto center = of_their_groups<N>(g, args.mean, image, me.channel);
     const ImageBefore<T, N, kActs, kCode> before(g, args, image, me.channel);
-    Packed<T, N> dy[U], x[U];
+    Packed<Out, N> dy[U];
+    Packed<T, N> x[U];
     each_row_forwards<U>(
         plan, me,
         [&](int u, int64_t offset) {
-          dy[u].load(args.dy + offset);
+          dy[u].load(of_output + offset);
           x[u].load(args.x + offset);
         },
         [&](int u, int64_t) {
@@ -307,9 +306,10 @@ __global__ void __launch_bounds__(kLanes > kImageTeamThreads ? kLanes : kImageTe
   }
 }
 
-template <typename T, int N, bool kActs, ActivationCode kCode>
+template <typename T, typename Out, int N, bool kActs, ActivationCode kCode>
 __global__ void __launch_bounds__(kMostRowThreads)
-    image_input_grad_kernel(RowPlan plan, ImageGroups g, ImageGradArgs<T> args) {
+    image_input_grad_kernel(RowPlan plan, ImageGroups g, ImageGradArgs<T> args,
+                            const Out* of_output) {
   using A = acc_t<T>;
   using Coefficients = PerElement<A, N, false>;
   constexpr int U = kRowLoads / 2;
@@ -322,11 +322,12 @@ __global__ void __launch_bounds__(kMostRowThreads)
   const Coefficients constant = of_their_groups<N>(g, args.constant, image, me.channel);
   const Coefficients by_grad(args.by_grad, image * g.c + me.channel);
   const ImageBefore<T, N, kActs, kCode> before(g, args, image, me.channel);
-  Packed<T, N> dy[U], x[U];
+  Packed<Out, N> dy[U];
+  Packed<T, N> x[U];
   each_row_backwards<U>(
       plan, me,
       [&](int u, int64_t offset) {
-        dy[u].load(args.dy + offset);
+        dy[u].load(of_output + offset);
         x[u].load(args.x + offset);
       },
       [&](int u, int64_t offset) {

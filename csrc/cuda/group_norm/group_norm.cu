@@ -508,6 +508,7 @@ void sum_planes(cudaStream_t stream, const GroupNormShape& shape, const PlaneArg
 
 bool group_norm_takes_channels_last() { return true; }
 bool group_norm_takes_activation(const GroupNormShape& shape) { return shape.channels_last; }
+bool group_norm_takes_float32(const GroupNormShape& shape) { return shape.channels_last; }
 
 int64_t group_norm_forward_workspace_bytes(const GroupNormShape& shape) {
   if (shape.channels_last) return images_forward_workspace_bytes(shape);

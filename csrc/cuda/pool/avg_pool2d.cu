@@ -44,10 +44,17 @@ __global__ void __launch_bounds__(kPoolThreads)
   store_vec(y + i * N, result);
 }
 
-template <typename T, int N, typename Split>
+// Up to how many windows an element is in along each axis, of those whose gradients a thread asks
+// for all at once: 3 x 3 windows of 64 x 64 x 56 x 56 in fp32, one after the other and with a
+// division for each element, took 70 us where a copy takes 27 (H200).
+constexpr int kFewWindows = 3;
+
+// kFew: whether there are at most kFewWindows along each axis.
+template <bool kFew, typename T, int N, typename Split>
 __global__ void __launch_bounds__(kPoolThreads)
     avg_pool2d_backward_kernel(const T* __restrict__ dy, T* __restrict__ dx, int64_t count,
                                Split split, Window window, AvgPoolDivisor divisor) {
+  using A = acc_t<T>;
   const int64_t i = global_thread();
   if (i >= count) return;
   int64_t image;
@@ -56,13 +63,31 @@ __global__ void __launch_bounds__(kPoolThreads)
   int p0, p1, q0, q1;
   covering_windows(h, window.by_stride_h, window.pad_h, 1, window.r, window.p, &p0, &p1);
   covering_windows(w, window.by_stride_w, window.pad_w, 1, window.s, window.q, &q0, &q1);
-  acc_t<T> sum[N] = {};
-  for (int p = p0; p <= p1; ++p) {
-    for (int q = q0; q <= q1; ++q) {
-      const acc_t<T> d = static_cast<acc_t<T>>(divisor_of(window, divisor, p, q));
-      const Vec<T, N> grad = load_vec<N>(dy + window.output_offset(image, p, q) + group * N);
+  A sum[N] = {};
+  const auto load = [&](int p, int q) {
+    return load_vec<N>(dy + window.output_offset(image, p, q) + group * N);
+  };
+  const auto add = [&](int p, int q, const Vec<T, N>& grad) {
+    const A by = A(1) / static_cast<A>(divisor_of(window, divisor, p, q));
 #pragma unroll
-      for (int k = 0; k < N; ++k) sum[k] += convert<acc_t<T>>(grad.v[k]) / d;
+    for (int k = 0; k < N; ++k) sum[k] += convert<A>(grad.v[k]) * by;
+  };
+  if constexpr (kFew) {
+    Vec<T, N> grads[kFewWindows][kFewWindows];
+    const auto each = [&](const auto& f) {
+#pragma unroll
+      for (int a = 0; a < kFewWindows; ++a) {
+#pragma unroll
+        for (int b = 0; b < kFewWindows; ++b) {
+          if (p0 + a <= p1 && q0 + b <= q1) f(p0 + a, q0 + b, grads[a][b]);
+        }
+      }
+    };
+    each([&](int p, int q, Vec<T, N>& grad) { grad = load(p, q); });
+    each(add);
+  } else {
+    for (int p = p0; p <= p1; ++p) {
+      for (int q = q0; q <= q1; ++q) add(p, q, load(p, q));
     }
   }
   Vec<T, N> result;
@@ -162,9 +187,13 @@ void avg_pool2d_backward(Stream stream, const Pool2dShape& shape, const AvgPoolD
     with_depth_vectors<T>(shape.depth(), aligned, [&](auto width) {
       constexpr int N = decltype(width)::value;
       const int64_t count = shape.input_count() / N;
+      const bool few = ceil_div(window.r, window.stride_h) <= kFewWindows &&
+                       ceil_div(window.s, window.stride_w) <= kFewWindows;
       with_split(count, shape.depth() / N, shape.w, shape.h, [&](auto split) {
-        avg_pool2d_backward_kernel<T, N>
-            <<<pool_blocks(count), kPoolThreads, 0, s>>>(grad, out, count, split, window, divisor);
+        const auto kernel = few ? avg_pool2d_backward_kernel<true, T, N, decltype(split)>
+                                : avg_pool2d_backward_kernel<false, T, N, decltype(split)>;
+        kernel<<<pool_blocks(count), kPoolThreads, 0, s>>>(grad, out, count, split, window,
+                                                           divisor);
       });
     });
   });

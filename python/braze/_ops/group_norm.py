@@ -5,10 +5,12 @@ import torch
 
 from braze._norm_rules import may_take_ours, parameters_fit, takes_ours
 from braze._ops._common import (
+    HALF_DTYPES,
     below_autograd,
     cast_to,
     eager,
     eager_backward,
+    is_channels_last,
     plain,
     register,
     statistics_dtype,
@@ -22,9 +24,11 @@ class GroupNorm(torch.autograd.Function):
     """Returns the result and the statistics it was made with, which are not differentiable."""
 
     @staticmethod
-    def forward(ctx, input, weight, bias, num_groups, eps):
+    def forward(ctx, input, weight, bias, num_groups, eps, dtype=None):
         with below_autograd():
-            output, mean, rstd = _ops.group_norm.default(input, weight, bias, num_groups, eps)
+            output, mean, rstd = _ops.group_norm.default(
+                input, weight, bias, num_groups, eps, dtype
+            )
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(mean, rstd)
         ctx.save_for_backward(input, weight, mean, rstd)
@@ -35,7 +39,7 @@ class GroupNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_output, *_):
         if grad_output is None:
-            return (None,) * 5
+            return (None,) * 6
         mask = ctx.needs_input_grad[:3]
         dx, dweight, dbias = _group_norm_backward(
             grad_output, *ctx.saved_tensors, ctx.num_groups, mask
@@ -44,6 +48,7 @@ class GroupNorm(torch.autograd.Function):
             dx if mask[0] else None,
             dweight if mask[1] else None,
             dbias.to(ctx.bias_dtype) if mask[2] else None,
+            None,
             None,
             None,
         )
@@ -86,9 +91,11 @@ def gradients(grad_output, input, weight, mean, rstd, num_groups, *_):
     return dx.reshape(input.shape).to(input.dtype), dweight.to(dtype), dbias.to(dtype)
 
 
-def formula(input, weight, bias, num_groups, eps):
+def formula(input, weight, bias, num_groups, eps, dtype=None):
     images, channels = input.shape[:2]
     inner = input.numel() // max(images * channels, 1)
+    if dtype is not None:
+        input, weight, bias = (t if t is None else t.to(dtype) for t in (input, weight, bias))
     return torch.native_group_norm(
         input.contiguous(), weight, bias, images, channels, inner, num_groups, eps
     )
@@ -100,10 +107,11 @@ _group_norm_backward = eager_backward(
 )
 
 
-def fake(input, weight, bias, num_groups, eps):
+def fake(input, weight, bias, num_groups, eps, dtype=None):
     groups = input.shape[0], num_groups
     statistics = (input.new_empty(groups, dtype=statistics_dtype(input)) for _ in range(2))
-    return empty_like_input(input), *statistics
+    output = empty_like_input(input)
+    return output if dtype is None else output.to(dtype), *statistics
 
 
 def fake_backward(grad_output, input, weight, mean, rstd, num_groups, output_mask):
@@ -116,14 +124,28 @@ def fake_backward(grad_output, input, weight, mean, rstd, num_groups, output_mas
 
 
 def _autocast_arguments(input, weight, bias):
-    """In float32 where autocast is on: torch casts the function on CUDA, not on the CPU."""
-    if input.is_cuda and torch.is_autocast_enabled("cuda"):
-        return cast_to(torch.float32, input, weight, bias)
-    return input, weight, bias
+    """Tensors and the result's dtype: float32 where autocast is on. Torch casts the function on
+    CUDA, not on the CPU."""
+    if not (input.is_cuda and torch.is_autocast_enabled("cuda")):
+        return input, weight, bias, None
+    if _saves_casts(input):
+        return input, *cast_to(torch.float32, weight, bias), torch.float32
+    return *cast_to(torch.float32, input, weight, bias), None
 
 
-def _autocast(input, weight, bias, num_groups, eps):
-    return *_autocast_arguments(input, weight, bias), num_groups, eps
+def _saves_casts(input):
+    """Whether torch would convert to float32 what the kernels take as it is."""
+    return (
+        input.is_cuda
+        and input.dtype in HALF_DTYPES
+        and is_channels_last(input)
+        and torch.is_autocast_enabled("cuda")
+    )
+
+
+def _autocast(input, weight, bias, num_groups, eps, dtype=None):
+    *tensors, own = _autocast_arguments(input, weight, bias)
+    return *tensors, num_groups, eps, own if dtype is None else dtype
 
 
 register("group_norm", fake=fake, autograd=_group_norm, autocast=_autocast)
@@ -156,9 +178,9 @@ def takes(input, num_groups, weight, bias, saves_casts=False):
     )
 
 
-def _apply(input, num_groups, weight, bias, eps):
+def _apply(input, num_groups, weight, bias, eps, dtype=None):
     apply = _ops.group_norm.default if torch.compiler.is_compiling() else _group_norm
-    return apply(input, weight, bias, num_groups, eps)[0]
+    return apply(input, weight, bias, num_groups, eps, dtype)[0]
 
 
 def group_norm(input, num_groups, weight=None, bias=None, eps=1e-5):
@@ -167,7 +189,7 @@ def group_norm(input, num_groups, weight=None, bias=None, eps=1e-5):
 
     Our kernels run where they were measured to be faster, or where a ``braze.backend`` of
     group_norm asks for them; elsewhere torch's function does. Under CUDA autocast 16-bit inputs
-    give float32, as in torch.
+    give float32, as in torch; of channels_last images our kernels do so without a cast before.
 
     Args:
         input: [N, C, ...]; float64, float32, bfloat16 or float16.
@@ -185,10 +207,11 @@ def group_norm(input, num_groups, weight=None, bias=None, eps=1e-5):
         ValueError: one value in all groups of a channel.
         RuntimeError: shapes that do not fit. Torch's own errors.
     """
-    if takes(input, num_groups, weight, bias):
-        tensors = _autocast_arguments(input, weight, bias)
+    saves_casts = isinstance(input, torch.Tensor) and _saves_casts(input)
+    if takes(input, num_groups, weight, bias, saves_casts):
+        *tensors, dtype = _autocast_arguments(input, weight, bias)
         if parameters_fit(*tensors):
-            return _apply(tensors[0], num_groups, *tensors[1:], eps)
+            return _apply(tensors[0], num_groups, *tensors[1:], eps, dtype)
     return torch.nn.functional.group_norm(input, num_groups, weight, bias, eps)
 
 
