@@ -319,3 +319,58 @@ def test_an_activation_of_its_own_code(device):
     with replaced(stock, "gelu", torch.relu):
         assert not torch.allclose(model(x), expected)
     torch.testing.assert_close(model(x), expected)
+
+
+class Kept(nn.Conv2d):
+    """Somebody else sees its result."""
+
+    def forward(self, x):
+        y = stock.conv2d(x, self.weight, self.bias, self.stride, self.padding)
+        self.seen = y
+        return y
+
+
+class Returned(nn.Conv2d):
+    def forward(self, x):
+        return stock.conv2d(x, self.weight, self.bias, self.stride, self.padding)
+
+
+class InPlace(nn.Module):
+    conv_class = Returned
+
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.act = self.conv_class(8, 8, 3, padding=1), nn.SiLU(inplace=True)
+        self.conv2 = nn.Conv2d(8, 8, 1)
+
+    def forward(self, x):
+        y = self.conv1(x)
+        y = self.act(y)
+        return self.conv2(y)
+
+
+class KeptInPlace(InPlace):
+    conv_class = Kept
+
+
+@pytest.mark.parametrize("kind", [InPlace, KeptInPlace])
+def test_overwriting_what_a_convolution_returns(device, kind):
+    """Autograd would copy it: an activation that does not overwrite it is as good where nobody else
+    sees it."""
+    model, original, x = pair(kind, device)
+    assert_trains_alike(model, original, x)
+    names = seen_by_profiler(lambda: model(x))
+    if kind is InPlace:
+        assert "aten::silu_" not in names
+    else:
+        assert "aten::silu_" in names
+        torch.testing.assert_close(model.conv1.seen, original.conv1.seen)
+    hook = model.conv1.register_forward_hook(lambda module, args, output: output * 2)
+    assert not torch.allclose(model(x), original(x))
+    hook.remove()
+
+
+def seen_by_profiler(function):
+    with torch.profiler.profile() as profile:
+        function()
+    return {event.name for event in profile.events()}

@@ -65,13 +65,37 @@ class Dropping(OneExpression):
         super().__init__(p=0.5)
 
 
-class NotAParameter(Base):
+class Number(Base):
+    """As residual blocks of networks without norms."""
+
     def __init__(self):
         super().__init__()
-        self.gamma, self.scale = None, 2.0
+        self.gamma, self.alpha = None, 0.3
 
     def forward(self, x):
-        return x + self.scale * self.block(x)
+        y = self.block(x)
+        y = self.drop(y)
+        return y * self.alpha + x
+
+
+class Constant(Number):
+    """As blocks of super-resolution."""
+
+    def forward(self, x):
+        y = self.block(x).mul(0.2)
+        y += x
+        return y
+
+
+class Factor(Number):
+    """A number that is no attribute of its own, and one that is a flag."""
+
+    def __init__(self):
+        super().__init__()
+        self.alpha = True
+
+    def forward(self, x):
+        return x + self.alpha * self.block(x) + (1 + 1) * self.block(x)
 
 
 class OneNumber(Base):
@@ -190,11 +214,40 @@ def test_where_it_drops_layer_by_layer(device):
     assert "scale_add" in ops_run(lambda: model(x))
 
 
-@pytest.mark.parametrize("kind", [NotAParameter, OneNumber])
+@pytest.mark.parametrize("kind", [Factor, OneNumber])
 def test_numbers_are_left_alone(device, kind):
     model, original, x = pair(kind, device, torch.contiguous_format)
     assert not braze.convert_report(model).fused
     assert_alike(model, original, x)
+
+
+@pytest.mark.parametrize("kind", [Number, Constant])
+def test_numbers_are_factors_of_the_addition(device, kind):
+    model, original, x = pair(kind, device, torch.contiguous_format)
+    assert [e.name for e in braze.convert_report(model).fused] == ["mul(), add()"]
+    assert_alike(model, original, x)
+    ran = aten_ops(lambda: model(x))
+    assert ("mul" in ran, "add" in ran) == (False, True)
+    for m in (model, original):  # which another type has to be asked about
+        m.alpha = torch.tensor(0.3, device=device)
+    assert_alike(model, original, x)
+    # In place, into a narrower type: what torch's product has.
+    with torch.autocast(device, torch.bfloat16):
+        assert model(x).dtype == original(x).dtype
+
+
+def aten_ops(function):
+    """The names of torch's ops that a call runs."""
+    ran = []
+
+    class Names(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            ran.append(op.overloadpacket.__name__.rstrip("_"))
+            return op(*args, **(kwargs or {}))
+
+    with Names():
+        function()
+    return ran
 
 
 def test_another_parameter(device):

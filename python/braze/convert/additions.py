@@ -1,5 +1,6 @@
 """Additions in runs: ``bn(x) + identity``, ``out += identity``, and what may lie between the batch
-norm and the addition; and layer scales, ``self.layer_scale * x``, in the batch norm's place.
+norm and the addition; and products with parameters and numbers, ``self.layer_scale * x``, in the
+batch norm's place.
 
 In a run, batch norm is computed where the addition is, hence after what is added, and after the
 statements in between. So these may be nothing but names, and calls of modules of which it is asked,
@@ -10,10 +11,11 @@ import ast
 
 from braze.convert import scales
 from braze.convert.modules import is_plain_attribute
+from braze.convert.source import NUMBERS, constant
 
 #: The forms of an addition as a link of a chain: see chains.Link.
 FORMS = "add", "radd", "iadd"
-#: The forms of a product with a parameter: ``x * p``, ``p * x`` and ``x.mul(p)``.
+#: The forms of a product with a parameter or a number: ``x * p``, ``p * x`` and ``x.mul(p)``.
 SCALE_FORMS = "mul", "rmul", "times"
 
 
@@ -88,10 +90,14 @@ class Surroundings:
         )
 
     def is_scale(self, node):
-        """Whether an expression is ``self.name``, or a view of it, a parameter of the module that
-        then has more than one element along one dimension."""
+        """Whether an expression is a number, or ``self.name``: a number, or a parameter of the
+        module that, perhaps as a view, has more than one element along one dimension."""
+        if type(constant(node)) in NUMBERS:
+            return True
         root, view = scales.view_of(node, self._own_name)
         name = self._own_name(root)
+        if name is not None and not view and type(self.module.__dict__.get(name)) in NUMBERS:
+            return True
         return name is not None and scales.is_scale(self.module, name, view)
 
     def _own_name(self, node):

@@ -21,6 +21,7 @@ from braze.convert.image_norms import group_norm_alone, group_norm_as_one, layer
 from braze.convert.kinds import ACTIVATIONS, Pooling, kind_of
 from braze.convert.link_calls import call, one_by_one
 from braze.convert.response_norms import response_normed_for_product
+from braze.convert.source import NUMBERS
 from braze.nn import functional as F
 from braze.nn.modules import batch_norm_act, conv2d_settings, conv_bn_act, conv_bn_relu_as_one
 
@@ -362,10 +363,27 @@ SCALE_ADD_ON = ("cuda",)
 
 
 def scale_add(links, input, added):
-    """A product with a parameter, and an addition."""
+    """A product with a parameter or a number, and an addition."""
     addition, (_, (scale,), _) = links
-    output = _scale_added(addition, scale, input, added)
+    scaled = _scale_added_by_number if type(scale) in NUMBERS else _scale_added
+    output = scaled(addition, scale, input, added)
     return one_by_one(links, input, added) if output is None else output
+
+
+def _scale_added_by_number(addition, number, input, added):
+    """By torch's addition, which takes a factor, or None where that is not the same."""
+    takes = (
+        {type(input), type(added)} <= TENSORS
+        and plain(input, added)
+        and input.device.type in SCALE_ADD_ON
+        and input.device == added.device
+        and input.is_floating_point()
+        and added.dtype in (input.dtype, torch.float32)
+        and input.shape == added.shape
+        and input.stride() == added.stride()
+        and not (addition[0] is operator.iadd and added.dtype != input.dtype)
+    )
+    return torch.add(added, input, alpha=number) if takes else None
 
 
 def scale_permute_add(links, input, added):

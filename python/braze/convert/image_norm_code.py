@@ -168,8 +168,9 @@ class OwnConvCode(Code):
                 return None
             if not self._is_convolved(statement, loads[0]):
                 return None
-            eps = standardized.whole(self)
-            return OwnConv(eps, self.same())
+            returned = statement.value if isinstance(statement, ast.Return) else None
+            is_last = isinstance(returned, ast.Call) and loads[0] in returned.args[:1]
+            return OwnConv(standardized.whole(self), is_last, self.same())
         return None
 
     def _is_last_use(self, statement):

@@ -107,11 +107,12 @@ class OwnConv:
 
     Args:
         eps: of the standardization of its weight (standardized.py), or None.
+        is_last: whether it returns the convolution's result, which nobody else sees then.
         same: tells whether the class's code is what it was.
     """
 
-    def __init__(self, eps, same):
-        self.eps, self.same = eps, same
+    def __init__(self, eps, is_last, same):
+        self.eps, self.is_last, self.same = eps, is_last, same
 
     def expand(self, module, found, modules):
         """See :meth:`Pass.expand`. The module itself is called."""

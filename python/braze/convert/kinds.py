@@ -114,11 +114,12 @@ def times(a, scale):
     return a.mul(scale)
 
 
-#: What stands for a product with a parameter in a run, and the methods of tensors that it calls; as
-#: a link, ``(mul, (parameter,), {})``.
+#: What stands for a product with a parameter or a number in a run, and the methods of tensors that
+#: it calls; as a link, ``(mul, (parameter,), {})``.
 SCALINGS = {**dict.fromkeys((mul, rmul), ("__mul__", "__rmul__")), times: ("mul",)}
 FUNCTION_KINDS.update(dict.fromkeys(SCALINGS, "Scale"))
 #: Functions whose first arguments as a link, behind the input, are tensors: how many are.
+#: (:data:`SCALINGS` may have a number there.)
 OF_TENSORS = dict.fromkeys(SCALINGS, 1)
 #: Functions of an input and of a module, whose tensors they read, as the first of a link.
 OF_MODULES = set()

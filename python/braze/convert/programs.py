@@ -9,8 +9,9 @@ import torch
 
 import braze.nn
 from braze import _programs
-from braze.convert.kinds import ACTIVATIONS, FUNCTION_KINDS, OF_MODULES, OF_TENSORS
+from braze.convert.kinds import ACTIVATIONS, FUNCTION_KINDS, OF_MODULES, OF_TENSORS, SCALINGS
 from braze.convert.modules import is_container
+from braze.convert.source import NUMBERS
 
 _SETTINGS = {
     "AvgPool2d": (
@@ -116,7 +117,7 @@ def _describe(links, name, tensors, buffers):
                 if not _describe(args[0], name, tensors, buffers):
                     return False
                 continue
-            count = OF_TENSORS.get(called, 0)
+            count = _tensors_of(called, args)
             if count and all(isinstance(a, torch.Tensor) for a in args[:count]):
                 name += (called, *args[count:])
                 tensors += args[:count]
@@ -146,6 +147,11 @@ def _describe(links, name, tensors, buffers):
     return True
 
 
+def _tensors_of(called, args):
+    """How many arguments of a link are tensors, the first ones."""
+    return 0 if called in SCALINGS and type(args[0]) in NUMBERS else OF_TENSORS.get(called, 0)
+
+
 def _add(own, names, tensors, absent):
     """Adds a layer's tensors of such names to some, and to `absent` the names of those that it has
     not; whether it has all of them, if as None, where torch keeps them."""
@@ -172,7 +178,7 @@ def _with_tensors(links, parameters, buffers):
 
 def _with_own(link, parameters, buffers):
     if type(link) is tuple:
-        count = OF_TENSORS.get(link[0], 0)
+        count = _tensors_of(*link[:2])
         if count:
             own = (next(parameters) for _ in range(count))
             return link[0], (*own, *link[1][count:]), link[2]

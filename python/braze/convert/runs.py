@@ -15,6 +15,7 @@ import torch
 
 import braze.nn
 from braze._C import unwatched
+from braze._ops._common import TENSORS
 from braze._ops.conv_bn_act import alias_in
 from braze._stock import gives_way
 from braze.convert.blocks import (
@@ -50,7 +51,8 @@ from braze.convert.kinds import (
     own_norm,
     places,
 )
-from braze.convert.link_calls import one_by_one
+from braze.convert.link_calls import call, one_by_one
+from braze.convert.parts import PARTS
 from braze.convert.programs import LAYERS, LINK_KINDS, LONGEST_STRETCH, by_program
 from braze.convert.quiet import are_quiet, asks, overwrites
 from braze.nn import functional as F
@@ -263,6 +265,16 @@ def _on_new(links, input, *added):
     return one_by_one(links, input, *added)
 
 
+def own_conv_act(links, input):
+    """A convolution in code of its own, and an activation that may overwrite its result: as
+    :func:`_on_new` has it."""
+    activation, conv = links
+    output = call(conv, input)
+    if type(output) not in TENSORS or not PARTS[type(conv[1][0])].is_last:
+        return call(activation, output)
+    return _on_new((activation,), output)
+
+
 def in_turn(links, input, *added):
     """Run by run, and what is none link by link."""
     kinds, end = [kind_of(link) for link in links], len(links)
@@ -322,6 +334,7 @@ _IMAGE_NORM_RUNS = [
         for norm in ("LayerNorm2d", "GroupNorm")
     ),
 ]
+_OWN_CONV_RUNS = [(kind, "OwnConv2d") for kind in sorted(_COPIED)]
 _RESPONSE_NORM_RUNS = [("Linear", "ResponseNorm"), ("Conv2d", "ResponseNorm")]
 #: What runs links of such kinds, outermost first. Each takes the links, the input, and what is
 #: added where there is an addition.
@@ -344,6 +357,7 @@ RUNS = {
     **dict.fromkeys(_GROUP_NORM_RUNS, group_norm_act),
     **dict.fromkeys(_GROUP_NORM_PRODUCTS, group_norm_product),
     **dict.fromkeys(_RESPONSE_NORM_RUNS, response_norm_product),
+    **dict.fromkeys(_OWN_CONV_RUNS, own_conv_act),
     ("Linear", "Flatten"): flat_linear,
     ("ReLU", "Linear", "Flatten"): flat_linear,
 }

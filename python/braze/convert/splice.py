@@ -213,7 +213,8 @@ class _Function(Names, Calls, Branches, additions.Surroundings):
             if self.is_me(inner) or self.layers(inner):
                 continue
             # A run evaluates the parameter before what it scales.
-            ordered = form == "rmul" or isinstance(inner, ast.Name)
+            first = form == "rmul" or isinstance(scale, ast.Constant)
+            ordered = first or isinstance(inner, ast.Name)
             if ordered and self.is_scale(scale):
                 return Link(node.number, form, ("Scale",), (), "mul"), inner
         return None, None
