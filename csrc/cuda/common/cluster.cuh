@@ -40,6 +40,12 @@ __device__ __forceinline__ const T* in_cluster(const T* shared, int rank) {
 #endif
 }
 
+// Clusters of so many blocks that run at the same time where a multiprocessor has `of_sm` of their
+// blocks, and at least one. A cluster is on neighbours, a graphics processing cluster's, of which
+// there are not equally many: an H200 of 132 multiprocessors has room for 15 clusters of eight, and
+// a sixteenth waited for all others.
+int clusters_at_once(int cluster, int of_sm);
+
 // launch_early() in clusters of `cluster` blocks with neighbouring numbers; `blocks` is a multiple
 // of it.
 template <typename... Params, typename... Args>

@@ -391,8 +391,8 @@ int launch_backward(cudaStream_t stream, const LayerNormShape& shape,
   const auto launch = [&](const AheadPlan& plan, auto blocks) {
     constexpr int kBlocks = decltype(blocks)::value;
     const int64_t wanted = ceil_div(shape.rows, plan.threads / plan.width);
-    const int parts =
-        static_cast<int>(std::min<int64_t>(wanted, std::max(1, sm_count() / kBlocks)));
+    const int at_once = kBlocks > 1 ? clusters_at_once(kBlocks, 1) : sm_count();
+    const int parts = static_cast<int>(std::min<int64_t>(wanted, at_once));
     dispatch_ahead<N, kWidestTeam, 2, 3, 4>(plan, [&](auto width, auto vectors) {
       constexpr int kWidth = decltype(width)::value, kVectors = decltype(vectors)::value;
       // The most words are for the widest teams alone, of which shared memory has 16-bit rows, and

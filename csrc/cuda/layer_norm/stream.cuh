@@ -224,10 +224,7 @@ void launch_stream(cudaStream_t stream, int64_t rows, int64_t size, const Stream
   const auto launch = [&](auto cluster) {
     const auto kernel = stream_row_kernel<decltype(cluster)::value, N, T, P>;
     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.bytes);
-    // Of a graphics processing cluster's multiprocessors, of which it may have more.
-    constexpr int kNeighbours = 16;
-    const int64_t at_once = plan.cluster > 1 ? int64_t{sm_count()} / kNeighbours *
-                                                   (kNeighbours * plan.blocks / plan.cluster)
+    const int64_t at_once = plan.cluster > 1 ? clusters_at_once(plan.cluster, plan.blocks)
                                              : int64_t{sm_count()} * plan.blocks;
     const int64_t rounds = ceil_div(rows, std::max<int64_t>(at_once, 1));
     const auto blocks = static_cast<unsigned>(ceil_div(rows, rounds) * plan.cluster);

@@ -373,7 +373,8 @@ def scale_add(links, input, added):
 def _scale_added_by_number(addition, number, input, added):
     """By torch's addition, which takes a factor, or None where that is not the same."""
     takes = (
-        {type(input), type(added)} <= TENSORS
+        type(input) in TENSORS
+        and type(added) in TENSORS
         and plain(input, added)
         and input.device.type in SCALE_ADD_ON
         and input.device == added.device
