@@ -98,7 +98,7 @@ class Surroundings:
         name = self._own_name(root)
         if name is not None and not view and type(self.module.__dict__.get(name)) in NUMBERS:
             return True
-        return name is not None and scales.is_scale(self.module, name, view)
+        return name is not None and scales.scale_of(self.module, name, view) is not None
 
     def _own_name(self, node):
         return self.attribute_name(node) if self.is_own(node) else None

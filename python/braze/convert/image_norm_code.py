@@ -17,7 +17,7 @@ from braze.convert.image_norms import (
 )
 from braze.convert.kinds import ACTIVATIONS, FUNCTION_KINDS
 from braze.convert.parts import Activates
-from braze.convert.passes import PassCode, compiled
+from braze.convert.passes import PassCode, compiled_all
 from braze.convert.source import VARIABLE, constant
 
 _INPUT, _ROWS = "input", "input with its channels innermost"
@@ -41,7 +41,7 @@ class _Normed(typing.NamedTuple):
 
 
 class FunctionNormCode(PassCode):
-    """The code of the forward of a subclass of ``torch.nn.GroupNorm`` or ``torch.nn.LayerNorm``."""
+    """The code of a forward that may be ``F.group_norm`` or ``F.layer_norm``."""
 
     def norm(self):
         """A :class:`FunctionNorm`, or None."""
@@ -52,9 +52,7 @@ class FunctionNormCode(PassCode):
         found = self._walk(self.body, {self.input: _INPUT}, guards)
         if not isinstance(found, _Normed) or found.as_rows:
             return None
-        always = ast.Constant(True)
-        guard, _ = compiled(ast.BoolOp(ast.And(), [always, always, *guards]))
-        return FunctionNorm(found.link, found.names, guard, self.same())
+        return FunctionNorm(found.link, found.names, compiled_all(guards), self.same())
 
     def _walk(self, body, known, guards):
         """What statements return, or None; tests that have to hold are added to guards."""

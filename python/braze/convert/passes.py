@@ -29,6 +29,12 @@ def compiled(test):
     return eval(compile(source, "<braze.convert>", "eval"), scope), found
 
 
+def compiled_all(tests):
+    """The function of :func:`compiled` that tells whether all of some expressions hold."""
+    always = ast.Constant(True)  # an `and` is of two at least
+    return compiled(ast.BoolOp(ast.And(), [always, always, *tests]))[0]
+
+
 def _attributes(test):
     return {n.args[1].value for n in ast.walk(test) if isinstance(n, ast.Call)}
 

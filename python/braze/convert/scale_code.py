@@ -2,8 +2,9 @@
 
 import ast
 
+from braze.convert import additions
 from braze.convert.code import MORE
-from braze.convert.passes import PassCode, compiled
+from braze.convert.passes import PassCode, compiled_all
 from braze.convert.scales import Scales, view_of
 
 
@@ -20,8 +21,7 @@ class ScaleCode(PassCode):
         self.views = {}  # by local variables
         if not all(map(self._is_view, body)):
             return None
-        always = ast.Constant(True)
-        tests, product = [always, always], last.value
+        tests, product = [], last.value
         if isinstance(product, ast.IfExp):
             test = self.test(product.test)
             if test is None:
@@ -32,7 +32,7 @@ class ScaleCode(PassCode):
         found = self._scaled(product)
         if found is None:
             return None
-        return Scales(*found, compiled(ast.BoolOp(ast.And(), tests))[0], self.same())
+        return Scales(*found, compiled_all(tests), self.same())
 
     def _is_view(self, statement):
         """Takes ``gamma = self.gamma.view(...)``; whether a statement is that."""
@@ -55,13 +55,8 @@ class ScaleCode(PassCode):
 
     def _scaled(self, node):
         """By what the input is scaled, see :meth:`_parameter`, or None."""
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-            for input, scale in ((node.left, node.right), (node.right, node.left)):
-                if self.is_input(input):
-                    return self._parameter(scale)
-            return None
-        called = node.func if isinstance(node, ast.Call) else None
-        if not isinstance(called, ast.Attribute) or called.attr != "mul" or node.keywords:
-            return None
-        fits = self.is_input(called.value) and len(node.args) == 1
-        return self._parameter(node.args[0]) if fits else None
+        for form in additions.scale_forms(node) if additions.is_scaling(node) else ():
+            input, scale = additions.parts(node, form)
+            if self.is_input(input):
+                return self._parameter(scale)
+        return None

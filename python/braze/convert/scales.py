@@ -64,22 +64,22 @@ def viewed(module, tensor, view):
     return tensor
 
 
-def is_scale(module, name, view):
-    """Whether such a view of what may be a parameter of a module has more than one element along
-    one dimension, and along no other."""
+def scale_of(module, name, view):
+    """Such a view of what may be a parameter of a module, if it has more than one element along one
+    dimension, and along no other; else None."""
     own = module.__dict__
     parameter = None if name in own else own["_parameters"].get(name)
     if type(parameter) is not torch.nn.Parameter:
-        return False
+        return None
     for _, arguments in view:
         for a in arguments:
             if isinstance(a, Attribute) and type(own.get(a)) not in (int, tuple):
-                return False
+                return None
     try:
-        shape = viewed(module, torch.empty(parameter.shape, device="meta"), view).shape
+        found = viewed(module, parameter, view)
     except (RuntimeError, IndexError, TypeError):  # which the user's own code is to raise
-        return False
-    return sum(size != 1 for size in shape) == 1
+        return None
+    return found if sum(size != 1 for size in found.shape) == 1 else None
 
 
 class Scales:
@@ -98,19 +98,18 @@ class Scales:
     def expand(self, module, found, modules):
         """See :meth:`parts.Pass.expand`."""
         modules.append(module)
-        if not self._is_scale(module):
-            return False
-        parameter = module.__dict__["_parameters"][self.name]
-        found.append((mul, (viewed(module, parameter, self.view),), {}))
-        return True
+        scale = self._scale(module)
+        if scale is not None:
+            found.append((mul, (scale,), {}))
+        return scale is not None
 
     def kinds(self, module, kinds_of):
         """The kinds of the links that a call of the module stands for, or None."""
-        return ("Scale",) if self._is_scale(module) else None
+        return None if self._scale(module) is None else ("Scale",)
 
     def layers(self, name, module):
         """What computes in a module of such a name, as (name, module)."""
         return [(name, module)]
 
-    def _is_scale(self, module):
-        return is_scale(module, self.name, self.view) and self.guard(module)
+    def _scale(self, module):
+        return scale_of(module, self.name, self.view) if self.guard(module) else None
