@@ -127,6 +127,7 @@ template <typename A>
 struct ChannelStatistics {
   A mean, rstd, scale, shift;
 
+  ChannelStatistics() = default;
   // What rounding the mean takes away goes into the shift.
   __device__ __forceinline__ ChannelStatistics(double exact_mean, double exact_rstd, double weight,
                                                double bias)
@@ -181,6 +182,29 @@ __device__ void batch_coefficients(const ForwardArgs& args, double count, double
                                    double squares, int64_t c) {
   batch_coefficients<A>(args, ChannelParameters(args, c), count, mean, squares, c);
 }
+
+// A channel's moments, of what blocks have told each other: sums about pivots of their own.
+struct ToldMoments {
+  double mean = 0, squares = 0;  // after finish()
+
+  // In w a block's pivot, in x and y the sums of deviations and of their squares.
+  __device__ __forceinline__ void add(const float4& told, double elements, bool is_first) {
+    if (is_first) origin_ = told.w;
+    if (elements == 0) return;
+    // The spread of the pivots bounds what the squares about one of them are more.
+    const double delta = told.w - origin_;
+    sum_ += told.x + delta * elements;
+    squares += told.y + delta * (2.0 * told.x + delta * elements);
+  }
+  __device__ __forceinline__ void finish(double by_count) {
+    const double offset = sum_ * by_count;
+    mean = origin_ + offset;
+    squares -= sum_ * offset;
+  }
+
+ private:
+  double origin_ = 0, sum_ = 0;
+};
 
 // A whole warp, or a block of kLanes threads, merges `count` elements' moments. In one pass:
 // deviations are from the first part's mean, which the spread of the parts' means bounds.

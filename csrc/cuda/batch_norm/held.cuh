@@ -252,23 +252,16 @@ __global__ void __launch_bounds__(kHeldThreads, kHeldBlocks)
     add_deviations(about.x, about.y, element, pivot);
   });
   planes.tell(about, sums);
-  double origin = 0, sum = 0, squares = 0;
+  ToldMoments moments;
   planes.each_block(sums, [&](int block, const float4& v) {
-    const double elements = static_cast<double>(planes.images_of(block)) * plan.inner;
-    if (block == 0) origin = v.w;
-    if (elements == 0) return;
-    // The spread of the pivots bounds what the squares about one of them are more.
-    const double delta = v.w - origin;
-    sum += v.x + delta * elements;
-    squares += v.y + delta * (2.0 * v.x + delta * elements);
+    moments.add(v, static_cast<double>(planes.images_of(block)) * plan.inner, block == 0);
   });
   const double count = static_cast<double>(plan.images) * plan.inner;
-  const double offset = sum / count, mean = origin + offset;
-  squares -= sum * offset;
-  const ChannelStatistics<float> statistics(mean, rsqrt(squares / count + forward.eps),
-                                            loaded.weight, loaded.bias);
+  moments.finish(1 / count);
+  const ChannelStatistics<float> statistics(
+      moments.mean, rsqrt(moments.squares / count + forward.eps), loaded.weight, loaded.bias);
   if (planes.finishes()) {
-    update_running(forward, loaded, count, mean, squares, planes.channel());
+    update_running(forward, loaded, count, moments.mean, moments.squares, planes.channel());
     statistics.store(forward.statistics, planes.channel());
   }
   const auto center = coefficient<float, N>(statistics.mean),

@@ -31,35 +31,6 @@ bool takes_resident(const BatchNormShape& shape, bool backward, int64_t least_by
 }
 
 #if __CUDA_ARCH__ >= 900
-// Sums of deviations from a pivot, and of their squares, for a thread's channels.
-template <typename T, int N>
-struct RingMoments {
-  using A = acc_t<T>;
-  A pivot[N] = {}, v[2 * N] = {};
-
-  // A median: a far-off element would spoil a mean, from which the others' deviations would have to
-  // cancel. x: the column's first vector of `rows` rows.
-  __device__ __forceinline__ void start(const T* x, int rows, int pitch) {
-    const Vec<T, N> a = load_vec<N>(x), b = load_vec<N>(x + rows / 2 * pitch),
-                    c = load_vec<N>(x + (rows - 1) * pitch);
-#pragma unroll
-    for (int k = 0; k < N; ++k) {
-      const A first = convert<A>(a.v[k]);
-      pivot[k] = rows < 3 ? first : median(first, convert<A>(b.v[k]), convert<A>(c.v[k]));
-    }
-  }
-  __device__ __forceinline__ void add(const Packed<T, N>& packed) {
-    A element[N];
-    unpack(packed, element);
-#pragma unroll
-    for (int k = 0; k < N; ++k) {
-      const A d = element[k] - pivot[k];
-      v[k] += d;
-      v[N + k] += d * d;
-    }
-  }
-};
-
 // Whole tensors' moments, of the blocks'.
 template <typename A>
 __device__ void merge_ring_moments(const RingPlan& plan, const RingPartials<3>& partials,
@@ -133,7 +104,7 @@ __global__ void __launch_bounds__(kRingThreads, 1)
   const int64_t channel = me.works ? int64_t{me.column} * N : 0;
   StageVectors<T, N, kCount> x;
   {
-    RingMoments<T, N> moments;
+    RowMoments<T, N> moments;
     bool started = false;
     NoSide side;
     ring.walk_forwards({args.x}, side, [&](const RingRows& rows) {

@@ -186,6 +186,35 @@ __device__ void for_my_total(const RowPlan& plan, const F& f) {
   if (k < N && vector < plan.vectors) f(vector * N + k);
 }
 
+// Sums of deviations from a pivot, and of their squares, for a thread's channels.
+template <typename T, int N>
+struct RowMoments {
+  using A = acc_t<T>;
+  A pivot[N] = {}, v[2 * N] = {};
+
+  // A median: a far-off element would spoil a mean, from which the others' deviations would have to
+  // cancel. x: the column's first vector of `rows` rows.
+  __device__ __forceinline__ void start(const T* x, int rows, int64_t pitch) {
+    const Vec<T, N> a = load_vec<N>(x), b = load_vec<N>(x + rows / 2 * pitch),
+                    c = load_vec<N>(x + (rows - 1) * pitch);
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+      const A first = convert<A>(a.v[k]);
+      pivot[k] = rows < 3 ? first : median(first, convert<A>(b.v[k]), convert<A>(c.v[k]));
+    }
+  }
+  __device__ __forceinline__ void add(const Packed<T, N>& packed) {
+    A element[N];
+    unpack(packed, element);
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+      const A d = element[k] - pivot[k];
+      v[k] += d;
+      v[N + k] += d * d;
+    }
+  }
+};
+
 // Each thread sums deviations from a value of its own, whose squares do not cancel: the median of
 // its first three elements. Then all of a channel's are made deviations from one value, the median
 // of three lines'. A far-off element would spoil a mean: the many others' deviations from it would

@@ -10,6 +10,14 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
+// The same pointer in a register. The compiler computes where a kernel's shared memory begins,
+// which takes six instructions in kernels with clusters, before every access; it cannot of what a
+// warp has exchanged. Whole warps call it.
+__device__ __forceinline__ unsigned char* in_register(unsigned char* shared) {
+  const uint32_t address = __shfl_sync(0xffffffffu, shared_address(shared), 0);
+  return static_cast<unsigned char*>(__cvta_shared_to_generic(address));
+}
+
 // Copies kBytes (4, 8 or 16; both addresses so aligned), or writes zeros where `valid` is false:
 // the global address is not read then.
 template <int kBytes>
@@ -34,6 +42,20 @@ __device__ __forceinline__ void cp_async_commit() {
 template <int kPending>
 __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// The same where `pending` is known to the launch alone; until fewer are under way where that is
+// beyond what there is an instruction for here.
+__device__ __forceinline__ void cp_async_wait_for_all_but(int pending) {
+  switch (pending) {
+    case 0: return cp_async_wait<0>();
+    case 1: return cp_async_wait<1>();
+    case 2: return cp_async_wait<2>();
+    case 3: return cp_async_wait<3>();
+    case 4: return cp_async_wait<4>();
+    case 5: return cp_async_wait<5>();
+    default: return cp_async_wait<6>();
+  }
 }
 
 // A vector of shared memory, read where it stands: the compiler would rather keep what it has read

@@ -69,20 +69,6 @@ __device__ __forceinline__ Pair<A> stream_moments(const OwnMoments<A>& own, A co
   return {sums[0], sums[1]};
 }
 
-// Waits until at most `pending` of this thread's groups of copies are under way, or fewer where
-// that is beyond what there is an instruction for here.
-__device__ __forceinline__ void cp_async_wait_for_all_but(int pending) {
-  switch (pending) {
-    case 0: return cp_async_wait<0>();
-    case 1: return cp_async_wait<1>();
-    case 2: return cp_async_wait<2>();
-    case 3: return cp_async_wait<3>();
-    case 4: return cp_async_wait<4>();
-    case 5: return cp_async_wait<5>();
-    default: return cp_async_wait<6>();
-  }
-}
-
 // A thread works on vectors that it has copied to shared memory itself. Where it has stored a chunk
 // of a row's result it asks for the next row's in that place, so that reads and writes are on their
 // way at once.
