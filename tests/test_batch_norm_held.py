@@ -51,7 +51,7 @@ def test_what_takes_it():
     assert "held_forward" in kernels_of_step(x)
     assert "held" not in kernels_of_step(x[:4].contiguous())
     assert "held" not in kernels_of_step(x, "mish")
-    assert "held" not in kernels_of_step(x.contiguous(memory_format=torch.channels_last))
+    assert "held_forward" not in kernels_of_step(x.contiguous(memory_format=torch.channels_last))
     assert "held" not in kernels_of_step(x.double())
     assert "held" not in kernels_of_step(torch.randn(1, 512, 56, 40, device="cuda"))
     large = torch.randn(256, 8, 112, 112, device="cuda", dtype=torch.bfloat16)  # 6 MB a channel

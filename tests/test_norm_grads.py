@@ -513,6 +513,6 @@ def test_kernels(gpu):
         work()
         return cuda_kernels_of(work)
 
-    of_sums = "row_grad_sums", "resident_backward"
+    of_sums = "row_grad_sums", "resident_backward", "held_rows_backward"
     assert any(name in names(False) for name in of_sums)
     assert not any(name in names(True) for name in of_sums)

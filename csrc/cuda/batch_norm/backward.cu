@@ -1,8 +1,9 @@
 // Batch norm's backward pass, with an activation and a residual: partial sums over parts of the
 // channels, a small kernel that merges them, which gives the parameters' gradients and what dx is
-// made with, and a pass that makes dx; for large channels_last tensors one kernel (resident.cuh).
+// made with, and a pass that makes dx; or one kernel for all, as forward.
 #include "layout.cuh"
 #include "held.cuh"
+#include "held_rows.cuh"
 #include "resident.cuh"
 
 namespace braze::cuda {
@@ -119,7 +120,7 @@ bool launch_resident(cudaStream_t s, const BatchNormShape& shape, const Activati
   }
 }
 
-// The same of contiguous tensors.
+// The same by clusters that hold channels of all rows.
 template <typename T>
 bool grads_held(cudaStream_t s, const BatchNormShape& shape, const Activation& activation,
                 const GradSumsArgs<T>& args, const InputGradArgs<T>& grads,
@@ -128,12 +129,17 @@ bool grads_held(cudaStream_t s, const BatchNormShape& shape, const Activation& a
     return false;
   } else {
     if (!backward.training || !grads.dx) return false;
-    const bool done = with_held_planes<T>(
-        shape, activation, 2, args.residual || args.mask,
-        [&](const HeldPlan& plan, auto width, auto code) {
-          launch_held(s, plan,
-                      held_backward_kernel<T, decltype(width)::value, decltype(code)::value>, args,
-                      grads, backward);
+    const bool done =
+        with_held_planes<T>(
+            shape, activation, 2, args.residual || args.mask,
+            [&](const HeldPlan& plan, auto width, auto code) {
+              launch_held(s, plan,
+                          held_backward_kernel<T, decltype(width)::value, decltype(code)::value>,
+                          args, grads, backward);
+            }) ||
+        with_held_rows<T>(shape, activation, 2, [&](const HeldRowsPlan& plan, auto code) {
+          launch_held_rows(s, plan, held_rows_backward_kernel<T, decltype(code)::value>, args,
+                           grads, backward);
         });
     check_launch("batch_norm_backward");
     return done;

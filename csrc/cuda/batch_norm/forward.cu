@@ -1,10 +1,12 @@
 // Batch norm's forward pass, with an activation and a residual: one kernel reduces parts of the
 // channels into partial results in the workspace, a small one merges them, and one makes a pass
 // over the elements. There are no atomics and no counters to clear, and results are bitwise
-// repeatable. In training large channels_last tensors take one kernel for all three (resident.cuh).
+// repeatable. In training one kernel does all three where it can: of tensors that shared memory
+// holds (held.cuh, held_rows.cuh), and of large ones in channels_last (resident.cuh).
 // ladder/ leads up to it.
 #include "layout.cuh"
 #include "held.cuh"
+#include "held_rows.cuh"
 #include "resident.cuh"
 
 namespace braze::cuda {
@@ -277,7 +279,7 @@ bool batch_norm_resident(Stream stream, const BatchNormShape& shape, const void*
 
 namespace {
 
-// batch_norm_train over contiguous tensors as one kernel; whether it is done.
+// batch_norm_train as one kernel whose clusters hold channels of all rows; whether it is done.
 bool train_held(Stream stream, const BatchNormShape& shape, const void* x,
                 const ForwardArgs& forward, const BatchNormTail& tail, void* y, void* mask,
                 int64_t* batches) {
@@ -293,6 +295,11 @@ bool train_held(Stream stream, const BatchNormShape& shape, const void* x,
                         held_forward_kernel<T, decltype(width)::value, decltype(code)::value>, args,
                         forward, batches);
           });
+      if (done) return;
+      done = with_held_rows<T>(shape, tail.activation, 1, [&](const HeldRowsPlan& plan, auto code) {
+        launch_held_rows(as_cuda(stream), plan, held_rows_forward_kernel<T, decltype(code)::value>,
+                         args, forward, batches);
+      });
     }
   });
   check_launch("batch_norm_train");

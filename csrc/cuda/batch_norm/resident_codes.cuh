@@ -1,7 +1,8 @@
-// The activations of the kernels that make a whole training pass: resident.cuh and held.cuh.
+// The activations of the kernels that make a whole training pass: held.cuh, and of channels_last
+// tensors resident.cuh and held_rows.cuh.
 //
 // LeakyReLU, which networks have in channels_last more than in contiguous tensors, is among those
-// of resident.cuh alone: each code inline is two more kernels of every type and vector width.
+// of the latter alone: each code inline is two more kernels of every type and vector width.
 #pragma once
 
 #include "cuda/common/activate.cuh"
@@ -25,7 +26,7 @@ bool with_resident_code(const Activation& activation, const F& f) {
   return true;
 }
 
-// The same for resident.cuh.
+// The same for channels_last tensors.
 template <typename F>
 bool with_ring_code(const Activation& activation, const F& f) {
   if (activation.kind != ActivationKind::kLeakyReLU) return with_resident_code(activation, f);

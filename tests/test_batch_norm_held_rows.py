@@ -1,0 +1,177 @@
+"""Batch norm's training passes over channels_last tensors as one kernel each, whose clusters hold a
+slice of the channels of all rows in shared memory."""
+
+import pytest
+import torch
+import torch.nn.functional as stock
+from test_batch_norm_act import check, inputs, ours
+from test_batch_norm_held import by_ours
+from test_batch_norm_ladder import of_stock
+from test_batch_norm_resident import kernels_of_step
+from torch import nn
+
+import braze
+from common import assert_by_rule, check_against_stock, cuda_kernels_of
+
+pytestmark = pytest.mark.usefixtures("hopper")
+
+CHANNELS_LAST = torch.channels_last
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+ACTIVATIONS = ["identity", "relu", "relu6", "leaky_relu", "silu", "hardswish", "gelu"]
+# slices of one to sixteen vectors, powers of two and not; two to eight blocks of a cluster, one and
+# two of a multiprocessor, more than there is room for at once; rows fewer than a block's lines and
+# than the blocks that a cluster may have, and such as no number of blocks divides
+SHAPES = [
+    (64, 512, 7, 7),
+    (3, 4096, 7, 7),
+    (33, 2040, 5, 3),
+    (16, 1152, 7, 7),
+    (32, 960, 7, 7),
+    (64, 144, 14, 14),
+    (5, 131072, 1, 1),
+    (11, 1040, 7, 13),
+    (128, 128, 14, 14),
+    (64, 544, 14, 14),
+    (7, 4104, 4, 5),
+    (64, 2048, 7, 7),
+]
+
+
+def draw(shape, dtype=torch.float32):
+    return torch.randn(shape, device="cuda").to(dtype, memory_format=CHANNELS_LAST)
+
+
+def check_taken(shape, name, residual, dtype):
+    args = inputs(shape, "cuda", dtype, residual=residual, fmt=CHANNELS_LAST)
+    assert check(name, True, args).is_contiguous(memory_format=CHANNELS_LAST)
+    kernels = kernels_of_step(args[0], name)
+    assert "held_rows_forward_kernel" in kernels
+    assert "held_rows_backward_kernel" in kernels
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("residual", [True, False], ids=["residual", "none"])
+@pytest.mark.parametrize("name", ["identity", "relu", "silu"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_shapes(shape, name, residual, dtype):
+    check_taken(shape, name, residual, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("residual", [True, False], ids=["residual", "none"])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations(name, residual, dtype):
+    check_taken((31, 480, 14, 13), name, residual, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("channels", [16, 24, 40, 72, 96, 112, 136, 248])
+def test_few_channels(channels, dtype):
+    """Whichever kernels take them: of few channels there are few clusters."""
+    for images in (3, 64):
+        args = inputs((images, channels, 14, 14), "cuda", dtype, fmt=CHANNELS_LAST)
+        check("relu", True, args)
+
+
+def test_on_few_multiprocessors():
+    """Clusters take turns."""
+    with braze.multiprocessors(20):
+        check_taken((64, 512, 7, 7), "relu", True, torch.bfloat16)
+
+
+def test_rows():
+    """[n, c] is rows of channels too."""
+    x = torch.randn(300, 2048, device="cuda", requires_grad=True)
+    check_against_stock(by_ours, of_stock, [x])
+    assert "held_rows_forward_kernel" in kernels_of_step(x)
+
+
+def test_what_takes_it():
+    """Tensors from a megabyte on that shared memory holds, with an activation that has it."""
+    x = draw((64, 256, 14, 14), torch.bfloat16)
+    assert "held_rows_forward" in kernels_of_step(x)
+    assert "held_rows" not in kernels_of_step(x[:4].contiguous(memory_format=CHANNELS_LAST))
+    assert "held_rows" not in kernels_of_step(x, "mish")
+    assert "held_rows" not in kernels_of_step(x.contiguous())
+    assert "held_rows" not in kernels_of_step(x.double())
+    assert "held_rows" not in kernels_of_step(draw((64, 254, 14, 14), torch.bfloat16))
+    assert "held_rows" not in kernels_of_step(draw((64, 64, 112, 112), torch.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["large_mean", "outlier_first", "two_images_far_apart"])
+def test_ill_conditioned_input(kind, dtype):
+    x = draw((64, 256, 14, 14))
+    if kind == "large_mean":
+        x += 1e4 if dtype == torch.float32 else 1e2
+    elif kind == "outlier_first":
+        x[0, :, 0, 0] = 1e4
+    else:
+        x[32:] += 1e3
+    check_against_stock(by_ours, of_stock, [x.to(dtype).requires_grad_()])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_special_values(dtype):
+    x = draw((64, 256, 14, 14), dtype)
+    x[0, 0, 0, 0], x[0, 1, 0, 0], x[1, 2, 1, 1] = float("nan"), float("inf"), -float("inf")
+    x[:, 3] = 0.5  # no variance
+    x[:, 4] = 1e-40
+    assert_by_rule(by_ours(x), of_stock(x), of_stock(x.double()))
+
+
+@pytest.mark.parametrize("momentum", [0.1, 1.0, None])
+def test_buffers(momentum):
+    x = draw((64, 256, 14, 14)) * 3 - 2
+    norms = [nn.BatchNorm2d(256, momentum=momentum, device="cuda") for _ in range(2)]
+    norms.append(nn.BatchNorm2d(256, momentum=momentum, device="cuda").double())
+    norms[0] = braze.convert(nn.Sequential(norms[0], nn.ReLU()))
+    for _ in range(3):
+        x = x + 1
+        for norm, values in zip(norms, (x, x, x.double()), strict=True):
+            norm(values)
+    actual, expected, exact = (list(norm.buffers()) for norm in norms)
+    assert actual[2] == 3
+    for a, b, c in zip(actual[:2], expected, exact, strict=False):
+        assert_by_rule(a, b, c, what=str(momentum))
+
+
+@pytest.mark.parametrize("name", ["relu", "silu"])
+def test_repeatable(name):
+    x, residual = (draw((64, 544, 14, 14), torch.bfloat16).requires_grad_() for _ in range(2))
+    grad = torch.randn_like(x)
+
+    def step():
+        y = ours(name, True, x, residual, *(None,) * 4)
+        return y.detach(), *torch.autograd.grad(y, (x, residual), grad)
+
+    first = step()
+    for _ in range(3):
+        assert all(torch.equal(a, b) for a, b in zip(step(), first, strict=True))
+
+
+def test_in_a_captured_step():
+    """Where kernels start while the one before still runs."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 256, 3, padding=1, bias=False), nn.BatchNorm2d(256), nn.ReLU(),
+        nn.Conv2d(256, 256, 5, padding=2, bias=False), nn.BatchNorm2d(256), nn.SiLU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 10),
+    ).to("cuda", memory_format=CHANNELS_LAST)  # fmt: skip
+    model = braze.convert(model)
+    optimizer = braze.optim.SGD(model.parameters(), lr=0.1)
+    step = braze.TrainStep(model, stock.cross_entropy, optimizer, autocast=torch.bfloat16)
+    x, target = draw((64, 3, 14, 14)), torch.randint(0, 10, (64,), device="cuda")
+    losses = [step(x, target).item() for _ in range(8)]
+    assert losses[-1] < losses[0]
+    assert "held_rows_forward_kernel" in cuda_kernels_of(lambda: step(x, target))
+
+
+def test_the_tests_reject_a_wrong_kernel():
+    """One that forgets a block's rows."""
+
+    def wrong(x):
+        return by_ours(torch.cat([x[:-1], x[:1]]))
+
+    x = draw((64, 256, 14, 14)).requires_grad_()
+    with pytest.raises(AssertionError):
+        check_against_stock(wrong, of_stock, [x])
