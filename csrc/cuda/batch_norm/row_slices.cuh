@@ -87,37 +87,43 @@ inline void finish_plan(HeldRowsPlan& plan, int64_t channels) {
 // The part that is a slice's own of the sectors that it is in; a wider one is better by a little.
 inline double sectors_used(int slice) { return slice / ((slice + 1) / 2 * 2 + 0.25); }
 
-// What part of its time the GPU has work of a split: so far as there are blocks for all of its
-// multiprocessors, with as many rows as each other, and whole sectors of memory, of two vectors,
-// are read. 0: it does not fit.
-inline double use_of(const HeldRowsPlan& plan, int of_sm, int clusters, int multiprocessors,
-                     int memory) {
+// What a split has to be for a kernel to be ahead of the others that there are.
+struct HeldRowsRule {
+  int least_slice;   // vectors
+  double least_use;  // of the multiprocessors
+};
+
+// What part of the GPU a split uses: so far as there are blocks for all of its multiprocessors, with
+// as many rows as each other, and whole sectors of memory, of two vectors, are read. 0: it does not
+// fit at once.
+inline double use_of(const HeldRowsPlan& plan, int of_sm, int clusters, int at_once,
+                     int multiprocessors, int memory) {
   constexpr int kSystem = 1 << 10;  // bytes of a block that the system has
-  if (plan.groups > kMostCopyGroups) return 0;
+  if (plan.groups > kMostCopyGroups || clusters > at_once) return 0;
   if (plan.bytes > (memory + kSystem) / of_sm - kSystem - kHeldRowsStatic) return 0;
-  const int at_once = std::max(1, clusters_at_once(multiprocessors, plan.cluster, of_sm));
-  const int waves = (clusters + at_once - 1) / at_once;
-  // Alone on a multiprocessor a block would read, wait and write one after the other.
-  if (waves > 1 && of_sm == 1) return 0;
   const double blocks = clusters * static_cast<double>(plan.rows) / plan.rows_of(0);
-  return sectors_used(plan.slice) * blocks / (waves * of_sm * multiprocessors);
+  return sectors_used(plan.slice) * blocks / (of_sm * multiprocessors);
 }
 
-// The split of which there is most use, and more than least_use.
+// The split of which there is most use, and more than the rule's least.
 template <typename T>
-HeldRowsPlan plan_held_rows(const BatchNormShape& shape, int tensors, double least_use) {
+HeldRowsPlan plan_held_rows(const BatchNormShape& shape, int tensors, const HeldRowsRule& rule) {
   constexpr int N = kVecWidth<T>;
   HeldRowsPlan best;
   if (shape.c % N != 0 || shape.count() > 1 << 20 || shape.c > 1 << 20) return best;
   const int rows = static_cast<int>(shape.count()), vectors = static_cast<int>(shape.c / N);
   const int memory = most_shared_memory(), multiprocessors = sm_count();
-  double most = least_use;
+  const int largest = std::min(kMaxCluster, rows);
+  double most = rule.least_use;
   for (int of_sm = 1; of_sm <= kMostHeldRowBlocks; ++of_sm) {
-    for (int slice = std::min(kMostSlice, vectors); slice > 0; --slice) {
+    int at_once[kMaxCluster + 1];
+    for (int c = 2; c <= largest; ++c) at_once[c] = clusters_at_once(c, of_sm);
+    for (int slice = std::min(kMostSlice, vectors); slice >= rule.least_slice; --slice) {
       if (vectors % slice != 0 || sectors_used(slice) <= most) continue;
-      for (int cluster = 2; cluster <= std::min(kMaxCluster, rows); ++cluster) {
+      for (int cluster = 2; cluster <= largest; ++cluster) {
         const HeldRowsPlan plan = split_held_rows(rows, N, tensors, of_sm, slice, cluster);
-        const double use = use_of(plan, of_sm, vectors / slice, multiprocessors, memory);
+        const double use =
+            use_of(plan, of_sm, vectors / slice, at_once[cluster], multiprocessors, memory);
         if (use <= most) continue;
         most = use;
         best = plan;
