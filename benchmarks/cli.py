@@ -45,6 +45,7 @@ OPS = [
     "cat",
     "pool",
     "relu_max_pool2d",
+    "upsample2d",
     "softmax",
     "cross_entropy",
     "sgd",

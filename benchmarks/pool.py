@@ -15,6 +15,15 @@ def case(shape, kernel, stride=None, padding=0, **kwargs):
     return Case(name, inputs, settings, **kwargs)
 
 
+def adaptive(shape, size):
+    name = f"{'x'.join(map(str, shape))} to {size}x{size}"
+
+    def inputs(device, dtype):
+        return [torch.randn(shape, device=device).to(dtype).requires_grad_()]
+
+    return Case(name, inputs, {"output_size": size}, gpu_only=True)
+
+
 SQUARES = [
     case((64, 32, 28, 28), 2),
     case((64, 64, 14, 14), 2),
@@ -30,6 +39,12 @@ CASES = {
         *SQUARES,
         case((32, 64, 112, 112), 3, 2),
         case((64, 64, 56, 56), 3, 1, gpu_only=True),
+    ],
+    "adaptive_avg_pool2d": [
+        adaptive((64, 2048, 7, 7), 1),
+        adaptive((128, 1280, 7, 7), 1),
+        adaptive((64, 512, 14, 14), 7),
+        adaptive((16, 512, 60, 60), 6),
     ],
 }
 

@@ -51,6 +51,8 @@ GOOD = {
     "relu": lambda: (rand(3, 4),),
     "max_pool2d": lambda: (rand(2, 3, 4, 4), 2),
     "avg_pool2d": lambda: (rand(2, 3, 4, 4), 2),
+    "adaptive_avg_pool2d": lambda: (rand(2, 3, 4, 4), 2),
+    "interpolate": lambda: (rand(2, 3, 4, 4), None, 2),
     "softmax": lambda: (rand(3, 4), 1),
     "log_softmax": lambda: (rand(3, 4), 1),
     "nll_loss": lambda: (rand(3, 4), labels(0, 3, 1)),

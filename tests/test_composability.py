@@ -69,6 +69,14 @@ OPS = {
     "tanh": (lambda f, x: f.tanh(x), lambda: [rand(3, 4)]),
     "max_pool2d": (lambda f, x: f.max_pool2d(x, 2), lambda: [rand(2, 3, 6, 6)]),
     "avg_pool2d": (lambda f, x: f.avg_pool2d(x, 2), lambda: [rand(2, 3, 6, 6)]),
+    "adaptive_avg_pool2d": (
+        lambda f, x: f.adaptive_avg_pool2d(x, 2),
+        lambda: [rand(2, 3, 6, 6)],
+    ),
+    "interpolate": (
+        lambda f, x: f.interpolate(x, scale_factor=2),
+        lambda: [rand(2, 3, 4, 5)],
+    ),
     "softmax": (lambda f, x: f.softmax(x, 1), lambda: [rand(3, 4)]),
     "log_softmax": (lambda f, x: f.log_softmax(x, 1), lambda: [rand(3, 4)]),
     "nll_loss": (lambda f, x, y: f.nll_loss(x, y), lambda: [rand(3, 4), torch.tensor([0, 3, 1])]),
@@ -94,6 +102,8 @@ LAYERS = [
     lambda n: n.ReLU6(inplace=True),
     lambda n: n.MaxPool2d(2, padding=1),
     lambda n: n.AvgPool2d(2, ceil_mode=True),
+    lambda n: n.AdaptiveAvgPool2d(1),
+    lambda n: n.Upsample(scale_factor=2),
     lambda n: n.Softmax(1),
     lambda n: n.LogSoftmax(1),
     lambda n: n.NLLLoss(torch.ones(3)),

@@ -32,7 +32,7 @@ FUSED = {
     "tf_efficientnet_lite0": 42,
 }
 #: What braze has no layers for.
-NO_LAYERS = "AdaptiveAvgPool2d", "Dropout", "Upsample"
+NO_LAYERS = ("Dropout",)
 
 
 def make(name, **options):

@@ -35,6 +35,11 @@ CASES = {
     "max_pool2d": (lambda x: F.max_pool2d(x, 2), [], rand(4, 3, 6, 6)),
     "indices": (lambda x: F.max_pool2d(x, 2, return_indices=True)[1], [], rand(4, 3, 6, 6)),
     "avg_pool2d": (lambda x: F.avg_pool2d(x, 2), [], rand(4, 3, 6, 6, memory_format=CHANNELS_LAST)),
+    "adaptive_avg_pool2d": (
+        lambda x: F.adaptive_avg_pool2d(x, 1),
+        [],
+        rand(4, 3, 6, 6, memory_format=CHANNELS_LAST),
+    ),
     "softmax": (lambda x: F.softmax(x, 1), [], rand(4, 3)),
     "linear": (F.linear, [rand(3, 5), rand(3)], rand(4, 2, 5)),
     "conv2d_relu": (F.conv2d_relu, [rand(4, 3, 2, 2), rand(4)], rand(4, 3, 6, 6)),

@@ -309,6 +309,16 @@ static void define(torch::stable::detail::StableLibrary& m) {
       "int[] stride, int[] padding, bool ceil_mode, bool count_include_pad, "
       "int? divisor_override, bool channels_last) -> Tensor");
 
+  // upsample2d: images; mode: nearest, nearest-exact or bilinear; scales: the factors of size, as
+  // interpolate() got them
+  m.def(
+      "upsample2d(Tensor input, SymInt[] output_size, str mode, bool align_corners, float? "
+      "scale_h, "
+      "float? scale_w, ScalarType? dtype=None) -> Tensor");
+  m.def(
+      "upsample2d_backward(Tensor grad_output, SymInt[] input_size, str mode, bool align_corners, "
+      "float? scale_h, float? scale_w, bool channels_last, ScalarType? dtype=None) -> Tensor");
+
   // program: what a run of ops does below autograd, of tensors like these (csrc/ops/program.h);
   // run_program returns nothing where its tensors are others
   m.def("define_program(Tensor[] inputs, Tensor[] buffers, str text, int[] dropped) -> int");

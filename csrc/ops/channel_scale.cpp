@@ -60,7 +60,7 @@ Tensor channel_mean(const Tensor& input) {
   BRAZE_CHECK(shape.pixels > 0, op, ": expected pixels, but got shape ", shape_string(input));
   const DeviceContext context(input);
   const Tensor x = as_image(input);
-  Tensor out = empty({input.size(0), input.size(1), 1, 1}, input);
+  Tensor out = empty_4d({input.size(0), input.size(1), 1, 1}, input, is_channels_last(x));
   if (out.numel() == 0) return out;
   dev::channel_mean(context.stream(), checked_shape(op, "input", x), x.const_data_ptr(),
                     out.mutable_data_ptr());

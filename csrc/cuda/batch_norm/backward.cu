@@ -104,8 +104,7 @@ bool launch_resident(cudaStream_t s, const BatchNormShape& shape, const Activati
   if constexpr (std::is_same_v<T, double>) {
     return false;
   } else {
-    if (!backward.training || !grads.dx ||
-        !takes_resident<T>(shape, true, kResidentBackwardBytes)) {
+    if (!backward.training || !grads.dx || !takes_resident<T>(shape, true, kResidentBytes)) {
       return false;
     }
     const RingPlan plan = plan_resident<T>(shape, true);

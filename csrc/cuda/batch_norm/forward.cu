@@ -315,7 +315,7 @@ void batch_norm_train(Stream stream, const BatchNormShape& shape, const void* x,
   const ForwardArgs forward = forward_args(affine, buffers, eps, statistics);
   if (train_held(stream, shape, x, forward, tail, y, mask, buffers.batches) ||
       batch_norm_resident(stream, shape, x, forward, tail, y, mask, buffers.batches, workspace,
-                          kResidentForwardBytes)) {
+                          kResidentBytes)) {
     return;
   }
   batch_norm_coefficients(stream, shape, true, x, {}, affine, buffers, eps, statistics, workspace);

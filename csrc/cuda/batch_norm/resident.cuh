@@ -19,7 +19,7 @@ RingPlan plan_resident(const BatchNormShape& shape, bool backward) {
 }
 
 // Bytes of a tensor below which launches one after the other are as fast.
-constexpr int64_t kResidentForwardBytes = 3 << 20, kResidentBackwardBytes = 3 << 20;
+constexpr int64_t kResidentBytes = 3 << 20;
 
 template <typename T>
 bool takes_resident(const BatchNormShape& shape, bool backward, int64_t least_bytes) {

@@ -93,9 +93,9 @@ struct HeldRowsRule {
   double least_use;  // of the multiprocessors
 };
 
-// What part of the GPU a split uses: so far as there are blocks for all of its multiprocessors, with
-// as many rows as each other, and whole sectors of memory, of two vectors, are read. 0: it does not
-// fit at once.
+// What part of the GPU a split uses: so far as there are blocks for all of its multiprocessors,
+// with as many rows as each other, and whole sectors of memory, of two vectors, are read. 0: it
+// does not fit at once.
 inline double use_of(const HeldRowsPlan& plan, int of_sm, int clusters, int at_once,
                      int multiprocessors, int memory) {
   constexpr int kSystem = 1 << 10;  // bytes of a block that the system has

@@ -95,7 +95,13 @@ def _fake_dot(input, other):
 
 
 def _fake_mean(input):
-    return input.new_empty((*input.shape[:2], 1, 1))
+    channels_last = is_channels_last(input)
+    return torch.empty(
+        (*input.shape[:2], 1, 1),
+        dtype=input.dtype,
+        device=input.device,
+        memory_format=torch.channels_last if channels_last else torch.contiguous_format,
+    )
 
 
 register("channel_scale", fake=_fake_scale, autograd=_channel_scale)
@@ -137,6 +143,14 @@ def channel_scale(input, scale):
     if torch.compiler.is_compiling():
         return _ops.channel_scale(input, scale, None)
     return _channel_scale(input, scale, None)
+
+
+def channel_mean(input):
+    """The mean of each channel of images [N, C, H, W], of dtypes that the kernels take, as
+    [N, C, 1, 1] in the input's memory format."""
+    if torch.compiler.is_compiling():
+        return _ops.channel_mean.default(input)
+    return _channel_mean(input)
 
 
 class _Link:

@@ -14,6 +14,7 @@ from braze.nn.modules import batch_norm_of
 
 #: The layers that have a counterpart of the same name in torch.nn.
 LAYERS = (
+    "AdaptiveAvgPool2d",
     "AvgPool2d",
     "BatchNorm2d",
     "CELU",
@@ -41,6 +42,9 @@ LAYERS = (
     "Softmax",
     "SyncBatchNorm",
     "Tanh",
+    "Upsample",
+    "UpsamplingBilinear2d",
+    "UpsamplingNearest2d",
 )
 #: Activations: by the name of the layer, that of torch.nn.functional's function, and the settings
 #: that both have, with the function's defaults.

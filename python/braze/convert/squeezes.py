@@ -3,10 +3,11 @@ input's means (found in their code: squeeze_code.py), as one, and as a link of p
 
 import torch
 
+import braze.nn
 from braze._C import unwatched
 from braze._ops._common import TENSORS, is_channels_last
 from braze._stock import called_by, gives_way
-from braze.convert.kinds import calls_of
+from braze.convert.kinds import calls_of, places
 from braze.convert.link_calls import one_by_one
 from braze.convert.parts import expanded
 from braze.convert.programs import by_program, of_layers
@@ -18,11 +19,9 @@ _any_global_hook = torch.nn.modules.module._has_any_global_hook
 _MEAN = gives_way((torch.Tensor, "mean"), (torch.Tensor, "__mul__"), (torch.Tensor, "__rmul__"))
 _POOLING = (torch.nn.functional, "adaptive_avg_pool2d"), *called_by("adaptive_avg_pool2d")
 _SEEN = gives_way((torch.Tensor, "expand_as"), (torch.Tensor, "size"), *_POOLING)
-_POOL = gives_way(
-    (torch.nn.AdaptiveAvgPool2d, "forward"),
-    *_POOLING,
-    *calls_of(torch.nn.AdaptiveAvgPool2d),
-)
+#: torch's layer, and braze's in its place.
+_POOLS = torch.nn.AdaptiveAvgPool2d, braze.nn.AdaptiveAvgPool2d
+_POOL = gives_way(*places(_POOLS[1]), *calls_of(_POOLS[0]))
 
 
 class Squeeze:
@@ -93,7 +92,7 @@ class Squeeze:
 def _pools_all(pool):
     """Whether a child is torch's pooling layer of one result for each channel, and nobody watches
     it."""
-    if type(pool) is not torch.nn.AdaptiveAvgPool2d or _POOL() or not unwatched((pool,)):
+    if type(pool) not in _POOLS or _POOL() or not unwatched((pool,)):
         return False
     return not _any_global_hook() and pool.output_size in (1, (1, 1), [1, 1])
 

@@ -18,6 +18,7 @@ from braze.nn.activations import (
 )
 from braze.nn.attention import MultiheadAttention
 from braze.nn.modules import (
+    AdaptiveAvgPool2d,
     AvgPool2d,
     BatchNorm2d,
     BatchNormAct2d,
@@ -37,6 +38,9 @@ from braze.nn.modules import (
     Sequential,
     Softmax,
     SyncBatchNorm,
+    Upsample,
+    UpsamplingBilinear2d,
+    UpsamplingNearest2d,
 )
 from braze.nn.norms import BatchNorm1d, BatchNorm3d, GroupNorm, InstanceNorm2d, LayerNorm
 
@@ -44,6 +48,7 @@ __all__ = [
     "CELU",
     "ELU",
     "GELU",
+    "AdaptiveAvgPool2d",
     "AvgPool2d",
     "BatchNorm1d",
     "BatchNorm2d",
@@ -78,5 +83,8 @@ __all__ = [
     "Softmax",
     "SyncBatchNorm",
     "Tanh",
+    "Upsample",
+    "UpsamplingBilinear2d",
+    "UpsamplingNearest2d",
     "functional",
 ]

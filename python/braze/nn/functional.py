@@ -20,6 +20,7 @@ from braze._ops.activations import (
     silu,
     tanh,
 )
+from braze._ops.adaptive_avg_pool2d import adaptive_avg_pool2d
 from braze._ops.batch_norm import batch_norm
 from braze._ops.batch_norm_act import batch_norm_act
 from braze._ops.bias_activation import bias_activation
@@ -43,9 +44,11 @@ from braze._ops.relu import relu
 from braze._ops.relu_max_pool2d import relu_max_pool2d
 from braze._ops.scale_add import scale_add
 from braze._ops.softmax import log_softmax, softmax
+from braze._ops.upsample2d import interpolate
 from braze._ops.weight_standardization import weight_standardization
 
 __all__ = [
+    "adaptive_avg_pool2d",
     "avg_pool2d",
     "batch_norm",
     "batch_norm_act",
@@ -69,6 +72,7 @@ __all__ = [
     "hardswish",
     "hardtanh",
     "instance_norm",
+    "interpolate",
     "layer_norm",
     "leaky_relu",
     "linear",

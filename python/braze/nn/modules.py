@@ -54,6 +54,16 @@ def batch_norm_of(input, bn):
     )
 
 
+@calls("adaptive_avg_pool2d")
+class AdaptiveAvgPool2d(torch.nn.AdaptiveAvgPool2d):
+    """``torch.nn.AdaptiveAvgPool2d`` on :func:`braze.nn.functional.adaptive_avg_pool2d`."""
+
+    def forward(self, input):
+        if self._gives_way():
+            return super().forward(input)
+        return F.adaptive_avg_pool2d(input, self.output_size)
+
+
 @calls("avg_pool2d")
 class AvgPool2d(torch.nn.AvgPool2d):
     """``torch.nn.AvgPool2d`` on :func:`braze.nn.functional.avg_pool2d`."""
@@ -571,3 +581,30 @@ class Softmax(torch.nn.Softmax):
         if self._gives_way():
             return super().forward(input)
         return F.softmax(input, self.dim, _stacklevel=5)
+
+
+@calls("interpolate")
+class Upsample(torch.nn.Upsample):
+    """``torch.nn.Upsample`` on :func:`braze.nn.functional.interpolate`."""
+
+    def forward(self, input):
+        if self._gives_way():
+            return super().forward(input)
+        return F.interpolate(
+            input,
+            self.size,
+            self.scale_factor,
+            self.mode,
+            self.align_corners,
+            self.recompute_scale_factor,
+        )
+
+
+@calls("interpolate")
+class UpsamplingBilinear2d(torch.nn.UpsamplingBilinear2d, Upsample):
+    """``torch.nn.UpsamplingBilinear2d`` on :func:`braze.nn.functional.interpolate`."""
+
+
+@calls("interpolate")
+class UpsamplingNearest2d(torch.nn.UpsamplingNearest2d, Upsample):
+    """``torch.nn.UpsamplingNearest2d`` on :func:`braze.nn.functional.interpolate`."""
