@@ -193,6 +193,7 @@ class Doubles(nn.Module):
 
 
 def test_export_of_a_dynamic_batch(device):
+    torch.backends.cudnn.allow_tf32 = False  # as in test_dynamic_batch.py
     x = torch.randn(4, 3, 5, 6, device=device).to(memory_format=torch.channels_last)
     batch = {0: torch.export.Dim("batch", min=2)}
     program = torch.export.export(Doubles(), (x,), dynamic_shapes=(batch,))

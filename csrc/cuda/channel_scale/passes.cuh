@@ -17,6 +17,7 @@ namespace braze::cuda {
 constexpr int kPassThreads = 256, kDotThreads = 512, kWarp = 32;
 constexpr int kUnroll = 4;         // vectors that a thread loads before it uses them
 constexpr int kMostLanes = 32;     // of a block of sums in channels_last: vectors of channels
+constexpr int kLeastPixels = 8;    // of its threads, where there are many blocks
 constexpr int64_t kMostY = 65535;  // blocks along a grid's second dimension
 
 // A pass P over elements T writes, for vectors of N of them, what apply(loaded, values, y) makes of
@@ -88,9 +89,9 @@ __global__ void __launch_bounds__(kPassThreads)
 // Sums S over elements T, kSums of them: add(loaded, sums) of what load(loaded, at) has read, and
 // store(channel, sums) of the channel, counted over all images.
 
-// A block sums `lanes` vectors of channels (a power of two) of an image, in kDotThreads / lanes
-// rows of threads that take a pixel each; these are added up pair by pair. The blocks of a cluster
-// share the pixels.
+// A block sums `lanes` vectors of channels (a power of two) of an image, in a power of two of rows
+// of threads that take a pixel each; these are added up pair by pair. The blocks of a cluster share
+// the pixels.
 template <int N, typename T, typename S>
 __global__ void __launch_bounds__(kDotThreads, 1)
     sum_channels_last_kernel(S terms, int64_t n, int64_t pixels, int columns, int lanes,
@@ -99,7 +100,7 @@ __global__ void __launch_bounds__(kDotThreads, 1)
   constexpr int M = N * S::kSums;  // of a thread
   __shared__ A shared[kDotThreads * M];
   wait_for_earlier_kernels();
-  const int rows = kDotThreads / lanes, row = threadIdx.x / lanes;
+  const int rows = blockDim.x / lanes, row = threadIdx.x / lanes;
   const int tile = blockIdx.x / cluster, rank = blockIdx.x - tile * cluster;
   const int column = tile * lanes + threadIdx.x % lanes, step = rows * cluster;
   for (int64_t image = blockIdx.y; image < n; image += gridDim.y) {
@@ -230,7 +231,13 @@ void launch_sums(cudaStream_t stream, const ChannelScaleShape& shape, const S& t
   while (runs_sm90_code() && cluster < kMaxCluster && halves()) cluster *= 2;
   const dim3 grid(static_cast<unsigned>(ceil_div(columns, lanes) * cluster),
                   static_cast<unsigned>(std::min(shape.n, kMostY)));
-  launch_early_in_clusters(sum_channels_last_kernel<N, T, S>, grid, dim3(kDotThreads), 0, stream,
+  // The more rows, the more steps until they are added up.
+  int threads = kDotThreads;
+  while (blocks() >= sm_count() && threads > 2 * kWarp &&
+         threads / 2 / lanes * kLeastPixels >= shape.pixels) {
+    threads /= 2;
+  }
+  launch_early_in_clusters(sum_channels_last_kernel<N, T, S>, grid, dim3(threads), 0, stream,
                            cluster, terms, shape.n, shape.pixels, columns, lanes, cluster);
 }
 

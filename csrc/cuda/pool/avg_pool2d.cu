@@ -49,8 +49,8 @@ __global__ void __launch_bounds__(kPoolThreads)
 // division for each element, took 70 us where a copy takes 27 (H200).
 constexpr int kFewWindows = 3;
 
-// kFew: whether there are at most kFewWindows along each axis.
-template <bool kFew, typename T, int N, typename Split>
+// kMost: how many there are along each axis at most, 1 or kFewWindows; 0: any number.
+template <int kMost, typename T, int N, typename Split>
 __global__ void __launch_bounds__(kPoolThreads)
     avg_pool2d_backward_kernel(const T* __restrict__ dy, T* __restrict__ dx, int64_t count,
                                Split split, Window window, AvgPoolDivisor divisor) {
@@ -72,13 +72,13 @@ __global__ void __launch_bounds__(kPoolThreads)
 #pragma unroll
     for (int k = 0; k < N; ++k) sum[k] += convert<A>(grad.v[k]) * by;
   };
-  if constexpr (kFew) {
-    Vec<T, N> grads[kFewWindows][kFewWindows];
+  if constexpr (kMost > 0) {
+    Vec<T, N> grads[kMost][kMost];
     const auto each = [&](const auto& f) {
 #pragma unroll
-      for (int a = 0; a < kFewWindows; ++a) {
+      for (int a = 0; a < kMost; ++a) {
 #pragma unroll
-        for (int b = 0; b < kFewWindows; ++b) {
+        for (int b = 0; b < kMost; ++b) {
           if (p0 + a <= p1 && q0 + b <= q1) f(p0 + a, q0 + b, grads[a][b]);
         }
       }
@@ -187,11 +187,14 @@ void avg_pool2d_backward(Stream stream, const Pool2dShape& shape, const AvgPoolD
     with_depth_vectors<T>(shape.depth(), aligned, [&](auto width) {
       constexpr int N = decltype(width)::value;
       const int64_t count = shape.input_count() / N;
-      const bool few = ceil_div(window.r, window.stride_h) <= kFewWindows &&
-                       ceil_div(window.s, window.stride_w) <= kFewWindows;
+      const int most =
+          std::max(ceil_div(window.r, window.stride_h), ceil_div(window.s, window.stride_w));
       with_split(count, shape.depth() / N, shape.w, shape.h, [&](auto split) {
-        const auto kernel = few ? avg_pool2d_backward_kernel<true, T, N, decltype(split)>
-                                : avg_pool2d_backward_kernel<false, T, N, decltype(split)>;
+        using Split = decltype(split);
+        const auto kernel = most == 1 ? avg_pool2d_backward_kernel<1, T, N, Split>
+                            : most <= kFewWindows
+                                ? avg_pool2d_backward_kernel<kFewWindows, T, N, Split>
+                                : avg_pool2d_backward_kernel<0, T, N, Split>;
         kernel<<<pool_blocks(count), kPoolThreads, 0, s>>>(grad, out, count, split, window,
                                                            divisor);
       });
