@@ -1,11 +1,14 @@
 """Batch norm's training passes over contiguous tensors as one kernel each, whose clusters hold a
 few channels of all images in shared memory."""
 
+import functools
+
 import pytest
 import torch
 from test_batch_norm_act import check, inputs, ours
 from test_batch_norm_ladder import of_stock
 from test_batch_norm_resident import kernels_of_step
+from torch import nn
 
 import braze
 from common import assert_by_rule, check_against_stock
@@ -58,12 +61,13 @@ def test_what_takes_it():
     assert "held" not in kernels_of_step(large)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", ["large_mean", "outlier_first", "two_images_far_apart"])
-def test_ill_conditioned_input(kind, dtype):
-    x = torch.randn(64, 96, 28, 28, device="cuda")
+ILL_CONDITIONED = ["large_mean", "outlier_first", "two_images_far_apart"]
+
+
+def check_ill_conditioned(x, kind, dtype, mean=1e2):
+    """64 images in float32 that are made ill-conditioned, and converted."""
     if kind == "large_mean":
-        x += 1e2
+        x += mean
     elif kind == "outlier_first":
         x[0, :, 0, 0] = 1e4
     else:
@@ -71,21 +75,17 @@ def test_ill_conditioned_input(kind, dtype):
     check_against_stock(by_ours, of_stock, [x.to(dtype).requires_grad_()])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_special_values(dtype):
-    x = torch.randn(64, 96, 14, 14, device="cuda").to(dtype)
+def check_special_values(x):
     x[0, 0, 0, 0], x[0, 1, 0, 0], x[1, 2, 1, 1] = float("nan"), float("inf"), -float("inf")
     x[:, 3] = 0.5  # no variance
     x[:, 4] = 1e-40
     assert_by_rule(by_ours(x), of_stock(x), of_stock(x.double()))
 
 
-@pytest.mark.parametrize("momentum", [0.1, 1.0, None])
-def test_buffers(momentum):
-    x = torch.randn(64, 96, 28, 28, device="cuda") * 3 - 2
-    norms = [torch.nn.BatchNorm2d(96, momentum=momentum, device="cuda") for _ in range(2)]
-    norms.append(torch.nn.BatchNorm2d(96, momentum=momentum, device="cuda").double())
-    norms[0] = braze.convert(torch.nn.Sequential(norms[0], torch.nn.ReLU()))
+def check_buffers(x, momentum):
+    made = functools.partial(nn.BatchNorm2d, x.shape[1], momentum=momentum, device=x.device)
+    norms = [made(), made(), made().double()]
+    norms[0] = braze.convert(nn.Sequential(norms[0], nn.ReLU()))
     for _ in range(3):
         x = x + 1
         for norm, values in zip(norms, (x, x, x.double()), strict=True):
@@ -94,6 +94,22 @@ def test_buffers(momentum):
     assert actual[2] == 3
     for a, b, c in zip(actual[:2], expected, exact, strict=False):
         assert_by_rule(a, b, c, what=str(momentum))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ILL_CONDITIONED)
+def test_ill_conditioned_input(kind, dtype):
+    check_ill_conditioned(torch.randn(64, 96, 28, 28, device="cuda"), kind, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_special_values(dtype):
+    check_special_values(torch.randn(64, 96, 14, 14, device="cuda").to(dtype))
+
+
+@pytest.mark.parametrize("momentum", [0.1, 1.0, None])
+def test_buffers(momentum):
+    check_buffers(torch.randn(64, 96, 28, 28, device="cuda") * 3 - 2, momentum)
 
 
 def test_repeatable():

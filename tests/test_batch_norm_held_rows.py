@@ -3,15 +3,19 @@ slice of the channels of all rows in shared memory."""
 
 import pytest
 import torch
-import torch.nn.functional as stock
 from test_batch_norm_act import check, inputs, ours
-from test_batch_norm_held import by_ours
+from test_batch_norm_held import (
+    ILL_CONDITIONED,
+    by_ours,
+    check_buffers,
+    check_ill_conditioned,
+    check_special_values,
+)
 from test_batch_norm_ladder import of_stock
-from test_batch_norm_resident import kernels_of_step
-from torch import nn
+from test_batch_norm_resident import kernels_of_captured_step, kernels_of_step
 
 import braze
-from common import assert_by_rule, check_against_stock, cuda_kernels_of
+from common import check_against_stock
 
 pytestmark = pytest.mark.usefixtures("hopper")
 
@@ -100,41 +104,20 @@ def test_what_takes_it():
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", ["large_mean", "outlier_first", "two_images_far_apart"])
+@pytest.mark.parametrize("kind", ILL_CONDITIONED)
 def test_ill_conditioned_input(kind, dtype):
-    x = draw((64, 256, 14, 14))
-    if kind == "large_mean":
-        x += 1e4 if dtype == torch.float32 else 1e2
-    elif kind == "outlier_first":
-        x[0, :, 0, 0] = 1e4
-    else:
-        x[32:] += 1e3
-    check_against_stock(by_ours, of_stock, [x.to(dtype).requires_grad_()])
+    mean = 1e4 if dtype == torch.float32 else 1e2
+    check_ill_conditioned(draw((64, 256, 14, 14)), kind, dtype, mean)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_special_values(dtype):
-    x = draw((64, 256, 14, 14), dtype)
-    x[0, 0, 0, 0], x[0, 1, 0, 0], x[1, 2, 1, 1] = float("nan"), float("inf"), -float("inf")
-    x[:, 3] = 0.5  # no variance
-    x[:, 4] = 1e-40
-    assert_by_rule(by_ours(x), of_stock(x), of_stock(x.double()))
+    check_special_values(draw((64, 256, 14, 14), dtype))
 
 
 @pytest.mark.parametrize("momentum", [0.1, 1.0, None])
 def test_buffers(momentum):
-    x = draw((64, 256, 14, 14)) * 3 - 2
-    norms = [nn.BatchNorm2d(256, momentum=momentum, device="cuda") for _ in range(2)]
-    norms.append(nn.BatchNorm2d(256, momentum=momentum, device="cuda").double())
-    norms[0] = braze.convert(nn.Sequential(norms[0], nn.ReLU()))
-    for _ in range(3):
-        x = x + 1
-        for norm, values in zip(norms, (x, x, x.double()), strict=True):
-            norm(values)
-    actual, expected, exact = (list(norm.buffers()) for norm in norms)
-    assert actual[2] == 3
-    for a, b, c in zip(actual[:2], expected, exact, strict=False):
-        assert_by_rule(a, b, c, what=str(momentum))
+    check_buffers(draw((64, 256, 14, 14)) * 3 - 2, momentum)
 
 
 @pytest.mark.parametrize("name", ["relu", "silu"])
@@ -153,18 +136,7 @@ def test_repeatable(name):
 
 def test_in_a_captured_step():
     """Where kernels start while the one before still runs."""
-    model = nn.Sequential(
-        nn.Conv2d(3, 256, 3, padding=1, bias=False), nn.BatchNorm2d(256), nn.ReLU(),
-        nn.Conv2d(256, 256, 5, padding=2, bias=False), nn.BatchNorm2d(256), nn.SiLU(),
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 10),
-    ).to("cuda", memory_format=CHANNELS_LAST)  # fmt: skip
-    model = braze.convert(model)
-    optimizer = braze.optim.SGD(model.parameters(), lr=0.1)
-    step = braze.TrainStep(model, stock.cross_entropy, optimizer, autocast=torch.bfloat16)
-    x, target = draw((64, 3, 14, 14)), torch.randint(0, 10, (64,), device="cuda")
-    losses = [step(x, target).item() for _ in range(8)]
-    assert losses[-1] < losses[0]
-    assert "held_rows_forward_kernel" in cuda_kernels_of(lambda: step(x, target))
+    assert "held_rows_forward_kernel" in kernels_of_captured_step(256, 14)
 
 
 def test_the_tests_reject_a_wrong_kernel():

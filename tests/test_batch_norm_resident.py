@@ -151,20 +151,26 @@ def test_on_two_streams_at_once():
         assert torch.equal(found[0], y)
 
 
-def test_in_a_captured_step():
+def kernels_of_captured_step(channels, extent):
+    """Of a TrainStep that learns something, whose batch norms have so many channels, and images so
+    many rows and columns."""
     model = nn.Sequential(
-        nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU(),
-        nn.Conv2d(64, 64, 5, padding=2, bias=False), nn.BatchNorm2d(64), nn.SiLU(),
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10),
+        nn.Conv2d(3, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels), nn.ReLU(),
+        nn.Conv2d(channels, channels, 5, padding=2, bias=False), nn.BatchNorm2d(channels),
+        nn.SiLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 10),
     ).to("cuda", memory_format=CHANNELS_LAST)  # fmt: skip
     model = braze.convert(model)
     optimizer = braze.optim.SGD(model.parameters(), lr=0.1)
     step = braze.TrainStep(model, stock.cross_entropy, optimizer, autocast=torch.bfloat16)
-    x = draw((64, 3, 56, 56), torch.float32)
+    x = draw((64, 3, extent, extent), torch.float32)
     target = torch.randint(0, 10, (64,), device="cuda")
     losses = [step(x, target).item() for _ in range(8)]
     assert losses[-1] < losses[0]
-    assert "resident_forward_kernel" in cuda_kernels_of(lambda: step(x, target))
+    return cuda_kernels_of(lambda: step(x, target))
+
+
+def test_in_a_captured_step():
+    assert "resident_forward_kernel" in kernels_of_captured_step(64, 56)
 
 
 def test_the_tests_reject_a_wrong_kernel():

@@ -312,9 +312,8 @@ static void define(torch::stable::detail::StableLibrary& m) {
   // upsample2d: images; mode: nearest, nearest-exact or bilinear; scales: the factors of size, as
   // interpolate() got them
   m.def(
-      "upsample2d(Tensor input, SymInt[] output_size, str mode, bool align_corners, float? "
-      "scale_h, "
-      "float? scale_w, ScalarType? dtype=None) -> Tensor");
+      "upsample2d(Tensor input, SymInt[] output_size, str mode, bool align_corners, "
+      "float? scale_h, float? scale_w, ScalarType? dtype=None) -> Tensor");
   m.def(
       "upsample2d_backward(Tensor grad_output, SymInt[] input_size, str mode, bool align_corners, "
       "float? scale_h, float? scale_w, bool channels_last, ScalarType? dtype=None) -> Tensor");

@@ -63,11 +63,10 @@ struct Parts {
   }
 };
 
-// f(line) for all lines of so many elements.
+// f(first, last) for parts of all lines, which have so many elements.
 template <typename F>
-void each_line(int64_t lines, int64_t elements, const F& f) {
-  const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(elements, 1));
-  parallel_for(0, lines, grain, [&](int64_t first, int64_t last) { f(first, last); });
+void for_lines(int64_t lines, int64_t elements, const F& f) {
+  parallel_for(0, lines, std::max<int64_t>(1, kGrain / elements), f);
 }
 
 template <typename T, typename Out, typename P>
@@ -76,7 +75,7 @@ void forward(const Upsample2dShape& shape, const UpsampleAxis<P>& rows,
   using A = acc_t<T>;
   const int64_t depth = shape.depth(), of_input = shape.w * depth, of_result = shape.q * depth;
   const auto sources = sources_of(columns);
-  each_line(shape.images() * shape.p, of_result, [&](int64_t first, int64_t last) {
+  for_lines(shape.images() * shape.p, of_result, [&](int64_t first, int64_t last) {
     std::vector<A> blend(of_input);
     for (int64_t line = first; line < last; ++line) {
       const auto row = rows.source_of(static_cast<int>(line % shape.p));
@@ -97,9 +96,8 @@ void forward(const Upsample2dShape& shape, const UpsampleAxis<P>& rows,
       }
       for (int64_t q = 0; q < shape.q; ++q) {
         const auto& source = sources[q];
-        const A *const left = blend.data() + source.first * depth, *const right =
-                                                                       blend.data() +
-                                                                       source.second * depth;
+        const A* const left = blend.data() + source.first * depth;
+        const A* const right = blend.data() + source.second * depth;
         const A by_right = source.weight, by_left = 1 - by_right;
         for (int64_t k = 0; k < depth; ++k) {
           to[q * depth + k] = Out(by_left * left[k] + by_right * right[k]);
@@ -115,7 +113,7 @@ void backward(const Upsample2dShape& shape, const UpsampleAxis<P>& rows,
   using A = acc_t<T>;
   const int64_t depth = shape.depth(), of_input = shape.w * depth, of_result = shape.q * depth;
   const Parts<P> of_rows(rows), of_columns(columns);
-  each_line(shape.images() * shape.h, of_input, [&](int64_t first, int64_t last) {
+  for_lines(shape.images() * shape.h, of_input, [&](int64_t first, int64_t last) {
     std::vector<A> sums(of_result), sum(depth);
     for (int64_t line = first; line < last; ++line) {
       const auto& range = of_rows.ranges[line % shape.h];

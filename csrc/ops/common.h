@@ -322,6 +322,12 @@ inline Tensor empty_4d(const std::vector<int64_t>& nchw, const Tensor& like, boo
   return empty_dense(nchw, channels_last ? kChannelsLast : nullptr, like, dtype);
 }
 
+// `t` channels_last, of 4 dimensions then, or contiguous: itself if it is so, else a copy.
+inline Tensor in_order(const Tensor& t, bool channels_last) {
+  if (!channels_last) return as_contiguous(t);
+  return is_channels_last(t) ? t : with_layout_of(t, empty_4d(sizes_of(t), t, true));
+}
+
 // The gradient of the 4-D `weight`, to be written in the given format. Where the weight's own
 // strides mean the same memory it gets those: DistributedDataParallel compares a gradient's strides
 // with its parameter's, also those of extents of 1.

@@ -89,12 +89,6 @@ Tensor empty_planes(const Pool2dShape& shape, const Tensor& like, int64_t h, int
   return empty_4d({shape.n, shape.c, h, w}, like, shape.channels_last, dtype);
 }
 
-// `t` in the layout the shape says: itself if dense so, else a copy.
-Tensor in_layout(const Pool2dShape& shape, const Tensor& t) {
-  if (shape.channels_last ? is_channels_last(t) : t.is_contiguous()) return t;
-  return with_layout_of(t, empty_planes(shape, t, t.size(-2), t.size(-1)));
-}
-
 void check_output_sizes(const char* op, const char* arg, const Pool2dShape& shape, const Tensor& t,
                         const Ints& input_size) {
   Ints expected = input_size;
@@ -124,7 +118,7 @@ std::tuple<Tensor, Tensor> max_pool2d(const Tensor& input, const Ints& kernel_si
   Tensor out = empty_planes(shape, input, shape.p, shape.q);
   Tensor taps = empty_planes(shape, input, shape.p, shape.q,
                              has_byte_taps(shape) ? ScalarType::Byte : ScalarType::Int);
-  const Tensor x = in_layout(shape, input);
+  const Tensor x = in_order(input, shape.channels_last);
   dev::max_pool2d(context.stream(), shape, x.const_data_ptr(), out.mutable_data_ptr(),
                   taps.mutable_data_ptr());
   return {out, taps};
@@ -144,7 +138,8 @@ Tensor max_pool2d_backward(const Tensor& grad_output, const Tensor& taps, const 
   shape.channels_last = channels_last && input_size.size() == 4;
   const DeviceContext context(grad_output);
   Tensor grad_input = empty_planes(shape, grad_output, shape.h, shape.w);
-  const Tensor dy = in_layout(shape, grad_output), chosen = in_layout(shape, taps);
+  const Tensor dy = in_order(grad_output, shape.channels_last),
+               chosen = in_order(taps, shape.channels_last);
   dev::max_pool2d_backward(context.stream(), shape, dy.const_data_ptr(), chosen.const_data_ptr(),
                            grad_input.mutable_data_ptr());
   return grad_input;
@@ -160,7 +155,7 @@ Tensor max_pool2d_indices(const Tensor& taps, const Ints& input_size, const Ints
   shape.channels_last = is_channels_last(taps);
   const DeviceContext context(taps);
   Tensor indices = empty_planes(shape, taps, shape.p, shape.q, ScalarType::Long);
-  const Tensor chosen = in_layout(shape, taps);
+  const Tensor chosen = in_order(taps, shape.channels_last);
   dev::max_pool2d_indices(context.stream(), shape, chosen.const_data_ptr(),
                           static_cast<int64_t*>(indices.mutable_data_ptr()));
   return indices;
@@ -206,7 +201,7 @@ std::tuple<Tensor, Tensor> relu_max_pool2d(const Tensor& input, const std::optio
   const Ints sizes{pool.n, pool.c, pool.p, pool.q};
   Tensor out = empty_4d(sizes, input, !contiguous);
   Tensor taps = empty_4d(sizes, input, true, ScalarType::Byte);
-  const Tensor x = in_layout(pool, input);
+  const Tensor x = in_order(input, pool.channels_last);
   std::optional<Tensor> b;
   if (bias) b = as_contiguous(*bias);
   dev::relu_max_pool2d(context.stream(), shape, x.const_data_ptr(),
@@ -240,8 +235,8 @@ std::tuple<Tensor, Tensor> relu_max_pool2d_backward(const Tensor& grad_output, c
   BRAZE_CHECK(
       shape.bias == pool.dtype || (size_of(pool.dtype) == 2 && shape.bias == DType::kFloat32), op,
       ": expected a bias of grad_output's dtype, or float32 for a 16-bit one");
-  const Tensor dy = shape.turned ? grad_output : in_layout(pool, grad_output);
-  const Tensor chosen = in_layout(pool, taps);
+  const Tensor dy = shape.turned ? grad_output : in_order(grad_output, pool.channels_last);
+  const Tensor chosen = in_order(taps, pool.channels_last);
   const Workspace workspace(bias_dtype ? dev::relu_max_pool2d_workspace_bytes(shape) : 0,
                             grad_output);
   dev::relu_max_pool2d_backward(
@@ -267,7 +262,7 @@ Tensor avg_pool2d(const Tensor& input, const Ints& kernel_size, const Ints& stri
   shape.channels_last = is_channels_last(input);
   const DeviceContext context(input);
   Tensor out = empty_planes(shape, input, shape.p, shape.q);
-  const Tensor x = in_layout(shape, input);
+  const Tensor x = in_order(input, shape.channels_last);
   dev::avg_pool2d(context.stream(), shape, divisor, x.const_data_ptr(), out.mutable_data_ptr());
   return out;
 }
@@ -285,7 +280,7 @@ Tensor avg_pool2d_backward(const Tensor& grad_output, const Ints& input_size,
   shape.channels_last = channels_last && input_size.size() == 4;
   const DeviceContext context(grad_output);
   Tensor grad_input = empty_planes(shape, grad_output, shape.h, shape.w);
-  const Tensor dy = in_layout(shape, grad_output);
+  const Tensor dy = in_order(grad_output, shape.channels_last);
   dev::avg_pool2d_backward(context.stream(), shape, divisor, dy.const_data_ptr(),
                            grad_input.mutable_data_ptr());
   return grad_input;

@@ -73,12 +73,6 @@ void check_result(const char* op, ScalarType result, ScalarType input) {
               scalar_type_name(result), " for ", scalar_type_name(input));
 }
 
-// `t` in that order in memory: itself if dense so, else a copy.
-Tensor in_order(const Tensor& t, bool channels_last) {
-  if (channels_last ? is_channels_last(t) : t.is_contiguous()) return t;
-  return with_layout_of(t, empty_4d(sizes_of(t), t, channels_last));
-}
-
 Tensor upsample2d(const Tensor& input, const Sizes& output_size, const std::string& mode,
                   bool align_corners, std::optional<double> scale_h, std::optional<double> scale_w,
                   std::optional<ScalarType> dtype) {

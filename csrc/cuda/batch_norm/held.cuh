@@ -351,16 +351,8 @@ __global__ void __launch_bounds__(kHeldThreads, kHeldBlocks)
     Packed<T, N> packed_dy, packed_x;
     packed_dy.load(dy + held);
     packed_x.load(x + held);
-    const auto store = [&](auto code) {
-      input_grad_vector<decltype(code)::value>(grads, at, packed_dy, packed_x, center, by_grad,
-                                               shift, by_input, constant);
-    };
-    // The gradient before the activation is known where it was kept.
-    if (kCode != ActivationCode::kClamp && args.dresidual) {
-      store(std::integral_constant<ActivationCode, ActivationCode::kClamp>{});
-    } else {
-      store(std::integral_constant<ActivationCode, kCode>{});
-    }
+    kept_input_grad_vector<kCode>(args.dresidual, grads, at, packed_dy, packed_x, center, by_grad,
+                                  shift, by_input, constant);
   });
 #endif
 }

@@ -180,16 +180,8 @@ __global__ void __launch_bounds__(kHeldRowThreads)
              by_input = rows.coefficients(1), constant = rows.coefficients(2);
   NoHeldSide none;
   rows.template walk<U>(false, none, load, [&](int u, int, int64_t offset) {
-    const auto store = [&](auto code) {
-      input_grad_vector<decltype(code)::value>(grads, offset, packed_dy[u], packed_x[u], center,
-                                               by_grad, shift, by_input, constant);
-    };
-    // The gradient before the activation is known where it was kept.
-    if (kCode != ActivationCode::kClamp && args.dresidual) {
-      store(std::integral_constant<ActivationCode, ActivationCode::kClamp>{});
-    } else {
-      store(std::integral_constant<ActivationCode, kCode>{});
-    }
+    kept_input_grad_vector<kCode>(args.dresidual, grads, offset, packed_dy[u], packed_x[u], center,
+                                  by_grad, shift, by_input, constant);
   });
 #endif
 }

@@ -168,4 +168,21 @@ __device__ __forceinline__ void input_grad_vector(const InputGradArgs<T>& args, 
   store_vec(args.dx + offset, dx);
 }
 
+// The same of a gradient that may have been kept before the activation: that is not passed then.
+template <ActivationCode kCode, typename T, int N, typename C>
+__device__ __forceinline__ void kept_input_grad_vector(
+    bool kept, const InputGradArgs<T>& args, int64_t offset, const Packed<T, N>& packed_dy,
+    const Packed<T, N>& packed_x, const C& center, const C& by_grad, const C& shift,
+    const C& by_input, const C& constant) {
+  const auto store = [&](auto code) {
+    input_grad_vector<decltype(code)::value>(args, offset, packed_dy, packed_x, center, by_grad,
+                                             shift, by_input, constant);
+  };
+  if (kCode != ActivationCode::kClamp && kept) {
+    store(std::integral_constant<ActivationCode, ActivationCode::kClamp>{});
+  } else {
+    store(std::integral_constant<ActivationCode, kCode>{});
+  }
+}
+
 }  // namespace braze::cuda

@@ -206,16 +206,8 @@ __global__ void __launch_bounds__(kRingThreads, 1)
     x.load(plan, me, rows.count, ring.vectors(rows.slot, 1));
     if (!me.works) return;
     me.each_slot<kCount>(plan, rows.count, [&](int u, int vector) {
-      const auto store = [&](auto code) {
-        input_grad_vector<decltype(code)::value>(grads, (rows.first + vector) * N, dy.v[u], x.v[u],
-                                                 center, by_grad, shift, by_input, constant);
-      };
-      // The gradient before the activation is known where it was kept.
-      if (kCode != ActivationCode::kClamp && args.dresidual) {
-        store(std::integral_constant<ActivationCode, ActivationCode::kClamp>{});
-      } else {
-        store(std::integral_constant<ActivationCode, kCode>{});
-      }
+      kept_input_grad_vector<kCode>(args.dresidual, grads, (rows.first + vector) * N, dy.v[u],
+                                    x.v[u], center, by_grad, shift, by_input, constant);
     });
   });
 #endif

@@ -270,75 +270,77 @@ void with_groups(const Upsample2dShape& shape, int64_t rows, int64_t columns, bo
   along_depth(std::integral_constant<int, 1>{});
 }
 
+// f(small, large, whether a thread has elements of several planes, of how many elements, how many
+// such groups there are, how to split their numbers, axes), where each has a place among so many
+// rows and columns; small and large: the input, or its gradient, and the result's.
+template <typename F>
+void with_launch(const Upsample2dShape& shape, const void* small, const void* large, int64_t rows,
+                 int64_t columns, const F& f) {
+  dispatch_types(shape, [&](auto tag, auto result, const auto& axes) {
+    using T = typename decltype(tag)::type;
+    using Out = typename decltype(result)::type;
+    const T* const of_input = static_cast<const T*>(small);
+    const Out* const of_result = static_cast<const Out*>(large);
+    const bool aligned = is_vec_aligned(of_input) && is_vec_aligned(of_result);
+    with_groups<T>(shape, rows, columns, aligned,
+                   [&](auto planes, auto width, int64_t count, int64_t groups) {
+                     with_split(count, groups, columns, rows, [&](auto split) {
+                       f(of_input, of_result, planes, width, count, split, axes);
+                     });
+                   });
+  });
+}
+
 }  // namespace
 
 void upsample2d(Stream stream, const Upsample2dShape& shape, const void* x, void* y) {
   if (shape.output_count() == 0) return;
-  const cudaStream_t s = as_cuda(stream);
-  dispatch_types(shape, [&](auto tag, auto result, const auto& axes) {
-    using T = typename decltype(tag)::type;
-    using Out = typename decltype(result)::type;
-    const T* in = static_cast<const T*>(x);
-    Out* out = static_cast<Out*>(y);
-    const bool aligned = is_vec_aligned(in) && is_vec_aligned(out);
-    with_groups<T>(shape, shape.p, shape.q, aligned,
-                   [&](auto planes, auto width, int64_t count, int64_t groups) {
-                     constexpr bool kPlanes = decltype(planes)::value;
-                     constexpr int N = decltype(width)::value;
-                     with_split(count, groups, shape.q, shape.p, [&](auto split) {
-                       const auto launch = [&](auto bilinear) {
-                         upsample2d_kernel<decltype(bilinear)::value, kPlanes, N>
-                             <<<pool_blocks(count), kPoolThreads, 0, s>>>(in, out, count, split,
-                                                                          axes);
-                       };
-                       shape.is_bilinear() ? launch(std::true_type{}) : launch(std::false_type{});
-                     });
-                   });
-  });
+  with_launch(shape, x, y, shape.p, shape.q,
+              [&](auto* in, auto* result, auto planes, auto width, int64_t count, auto split,
+                  const auto& axes) {
+                using Out = std::remove_const_t<std::remove_pointer_t<decltype(result)>>;
+                const auto launch = [&](auto bilinear) {
+                  upsample2d_kernel<decltype(bilinear)::value, decltype(planes)::value,
+                                    decltype(width)::value>
+                      <<<pool_blocks(count), kPoolThreads, 0, as_cuda(stream)>>>(
+                          in, static_cast<Out*>(y), count, split, axes);
+                };
+                shape.is_bilinear() ? launch(std::true_type{}) : launch(std::false_type{});
+              });
   check_launch("upsample2d");
 }
 
 void upsample2d_backward(Stream stream, const Upsample2dShape& shape, const void* dy, void* dx) {
   if (shape.input_count() == 0) return;
-  const cudaStream_t s = as_cuda(stream);
-  dispatch_types(shape, [&](auto tag, auto result, const auto& axes) {
-    using T = typename decltype(tag)::type;
-    using Out = typename decltype(result)::type;
-    const Out* grad = static_cast<const Out*>(dy);
-    T* out = static_cast<T*>(dx);
-    const bool aligned = is_vec_aligned(grad) && is_vec_aligned(out);
-    with_groups<T>(
-        shape, shape.h, shape.w, aligned,
-        [&](auto planes, auto width, int64_t count, int64_t groups) {
-          constexpr bool kPlanes = decltype(planes)::value;
-          constexpr int N = decltype(width)::value;
-          with_split(count, groups, shape.w, shape.h, [&](auto split) {
-            const auto launch = [&](auto bilinear, auto at_once, auto lanes) {
-              constexpr int kLanes = decltype(lanes)::value;
-              upsample2d_backward_kernel<decltype(bilinear)::value, decltype(at_once)::value,
-                                         kLanes, kPlanes, N>
-                  <<<pool_blocks(count * kLanes), kPoolThreads, 0, s>>>(grad, out, count, split,
-                                                                        axes);
-            };
-            const auto launch_with = [&](auto bilinear, auto at_once) {
-              // Each result of bilinear upsampling has four parts.
-              const int64_t parts = shape.p * shape.q * (decltype(bilinear)::value ? 4 : 1);
-              if (parts >= kManyResults * shape.h * shape.w) {
-                return launch(bilinear, std::integral_constant<int, 1>{},
-                              std::integral_constant<int, 32>{});
-              }
-              launch(bilinear, at_once, std::integral_constant<int, 1>{});
-            };
-            if (shape.is_bilinear()) {
-              launch_with(std::true_type{}, std::integral_constant<int, kBilinearColumns>{});
-            } else if (shape.q <= kNearestColumns * shape.w) {
-              launch_with(std::false_type{}, std::integral_constant<int, kNearestColumns>{});
-            } else {
-              launch_with(std::false_type{}, std::integral_constant<int, kManyNearestColumns>{});
-            }
-          });
-        });
-  });
+  with_launch(
+      shape, dx, dy, shape.h, shape.w,
+      [&](auto* input, auto* grad, auto planes, auto width, int64_t count, auto split,
+          const auto& axes) {
+        using T = std::remove_const_t<std::remove_pointer_t<decltype(input)>>;
+        const auto launch = [&](auto bilinear, auto at_once, auto lanes) {
+          constexpr int kLanes = decltype(lanes)::value;
+          upsample2d_backward_kernel<decltype(bilinear)::value, decltype(at_once)::value, kLanes,
+                                     decltype(planes)::value, decltype(width)::value>
+              <<<pool_blocks(count * kLanes), kPoolThreads, 0, as_cuda(stream)>>>(
+                  grad, static_cast<T*>(dx), count, split, axes);
+        };
+        const auto launch_with = [&](auto bilinear, auto at_once) {
+          // Each result of bilinear upsampling has four parts.
+          const int64_t parts = shape.p * shape.q * (decltype(bilinear)::value ? 4 : 1);
+          if (parts >= kManyResults * shape.h * shape.w) {
+            return launch(bilinear, std::integral_constant<int, 1>{},
+                          std::integral_constant<int, 32>{});
+          }
+          launch(bilinear, at_once, std::integral_constant<int, 1>{});
+        };
+        if (shape.is_bilinear()) {
+          launch_with(std::true_type{}, std::integral_constant<int, kBilinearColumns>{});
+        } else if (shape.q <= kNearestColumns * shape.w) {
+          launch_with(std::false_type{}, std::integral_constant<int, kNearestColumns>{});
+        } else {
+          launch_with(std::false_type{}, std::integral_constant<int, kManyNearestColumns>{});
+        }
+      });
   check_launch("upsample2d_backward");
 }
 

@@ -331,6 +331,15 @@ def is_channels_last(tensor):
     return c == 1 and w == tensor.shape[1] and n > 1
 
 
+def empty_image(like, size, channels_last, dtype=None):
+    """An empty tensor on the device of another one, and of its dtype unless another one is given:
+    C++'s empty_4d()."""
+    memory_format = torch.channels_last if channels_last else torch.contiguous_format
+    return torch.empty(
+        size, dtype=dtype or like.dtype, device=like.device, memory_format=memory_format
+    )
+
+
 def empty_weight_gradient(weight, memory_format):
     """The shape function of C++'s empty_weight_gradient()."""
     channels_last = memory_format == torch.channels_last

@@ -8,6 +8,7 @@ from braze._ops._common import (
     below_autograd,
     eager,
     eager_backward,
+    empty_image,
     forking,
     is_channels_last,
     overwrite,
@@ -316,13 +317,7 @@ def _fake(input, weight, bias, mean, var, batches, training, momentum, eps, max_
     output = empty_like_input(input)
     if max_pool:
         n, c, h, w = input.shape
-        memory_format = torch.channels_last if is_channels_last(input) else torch.contiguous_format
-        output = torch.empty(
-            (n, c, h // 2, w // 2),
-            dtype=input.dtype,
-            device=input.device,
-            memory_format=memory_format,
-        )
+        output = empty_image(input, (n, c, h // 2, w // 2), is_channels_last(input))
     words = _code_words(input, output, training) if max_pool else 0
     codes = input.new_empty(words, dtype=torch.int32)
     dtype = statistics_dtype(input)

@@ -7,6 +7,7 @@ from braze._ops._common import (
     below_autograd,
     check_tensor,
     eager,
+    empty_image,
     is_channels_last,
     plain,
     register,
@@ -95,13 +96,7 @@ def _fake_dot(input, other):
 
 
 def _fake_mean(input):
-    channels_last = is_channels_last(input)
-    return torch.empty(
-        (*input.shape[:2], 1, 1),
-        dtype=input.dtype,
-        device=input.device,
-        memory_format=torch.channels_last if channels_last else torch.contiguous_format,
-    )
+    return empty_image(input, (*input.shape[:2], 1, 1), is_channels_last(input))
 
 
 register("channel_scale", fake=_fake_scale, autograd=_channel_scale)

@@ -11,6 +11,7 @@ from braze._ops._common import (
     cast_to,
     eager,
     eager_backward,
+    empty_image,
     empty_weight_gradient,
     is_channels_last,
     overwrite,
@@ -126,10 +127,7 @@ def _forward_fake(input, weight, bias, bn_weight, bn_bias, mean, var, batches, p
     k, _, r, s = weight.shape
     p, q = (h + 2 * padding[0] - r + 1) // 2, (w + 2 * padding[1] - s + 1) // 2
     channels_last = is_channels_last(input) or is_channels_last(weight)
-    memory_format = torch.channels_last if channels_last else torch.contiguous_format
-    output = torch.empty(
-        (n, k, p, q), dtype=input.dtype, device=input.device, memory_format=memory_format
-    )
+    output = empty_image(input, (n, k, p, q), channels_last)
     codes = input.new_empty(n * p * q * ((k + 7) // 8), dtype=torch.int32)
     taps = c * r * s
     return output, codes, input.new_empty(taps + taps * taps + 2 * k, dtype=torch.float64)

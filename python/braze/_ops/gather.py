@@ -5,7 +5,7 @@ import torch
 
 from braze import _lib
 from braze._nvtx import ranged
-from braze._ops._common import below_autograd, overwrite, register
+from braze._ops._common import below_autograd, empty_image, overwrite, register
 
 _ops = torch.ops.braze
 _MOST_SETS = _lib.limits["patch_moment_sets"]
@@ -16,9 +16,7 @@ def _fake_gather_images(images, labels, indices, scale, shift, dtype, channels_l
 
 
 def _empty_batch(images, labels, batch, dtype, channels_last):
-    layout = torch.channels_last if channels_last else torch.contiguous_format
-    shape = (batch, *images.shape[1:])
-    batch_images = torch.empty(shape, dtype=dtype, device=images.device, memory_format=layout)
+    batch_images = empty_image(images, (batch, *images.shape[1:]), channels_last, dtype)
     return batch_images, labels.new_empty(batch)
 
 

@@ -7,6 +7,7 @@ from braze._ops._common import (
     below_autograd,
     eager,
     eager_backward,
+    empty_image,
     int_pair,
     is_channels_last,
     plain,
@@ -100,13 +101,6 @@ def _output_extent(size, kernel, stride, padding, dilation, ceil_mode):
     return out
 
 
-def _empty_planes(like, size, channels_last, dtype=None):
-    memory_format = torch.channels_last if channels_last else torch.contiguous_format
-    return torch.empty(
-        size, dtype=dtype or like.dtype, device=like.device, memory_format=memory_format
-    )
-
-
 def pooled_size(input, kernel_size, stride, padding, dilation, ceil_mode):
     """Of the result. C++ checks the settings; the fake trusts them."""
     stride = stride or kernel_size
@@ -123,7 +117,7 @@ def pooled_size(input, kernel_size, stride, padding, dilation, ceil_mode):
 
 def _pooled(input, *settings, dtype=None):
     """An empty tensor like the result."""
-    return _empty_planes(input, pooled_size(input, *settings), is_channels_last(input), dtype)
+    return empty_image(input, pooled_size(input, *settings), is_channels_last(input), dtype)
 
 
 def _max_pool2d_fake(input, kernel_size, stride, padding, dilation, ceil_mode):
@@ -141,14 +135,14 @@ def _max_pool2d_indices(taps, *args):
 register("max_pool2d", fake=_max_pool2d_fake, autograd=_max_pool2d)
 register(
     "max_pool2d_backward",
-    fake=lambda grad_output, taps, input_size, *args: _empty_planes(
+    fake=lambda grad_output, taps, input_size, *args: empty_image(
         grad_output, input_size, args[-1]
     ),
     autograd=_max_pool2d_backward,
 )
 register(
     "max_pool2d_indices",
-    fake=lambda taps, *args: _empty_planes(taps, taps.shape, is_channels_last(taps), torch.int64),
+    fake=lambda taps, *args: empty_image(taps, taps.shape, is_channels_last(taps), torch.int64),
     autograd=_max_pool2d_indices,
 )
 register(
@@ -160,7 +154,7 @@ register(
 )
 register(
     "avg_pool2d_backward",
-    fake=lambda grad_output, input_size, *args: _empty_planes(grad_output, input_size, args[-1]),
+    fake=lambda grad_output, input_size, *args: empty_image(grad_output, input_size, args[-1]),
     autograd=_avg_pool2d_backward,
 )
 

@@ -7,6 +7,7 @@ from braze._ops._common import (
     HALF_DTYPES,
     below_autograd,
     eager,
+    empty_image,
     is_channels_last,
     plain,
     register,
@@ -82,20 +83,13 @@ _upsample2d_backward = eager(
 
 def _fake(input, output_size, mode, align_corners, scale_h, scale_w, dtype=None):
     size = *input.shape[:2], *output_size
-    return _empty(input, size, is_channels_last(input), dtype)
+    return empty_image(input, size, is_channels_last(input), dtype)
 
 
 def _fake_backward(
     grad_output, input_size, mode, align_corners, scale_h, scale_w, channels_last, dtype=None
 ):
-    return _empty(grad_output, input_size, channels_last, dtype)
-
-
-def _empty(like, size, channels_last, dtype):
-    memory_format = torch.channels_last if channels_last else torch.contiguous_format
-    return torch.empty(
-        size, dtype=dtype or like.dtype, device=like.device, memory_format=memory_format
-    )
+    return empty_image(grad_output, input_size, channels_last, dtype)
 
 
 def _autocast_arguments(input, *args):

@@ -21,7 +21,7 @@ _POOLING = (torch.nn.functional, "adaptive_avg_pool2d"), *called_by("adaptive_av
 _SEEN = gives_way((torch.Tensor, "expand_as"), (torch.Tensor, "size"), *_POOLING)
 #: torch's layer, and braze's in its place.
 _POOLS = torch.nn.AdaptiveAvgPool2d, braze.nn.AdaptiveAvgPool2d
-_POOL = gives_way(*places(_POOLS[1]), *calls_of(_POOLS[0]))
+_POOL = gives_way(*places(braze.nn.AdaptiveAvgPool2d), *calls_of(torch.nn.AdaptiveAvgPool2d))
 
 
 class Squeeze:
